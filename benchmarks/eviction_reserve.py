@@ -1,0 +1,130 @@
+"""Claim: evicting a little more than is missing would halve the runs of new pages, and more than double an admission.
+
+    python benchmarks/eviction_reserve.py --json benchmarks/results/eviction_reserve.json
+
+Chats with one system prompt come back turn after turn to a full pool that holds a part of them. Eviction takes
+exactly what an admission lacks, as the scheduler does, or that and a reserve of the pool at once. Compared: the
+runs that an admission's new pages form (each is one descriptor a layer), and the tokens found cached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.protocol.state import KVPoll
+from prefixkv.request import Request
+from prefixkv.request_pages import PageBooks
+
+PAGE_SIZE = 16
+RUNNING = 32
+SYSTEM_TOKENS = 512
+MOST_TOKENS = 8_000  # a chat that has grown so long ends, and another takes its place
+
+
+class ReservingBooks(PageBooks):
+    """Evicts `reserve_pages` more than is missing, whenever something is missing."""
+
+    reserve_pages = 0
+
+    def _take(self, num_pages: int, now_s: float) -> npt.NDArray[np.int32]:
+        if self.reserve_pages and self.allocator.free_pages < num_pages <= self.available_pages:
+            missing = num_pages - self.allocator.free_pages
+            evicted = self.cache.evict(missing + self.reserve_pages, now_s)
+            self.evicted_pages += len(evicted)
+            self._free_cached(evicted)
+        return super()._take(num_pages, now_s)
+
+
+def replay(num_pages: int, num_chats: int, turns: int, reserve: float, policy: str, seed: int) -> dict[str, float]:
+    """Runs and hits of the second half of `turns` turns, the chats drawn by a Zipf-like law."""
+    random = np.random.default_rng(seed)
+    books = ReservingBooks(num_pages, PAGE_SIZE, RUNNING, policy=policy)
+    books.reserve_pages = int(reserve * num_pages)
+    scheduler = DecodeScheduler(books)
+    system = random.integers(0, 150_000, SYSTEM_TOKENS)
+    chats = [system] * num_chats
+    weight = 1 / np.arange(1, num_chats + 1) ** 0.6
+    running: deque[tuple[DecodeRequest, int, int]] = deque()  # with its chat and the tokens it will generate
+    busy: set[int] = set()
+    prompt = hit = new_pages = runs = 0
+    admit_ns = []
+    for turn in range(turns):
+        now_s = turn * 0.1
+        if len(running) == RUNNING:
+            req, chat, _ = running.popleft()
+            chats[chat] = np.asarray(req.tokens) if len(req.tokens) < MOST_TOKENS else system
+            scheduler.finish(req, now_s)
+            busy.discard(chat)
+        while (chat := int(random.choice(num_chats, p=weight / weight.sum()))) in busy:
+            pass
+        busy.add(chat)
+        tokens = np.concatenate([chats[chat], random.integers(0, 150_000, int(random.lognormal(5, 1)) + 1)])
+        goal = int(random.integers(20, 400))
+        req = scheduler.add(Request(str(turn), tokens, goal, turn, "tcp://127.0.0.1:1"), now_s)
+        start = time.thread_time_ns()
+        admitted = scheduler.pop_preallocated(now_s)
+        admit_ns.append(time.thread_time_ns() - start)
+        if admitted != [req]:
+            raise SystemExit("the pool is too small for this workload")
+        scheduler.take_commands()
+        if turn >= turns // 2:
+            new = req.pages[req.prefix_len // PAGE_SIZE :]
+            prompt, hit, new_pages = prompt + req.fill_len, hit + req.prefix_len, new_pages + len(new)
+            runs += 1 + int(np.count_nonzero(np.diff(new) != 1)) if len(new) else 0
+        scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", now_s)
+        scheduler.pop_transferred(now_s)
+        running.append((req, chat, goal))
+        for _ in range(400 // RUNNING):
+            grow = [req for req, _, goal in running if len(req.output) < goal]
+            scheduler.append_many(grow, [turn] * len(grow), now_s)
+    scheduler.check_invariants()
+    return {
+        "reserve": round(reserve, 5),
+        "token_hit_rate": round(hit / prompt, 4),
+        "new_pages_an_admission": round(new_pages / (turns - turns // 2), 1),
+        "runs_per_100_new_pages": round(100 * runs / new_pages, 1),
+        "admit_cpu_us_p50": round(float(np.median(admit_ns[turns // 2 :])) / 1e3, 1),
+        "evicted_pages": books.evicted_pages,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pages", type=int, default=16_384)
+    parser.add_argument("--chats", type=int, default=250)
+    parser.add_argument("--turns", type=int, default=6_000)
+    parser.add_argument("--policy", default="lru")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    cases = []
+    for reserve in (0.0, 1 / 1024, 1 / 512, 1 / 256, 1 / 100, 1 / 20):
+        cases.append(replay(options.pages, options.chats, options.turns, reserve, options.policy, options.seed))
+        print(cases[-1], flush=True)
+    if options.json is not None:
+        recipe = {
+            **{name: value for name, value in vars(options).items() if name != "json"},
+            "page_size": PAGE_SIZE,
+            "running": RUNNING,
+            "counted": "the second half of the turns",
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "load": round(os.getloadavg()[0], 1),
+        }
+        options.json.write_text(json.dumps({"recipe": recipe, "cases": cases}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,4 @@
+"""The radix cache: which pages hold the KV of which tokens, by prefix."""
+
+from prefixkv.cache import gated as gated  # importing a policy makes it known by name
+from prefixkv.cache import policies as policies

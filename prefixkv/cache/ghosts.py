@@ -1,0 +1,108 @@
+"""What is remembered of pages that were evicted, so that one who comes back is known.
+
+Few are kept, at whole blocks only: one every `stride` of them on a path, and the last of the path. All together
+stand for a bounded number of pages, the oldest are forgotten first. The bound is part of the idea: a session
+that comes back in time is still known, and one that does not has made room.
+
+A ghost is found by its depth and the tokens just before it. Two prefixes that agree in those and differ
+elsewhere are taken for one; nothing but the order of evictions hangs on it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from prefixkv.cache.node import Node
+from prefixkv.cache.radix_key import TOKEN_BYTES
+
+NAME_BYTES = 16 * TOKEN_BYTES
+"""A ghost's name holds the last page before it, and at least so much."""
+
+
+class Ghost(NamedTuple):
+    visits: int
+    path_pages: int  # how long the path was that the page was last part of
+    stands_for: int  # pages
+
+
+class Ghosts:
+    """A bounded queue with a look-up. O(1) a ghost.
+
+    Args:
+        page_bytes: of packed tokens.
+        block_pages: ghosts lie at multiples of this depth only.
+        stride_blocks: how many blocks lie between two ghosts of one path.
+    """
+
+    def __init__(self, page_bytes: int, block_pages: int, stride_blocks: int) -> None:
+        self._page_bytes = page_bytes
+        self._name_bytes = max(page_bytes, NAME_BYTES)
+        self.block_pages = block_pages
+        self.stride_pages = stride_blocks * block_pages
+        self._ghosts: OrderedDict[int, Ghost] = OrderedDict()
+        self.num_pages = 0  # that all of them stand for
+
+    def __len__(self) -> int:
+        return len(self._ghosts)
+
+    def clear(self) -> None:
+        self._ghosts.clear()
+        self.num_pages = 0
+
+    def remember(self, node: Node, num_pages: int, visits: int, path_pages: int, limit_pages: int) -> None:
+        """The last `num_pages` of a leaf go: leave ghosts of them, and forget the oldest beyond `limit_pages`."""
+        end = node.end
+        low, block, stride = end - num_pages, self.block_pages, self.stride_pages
+        last_block = path_pages - path_pages % block
+        depths = range(end - end % stride, low, -stride)
+        for depth in [last_block, *depths] if low < last_block <= end and last_block % stride else depths:
+            name = self._name_in_tree(node, depth)
+            self._forget(name)
+            self._ghosts[name] = Ghost(visits, path_pages, (depth - 1) % stride + 1)
+            self.num_pages += (depth - 1) % stride + 1
+        while self.num_pages > limit_pages:
+            self.num_pages -= self._ghosts.popitem(last=False)[1].stands_for
+
+    def find(self, data: bytes, old_pages: int) -> list[tuple[int, Ghost]]:
+        """(depth, ghost), rising, of the pages after the first `old_pages` of a packed path. O(found + stride)."""
+        if not self._ghosts:
+            return []
+        end = len(data) // self._page_bytes
+        block, stride = self.block_pages, self.stride_pages
+        found: list[tuple[int, Ghost]] = []
+        depth = old_pages - old_pages % stride + stride
+        while depth <= end and (ghost := self._ghosts.get(self._name(data, depth))) is not None:
+            found.append((depth, ghost))
+            depth += stride
+        low = max(old_pages, depth - stride)  # the end of the path is less than a stride further
+        for last in range(min(depth - block, end - end % block), low, -block):
+            ghost = self._ghosts.get(self._name(data, last))
+            if ghost is not None:
+                found.append((last, ghost))
+                break
+        return found
+
+    def come_back(self, data: bytes, found: list[tuple[int, Ghost]]) -> None:
+        """The pages of these ghosts are in the tree again."""
+        for depth, _ in found:
+            self._forget(self._name(data, depth))
+
+    def _forget(self, name: int) -> None:
+        ghost = self._ghosts.pop(name, None)
+        if ghost is not None:
+            self.num_pages -= ghost.stands_for
+
+    def _name(self, data: bytes, depth: int) -> int:
+        """What the page before `depth` of a packed path is known by."""
+        end = depth * self._page_bytes
+        return hash((depth, data[max(0, end - self._name_bytes) : end]))
+
+    def _name_in_tree(self, node: Node, depth: int) -> int:
+        """As `_name`, of the path that `node` ends."""
+        end = (depth - node.start) * self._page_bytes
+        tokens = bytes(node.key[max(0, end - self._name_bytes) : end])
+        while len(tokens) < self._name_bytes and node.parent is not None:
+            node = node.parent
+            tokens = bytes(node.key[max(0, len(node.key) - self._name_bytes + len(tokens)) :]) + tokens
+        return hash((depth, tokens))

@@ -1,0 +1,171 @@
+"""Tokens packed as little-endian int32 bytes, so that comparing two runs of tokens is one memcmp.
+
+A key is built once, where a prompt enters, and extended as tokens are generated; nothing converted before is
+converted again. It knows no page size: whoever uses it cuts to whole pages.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from array import array
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.errors import TokenError
+
+TOKEN_BYTES = 4
+TOKEN_LIMIT = 2**31
+"""Tokens are integers in [0, TOKEN_LIMIT)."""
+
+_LE_INT32 = np.dtype("<i4")
+
+TokensLike: TypeAlias = "RadixKey | Sequence[int] | npt.NDArray[Any] | Any"
+"""A RadixKey, a sequence of ints, an integer numpy array or a torch tensor (one-dimensional)."""
+
+
+class RadixKey:
+    """The tokens of one request, packed, and the namespace they live in.
+
+    Equal tokens in two namespaces (LoRA adapters, tenants, cache salts, images) are different keys.
+
+    Args:
+        tokens: 1-D; ints, or an integer array. Copied.
+        namespace: anything hashable; None is the common one.
+    Raises:
+        TokenError: floats, bools, or values that no int32 holds. Negative ones are found by `check`.
+
+    >>> key = RadixKey([1, 2, 3])
+    >>> key.append(4)
+    >>> len(key), key.data[-4:]
+    (4, b'\\x04\\x00\\x00\\x00')
+    """
+
+    __slots__ = ("_checked_bytes", "_data", "_tail", "namespace")
+
+    namespace: Hashable
+
+    def __init__(self, tokens: TokensLike = (), namespace: Hashable = None) -> None:
+        if type(tokens) is RadixKey:
+            self._data = tokens.data
+            namespace = tokens.namespace if namespace is None else namespace
+        else:
+            self._data = pack(tokens)
+        self._tail = bytearray()  # appended since `data` was last asked for
+        self._checked_bytes = 0  # how far `check` has been
+        self.namespace = namespace
+
+    @property
+    def data(self) -> bytes:
+        """The packed tokens. After appending, one copy (no conversion) the first time it is asked for."""
+        if self._tail:
+            self._data += self._tail
+            self._tail.clear()
+        return self._data
+
+    def append(self, token: int) -> None:
+        """Add one token; amortised O(1). Raises TokenError, and adds nothing, if it is not one."""
+        if type(token) is not int:
+            token = _as_int(token)
+        if not 0 <= token < TOKEN_LIMIT:
+            raise TokenError(f"token {token} is not in [0, {TOKEN_LIMIT})")
+        self._tail += token.to_bytes(TOKEN_BYTES, "little")
+
+    def extend(self, tokens: TokensLike) -> None:
+        """Add several tokens; O(of them), amortised. Raises TokenError, and adds nothing, if one is none."""
+        more = pack(tokens)
+        check_packed(more)
+        self._tail += more
+
+    def check(self) -> None:
+        """See that no token is negative; only what was added since the last time is looked at.
+
+        Raises:
+            TokenError: names the value and its place.
+        """
+        data = self.data
+        if self._checked_bytes < len(data):
+            check_packed(data, self._checked_bytes)
+            self._checked_bytes = len(data)
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The tokens as an int32 array, the caller's."""
+        return np.frombuffer(bytearray(self.data), _LE_INT32)
+
+    def __len__(self) -> int:
+        return (len(self._data) + len(self._tail)) // TOKEN_BYTES
+
+    def __repr__(self) -> str:
+        return f"RadixKey({len(self)} tokens, namespace={self.namespace!r})"
+
+
+def pack(tokens: TokensLike) -> bytes:
+    """Tokens as little-endian int32 bytes; O(tokens), one memcpy for an int32 array.
+
+    Raises:
+        TokenError: not one-dimensional, floats, bools, or beyond int32. Negative int32 pass (see `check_packed`).
+    """
+    if type(tokens) is RadixKey:
+        return tokens.data
+    if isinstance(tokens, np.ndarray):
+        return _pack_array(tokens)
+    detach = getattr(tokens, "detach", None)
+    if detach is not None:  # a torch tensor, known by what it can do: torch is not imported for this
+        return _pack_array(detach().cpu().numpy())
+    if isinstance(tokens, array):
+        return _pack_array(np.asarray(tokens))
+    if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Iterable):
+        raise TokenError(f"a {type(tokens).__name__} is no sequence of tokens")
+    return _pack_sequence(list(tokens))
+
+
+def check_packed(data: bytes, start_byte: int = 0) -> None:
+    """Raise TokenError if a packed token from `start_byte` on is negative."""
+    values = np.frombuffer(data, _LE_INT32, offset=start_byte)
+    if len(values) and values.min() < 0:
+        place = int(np.argmax(values < 0))
+        raise TokenError(f"token {values[place]} at {start_byte // TOKEN_BYTES + place} is not in [0, {TOKEN_LIMIT})")
+
+
+def _pack_array(values: npt.NDArray[Any]) -> bytes:
+    if values.ndim != 1:
+        raise TokenError(f"tokens have shape {values.shape}, one dimension is needed")
+    if values.dtype == _LE_INT32:
+        return values.tobytes()
+    if values.dtype.kind not in "iu":
+        raise TokenError(f"tokens are {values.dtype}, integers are needed")
+    if len(values) and not (values.min() >= 0 and values.max() < TOKEN_LIMIT):
+        place = int(np.argmax((values < 0) | (values >= TOKEN_LIMIT)))
+        raise TokenError(f"token {values[place]} at {place} is not in [0, {TOKEN_LIMIT})")
+    return values.astype(_LE_INT32).tobytes()
+
+
+def _pack_sequence(values: list[Any]) -> bytes:
+    try:
+        packed = struct.pack(f"<{len(values)}i", *values)
+    except struct.error:
+        packed = struct.pack(f"<{len(values)}i", *map(_checked_int, values, range(len(values))))
+    # A bool packs as 0 or 1, so only those places can hide one; looking at all of them would cost as much as packing.
+    for place in np.flatnonzero(np.frombuffer(packed, _LE_INT32).view(np.uint32) <= 1):
+        if isinstance(values[place], (bool, np.bool_)):
+            raise TokenError(f"token {values[place]} at {place} is a bool")
+    return packed
+
+
+def _checked_int(value: Any, place: int) -> int:
+    token = _as_int(value)
+    if not 0 <= token < TOKEN_LIMIT:
+        raise TokenError(f"token {token} at {place} is not in [0, {TOKEN_LIMIT})")
+    return token
+
+
+def _as_int(value: Any) -> int:
+    if isinstance(value, (bool, np.bool_)):
+        raise TokenError(f"{value!r} is a bool, not a token")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TokenError(f"{value!r} is not an integer token") from None

@@ -1,0 +1,158 @@
+"""What the calls of a `RadixCache` give back. Page ids are put together only when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.cache.node import PAGE_ID_BYTES, Node
+from prefixkv.errors import PageStateError
+
+if TYPE_CHECKING:
+    from prefixkv.cache.radix_cache import RadixCache
+
+Pages = npt.NDArray[np.int32]
+
+NO_PAGES: Pages = np.empty(0, np.int32)
+
+
+class MatchResult:
+    """The longest cached prefix of some tokens, when it was looked for. Nothing is held by it.
+
+    `node` is where the match ends (inside it, maybe), for tests and tools; None when the namespace is empty.
+    The page ids are right until the tree changes; take those of the lock.
+    """
+
+    __slots__ = ("cache", "data", "depth", "namespace", "node", "version")
+
+    def __init__(self, cache: RadixCache, data: bytes, namespace: Hashable, node: Node | None, depth: int) -> None:
+        self.cache = cache
+        self.data = data
+        self.namespace = namespace
+        self.node = node
+        self.depth = depth
+        self.version = cache.version
+
+    @property
+    def prefix_len(self) -> int:
+        """Tokens of cached prefix, whole pages."""
+        return self.depth * self.cache.page_size
+
+    @property
+    def pages(self) -> Pages:
+        """int32 [prefix_len / page_size] page ids, the caller's; of a stale match, those still there. O(pages)."""
+        return self.cache.result_pages(self)
+
+    @property
+    def unprotected_pages(self) -> int:
+        """How many pages a lock would take out of the evictable ones. O(nodes that nobody holds)."""
+        node, depth = self.cache.locate(self)
+        while node is not None and not node.lock_ref and node.parent is not None:
+            node = node.parent
+        return depth - min(depth, node.end) if node is not None else 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(prefix_len={self.prefix_len})"
+
+
+class InsertResult(MatchResult):
+    """What the tree has after an insertion. `prefix_len` tokens of it were there before.
+
+    `pages` are the tree's page ids for all of the key. For the first `prefix_len` tokens the caller still owns
+    its own pages: it repoints its page table to the tree's, then frees those of its own that differ.
+    """
+
+    __slots__ = ("old_depth",)
+
+    def __init__(
+        self, cache: RadixCache, data: bytes, namespace: Hashable, node: Node | None, depth: int, old_depth: int
+    ) -> None:
+        super().__init__(cache, data, namespace, node, depth)
+        self.old_depth = old_depth
+
+    @property
+    def prefix_len(self) -> int:
+        """Tokens that were in the tree before, whole pages."""
+        return self.old_depth * self.cache.page_size
+
+
+class PrefixLock:
+    """A prefix held in place. Given back by `RadixCache.unlock`, once, or by leaving its `with` block.
+
+    `node` ends where the lock ends, as long as it is held. `freed`: see `RadixCache.unlock`.
+    """
+
+    __slots__ = ("_pages", "cache", "epoch", "freed", "held", "node", "prefix_len")
+
+    def __init__(self, cache: RadixCache, node: Node, prefix_len: int, epoch: int) -> None:
+        self.cache = cache
+        self.node = node
+        self.prefix_len = prefix_len
+        self.epoch = epoch
+        self.held = True
+        self.freed = NO_PAGES
+        self._pages: Pages | None = None
+
+    @property
+    def pages(self) -> Pages:
+        """int32 [prefix_len / page_size] page ids, the caller's. After `unlock`, only if asked for before."""
+        if self._pages is None:
+            if not self.held:
+                raise PageStateError("the pages of a lock have to be asked for while it is held")
+            self._pages = page_ids(self.node, self.node.end)
+        return self._pages.copy()
+
+    def __enter__(self) -> PrefixLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.held:
+            self.cache.unlock(self)
+
+    def __repr__(self) -> str:
+        return f"PrefixLock(prefix_len={self.prefix_len}, held={self.held})"
+
+
+def page_ids(node: Node | None, depth: int) -> Pages:
+    """int32 [depth] page ids of the path that ends at `depth` in `node`; a new array. O(nodes + pages)."""
+    if node is None or not depth:
+        return NO_PAGES.copy()
+    runs = [node.pages[: (depth - node.start) * PAGE_ID_BYTES]]
+    node = node.parent
+    while node is not None and node.parent is not None:
+        runs.append(node.pages)
+        node = node.parent
+    runs.reverse()
+    return np.frombuffer(bytearray().join(runs), np.int32)
+
+
+def as_page_ids(pages: Any, num_pages: int) -> Pages:
+    """The first `num_pages` of what a caller gave as page ids, as int32 (maybe its own array: not to be kept).
+
+    Raises:
+        PageStateError: not one-dimensional integers, fewer than `num_pages`, more than one more, negative, or
+            an id twice.
+    """
+    ids = np.asarray(pages)
+    if not ids.size:
+        ids = ids.astype(np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise PageStateError(f"page ids are {ids.dtype} of shape {ids.shape}, integers in one dimension are needed")
+    if not num_pages <= len(ids) <= num_pages + 1:
+        raise PageStateError(f"{len(ids)} page ids for {num_pages} whole pages")
+    ids = ids[:num_pages]
+    if num_pages:
+        in_order = ids if (ids[1:] > ids[:-1]).all() else np.sort(ids)
+        if in_order[0] < 0 or in_order[-1] > np.iinfo(np.int32).max:
+            raise PageStateError(f"page ids {in_order[0]} to {in_order[-1]} are not all in [0, 2**31)")
+        if in_order is not ids:
+            twice = np.flatnonzero(in_order[1:] == in_order[:-1])
+            if len(twice):
+                raise PageStateError(f"page id {in_order[twice[0]]} is given twice")
+    return ids.astype(np.int32, copy=False)

@@ -1,0 +1,61 @@
+"""64-bit hashes in numpy, vectorised: of one number, and of every prefix of a token sequence.
+
+The prefix hash is a polynomial, so that a whole prompt takes one cumulative sum and one more token one
+multiplication. uint64 arithmetic wraps around, which is meant.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+
+_FACTOR: Final = 0xD1342543DE82EF95  # odd, so it has an inverse
+_INVERSE: Final = pow(_FACTOR, -1, 2**64)
+_START: Final = 0x243F6A8885A308D3
+
+
+def splitmix64(values: Words) -> Words:
+    """A bijection of uint64 whose output bits each depend on all input bits; same shape, a new array."""
+    z = values + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+class PrefixHasher:
+    """Hashes of prefixes: `hashes[i]` depends on tokens 0 to i and on nothing else. Keeps a table of powers."""
+
+    def __init__(self) -> None:
+        self._powers = np.ones(1, dtype=np.uint64)  # _FACTOR ** i
+        self._inverses = np.ones(1, dtype=np.uint64)
+
+    def prefixes(self, tokens: npt.NDArray[np.int32]) -> Words:
+        """One hash a token: uint64, same length. O(n).
+
+        >>> hasher = PrefixHasher()
+        >>> long = hasher.prefixes(np.array([5, 6, 7], dtype=np.int32))
+        >>> bool(np.array_equal(long[1:], extend(long[:2], np.array([6, 7], dtype=np.int32))))
+        True
+        """
+        n = len(tokens)
+        if n >= len(self._powers):
+            self._powers = _powers(_FACTOR, 2 * n + 1)
+            self._inverses = _powers(_INVERSE, 2 * n + 1)
+        terms = (tokens.astype(np.uint64) + np.uint64(1)) * self._inverses[1 : n + 1]
+        terms[:1] += np.uint64(_START)
+        return self._powers[1 : n + 1] * np.cumsum(terms, dtype=np.uint64)
+
+
+def extend(hashes: Words, tokens: npt.NDArray[np.int32]) -> Words:
+    """The prefix hashes of sequences with hashes `hashes`, each longer by its one token of `tokens`."""
+    return hashes * np.uint64(_FACTOR) + tokens.astype(np.uint64) + np.uint64(1)
+
+
+def _powers(base: int, count: int) -> Words:
+    factors = np.full(count, base, dtype=np.uint64)
+    factors[0] = 1
+    return np.cumprod(factors, dtype=np.uint64)

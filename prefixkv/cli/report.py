@@ -1,0 +1,232 @@
+"""What the demo found: figures from a pass's measurements, the JSON file, the table and the plot. No engine in here."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+CACHE_NAMES: Final = {True: "cache_on", False: "cache_off"}
+PAGE_STATES: Final = ("free", "owned", "cached", "held", "quarantined")
+
+
+@dataclass(slots=True)
+class Measured:
+    """One pass, as the two workers saw it. Times are seconds; one entry of `ttft_s` a request answered."""
+
+    requests: int = 0  # asked for: answered and failed
+    failed: int = 0
+    prompt_tokens: int = 0  # of the requests that decode admitted
+    hit_tokens: int = 0
+    prefill_prompt_tokens: int = 0
+    prefill_hit_tokens: int = 0
+    bytes_sent: int = 0
+    bytes_skipped: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list)
+    duration_s: float = 0.0
+    evicted_pages: int = 0
+    retractions: int = 0
+    pages_verified: int = 0
+    pages_mismatched: int = 0
+    locks_at_end: int = 0
+    pages_at_end: dict[str, int] = field(default_factory=dict)
+    prefill_locks_at_end: int = 0
+    prefill_pages_at_end: dict[str, int] = field(default_factory=dict)
+
+    def complaints(self) -> list[str]:
+        """What must not be: every failed request, wrong page and page or lock that nobody gave back."""
+        found = {"requests failed": self.failed, "pages mismatched": self.pages_mismatched}
+        for side, locks, pages in (
+            ("decode", self.locks_at_end, self.pages_at_end),
+            ("prefill", self.prefill_locks_at_end, self.prefill_pages_at_end),
+        ):
+            found[f"{side} locks left"] = locks
+            for state in ("owned", "held", "quarantined"):
+                found[f"{side} pages left {state}"] = pages.get(state, 0)
+        return [f"{count} {what}" for what, count in found.items() if count]
+
+
+@dataclass(slots=True)
+class Report:
+    """All passes of a demo, by whether the cache was on: `verified`, `timed` at moderate load, `saturated`."""
+
+    recipe: dict[str, Any]
+    verified: dict[bool, Measured] = field(default_factory=dict)
+    timed: dict[bool, Measured] = field(default_factory=dict)
+    saturated: dict[bool, Measured] = field(default_factory=dict)
+
+    def complaints(self) -> list[str]:
+        """One line a finding, with the pass it was made in."""
+        passes = (("verified", self.verified), ("timed", self.timed), ("saturated", self.saturated))
+        return [
+            f"{name} pass, {CACHE_NAMES[cache]}: {complaint}"
+            for name, runs in passes
+            for cache, measured in runs.items()
+            for complaint in measured.complaints()
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of `--json`.
+
+        In `ratios` (None unless both were run) TTFT and bytes are cache_off / cache_on at the moderate load,
+        requests a second cache_on / cache_off saturated. A ratio whose divisor is 0 is None.
+        """
+        runs = {CACHE_NAMES[cache]: self._figures(run, cache) for cache, run in self.timed.items()}
+        saturated = {CACHE_NAMES[cache]: self._figures(run, cache) for cache, run in self.saturated.items()}
+        ratios: dict[str, float | None] = dict.fromkeys(("ttft_p50", "requests_per_s", "bytes_sent"))
+        if len(runs) == 2:
+            on, off = runs["cache_on"], runs["cache_off"]
+            ratios["ttft_p50"] = _ratio(off["ttft_s"]["p50"], on["ttft_s"]["p50"])
+            ratios["bytes_sent"] = _ratio(off["bytes_sent"], on["bytes_sent"])
+        if len(saturated) == 2:
+            rates = [saturated[name]["requests_per_s"] for name in ("cache_on", "cache_off")]
+            ratios["requests_per_s"] = _ratio(*rates)
+        return {"recipe": self.recipe, "runs": runs, "saturated": saturated, "ratios": ratios}
+
+    def _figures(self, run: Measured, cache: bool) -> dict[str, Any]:
+        verified = self.verified.get(cache, Measured())
+        answered = run.requests - run.failed
+        return {
+            "requests": run.requests,
+            "failed": run.failed + verified.failed,  # a request that failed unverified or verified has failed
+            "token_hit_rate": _ratio(run.hit_tokens, run.prompt_tokens),
+            "prefill_hit_rate": _ratio(run.prefill_hit_tokens, run.prefill_prompt_tokens),
+            "prompt_tokens": run.prompt_tokens,
+            "hit_tokens": run.hit_tokens,
+            "bytes_sent": run.bytes_sent,
+            "bytes_skipped": run.bytes_skipped,
+            "ttft_s": _quantiles(run.ttft_s, 50, 90, 99),
+            "itl_s": _quantiles(run.itl_s, 50, 99),
+            "requests_per_s": _ratio(answered, run.duration_s),
+            "duration_s": run.duration_s,
+            "evicted_pages": run.evicted_pages,
+            "pages_verified": verified.pages_verified,
+            "pages_mismatched": verified.pages_mismatched,
+            "locks_at_end": run.locks_at_end,
+            "pages_at_end": {state: run.pages_at_end.get(state, 0) for state in PAGE_STATES},
+        }
+
+    def table(self) -> Table:
+        """The figures as a table for a terminal, one column a run."""
+        from rich.table import Table
+
+        content = self.as_json()
+        columns = [(kind, name, r) for kind in ("runs", "saturated") for name, r in content[kind].items()]
+        titles = {"runs": "moderate load", "saturated": "saturated"}
+        table = Table(title="prefixkv demo")
+        table.add_column("")
+        for kind, name, _ in columns:
+            table.add_column(f"{titles[kind]}\n{name.replace('_', ' ')}", justify="right")
+        for label, show in _ROWS:
+            table.add_row(label, *(show(figures) for _, _, figures in columns))
+        return table
+
+    def verdict(self) -> str:
+        """The ratios in one line; empty if only one side was run."""
+        ratios = self.as_json()["ratios"]
+        parts = [
+            f"{ratios[key]:.2f} times {what}"
+            for key, what in (
+                ("ttft_p50", "lower TTFT P50"),
+                ("requests_per_s", "the saturated request rate"),
+                ("bytes_sent", "fewer bytes sent"),
+            )
+            if ratios[key] is not None
+        ]
+        return "cache on against off: " + ", ".join(parts) if parts else ""
+
+    def write_json(self, path: Path) -> None:
+        path.write_text(json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    def plot(self, path: Path) -> None:
+        """TTFT of the timed passes as cumulative distributions. Needs matplotlib; the file's suffix is the format."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        for cache, run in sorted(self.timed.items(), reverse=True):
+            times_ms = np.sort(run.ttft_s) * 1e3
+            share = np.arange(1, len(times_ms) + 1) / max(1, len(times_ms))
+            axes.step(times_ms, share, where="post", label=CACHE_NAMES[cache].replace("_", " "))
+        axes.set(xscale="log", xlabel="TTFT: arrival to KV committed (ms)", ylabel="share of requests")
+        axes.set_title(f"at {self.recipe['offered_load']['requests_per_s']:.1f} requests/s")
+        axes.grid(visible=True, which="both", alpha=0.3)
+        axes.legend()
+        figure.savefig(path, dpi=150)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on, and with which versions."""
+    import psutil
+
+    return {
+        "machine": {
+            "platform": platform.platform(),
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "load_average_before": list(os.getloadavg()),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("prefixkv", "nixl", "torch", "numpy", "pyzmq")},
+        },
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _ratio(numerator: float, divisor: float) -> float | None:
+    return numerator / divisor if numerator is not None and divisor else None
+
+
+def _quantiles(values: list[float], *percents: int) -> dict[str, float | None]:
+    if not values:
+        return {f"p{percent}": None for percent in percents}
+    found = np.percentile(values, percents)
+    return {f"p{percent}": float(value) for percent, value in zip(percents, found, strict=True)}
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value * 1e3:.1f}"
+
+
+_ROWS: Final[tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]] = (
+    ("requests", lambda r: f"{r['requests']:,}"),
+    ("failed", lambda r: f"{r['failed']:,}"),
+    ("hit rate, decode", lambda r: _percent(r["token_hit_rate"])),
+    ("hit rate, prefill", lambda r: _percent(r["prefill_hit_rate"])),
+    ("MiB sent", lambda r: f"{r['bytes_sent'] / 2**20:,.0f}"),
+    ("MiB not sent", lambda r: f"{r['bytes_skipped'] / 2**20:,.0f}"),
+    ("TTFT P50 (ms)", lambda r: _ms(r["ttft_s"]["p50"])),
+    ("TTFT P90 (ms)", lambda r: _ms(r["ttft_s"]["p90"])),
+    ("TTFT P99 (ms)", lambda r: _ms(r["ttft_s"]["p99"])),
+    ("between tokens P50 (ms)", lambda r: _ms(r["itl_s"]["p50"])),
+    ("between tokens P99 (ms)", lambda r: _ms(r["itl_s"]["p99"])),
+    ("requests/s", lambda r: "-" if r["requests_per_s"] is None else f"{r['requests_per_s']:.1f}"),
+    ("pages evicted", lambda r: f"{r['evicted_pages']:,}"),
+    ("pages verified", lambda r: f"{r['pages_verified']:,}"),
+    ("pages mismatched", lambda r: f"{r['pages_mismatched']:,}"),
+)

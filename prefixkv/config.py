@@ -1,0 +1,167 @@
+"""Every setting, frozen and checked where it is made. Times are seconds, `*_tokens` tokens, `*_bytes` bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prefixkv.errors import ConfigError
+
+
+def _at_least(config: object, bound: float, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not value >= bound:
+            raise ConfigError(f"{name} is {value}, at least {bound} is needed")
+
+
+def _above(config: object, bound: float, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not value > bound:
+            raise ConfigError(f"{name} is {value}, it has to be above {bound}")
+
+
+def _one_of(config: object, allowed: tuple[str, ...], *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value not in allowed:
+            raise ConfigError(f"{name} is {value!r}, one of {', '.join(allowed)} is needed")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What KV bytes depend on and a pool's shape does not tell. Both sides must agree on all of it."""
+
+    model: str = "unnamed"
+    weights_version: str = "0"
+    kv_scales: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class CurveConfig:
+    """CURVE keys, z85 text. A server (prefill) takes the clients whose public key `allowed_clients` maps to a
+    name; a client (decode) needs the `server_key` of every prefill worker it talks to."""
+
+    public_key: str
+    secret_key: str
+    server_key: str = ""
+    allowed_clients: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("public_key", "secret_key", "server_key"):
+            if len(getattr(self, name)) != 40 and not (name == "server_key" and not self.server_key):
+                raise ConfigError(f"{name} has {len(getattr(self, name))} characters, a z85 key has 40")
+
+
+@dataclass(frozen=True, slots=True)
+class ControlConfig:
+    """Timing and bounds of the control plane.
+
+    A deadline ends a wait with an error. It never frees a page that a peer may still write: a room whose
+    `drain_timeout_s` has passed is quarantined, and its pages come back on proof only. `waiting_timeout_s` is for the
+    first chunk to come, `transfer_timeout_s` for the next. After a fence, what the dead writer's kernel still holds is
+    read for `fence_settle_s` before its pages are used again (0 where writes bypass the kernels, as RDMA's do).
+    """
+
+    heartbeat_s: float = 1.0
+    suspect_after_s: float = 5.0
+    forget_after_s: float = 60.0
+    resend_s: float = 0.25
+    bootstrap_timeout_s: float = 30.0
+    waiting_timeout_s: float = 120.0
+    transfer_timeout_s: float = 60.0
+    ack_timeout_s: float = 30.0
+    drain_timeout_s: float = 30.0
+    parked_timeout_s: float = 30.0
+    fence_settle_s: float = 0.5
+    max_parked_per_peer: int = 1024
+    max_peers: int = 1024
+    max_queued_frames: int = 10_000
+    max_aux_bytes: int = 64 << 10
+    curve: CurveConfig | None = None
+    allow_remote_without_keys: bool = False
+
+    def __post_init__(self) -> None:
+        _above(
+            self, 0, "heartbeat_s", "suspect_after_s", "forget_after_s", "resend_s", "bootstrap_timeout_s",
+            "waiting_timeout_s", "transfer_timeout_s", "ack_timeout_s", "drain_timeout_s", "parked_timeout_s",
+        )  # fmt: skip
+        _at_least(self, 1, "max_parked_per_peer", "max_peers", "max_queued_frames")
+        _at_least(self, 0, "max_aux_bytes", "fence_settle_s")
+        if self.suspect_after_s <= self.heartbeat_s:
+            raise ConfigError(
+                f"suspect_after_s is {self.suspect_after_s}, it has to be above heartbeat_s, {self.heartbeat_s}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TransportConfig:
+    """How the transport thread posts and polls.
+
+    A post is at most `post_bytes` and `post_descriptors`; at most `window` posts are in flight a peer. With work
+    outstanding an empty poll spins `spin_s` in all, then sleeps `sleep_s`, later `idle_sleep_s`.
+    """
+
+    post_bytes: int = 2 << 20
+    post_descriptors: int = 1024
+    window: int = 8
+    spin_s: float = 50e-6
+    sleep_s: float = 30e-6
+    idle_sleep_s: float = 200e-6
+    memory_type: Literal["DRAM", "VRAM"] = "DRAM"
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "post_bytes", "post_descriptors", "window")
+        _at_least(self, 0, "spin_s", "sleep_s", "idle_sleep_s")
+        _one_of(self, ("DRAM", "VRAM"), "memory_type")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """A decode worker.
+
+    `max_running` requests hold a row of the page table at once (in transfer or running). `reserve_tokens` is the
+    room kept for each request's output before it is admitted. `cache=False` turns the prefix cache off: nothing
+    is matched, nothing kept.
+    """
+
+    name: str = "decode-0"
+    max_running: int = 256
+    reserve_tokens: int = 128
+    cache: bool = True
+    policy: str = "gated"
+    failure_policy: Literal["fail", "retry"] = "fail"
+    model: ModelConfig = ModelConfig()
+    control: ControlConfig = ControlConfig()
+    transport: TransportConfig = TransportConfig()
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "max_running")
+        _at_least(self, 0, "reserve_tokens")
+        _one_of(self, ("fail", "retry"), "failure_policy")
+        _check_name(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """A prefill worker. `bind` is its ROUTER's address; a port of `*` takes a free one."""
+
+    name: str = "prefill-0"
+    bind: str = "tcp://127.0.0.1:*"
+    max_running: int = 256
+    cache: bool = True
+    policy: str = "gated"
+    model: ModelConfig = ModelConfig()
+    control: ControlConfig = ControlConfig()
+    transport: TransportConfig = TransportConfig()
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "max_running")
+        _check_name(self.name)
+
+
+def _check_name(name: str) -> None:
+    if not 1 <= len(name) <= 256:
+        raise ConfigError(f"name has {len(name)} characters, 1 to 256 are needed")

@@ -1,0 +1,233 @@
+"""The sockets of the control plane: a ROUTER on prefill, a DEALER a prefill worker on decode. The only importer of zmq.
+
+A socket belongs to the thread that made it. Nothing here waits but `poll`, and nothing queues without bound: a
+frame that finds its queue full, or its peer gone, is counted and dropped; what matters is said again.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from prefixkv.config import ControlConfig, CurveConfig
+from prefixkv.errors import ConfigError
+from prefixkv.protocol.messages import MAX_FRAME_BYTES
+
+_MAX_PORT = 65_535
+_FRAMES_A_POLL = 256  # so that a flood from one side cannot keep the owner from its other work
+
+
+class _Allowed:
+    """ZAP's question, answered by the list of client keys."""
+
+    def __init__(self, curve: CurveConfig) -> None:
+        self._keys = frozenset(curve.allowed_clients)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key.decode("ascii") in self._keys
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a socket bound to this address can be reached from this machine only.
+
+    >>> is_loopback("tcp://127.0.0.1:5000"), is_loopback("tcp://*:5000"), is_loopback("ipc:///run/kv")
+    (True, False, True)
+    """
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return False
+    if parts.scheme in ("ipc", "inproc"):
+        return True
+    host = (parts.netloc.rpartition(":")[0] or parts.netloc).strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _Channel:
+    """What both ends share: a context, a poller that also listens to a file descriptor, counted drops."""
+
+    def __init__(self, config: ControlConfig, wake_fd: int) -> None:
+        self.counters: Counter[str] = Counter()
+        self._config = config
+        self._wake_fd = wake_fd
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._poller.register(wake_fd, zmq.POLLIN)
+
+    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        """A socket with every option set. Raises ValueError or ZMQError, with nothing left open."""
+        _, _, port = address.rpartition(":")
+        if port.isdecimal() and int(port) > _MAX_PORT:  # zmq would take the rest of a division
+            raise ValueError(f"the port is {port}, at most {_MAX_PORT} is allowed")
+        sock = self._context.socket(kind)
+        try:
+            self._set_options(sock, address)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _set_options(self, sock: zmq.Socket[bytes], address: str) -> None:
+        sock.setsockopt(zmq.IPV6, "[" in address)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.SNDHWM, self._config.max_queued_frames)
+        sock.setsockopt(zmq.RCVHWM, self._config.max_queued_frames)
+        sock.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        sock.setsockopt(zmq.RECONNECT_IVL, 20)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if self._config.curve is not None:
+            sock.curve_publickey = self._config.curve.public_key.encode()
+            sock.curve_secretkey = self._config.curve.secret_key.encode()
+
+    def _poll(self, timeout_s: float) -> list[zmq.Socket[bytes]]:
+        # zmq waits in whole milliseconds: round up, so that a short wait is not a busy one.
+        timeout_ms = None if timeout_s == float("inf") else max(0, int(timeout_s * 1000) + (timeout_s > 0))
+        ready: list[Any] = self._poller.poll(timeout_ms)
+        return [sock for sock, _ in ready if sock != self._wake_fd]
+
+    def _drop(self, why: str) -> None:
+        self.counters[f"frames_not_sent: {why}"] += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close every socket; what is queued may leave for `linger_s` more."""
+        self._context.destroy(linger=int(linger_s * 1000))
+
+
+class RouterChannel(_Channel):
+    """Prefill's socket: many decode workers, each behind a route that the socket made up.
+
+    Raises ConfigError for an address that others than this machine can reach while no keys are set (unless
+    `allow_remote_without_keys`), or that cannot be bound.
+    """
+
+    def __init__(self, bind: str, config: ControlConfig, wake_fd: int) -> None:
+        if config.curve is None and not config.allow_remote_without_keys and not is_loopback(bind):
+            raise ConfigError(f"bind is {bind!r}: other machines need CURVE keys, or allow_remote_without_keys")
+        super().__init__(config, wake_fd)
+        self._authenticator: ThreadAuthenticator | None = None
+        try:
+            if config.curve is not None:
+                self._authenticator = ThreadAuthenticator(self._context)
+                self._authenticator.start()
+                self._authenticator.configure_curve_callback(domain="*", credentials_provider=_Allowed(config.curve))
+            self._sock = self._socket(zmq.ROUTER, bind)
+            self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            if config.curve is not None:
+                self._sock.curve_server = True
+            self._sock.bind(bind)
+        except (zmq.ZMQError, ValueError) as error:
+            self.close()
+            raise ConfigError(f"bind is {bind!r}: {error}") from error
+        self.endpoint = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._poller.register(self._sock, zmq.POLLIN)
+
+    def poll(self, timeout_s: float) -> list[tuple[bytes, str, bytes]]:
+        """Wait for frames or the wake-up descriptor; returns (route, credential, frame) for each."""
+        frames: list[tuple[bytes, str, bytes]] = []
+        if not self._poll(timeout_s):
+            return frames
+        while len(frames) < _FRAMES_A_POLL:
+            try:
+                parts = self._sock.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                break
+            if len(parts) != 2:
+                self.counters["frames_malformed"] += 1
+                continue
+            frames.append((parts[0].bytes, self._credential(parts[1]), parts[1].bytes))
+        return frames
+
+    def _credential(self, frame: zmq.Frame) -> str:
+        return str(frame.get("User-Id")) if self._config.curve is not None else ""
+
+    def send(self, route: bytes, raw: bytes) -> None:
+        """Queue a frame for the worker behind `route`."""
+        try:
+            self._sock.send_multipart((route, raw), zmq.DONTWAIT)
+        except zmq.Again:
+            self._drop("queue full")
+        except zmq.ZMQError as error:
+            self._drop(str(error.strerror))
+
+    def close(self, linger_s: float = 0.0) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        super().close(linger_s)
+
+
+class DealerChannel(_Channel):
+    """Decode's sockets: one for each prefill worker's address."""
+
+    def __init__(self, config: ControlConfig, wake_fd: int) -> None:
+        super().__init__(config, wake_fd)
+        self._socks: dict[str, zmq.Socket[bytes]] = {}
+        self._addresses: dict[zmq.Socket[bytes], str] = {}
+
+    def connect(self, address: str) -> None:
+        """Open a socket for `address`; connecting goes on by itself. Raises ConfigError if it is no address."""
+        sock: zmq.Socket[bytes] | None = None
+        try:
+            sock = self._socket(zmq.DEALER, address)
+            if self._config.curve is not None:
+                sock.curve_serverkey = self._config.curve.server_key.encode()
+            sock.connect(address)
+        except (zmq.ZMQError, ValueError) as error:
+            if sock is not None:
+                sock.close()
+            raise ConfigError(f"prefill is {address!r}: {error}") from error
+        self._socks[address] = sock
+        self._addresses[sock] = address
+        self._poller.register(sock, zmq.POLLIN)
+
+    def disconnect(self, address: str) -> None:
+        """Close the address's socket; what is queued on it may still leave."""
+        sock = self._socks.pop(address, None)
+        if sock is not None:
+            del self._addresses[sock]
+            self._poller.unregister(sock)
+            sock.close(linger=1000)
+
+    def poll(self, timeout_s: float) -> list[tuple[str, bytes]]:
+        """Wait for frames or the wake-up descriptor; returns (address, frame) for each."""
+        frames: list[tuple[str, bytes]] = []
+        for sock in self._poll(timeout_s):
+            for _ in range(_FRAMES_A_POLL):
+                try:
+                    parts = sock.recv_multipart(zmq.DONTWAIT)
+                except zmq.Again:
+                    break
+                if len(parts) != 1:
+                    self.counters["frames_malformed"] += 1
+                    continue
+                frames.append((self._addresses[sock], parts[0]))
+        return frames
+
+    def send(self, address: str, raw: bytes) -> None:
+        """Queue a frame for the worker at `address`."""
+        sock = self._socks.get(address)
+        if sock is None:
+            self._drop("not connected")
+            return
+        try:
+            sock.send(raw, zmq.DONTWAIT)
+        except zmq.Again:
+            self._drop("queue full")

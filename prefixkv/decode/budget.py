@@ -1,0 +1,90 @@
+"""How many pages admission may promise away.
+
+Admitting a request takes its pages now; running requests take more as they grow. The budget keeps enough back
+that they can, by sums that are kept as requests come, grow and go: the cost of a decision does not depend on
+how many run.
+
+    room  = free + evictable - what locking the match takes out of the evictable
+    admit iff need <= room - max(reserve_pages * active, single)
+         and  remaining <= room + private_pages
+
+`single` is the most that any one admitted request may still need, less what retracting the others would free:
+
+    max over i of  remaining_i - (private_pages - private_i)  =  max(remaining_i + private_i) - private_pages
+
+One whose KV is still on its way counts too, with no private pages, since it cannot be retracted: else it could
+come to run among others that are on their way, with no page left and nobody to retract. A page that a request
+takes moves from its `remaining` to its `private`, so its sum never changes while it runs, and a heap of those
+constants with lazy deletion gives the maximum.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from prefixkv.errors import InternalError
+
+
+class PreallocBudget:
+    """Counters of the requests that run. Owned by the scheduler's thread.
+
+    Args:
+        reserve_pages: pages kept back for each active request.
+    """
+
+    def __init__(self, reserve_pages: int) -> None:
+        self.reserve_pages = reserve_pages
+        self.active = 0  # in transfer, waiting to run, or running
+        self.private_pages = 0  # pages that retracting the running requests would free
+        self._private: dict[str, int] = {}  # of each admitted request
+        self._reach: dict[str, int] = {}  # remaining + private of each admitted request: constant while it runs
+        self._largest: list[tuple[int, str]] = []  # a heap of (-reach, rid); of requests that have ended, too
+
+    def start(self, rid: str, remaining_pages: int, private_pages: int) -> None:
+        """A request may grow by `remaining_pages`, and retracting it frees `private_pages`.
+
+        Said when it is admitted (`private_pages` is 0: it cannot be retracted yet), and anew when its KV is complete.
+        """
+        self.stop(rid)
+        self._private[rid] = private_pages
+        self._reach[rid] = remaining_pages + private_pages
+        self.private_pages += private_pages
+        heapq.heappush(self._largest, (-self._reach[rid], rid))
+        if len(self._largest) > 2 * len(self._reach) + 16:
+            # Entries of ended requests go as they surface, but below one that runs for ever they never would.
+            self._largest = [(-reach, rid) for rid, reach in self._reach.items()]
+            heapq.heapify(self._largest)
+
+    def grow_many(self, rids: Sequence[str]) -> None:
+        """Running requests took a page each. O(of them)."""
+        for rid in rids:
+            self._private[rid] += 1
+        self.private_pages += len(rids)
+
+    def stop(self, rid: str) -> None:
+        """A request ended or was retracted. Unknown: no-op."""
+        self.private_pages -= self._private.pop(rid, 0)
+        self._reach.pop(rid, None)
+
+    @property
+    def single(self) -> int:
+        """The most that one admitted request may still need, less what retracting the others would free."""
+        heap = self._largest
+        while heap and self._reach.get(heap[0][1]) != -heap[0][0]:
+            heapq.heappop(heap)
+        return max(0, -heap[0][0] - self.private_pages) if heap else 0
+
+    def admits(self, need_pages: int, remaining_pages: int, room_pages: int) -> bool:
+        """Whether a request that needs so many pages now, and `remaining_pages` in all, fits into `room_pages`."""
+        kept_back = max(self.reserve_pages * self.active, self.single)
+        return need_pages <= room_pages - kept_back and remaining_pages <= room_pages + self.private_pages
+
+    def check_invariants(self) -> None:
+        """Raises InternalError if a counter disagrees with what it counts."""
+        if self.private_pages != sum(self._private.values()):
+            raise InternalError(f"private_pages is {self.private_pages}, admitted: {self._private}")
+        if self.active < len(self._private) or self._private.keys() != self._reach.keys():
+            raise InternalError(f"{self.active} active, admitted: {self._private}, {self._reach}")
+        if max(self._reach.values(), default=0) - self.private_pages > self.single:
+            raise InternalError(f"single is {self.single}, reach: {self._reach}")

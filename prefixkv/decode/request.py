@@ -1,0 +1,164 @@
+"""A request on the decode side: its states, its tokens, its pages."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.errors import InternalError
+from prefixkv.paging import pages_for
+from prefixkv.protocol.state import RoomKey
+from prefixkv.request import Request
+
+if TYPE_CHECKING:
+    from prefixkv.request_pages import PageBooks, RequestPages
+
+__all__ = ["DecodeRequest", "DecodeState", "Request"]
+
+
+class DecodeState(enum.Enum):
+    """Where a request is. The last three are terminal."""
+
+    QUEUED = "queued"
+    PREALLOCATED = "preallocated"
+    TRANSFERRED = "transferred"
+    RUNNING = "running"
+    RETRACTED = "retracted"
+    FINISHED = "finished"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+    __hash__ = object.__hash__  # equal is identical here; Enum's own hashes the name, in Python
+
+    @property
+    def ended(self) -> bool:
+        return self in _ENDED
+
+
+_ENDED = frozenset({DecodeState.FINISHED, DecodeState.FAILED, DecodeState.ABORTED})
+
+
+class DecodeRequest:
+    """One request on a decode worker. Made by `add`; its fields are for the engine to read, not to change.
+
+    `output_room` is how long `output` may become without anything else to be done for it: its pages suffice and
+    its limit allows it. 0 while it does not run, so that a longer way round finds out.
+    """
+
+    __slots__ = (
+        "_books", "_key", "arrived_s", "aux", "error", "fill_len", "generation", "max_new_tokens", "max_pages",
+        "output", "output_room", "pages_held", "prefix_len", "prompt_len", "request", "retries", "rid", "state",
+    )  # fmt: skip
+
+    TRANSITIONS: ClassVar[dict[DecodeState, frozenset[DecodeState]]] = {
+        DecodeState.QUEUED: frozenset({DecodeState.PREALLOCATED, DecodeState.FAILED, DecodeState.ABORTED}),
+        DecodeState.PREALLOCATED: frozenset(
+            {DecodeState.TRANSFERRED, DecodeState.RETRACTED, DecodeState.FAILED, DecodeState.ABORTED}
+        ),
+        DecodeState.TRANSFERRED: frozenset(
+            {DecodeState.RUNNING, DecodeState.FINISHED, DecodeState.RETRACTED, DecodeState.ABORTED}
+        ),
+        DecodeState.RUNNING: frozenset({DecodeState.FINISHED, DecodeState.RETRACTED, DecodeState.ABORTED}),
+        DecodeState.RETRACTED: frozenset({DecodeState.PREALLOCATED, DecodeState.FAILED, DecodeState.ABORTED}),
+        DecodeState.FINISHED: frozenset(),
+        DecodeState.FAILED: frozenset(),
+        DecodeState.ABORTED: frozenset(),
+    }
+
+    def __init__(self, request: Request, books: PageBooks, now_s: float) -> None:
+        self.request = request
+        self.rid = request.rid
+        self._key = RadixKey(request.key)
+        self.max_new_tokens = request.max_new_tokens
+        self.generation = request.generation
+        self.prompt_len = len(request.key)  # tokens
+        self.max_pages = pages_for(self.prompt_len + request.max_new_tokens, books.page_size)  # at the very most
+        self.output: list[int] = []
+        self.output_room = 0
+        self.aux = b""
+        self.error: Exception | None = None
+        self.state = DecodeState.QUEUED
+        self.prefix_len = 0
+        self.fill_len = self.prompt_len
+        self.pages_held: RequestPages | None = None
+        self.retries = 0
+        self.arrived_s = now_s
+        self._books = books
+
+    def become(self, state: DecodeState) -> None:
+        """Move to another state. Raises InternalError if the table does not allow it."""
+        if state not in self.TRANSITIONS[self.state]:
+            raise InternalError(f"request {self.rid!r} cannot go from {self.state.value} to {state.value}")
+        self.state = state
+        self.output_room = 0
+
+    @property
+    def room(self) -> int:
+        return self.request.room
+
+    @property
+    def room_key(self) -> RoomKey:
+        return RoomKey(self.request.room, self.generation)
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens whose KV is written, or promised by the transfer under way.
+
+        The prompt and all output but the last token, which has no KV until the engine's next step writes it.
+        """
+        return self.prompt_len + max(0, len(self.output) - 1)
+
+    @property
+    def key(self) -> RadixKey:
+        """The tokens whose KV is written, or promised. O(1), but for output since it was last asked for."""
+        missing = self.kv_len - len(self._key)
+        if missing > 0:  # packed all at once: a step of the batch should cost a request no more than its token
+            self._key.extend(self.output[-1 - missing : -1])
+        return self._key
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Prompt and output so far, int32, the caller's."""
+        return np.concatenate([self.request.key.tokens(), np.array(self.output, dtype=np.int32)])
+
+    @property
+    def pages(self) -> npt.NDArray[np.int32]:
+        """Ids of all its pages in order, int32, a read-only view that is valid until the next call on the node."""
+        if self.pages_held is None:
+            return np.empty(0, dtype=np.int32)
+        return self._books.pages(self.pages_held)
+
+    @property
+    def row(self) -> int:
+        """Its row of the page table, -1 while it holds no pages."""
+        return -1 if self.pages_held is None else self.pages_held.row
+
+    @property
+    def resumed(self) -> bool:
+        """It has been running before: its next token is known, nothing is to be sampled from `aux`."""
+        return bool(self.output)
+
+    def __repr__(self) -> str:
+        return f"DecodeRequest({self.rid!r}, {self.state.value}, kv_len={self.kv_len}, {len(self.output)} out)"
+
+
+class PrefillAsk:
+    """The engine should submit this to a prefill worker again: KV that decode had, or should have had, is lost.
+
+    `tokens` are prompt and output but the last token: the KV that is needed. `known_token` is the next token
+    if one was sampled already (it must not be sampled again), else None.
+    """
+
+    __slots__ = ("generation", "known_token", "prefill", "rid", "room", "tokens")
+
+    def __init__(self, req: DecodeRequest) -> None:
+        self.rid = req.rid
+        self.tokens: Any = req.key.tokens()
+        self.room = req.room
+        self.generation = req.generation
+        self.known_token: int | None = req.output[-1] if req.output else None
+        self.prefill = req.request.prefill

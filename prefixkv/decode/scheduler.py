@@ -1,0 +1,456 @@
+"""The decode side of the library, without threads or sockets: queues, budget and pages behind one object.
+
+It says what it wants of the control plane by commands (`take_commands`) and is told what became of rooms
+(`room_ended`, `room_drained`, `room_overdue`). `runtime/nodes.py` joins it to threads; the tests join it to a
+simulated network.
+
+On every way out of a request, its lock and its pages are released or handed on, once:
+
+    finish, retract          cache_finished   whole pages to the tree, tail freed
+    fail or abort, drained   drop             own pages freed
+    fail or abort, not yet   hold             own pages belong to the room until it is drained
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+
+from prefixkv.cache.radix_key import check_packed, pack
+from prefixkv.decode.budget import PreallocBudget
+from prefixkv.decode.prealloc_queue import DecodePreallocQueue
+from prefixkv.decode.request import DecodeRequest, DecodeState, PrefillAsk
+from prefixkv.decode.transfer_queue import DecodeTransferQueue
+from prefixkv.errors import AbortedError, InternalError, OutOfPagesError, RequestError
+from prefixkv.paging import pages_for, whole_pages
+from prefixkv.protocol.messages import Promise
+from prefixkv.protocol.state import KVPoll, RoomKey
+from prefixkv.request import Request
+from prefixkv.request_pages import PageBooks, RequestPages
+
+
+class DeviceEvent(Protocol):
+    """What `after=` takes: a CUDA event, or anything that answers `query()`."""
+
+    def query(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRoom:
+    """Promise these pages to the prefill worker at `address`."""
+
+    promise: Promise
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRoom:
+    key: RoomKey
+    error: Exception
+
+
+Command = OpenRoom | AbortRoom
+
+
+class DecodeScheduler:
+    """See the module's text. Owned by the scheduler's thread.
+
+    Args:
+        failure_policy: "fail", or "retry" to ask prefill again once when a transfer fails.
+    """
+
+    def __init__(
+        self, books: PageBooks, *, reserve_tokens: int = 128, failure_policy: str = "fail", max_waiting: int = 1_000_000
+    ) -> None:
+        self.books = books
+        self.budget = PreallocBudget(pages_for(reserve_tokens, books.page_size))
+        self.waiting = DecodePreallocQueue(books, self.budget, reserve_tokens)
+        self.transfers = DecodeTransferQueue(books)
+        self.requests: dict[str, DecodeRequest] = {}  # all that live, by rid, oldest first
+        self.counters: Counter[str] = Counter()
+        self._failure_policy = failure_policy
+        self._max_waiting = max_waiting
+        self._rooms: set[int] = set()
+        self._undrained: dict[int, set[int]] = {}  # generations a peer may still write or speak for, by room
+        self._failed: deque[DecodeRequest] = deque()
+        self._asks: deque[PrefillAsk] = deque()
+        self._commands: list[Command] = []
+        self._tickets = count(1)
+        self._deferred: list[tuple[DeviceEvent, DecodeRequest, DecodeState, bool | None]] = []
+
+    # --- what the engine calls --------------------------------------------------------------------
+
+    def add(self, request: Request, now_s: float) -> DecodeRequest:
+        """Queue a request.
+
+        Raises RequestError, with nothing changed: a duplicate id, a room in use, no prefill address, or a
+        request that the pool could never hold.
+        """
+        limit = min(self.books.num_pages, self.books.table.array.shape[1])
+        most = pages_for(len(request.key) + request.max_new_tokens, self.books.page_size)
+        if most > limit:
+            raise RequestError(
+                f"request {request.rid!r} may need {most} pages (max_new_tokens included), {limit} is the most there is"
+            )
+        if request.rid in self.requests:
+            raise RequestError(f"request {request.rid!r} is here already")
+        if request.room in self._rooms or request.room in self._undrained:
+            raise RequestError(f"room {request.room} is in use")
+        if not request.prefill:
+            raise RequestError(f"request {request.rid!r} names no prefill worker")
+        if len(self.waiting) >= self._max_waiting:
+            raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
+        req = DecodeRequest(request, self.books, now_s)
+        self.requests[req.rid] = req
+        self._rooms.add(req.room)
+        self.waiting.add(req)
+        return req
+
+    def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
+        """Admit what fits: prefix locked, pages taken, prefill told what to skip."""
+        self.settle_deferred(now_s)
+        admitted = self.waiting.pop_preallocated(now_s)
+        page_size = self.books.page_size
+        for req in admitted:
+            self.counters["admitted"] += 1
+            self.counters["prompt_tokens"] += req.fill_len
+            self.counters["hit_tokens"] += req.prefix_len
+            if req.resumed and req.prefix_len == req.fill_len:
+                self.transfers.complete_without_transfer(req)
+                continue
+            if req.generation > req.request.generation:
+                self._asks.append(PrefillAsk(req))
+            self.transfers.add(req)
+            new_pages = req.pages[whole_pages(req.prefix_len, page_size) : pages_for(req.fill_len, page_size)]
+            page_ids = np.ascontiguousarray(new_pages, dtype="<i4").tobytes()
+            promise = Promise(*req.room_key, req.fill_len, req.prefix_len, page_ids, next(self._tickets))
+            self._commands.append(OpenRoom(promise, req.request.prefill))
+        return admitted
+
+    def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
+        """Requests whose KV is complete, committed to the tree and ready to run."""
+        committed = self.transfers.pop_transferred(now_s)
+        for req in committed:
+            assert req.pages_held is not None
+            self.counters["transferred"] += 1
+            remaining = req.max_pages - req.pages_held.num_pages
+            self.budget.start(req.rid, remaining, req.pages_held.num_own)
+        return committed
+
+    def pop_failed(self) -> list[DecodeRequest]:
+        """Requests that failed or were aborted since the last call; `error` says why."""
+        failed = list(self._failed)
+        self._failed.clear()
+        return failed
+
+    def pop_needs_prefill(self) -> list[PrefillAsk]:
+        """What the engine should submit to a prefill worker again."""
+        asks = list(self._asks)
+        self._asks.clear()
+        return asks
+
+    def append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int], now_s: float) -> None:
+        """Add each request's newly sampled token; the KV of the one before it is written by now.
+
+        Afterwards every request has the page that the next step writes to. Raises, with nothing changed:
+        RequestError for a request that does not run, has its tokens already or is named twice, or another number of
+        tokens; TokenError; OutOfPagesError, naming whom to retract, best first; nobody if only pages held for rooms
+        that failed are in the way: they come back with their proof, so wait a step.
+        """
+        packed = pack(token_ids)
+        check_packed(packed)
+        tokens: list[int] = np.frombuffer(packed, "<i4").tolist()
+        if len(tokens) != len(reqs):
+            raise RequestError(f"{len(tokens)} tokens for {len(reqs)} requests")
+        if len(set(reqs)) != len(reqs):
+            raise RequestError("a request is named twice")
+        # The whole batch passes here at every step; what takes more than a comparison is for the few that are due.
+        due = [req for req in reqs if len(req.output) >= req.output_room]
+        if due:
+            self._make_output_room(due, now_s)
+        for req, token in zip(reqs, tokens, strict=True):
+            req.output.append(token)
+
+    def finish(
+        self, req: DecodeRequest, now_s: float, after: DeviceEvent | None = None, continues: bool | None = None
+    ) -> None:
+        """The request is done: what has KV becomes cached prefix.
+
+        `after`: nothing is released before its `query()` is True. `continues`: whether the conversation will go
+        on, if known. Raises RequestError if the request does not run.
+        """
+        self._check_runs(req)
+        after = _pending(after)
+        req.become(DecodeState.FINISHED)
+        self._leave(req)
+        self.counters["finished"] += 1
+        self._after(after, req, continues, now_s)
+
+    def retract(self, rid: str, now_s: float, after: DeviceEvent | None = None) -> None:
+        """Take a running request's pages back; it queues again, in front, and resumes where it was.
+
+        Raises RequestError if the request does not run, or is the oldest that does (so that one always moves).
+        """
+        req = self.requests.get(rid)
+        if req is None:
+            raise RequestError(f"request {rid!r} is not here")
+        self._check_runs(req)
+        if req.rid == self._oldest_running():
+            raise RequestError(f"request {req.rid!r} is the oldest that runs; it is never retracted")
+        after = _pending(after)
+        req.become(DecodeState.RETRACTED)
+        self.budget.stop(req.rid)
+        self.budget.active -= 1
+        self.counters["retracted"] += 1
+        self._after(after, req, None, now_s)
+
+    def abort(self, rid: str, now_s: float, error: Exception | None = None, after: DeviceEvent | None = None) -> bool:
+        """End a request wherever it is. Unknown or ended: no-op, False."""
+        req = self.requests.get(rid)
+        if req is None or req.state.ended:
+            self.counters["aborts_of_unknown"] += 1
+            return False
+        error = error or AbortedError(f"request {rid!r} was aborted")
+        self._end(req, DecodeState.ABORTED, error, now_s, _pending(after))
+        return True
+
+    def flush(self) -> int:
+        """Empty the cache after a weight update. Returns the pages freed at once."""
+        return self.books.flush()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether one of the `pop_*` has something, or may admit. O(1)."""
+        return bool(self._failed or self._asks or self.transfers.any_complete or self.waiting.may_admit)
+
+    # --- what the control plane tells -------------------------------------------------------------
+
+    def take_commands(self) -> list[Command]:
+        """What the control plane is to do, in order."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float) -> None:
+        """A room reached its terminal state."""
+        if poll is KVPoll.SUCCESS:
+            if self.transfers.succeed(key, aux) is None:
+                self.room_drained(key)  # it was aborted while the good news was on its way: nothing lands any more
+            return
+        req = self.transfers.get(key)
+        if req is None:
+            return
+        self.counters["transfers_failed"] += 1
+        error = error or InternalError(f"{key} failed without a reason")
+        if self._failure_policy == "retry" and req.retries == 0:
+            self._ask_again(req, error)
+        else:
+            self._end(req, DecodeState.FAILED, error, now_s, None, room_is_open=False)
+
+    def room_drained(self, key: RoomKey) -> None:
+        """No write can land in the room's pages any more."""
+        self.books.release(key)
+        generations = self._undrained.get(key.room, set())
+        generations.discard(key.generation)
+        if not generations:
+            self._undrained.pop(key.room, None)
+
+    def room_overdue(self, key: RoomKey) -> None:
+        """The room is not drained by its deadline."""
+        self.counters["quarantined_pages"] += self.books.quarantine(key)
+
+    def settle_deferred(self, now_s: float) -> None:
+        """Release what waited for the device, where it is done."""
+        for deferred in list(self._deferred):
+            event, req, state, continues = deferred
+            if event.query():
+                self._deferred.remove(deferred)
+                self._release(req, state, continues, now_s)
+
+    @property
+    def num_deferred(self) -> int:
+        return len(self._deferred)
+
+    def check_invariants(self) -> None:
+        """Check books, budget and requests against each other. Raises InternalError."""
+        self.books.check_invariants()
+        self.budget.check_invariants()
+        live = [*self.requests.values(), *(req for _, req, _, _ in self._deferred)]
+        holding = {id(req): req for req in live if req.pages_held is not None}.values()
+        waiting, moving = list(self.waiting), self.transfers.requests()
+        own = sum(req.pages_held.num_own for req in holding if req.pages_held)
+        allocator = self.books.allocator
+        laws = {
+            "every owned page is a request's": own == allocator.owned_pages,
+            "a queued request holds nothing": all(req.pages_held is None for req in waiting),
+            "who waits is queued or retracted": all(req.state in _WAITS for req in waiting),
+            "who is in transfer is preallocated": all(req.state is DecodeState.PREALLOCATED for req in moving),
+            "active counts who has been admitted": self.budget.active
+            == sum(req.state in _ACTIVE for req in self.requests.values()),
+            "who runs has the page that the next step writes to": all(
+                req.pages_held.num_pages * self.books.page_size >= req.prompt_len + len(req.output)
+                for req in self.requests.values()
+                if req.state in _CAN_RUN and req.pages_held and not self._is_deferred(req)
+            ),
+            "who has room for output runs, and has the pages for it": all(
+                req.state is DecodeState.RUNNING and req.output_room <= self._output_room(req)
+                for req in live
+                if req.output_room
+            ),
+            "a request's row is as long as its pages": all(
+                self.books.table.length(req.pages_held.row) == req.pages_held.num_pages
+                for req in holding
+                if req.pages_held
+            ),
+            "what is locked is a request's": bool(self.books.cache.protected_pages == 0 or holding),
+            "only undrained rooms hold pages": set(allocator.owners())
+            <= {RoomKey(room, generation) for room, gens in self._undrained.items() for generation in gens},
+        }
+        if broken := [law for law, holds in laws.items() if not holds]:
+            raise InternalError(f"broken: {'; '.join(broken)}; {own} own, {allocator!r}, {self.requests}")
+
+    # --- growth -----------------------------------------------------------------------------------
+
+    def _make_output_room(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
+        """See that each of these runs and has room for one more token. Raises as `append_many` does."""
+        page_size = self.books.page_size
+        grows: list[RequestPages] = []
+        growing: list[str] = []
+        for req in reqs:
+            if req.state not in _CAN_RUN:
+                raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
+            if len(req.output) >= req.max_new_tokens:
+                raise RequestError(f"request {req.rid!r} has its {req.max_new_tokens} tokens")
+            pages = req.pages_held
+            assert pages is not None
+            if req.prompt_len + len(req.output) >= pages.num_pages * page_size:
+                grows.append(pages)
+                growing.append(req.rid)
+        if len(grows) > self.books.available_pages:
+            free, evictable = self.books.allocator.free_pages, self.books.cache.evictable_pages
+            raise OutOfPagesError(len(grows), free, evictable, retract=self._whom_to_retract())
+        if grows:
+            self.books.grow_many(grows, now_s)
+            self.budget.grow_many(growing)
+        for req in reqs:
+            if req.state is DecodeState.TRANSFERRED:
+                req.become(DecodeState.RUNNING)
+            req.output_room = self._output_room(req)
+
+    def _output_room(self, req: DecodeRequest) -> int:
+        """What `DecodeRequest.output_room` may be of one that runs, at most."""
+        assert req.pages_held is not None
+        return min(req.max_new_tokens, req.pages_held.num_pages * self.books.page_size - req.prompt_len)
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def _end(
+        self,
+        req: DecodeRequest,
+        state: DecodeState,
+        error: Exception,
+        now_s: float,
+        after: DeviceEvent | None,
+        *,
+        room_is_open: bool = True,
+    ) -> None:
+        before = req.state
+        req.error = error
+        req.become(state)
+        self.counters[state.value] += 1
+        self._failed.append(req)
+        exposed = False
+        if before is DecodeState.PREALLOCATED:
+            exposed = self.transfers.remove(req)
+            if exposed and room_is_open:
+                self._commands.append(AbortRoom(req.room_key, error))
+        elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
+            self.waiting.remove(req)
+        self._leave(req, was_active=before in _ACTIVE)
+        if exposed and req.pages_held is not None:
+            self._hold(req)
+        elif not self._is_deferred(req):
+            self._after(after, req, None, now_s)
+
+    def _ask_again(self, req: DecodeRequest, error: Exception) -> None:
+        self.transfers.remove(req)
+        self._hold(req)
+        req.become(DecodeState.RETRACTED)
+        self.budget.stop(req.rid)
+        self.budget.active -= 1
+        self.counters["retries"] += 1
+        req.retries += 1
+        req.error = error
+        self._queue_again(req)
+
+    def _hold(self, req: DecodeRequest) -> None:
+        """A peer may still write the request's pages: they belong to the room until it is drained.
+
+        So does the room itself, also without pages: what the control plane has to say of it is still to come.
+        """
+        assert req.pages_held is not None
+        self.books.hold(req.pages_held, req.room_key)
+        self._undrained.setdefault(req.room, set()).add(req.generation)
+        req.pages_held = None
+
+    def _queue_again(self, req: DecodeRequest) -> None:
+        req.generation += 1
+        req.fill_len = req.kv_len
+        req.prefix_len = 0
+        self.waiting.add(req, first=True)
+
+    def _after(self, after: DeviceEvent | None, req: DecodeRequest, continues: bool | None, now_s: float) -> None:
+        if after is not None:
+            self._deferred.append((after, req, req.state, continues))
+        else:
+            self._release(req, req.state, continues, now_s)
+
+    def _is_deferred(self, req: DecodeRequest) -> bool:
+        return any(deferred is req for _, deferred, _, _ in self._deferred)
+
+    def _release(self, req: DecodeRequest, state: DecodeState, continues: bool | None, now_s: float) -> None:
+        """Hand the pages on. `state` is what it was released for; it may have been aborted since."""
+        if req.pages_held is not None:
+            keep = state in (DecodeState.FINISHED, DecodeState.RETRACTED) and req.request.cacheable
+            if keep:
+                self.books.cache_finished(
+                    req.pages_held, req.key, now_s, priority=req.request.priority, continues=continues
+                )
+            else:
+                self.books.drop(req.pages_held)
+            req.pages_held = None
+        if req.state is DecodeState.RETRACTED:
+            self._queue_again(req)
+
+    def _leave(self, req: DecodeRequest, *, was_active: bool = True) -> None:
+        self.budget.stop(req.rid)
+        self.budget.active -= was_active
+        self._rooms.discard(req.room)
+        self.requests.pop(req.rid, None)
+
+    def _check_runs(self, req: DecodeRequest) -> None:
+        if self.requests.get(req.rid) is not req or req.state not in _CAN_RUN:
+            raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
+
+    def _oldest_running(self) -> str | None:
+        return next((req.rid for req in self.requests.values() if req.state in _CAN_RUN), None)
+
+    def _whom_to_retract(self) -> tuple[str, ...]:
+        """Running requests by the pages that retraction frees, most first; the oldest never."""
+        running = [req for req in self.requests.values() if req.state in _CAN_RUN][1:]
+        running.sort(key=lambda req: req.pages_held.num_own if req.pages_held else 0, reverse=True)
+        return tuple(req.rid for req in running)
+
+
+def _pending(after: DeviceEvent | None) -> DeviceEvent | None:
+    """The event if there is something to wait for. Asked before anything changes, since `query` may raise."""
+    return None if after is None or after.query() else after
+
+
+_CAN_RUN = frozenset({DecodeState.TRANSFERRED, DecodeState.RUNNING})
+_WAITS = frozenset({DecodeState.QUEUED, DecodeState.RETRACTED})
+_ACTIVE = _CAN_RUN | {DecodeState.PREALLOCATED}

@@ -1,0 +1,127 @@
+"""Every exception, by whose fault it is.
+
+`CallerError`: the engine or operator passed something wrong; state is as before the call.
+`CapacityError`: nothing is wrong, there is no room; the numbers say how much is missing.
+`PeerError`: another process sent or did something it must not; it harms its own rooms only.
+`TransferError`: a write or a request's transfer failed; the request ends, the node goes on.
+`InternalError`: a law of ours is broken. Report it; the state is in the message.
+"""
+
+from __future__ import annotations
+
+
+class PrefixKVError(Exception):
+    """Root of all errors raised by prefixkv."""
+
+
+# --- the caller's -------------------------------------------------------------------------------
+
+
+class CallerError(PrefixKVError, ValueError):
+    """An argument or a call that the contract forbids. Nothing was changed."""
+
+
+class ConfigError(CallerError):
+    """A setting out of its range; names the setting, the value and the bound."""
+
+
+class TokenError(CallerError):
+    """Tokens that are not integers in [0, 2**31)."""
+
+
+class LockError(CallerError):
+    """A lock unlocked twice, or a lock or match of another cache."""
+
+
+class PageStateError(CallerError):
+    """A page id out of range, named twice, or not in the state that a transition starts from."""
+
+
+class RequestError(CallerError):
+    """A request that cannot be taken: too long for the pool, a duplicate id, a room in use, ended already."""
+
+
+class AuxTooLargeError(CallerError):
+    """The aux payload of a request is larger than its frame may be."""
+
+    def __init__(self, size_bytes: int, limit_bytes: int) -> None:
+        super().__init__(f"aux payload of {size_bytes} bytes, the limit is {limit_bytes}")
+        self.size_bytes = size_bytes
+        self.limit_bytes = limit_bytes
+
+
+class TraceError(CallerError):
+    """A trace file that cannot be read, or a malformed line in it (its number is named)."""
+
+
+class ClosedError(CallerError):
+    """A call on a node, channel or transport that has been closed."""
+
+
+# --- no room ------------------------------------------------------------------------------------
+
+
+class CapacityError(PrefixKVError):
+    """Not enough of something; a later call may succeed."""
+
+
+class OutOfPagesError(CapacityError):
+    """Fewer pages are free or evictable than asked for.
+
+    `retract` names the request ids whose retraction would make room, best first (empty if unknown).
+    """
+
+    def __init__(self, needed: int, free: int, evictable: int = 0, retract: tuple[str, ...] = ()) -> None:
+        hint = f"; retract {', '.join(retract)}" if retract else ""
+        super().__init__(f"{needed} pages needed, {free} free and {evictable} evictable{hint}")
+        self.needed = needed
+        self.free = free
+        self.evictable = evictable
+        self.retract = retract
+
+
+# --- a peer's -----------------------------------------------------------------------------------
+
+
+class PeerError(PrefixKVError):
+    """A peer sent or did what the protocol forbids."""
+
+
+class ProtocolError(PeerError):
+    """A malformed, unknown, stale or out-of-range message. Counted and dropped, never fatal."""
+
+
+class HandshakeError(PeerError):
+    """Two nodes that cannot work together; names the field and both values."""
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        super().__init__(f"{field} differs: ours {ours!r}, theirs {theirs!r}")
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+
+
+# --- a transfer's -------------------------------------------------------------------------------
+
+
+class TransferError(PrefixKVError):
+    """A request's KV did not arrive whole."""
+
+
+class TransferTimeoutError(TransferError):
+    """A waiting state outlived its deadline."""
+
+
+class PeerLostError(TransferError):
+    """The peer of a transfer was restarted, fenced or cut off."""
+
+
+class AbortedError(TransferError):
+    """The request was aborted, by this side or the other."""
+
+
+# --- ours ---------------------------------------------------------------------------------------
+
+
+class InternalError(PrefixKVError, AssertionError):
+    """An invariant of prefixkv is broken; the message carries the state."""

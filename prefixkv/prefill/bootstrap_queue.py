@@ -1,0 +1,76 @@
+"""Requests that decode has promised pages for and that wait for pages of their own, first come, first served."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.results import MatchResult
+from prefixkv.paging import pages_for, whole_pages
+from prefixkv.prefill.request import PrefillRequest, PrefillState
+from prefixkv.prefill.send_plan import SendPlan
+from prefixkv.request_pages import PageBooks
+
+
+class PrefillBootstrapQueue:
+    """Owned by the scheduler's thread."""
+
+    def __init__(self, books: PageBooks) -> None:
+        self._books = books
+        self._ready: deque[PrefillRequest] = deque()
+        self._blocked_at = -1  # the books' version at which the head did not fit
+
+    def add(self, req: PrefillRequest, decode_prefix_len: int) -> None:
+        """Decode has `decode_prefix_len` tokens of the request and waits for the rest."""
+        req.become(PrefillState.BOOTSTRAPPED)
+        req.decode_prefix_len = decode_prefix_len
+        self._ready.append(req)
+
+    def remove(self, req: PrefillRequest) -> None:
+        self._ready.remove(req)
+        self._blocked_at = -1
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def __iter__(self) -> Iterator[PrefillRequest]:
+        return iter(self._ready)
+
+    @property
+    def may_open(self) -> bool:
+        """Whether looking at the head may open it. O(1)."""
+        return bool(self._ready and self._blocked_at != self._books.version and self._books.table.free_rows)
+
+    def pop_bootstrapped(self, now_s: float) -> list[PrefillRequest]:
+        """Requests the engine may compute now: own prefix locked, pages for all of the prompt taken."""
+        popped = []
+        while self.may_open:
+            req = self._ready[0]
+            if not self._open(req, now_s):
+                self._blocked_at = self._books.version
+                break
+            self._ready.popleft()
+            self._blocked_at = -1
+            popped.append(req)
+        return popped
+
+    def _open(self, req: PrefillRequest, now_s: float) -> bool:
+        books, page_size = self._books, self._books.page_size
+        match = self._match(req)
+        prefix_len, unprotected = (match.prefix_len, match.unprotected_pages) if match is not None else (0, 0)
+        num_new = pages_for(req.num_tokens, page_size) - whole_pages(prefix_len, page_size)
+        if num_new > books.available_pages - unprotected:
+            return False
+        req.pages_held = books.open(req.key, match, num_new, now_s)
+        req.prefix_len = prefix_len
+        req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size)
+        req.become(PrefillState.COMPUTING)
+        return True
+
+    def _match(self, req: PrefillRequest) -> MatchResult | None:
+        """The cached prefix without the last token: the engine has to compute that one to sample after it."""
+        key = req.key
+        if len(key) % self._books.page_size == 0:
+            key = RadixKey(key.tokens()[:-1], key.namespace)
+        return self._books.match(key, req.request.cacheable)

@@ -1,0 +1,276 @@
+"""The prefill side of the library, without threads or sockets.
+
+Source pages are shared and cached, so they are never held back from others; the request's lock and its own tail
+outlive it until the control plane says that no write reads them any more (`source_free`) and the engine has
+seen the end (`pop_sent`, `pop_failed`), since it may be computing into them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.errors import AbortedError, AuxTooLargeError, InternalError, RequestError
+from prefixkv.paging import pages_for
+from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
+from prefixkv.prefill.request import PrefillRequest, PrefillState
+from prefixkv.protocol.state import KVPoll, RoomKey
+from prefixkv.request import Request
+from prefixkv.request_pages import PageBooks
+
+
+class DeviceEvent(Protocol):
+    """What `ready=` and `after=` take: a CUDA event, or anything that answers `query()`."""
+
+    def query(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AddRoom:
+    """The engine has the request of this room."""
+
+    key: RoomKey
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SendChunk:
+    """KV of these pages is computed once `ready` says so."""
+
+    key: RoomKey
+    first_page: int
+    src_pages: npt.NDArray[np.int32]
+    last: bool
+    aux: bytes
+    ready: DeviceEvent | None
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRoom:
+    key: RoomKey
+    error: Exception
+
+
+Command = AddRoom | SendChunk | AbortRoom
+
+
+class PrefillScheduler:
+    """See the module's text. Owned by the scheduler's thread."""
+
+    def __init__(self, books: PageBooks, *, max_aux_bytes: int = 64 << 10) -> None:
+        self.books = books
+        self.bootstrapped = PrefillBootstrapQueue(books)
+        self.requests: dict[str, PrefillRequest] = {}
+        self.counters: Counter[str] = Counter()
+        self._max_aux_bytes = max_aux_bytes
+        self._rooms: dict[RoomKey, PrefillRequest] = {}
+        self._sent: deque[PrefillRequest] = deque()
+        self._failed: deque[PrefillRequest] = deque()
+        self._commands: list[Command] = []
+        self._deferred: list[tuple[DeviceEvent, PrefillRequest]] = []
+
+    # --- what the engine calls --------------------------------------------------------------------
+
+    def add(self, request: Request) -> PrefillRequest:
+        """Take a request; it waits for decode's promise.
+
+        Raises RequestError, with nothing changed: a duplicate id, a room in use, or a prompt that the pool could
+        never hold.
+        """
+        limit = min(self.books.num_pages, self.books.table.array.shape[1])
+        needed = pages_for(len(request.key), self.books.page_size)
+        if needed > limit:
+            raise RequestError(f"request {request.rid!r} needs {needed} pages, {limit} is the most there is")
+        req = PrefillRequest(request, self.books)
+        if request.rid in self.requests:
+            raise RequestError(f"request {request.rid!r} is here already")
+        if req.room_key in self._rooms:
+            raise RequestError(f"room {request.room} generation {request.generation} is in use")
+        self.requests[req.rid] = req
+        self._rooms[req.room_key] = req
+        self._commands.append(AddRoom(req.room_key, req.num_tokens))
+        return req
+
+    def pop_bootstrapped(self, now_s: float) -> list[PrefillRequest]:
+        """Requests the engine may compute now."""
+        self.settle_deferred(now_s)
+        popped = self.bootstrapped.pop_bootstrapped(now_s)
+        for req in popped:
+            self.counters["prompt_tokens"] += req.num_tokens
+            self.counters["hit_tokens"] += req.prefix_len
+            self.counters["decode_hit_tokens"] += req.decode_prefix_len
+        return popped
+
+    def send_chunk(
+        self,
+        req: PrefillRequest,
+        end: int,
+        now_s: float,
+        *,
+        last: bool = False,
+        aux: bytes = b"",
+        ready: DeviceEvent | None = None,
+    ) -> int:
+        """KV is computed up to token `end`: send what decode lacks of it. Returns the pages queued.
+
+        With `last` the outcome follows, and `aux` with it. A request that has failed meanwhile takes no chunk:
+        0, and `pop_failed` says why. Raises RequestError or AuxTooLargeError, with nothing changed.
+        """
+        if req.state is PrefillState.FAILED:
+            return 0
+        if self.requests.get(req.rid) is not req or req.state is not PrefillState.COMPUTING:
+            raise RequestError(f"request {req.rid!r} is {req.state.value}, it takes no chunk")
+        if len(aux) > self._max_aux_bytes:
+            raise AuxTooLargeError(len(aux), self._max_aux_bytes)
+        if aux and not last:
+            raise RequestError("aux travels with the last chunk")
+        assert req.plan is not None
+        assert req.pages_held is not None
+        span = req.plan.send(end, last)
+        src_pages = req.pages[span.first_page : span.end_page].copy()
+        if last:
+            req.become(PrefillState.SENDING)
+            if req.request.cacheable:
+                self.books.cache_unfinished(
+                    req.pages_held, req.key, now_s, priority=req.request.priority, being_read=True
+                )
+        if len(src_pages) or last:
+            self._commands.append(SendChunk(req.room_key, span.first_page, src_pages, last, bytes(aux), ready))
+        return len(src_pages)
+
+    def pop_sent(self, now_s: float) -> list[PrefillRequest]:
+        """Requests whose KV is with decode, whole."""
+        return self._pop(self._sent, None, now_s)
+
+    def pop_failed(self, now_s: float, after: DeviceEvent | None = None) -> list[PrefillRequest]:
+        """Requests that failed or were aborted; `error` says why. The engine stops computing them.
+
+        `after`: device work launched for them before this call is done once its `query()` is True; their pages
+        are not released before.
+        """
+        return self._pop(self._failed, after, now_s)
+
+    def abort(self, rid: str, error: Exception | None = None) -> bool:
+        """End a request. Unknown or ended: no-op, False.
+
+        One whose last chunk is handed over may have succeeded already, and decode may know: then it does succeed.
+        """
+        req = self.requests.get(rid)
+        if req is None or req.state.ended:
+            self.counters["aborts_of_unknown"] += 1
+            return False
+        error = error or AbortedError(f"request {rid!r} was aborted")
+        self._commands.append(AbortRoom(req.room_key, error))
+        if req.state is not PrefillState.SENDING:
+            self._fail(req, error)
+        return True
+
+    def flush(self) -> int:
+        """Empty the cache after a weight update. Returns the pages freed at once."""
+        return self.books.flush()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether one of the `pop_*` has something. O(1)."""
+        return bool(self._failed or self._sent or self.bootstrapped.may_open)
+
+    # --- what the control plane tells -------------------------------------------------------------
+
+    def take_commands(self) -> list[Command]:
+        """What the control plane is to do, in order."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def room_bootstrapped(self, key: RoomKey, decode_prefix_len: int) -> None:
+        """Decode has promised pages for this room."""
+        req = self._rooms.get(key)
+        if req is not None and req.state is PrefillState.BOOTSTRAPPING:
+            self.bootstrapped.add(req, decode_prefix_len)
+
+    def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None) -> None:
+        """A room reached its terminal state."""
+        req = self._rooms.get(key)
+        if req is None or req.state.ended:
+            return
+        if poll is KVPoll.SUCCESS:
+            req.become(PrefillState.SENT)
+            self.counters["sent"] += 1
+            self._sent.append(req)
+        else:
+            self._fail(req, error or InternalError(f"{key} failed without a reason"))
+
+    def source_free(self, key: RoomKey, now_s: float) -> None:
+        """No write reads the room's pages any more."""
+        req = self._rooms.get(key)
+        if req is not None:
+            req.source_free = True
+            self._maybe_release(req, now_s)
+
+    def settle_deferred(self, now_s: float) -> None:
+        """Release what waited for the device, where it is done."""
+        for deferred in list(self._deferred):
+            event, req = deferred
+            if event.query():
+                self._deferred.remove(deferred)
+                req.popped = True
+                self._maybe_release(req, now_s)
+
+    def check_invariants(self) -> None:
+        """Check books and requests against each other. Raises InternalError."""
+        self.books.check_invariants()
+        held = [req.pages_held for req in self.requests.values() if req.pages_held is not None]
+        own = sum(pages.num_own + sum(map(len, pages.duplicates)) for pages in held)
+        laws = {
+            "every owned page is a request's": own == self.books.allocator.owned_pages,
+            "nothing is held: peers do not write here": not self.books.allocator.owners(),
+            "a row is as long as its pages": all(
+                self.books.table.length(pages.row) == pages.num_pages for pages in held
+            ),
+            "rooms and requests are the same": len(self._rooms) == len(self.requests),
+            "what is locked is a request's": bool(self.books.cache.protected_pages == 0 or held),
+        }
+        if broken := [law for law, holds in laws.items() if not holds]:
+            raise InternalError(f"broken: {'; '.join(broken)}; {own} own, {self.requests}")
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def _fail(self, req: PrefillRequest, error: Exception) -> None:
+        if req.state is PrefillState.BOOTSTRAPPED:
+            self.bootstrapped.remove(req)
+        req.error = error
+        req.become(PrefillState.FAILED)
+        self.counters["failed"] += 1
+        self._failed.append(req)
+
+    def _pop(self, ended: deque[PrefillRequest], after: DeviceEvent | None, now_s: float) -> list[PrefillRequest]:
+        is_done = after is None or after.query()  # asked before anything changes, since it may raise
+        reqs = list(ended)
+        ended.clear()
+        for req in reqs:
+            if after is not None and not is_done:
+                self._deferred.append((after, req))
+            else:
+                req.popped = True
+                self._maybe_release(req, now_s)
+        return reqs
+
+    def _maybe_release(self, req: PrefillRequest, now_s: float) -> None:
+        if not (req.source_free and req.popped and req.state.ended):
+            return
+        self.requests.pop(req.rid, None)
+        self._rooms.pop(req.room_key, None)
+        if req.pages_held is None:
+            return
+        computed = req.plan.computed if req.plan is not None else 0
+        if req.request.cacheable and computed:
+            # What was computed is good prefix even if nobody waits for it any more.
+            key = req.key if computed == req.num_tokens else RadixKey(req.key.tokens()[:computed], req.key.namespace)
+            self.books.cache_finished(req.pages_held, key, now_s, priority=req.request.priority)
+        else:
+            self.books.drop(req.pages_held)
+        req.pages_held = None

@@ -1,0 +1,68 @@
+"""Which pages each chunk sends: from what decode has, a cursor that only grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from prefixkv.errors import RequestError
+from prefixkv.paging import pages_for, whole_pages
+
+
+class Span(NamedTuple):
+    """Pages [first_page, end_page) of a request, counted from its first token; maybe none."""
+
+    first_page: int
+    end_page: int
+
+
+class SendPlan:
+    """The cursor of one request.
+
+    A chunk inside what decode has sends nothing; a page partly computed waits for its rest; the last send is
+    always made, with no pages if need be, since the outcome and aux travel with it.
+
+    >>> plan = SendPlan(num_tokens=100, decode_prefix_len=32, page_size=16)
+    >>> plan.send(20), plan.send(70), plan.send(100, last=True)
+    (Span(first_page=2, end_page=2), Span(first_page=2, end_page=4), Span(first_page=4, end_page=7))
+    """
+
+    __slots__ = ("computed", "cursor_page", "ended", "num_tokens", "page_size")
+
+    def __init__(self, num_tokens: int, decode_prefix_len: int, page_size: int) -> None:
+        if decode_prefix_len % page_size or not 0 <= decode_prefix_len <= num_tokens:
+            raise RequestError(f"decode_prefix_len is {decode_prefix_len}, {num_tokens} tokens, pages of {page_size}")
+        self.num_tokens = num_tokens
+        self.page_size = page_size
+        self.cursor_page = whole_pages(decode_prefix_len, page_size)
+        self.computed = 0
+        self.ended = False
+
+    def send(self, end: int, last: bool = False) -> Span:
+        """The pages to send now that KV is computed up to token `end`.
+
+        Raises RequestError, with nothing changed: after the last send; an `end` below the one before or beyond the
+        request; a last send before its end.
+        """
+        if self.ended:
+            raise RequestError("a chunk after the last one")
+        if not self.computed <= end <= self.num_tokens:
+            raise RequestError(f"a chunk ends at token {end}, it has to lie in [{self.computed}, {self.num_tokens}]")
+        if last and end != self.num_tokens:
+            raise RequestError(f"the last chunk ends at token {end}, the request has {self.num_tokens}")
+        end_page = pages_for(end, self.page_size) if last else whole_pages(end, self.page_size)
+        span = Span(self.cursor_page, max(self.cursor_page, end_page))
+        self.cursor_page = span.end_page
+        self.computed = end
+        self.ended = last
+        return span
+
+
+def plan_sends(ends: Iterable[int], num_tokens: int, decode_prefix_len: int, page_size: int) -> list[Span]:
+    """The spans for chunks that end at these tokens; the one that ends the request is the last send.
+
+    >>> plan_sends([64, 128], num_tokens=128, decode_prefix_len=128, page_size=16)
+    [Span(first_page=8, end_page=8), Span(first_page=8, end_page=8)]
+    """
+    plan = SendPlan(num_tokens, decode_prefix_len, page_size)
+    return [plan.send(end, last=end == num_tokens) for end in ends]

@@ -1,0 +1,398 @@
+"""Decode's side of the control plane: its links to prefill workers and the rooms open on them. Sans-IO.
+
+Frames, notifications, commands and time go in; frames to send and what became of rooms come out. The endpoint
+owns what machines cannot know: which incarnation a room was promised to, and that only this one's word counts.
+A restarted worker knows nothing of its predecessor's writes, so its Drained would prove nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from prefixkv.config import ControlConfig
+from prefixkv.errors import HandshakeError, PeerLostError, ProtocolError, RequestError
+from prefixkv.protocol import messages
+from prefixkv.protocol import receiver_machine as receiver
+from prefixkv.protocol.backoff import Backoff
+from prefixkv.protocol.links import Liveness, Stamper, check_pair
+from prefixkv.protocol.messages import Frame, Hello, HelloReply, Outcome, OutcomeAck, Promise
+from prefixkv.protocol.receiver_machine import ReceiverMachine, RoomDrained, RoomEnded, RoomOverdue, Say
+from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.timers import Timers
+
+
+@dataclass(frozen=True, slots=True)
+class SendFrame:
+    """Send to the prefill worker at `address`."""
+
+    address: str
+    raw: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    address: str
+
+
+Action = SendFrame | Connect | Disconnect | RoomEnded | RoomDrained | RoomOverdue
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """One prefill worker's address. `peer` is who answered there last; ready once the handshake is through."""
+
+    address: str
+    live: Liveness
+    hello: Backoff
+    peer: PeerId | None = None
+    ready: bool = False
+    rooms: set[RoomKey] = field(default_factory=set)
+    waiting: set[RoomKey] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class _Room:
+    machine: ReceiverMachine
+    link: _Link
+    peer: PeerId | None = None  # the incarnation that was promised the pages
+
+
+class DecodeEndpoint:
+    """See the module's text. Owned by one thread; every method returns the actions to carry out, in order."""
+
+    def __init__(self, me: PeerId, hello: Hello, timing: ControlConfig) -> None:
+        self.me = me
+        self.counters: Counter[str] = Counter()
+        self._hello = hello
+        self._timing = timing
+        self._stamp = Stamper(me)
+        self._links: dict[str, _Link] = {}
+        self._rooms: dict[RoomKey, _Room] = {}
+        self._timers: Timers[str | RoomKey | PeerId] = Timers()
+        self._fenced: dict[str, int] = {}  # by name: incarnations up to this one are gone for good
+        self._expected = 0
+
+    # --- commands ---------------------------------------------------------------------------------
+
+    def open(self, promise: Promise, address: str, now_s: float) -> list[Action]:
+        """Open a room with the worker at `address`. Raises RequestError if the room is open already."""
+        key = RoomKey(promise.room, promise.generation)
+        if key in self._rooms:
+            raise RequestError(f"room {key.room} generation {key.generation} is open already")
+        out: list[Action] = []
+        link = self._links.get(address)
+        if link is None:
+            link = _Link(address, Liveness(now_s, now_s), Backoff(self._timing.resend_s))
+            self._links[address] = link
+            out.append(Connect(address))
+            self._greet(link, now_s, out)
+        room = _Room(ReceiverMachine(promise, self._timing, now_s), link)
+        self._rooms[key] = room
+        link.rooms.add(key)
+        link.waiting.add(key)
+        self._timers.wake(key, room.machine.wake_s)
+        self._promote(link, now_s, out)
+        return out
+
+    def abort(self, key: RoomKey, error: Exception, now_s: float) -> list[Action]:
+        """End a room from this side. Unknown or ended: no-op."""
+        out: list[Action] = []
+        room = self._rooms.get(key)
+        if room is not None:
+            self._on(room, receiver.Fail(error), now_s, out)
+        return out
+
+    def fence(self, peer: PeerId, now_s: float) -> list[Action]:
+        """The caller knows that this incarnation can write no more: its rooms end now, and are drained soon after.
+
+        Not at once: over TCP the kernels may still hold what it sent before, and that lands as our own transport
+        reads it. So rooms stay undrained, and notifications polled, for `fence_settle_s` more.
+        """
+        out: list[Action] = []
+        self._fenced[peer.name] = max(peer.incarnation, self._fenced.get(peer.name, 0))
+        error = PeerLostError(f"{peer} was fenced")
+        for room in [room for room in self._rooms.values() if room.peer == peer]:
+            self._on(room, receiver.Fail(error, tell=False), now_s, out)
+        for link in self._links.values():
+            if link.peer == peer:
+                link.peer, link.ready = None, False
+                self._greet(link, now_s, out)
+        if self._timing.fence_settle_s:
+            self._timers.wake(peer, now_s + self._timing.fence_settle_s)
+        else:
+            self._fence_settled(peer, now_s, out)
+        return out
+
+    def _fence_settled(self, peer: PeerId, now_s: float, out: list[Action]) -> None:
+        for room in [room for room in self._rooms.values() if room.peer == peer]:
+            self._on(room, receiver.FencedOff(), now_s, out)
+
+    def unreachable(self, address: str, error: Exception, now_s: float) -> list[Action]:
+        """There is no such address: its rooms fail."""
+        out: list[Action] = []
+        link = self._links.get(address)
+        if link is not None:
+            self._refuse_link(link, error, now_s, out)
+        return out
+
+    def farewell(self) -> list[Action]:
+        """Tell every worker that this process leaves; its transport agent has to be destroyed already."""
+        return [
+            SendFrame(link.address, self._stamp.frame(messages.Fenced()))
+            for link in self._links.values()
+            if link.peer is not None
+        ]
+
+    # --- what comes in ----------------------------------------------------------------------------
+
+    def on_frame(self, address: str, raw: bytes, now_s: float) -> list[Action]:
+        """A frame from `address`. What is malformed, stale or foreign is counted and dropped."""
+        out: list[Action] = []
+        try:
+            frame = messages.decode(raw)
+            link = self._links.get(address)
+            if link is None:
+                raise ProtocolError("a frame on a closed link")
+            self._take(link, frame, now_s, out)
+        except ProtocolError as error:
+            self.counters["frames_dropped"] += 1
+            self.counters[f"dropped: {type(error).__name__}"] += 1
+        return out
+
+    def on_arrival(self, raw_tag: bytes, now_s: float) -> list[Action]:
+        """A NIXL notification. Progress only, so a lost, late or foreign one does no harm."""
+        out: list[Action] = []
+        try:
+            tag = ChunkTag.unpack(raw_tag)
+        except ProtocolError:
+            self.counters["tags_dropped"] += 1
+            return out
+        room = self._rooms.get(RoomKey(tag.room, tag.generation))
+        if room is None or room.peer is None or room.peer.incarnation != tag.incarnation:
+            self.counters["tags_dropped"] += 1
+        else:
+            self._on(room, receiver.ChunkLanded(tag.rank, tag.chunk, tag.part), now_s, out)
+        return out
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Let time pass: deadlines, repeats, heartbeats."""
+        out: list[Action] = []
+        for key in self._timers.due(now_s):
+            if isinstance(key, str):
+                self._tick_link(self._links.get(key), now_s, out)
+            elif isinstance(key, PeerId):
+                self._fence_settled(key, now_s, out)
+            elif (room := self._rooms.get(key)) is not None:
+                self._on(room, receiver.Tick(), now_s, out)
+        return out
+
+    @property
+    def wake_s(self) -> float:
+        """When `tick` is wanted next, infinity if never."""
+        return self._timers.next_s
+
+    @property
+    def num_expected(self) -> int:
+        """Rooms whose pages a peer may be writing now."""
+        return self._expected
+
+    @property
+    def num_rooms(self) -> int:
+        return len(self._rooms)
+
+    def poll(self, key: RoomKey) -> KVPoll | None:
+        """How far a room is; None once it has ended and is drained."""
+        room = self._rooms.get(key)
+        return None if room is None else room.machine.poll
+
+    def rooms(self) -> Iterable[ReceiverMachine]:
+        """The machines of all open or undrained rooms, for audits."""
+        return [room.machine for room in self._rooms.values()]
+
+    def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
+        """By address: who answers there, and "ready", "suspect" or "connecting"."""
+        links = list(self._links.values())  # at once: the scheduler's thread asks
+        return {link.address: (link.peer, self._link_state(link, now_s)) for link in links}
+
+    # --- frames -----------------------------------------------------------------------------------
+
+    def _take(self, link: _Link, frame: Frame, now_s: float, out: list[Action]) -> None:
+        body = frame.body
+        if isinstance(body, HelloReply | messages.HelloWanted):
+            self._meet(link, frame, now_s, out)
+            return
+        if frame.sender != link.peer:
+            raise ProtocolError(f"a frame of {frame.sender}, {link.peer} is known here")
+        link.live.take(frame, now_s)
+        if isinstance(body, messages.Fenced):
+            out.extend(self.fence(frame.sender, now_s))
+        elif isinstance(body, Outcome):
+            self._take_outcome(link, body, now_s, out)
+        elif isinstance(body, messages.PromiseAck):
+            self._to_room(link, body, receiver.PromiseAcked(body.rank), now_s, out)
+        elif isinstance(body, messages.Drained):
+            self._to_room(link, body, receiver.DrainedSaid(body.rank), now_s, out)
+        elif not isinstance(body, messages.Heartbeat):
+            raise ProtocolError(f"{type(body).__name__} is not for decode")
+        self._promote(link, now_s, out)  # it speaks, so it is suspect no more
+
+    def _take_outcome(self, link: _Link, outcome: Outcome, now_s: float, out: list[Action]) -> None:
+        key = RoomKey(outcome.room, outcome.generation)
+        room = self._rooms.get(key)
+        if room is None or room.machine.promise.ticket != outcome.ticket:
+            # That use of the room has ended and is drained here: only the acknowledgement was lost.
+            self._send(link, OutcomeAck(*key, outcome.rank, outcome.ticket), now_s, out)
+        else:
+            self._to_room(link, outcome, receiver.OutcomeSaid(outcome), now_s, out)
+
+    def _to_room(
+        self,
+        link: _Link,
+        body: Outcome | messages.PromiseAck | messages.Drained,
+        event: receiver.Event,
+        now_s: float,
+        out: list[Action],
+    ) -> None:
+        room = self._rooms.get(RoomKey(body.room, body.generation))
+        if room is None:
+            return
+        if room.peer != link.peer:
+            raise ProtocolError(f"room {body.room} was promised to {room.peer}, not to {link.peer}")
+        if room.machine.promise.ticket != body.ticket:
+            raise ProtocolError(f"a word of an earlier use of room {body.room}")
+        self._on(room, event, now_s, out)
+
+    def _meet(self, link: _Link, frame: Frame, now_s: float, out: list[Action]) -> None:
+        """A HelloReply, or a worker that does not know us (it was restarted, or has forgotten)."""
+        if link.peer is not None and frame.name == link.peer.name and frame.incarnation < link.peer.incarnation:
+            raise ProtocolError(f"a frame of {frame.sender}, which {link.peer} has replaced")
+        if frame.incarnation <= self._fenced.get(frame.name, -1):
+            raise ProtocolError(f"a frame of {frame.sender}, which was fenced")
+        if frame.sender != link.peer:
+            self._lose_peer(link, frame.sender, now_s, out)
+            link.live.in_seq = 0
+        link.live.take(frame, now_s)
+        if isinstance(frame.body, messages.HelloWanted):
+            if link.ready or link.hello.due_s == float("inf"):  # else a Hello is on its way already
+                link.ready = False
+                self._greet(link, now_s, out)
+            return
+        assert isinstance(frame.body, HelloReply)
+        try:
+            self._check(frame.body)
+        except HandshakeError as error:
+            self.counters["handshakes_refused"] += 1
+            self._refuse_link(link, error, now_s, out)
+            return
+        link.peer = frame.sender
+        link.ready = True
+        link.hello.due_s = float("inf")
+        self._timers.wake(link.address, link.live.heartbeat_due_s(self._timing))
+        self._promote(link, now_s, out)
+
+    def _check(self, reply: HelloReply) -> None:
+        check_pair(self._hello.digest, self._hello.topology, reply.digest, reply.topology)
+        if reply.refused:
+            raise HandshakeError("refused by prefill", "", reply.refused)
+
+    def _lose_peer(self, link: _Link, newer: PeerId, now_s: float, out: list[Action]) -> None:
+        """Another process answers at this address: whatever was promised to the one before has ended.
+
+        The link is the newer one's from now on, so that a late word of the older one is known for what it is.
+        """
+        lost, link.peer, link.ready = link.peer, newer, False
+        if lost is None:
+            return
+        error = PeerLostError(f"{lost} was replaced by {newer}")
+        for key in list(link.rooms):
+            room = self._rooms[key]
+            if room.peer == lost and not room.machine.poll.ended:
+                self._on(room, receiver.Fail(error, tell=False), now_s, out)
+
+    # --- links ------------------------------------------------------------------------------------
+
+    def _greet(self, link: _Link, now_s: float, out: list[Action]) -> None:
+        link.hello.start(now_s)
+        self._send(link, self._hello, now_s, out)
+        self._timers.wake(link.address, link.hello.due_s)
+
+    def _promote(self, link: _Link, now_s: float, out: list[Action]) -> None:
+        """Promise the pages of the rooms that wait for this worker, if it is there and answers."""
+        if not link.waiting or not link.ready or link.live.suspect(self._timing, now_s):
+            return
+        for key in list(link.waiting):
+            room = self._rooms[key]
+            room.peer = link.peer
+            link.waiting.discard(key)
+            self._on(room, receiver.PeerReady(1), now_s, out)
+
+    def _tick_link(self, link: _Link | None, now_s: float, out: list[Action]) -> None:
+        if link is None:
+            return
+        if not link.rooms and link.live.forgettable(self._timing, now_s):
+            self._close_link(link, out)
+            return
+        if not link.ready and link.hello.take(now_s):
+            self._send(link, self._hello, now_s, out)
+        elif link.ready and link.live.heartbeat_due(self._timing, now_s):
+            self._send(link, messages.Heartbeat(), now_s, out)
+        # One who has not answered our Hello gets it again, and no heartbeats.
+        next_s = link.live.heartbeat_due_s(self._timing) if link.ready else link.hello.due_s
+        self._timers.wake(link.address, next_s)
+
+    def _refuse_link(self, link: _Link, error: Exception, now_s: float, out: list[Action]) -> None:
+        for key in list(link.waiting):
+            self._on(self._rooms[key], receiver.Fail(error), now_s, out)
+        if any(self._rooms[key].peer == link.peer for key in link.rooms):
+            # It has pages of ours, and its word on them is still wanted: no new rooms, but the link stays.
+            if link.ready:
+                link.ready = False
+                link.hello.start(now_s)
+                self._timers.wake(link.address, link.hello.due_s)
+        else:
+            self._close_link(link, out)
+
+    def _close_link(self, link: _Link, out: list[Action]) -> None:
+        # Rooms of an earlier peer that are still undrained keep their (unlinked) link: only a fence can drain them.
+        if self._links.get(link.address) is link:
+            del self._links[link.address]
+            link.peer = None
+            self._timers.forget(link.address)
+            out.append(Disconnect(link.address))
+
+    def _link_state(self, link: _Link, now_s: float) -> str:
+        if not link.ready:
+            return "connecting"
+        return "suspect" if link.live.suspect(self._timing, now_s) else "ready"
+
+    def _send(self, link: _Link, body: messages.AnyBody, now_s: float, out: list[Action]) -> None:
+        link.live.sent_s = now_s
+        out.append(SendFrame(link.address, self._stamp.frame(body)))
+
+    # --- rooms ------------------------------------------------------------------------------------
+
+    def _on(self, room: _Room, event: receiver.Event, now_s: float, out: list[Action]) -> None:
+        machine = room.machine
+        expected = not machine.drained
+        for action in machine.on(event, now_s):
+            if not isinstance(action, Say):
+                out.append(action)
+            elif room.link.peer == room.peer:  # the incarnation it is meant for still listens there
+                self._send(room.link, action.body, now_s, out)
+        self._expected += (not machine.drained) - expected
+        if machine.poll.ended:
+            room.link.waiting.discard(machine.key)
+        if machine.over:
+            del self._rooms[machine.key]
+            room.link.rooms.discard(machine.key)
+            self._timers.forget(machine.key)
+        else:
+            self._timers.wake(machine.key, machine.wake_s)

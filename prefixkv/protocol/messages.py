@@ -1,0 +1,216 @@
+"""What travels on the control plane: msgpack frames of typed structs, nothing pickled, nothing trusted.
+
+Every frame names the protocol's version, its sender's name and incarnation, and a sequence number that only
+grows. A receiver takes a frame only if its number is above all it has seen from that incarnation, so a late,
+repeated or overtaken frame is dropped without any memory of rooms; whatever must arrive is said again, under
+a new number, until it is answered:
+
+    said (by)             answered by
+    Hello (decode)        HelloReply
+    Promise (decode)      PromiseAck, or an Outcome
+    Abort (decode)        Drained, once no write of the room can land any more
+    Outcome (prefill)     OutcomeAck
+
+A promise bears a ticket, which decode never uses twice, and all that is said of its room repeats it: so what is
+said late of a room cannot be taken for the next use of its number.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.errors import HandshakeError, ProtocolError
+from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.protocol.state import PeerId
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 16 << 20
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+U64 = Annotated[int, msgspec.Meta(ge=0)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
+    """What must be equal on both sides for KV to mean the same; the heads are the model's, over all ranks."""
+
+    model: str
+    weights_version: str
+    kv_scales: str
+    dtype: str
+    attention: str
+    num_layers: Count
+    num_kv_heads: Count
+    head_dim: Count
+
+    def check(self, theirs: ModelDigest) -> None:
+        """Raises HandshakeError for the first field that differs."""
+        for field in self.__struct_fields__:
+            if getattr(self, field) != getattr(theirs, field):
+                raise HandshakeError(field, getattr(self, field), getattr(theirs, field))
+
+
+class Topology(msgspec.Struct, frozen=True, array_like=True):
+    """What may differ and is negotiated: how a side's ranks share the model, and its page size in tokens."""
+
+    page_size: Count
+    tensor_parallel: Count = 1
+    pipeline_parallel: Count = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+
+class Body(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
+    """Base of all message bodies."""
+
+
+class Hello(Body, frozen=True, tag="hello"):
+    """Decode introduces itself: what it runs, and how to write to its pool."""
+
+    digest: ModelDigest
+    topology: Topology
+    layout: KVLayout
+    agent_metadata: bytes
+
+
+class HelloReply(Body, frozen=True, tag="hello-reply"):
+    """Prefill's answer. `refused` is empty, or says why the two cannot work together."""
+
+    digest: ModelDigest
+    topology: Topology
+    endpoints: tuple[str, ...]
+    refused: Text = ""
+
+
+class HelloWanted(Body, frozen=True, tag="hello-wanted"):
+    """Prefill does not know who sent a frame (it was restarted, or has forgotten): introduce yourself."""
+
+
+class Promise(Body, frozen=True, tag="promise"):
+    """Decode has `prefix_len` tokens of the request and wants the rest of `fill_len` in these pages."""
+
+    room: U64
+    generation: Count
+    fill_len: Count
+    prefix_len: Count
+    pages: bytes
+    ticket: U64 = 0
+
+    def page_ids(self) -> npt.NDArray[np.int32]:
+        """The destination pages, int32. Raises ProtocolError if the bytes are no whole number of ids."""
+        if len(self.pages) % 4:
+            raise ProtocolError(f"{len(self.pages)} bytes are no list of page ids")
+        return np.frombuffer(self.pages, dtype="<i4").astype(np.int32)
+
+
+class PromiseAck(Body, frozen=True, tag="promise-ack"):
+    room: U64
+    generation: Count
+    rank: Count
+    ticket: U64 = 0
+
+
+class Abort(Body, frozen=True, tag="abort"):
+    """Refuse every earlier frame of this room, stop writing for it, and say when it is drained."""
+
+    room: U64
+    generation: Count
+    reason: Text
+    ticket: U64 = 0
+
+
+class Drained(Body, frozen=True, tag="drained"):
+    """No write of this rank for this generation can land any more."""
+
+    room: U64
+    generation: Count
+    rank: Count
+    ticket: U64 = 0
+
+
+class Outcome(Body, frozen=True, tag="outcome"):
+    """How a rank's side of the room ended; `num_pages` were written in `num_chunks` chunks."""
+
+    room: U64
+    generation: Count
+    rank: Count
+    ok: bool
+    num_chunks: Count
+    num_pages: Count
+    aux: bytes
+    error: Text
+    drained: bool
+    ticket: U64 = 0
+
+
+class OutcomeAck(Body, frozen=True, tag="outcome-ack"):
+    room: U64
+    generation: Count
+    rank: Count
+    ticket: U64 = 0
+
+
+class Heartbeat(Body, frozen=True, tag="heartbeat"):
+    """Nothing to say, but alive."""
+
+
+class Fenced(Body, frozen=True, tag="fenced"):
+    """The sender has destroyed its transport agent and leaves: no write of this incarnation can land any more."""
+
+
+AnyBody = (
+    Hello
+    | HelloReply
+    | HelloWanted
+    | Promise
+    | PromiseAck
+    | Abort
+    | Drained
+    | Outcome
+    | OutcomeAck
+    | Heartbeat
+    | Fenced
+)
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """One message as it travels."""
+
+    version: Count
+    name: Name
+    incarnation: U64
+    seq: U64
+    body: AnyBody
+
+    @property
+    def sender(self) -> PeerId:
+        return PeerId(self.name, self.incarnation)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def encode(sender: PeerId, seq: int, body: AnyBody) -> bytes:
+    """A frame's bytes."""
+    return _encoder.encode(Frame(PROTOCOL_VERSION, sender.name, sender.incarnation, seq, body))
+
+
+def decode(raw: bytes) -> Frame:
+    """Inverse of `encode`. Raises ProtocolError for anything that is no frame of this version."""
+    if len(raw) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(raw)} bytes, the limit is {MAX_FRAME_BYTES}")
+    try:
+        frame = _decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed frame: {error}") from None
+    if frame.version != PROTOCOL_VERSION:
+        raise ProtocolError(f"protocol version {frame.version}, ours is {PROTOCOL_VERSION}")
+    return frame

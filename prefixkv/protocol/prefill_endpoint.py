@@ -1,0 +1,417 @@
+"""Prefill's side of the control plane: the decode workers it knows and the rooms it sends for. Sans-IO.
+
+Page ids from a peer are bounds-checked here, before anything turns them into addresses. A room belongs to the
+peer that promised pages for it first. A promise that comes before the engine's request is parked, bounded a
+peer and with a deadline; so is an abort, so that a request added later fails at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from prefixkv.config import ControlConfig
+from prefixkv.errors import (
+    AbortedError,
+    ConfigError,
+    HandshakeError,
+    PeerLostError,
+    ProtocolError,
+    RequestError,
+)
+from prefixkv.paging import pages_for
+from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.protocol import messages
+from prefixkv.protocol import sender_machine as sender
+from prefixkv.protocol.links import Liveness, Stamper, check_pair
+from prefixkv.protocol.messages import Frame, Hello, HelloReply, ModelDigest, Outcome, Promise, Topology
+from prefixkv.protocol.sender_machine import (
+    Bootstrapped,
+    CancelWrite,
+    Pages,
+    PostWrite,
+    RoomEnded,
+    Say,
+    SenderMachine,
+    SourceFree,
+)
+from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.timers import Timers
+
+
+@dataclass(frozen=True, slots=True)
+class SendFrame:
+    """Send to the decode worker behind this ROUTER route."""
+
+    route: bytes
+    raw: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AddPeer:
+    """Make the peer's pool a target of our transport."""
+
+    peer: PeerId
+    metadata: bytes
+    layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class RemovePeer:
+    peer: PeerId
+
+
+Action = SendFrame | AddPeer | RemovePeer | PostWrite | CancelWrite | Bootstrapped | RoomEnded | SourceFree
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """One decode worker. `gone` once its rooms have ended because it left or was replaced."""
+
+    id: PeerId
+    route: bytes
+    credential: str
+    hello: Hello
+    live: Liveness
+    rooms: set[RoomKey] = field(default_factory=set)
+    num_parked: int = 0
+    gone: bool = False
+
+
+class PrefillEndpoint:
+    """See the module's text. Owned by one thread; every method returns the actions to carry out, in order."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        digest: ModelDigest,
+        topology: Topology,
+        timing: ControlConfig,
+        endpoints: tuple[str, ...] = (),
+        rank: int = 0,
+    ) -> None:
+        self.me = me
+        self.counters: Counter[str] = Counter()
+        self.endpoints = endpoints
+        self._digest = digest
+        self._topology = topology
+        self._timing = timing
+        self._rank = rank
+        self._stamp = Stamper(me)
+        self._peers: dict[str, _Peer] = {}
+        self._rooms: dict[RoomKey, SenderMachine] = {}
+        self._owner: dict[RoomKey, _Peer] = {}
+        self._aborted_early: dict[RoomKey, tuple[float, str]] = {}
+        self._jobs: dict[int, RoomKey] = {}
+        self._job_ids = count(1)
+        self._timers: Timers[str | RoomKey] = Timers()
+
+    # --- commands ---------------------------------------------------------------------------------
+
+    def add(self, key: RoomKey, num_tokens: int, now_s: float) -> list[Action]:
+        """The engine has the request of this room. Raises RequestError if one with its number still lives here."""
+        out: list[Action] = []
+        machine = self._rooms.get(key)
+        if machine is not None and machine.added and machine.drained:
+            self._drop_room(machine)  # only its acknowledgement is still to come
+            machine = None
+        if machine is None:
+            machine = self._new_machine(key, now_s)
+        elif machine.added:
+            raise RequestError(f"room {key.room} generation {key.generation} was added already")
+        early = self._aborted_early.pop(key, None)
+        owner = self._owner.get(key)
+        if owner is not None and not machine.poll.ended:
+            owner.num_parked -= 1
+        ended_before = machine.poll.ended
+        self._on(machine, sender.Added(num_tokens), now_s, out)
+        if ended_before:  # it ended while it was parked
+            error = machine.error or AbortedError("the room ended before the request came")
+            out += [RoomEnded(key, KVPoll.FAILED, error), SourceFree(key)]
+        elif early is not None:
+            self._on(machine, sender.Fail(AbortedError(f"decode: {early[1]}"), tell=False), now_s, out)
+        return out
+
+    def chunk(
+        self, key: RoomKey, first_page: int, src_pages: Pages, last: bool, aux: bytes, ready: Any, now_s: float
+    ) -> list[Action]:
+        """The engine hands over pages `first_page`.. of the request. Ended or unknown: no-op."""
+        out: list[Action] = []
+        machine = self._rooms.get(key)
+        if machine is not None:
+            self._on(machine, sender.ChunkQueued(first_page, src_pages, last, aux, ready), now_s, out)
+        return out
+
+    def abort(self, key: RoomKey, error: Exception, now_s: float) -> list[Action]:
+        """End a room from this side. Ended or unknown: no-op."""
+        out: list[Action] = []
+        machine = self._rooms.get(key)
+        if machine is not None:
+            self._on(machine, sender.Fail(error), now_s, out)
+        return out
+
+    def farewell(self) -> list[Action]:
+        """Tell every decode worker that our agent is gone: no write of this incarnation can land any more."""
+        return [SendFrame(peer.route, self._stamp.frame(messages.Fenced())) for peer in self._peers.values()]
+
+    # --- what comes in ----------------------------------------------------------------------------
+
+    def on_frame(self, route: bytes, credential: str, raw: bytes, now_s: float) -> list[Action]:
+        """A frame. What is malformed, stale or foreign is counted and dropped.
+
+        `credential` is what the socket proved of the sender (its CURVE key), "" without keys: a name stays
+        with the credential that used it first.
+        """
+        out: list[Action] = []
+        try:
+            frame = messages.decode(raw)
+            self._take(route, credential, frame, now_s, out)
+        except ProtocolError as error:
+            self.counters["frames_dropped"] += 1
+            self.counters[f"dropped: {type(error).__name__}"] += 1
+        return out
+
+    def on_write_ended(self, job_id: int, error: Exception | None, drained: bool, now_s: float) -> list[Action]:
+        """The transport's word on a job. Unknown: no-op."""
+        out: list[Action] = []
+        machine = self._rooms.get(self._jobs.pop(job_id, RoomKey(0, -1)))
+        if machine is not None:
+            self._on(machine, sender.WriteEnded(job_id, error, drained), now_s, out)
+        return out
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Let time pass: deadlines, repeats, heartbeats, what was parked for too long."""
+        out: list[Action] = []
+        for key in self._timers.due(now_s):
+            if isinstance(key, str):
+                self._tick_peer(self._peers.get(key), now_s, out)
+            elif (machine := self._rooms.get(key)) is not None:
+                self._on(machine, sender.Tick(), now_s, out)
+        while self._aborted_early and next(iter(self._aborted_early.values()))[0] <= now_s:
+            del self._aborted_early[next(iter(self._aborted_early))]
+        return out
+
+    @property
+    def wake_s(self) -> float:
+        """When `tick` is wanted next, infinity if never."""
+        return self._timers.next_s
+
+    @property
+    def num_rooms(self) -> int:
+        return len(self._rooms)
+
+    def rooms(self) -> Iterable[SenderMachine]:
+        """The machines of all rooms, for audits."""
+        return self._rooms.values()
+
+    def peers(self, now_s: float) -> dict[PeerId, str]:
+        """The decode workers known, each "ready" or "suspect"."""
+        timing = self._timing
+        peers = list(self._peers.values())  # at once: the scheduler's thread asks
+        return {peer.id: "suspect" if peer.live.suspect(timing, now_s) else "ready" for peer in peers}
+
+    # --- frames -----------------------------------------------------------------------------------
+
+    def _take(self, route: bytes, credential: str, frame: Frame, now_s: float, out: list[Action]) -> None:
+        curve = self._timing.curve
+        if curve is not None and curve.allowed_clients.get(credential) != frame.name:
+            raise ProtocolError(f"{frame.name!r} speaks under a key that is not its own")
+        peer = self._peers.get(frame.name)
+        if peer is not None and credential != peer.credential:
+            raise ProtocolError(f"{frame.name!r} speaks under another key than before")
+        if peer is not None and frame.incarnation < peer.id.incarnation:
+            raise ProtocolError(f"a frame of {frame.sender}, which {peer.id} has replaced")
+        body = frame.body
+        if isinstance(body, Hello):
+            self._meet(route, credential, frame, body, now_s, out)
+            return
+        if peer is None or peer.id != frame.sender:
+            out.append(SendFrame(route, self._stamp.frame(messages.HelloWanted())))
+            raise ProtocolError(f"{frame.sender} has not introduced itself")
+        peer.live.take(frame, now_s)
+        peer.route = route
+        if isinstance(body, Promise):
+            self._take_promise(peer, body, now_s, out)
+        elif isinstance(body, messages.Abort):
+            self._take_abort(peer, body, now_s, out)
+        elif isinstance(body, messages.OutcomeAck):
+            machine = self._rooms.get(RoomKey(body.room, body.generation))
+            if machine is not None and machine.peer == peer.id and machine.ticket == body.ticket:
+                self._on(machine, sender.OutcomeAcked(), now_s, out)
+        elif isinstance(body, messages.Fenced):
+            self._lose_peer(peer, PeerLostError(f"{peer.id} has left"), now_s, out)
+        elif not isinstance(body, messages.Heartbeat):
+            raise ProtocolError(f"{type(body).__name__} is not for prefill")
+
+    def _meet(self, route: bytes, credential: str, frame: Frame, hello: Hello, now_s: float, out: list[Action]) -> None:
+        peer = self._peers.get(frame.name)
+        if peer is not None and peer.id == frame.sender:
+            peer.live.take(frame, now_s)
+            peer.route = route
+            self._answer_hello(route, "", out)
+            return
+        try:
+            self._check(hello)
+        except (HandshakeError, ConfigError) as error:
+            self.counters["handshakes_refused"] += 1
+            self._answer_hello(route, str(error)[:1000], out)
+            return
+        if peer is not None:
+            self._lose_peer(peer, PeerLostError(f"{peer.id} was replaced by {frame.sender}"), now_s, out)
+        elif len(self._peers) >= self._timing.max_peers:
+            self._answer_hello(route, f"{len(self._peers)} decode workers are known, the limit is reached", out)
+            return
+        live = Liveness(now_s, now_s, frame.seq)
+        self._peers[frame.name] = _Peer(frame.sender, route, credential, hello, live)
+        self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
+        out.append(AddPeer(frame.sender, hello.agent_metadata, hello.layout))
+        self._answer_hello(route, "", out)
+
+    def _check(self, hello: Hello) -> None:
+        check_pair(self._digest, self._topology, hello.digest, hello.topology)
+        layout = hello.layout
+        layout.validate()
+        described = (
+            layout.dtype, layout.attention, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_size
+        )  # fmt: skip
+        digest, topology = self._digest, self._topology
+        heads = max(1, digest.num_kv_heads // topology.tensor_parallel)  # on each rank
+        ours = (digest.dtype, digest.attention, digest.num_layers, heads, digest.head_dim, topology.page_size)
+        if described != ours:
+            raise HandshakeError("layout", ours, described)
+
+    def _answer_hello(self, route: bytes, refused: str, out: list[Action]) -> None:
+        reply = HelloReply(self._digest, self._topology, self.endpoints, refused)
+        out.append(SendFrame(route, self._stamp.frame(reply)))
+
+    def _take_promise(self, peer: _Peer, promise: Promise, now_s: float, out: list[Action]) -> None:
+        key = RoomKey(promise.room, promise.generation)
+        try:
+            event = self._checked(peer, promise)
+            machine = self._rooms.get(key)
+            if machine is not None and machine.peer not in (None, peer.id):
+                raise ProtocolError(f"room {key.room} belongs to {machine.peer}")
+            if machine is not None and machine.drained and machine.ticket < promise.ticket:
+                self._drop_room(machine)  # decode has done with that use of the room, if it uses its number again
+                machine = None
+            if machine is not None and not machine.same_promise(event):
+                raise ProtocolError(f"another promise for room {key.room} generation {key.generation}")
+            if machine is None:
+                if peer.num_parked >= self._timing.max_parked_per_peer:
+                    raise ProtocolError(f"{peer.num_parked} promises wait for their requests, the limit is reached")
+                machine = self._new_machine(key, now_s)
+                peer.num_parked += 1
+        except ProtocolError as error:
+            # Nothing was written for this promise, so its pages are drained as far as it is concerned. If another
+            # promise of this room stands, decode has already ended or will end that one by its own rules.
+            known = self._rooms.get(key)
+            if known is None or known.peer != peer.id or known.ticket != promise.ticket:
+                refusal = Outcome(*key, self._rank, False, 0, 0, b"", str(error)[:1000], True, promise.ticket)
+                self._send(peer, refusal, now_s, out)
+            raise
+        self._aborted_early.pop(key, None)  # its number is in use again
+        self._owner.setdefault(key, peer)
+        peer.rooms.add(key)
+        self._on(machine, event, now_s, out)
+
+    def _checked(self, peer: _Peer, promise: Promise) -> sender.Promised:
+        """The promise with page ids that are safe to turn into addresses."""
+        page_size = self._topology.page_size
+        pages = promise.page_ids()
+        if promise.prefix_len % page_size or promise.prefix_len > promise.fill_len:
+            raise ProtocolError(f"prefix of {promise.prefix_len} tokens of {promise.fill_len}, pages of {page_size}")
+        wanted = pages_for(promise.fill_len, page_size) - promise.prefix_len // page_size
+        if len(pages) != wanted:
+            raise ProtocolError(f"{len(pages)} pages where {wanted} are needed")
+        num_pages = peer.hello.layout.num_pages
+        if len(pages) and (pages.min() < 0 or pages.max() >= num_pages):
+            raise ProtocolError(f"page ids {pages.min()} to {pages.max()}, the pool has {num_pages}")
+        if len(np.unique(pages)) != len(pages):
+            raise ProtocolError("a page id twice in one promise")
+        return sender.Promised(peer.id, promise.fill_len, promise.prefix_len, pages, promise.ticket)
+
+    def _take_abort(self, peer: _Peer, abort: messages.Abort, now_s: float, out: list[Action]) -> None:
+        key = RoomKey(abort.room, abort.generation)
+        machine = self._rooms.get(key)
+        to_come = machine is None or (not machine.added and machine.peer in (None, peer.id))
+        if to_come and len(self._aborted_early) < self._timing.max_parked_per_peer:
+            # The engine's request is still to come; the room itself will be over by then.
+            self._aborted_early[key] = (now_s + self._timing.parked_timeout_s, abort.reason)
+        if machine is None or machine.peer not in (None, peer.id) or machine.is_other_use(abort.ticket):
+            # Nothing of ours can land in that peer's pages for this room: its later frames outnumber this one.
+            self._send(peer, messages.Drained(*key, self._rank, abort.ticket), now_s, out)
+            return
+        self._owner.setdefault(key, peer)
+        peer.rooms.add(key)
+        self._on(machine, sender.AbortSaid(peer.id, abort.reason, abort.ticket), now_s, out)
+
+    # --- peers ------------------------------------------------------------------------------------
+
+    def _lose_peer(self, peer: _Peer, error: Exception, now_s: float, out: list[Action]) -> None:
+        peer.gone = True
+        for key in list(peer.rooms):
+            self._on(self._rooms[key], sender.Fail(error, tell=False), now_s, out)
+        self._forget_peer(peer, out)
+
+    def _forget_peer(self, peer: _Peer, out: list[Action]) -> None:
+        if self._peers.get(peer.id.name) is peer:
+            del self._peers[peer.id.name]
+            self._timers.forget(peer.id.name)
+        out.append(RemovePeer(peer.id))
+
+    def _tick_peer(self, peer: _Peer | None, now_s: float, out: list[Action]) -> None:
+        if peer is None:
+            return
+        if not peer.rooms and peer.live.forgettable(self._timing, now_s):
+            self._forget_peer(peer, out)
+            return
+        if peer.live.heartbeat_due(self._timing, now_s):
+            self._send(peer, messages.Heartbeat(), now_s, out)
+        self._timers.wake(peer.id.name, peer.live.heartbeat_due_s(self._timing))
+
+    def _send(self, peer: _Peer, body: messages.AnyBody, now_s: float, out: list[Action]) -> None:
+        if not peer.gone:
+            peer.live.sent_s = now_s
+            out.append(SendFrame(peer.route, self._stamp.frame(body)))
+
+    # --- rooms ------------------------------------------------------------------------------------
+
+    def _new_machine(self, key: RoomKey, now_s: float) -> SenderMachine:
+        machine = SenderMachine(
+            key, self._rank, self._topology.page_size, lambda: next(self._job_ids), self._timing, now_s
+        )
+        self._rooms[key] = machine
+        return machine
+
+    def _on(self, machine: SenderMachine, event: sender.Event, now_s: float, out: list[Action]) -> None:
+        key = machine.key
+        open_before = not machine.poll.ended
+        for action in machine.on(event, now_s):
+            if isinstance(action, Say):
+                self._send(self._owner[key], action.body, now_s, out)
+            elif isinstance(action, RoomEnded | SourceFree) and not machine.added:
+                continue  # the engine has never heard of it
+            else:
+                if isinstance(action, PostWrite):
+                    self._jobs[action.job_id] = key
+                out.append(action)
+        owner = self._owner.get(key)
+        if owner is not None and open_before and machine.poll.ended and not machine.added:
+            owner.num_parked -= 1
+        # A peer that is gone drains its own pages, or never: only our writes' ends are waited for.
+        if machine.over or (owner is not None and owner.gone and machine.poll.ended and not machine.in_flight):
+            self._drop_room(machine)
+        else:
+            self._timers.wake(key, machine.wake_s)
+
+    def _drop_room(self, machine: SenderMachine) -> None:
+        self._rooms.pop(machine.key, None)
+        self._timers.forget(machine.key)
+        owner = self._owner.pop(machine.key, None)
+        if owner is not None:
+            owner.rooms.discard(machine.key)

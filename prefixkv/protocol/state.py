@@ -1,0 +1,37 @@
+"""The names a transfer goes by, and the states it goes through."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class PeerId(NamedTuple):
+    """One life of one process: a restart under the same name is another peer.
+
+    `incarnation` is drawn from the clock at start, so of two with one name the larger is the newer.
+    """
+
+    name: str
+    incarnation: int
+
+
+class RoomKey(NamedTuple):
+    """One attempt (`generation`) at one request's transfer (`room`, uint64)."""
+
+    room: int
+    generation: int
+
+
+class KVPoll(enum.IntEnum):
+    """How far a room's transfer is, as an engine polls it. The last two are terminal."""
+
+    BOOTSTRAPPING = 0
+    WAITING_FOR_INPUT = 1
+    TRANSFERRING = 2
+    SUCCESS = 3
+    FAILED = 4
+
+    @property
+    def ended(self) -> bool:
+        return self >= KVPoll.SUCCESS

@@ -1,0 +1,48 @@
+"""The tag that a NIXL notification carries: it names exactly one part of one chunk.
+
+Notifications of different writes arrive in any order, so nothing may be inferred from a count or from
+the last one; whoever waits for a chunk waits for each of its parts by name. Fixed width, so an agent's
+name (which may hold any separator) never has to be parsed.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from prefixkv.errors import ProtocolError
+
+_MAGIC = b"pkv1"
+_FORMAT = struct.Struct("<4sQQIHIHHi")
+TAG_BYTES = _FORMAT.size
+
+
+class ChunkTag(NamedTuple):
+    """One part of one chunk. `slot` is the staging lease it lands in, -1 when it lands in pages."""
+
+    incarnation: int
+    room: int
+    generation: int
+    rank: int
+    chunk: int
+    part: int = 0
+    num_parts: int = 1
+    slot: int = -1
+
+    def pack(self) -> bytes:
+        """The tag as bytes.
+
+        >>> len(ChunkTag(incarnation=1, room=7, generation=0, rank=0, chunk=2).pack()) == TAG_BYTES
+        True
+        """
+        return _FORMAT.pack(_MAGIC, *self)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> ChunkTag:
+        """Inverse of `pack`. Raises ProtocolError for bytes that are no tag of ours."""
+        if len(raw) != TAG_BYTES or raw[:4] != _MAGIC:
+            raise ProtocolError(f"{len(raw)} bytes are no chunk tag")
+        tag = cls(*_FORMAT.unpack(raw)[1:])
+        if tag.part >= tag.num_parts:
+            raise ProtocolError(f"part {tag.part} of {tag.num_parts}")
+        return tag

@@ -1,0 +1,57 @@
+"""Who wants a Tick, and when: a heap with lazy deletion, so that a wait costs O(log waits) and no scan."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Timers(Generic[K]):
+    """At most one wake-up a key. A wake-up may come early (the owner asks again), never late.
+
+    >>> timers = Timers()
+    >>> timers.wake("a", 5.0); timers.wake("a", 3.0); timers.wake("b", 4.0)
+    >>> timers.next_s, timers.due(3.5), timers.next_s
+    (3.0, ['a'], 4.0)
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, K]] = []
+        self._wake_s: dict[K, float] = {}
+        self._pushes = 0
+
+    @property
+    def next_s(self) -> float:
+        """The earliest wake-up, infinity if none."""
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def wake(self, key: K, when_s: float) -> None:
+        """Wake `key` at `when_s`, or earlier if that was asked for already."""
+        if when_s < self._wake_s.get(key, float("inf")):
+            self._wake_s[key] = when_s
+            self._pushes += 1  # a tie-breaker: keys need no order
+            heapq.heappush(self._heap, (when_s, self._pushes, key))
+
+    def forget(self, key: K) -> None:
+        """No wake-up for `key`. Unknown: no-op."""
+        self._wake_s.pop(key, None)
+
+    def due(self, now_s: float) -> list[K]:
+        """The keys whose time has come, each once; each has to ask again for another, which comes with a later call."""
+        keys = []
+        while self._heap and (self._heap[0][0] <= now_s or self._stale()):
+            when_s, _, key = heapq.heappop(self._heap)
+            if self._wake_s.get(key) == when_s:
+                del self._wake_s[key]
+                keys.append(key)
+        return keys
+
+    def _stale(self) -> bool:
+        when_s, _, key = self._heap[0]
+        return self._wake_s.get(key) != when_s
+
+    def __len__(self) -> int:
+        return len(self._wake_s)

@@ -1,0 +1,70 @@
+"""What an engine submits, the same on both sides."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.errors import RequestError
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request. Its tokens are packed and checked here, once.
+
+    Args:
+        rid: the engine's name for it, unique on a node while the request lives.
+        tokens: the prompt; a sequence of ints, an int32/int64 array or tensor, or a RadixKey (which then
+            names the namespace).
+        max_new_tokens: the most tokens that may be generated, at least 1 (decode).
+        room: uint64 that names the transfer on both sides; free for use again once it has ended on both.
+        prefill: address of the prefill worker's control socket (decode).
+        namespace: requests of two namespaces never share KV (LoRA adapter, tenant, salt, images).
+        cacheable: False for warm-up: neither matched nor kept.
+        generation: which attempt at this room it is; decode says (`PrefillAsk`).
+        priority: for eviction, higher stays longer.
+
+    Raises:
+        TokenError: tokens that are not integers in [0, 2**31).
+        RequestError: another argument out of its range.
+    """
+
+    rid: str
+    tokens: Any
+    max_new_tokens: int = 256
+    room: int = 0
+    prefill: str = ""
+    namespace: Hashable = None
+    cacheable: bool = True
+    generation: int = 0
+    priority: int = 0
+    key: RadixKey = field(init=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tokens, RadixKey) and self.namespace not in (None, self.tokens.namespace):
+            raise RequestError(f"namespace is {self.namespace!r}, that of the key is {self.tokens.namespace!r}")
+        self.key = RadixKey(self.tokens, self.namespace)
+        self.key.check()
+        if not len(self.key):
+            raise RequestError(f"request {self.rid!r} has no tokens")
+        try:
+            hash(self.key.namespace)
+        except TypeError:
+            raise RequestError(f"namespace is {self.key.namespace!r}, it has to be hashable") from None
+        self.max_new_tokens = _whole("max_new_tokens", self.max_new_tokens, 1, 2**31)
+        self.room = _whole("room", self.room, 0, 2**64)
+        self.generation = _whole("generation", self.generation, 0, 2**31)
+
+
+def _whole(name: str, value: Any, low: int, end: int) -> int:
+    """`value` as an int: numpy's travel in no frame. RequestError if it is none, or not in [low, end)."""
+    try:
+        whole = operator.index(value)
+    except TypeError:
+        whole = low - 1
+    if isinstance(value, bool) or not low <= whole < end:
+        raise RequestError(f"{name} is {value!r}, a whole number in [{low}, {end}) is needed")
+    return whole

@@ -1,0 +1,246 @@
+"""The pages of requests: every move between page table, allocator and tree is made here, on both sides.
+
+A request's row of the page table, in pages, and who frees each region:
+
+    0            num_locked              len(key) // page_size          num_pages
+    |  locked        |  own, KV whole            |  own, tail                |
+    |  the tree's    |  becomes the tree's when  |  partly written or empty; |
+    |  (under our    |  cached, or is freed as   |  freed when the request   |
+    |  PrefixLock)   |  a duplicate              |  ends                     |
+
+`len(key)` is the request's kv_len: its key holds the tokens whose KV is written, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.cache.eviction import DEFAULT_POLICY
+from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.results import MatchResult, PrefixLock
+from prefixkv.errors import InternalError, OutOfPagesError
+from prefixkv.pool.page_allocator import PageAllocator
+from prefixkv.pool.page_table import PageTable
+
+Pages = npt.NDArray[np.int32]
+
+
+class RequestPages:
+    """One request's pages. Made by `PageBooks.open`; ended by exactly one of `finish`, `drop` and `hold`."""
+
+    __slots__ = ("duplicates", "epoch", "lock", "num_locked", "num_pages", "row")
+
+    def __init__(self, row: int, lock: PrefixLock | None, num_locked: int, num_pages: int, epoch: int) -> None:
+        self.row = row
+        self.lock = lock
+        self.num_locked = num_locked
+        self.num_pages = num_pages
+        self.epoch = epoch
+        self.duplicates: list[Pages] = []  # replaced by the tree's, but writes may still read them
+
+    @property
+    def num_own(self) -> int:
+        """Pages that only this request holds; ending it frees them."""
+        return self.num_pages - self.num_locked
+
+
+class PageBooks:
+    """One worker's tree, allocator and page table, kept in agreement. Owned by the scheduler's thread.
+
+    With `caching` off nothing is matched and nothing kept.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_requests: int,
+        max_pages_per_request: int | None = None,
+        caching: bool = True,
+        policy: str = DEFAULT_POLICY,
+    ) -> None:
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.caching = caching
+        self.cache = RadixCache(page_size=page_size, policy=policy, pool_pages=num_pages)
+        self.allocator = PageAllocator(num_pages)
+        self.table = PageTable(max_requests, max_pages_per_request or num_pages)
+        self.evicted_pages = 0
+        self._owners: set[Hashable] = set()
+        self.epoch = 0  # flushes so far; a request of an earlier epoch caches nothing any more
+        self.version = 0  # grows whenever there may be more room, or more to match, than before
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that could be taken now: free, and cached without a lock."""
+        return self.allocator.free_pages + self.cache.evictable_pages
+
+    def pages(self, pages: RequestPages) -> Pages:
+        """A read-only view of all page ids of a request, int32, in order."""
+        return self.table.pages(pages.row)
+
+    # --- a request's life -------------------------------------------------------------------------
+
+    def match(self, key: RadixKey, cacheable: bool = True) -> MatchResult | None:
+        """The longest cached prefix; None where caching is off. Changes nothing."""
+        return self.cache.match_prefix(key) if self.caching and cacheable else None
+
+    def open(self, key: RadixKey, match: MatchResult | None, num_new_pages: int, now_s: float) -> RequestPages:
+        """Lock the match of `key` and take new pages behind it.
+
+        Raises CapacityError (no row is left) or OutOfPagesError; nothing is locked or taken then.
+        """
+        row = self.table.alloc_row()
+        lock = self.cache.lock(match, now_s=now_s) if match is not None else None
+        num_locked = lock.prefix_len // self.page_size if lock is not None else 0
+        try:
+            new = self._take(num_new_pages, now_s)
+        except OutOfPagesError:
+            self._unlock(lock)
+            self.table.free_row(row)
+            raise
+        if lock is not None and num_locked:
+            new = np.concatenate([lock.pages, new])
+        self.table.write(row, 0, new)
+        return RequestPages(row, lock, num_locked, len(new), self.epoch)
+
+    def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
+        """Take one page at the end of each of these requests. Raises OutOfPagesError; nothing is taken then."""
+        self.table.append_each([pages.row for pages in many], self._take(len(many), now_s))
+        for pages in many:
+            pages.num_pages += 1
+
+    def cache_unfinished(
+        self, pages: RequestPages, key: RadixKey, now_s: float, *, priority: int = 0, being_read: bool = False
+    ) -> None:
+        """Give the tree the request's whole pages and hold them by a lock from now on.
+
+        Where the tree has a page already, the request's row is repointed to it and its own is freed; with
+        `being_read` (writes to a peer may still read it) only when the request ends.
+        """
+        if pages.epoch != self.epoch or not self.caching or len(key) // self.page_size <= pages.num_locked:
+            return
+        row = self.table.pages(pages.row)
+        num_whole = len(key) // self.page_size
+        result = self.cache.insert(key, row[:num_whole], priority=priority, now_s=now_s)
+        lock = self.cache.lock(result, now_s=now_s)
+        num_there = result.prefix_len // self.page_size
+        own = row[pages.num_locked : num_whole].copy()
+        duplicates, published = own[: num_there - pages.num_locked], own[num_there - pages.num_locked :]
+        if len(duplicates):
+            self.table.write(pages.row, pages.num_locked, result.pages[pages.num_locked : num_there])
+            if being_read:
+                pages.duplicates.append(duplicates)
+            else:
+                self.allocator.free(duplicates)
+        self.allocator.cache(published)
+        self._unlock(pages.lock)
+        pages.lock = lock
+        pages.num_locked = num_whole
+        self.version += 1
+
+    def cache_finished(
+        self, pages: RequestPages, key: RadixKey, now_s: float, *, priority: int = 0, continues: bool | None = None
+    ) -> None:
+        """The request ends: its whole pages become cached prefix, its tail is freed."""
+        self.cache_unfinished(pages, key, now_s, priority=priority)
+        if continues is not None:
+            self.hint(pages, continues)
+        self.drop(pages)
+
+    def hint(self, pages: RequestPages, continues: bool) -> None:
+        """Tell the eviction policy whether the conversation will go on."""
+        if pages.lock is not None and pages.epoch == self.epoch:
+            self.cache.hint(pages.lock.node, continues=continues)
+
+    def drop(self, pages: RequestPages) -> None:
+        """The request ends and no peer can write its own pages: they are freed."""
+        self.allocator.free(self._close(pages))
+
+    def hold(self, pages: RequestPages, owner: Hashable) -> None:
+        """The request ends while a peer may still write its own pages: `owner` has them until `release`."""
+        own = self._close(pages)
+        if len(own):
+            self.allocator.hold(own, owner)
+            self._owners.add(owner)
+
+    def release(self, owner: Hashable) -> int:
+        """No write can land in what `owner` holds any more: free it. Returns how many pages; 0 if unknown."""
+        if owner not in self._owners:
+            return 0
+        self._owners.discard(owner)
+        self.version += 1
+        return self.allocator.release(owner)
+
+    def quarantine(self, owner: Hashable) -> int:
+        """The deadline for proof has passed; the pages stay held, and are counted apart."""
+        return self.allocator.quarantine(owner) if owner in self._owners else 0
+
+    def holds(self, owner: Hashable) -> bool:
+        """Whether `owner` has held or quarantined pages."""
+        return owner in self._owners
+
+    def flush(self) -> int:
+        """Empty the tree, after a weight update: requests that run now finish, but cache nothing.
+
+        Returns the pages freed at once; locked ones come back as their requests end.
+        """
+        self.epoch += 1
+        freed = self.cache.reset()
+        self._free_cached(freed)
+        return len(freed)
+
+    # --- pages ------------------------------------------------------------------------------------
+
+    def _take(self, num_pages: int, now_s: float) -> Pages:
+        """Allocate pages, evicting exactly what is missing. Raises OutOfPagesError; nothing is evicted then."""
+        free = self.allocator.free_pages
+        missing = num_pages - free
+        if missing <= 0:
+            return self.allocator.alloc(num_pages)
+        evictable = self.cache.evictable_pages
+        if missing > evictable:
+            raise OutOfPagesError(num_pages, free, evictable)
+        evicted = self.cache.evict(missing, now_s=now_s)
+        self.evicted_pages += len(evicted)
+        # Every free page and every evicted one is wanted, so these need not become free in between.
+        self.allocator.uncache(evicted)
+        taken = np.concatenate([self.allocator.alloc(free), evicted])
+        taken.sort()
+        return taken
+
+    def _close(self, pages: RequestPages) -> Pages:
+        """End the lock and the row; returns the request's own pages, now the caller's to pass on."""
+        own = self.table.pages(pages.row)[pages.num_locked :].copy()
+        self.table.free_row(pages.row)
+        self._unlock(pages.lock)
+        pages.lock = None
+        pages.row = -1
+        for duplicates in pages.duplicates:
+            self.allocator.free(duplicates)
+        pages.duplicates.clear()
+        self.version += 1
+        return own
+
+    def _unlock(self, lock: PrefixLock | None) -> None:
+        if lock is not None:
+            self._free_cached(self.cache.unlock(lock))
+
+    def _free_cached(self, pages: Pages) -> None:
+        if len(pages):
+            self.allocator.uncache(pages)
+            self.allocator.free(pages)
+            self.version += 1
+
+    def check_invariants(self) -> None:
+        """Audit tree, allocator and table, and that they agree on how many pages are cached."""
+        self.cache.check_invariants()
+        self.allocator.check_invariants()
+        self.table.check_invariants()
+        in_tree = self.cache.num_pages
+        if in_tree > self.allocator.cached_pages or (self.epoch == 0 and in_tree != self.allocator.cached_pages):
+            raise InternalError(f"the tree has {in_tree} pages, the allocator {self.allocator.cached_pages} cached")

@@ -1,0 +1,359 @@
+"""The two objects an engine holds: DecodeNode and PrefillNode.
+
+Every method is called from the engine's scheduler thread and returns in microseconds; the node's own threads
+(control, transport) are started here and joined by `close`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv.decode.request import DecodeRequest, PrefillAsk
+from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.errors import ClosedError, InternalError
+from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.pool.kv_pool import KVPool
+from prefixkv.prefill.request import PrefillRequest
+from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.protocol import receiver_machine as receiver
+from prefixkv.protocol import sender_machine as sender
+from prefixkv.protocol.messages import Hello, ModelDigest, Topology
+from prefixkv.protocol.state import PeerId
+from prefixkv.request import Request
+from prefixkv.request_pages import PageBooks
+from prefixkv.runtime.kv_manager import ControlFailed, DecodeManager, Fence, PrefillManager
+from prefixkv.transport.base import ReadyEvent
+from prefixkv.transport.nixl import NixlTransport
+
+M = TypeVar("M", DecodeManager, PrefillManager)
+
+
+class _Node(Generic[M]):
+    """What both sides share: one scheduler, one manager, and the way between them."""
+
+    _manager: M
+    scheduler: DecodeScheduler | PrefillScheduler
+    peer_id: PeerId
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self._closed = False
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until a `pop_*` may have something for the engine, at most `timeout_s`. True if one may."""
+        self._check_open()
+        return self.scheduler.has_news or self._manager.events.wait(timeout_s)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while a `pop_*` may have something, for the engine's own poller.
+
+        Now and then it is readable once more when all has been popped already.
+        """
+        self._check_open()
+        return self._manager.events.fd
+
+    def flush(self) -> int:
+        """Empty the prefix cache, after a weight update; requests that run now finish but cache nothing.
+
+        Returns the pages freed at once.
+        """
+        self._pump()
+        return self.scheduler.flush()
+
+    def audit(self) -> None:
+        """Check every law of tree, allocator, page table and requests. Slow. Raises InternalError."""
+        self._pump()
+        self.scheduler.check_invariants()
+
+    def stats(self) -> dict[str, int]:
+        """Counters, and how many pages are in each state."""
+        self._pump()
+        books = self.scheduler.books
+        pages = books.allocator
+        return {
+            **self.scheduler.counters,
+            **self._manager.counters,
+            **self._manager.endpoint.counters,
+            "pages_free": pages.free_pages,
+            "pages_owned": pages.owned_pages,
+            "pages_cached": pages.cached_pages,
+            "pages_held": pages.held_pages,
+            "pages_quarantined": pages.quarantined_pages,
+            "locks": books.cache.stats().num_locks,
+            "protected_pages": books.cache.protected_pages,
+            "evictable_pages": books.cache.evictable_pages,
+            "evicted_pages": books.evicted_pages,
+            "requests": len(self.scheduler.requests),
+            "rooms": self._manager.endpoint.num_rooms,
+        }
+
+    def close(self) -> None:
+        """Destroy the transport's agent, tell the peers, join every thread. Again: no-op.
+
+        A peer that is writing into this pool over shared memory is not stopped by it: keep the pool's memory until
+        its requests have ended there. Raises InternalError, with the threads joined, if the agent could not be
+        destroyed.
+        """
+        self._closed = True
+        self._manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _pump(self) -> float:
+        """Take in what the control thread has to tell; returns the time."""
+        self._check_open()
+        now_s = time.monotonic()
+        if not self._manager.events.pending:
+            return now_s
+        failed: Exception | None = None
+        for event in self._manager.events.drain():
+            if isinstance(event, ControlFailed):
+                failed = failed or event.error
+            else:
+                self._take(event, now_s)
+        self._tell()
+        if failed is not None:
+            raise InternalError(f"in the control thread: {failed!r}") from failed
+        return now_s
+
+    def _tell(self) -> None:
+        """Hand the scheduler's commands to the control thread, and let the engine know what is left for it.
+
+        Any call takes in what has happened, but only some pop it: the descriptor has been read by then.
+        """
+        for command in self.scheduler.take_commands():
+            self._manager.submit(command)
+        if self.scheduler.has_news:
+            self._manager.events.rouse()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the node is closed")
+
+    def _take(self, event: Any, now_s: float) -> None:
+        raise NotImplementedError
+
+
+class DecodeNode(_Node[DecodeManager]):
+    """A decode worker: prefix cache, admission and receiving side. Used from one thread.
+
+    Args:
+        pool: the KV memory; it must outlive the node.
+        config: see DecodeConfig.
+    Raises:
+        ConfigError: an unknown policy, or a pool that cannot be registered.
+    """
+
+    scheduler: DecodeScheduler
+
+    def __init__(self, pool: KVPool, config: DecodeConfig | None = None) -> None:
+        super().__init__(pool)
+        config = config or DecodeConfig()
+        layout = pool.layout
+        books = PageBooks(
+            layout.num_pages, layout.page_size, config.max_running, caching=config.cache, policy=config.policy
+        )
+        self.config = config
+        self.peer_id = PeerId(config.name, time.time_ns())
+        self.scheduler = DecodeScheduler(
+            books, reserve_tokens=config.reserve_tokens, failure_policy=config.failure_policy
+        )
+        self._manager = DecodeManager(
+            self.peer_id,
+            lambda metadata: Hello(_digest(layout, config.model), Topology(layout.page_size), layout, metadata),
+            config.control,
+            lambda sink: NixlTransport(self.peer_id, layout, sink, config.transport),
+        )
+
+    def add(self, request: Request) -> DecodeRequest:
+        """Queue a request. Raises RequestError, with nothing changed, for one that cannot be taken."""
+        req = self.scheduler.add(request, self._pump())
+        self._tell()
+        return req
+
+    def pop_preallocated(self) -> list[DecodeRequest]:
+        """Requests admitted now: prefix locked, pages taken, prefill told what to skip."""
+        admitted = self.scheduler.pop_preallocated(self._pump())
+        self._tell()
+        return admitted
+
+    def pop_transferred(self) -> list[DecodeRequest]:
+        """Requests whose KV is complete in `req.pages`; `req.aux` came with it. They run from now on."""
+        return self.scheduler.pop_transferred(self._pump())
+
+    def pop_failed(self) -> list[DecodeRequest]:
+        """Requests that failed or were aborted; `req.error` says why. Their pages are not to be touched."""
+        self._pump()
+        return self.scheduler.pop_failed()
+
+    def pop_needs_prefill(self) -> list[PrefillAsk]:
+        """Requests to submit to a prefill worker again."""
+        self._pump()
+        return self.scheduler.pop_needs_prefill()
+
+    def append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]) -> None:
+        """Add the newly sampled token of each request; afterwards the page for its KV is there.
+
+        Raises OutOfPagesError, with nothing changed: `retract` names whom to retract, best first.
+        """
+        self.scheduler.append_many(reqs, token_ids, self._pump())
+
+    def finish(self, req: DecodeRequest, after: ReadyEvent | None = None, continues: bool | None = None) -> None:
+        """The request is done: what has KV becomes cached prefix. Nothing is released before `after.query()`.
+
+        `continues`: whether the conversation will go on, if known.
+        """
+        self.scheduler.finish(req, self._pump(), after, continues)
+        self._tell()
+
+    def retract(self, rid: str, after: ReadyEvent | None = None) -> None:
+        """Take a running request's pages back; it queues again and resumes where it was."""
+        self.scheduler.retract(rid, self._pump(), after)
+        self._tell()
+
+    def abort(self, rid: str, after: ReadyEvent | None = None) -> bool:
+        """End a request wherever it is; it comes out of `pop_failed`. Unknown or ended: False."""
+        known = self.scheduler.abort(rid, self._pump(), after=after)
+        self._tell()
+        return known
+
+    def fence(self, peer: str, incarnation: int) -> None:
+        """The caller knows that this prefill process is dead: its rooms end, and their held pages come back."""
+        self._manager.submit(Fence(PeerId(peer, incarnation)))
+
+    def peers(self) -> dict[str, tuple[PeerId | None, str]]:
+        """By address of the prefill worker: its identity, and "ready", "suspect" or "connecting"."""
+        self._check_open()
+        return self._manager.endpoint.peers(time.monotonic())
+
+    def _take(self, event: Any, now_s: float) -> None:
+        match event:
+            case receiver.RoomEnded():
+                self.scheduler.room_ended(event.key, event.poll, event.error, event.aux, now_s)
+            case receiver.RoomDrained():
+                self.scheduler.room_drained(event.key)
+            case receiver.RoomOverdue():
+                self.scheduler.room_overdue(event.key)
+
+
+class PrefillNode(_Node[PrefillManager]):
+    """A prefill worker: its prefix cache and the sending side. Used from one thread.
+
+    Args:
+        pool: the KV memory; it must outlive the node.
+        config: see PrefillConfig.
+    Raises:
+        ConfigError: an address that cannot be bound, an unknown policy, a pool that cannot be registered.
+    """
+
+    scheduler: PrefillScheduler
+
+    def __init__(self, pool: KVPool, config: PrefillConfig | None = None) -> None:
+        super().__init__(pool)
+        config = config or PrefillConfig()
+        layout = pool.layout
+        books = PageBooks(
+            layout.num_pages, layout.page_size, config.max_running, caching=config.cache, policy=config.policy
+        )
+        self.config = config
+        self.peer_id = PeerId(config.name, time.time_ns())
+        self.scheduler = PrefillScheduler(books, max_aux_bytes=config.control.max_aux_bytes)
+        self._manager = PrefillManager(
+            self.peer_id,
+            config.bind,
+            _digest(layout, config.model),
+            Topology(layout.page_size),
+            config.control,
+            lambda sink: NixlTransport(self.peer_id, layout, sink, config.transport),
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """The bound address: what `Request.prefill` names."""
+        return self._manager.address
+
+    def add(self, request: Request) -> PrefillRequest:
+        """Take a request; it waits for decode's promise. Raises RequestError, with nothing changed."""
+        self._pump()
+        req = self.scheduler.add(request)
+        self._tell()
+        return req
+
+    def pop_bootstrapped(self) -> list[PrefillRequest]:
+        """Requests to compute now: `decode_prefix_len` and `prefix_len` are known, `pages` are there."""
+        return self.scheduler.pop_bootstrapped(self._pump())
+
+    def send_chunk(
+        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"", ready: ReadyEvent | None = None
+    ) -> int:
+        """KV is computed up to token `end`, once `ready.query()`: send what decode lacks. Returns pages queued.
+
+        With `last`, the outcome and `aux` follow.
+        """
+        queued = self.scheduler.send_chunk(req, end, self._pump(), last=last, aux=aux, ready=ready)
+        self._tell()
+        return queued
+
+    def pop_sent(self) -> list[PrefillRequest]:
+        """Requests whose KV is with decode, whole."""
+        return self.scheduler.pop_sent(self._pump())
+
+    def pop_failed(self, after: ReadyEvent | None = None) -> list[PrefillRequest]:
+        """Requests that failed or were aborted; `req.error` says why. The engine stops computing them.
+
+        `after`: device work launched for them before this call has ended once its `query()` is True.
+        """
+        return self.scheduler.pop_failed(self._pump(), after)
+
+    def abort(self, rid: str) -> bool:
+        """End a request; it comes out of `pop_failed`. Unknown or ended: False."""
+        self._pump()
+        known = self.scheduler.abort(rid)
+        self._tell()
+        return known
+
+    def peers(self) -> dict[PeerId, str]:
+        """The decode workers known, each "ready" or "suspect"."""
+        self._check_open()
+        return self._manager.endpoint.peers(time.monotonic())
+
+    def stats(self) -> dict[str, int]:
+        """Counters, pages by state, and the bytes that were not sent because decode had them."""
+        stats = super().stats()
+        layout = self.pool.layout
+        stats.setdefault("bytes_sent", 0)
+        skipped_pages = stats.get("decode_hit_tokens", 0) // layout.page_size
+        stats["bytes_skipped"] = skipped_pages * layout.page_bytes
+        return stats
+
+    def _take(self, event: Any, now_s: float) -> None:
+        match event:
+            case sender.Bootstrapped():
+                self.scheduler.room_bootstrapped(event.key, event.prefix_len)
+            case sender.RoomEnded():
+                self.scheduler.room_ended(event.key, event.poll, event.error)
+            case sender.SourceFree():
+                self.scheduler.source_free(event.key, now_s)
+
+
+def _digest(layout: KVLayout, model: ModelConfig) -> ModelDigest:
+    return ModelDigest(
+        model.model,
+        model.weights_version,
+        model.kv_scales,
+        layout.dtype,
+        layout.attention,
+        layout.num_layers,
+        layout.num_kv_heads,
+        layout.head_dim,
+    )

@@ -1,0 +1,131 @@
+"""The contract of a transport: writes of pages from our pool into a peer's, and word of how they ended.
+
+`transport/nixl.py` and `transport/fake.py` keep it, and one test suite holds both to it. A call queues
+and returns at once, from any thread. What happened comes back through the `sink` given at construction,
+called from the transport's own thread (the fake: from whoever steps it).
+
+A write goes through three points: *posted* (NIXL has it; it can no longer be called back), *ended* (DONE,
+or an error), and the job as a whole is *drained* when none of its writes can land any more. An error
+after posting is an end without proof of drain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.protocol.state import PeerId
+from prefixkv.protocol.tags import ChunkTag
+
+Pages = npt.NDArray[np.int32]
+
+
+class ReadyEvent(Protocol):
+    """What `ready=` and `after=` take: a CUDA event, or anything that answers `query()`."""
+
+    def query(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteJob:
+    """Copy page `src_pages[i]` of our pool to page `dst_pages[i]` of the peer's, for every i.
+
+    The pages are int32, equally many, at least one; the arrays are the job's until it ends. `job_id` is unique
+    among the jobs that have not ended. The job is cut into parts of bounded size; every part notifies the peer
+    with `tag` (its `part` and `num_parts` filled in). Nothing is posted before `ready`, and the jobs of one room
+    (`tag.room`, `tag.generation`) are posted in the order they came.
+    """
+
+    job_id: int
+    peer: PeerId
+    src_pages: Pages
+    dst_pages: Pages
+    tag: ChunkTag
+    ready: ReadyEvent | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    """Every part of the job has ended DONE: its bytes are in the peer's pages."""
+
+    job_id: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """The job ended otherwise, and no part of it is under way any more.
+
+    `drained` is True when every part either ended DONE or was never posted (cancelled, bad pages, unknown peer,
+    refused before anything was handed on): nothing of the job can land from now on. False when a part ended in
+    an error after it was posted, or in the post itself, which may have handed on some of its descriptors: it
+    may still land until this agent is destroyed.
+    """
+
+    job_id: int
+    error: Exception
+    drained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A notification from a peer's write: the raw tag, not yet checked."""
+
+    tag: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUnreachable:
+    """`add_peer` failed, or a write found the peer gone. A later write tries to reconnect on its own."""
+
+    peer: PeerId
+    error: Exception
+
+
+TransportEvent = WriteDone | WriteFailed | Arrived | PeerUnreachable
+Sink = Callable[[TransportEvent], None]
+
+
+class Transport(Protocol):
+    """See the module's text. One owner creates and closes it; the other methods may be called from any thread."""
+
+    @property
+    def metadata(self) -> bytes:
+        """What a peer's `add_peer` needs to reach this agent; opaque, sent in HELLO."""
+        ...
+
+    def add_peer(self, peer: PeerId, metadata: bytes, layout: KVLayout) -> None:
+        """Make the peer's pool a target: load its metadata, prepare descriptor lists once."""
+        ...
+
+    def remove_peer(self, peer: PeerId) -> None:
+        """Forget the peer once its jobs have ended; jobs not yet posted end as cancelled. Unknown: no-op."""
+        ...
+
+    def write(self, job: WriteJob) -> None:
+        """Queue a job. Exactly one WriteDone or WriteFailed follows, unless the peer stalls for ever."""
+        ...
+
+    def cancel(self, job_id: int) -> None:
+        """Post no further part of the job; it ends when what is posted has ended. Ended or unknown: no-op."""
+        ...
+
+    def expect(self, num_rooms: int) -> None:
+        """How many rooms peers may now be writing for. Notifications are polled while it is not 0."""
+        ...
+
+    def close(self) -> None:
+        """Destroy the agent and join the thread; jobs left end with ClosedError. Once it returns, no write of ours
+        can start to land: a fence. May be called again.
+
+        Over TCP the kernels may still hold bytes sent before; they land when the *target* polls next (measured:
+        2 MiB). So a target that learns of a fence goes on polling (`expect`) for a moment before it frees pages.
+
+        Raises: InternalError when the agent could not be destroyed; then it is no fence.
+        """
+        ...

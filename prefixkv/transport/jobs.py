@@ -1,0 +1,225 @@
+"""The books of writes under way, the same for both transports: every job ends once, and by the same rules.
+
+A transport asks an `Outbox` what to post next, and tells the `JobTable` how each part ended. Nothing here
+waits, and nothing knows NIXL.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from prefixkv.errors import AbortedError, ClosedError, PageStateError
+from prefixkv.protocol.state import RoomKey
+from prefixkv.transport.base import Sink, WriteDone, WriteFailed, WriteJob
+from prefixkv.transport.descriptors import Pages, Part, Runs, checked_pages, cut_parts
+
+_MAX_PARTS = 2**16 - 1  # a tag counts parts in 16 bits
+
+
+class ActiveJob:
+    """A write job cut into parts, and how many of them are where.
+
+    A part is unposted, then in flight, then ended. The first error stops the unposted ones; the job ends when
+    none is in flight and either all have been posted or an error came. `drained` falls, and stays down, when a
+    part fails that may still land.
+    """
+
+    def __init__(self, job: WriteJob, outbox: Outbox, runs: Runs, max_bytes: int, max_descriptors: int) -> None:
+        """Check the pages and cut the parts. Raises PageStateError for pages that may not become addresses."""
+        self.job = job
+        self.outbox = outbox
+        self.runs = runs
+        self.src_pages: Pages = checked_pages(job.src_pages, runs.src_num_pages, "source")
+        self.dst_pages: Pages = checked_pages(job.dst_pages, runs.dst_num_pages, "target")
+        if len(self.src_pages) != len(self.dst_pages):
+            raise PageStateError(f"{len(self.src_pages)} source pages for {len(self.dst_pages)} target pages")
+        self.parts: list[Part] = cut_parts(runs, self.src_pages, self.dst_pages, max_bytes, max_descriptors)
+        while len(self.parts) > _MAX_PARTS:
+            max_bytes, max_descriptors = 2 * max_bytes, 2 * max_descriptors
+            self.parts = cut_parts(runs, self.src_pages, self.dst_pages, max_bytes, max_descriptors)
+        self.is_ready = job.ready is None
+        self.next_part = 0
+        self.in_flight = 0
+        self.error: Exception | None = None
+        self.drained = True
+        self._num_bytes = 0
+
+    @property
+    def room(self) -> RoomKey:
+        return RoomKey(self.job.tag.room, self.job.tag.generation)
+
+    @property
+    def may_post(self) -> bool:
+        return self.error is None and self.next_part < len(self.parts)
+
+    @property
+    def ended(self) -> bool:
+        return self.in_flight == 0 and not self.may_post
+
+    def poll_ready(self) -> bool:
+        """Whether posting may begin. Raises what `ready.query()` raises."""
+        if not self.is_ready:
+            self.is_ready = self.job.ready is None or bool(self.job.ready.query())
+        return self.is_ready
+
+    def tag(self, part: int) -> bytes:
+        return self.job.tag._replace(part=part, num_parts=len(self.parts)).pack()
+
+    def posted(self) -> None:
+        self.next_part += 1
+        self.in_flight += 1
+
+    def part_done(self, part: Part) -> None:
+        self.in_flight -= 1
+        self._num_bytes += part.num_bytes
+
+    def part_failed(self, error: Exception, may_land: bool) -> None:
+        """A posted part ended in an error."""
+        self.in_flight -= 1
+        self.drained = self.drained and not may_land
+        self.error = self.error or error
+
+    def stop(self, error: Exception) -> None:
+        """Post nothing more. Once everything is posted there is nothing to stop, and the parts decide."""
+        if self.may_post:
+            self.error = error
+
+    def end_event(self) -> WriteDone | WriteFailed:
+        if self.error is None:
+            return WriteDone(self.job.job_id, self._num_bytes)
+        return WriteFailed(self.job.job_id, self.error, self.drained)
+
+
+class Outbox:
+    """The jobs to one peer that still have parts to post: rooms take turns, the jobs of a room go in order.
+
+    `parked` holds jobs that came while the peer was not connected; they are cut once it is.
+    """
+
+    def __init__(self) -> None:
+        self.parked: list[WriteJob] = []
+        self._rooms: dict[RoomKey, deque[ActiveJob]] = {}
+        self._turns: deque[RoomKey] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._turns or self.parked)
+
+    def add(self, job: ActiveJob) -> None:
+        jobs = self._rooms.setdefault(job.room, deque())
+        if not jobs:
+            self._turns.append(job.room)
+        jobs.append(job)
+
+    def discard(self, job: ActiveJob) -> None:
+        """Take the job out, if it is in."""
+        jobs = self._rooms.get(job.room)
+        if jobs is not None and job in jobs:
+            jobs.remove(job)
+            if not jobs:
+                del self._rooms[job.room]
+                self._turns.remove(job.room)
+
+    def round(self) -> Iterator[ActiveJob]:
+        """The first job of each room, the next in turn first; a room looked at goes behind the others.
+
+        The caller may take a job out and must stop iterating then.
+        """
+        for _ in range(len(self._turns)):
+            room = self._turns[0]
+            self._turns.rotate(-1)
+            yield self._rooms[room][0]
+
+    def clear(self) -> list[ActiveJob]:
+        """Take all active jobs out."""
+        jobs = [job for room in self._turns for job in self._rooms[room]]
+        self._rooms.clear()
+        self._turns.clear()
+        return jobs
+
+
+class JobTable:
+    """Every job that has not ended. Whoever ends one does it here, so that it ends once, with one event."""
+
+    def __init__(self, emit: Sink, max_bytes: int, max_descriptors: int) -> None:
+        self._emit = emit
+        self._max_bytes = max_bytes
+        self._max_descriptors = max_descriptors
+        self._jobs: dict[int, tuple[Outbox, WriteJob | ActiveJob]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def refuse(self, job: WriteJob, error: Exception) -> None:
+        """End a job of which nothing was posted."""
+        self._jobs.pop(job.job_id, None)
+        self._emit(WriteFailed(job.job_id, error, drained=True))
+
+    def park(self, outbox: Outbox, job: WriteJob) -> None:
+        """Keep the job until the peer is connected."""
+        self._jobs[job.job_id] = (outbox, job)
+        outbox.parked.append(job)
+
+    def start(self, outbox: Outbox, runs: Runs, job: WriteJob) -> None:
+        """Cut the job and queue it; bad pages end it."""
+        try:
+            active = ActiveJob(job, outbox, runs, self._max_bytes, self._max_descriptors)
+        except PageStateError as error:
+            self.refuse(job, error.with_traceback(None))
+            return
+        self._jobs[job.job_id] = (outbox, active)
+        outbox.add(active)
+
+    def start_parked(self, outbox: Outbox, runs: Runs) -> None:
+        parked, outbox.parked = outbox.parked, []
+        for job in parked:
+            self.start(outbox, runs, job)
+
+    def cancel(self, job_id: int) -> None:
+        outbox, job = self._jobs.get(job_id, (None, None))
+        error = AbortedError(f"job {job_id} was cancelled")
+        if isinstance(job, ActiveJob):
+            self.stop(job, error)
+        elif outbox is not None and job is not None:
+            outbox.parked.remove(job)
+            self.refuse(job, error)
+
+    def stop(self, job: ActiveJob, error: Exception) -> None:
+        """Post no more of the job. It ends now, or with the last of its parts in flight."""
+        job.stop(error)
+        self._settle(job)
+
+    def part_posted(self, job: ActiveJob) -> None:
+        job.posted()
+        if not job.may_post:
+            job.outbox.discard(job)
+
+    def part_ended(self, job: ActiveJob, part: Part, error: Exception | None, may_land: bool) -> None:
+        """A posted part ended, DONE where `error` is None. `may_land`: whether a failed one may still land."""
+        if error is None:
+            job.part_done(part)
+        else:
+            job.part_failed(error, may_land)
+        self._settle(job)
+
+    def drop(self, outbox: Outbox, error: Exception) -> None:
+        """Post nothing more to a peer."""
+        parked, outbox.parked = outbox.parked, []
+        for waiting in parked:
+            self.refuse(waiting, error)
+        for job in outbox.clear():
+            self.stop(job, error)
+
+    def close(self, fenced: bool) -> None:
+        """End every job. `fenced`: nothing of the agent's can land any more."""
+        jobs, self._jobs = self._jobs, {}
+        closed = ClosedError("the transport was closed")
+        for job_id, (_, job) in jobs.items():
+            error = job.error if isinstance(job, ActiveJob) else None
+            self._emit(WriteFailed(job_id, error or closed, drained=fenced))
+
+    def _settle(self, job: ActiveJob) -> None:
+        if not job.may_post:
+            job.outbox.discard(job)
+        if job.ended and self._jobs.pop(job.job.job_id, None) is not None:
+            self._emit(job.end_event())

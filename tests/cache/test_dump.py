@@ -1,0 +1,55 @@
+"""What a dump shows."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from rich.console import Console
+
+from prefixkv.cache.radix_cache import RadixCache
+
+
+def small():
+    cache = RadixCache(page_size=2, policy="gated")
+    cache.insert([1, 1, 2, 2, 3, 3], range(3))
+    cache.insert([1, 1, 2, 2, 4, 4], [0, 1, 9], namespace=None)
+    cache.lock(cache.match_prefix([1, 1, 2, 2]))
+    cache.insert([5, 5], [20], namespace="[red]lora")
+    cache.wanted([5, 5, 6, 6], +1, namespace="[red]lora")
+    return cache
+
+
+def shown(cache):
+    screen = io.StringIO()
+    Console(width=300, file=screen).print(cache.rich_tree())
+    return screen.getvalue()
+
+
+def test_dump_names_depth_tokens_locks_age_and_level():
+    text = small().dump()
+    assert text.splitlines()[1:3] == [
+        "  tokens 0..4 (2 pages), lock_ref 1, age 1 uses, level 0, 1 visits",
+        "    tokens 4..6 (1 pages), lock_ref 0, age 3 uses, level 0, 1 visits",
+    ]
+    assert "namespace '[red]lora'" in text
+    assert "wanted by 1" in text
+
+
+def test_dump_is_cut_and_says_so():
+    assert small().dump(max_nodes=2).splitlines()[-1] == "and 2 more nodes"
+
+
+def test_rich_tree_has_the_same_lines():
+    cache = small()
+    text = shown(cache)
+    assert all(line.strip() in text for line in cache.dump().splitlines())
+
+
+def test_a_deep_chain_can_be_shown():
+    cache = RadixCache(page_size=1, policy="lru")
+    run = np.arange(2000)
+    locks = [cache.lock(cache.insert(run[:end], run[:end])) for end in range(1, 2001)]
+    assert len(cache.dump(max_nodes=5000).splitlines()) == 2001
+    assert "and 1000 more nodes" in shown(cache)
+    assert len(locks) == 2000

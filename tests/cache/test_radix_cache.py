@@ -1,0 +1,444 @@
+"""The contract of the radix cache, case by case."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkv.cache.eviction import policy_names
+from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.errors import CallerError, ConfigError, InternalError, LockError, PageStateError, TokenError
+
+
+def filled(*runs: str, page_size: int = 1, policy: str = "lru") -> RadixCache:
+    """A cache with these strings inserted, a letter a token; page ids are counted up."""
+    cache = RadixCache(page_size=page_size, policy=policy)
+    page = 0
+    for run in runs:
+        num_pages = len(run) // page_size
+        cache.insert(tokens(run), np.arange(page, page + num_pages), now_s=float(page))
+        page += num_pages
+    cache.check_invariants()
+    return cache
+
+
+def tokens(run: str) -> list[int]:
+    return [ord(letter) for letter in run]
+
+
+def cached(cache: RadixCache, run: str) -> int:
+    return cache.match_prefix(tokens(run)).prefix_len
+
+
+def fails_unchanged(cache, error, call, *args, **kwargs):
+    before = (cache.stats(), [repr(node) for node in cache.nodes()])
+    with pytest.raises(error) as caught:
+        call(*args, **kwargs)
+    assert (cache.stats(), [repr(node) for node in cache.nodes()]) == before
+    cache.check_invariants()
+    return str(caught.value)
+
+
+# --- matching and inserting ------------------------------------------------------------------------
+
+
+def test_only_whole_pages_are_cached_and_matched():
+    cache = filled("aabbccd", page_size=2)
+    assert cache.num_pages == 3
+    assert cached(cache, "aabbccd") == 6
+    assert cached(cache, "aabbc") == 4
+    assert cached(cache, "aabbcx") == 4
+    assert cached(cache, "a") == cached(cache, "") == 0
+
+
+def test_insert_says_what_was_there_and_gives_the_trees_pages():
+    cache = filled("abcd")
+    result = cache.insert(tokens("abxy"), [10, 11, 12, 13])
+    assert result.prefix_len == 2
+    assert result.pages.tolist() == [0, 1, 12, 13]
+    assert cache.match_prefix(tokens("abcdz")).pages.tolist() == [0, 1, 2, 3]
+
+
+def test_prompts_that_share_all_but_the_last_token_share_all_but_the_last_page():
+    shared = list(range(100, 100 + 63))
+    cache = RadixCache(page_size=16)
+    cache.insert([*shared, 1], np.arange(4))
+    assert cache.match_prefix([*shared, 2]).prefix_len == 48
+    assert cache.insert([*shared, 2], np.arange(4, 8)).prefix_len == 48
+    assert cache.num_pages == 5
+    assert cache.num_nodes == 3
+    cache.check_invariants()
+
+
+def test_looking_does_not_fragment():
+    cache = RadixCache(page_size=1)
+    run = np.random.default_rng(0).integers(0, 5, 2000)
+    cache.insert(run, np.arange(2000))
+    nodes, uses = cache.num_nodes, cache.stats().uses
+    for length in range(1, 2000, 7):
+        assert cache.match_prefix(run[:length]).prefix_len == length
+        assert cache.match_prefix([*run[:length].tolist(), 9]).prefix_len == length
+    assert (cache.num_nodes, cache.stats().uses) == (nodes, uses)
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_a_conversation_is_one_node_until_something_branches_off(policy):
+    cache = RadixCache(page_size=4, policy=policy)
+    run: list[int] = []
+    for turn in range(64):
+        with cache.lock(cache.match_prefix(run)):
+            run += [turn] * 11
+            lock = cache.lock(cache.insert(run, np.arange(len(run) // 4)))
+        cache.check_invariants()
+        cache.unlock(lock)
+        assert cache.num_nodes == 1
+    cache.insert([*run[:44], 99, 99, 99, 99], [*range(11), 5000])
+    assert cache.num_nodes == 3
+    cache.evict(1)
+    cache.evict(1)
+    cache.check_invariants()
+
+
+def test_namespaces_never_share():
+    cache = RadixCache(page_size=1, policy="lru")
+    cache.insert([1, 2], [0, 1])
+    cache.insert([1, 2], [2, 3], namespace="lora")
+    cache.insert(RadixKey([1, 2], ("tenant", 7)), [4, 5])
+    assert cache.match_prefix([1, 2], namespace="lora").pages.tolist() == [2, 3]
+    assert cache.match_prefix(RadixKey([1, 2], ("tenant", 7))).pages.tolist() == [4, 5]
+    assert cache.match_prefix([1, 2], namespace="other").prefix_len == 0
+    assert sorted(cache.evict(3).tolist()) == [0, 1, 3]  # one order over all namespaces
+    fails_unchanged(cache, CallerError, cache.match_prefix, RadixKey([1]), namespace="lora")
+    fails_unchanged(cache, CallerError, cache.insert, RadixKey([1]), [9], namespace="lora")
+
+
+def test_an_empty_namespace_leaves_nothing_behind():
+    cache = RadixCache(page_size=1)
+    for name in range(100):
+        cache.insert([1], [name], namespace=name)
+        cache.unlock(cache.lock(cache.match_prefix([2], namespace=("empty", name))))
+    cache.evict(100)
+    assert not cache._roots
+
+
+def test_torch_tokens_and_pages():
+    cache = RadixCache(page_size=2)
+    cache.insert(torch.arange(8), torch.arange(4, dtype=torch.int32))
+    assert cache.match_prefix(torch.arange(8, dtype=torch.int32)).pages.tolist() == [0, 1, 2, 3]
+
+
+def test_arrays_that_come_in_are_copied_and_arrays_that_go_out_are_the_callers():
+    cache = RadixCache(page_size=1)
+    key, pages = np.array([1, 2, 3], np.int32), np.array([7, 8, 9], np.int32)
+    result = cache.insert(key, pages)
+    key[:] = pages[:] = 0
+    match = cache.match_prefix([1, 2, 3])
+    lock = cache.lock(match)
+    for mine in (result.pages, match.pages, lock.pages):
+        mine[:] = 0
+    assert match.pages.tolist() == lock.pages.tolist() == [7, 8, 9]
+    cache.unlock(lock)
+    taken = cache.evict(1)
+    taken += 1
+    assert cache.match_prefix([1, 2]).pages.tolist() == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("pages", "error"),
+    [
+        ([0], PageStateError),  # too few
+        ([0, 1, 2, 3], PageStateError),  # too many
+        ([0, 0], PageStateError),
+        ([5, 5, 3], PageStateError),
+        ([0, -1], PageStateError),
+        ([-1, 0], PageStateError),
+        ([0, 2**31], PageStateError),
+        ([0.0, 1.0], PageStateError),
+        ([[0, 1]], PageStateError),
+        ([0, 100], PageStateError),  # the pool has 100
+        ([0, 42], PageStateError),  # in the tree already
+        ([True, False], PageStateError),
+    ],
+)
+def test_wrong_page_ids_change_nothing(pages, error):
+    cache = RadixCache(page_size=2, pool_pages=100)
+    cache.insert([9, 9], [42])
+    fails_unchanged(cache, error, cache.insert, [1, 2, 3, 4], pages)
+
+
+def test_the_partial_pages_id_is_ignored():
+    cache = RadixCache(page_size=2, pool_pages=100)
+    cache.insert([1, 2, 3, 4, 5], [3, 4, 3])
+    assert cache.evict(9).tolist() == [3, 4]
+    cache.insert([1, 2, 3, 4, 5], [3, 4, 9999])
+    assert cache.num_pages == 2
+
+
+def test_a_page_that_left_the_tree_may_come_back():
+    cache = RadixCache(page_size=1, pool_pages=4)
+    cache.insert([1, 2], [0, 1])
+    cache.insert([1, 2, 3], [0, 1, 2])  # the trees own pages for the part that is there
+    lock = cache.lock(cache.match_prefix([1]))
+    cache.reset()
+    fails_unchanged(cache, PageStateError, cache.insert, [5], [0])  # an orphan's
+    cache.insert([5], [2])
+    cache.unlock(lock)
+    cache.insert([6], [0])
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("wrong", [[1, -1], [1, 2**31], [1, 2.5], [1, True], np.array([1, -1], np.int32)])
+def test_wrong_tokens_change_nothing(wrong):
+    cache = filled("abc")
+    fails_unchanged(cache, TokenError, cache.insert, wrong, [10, 11])
+
+
+def test_wrong_settings():
+    for settings in ({"page_size": 0}, {"policy": "newest"}, {"pool_pages": -1}):
+        with pytest.raises(ConfigError):
+            RadixCache(**settings)
+
+
+# --- locks -----------------------------------------------------------------------------------------
+
+
+def test_a_lock_protects_a_prefix_and_no_more():
+    cache = filled("abcdef")
+    match = cache.match_prefix(tokens("abcx"))
+    assert match.unprotected_pages == 3
+    with cache.lock(match) as lock:
+        assert lock.prefix_len == 3
+        assert (cache.protected_pages, cache.evictable_pages) == (3, 3)
+        assert cache.match_prefix(tokens("abcd")).unprotected_pages == 1
+        assert cache.match_prefix(tokens("ab")).unprotected_pages == 0
+        assert sorted(cache.evict(100).tolist()) == [3, 4, 5]
+        assert cache.evict(1).tolist() == []
+    assert not lock.held
+    assert cache.evictable_pages == 3
+
+
+def test_double_unlock_changes_nothing():
+    cache = filled("abc")
+    lock, other = cache.lock(cache.match_prefix(tokens("abc"))), cache.lock(cache.match_prefix(tokens("ab")))
+    cache.unlock(lock)
+    fails_unchanged(cache, LockError, cache.unlock, lock)
+    assert cache.protected_pages == 2
+    cache.unlock(other)
+
+
+def test_another_caches_lock_match_and_hint_are_refused():
+    cache, other = filled("abc"), filled("abc")
+    lock = other.lock(other.match_prefix(tokens("abc")))
+    fails_unchanged(cache, LockError, cache.unlock, lock)
+    fails_unchanged(cache, LockError, cache.lock, other.match_prefix(tokens("a")))
+    fails_unchanged(cache, LockError, cache.hint, lock, continues=True)
+    fails_unchanged(cache, LockError, cache.hint, other.match_prefix(tokens("a")), continues=True)
+    other.unlock(lock)
+
+
+def test_unlocked_inside_its_with_block():
+    cache = filled("abc")
+    with cache.lock(cache.match_prefix(tokens("abc"))) as lock:
+        cache.unlock(lock)
+    assert cache.protected_pages == 0
+
+
+def test_a_stale_match_locks_what_is_there_now():
+    cache = filled("abcd")
+    short = cache.match_prefix(tokens("abcdef"))
+    cache.insert(tokens("abcdef"), range(10, 16))
+    with cache.lock(short) as lock:
+        assert lock.prefix_len == 6
+    long = cache.match_prefix(tokens("abcdef"))
+    cache.evict(4)
+    assert long.pages.tolist() == [0, 1]
+    with cache.lock(long) as lock:
+        assert lock.prefix_len == 2
+    gone = cache.match_prefix(tokens("abcdef"))
+    cache.reset()
+    with cache.lock(gone) as lock:
+        assert lock.prefix_len == 0
+    assert cache.stats().num_locks == 0
+
+
+def test_a_match_survives_splits_and_merges_without_a_walk(monkeypatch):
+    cache = filled("abcdef", "abxy")
+    matches = [cache.match_prefix(tokens("abcdef"[:length])) for length in range(1, 7)]
+    with cache.lock(matches[3]):
+        pass
+    inner = cache.lock(matches[4])
+    monkeypatch.setattr(cache, "_walk", None)
+    for length, match in enumerate(matches, start=1):
+        with cache.lock(match) as lock:
+            assert lock.prefix_len == length
+            cache.check_invariants()
+    cache.unlock(inner)
+    assert cache.num_nodes == 3
+
+
+def test_a_grown_key_does_not_change_the_match_that_was_made_of_it():
+    cache = filled("abc")
+    key = RadixKey(tokens("ab"))
+    match = cache.match_prefix(key)
+    key.append(ord("c"))
+    cache.insert(tokens("z"), [50])
+    with cache.lock(match) as lock:
+        assert lock.prefix_len == 2
+
+
+def test_an_empty_lock_is_a_lock_like_any_other():
+    cache = RadixCache(page_size=1)
+    lock = cache.lock(cache.match_prefix([1]))
+    assert (lock.prefix_len, lock.pages.tolist(), cache.stats().num_locks) == (0, [], 1)
+    cache.insert([1], [0])
+    assert cache.evict(1).tolist() == [0]
+    assert cache.unlock(lock).tolist() == []
+    with pytest.raises(LockError):
+        cache.unlock(lock)
+
+
+def test_insert_under_a_locked_partial_node():
+    cache = filled("abcdef")
+    lock = cache.lock(cache.match_prefix(tokens("abc")))
+    assert cache.insert(tokens("abxy"), [10, 11, 12, 13]).prefix_len == 2
+    cache.check_invariants()
+    assert (cache.protected_pages, cache.num_nodes) == (3, 4)
+    assert lock.pages.tolist() == [0, 1, 2]
+    assert sorted(cache.evict(99).tolist()) == [3, 4, 5, 12, 13]
+    cache.check_invariants()
+    assert cache.num_nodes == 1
+    cache.unlock(lock)
+
+
+def test_locking_stops_at_the_first_node_that_is_held():
+    cache = RadixCache(page_size=1)
+    locks = []
+    for length in range(1, 1001):
+        locks.append(cache.lock(cache.insert(range(length), range(length))))
+    refs = [node.lock_ref for node in cache.nodes()]
+    assert refs == [2] * 999 + [1]
+    for lock in locks:
+        cache.unlock(lock)
+        cache.check_invariants() if lock.prefix_len % 100 == 0 else None
+    assert cache.num_nodes == 1
+
+
+def test_reset_under_locks():
+    cache = filled("abcd", "abxy", "q")
+    one, two = cache.lock(cache.match_prefix(tokens("abc"))), cache.lock(cache.match_prefix(tokens("abxy")))
+    free = cache.lock(cache.match_prefix([]))
+    assert sorted(cache.reset().tolist()) == [3, 8]
+    cache.check_invariants()
+    assert (cache.num_pages, cache.num_nodes, cache.protected_pages, cache.orphan_pages) == (0, 0, 0, 5)
+    assert cached(cache, "abc") == 0
+    assert one.pages.tolist() == [0, 1, 2]
+    cache.insert(tokens("abc"), [10, 11, 12])
+    assert cache.unlock(one).tolist() == [2]
+    with two:
+        pass
+    assert sorted(two.freed.tolist()) == [0, 1, 6, 7]
+    assert cache.unlock(free).tolist() == []
+    with pytest.raises(LockError):
+        cache.unlock(one)
+    assert cached(cache, "abc") == 3
+    cache.check_invariants()
+
+
+# --- eviction --------------------------------------------------------------------------------------
+
+
+def test_eviction_takes_exactly_what_is_asked_from_the_end():
+    cache = filled("abcdefgh")
+    assert cache.evict(1).tolist() == [7]
+    assert sorted(cache.evict(2).tolist()) == [5, 6]
+    assert cached(cache, "abcdefgh") == 5
+    assert len(cache.evict(99)) == 5
+    assert len(cache.evict(1)) == 0
+    fails_unchanged(cache, CallerError, cache.evict, -1)
+    assert cache.evict(0).dtype == np.int32
+
+
+def test_a_prompt_outlives_what_followed_it_and_a_used_prefix_what_was_not_used():
+    cache = filled("abcdef", "xyz")
+    cache.unlock(cache.lock(cache.match_prefix(tokens("abc"))))
+    assert sorted(cache.evict(3).tolist()) == [3, 4, 5]
+    assert sorted(cache.evict(3).tolist()) == [6, 7, 8]
+    assert cached(cache, "abc") == 3
+
+
+def test_recency_of_a_branch_passes_to_its_stem():
+    cache = filled("ab")
+    cache.insert(tokens("xy"), [10, 11])
+    cache.insert(tokens("abc"), [0, 1, 2])
+    cache.insert(tokens("mn"), [20, 21])
+    cache.insert(tokens("xyz"), [10, 11, 12])
+    assert sorted(cache.evict(3).tolist()) == [0, 1, 2]  # all of abc was last used with its c
+    assert sorted(cache.evict(2).tolist()) == [20, 21]
+
+
+def test_a_deep_chain_is_no_recursion_error():
+    cache = RadixCache(page_size=1, policy="lru")
+    depth = 1 << 17
+    run = np.arange(depth, dtype=np.int32)
+    cache.insert(run, run)
+    key = RadixKey(run)
+    node_ending_at = {depth: cache.match_prefix(key).node}
+    locks = []
+    stride = depth // 2
+    while stride:  # halve every node again and again, so that splitting costs little
+        for end in range(stride, depth, 2 * stride):
+            match = cache.match_prefix(RadixKey([0]))
+            match.depth, match.node = end, node_ending_at[end + stride]
+            locks.append(cache.lock(match))
+            node_ending_at[end] = locks[-1].node
+        stride //= 2
+    locks.append(cache.lock(cache.match_prefix(key)))
+    assert cache.num_nodes == depth
+    cache.check_invariants()
+    assert len(cache.reset()) == 0
+    assert sum(len(cache.unlock(lock)) for lock in locks) == depth
+    assert cache.orphan_pages == 0
+
+
+def test_a_broken_law_is_reported_with_the_state():
+    cache = filled("abc", "abd")
+    next(iter(cache.nodes())).lock_ref = 1
+    with pytest.raises(InternalError, match=r"lock_ref is the locks that end there[\s\S]*CacheStats"):
+        cache.check_invariants()
+
+
+# --- wants and events ------------------------------------------------------------------------------
+
+
+def test_what_somebody_waits_for_goes_last():
+    cache = filled("abc", "xyz", "mno")
+    cache.wanted(tokens("ab!"), +1)
+    assert sorted(cache.evict(7).tolist()) == [2, 3, 4, 5, 6, 7, 8]
+    assert cached(cache, "ab") == 2
+    assert cache.evict(1).tolist() == [1]  # soft
+    cache.insert(tokens("ab!"), [0, 20, 21])  # inserted while somebody waits for it
+    cache.insert(tokens("pq"), [30, 31])
+    assert sorted(cache.evict(2).tolist()) == [30, 31]
+    cache.insert(tokens("pq"), [30, 31])
+    cache.wanted(tokens("ab!"), -1)
+    assert sorted(cache.evict(3).tolist()) == [0, 20, 21]
+    fails_unchanged(cache, CallerError, cache.wanted, tokens("ab!"), -1)
+    fails_unchanged(cache, CallerError, cache.wanted, tokens("ab!"), 2)
+
+
+def test_a_listener_that_comes_late_or_falls_behind_gets_the_tree_as_it_is(monkeypatch):
+    monkeypatch.setattr("prefixkv.cache.radix_cache.EVENT_LIMIT_PAGES", 3)
+    cache = filled("abc", "abd")
+    events = cache.drain_events()
+    assert [type(event).__name__ for event in events] == ["Stored"] * 3
+    assert sum(len(event.page_keys) for event in events) == 4
+    assert cache.drain_events() == []
+    cache.evict(1)
+    (removed,) = cache.drain_events()
+    assert removed.parent == events[0].page_keys[-1]
+    cache.insert(tokens("wxyz"), range(10, 14))
+    events = cache.drain_events()
+    assert type(events[0]).__name__ == "Cleared"
+    assert sum(len(event.page_keys) for event in events[1:]) == cache.num_pages

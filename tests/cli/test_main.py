@@ -1,0 +1,56 @@
+"""The command line: one line and exit status 2 for bad input, and quick to load."""
+
+import subprocess
+import sys
+
+import pytest
+
+from prefixkv.cli.main import run_command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("", "Missing command"),
+        ("nonsense", "nonsense"),
+        ("demo --nonsense", "--nonsense"),
+        ("demo --seed one", "--seed"),
+        ("demo --dtype", "--dtype"),
+        ("demo --cache perhaps", "perhaps"),
+        ("demo --layers 0", "--layers is 0, must be in [1, 1048576]"),
+        ("demo --decode-pages 3", "--decode-pages is 3, at least"),
+        ("demo --trace {tmp}/none.jsonl", "none.jsonl: No such file"),
+        ("demo --trace {tmp}/bad.jsonl", "bad.jsonl, line 1: "),
+        ("demo --trace {tmp}", "Is a directory"),
+        ("demo --json {tmp}/no/out.json", "--json is"),
+        ("demo --json {tmp}", "--json is"),
+        ("demo --plot {tmp}/out.nonsense", "--plot is"),
+        ("demo --layers 100000", "bytes with their workers"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, why, tmp_path, capfd):
+    (tmp_path / "bad.jsonl").write_text('{"timestamp": 0}\n')
+    assert run_command(arguments.format(tmp=tmp_path).split()) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("prefixkv: ")
+    assert why in err
+    assert err.count("\n") == 1
+
+
+def test_help_names_every_option(capfd):
+    assert run_command(["demo", "--help"]) == 0
+    out, _ = capfd.readouterr()
+    options = (
+        "seed conversations turns requests concurrency page-size layers kv-heads head-dim dtype attention layout "
+        "prefill-pages decode-pages cache trace block-tokens json plot"
+    )
+    for option in options.split():
+        assert f"--{option} " in out
+
+
+def test_loading_it_loads_neither_torch_nor_nixl():
+    code = (
+        "import sys, prefixkv.cli.main; print([m for m in ('torch', 'nixl', 'zmq', 'matplotlib') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -1,0 +1,172 @@
+"""Replays against plain models, and bad traces and options."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import OrderedDict
+
+import pytest
+
+from prefixkv.cache.eviction import policy_names
+from prefixkv.cli.replay import OPTIMUM, read_trace, replay, replay_optimum, replay_policy
+from prefixkv.errors import ConfigError, TraceError
+
+
+def write_trace(path, num_requests=400, seed=0):
+    """Sessions that grow, a few at a time, in blocks of 512 tokens of which the last is partial."""
+    rng = random.Random(seed)
+    sessions, fresh = [], iter(range(10, 10**6))
+    with path.open("w") as out:
+        for at in range(num_requests):
+            if len(sessions) < 8 or rng.random() < 0.4:
+                sessions.append([0])
+            blocks = sessions[-1 - min(len(sessions) - 1, int(rng.expovariate(0.2)))]
+            blocks += [next(fresh) for _ in range(rng.randrange(1, 6))]
+            entry = {
+                "timestamp": at * 4000,
+                "input_length": 512 * len(blocks) + 100,
+                "output_length": 5,
+                "hash_ids": [*blocks, next(fresh)],
+            }
+            out.write(json.dumps(entry) + "\n")
+    return path
+
+
+def plain_lru(path, capacity, counted_from=0):
+    kept, hits, blocks = OrderedDict(), 0, 0
+    for at, line in enumerate(path.read_text().splitlines()):
+        ids = json.loads(line)["hash_ids"]
+        known = 0
+        while known < len(ids) and ids[known] in kept:
+            known += 1
+        if at >= counted_from:
+            hits += known
+            blocks += len(ids)
+        for block in reversed(ids):
+            kept[block] = True
+            kept.move_to_end(block)
+        while len(kept) > capacity:
+            kept.popitem(last=False)
+    return hits / blocks
+
+
+@pytest.mark.parametrize("capacity", [20, 100, 300])
+@pytest.mark.parametrize("warm", [0.0, 0.5])
+def test_lru_agrees_with_a_plain_model(tmp_path, capacity, warm):
+    path = write_trace(tmp_path / "t.jsonl")
+    result = replay_policy(read_trace(path), "lru", capacity, warm)
+    assert result.block_hit_ratio == pytest.approx(plain_lru(path, capacity, int(warm * 400)), abs=1e-12)
+
+
+def test_no_policy_passes_the_optimum_and_all_agree_when_everything_fits(tmp_path):
+    trace = read_trace(write_trace(tmp_path / "t.jsonl"))
+    for capacity in (20, 100):
+        best = replay_optimum(trace, capacity).block_hit_ratio
+        ratios = {name: replay_policy(trace, name, capacity).block_hit_ratio for name in policy_names()}
+        assert max(ratios.values()) <= best
+        assert min(ratios.values()) < best
+    best = replay_optimum(trace, 10**6)
+    for name in policy_names():
+        result = replay_policy(trace, name, 10**6)
+        assert result.evicted_pages == 0
+        assert result.block_hit_ratio == best.block_hit_ratio
+        assert result.token_hit_ratio == best.token_hit_ratio
+
+
+def test_knowing_the_queue_helps(tmp_path):
+    trace = read_trace(write_trace(tmp_path / "t.jsonl"))
+    blind = replay_policy(trace, "lru", 60).block_hit_ratio
+    assert replay_policy(trace, "lru", 60, queue=40).block_hit_ratio > 1.1 * blind
+
+
+def test_the_optimum_by_hand(tmp_path):
+    """Two blocks fit. a b a c a b: keeping b over c, which never comes again, is right."""
+    path = tmp_path / "t.jsonl"
+    for name in (1, 2, 1, 3, 1, 2):
+        with path.open("a") as out:
+            out.write(json.dumps({"timestamp": 0, "input_length": 512, "hash_ids": [name]}) + "\n")
+    trace = read_trace(path)
+    assert replay_optimum(trace, 2).block_hit_ratio == 3 / 6
+    assert replay_policy(trace, "lru", 2).block_hit_ratio == 2 / 6
+
+
+def test_a_trace_of_token_lists(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text('[1, 1, 2, 2, 3]\n\n{"tokens": [1, 1, 2, 2, 4, 4], "timestamp": 5000}\n')
+    trace = read_trace(path, page_size=2)
+    assert [request.time_s for request in trace.requests] == [0.0, 5.0]
+    result = replay_policy(trace, "gated", 10)
+    assert (result.block_hit_ratio, result.token_hit_ratio) == (2 / 5, 4 / 11)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "3",
+        '{"timestamp": 0}',
+        '{"timestamp": -1, "input_length": 1, "hash_ids": [1]}',
+        '{"timestamp": "now", "input_length": 1, "hash_ids": [1]}',
+        '{"timestamp": 0, "input_length": 513, "hash_ids": [1]}',
+        '{"timestamp": 0, "input_length": 5, "hash_ids": ["a"]}',
+        '{"timestamp": 0, "input_length": null, "hash_ids": [1]}',
+        '{"tokens": [1, -1]}',
+        '{"tokens": [1.5]}',
+        "[true]",
+        "[1]",
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 512, "hash_ids": [1]}\n' + line + "\n")
+    with pytest.raises(TraceError, match=r"t\.jsonl:2"):
+        read_trace(path)
+
+
+def test_traces_that_cannot_be_read(tmp_path):
+    with pytest.raises(TraceError):
+        read_trace(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(TraceError, match="no request"):
+        read_trace(tmp_path / "empty.jsonl")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TraceError):
+        read_trace(tmp_path / "binary.jsonl")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "newest"},
+        {"policy": ","},
+        {"capacity": "1,x"},
+        {"capacity": "0"},
+        {"warm": 1.0},
+        {"queue": -1},
+        {"page_size": 0},
+        {"block_tokens": 0},
+        {"requests": 0},
+    ],
+)
+def test_bad_options(tmp_path, options):
+    with pytest.raises(ConfigError):
+        replay([write_trace(tmp_path / "t.jsonl", 3)], **options)
+
+
+def test_the_command_writes_its_results(tmp_path, capsys):
+    path = write_trace(tmp_path / "t.jsonl", 60)
+    pytest.importorskip("matplotlib")
+    replay([path], policy=f"lru,gated,{OPTIMUM}", capacity="10,50", warm=0.5, queue=0, requests=None, page_size=16,
+           block_tokens=512, json_file=tmp_path / "r.json", plot=tmp_path / "r.png")  # fmt: skip
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert [(row["policy"], row["capacity_blocks"]) for row in results] == [
+        ("lru", 10), ("gated", 10), ("optimum", 10), ("lru", 50), ("gated", 50), ("optimum", 50),
+    ]  # fmt: skip
+    assert set(results[0]) == {
+        "trace", "policy", "capacity_blocks", "block_hit_ratio", "token_hit_ratio", "requests", "evicted_pages",
+        "us_per_request",
+    }  # fmt: skip
+    assert {row["requests"] for row in results} == {30}
+    assert (tmp_path / "r.png").stat().st_size > 1000
+    assert "gated" in capsys.readouterr().out

@@ -1,0 +1,15 @@
+"""Hypothesis profiles: `ci` (derandomised, the default), `dev` (random), `fuzz` (long)."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+_CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, max_examples=60, stateful_step_count=40, suppress_health_check=_CHECKS
+)
+settings.register_profile("dev", deadline=None, max_examples=200, suppress_health_check=_CHECKS)
+settings.register_profile(
+    "fuzz", deadline=None, max_examples=2000, stateful_step_count=100, suppress_health_check=_CHECKS
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

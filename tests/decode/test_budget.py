@@ -1,0 +1,66 @@
+"""The admission budget's counters against the same sums made from scratch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixkv.decode.budget import PreallocBudget
+from prefixkv.errors import InternalError
+
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), st.integers(0, 4), st.integers(0, 9), st.integers(0, 9)),
+        st.tuples(st.just("grow"), st.integers(0, 4), st.integers(1, 3), st.none()),
+        st.tuples(st.just("stop"), st.integers(0, 4), st.none(), st.none()),
+    ),
+    max_size=40,
+)
+
+
+@given(_STEPS, st.integers(0, 3), st.integers(0, 30), st.integers(0, 30), st.integers(0, 30))
+def test_counters_are_the_sums(steps: list[tuple[Any, ...]], reserve: int, need: int, most: int, room: int) -> None:
+    budget = PreallocBudget(reserve)
+    running: dict[str, tuple[int, int]] = {}  # (may still need, private)
+    for what, number, a, b in steps:
+        rid = str(number)
+        if what == "start":  # maybe anew: its KV has arrived
+            budget.start(rid, a, b)
+            budget.active += rid not in running
+            running[rid] = (a, b)
+        elif what == "grow" and rid in running and running[rid][0] >= a:
+            budget.grow_many([rid] * a)
+            running[rid] = (running[rid][0] - a, running[rid][1] + a)
+        elif what == "stop":
+            budget.stop(rid)
+            budget.active -= running.pop(rid, None) is not None
+        private = sum(own for _, own in running.values())
+        single = max([0, *(needs - (private - own) for needs, own in running.values())])
+        assert (budget.private_pages, budget.single) == (private, single)
+        fits_now = need <= room - max(reserve * len(running), single)
+        assert budget.admits(need, most, room) == (fits_now and most <= room + private)
+        budget.check_invariants()
+
+
+def test_who_has_ended_is_forgotten_also_behind_one_that_goes_on_and_on() -> None:
+    budget = PreallocBudget(0)
+    budget.start("long", 1000, 0)
+    for number in range(5000):
+        budget.start(str(number), 5, 5)
+        budget.stop(str(number))
+    assert len(budget._largest) < 100
+    assert budget.single == 1000
+
+
+@pytest.mark.parametrize("field", ["private_pages", "active"])
+def test_a_counter_that_is_off_is_found(field: str) -> None:
+    budget = PreallocBudget(0)
+    budget.active = 1
+    budget.start("a", 3, 2)
+    budget.check_invariants()
+    setattr(budget, field, getattr(budget, field) - 1)
+    with pytest.raises(InternalError):
+        budget.check_invariants()

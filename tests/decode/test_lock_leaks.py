@@ -1,0 +1,8 @@
+"""The lock-leak machine, a short run; `fuzz/lock_leaks.py` is the long one."""
+
+from hypothesis import settings
+
+from tests.models.lock_machine import LockMachine
+
+TestLockLeaks = LockMachine.TestCase
+TestLockLeaks.settings = settings(max_examples=150, stateful_step_count=50)

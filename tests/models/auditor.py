@@ -1,0 +1,73 @@
+"""One auditor for the laws that hold between structures (DESIGN section 11). Called after every step of the pair test.
+
+Each structure checks itself (`check_invariants`); here they are held against each other.
+"""
+
+from __future__ import annotations
+
+from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.paging import pages_for
+from prefixkv.pool.page_allocator import PageState
+from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.protocol.decode_endpoint import DecodeEndpoint
+from prefixkv.protocol.state import KVPoll
+
+
+def audit_decode(scheduler: DecodeScheduler, endpoint: DecodeEndpoint) -> None:
+    """Laws 1 to 6 on the decode side."""
+    scheduler.check_invariants()
+    books = scheduler.books
+    allocator = books.allocator
+    total = (
+        allocator.free_pages + allocator.owned_pages + allocator.cached_pages
+        + allocator.held_pages + allocator.quarantined_pages
+    )  # fmt: skip
+    assert total == books.num_pages, "law 1: every page is in one state"
+
+    writable: dict[int, object] = {}
+    undrained = 0
+    for machine in endpoint.rooms():
+        if machine.drained:
+            continue
+        undrained += 1
+        req = scheduler.transfers.get(machine.key)
+        mine = set(machine.promise.page_ids().tolist())
+        if req is not None:
+            assert req.pages_held is not None
+            own = set(req.pages[req.pages_held.num_locked :].tolist())
+            assert req.prefix_len == machine.promise.prefix_len, "law 6: the promise stands"
+            assert req.prefix_len == req.pages_held.num_locked * books.page_size, "law 6: what is promised is locked"
+        elif books.holds(machine.key):
+            own = set(allocator.held_by(machine.key).tolist())
+        else:
+            # The scheduler may not have read yet that the room succeeded; nothing else excuses a room without pages.
+            assert not mine or machine.poll is KVPoll.SUCCESS, f"law 4: pages of {machine.key} are nobody's"
+            own = mine
+        assert mine <= own, f"law 4: {sorted(mine - own)} may be written, but are not the room's"
+        for page in mine:
+            assert page not in writable, f"law 5: page {page} is writable by {machine.key} and {writable[page]}"
+            assert allocator.state(page) in (PageState.OWNED, PageState.HELD, PageState.QUARANTINED), "law 4"
+            writable[page] = machine.key
+    assert undrained == endpoint.num_expected, "the endpoint counts the rooms that may be written"
+
+
+def audit_prefill(scheduler: PrefillScheduler) -> None:
+    """Laws on the prefill side: what is being read stays, and each request's pages cover its tokens."""
+    scheduler.check_invariants()
+    for req in scheduler.requests.values():
+        if req.pages_held is not None:
+            assert len(req.pages) == pages_for(req.num_tokens, scheduler.books.page_size)
+
+
+def assert_at_rest(scheduler: DecodeScheduler | PrefillScheduler) -> None:
+    """Laws 2 and 7 at the end: nothing lives, so nothing is locked, owned or held."""
+    books = scheduler.books
+    books.check_invariants()
+    assert not scheduler.requests, f"requests left: {scheduler.requests}"
+    assert books.cache.protected_pages == 0
+    assert books.cache.stats().num_locks == 0
+    assert books.allocator.owned_pages == 0
+    assert books.allocator.held_pages == 0
+    assert books.allocator.quarantined_pages == 0
+    assert books.table.free_rows == len(books.table.array)
+    assert books.cache.num_pages == books.allocator.cached_pages

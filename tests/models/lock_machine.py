@@ -1,0 +1,285 @@
+"""A state machine over the decode scheduler: any order of arrive, admit, transfer, fail, abort, retract, finish, evict
+and flush, with the other side played by rules. After every rule all laws hold; at the end nothing may be left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.scheduler import AbortRoom, DecodeScheduler, OpenRoom
+from prefixkv.errors import OutOfPagesError, RequestError, TransferError
+from prefixkv.pool.page_allocator import PageState
+from prefixkv.protocol.state import KVPoll, RoomKey
+from prefixkv.request import Request
+from prefixkv.request_pages import PageBooks
+from tests.models.auditor import assert_at_rest
+
+PAGE_SIZE = 2
+
+
+@dataclass
+class Event:
+    """Device work that is done when told so."""
+
+    done: bool = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+class LockMachine(RuleBasedStateMachine):
+    """`rooms` are those the control plane has open; `aborting` those it has been told to abort and may still see
+    succeed; `undrained` have ended and may still be written. `writable` are their pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.count = 0
+        self.rooms: set[RoomKey] = set()
+        self.aborting: set[RoomKey] = set()
+        self.undrained: set[RoomKey] = set()
+        self.writable: dict[RoomKey, list[int]] = {}
+        self.running: list[DecodeRequest] = []
+        self.events: list[Event] = []
+
+    @initialize(
+        num_pages=st.sampled_from([8, 12, 16, 24, 32]),
+        rows=st.sampled_from([2, 3, 6]),
+        reserve=st.sampled_from([0, 2]),
+        policy=st.sampled_from(["fail", "retry"]),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, num_pages: int, rows: int, reserve: int, policy: str, caching: bool) -> None:
+        self.scheduler = DecodeScheduler(
+            PageBooks(num_pages, PAGE_SIZE, rows, caching=caching), reserve_tokens=reserve, failure_policy=policy
+        )
+
+    # --- the engine's side ------------------------------------------------------------------------
+
+    @rule(
+        tokens=st.one_of(
+            st.sampled_from([[0] * 6, [0] * 7, [0] * 4 + [1] * 3]), st.lists(st.integers(0, 1), min_size=1, max_size=12)
+        ),
+        max_new=st.sampled_from([1, 3, 6]),
+        cacheable=st.sampled_from([True, True, True, False]),
+        namespace=st.sampled_from([None, None, "lora"]),
+        twins=st.sampled_from([1, 2, 4]),
+    )
+    def arrive(self, tokens: list[int], max_new: int, cacheable: bool, namespace: str | None, twins: int) -> None:
+        for _ in range(twins):
+            self._arrive(tokens, max_new, cacheable, namespace)
+
+    def _arrive(self, tokens: list[int], max_new: int, cacheable: bool, namespace: str | None) -> None:
+        self.count += 1
+        request = Request(
+            f"r{self.count}", tokens, max_new_tokens=max_new, room=self.count, prefill="p", namespace=namespace,
+            cacheable=cacheable,
+        )  # fmt: skip
+        try:
+            self.scheduler.add(request, self.now_s)
+        except RequestError:
+            assert len(tokens) + max_new > PAGE_SIZE * self.scheduler.books.num_pages - PAGE_SIZE
+
+    @rule()
+    def admit(self) -> None:
+        self.scheduler.pop_preallocated(self.now_s)
+        self._carry_out()
+        for ask in self.scheduler.pop_needs_prefill():
+            assert RoomKey(ask.room, ask.generation) in self.rooms
+            assert ask.known_token is None or ask.known_token == self.scheduler.requests[ask.rid].output[-1]
+
+    @rule()
+    def commit(self) -> None:
+        self.running += self.scheduler.pop_transferred(self.now_s)
+
+    @rule(token=st.integers(0, 1))
+    def all_goes_well(self, token: int) -> None:
+        """A shortcut to where requests run, so that what happens there is seen often."""
+        self.admit()
+        for key in sorted(self.rooms):
+            self._succeed(key)
+        self.commit()
+        for req in [req for req in self.running if len(req.output) == req.max_new_tokens]:
+            self.running.remove(req)
+            self.scheduler.finish(req, self.now_s)
+        if self.running:
+            self._append(list(self.running), token)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def grow(self, data: st.DataObject, token: int) -> None:
+        reqs = data.draw(st.lists(st.sampled_from(self.running), unique_by=id, min_size=1))
+        self._append([req for req in reqs if len(req.output) < req.max_new_tokens], token)
+
+    def _append(self, reqs: list[DecodeRequest], token: int) -> None:
+        pages_before = self.scheduler.books.allocator.owned_pages
+        try:
+            self.scheduler.append_many(reqs, [token] * len(reqs), self.now_s)
+        except OutOfPagesError as error:
+            assert self.scheduler.books.allocator.owned_pages == pages_before
+            assert self.running_rids()[0] not in error.retract, "the oldest is never named"
+            for rid in error.retract[:1]:
+                self._retract(rid, None)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), deferred=st.booleans(), continues=st.sampled_from([None, True, False]))
+    def finish(self, data: st.DataObject, deferred: bool, continues: bool | None) -> None:
+        req = data.draw(st.sampled_from(self.running))
+        self.running.remove(req)
+        self.scheduler.finish(req, self.now_s, self._event(deferred), continues)
+
+    @precondition(lambda self: len(self.running) > 1)
+    @rule(data=st.data(), deferred=st.booleans())
+    def retract(self, data: st.DataObject, deferred: bool) -> None:
+        oldest = self.running_rids()[0]
+        req = data.draw(st.sampled_from(self.running))
+        if req.rid != oldest:
+            self._retract(req.rid, self._event(deferred))
+
+    @precondition(lambda self: self.scheduler.requests)
+    @rule(data=st.data(), deferred=st.booleans())
+    def abort(self, data: st.DataObject, deferred: bool) -> None:
+        rid = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
+        assert self.scheduler.abort(rid, self.now_s, after=self._event(deferred))
+        assert not self.scheduler.abort(rid, self.now_s), "a second abort is a no-op"
+        self.running = [req for req in self.running if req.rid != rid]
+        self._carry_out()
+
+    @rule(num_pages=st.integers(0, 6))
+    def evict(self, num_pages: int) -> None:
+        books = self.scheduler.books
+        pages = books.cache.evict(min(num_pages, books.cache.evictable_pages), now_s=self.now_s)
+        books.allocator.uncache(pages)
+        books.allocator.free(pages)
+        books.version += 1
+
+    @rule()
+    def flush(self) -> None:
+        self.scheduler.flush()
+
+    @precondition(lambda self: self.events)
+    @rule(data=st.data())
+    def device_is_done(self, data: st.DataObject) -> None:
+        event = data.draw(st.sampled_from(self.events))
+        event.done = True
+        self.events.remove(event)
+        self.scheduler.settle_deferred(self.now_s)
+
+    # --- the other side ---------------------------------------------------------------------------
+
+    @precondition(lambda self: self.rooms | self.aborting)
+    @rule(data=st.data())
+    def succeed(self, data: st.DataObject) -> None:
+        self._succeed(data.draw(st.sampled_from(sorted(self.rooms | self.aborting))))
+
+    @precondition(lambda self: self.rooms)
+    @rule(data=st.data())
+    def abort_crosses_success(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.rooms)))
+        req = self.scheduler.transfers.get(key)
+        assert req is not None
+        self.scheduler.abort(req.rid, self.now_s)
+        self._carry_out()
+        self._succeed(key)
+
+    @precondition(lambda self: self.aborting)
+    @rule(data=st.data())
+    def abort_comes_through(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.aborting)))
+        self.aborting.remove(key)
+        self.undrained.add(key)
+        self.scheduler.room_ended(key, KVPoll.FAILED, TransferError("aborted"), b"", self.now_s)
+
+    @precondition(lambda self: self.rooms)
+    @rule(data=st.data(), drained=st.booleans())
+    def fail(self, data: st.DataObject, drained: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.rooms)))
+        self.rooms.remove(key)
+        self.undrained.add(key)
+        self.scheduler.room_ended(key, KVPoll.FAILED, TransferError("failed"), b"", self.now_s)
+        if drained:
+            self._drain(key)
+
+    @precondition(lambda self: self.undrained)
+    @rule(data=st.data(), overdue_first=st.booleans())
+    def drain(self, data: st.DataObject, overdue_first: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.undrained)))
+        if overdue_first:
+            self.scheduler.room_overdue(key)
+        self._drain(key)
+
+    # --- what all rules share ---------------------------------------------------------------------
+
+    def running_rids(self) -> list[str]:
+        return [rid for rid, req in self.scheduler.requests.items() if req.state in _CAN_RUN]
+
+    def _event(self, deferred: bool) -> Event | None:
+        if not deferred:
+            return None
+        self.events.append(Event())
+        return self.events[-1]
+
+    def _retract(self, rid: str, after: Event | None) -> None:
+        self.scheduler.retract(rid, self.now_s, after)
+        self.running = [req for req in self.running if req.rid != rid]
+
+    def _succeed(self, key: RoomKey) -> None:
+        self.rooms.discard(key)
+        self.aborting.discard(key)
+        del self.writable[key]
+        self.scheduler.room_ended(key, KVPoll.SUCCESS, None, b"", self.now_s)
+
+    def _drain(self, key: RoomKey) -> None:
+        self.undrained.remove(key)
+        del self.writable[key]
+        self.scheduler.room_drained(key)
+
+    def _carry_out(self) -> None:
+        for command in self.scheduler.take_commands():
+            match command:
+                case OpenRoom(promise, _):
+                    key = RoomKey(promise.room, promise.generation)
+                    self.rooms.add(key)
+                    self.writable[key] = promise.page_ids().tolist()
+                case AbortRoom(key, _) if key in self.rooms:
+                    self.rooms.remove(key)
+                    self.aborting.add(key)
+
+    @invariant()
+    def laws_hold(self) -> None:
+        self.now_s += 1.0
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_invariants()
+            pages = [page for pages in self.writable.values() for page in pages]
+            assert len(set(pages)) == len(pages), "law 5: a page is writable by two rooms"
+            state = self.scheduler.books.allocator.state
+            assert all(state(page) in _MAY_BE_WRITTEN for page in pages), (
+                "law 4: a page with a possible writer is in use"
+            )
+
+    def teardown(self) -> None:
+        """Whatever happened, once everybody has gone nothing is locked, owned or held."""
+        if not hasattr(self, "scheduler"):
+            return
+        for event in self.events:
+            event.done = True
+        self.scheduler.settle_deferred(self.now_s)
+        for rid in list(self.scheduler.requests):
+            self.scheduler.abort(rid, self.now_s)
+        self._carry_out()
+        for key in sorted(self.rooms | self.aborting | self.undrained):
+            self.scheduler.room_ended(key, KVPoll.FAILED, TransferError("the end"), b"", self.now_s)
+            self.scheduler.room_drained(key)
+        assert_at_rest(self.scheduler)
+        assert not len(self.scheduler.waiting)
+        assert not len(self.scheduler.transfers)
+        assert self.scheduler.budget.active == 0
+        assert not self.scheduler.num_deferred
+
+
+_MAY_BE_WRITTEN = (PageState.OWNED, PageState.HELD, PageState.QUARANTINED)
+_CAN_RUN = (DecodeState.TRANSFERRED, DecodeState.RUNNING)

@@ -1,0 +1,246 @@
+"""The radix cache and its naive model side by side, through any sequence of calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prefixkv.cache.events import NO_PARENT, Cleared, Removed, Stored, page_key
+from prefixkv.cache.gated import Gated
+from prefixkv.cache.policies import ByPriority
+from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.cache.radix_key import RadixKey
+from tests.models.gated_model import (
+    BLOCK_PAGES,
+    FRESH_S,
+    GHOST_PAGES,
+    KNOWN_S,
+    SHORT_PAGES,
+    STRIDE_PAGES,
+    GatedModel,
+)  # fmt: skip
+from tests.models.radix_model import RANKS, TTL_S, RadixModel
+
+POOL_PAGES = 4096
+NAMESPACES = st.sampled_from([None, "lora", 7])
+SECONDS = st.integers(0, 40)
+
+
+POLICIES = [*RANKS, "gated"]
+
+
+def make_pair(policy: str, page_size: int) -> tuple[RadixCache, RadixModel]:
+    """A cache and its model, with settings that a short run gets to feel."""
+    chosen: Any = policy
+    if policy == "priority-ttl":
+        chosen = ByPriority(ttl_s=TTL_S)
+    if policy == "gated":
+        chosen = Gated(
+            fresh_s=FRESH_S, known_s=KNOWN_S, short_tokens=SHORT_PAGES * page_size,
+            ghosts=GHOST_PAGES / POOL_PAGES, block_tokens=BLOCK_PAGES * page_size,
+            stride_blocks=STRIDE_PAGES // BLOCK_PAGES,
+        )  # fmt: skip
+    cache = RadixCache(page_size=page_size, policy=chosen, pool_pages=POOL_PAGES)
+    return cache, (GatedModel if policy == "gated" else RadixModel)(page_size, policy)
+
+
+class RadixMachine(RuleBasedStateMachine):
+    """Set `policy` and `page_sizes` in a subclass."""
+
+    policy = "lru"
+    page_sizes = (1, 2, 3, 16, 64)
+
+    keys = Bundle("keys")
+    results = Bundle("results")
+
+    @initialize(data=st.data())
+    def build(self, data: st.DataObject) -> None:
+        self.page_size = data.draw(st.sampled_from(self.page_sizes), label="page_size")
+        self.cache, self.model = make_pair(self.policy, self.page_size)
+        self.free = set(range(POOL_PAGES))
+        self.locks: list[tuple[Any, Any]] = []
+        self.now_s = 0.0
+        self.stored: set[tuple[Any, bytes]] = set()
+        self.listens = data.draw(st.booleans(), label="listens")
+        if self.listens:
+            self.cache.drain_events()
+        # Some paths to begin with, from few branches, so that most runs come to eviction among them.
+        paths = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8)
+        for runs in data.draw(paths, label="paths"):
+            self.serve((tuple(run for run in runs for _ in range(self.page_size)), None), [], False)
+
+    def _pages(self, num_pages: int) -> list[int]:
+        return sorted(self.free)[:num_pages]
+
+    def _prefix_keys(self, place: Any) -> Any:
+        namespace, prefix = place
+        key = NO_PARENT
+        for at in range(0, len(prefix), self.page_size):
+            key = page_key(key, np.array(prefix[at : at + self.page_size], np.int32).tobytes())
+        return namespace, key
+
+    # A key is a list of page-sized runs of one of three values, then a few more tokens: few enough kinds that
+    # paths meet, part and end inside one another.
+
+    @rule(target=keys, runs=st.lists(st.integers(0, 2), max_size=8), tail=st.integers(0, 3), namespace=NAMESPACES)
+    def new_key(self, runs: list[int], tail: int, namespace: Any) -> Any:
+        tokens = [run for run in runs for _ in range(self.page_size)] + [9] * min(tail, self.page_size - 1)
+        return tuple(tokens), namespace
+
+    @rule(target=keys, key=keys, runs=st.lists(st.integers(0, 2), min_size=1, max_size=4), last=st.booleans())
+    def longer_key(self, key: Any, runs: list[int], last: bool) -> Any:
+        tokens, namespace = key
+        tokens = tokens[: len(tokens) // self.page_size * self.page_size][: 20 * self.page_size]
+        more = [run for run in runs for _ in range(self.page_size)]
+        if last:
+            more[-1] = 5  # all but the last token the same
+        return tokens + tuple(more), namespace
+
+    @rule(seconds=SECONDS)
+    def time_passes(self, seconds: int) -> None:
+        self.now_s += seconds
+
+    @rule(target=results, key=keys, prebuilt=st.booleans())
+    def match(self, key: Any, prebuilt: bool) -> Any:
+        tokens, namespace = key
+        nodes = self.cache.num_nodes
+        if prebuilt:
+            result = self.cache.match_prefix(RadixKey(tokens, namespace))
+        else:
+            result = self.cache.match_prefix(np.array(tokens, np.int32), namespace)
+        depth = self.model.match(tokens, namespace)
+        assert result.prefix_len == depth * self.page_size
+        assert result.pages.tolist() == self.model.page_ids(tokens, namespace, depth)
+        places = [(namespace, self.model.cut(tokens, at + 1)) for at in range(depth)]
+        assert result.unprotected_pages == sum(not self.model.held(place) for place in places)
+        assert self.cache.num_nodes == nodes
+        return result, key, True
+
+    @rule(target=results, key=keys, priority=st.integers(-2, 2))
+    def insert(self, key: Any, priority: int) -> Any:
+        tokens, namespace = key
+        num_pages = len(tokens) // self.page_size
+        old = self.model.match(tokens, namespace)
+        ids = self._pages(num_pages)
+        result = self.cache.insert(list(tokens), ids, namespace, priority, self.now_s)
+        assert self.model.insert(tokens, ids, namespace, self.now_s, priority) == old
+        self.free -= set(ids[old:])
+        assert result.prefix_len == old * self.page_size
+        assert result.pages.tolist() == self.model.page_ids(tokens, namespace, num_pages)
+        return result, key, False
+
+    @rule(key=keys, more=st.lists(st.integers(0, 2), max_size=3), pauses=st.booleans())
+    def serve(self, key: Any, more: list[int], pauses: bool) -> None:
+        """A whole request, as an engine runs it: hold what is there, add the prompt, add the answer."""
+        tokens, namespace = key
+        self.lock((self.cache.match_prefix(tokens, namespace), key, True))
+        prefix = self.locks.pop()
+        inserted = self.insert(key, 0)
+        self.lock(inserted)
+        self._end(prefix)
+        if pauses:
+            self.now_s += 7
+        tokens = tokens[: len(tokens) // self.page_size * self.page_size]
+        answer = tuple(run for run in more for _ in range(self.page_size))
+        self.insert((tokens + answer, namespace), 0)
+        self._end(self.locks.pop())
+
+    def _end(self, pair: Any) -> None:
+        lock, twin = pair
+        freed = self.cache.unlock(lock)
+        assert sorted(freed.tolist()) == sorted(self.model.unlock(twin))
+        self.free |= set(freed.tolist())
+
+    @rule(result=results)
+    def lock(self, result: Any) -> None:
+        found, (tokens, namespace), visit = result
+        lock = self.cache.lock(found, self.now_s)
+        twin = self.model.lock(tokens, namespace, self.now_s, visit)
+        assert lock.prefix_len == len(twin.place[1])
+        assert lock.pages.tolist() == self.model.page_ids(tokens, namespace, lock.prefix_len // self.page_size)
+        self.locks.append((lock, twin))
+
+    @precondition(lambda self: self.locks)
+    @rule(data=st.data())
+    def unlock(self, data: st.DataObject) -> None:
+        self._end(self.locks.pop(data.draw(st.integers(0, len(self.locks) - 1))))
+
+    @rule(num_pages=st.sampled_from([1, 1, 1, 2, 3, 5, 12, 1000, 0]), batch=st.booleans())
+    def evict(self, num_pages: int, batch: bool) -> None:
+        steps = [num_pages] if batch else [1] * min(num_pages, 20)
+        for step in steps:
+            taken = self.cache.evict(step, self.now_s).tolist()
+            assert len(taken) == len(set(taken))
+            assert set(taken) == self.model.evict(step, self.now_s, set(taken))
+            self.free |= set(taken)
+
+    @rule(key=keys)
+    def begin_to_wait(self, key: Any) -> None:
+        tokens, namespace = key
+        self.cache.wanted(tokens, +1, namespace)
+        self.model.wants.append((namespace, self.model.cut(tokens, self.model.whole(tokens))))
+
+    @precondition(lambda self: self.model.wants)
+    @rule(data=st.data())
+    def wait_no_longer(self, data: st.DataObject) -> None:
+        namespace, tokens = self.model.wants.pop(data.draw(st.integers(0, len(self.model.wants) - 1)))
+        self.cache.wanted(tokens, -1, namespace)
+
+    @rule(result=results, continues=st.sampled_from([True, False, None]))
+    def hint(self, result: Any, continues: bool | None) -> None:
+        found, (tokens, namespace), _ = result
+        _, depth = self.cache.locate(found)
+        self.cache.hint(found, continues)
+        if continues is not None and depth:
+            self.model.hint(tokens, namespace, depth, continues)
+
+    @precondition(lambda self: len(self.model.pages) > 3)
+    @rule()
+    def reset(self) -> None:
+        freed = self.cache.reset().tolist()
+        assert sorted(freed) == sorted(self.model.reset())
+        self.free |= set(freed)
+
+    @invariant()
+    def agree(self) -> None:
+        cache, model = self.cache, self.model
+        cache.check_invariants()
+        assert cache.num_pages == len(model.pages)
+        assert cache.protected_pages == model.protected_pages
+        assert cache.evictable_pages == len(model.pages) - model.protected_pages
+        assert cache.num_pages + cache.orphan_pages + len(self.free) == POOL_PAGES
+
+    @invariant()
+    def listener_knows_the_tree(self) -> None:
+        if not self.listens:
+            return
+        for event in self.cache.drain_events():
+            if isinstance(event, Cleared):
+                self.stored.clear()
+                continue
+            places = {(event.namespace, own) for own in event.page_keys}
+            assert len(places) == len(event.page_keys)
+            if isinstance(event, Stored):
+                assert event.parent == NO_PARENT or (event.namespace, event.parent) in self.stored
+                assert not places & self.stored
+                self.stored |= places
+            else:
+                assert isinstance(event, Removed)
+                assert places <= self.stored
+                self.stored -= places
+        assert self.stored == {self._prefix_keys(place) for place in self.model.pages}
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        while self.locks:
+            lock, _ = self.locks.pop()
+            self.free |= set(self.cache.unlock(lock).tolist())
+        assert self.cache.protected_pages == 0
+        self.free |= set(self.cache.evict(POOL_PAGES, self.now_s).tolist())
+        self.cache.check_invariants()
+        assert len(self.free) == POOL_PAGES
+        assert self.cache.num_nodes == 0

@@ -1,0 +1,216 @@
+"""A radix cache without a tree: a dictionary of prefixes, every page for itself, every use remembered.
+
+Slow and obvious. A page knows all uses that covered it; its rank is computed from them from scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+Prefix = tuple[int, ...]
+Place = tuple[Hashable, Prefix]
+
+
+@dataclass(eq=False)
+class ModelUse:
+    tick: int
+    now_s: float
+    visit: bool
+    priority: int | None  # None: a lock
+    brings: bool  # new pages
+    covers: int  # pages
+    marks: dict[int, Any] = field(default_factory=dict)  # depths at which it left something; what is for the policy
+
+
+@dataclass(eq=False)
+class ModelPage:
+    page_id: int
+    born: int  # tick of the insertion
+    base: int = 0  # visits of an earlier life that were remembered
+    uses: list[ModelUse] = field(default_factory=list)
+
+    @property
+    def last(self) -> ModelUse:
+        return max(self.uses, key=lambda use: use.tick)
+
+
+@dataclass(eq=False)
+class ModelLock:
+    place: Place
+    orphan: dict[Place, ModelPage] | None = None  # after a reset: the pages it shares with other orphans
+
+
+def visits(page: ModelPage) -> int:
+    """Requests that used the page: the one that brought it, and every first use of another."""
+    return page.base + 1 + sum(use.visit for use in page.uses if use.tick != page.born)
+
+
+def priority(page: ModelPage) -> int:
+    return max(use.priority for use in page.uses if use.priority is not None)
+
+
+def worth(page: ModelPage, now_s: float, half_life_s: float = 430.0) -> float:
+    """What the visits are worth now, each half as much after every half-life."""
+    return sum(0.5 ** ((now_s - use.now_s) / half_life_s) for use in page.uses if use.visit or use.brings)
+
+
+RANKS: dict[str, Callable[[ModelPage, float], object]] = {
+    "lru": lambda page, now_s: page.last.tick,
+    "mru": lambda page, now_s: -page.last.tick,
+    "fifo": lambda page, now_s: page.born,
+    "filo": lambda page, now_s: -page.born,
+    "lfu": lambda page, now_s: (visits(page), page.last.tick),
+    "slru": lambda page, now_s: (visits(page) > 1, page.last.tick),
+    "priority": lambda page, now_s: (priority(page), page.last.tick),
+    "priority-ttl": lambda page, now_s: (
+        (float("-inf"), page.last.tick) if now_s - page.last.now_s > TTL_S else (priority(page), page.last.tick)
+    ),
+    "aged": lambda page, now_s: (worth(page, now_s), page.last.tick),
+}
+
+TTL_S = 25.0
+
+
+class RadixModel:
+    def __init__(self, page_size: int, policy: str) -> None:
+        self.page_size = page_size
+        self.policy = policy
+        self.pages: dict[Place, ModelPage] = {}
+        self.locks: list[ModelLock] = []
+        self.wants: list[Place] = []
+        self.tick = 0
+
+    # --- prefixes --------------------------------------------------------------------------------
+
+    def cut(self, tokens: Prefix, num_pages: int) -> Prefix:
+        return tokens[: num_pages * self.page_size]
+
+    def whole(self, tokens: Prefix) -> int:
+        return len(tokens) // self.page_size
+
+    def match(self, tokens: Prefix, namespace: Hashable) -> int:
+        """Pages of cached prefix."""
+        depth = 0
+        while depth < self.whole(tokens) and (namespace, self.cut(tokens, depth + 1)) in self.pages:
+            depth += 1
+        return depth
+
+    def page_ids(self, tokens: Prefix, namespace: Hashable, depth: int) -> list[int]:
+        return [self.pages[namespace, self.cut(tokens, at + 1)].page_id for at in range(depth)]
+
+    def held(self, place: Place) -> bool:
+        namespace, prefix = place
+        return any(
+            lock.orphan is None and lock.place[0] == namespace and lock.place[1][: len(prefix)] == prefix
+            for lock in self.locks
+        )
+
+    def wanted(self, place: Place) -> bool:
+        namespace, prefix = place
+        return any(want[0] == namespace and want[1][: len(prefix)] == prefix for want in self.wants)
+
+    def is_leaf(self, place: Place) -> bool:
+        namespace, prefix = place
+        longer = len(prefix) + self.page_size
+        return not any(ns == namespace and len(p) == longer and p[: len(prefix)] == prefix for ns, p in self.pages)
+
+    @property
+    def protected_pages(self) -> int:
+        return sum(self.held(place) for place in self.pages)
+
+    # --- what changes it ---------------------------------------------------------------------------
+
+    def use(self, tokens: Prefix, namespace: Hashable, use: ModelUse) -> None:
+        for at in range(use.covers):
+            self.pages[namespace, self.cut(tokens, at + 1)].uses.append(use)
+
+    def insert(self, tokens: Prefix, ids: list[int], namespace: Hashable, now_s: float = 0.0, priority: int = 0) -> int:
+        old = self.match(tokens, namespace)
+        depth = self.whole(tokens)
+        if not depth:
+            return 0
+        visit = not (old and self.held((namespace, self.cut(tokens, old))))
+        self.tick += 1
+        use = ModelUse(self.tick, now_s, visit, priority, depth > old, depth)
+        bases = self.look_up(use, tokens, namespace, old)
+        for at in range(old, depth):
+            self.pages[namespace, self.cut(tokens, at + 1)] = ModelPage(ids[at], self.tick, bases[at])
+        self.use(tokens, namespace, use)
+        return old
+
+    def lock(self, tokens: Prefix, namespace: Hashable, now_s: float, visit: bool) -> ModelLock:
+        depth = self.match(tokens, namespace)
+        if depth:
+            self.tick += 1
+            use = ModelUse(self.tick, now_s, visit, None, False, depth)
+            self.look_up(use, tokens, namespace, depth)
+            self.use(tokens, namespace, use)
+        lock = ModelLock((namespace, self.cut(tokens, depth)))
+        self.locks.append(lock)
+        return lock
+
+    def look_up(self, use: ModelUse, tokens: Prefix, namespace: Hashable, old: int) -> list[int]:
+        """For policies that remember: complete the use; returns the visits remembered of each page."""
+        use.marks = {use.covers: None}
+        return [0] * use.covers
+
+    def gone(self, place: Place, page: ModelPage) -> None:
+        """For policies that remember: this page was evicted."""
+
+    def unlock(self, lock: ModelLock) -> set[int]:
+        self.locks.remove(lock)
+        if lock.orphan is None:
+            return set()
+        freed = set()
+        namespace, prefix = lock.place
+        others = [other.place for other in self.locks if other.orphan is lock.orphan]
+        for at in range(self.whole(prefix)):
+            place = (namespace, self.cut(prefix, at + 1))
+            if not any(ns == namespace and p[: len(place[1])] == place[1] for ns, p in others):
+                freed.add(lock.orphan[place].page_id)
+        return freed
+
+    def victim(self, now_s: float, likely: set[int]) -> Place | None:
+        """The page that goes next. Where rounding may decide (sums of worths), one of the `likely` if it can be."""
+        leaves = [place for place in self.pages if self.is_leaf(place) and not self.held(place)]
+        unwanted = [place for place in leaves if not self.wanted(place)]
+        if not unwanted:
+            return min(leaves, key=lambda place: self.pages[place].last.tick, default=None)
+        return self.choose(unwanted, now_s, likely)
+
+    def choose(self, unwanted: list[Place], now_s: float, likely: set[int]) -> Place:
+        ranks: dict[Place, Any] = {place: RANKS[self.policy](self.pages[place], now_s) for place in unwanted}
+        least = min(unwanted, key=lambda place: ranks[place])
+        if self.policy == "aged":
+            near = [place for place in unwanted if ranks[place][0] <= ranks[least][0] * (1 + 1e-9)]
+            return next((place for place in near if self.pages[place].page_id in likely), least)
+        return least
+
+    def evict(self, num_pages: int, now_s: float, likely: set[int]) -> set[int]:
+        taken: set[int] = set()
+        while len(taken) < num_pages and (place := self.victim(now_s, likely)) is not None:
+            page = self.pages.pop(place)
+            self.gone(place, page)
+            depth = self.whole(place[1])
+            for use in page.uses:
+                for at in sorted(at for at in use.marks if at >= depth):
+                    use.marks[depth - 1] = use.marks.pop(at)  # of two of one use, the deeper stays
+            taken.add(page.page_id)
+        return taken
+
+    def reset(self) -> set[int]:
+        freed = {page.page_id for place, page in self.pages.items() if not self.held(place)}
+        for lock in self.locks:
+            if lock.orphan is None:
+                lock.orphan = self.pages
+        self.pages = {}
+        self.forget_all()
+        return freed
+
+    def forget_all(self) -> None:
+        """For policies that remember."""
+
+    def hint(self, tokens: Prefix, namespace: Hashable, depth: int, continues: bool) -> None:
+        """For policies that listen."""

@@ -1,0 +1,120 @@
+"""Drivers that let one contract suite run on the fake and on NIXL, in shared memory and over TCP."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from prefixkv.config import TransportConfig
+from prefixkv.protocol.state import PeerId
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.transport.base import Arrived, Transport, TransportEvent, WriteDone, WriteFailed, WriteJob
+from prefixkv.transport.fake import FakeFabric
+from tests.models.transport_pools import NumpyPool, make_pool
+
+NUM_PAGES = 24
+_incarnations = itertools.count(1000)
+
+
+@dataclass(eq=False)
+class Node:
+    me: PeerId
+    pool: NumpyPool
+    transport: Any
+    events: list[TransportEvent] = field(default_factory=list)
+
+    def ends(self, *job_ids: int) -> list[WriteDone | WriteFailed]:
+        """The end events, of these jobs only where some are named."""
+        return [
+            e for e in self.events
+            if isinstance(e, WriteDone | WriteFailed) and (not job_ids or e.job_id in job_ids)
+        ]  # fmt: skip
+
+    def tags(self) -> list[ChunkTag]:
+        return [ChunkTag.unpack(e.tag) for e in self.events if isinstance(e, Arrived)]
+
+    def of(self, kind: type) -> list[Any]:
+        return [e for e in self.events if isinstance(e, kind)]
+
+    def job(self, job_id: int, to: Node, src: Any, dst: Any, room: int | None = None, **more: Any) -> WriteJob:
+        tag = ChunkTag(self.me.incarnation, room=job_id if room is None else room, generation=1, rank=0, chunk=3)
+        src_pages = np.asarray(src) if isinstance(src, np.ndarray) else np.array(src, np.int32)
+        dst_pages = np.asarray(dst) if isinstance(dst, np.ndarray) else np.array(dst, np.int32)
+        return WriteJob(job_id, to.me, src_pages, dst_pages, tag, **more)
+
+    def add(self, *others: Node) -> None:
+        for other in others:
+            self.transport.add_peer(other.me, other.transport.metadata, other.pool.layout)
+
+
+class Driver:
+    """Makes nodes, and waits until something is true."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._changed = threading.Condition()
+
+    def node(self, name: str, order: str = "layer_major", config: TransportConfig | None = None, **pool: Any) -> Node:
+        me = PeerId(name, next(_incarnations))
+        memory = make_pool(order, pool.pop("num_pages", NUM_PAGES), **pool)
+        memory.fill(me.incarnation)
+        node = Node(me, memory, None)
+
+        def sink(event: TransportEvent) -> None:
+            with self._changed:
+                node.events.append(event)
+                self._changed.notify_all()
+
+        node.transport = self.make(me, memory, sink, config or TransportConfig(post_bytes=512))
+        self.nodes.append(node)
+        return node
+
+    def pair(self, src: str = "layer_major", dst: str = "page_major", **more: Any) -> tuple[Node, Node]:
+        writer, target = self.node("prefill", src, **more), self.node("decode", dst, **more)
+        writer.add(target)
+        target.transport.expect(1)
+        return writer, target
+
+    def touch(self) -> None:
+        """Say that something `until` may wait for has changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def make(self, me: PeerId, pool: NumpyPool, sink: Callable[[TransportEvent], None], config: Any) -> Transport:
+        raise NotImplementedError
+
+    def until(self, condition: Callable[[], object]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.transport.close()
+
+
+class FakeDriver(Driver):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fabric = FakeFabric(seed=1)
+
+    def make(self, me: PeerId, pool: NumpyPool, sink: Callable[[TransportEvent], None], config: Any) -> Transport:
+        return self.fabric.transport(me, pool.layout, sink, config, memory=pool)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        while not condition():
+            assert self.fabric.step(), "nothing more can happen"
+
+
+class NixlDriver(Driver):
+    def make(self, me: PeerId, pool: NumpyPool, sink: Callable[[TransportEvent], None], config: Any) -> Transport:
+        from prefixkv.transport.nixl import NixlTransport
+
+        return NixlTransport(me, pool.layout, sink, config)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout=20), [node.events for node in self.nodes]

@@ -1,0 +1,326 @@
+"""Prefill's room machine: the laws of `Laws` hold after every event. The one that matters most: nobody is told
+*drained* while a write is in flight, or after one has ended in an error that proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count, product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixkv.errors import AbortedError, RequestError, TransferError
+from prefixkv.protocol import sender_machine as sm
+from prefixkv.protocol.messages import Drained, Outcome, PromiseAck
+from prefixkv.protocol.sender_machine import (
+    AbortSaid,
+    Added,
+    Bootstrapped,
+    CancelWrite,
+    ChunkQueued,
+    Fail,
+    OutcomeAcked,
+    PostWrite,
+    Promised,
+    RoomEnded,
+    Say,
+    SenderMachine,
+    SourceFree,
+    Tick,
+    WriteEnded,
+)
+from prefixkv.protocol.state import KVPoll
+from tests.protocol.wire import DECODE, KEY, PAGE_SIZE, TIMING, check_deadline, check_table
+
+PAGES = (3, 9, 5, 6)  # decode's, for tokens 4 to 18 of 18
+
+
+def promised(fill_len: int = 18, prefix_len: int = 4, pages: Sequence[int] = PAGES) -> Promised:
+    return Promised(DECODE, fill_len, prefix_len, np.array(pages, dtype=np.int32))
+
+
+def chunk(first_page: int, num_pages: int, last: bool = False) -> ChunkQueued:
+    src_pages = np.arange(20 + first_page, 20 + first_page + num_pages, dtype=np.int32)
+    return ChunkQueued(first_page, src_pages, last, b"first" if last else b"", None)
+
+
+class Laws:
+    """A machine, and what may be said about it from outside."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.machine = SenderMachine(KEY, 2, PAGE_SIZE, count(1).__next__, TIMING, self.now_s)
+        self.ended: RoomEnded | None = None
+        self.source_free = False
+        self.in_flight: set[int] = set()
+        self.unproven = False
+        self.asked = False  # decode has sent an abort
+        self.written: list[int] = []  # decode's pages in the order of the posts
+
+    def on(self, event: Any, after_s: float = 0.0) -> list[Any]:
+        self.now_s += after_s
+        before = self.machine.poll
+        if isinstance(event, WriteEnded) and event.job_id in self.in_flight:
+            self.in_flight.remove(event.job_id)
+            self.unproven |= event.error is not None and not event.drained
+        self.asked |= isinstance(event, AbortSaid)
+        actions = self.machine.on(event, self.now_s)
+        for action in actions:
+            self._see(action)
+        self._check(before)
+        return actions
+
+    def _see(self, action: Any) -> None:
+        if isinstance(action, PostWrite):
+            assert self.ended is None, "a write after the end"
+            self.in_flight.add(action.job_id)
+            self.written += action.dst_pages.tolist()
+            assert self.written == list(PAGES[: len(self.written)]), "pages in order, each once, none but the promised"
+            assert action.src_pages.tolist() == [21 + PAGES.index(page) for page in action.dst_pages.tolist()]
+        elif isinstance(action, CancelWrite):
+            assert action.job_id in self.in_flight
+        elif isinstance(action, RoomEnded):
+            assert self.ended is None, "a room ends once"
+            self.ended = action
+            if action.poll is KVPoll.SUCCESS:
+                assert self.written == list(PAGES)
+                assert not self.in_flight
+                assert not self.unproven
+        elif isinstance(action, SourceFree):
+            assert not self.source_free, "said once"
+            assert self.ended is not None
+            assert not self.in_flight, "a write still reads our pages"
+            self.source_free = True
+        elif isinstance(action, Say):
+            self._hear(action.body)
+
+    def _hear(self, body: Any) -> None:
+        safe = self.ended is not None and not self.in_flight and not self.unproven
+        if isinstance(body, Drained):
+            assert safe, "Drained without proof"
+            assert self.asked
+        elif isinstance(body, Outcome):
+            assert self.ended is not None, "an outcome before the end"
+            assert body.ok == (self.ended.poll is KVPoll.SUCCESS)
+            assert body.drained == safe, "the outcome says drained without proof, or hides it"
+            assert body.rank == 2
+            assert not body.ok or (body.num_pages == len(PAGES) and body.aux == b"first")
+
+    def _check(self, before: KVPoll) -> None:
+        machine = self.machine
+        assert machine.poll >= before, "a room never goes back"
+        assert not (before.ended and machine.poll is not before), "a terminal state stands"
+        assert machine.poll.ended == (self.ended is not None)
+        assert machine.in_flight == self.in_flight
+        assert self.source_free == (self.ended is not None and not self.in_flight)
+        if not machine.poll.ended:
+            assert machine.wake_s < float("inf"), "a wait without a deadline"
+        if machine.over:
+            assert self.source_free
+            assert not self.unproven
+
+
+POSTED = [Added(18), promised(), chunk(1, 2)]
+BROKEN = TransferError("broken")
+SCRIPTS: dict[str, list[Any]] = {
+    "nothing known": [],
+    "added": [Added(18)],
+    "parked": [promised()],
+    "waiting": [Added(18), promised()],
+    "posted": POSTED,
+    "posted and done": [*POSTED, WriteEnded(1)],
+    "all posted": [*POSTED, chunk(3, 2, last=True)],
+    "all but one done": [*POSTED, chunk(3, 2, last=True), WriteEnded(2)],
+    "success": [*POSTED, chunk(3, 2, last=True), WriteEnded(2), WriteEnded(1)],
+    "success, acknowledged": [*POSTED, chunk(3, 2, last=True), WriteEnded(2), WriteEnded(1), OutcomeAcked()],
+    "failed, write in flight": [*POSTED, Fail(AbortedError("enough"))],
+    "failed, acknowledged, write in flight": [*POSTED, Fail(AbortedError("enough")), OutcomeAcked()],
+    "failed by a write that proves nothing": [*POSTED, WriteEnded(1, BROKEN, drained=False)],
+    "failed by a write refused at post": [*POSTED, WriteEnded(1, BROKEN)],
+    "aborted by decode, write in flight": [*POSTED, AbortSaid(DECODE, "enough")],
+    "aborted before the promise": [AbortSaid(DECODE, "enough")],
+    "peer lost, write in flight": [*POSTED, Fail(BROKEN, tell=False)],
+    "parked too long": [promised(), Tick()],
+}
+EVENTS: list[tuple[Any, float]] = [
+    (Added(18), 0), (Added(17), 0), (promised(), 0), (chunk(1, 2), 0), (chunk(1, 4, last=True), 0),
+    (chunk(3, 2, last=True), 0), (chunk(3, 1, last=True), 0), (chunk(5, 0, last=True), 0), (chunk(2, 1), 0),
+    (chunk(1, 9), 0), (WriteEnded(1), 0), (WriteEnded(2), 0), (WriteEnded(99), 0),
+    (WriteEnded(1, BROKEN), 0), (WriteEnded(1, BROKEN, drained=False), 0), (WriteEnded(2, BROKEN, drained=False), 0),
+    (AbortSaid(DECODE, "enough"), 0), (Fail(AbortedError("enough")), 0), (Fail(BROKEN, tell=False), 0),
+    (OutcomeAcked(), 0), (Tick(), 0), (Tick(), TIMING.resend_s), (Tick(), 100.0),
+]  # fmt: skip
+
+
+def run(script: list[Any]) -> Laws:
+    laws = Laws()
+    for event in script:
+        laws.on(event)
+    return laws
+
+
+def finish(laws: Laws) -> None:
+    """All writes end, decode aborts, time passes: what is left is over, unless a write proved nothing."""
+    for job_id in sorted(laws.in_flight):
+        laws.on(WriteEnded(job_id))
+    laws.on(Tick(), 1000.0)
+    if laws.machine.peer is None:  # no decode worker has ever named the room: the endpoint answers for it
+        assert laws.machine.over
+        return
+    said = laws.on(AbortSaid(DECODE, "enough")) + laws.on(AbortSaid(DECODE, "again"))
+    drained = [say for say in said if isinstance(say, Say) and isinstance(say.body, Drained)]
+    assert len(drained) == (0 if laws.unproven else 2), "each abort is answered, once it can be"
+    assert laws.machine.over == (not laws.unproven)
+    assert laws.source_free
+
+
+def test_every_state_has_a_row_and_every_row_leads_somewhere() -> None:
+    check_table(SenderMachine, sm)
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_any_two_events_in_any_state_keep_the_laws(script: list[Any]) -> None:
+    for first, second in product(EVENTS, EVENTS):
+        laws = run(script)
+        laws.on(*first)
+        laws.on(*second)
+        finish(laws)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(EVENTS),
+            st.builds(
+                lambda job_id, how: (WriteEnded(job_id, *how), 0),
+                st.integers(1, 5),
+                st.sampled_from([(None, True), (BROKEN, True), (BROKEN, False)]),
+            ),
+            st.builds(
+                lambda first, num, last: (chunk(first, num, last), 0),
+                st.integers(0, 5), st.integers(0, 4), st.booleans(),
+            ),
+            st.builds(lambda pause_s: (Tick(), pause_s), st.floats(0, 5)),
+        ),
+        max_size=30,
+    ),
+)  # fmt: skip
+def test_any_sequence_keeps_the_laws(events: list[tuple[Any, float]]) -> None:
+    laws = Laws()
+    for event in [(Added(18), 0), (promised(), 0), *events]:
+        laws.on(*event)
+    finish(laws)
+
+
+@given(st.permutations([1, 2, 3]), st.integers(0, 3), st.data())
+def test_no_acknowledgement_before_the_last_write_has_ended(order: list[int], done: int, data: st.DataObject) -> None:
+    """Three writes; decode aborts when `done` of them are done, and hears Drained with the last end, not before."""
+    laws = run([Added(18), promised(), chunk(1, 1), chunk(2, 1), chunk(3, 1)])
+    unproven = data.draw(st.sampled_from([0, *order]))
+    for job_id in order[:done]:
+        laws.on(WriteEnded(job_id, *((BROKEN, False) if job_id == unproven else ())))
+    said = laws.on(AbortSaid(DECODE, "enough"))
+    for job_id in order[done:]:
+        assert not any(isinstance(say.body, Drained) for say in said if isinstance(say, Say))
+        laws.on(Tick(), 50.0)
+        said = laws.on(WriteEnded(job_id, *((BROKEN, False) if job_id == unproven else ())))
+    assert [Say(DECODE, Drained(*KEY, 2))] * (not unproven) == [say for say in said if isinstance(say, Say)]
+
+
+@pytest.mark.parametrize("added_first", [True, False])
+def test_the_path_of_one_room(added_first: bool) -> None:
+    laws = Laws()
+    ack = Say(DECODE, PromiseAck(*KEY, 2))
+    known = Bootstrapped(KEY, DECODE, 4)
+    if added_first:
+        assert laws.on(Added(18)) == []
+        assert laws.on(promised()) == [ack, known]
+    else:
+        assert laws.on(promised()) == [ack]
+        assert laws.on(Added(18)) == [known]
+    assert laws.on(promised()) == [ack], "said again, it is answered again"
+    [post] = laws.on(chunk(1, 3))
+    assert (post.job_id, post.chunk, post.dst_pages.tolist()) == (1, 0, [3, 9, 5])
+    assert laws.on(chunk(4, 0)) == [], "nothing to send"
+    assert laws.on(WriteEnded(1)) == []
+    [post] = laws.on(chunk(4, 1, last=True))
+    assert (post.job_id, post.chunk, post.dst_pages.tolist()) == (2, 1, [6])
+    outcome = Say(DECODE, Outcome(*KEY, 2, True, 2, 4, b"first", "", True))
+    assert laws.on(WriteEnded(2)) == [RoomEnded(KEY, KVPoll.SUCCESS), outcome, SourceFree(KEY)]
+    assert laws.on(promised()) == [outcome]
+    assert not laws.machine.over
+    laws.on(OutcomeAcked())
+    assert laws.machine.over
+
+
+def test_a_full_hit_sends_no_page_and_still_says_its_outcome() -> None:
+    laws = run([Added(16), promised(fill_len=16, prefix_len=16, pages=())])
+    actions = laws.machine.on(chunk(4, 0, last=True), 0.0)
+    outcome = Say(DECODE, Outcome(*KEY, 2, True, 0, 0, b"first", "", True))
+    assert actions == [RoomEnded(KEY, KVPoll.SUCCESS), outcome, SourceFree(KEY)]
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "text"),
+    [
+        ([Added(17), promised()], RequestError, "18 tokens, the request here has 17"),
+        ([*POSTED, chunk(3, 2, last=True), chunk(5, 0)], RequestError, "after the last"),
+        ([*POSTED, chunk(1, 2)], TransferError, "pages 0 to 2 .* page 2 of 4 is next"),
+        ([*POSTED, chunk(4, 1)], TransferError, "pages 3 to 4 .* page 2 of 4 is next"),
+        ([*POSTED, chunk(3, 3)], TransferError, "pages 2 to 5"),
+        ([*POSTED, chunk(3, 1, last=True)], TransferError, "3 of 4 pages"),
+        ([*POSTED, AbortSaid(DECODE, "why")], AbortedError, "why"),
+    ],
+)
+def test_what_cannot_be_fails_the_room_and_says_why(script: list[Any], error: type, text: str) -> None:
+    laws = run(script)
+    assert laws.machine.poll is KVPoll.FAILED
+    with pytest.raises(error, match=text):
+        raise laws.ended.error
+
+
+def test_a_failing_room_cancels_all_that_is_in_flight_and_frees_its_source_with_the_last_end() -> None:
+    laws = run([Added(18), promised(), chunk(1, 1), chunk(2, 1), chunk(3, 1)])
+    actions = laws.on(WriteEnded(2, BROKEN))
+    assert [action.job_id for action in actions if isinstance(action, CancelWrite)] == [1, 3]
+    assert laws.on(WriteEnded(3, BROKEN)) == []
+    assert laws.on(WriteEnded(1)) == [SourceFree(KEY)]
+
+
+@pytest.mark.parametrize(
+    ("script", "deadline_s"),
+    [
+        ("added", TIMING.bootstrap_timeout_s),
+        ("parked", TIMING.parked_timeout_s),
+        ("waiting", TIMING.waiting_timeout_s),
+        ("posted", TIMING.transfer_timeout_s),
+        ("all but one done", TIMING.transfer_timeout_s),
+    ],
+)
+def test_every_waiting_state_has_its_deadline(script: str, deadline_s: float) -> None:
+    laws = run(SCRIPTS[script])
+    check_deadline(laws, Tick(), deadline_s)
+
+
+@pytest.mark.parametrize("script", ["success", "failed by a write refused at post"])
+def test_the_outcome_is_said_again_until_acknowledged_or_nobody_cares(script: str) -> None:
+    laws = run(SCRIPTS[script])
+    times = []
+    while (wake_s := laws.machine.wake_s) < float("inf"):
+        if laws.on(Tick(), wake_s - laws.now_s):
+            times.append(laws.now_s)
+    assert times == [0.5, 1.5, 3.5, 7.5]
+    assert laws.now_s == TIMING.ack_timeout_s
+    assert laws.machine.over
+
+
+def test_an_outcome_said_again_is_up_to_date_about_drained() -> None:
+    laws = run(SCRIPTS["failed, write in flight"])
+    [said] = laws.on(Tick(), TIMING.resend_s)
+    assert not said.body.drained
+    laws.on(WriteEnded(1))
+    [said] = laws.on(Tick(), 2 * TIMING.resend_s)
+    assert said.body.drained

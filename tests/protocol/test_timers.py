@@ -1,0 +1,68 @@
+"""Who is woken when: `Timers` against a dict, and the pauses of `Backoff`."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixkv.protocol.backoff import Backoff
+from prefixkv.protocol.timers import Timers
+
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("wake"), st.sampled_from("abc"), st.integers(0, 20)),
+        st.tuples(st.just("forget"), st.sampled_from("abc"), st.none()),
+        st.tuples(st.just("due"), st.none(), st.integers(0, 5)),
+    ),
+    max_size=40,
+)
+
+
+@given(_STEPS)
+def test_timers_wake_each_key_once_and_never_late(steps: list[tuple[str, str | None, int | None]]) -> None:
+    timers: Timers[str] = Timers()
+    model: dict[str, int] = {}
+    now_s = 0
+    for what, key, number in steps:
+        if what == "wake":
+            timers.wake(key, now_s + number)
+            model[key] = min(model.get(key, now_s + number), now_s + number)
+        elif what == "forget":
+            timers.forget(key)
+            model.pop(key, None)
+        else:
+            now_s += number
+            due = timers.due(now_s)
+            assert sorted(due) == sorted(key for key, when_s in model.items() if when_s <= now_s)
+            model = {key: when_s for key, when_s in model.items() if key not in due}
+        assert len(timers) == len(model)
+        assert timers.next_s <= min(model.values(), default=float("inf")), "a wake-up would come late"
+
+
+def test_a_key_that_asks_for_now_again_comes_with_the_next_call() -> None:
+    timers: Timers[str] = Timers()
+    timers.wake("a", 1.0)
+    woken = []
+    for key in timers.due(1.0):
+        woken.append(key)
+        assert len(woken) < 3, "due never ends"
+        timers.wake(key, 1.0)
+    assert woken == ["a"]
+    assert timers.due(1.0) == ["a"]
+
+
+@pytest.mark.parametrize("first_s", [0.25, 3.0])
+def test_backoff_doubles_up_to_eight_times_its_first_pause(first_s: float) -> None:
+    backoff = Backoff(first_s)
+    assert not backoff.take(1e9), "nothing was said yet"
+    backoff.start(0.0)
+    now_s, pauses = 0.0, []
+    for _ in range(6):
+        pauses.append((backoff.due_s - now_s) / first_s)
+        assert not backoff.take(backoff.due_s - 1e-6)
+        now_s = backoff.due_s
+        assert backoff.take(now_s)
+    assert pauses == [1, 2, 4, 8, 8, 8]
+    backoff.start(now_s)
+    assert backoff.due_s == now_s + first_s

@@ -1,0 +1,80 @@
+"""Pairs of real nodes that are audited, and have given everything back, when the test ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
+from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from tests.models.node_pair import NodePair, make_pool
+
+# Short, so that what rests on them takes no time; still long enough for a busy machine.
+QUICK = ControlConfig(
+    heartbeat_s=0.1, suspect_after_s=5.0, resend_s=0.05, bootstrap_timeout_s=10.0, waiting_timeout_s=10.0,
+    transfer_timeout_s=10.0, ack_timeout_s=5.0, drain_timeout_s=5.0, parked_timeout_s=5.0,
+    fence_settle_s=0.05,
+)  # fmt: skip
+
+
+def node_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("prefixkv-")]
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(params=["shared memory", "tcp"])
+def _wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of UCX's ways between two agents: copies inside the post, and writes that go on after it."""
+    if request.param == "tcp":
+        monkeypatch.setenv("UCX_TLS", "tcp")  # read when an agent is created
+
+
+MakePair = Callable[..., NodePair]
+
+
+@pytest.fixture
+def make_pair() -> Iterator[MakePair]:
+    """make_pair(pool={...}, decode={...}, prefill={...}, control=...): options of pools and configs.
+
+    At the end of the test each pair is settled and audited, closed, and nothing of it is left.
+    """
+    made: list[NodePair] = []
+
+    def make(
+        pool: dict[str, Any] | None = None,
+        decode: dict[str, Any] | None = None,
+        prefill: dict[str, Any] | None = None,
+        control: ControlConfig = QUICK,
+    ) -> NodePair:
+        prefill_node = PrefillNode(make_pool(**(pool or {})), PrefillConfig(**{"control": control} | (prefill or {})))
+        try:
+            decode_node = DecodeNode(make_pool(**(pool or {})), DecodeConfig(**{"control": control} | (decode or {})))
+        except BaseException:
+            prefill_node.close()
+            raise
+        made.append(NodePair(decode_node, prefill_node))
+        return made[-1]
+
+    failed = True
+    try:
+        yield make
+        for pair in made:
+            pair.check_at_rest()
+        failed = False
+    finally:
+        for pair in made:
+            pair.decode.close()
+            pair.prefill.close()
+    assert failed or not node_threads()
+
+
+@pytest.fixture
+def pair(make_pair: MakePair) -> NodePair:
+    return make_pair()

@@ -1,0 +1,163 @@
+"""Nodes that open and close: what they took comes back, and what the other side makes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.errors import ClosedError, ConfigError, InternalError, TransferError
+from prefixkv.request import Request
+from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from tests.models.node_pair import NodePair, drive_until, left, make_pool, tokens_of
+from tests.models.node_stages import Proceed, computing, promised, transferring
+from tests.runtime.conftest import QUICK, MakePair, node_threads, open_descriptors
+
+
+def test_every_cycle_gives_back_what_it_took() -> None:
+    """Threads and descriptors, also of nodes that close in the middle of things."""
+
+    def cycle(in_the_middle: bool) -> None:
+        with (
+            PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill,
+            DecodeNode(make_pool(), DecodeConfig(control=QUICK)) as decode,
+        ):
+            pair = NodePair(decode, prefill)
+            pair.p.hold = in_the_middle
+            pair.submit("r", tokens_of(1, 10))
+            pair.until(lambda: bool(pair.p.computing if in_the_middle else pair.d.ended))
+            assert len(node_threads()) == 4
+        assert not node_threads()
+
+    cycle(False)
+    before = open_descriptors()
+    for in_the_middle in (False, True, True):
+        cycle(in_the_middle)
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:99999", "tcp://*:*", "nonsense"])
+def test_a_node_that_cannot_bind_leaves_nothing_behind(bind: str) -> None:
+    def attempt() -> None:
+        with pytest.raises(ConfigError, match="bind is"):
+            PrefillNode(make_pool(), PrefillConfig(bind=bind))
+
+    attempt()
+    before = open_descriptors()
+    attempt()
+    assert open_descriptors() == before
+    assert not node_threads()
+
+
+def test_a_node_whose_transport_does_not_start_leaves_nothing_behind() -> None:
+    def attempt() -> None:
+        with pytest.raises(Exception, match="NIXL"):
+            DecodeNode(make_pool(), DecodeConfig(transport=TransportConfig(memory_type="VRAM")))
+
+    attempt()
+    before = open_descriptors()
+    attempt()
+    assert open_descriptors() == before
+    assert not node_threads()
+
+
+def test_a_closed_node_says_so() -> None:
+    prefill = PrefillNode(make_pool(), PrefillConfig(control=QUICK))
+    decode = DecodeNode(make_pool(), DecodeConfig(control=QUICK))
+    pair = NodePair(decode, prefill)
+    pair.d.hold_running = True
+    pair.submit("r", tokens_of(1, 10))
+    pair.until(lambda: "r" in pair.d.running)
+    req = pair.d.running["r"]
+    for node in (decode, prefill):
+        node.close()
+        node.close()
+    request = Request("s", [1], room=9, prefill="tcp://127.0.0.1:1")
+    shared: list[Callable[[], Any]] = []
+    for node in (decode, prefill):
+        shared += [node.wait, node.fileno, node.flush, node.audit, node.stats, node.peers, node.pop_failed]
+        shared += [lambda node=node: node.add(request), lambda node=node: node.abort("r")]
+    for call in [
+        *shared, decode.pop_preallocated, decode.pop_transferred, decode.pop_needs_prefill,
+        lambda: decode.append_many([req], [1]), lambda: decode.finish(req), lambda: decode.retract("r"),
+        lambda: decode.fence("prefill-0", 1), prefill.pop_bootstrapped, prefill.pop_sent,
+        lambda: prefill.send_chunk(None, 1),
+    ]:  # fmt: skip
+        with pytest.raises(ClosedError):
+            call()
+
+
+@pytest.mark.usefixtures("_wire")
+@pytest.mark.parametrize("stage", [promised, computing, transferring])
+def test_prefill_closes_and_its_pages_are_free_at_once(
+    make_pair: MakePair, stage: Callable[[NodePair], Proceed]
+) -> None:
+    """Its farewell says that no write of it can land any more: nothing waits for a deadline."""
+    pair = make_pair()
+    stage(pair)
+    before_s = time.monotonic()
+    pair.prefill.close()
+    pair.p.hold = False
+    drive_until(lambda: "r" in pair.d.ended and not left(pair.decode), [pair.d])
+    assert time.monotonic() - before_s < 4
+    assert isinstance(pair.d.ended["r"], TransferError)
+    pair.prefill = PrefillNode(make_pool(), PrefillConfig(bind=pair.prefill.endpoint, control=QUICK))
+    again = NodePair(pair.decode, pair.prefill)  # under the same name and address
+    again.submit("again", tokens_of(2, 20), room=77)
+    again.run("again")
+    pair.p = again.p
+
+
+def test_decode_closes_and_prefill_lets_go(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair()
+    proceed = transferring(pair)
+    transport = pair.prefill._manager.transport
+    remove, removed = transport.remove_peer, []
+    monkeypatch.setattr(transport, "remove_peer", lambda peer: [removed.append(peer), remove(peer)])
+    pair.decode.close()
+    drive_until(lambda: "r" in pair.p.failed, [pair.p])
+    proceed()
+    drive_until(lambda: not left(pair.prefill), [pair.p])
+    assert pair.prefill.peers() == {}
+    assert removed == [pair.decode.peer_id]
+    pair.decode = DecodeNode(make_pool(), DecodeConfig(control=QUICK))
+    again = NodePair(pair.decode, pair.prefill)
+    again.submit("again", tokens_of(1, 30))
+    again.run("again")
+    assert again.p.sent == ["again"]
+    pair.d = again.d
+
+
+def test_a_node_whose_agent_lives_on_claims_no_fence(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writes may still land: decode's pages stay held, until somebody who knows says otherwise."""
+    pair = make_pair(control=replace(QUICK, waiting_timeout_s=0.3, transfer_timeout_s=0.3, drain_timeout_s=0.2))
+    transferring(pair)
+    transport = pair.prefill._manager.transport
+    real = transport.close
+
+    def close() -> None:
+        real()
+        raise InternalError("the agent outlived its transport")
+
+    monkeypatch.setattr(transport, "close", close)
+    with pytest.raises(InternalError, match="outlived"):
+        pair.prefill.close()
+    assert len(node_threads()) == 2
+    drive_until(lambda: "r" in pair.d.ended, [pair.d])
+    drive_until(lambda: pair.decode.stats()["pages_quarantined"] == 8, [pair.d])
+    pair.decode.fence(pair.prefill.peer_id.name, pair.prefill.peer_id.incarnation)
+    drive_until(lambda: not left(pair.decode), [pair.d])
+    assert pair.decode.stats()["quarantined_pages"] == 8
+    monkeypatch.undo()
+    pair.prefill = PrefillNode(make_pool(), PrefillConfig(control=QUICK))
+    pair.p = NodePair(pair.decode, pair.prefill).p
+
+
+def test_closing_twice_from_two_ends_of_a_with() -> None:
+    with PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as node:
+        node.close()
+    assert not node_threads()

@@ -1,0 +1,207 @@
+"""Peers that do not answer, do not fit, or say what they must not; real NIXL, one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from prefixkv.config import ControlConfig, CurveConfig, DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv.errors import AbortedError, ConfigError, HandshakeError, TransferTimeoutError
+from prefixkv.protocol import messages
+from prefixkv.protocol.state import PeerId
+from prefixkv.request import Request
+from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.transport.base import Arrived
+from tests.models.node_pair import NodePair, left, make_pool, tokens_of
+from tests.models.node_stages import end_of, lone_decode, until
+from tests.runtime.conftest import QUICK, MakePair
+
+# --- who does not answer, or does not fit ---------------------------------------------------------
+
+
+def test_a_prefill_that_is_not_there(unused_port: int) -> None:
+    with lone_decode(replace(QUICK, bootstrap_timeout_s=0.15)) as node:
+        node.add(Request("r", list(range(30)), max_new_tokens=4, room=1, prefill=f"tcp://127.0.0.1:{unused_port}"))
+        before_s = time.monotonic()
+        assert isinstance(end_of(node, "r"), TransferTimeoutError)
+        assert 0.15 <= time.monotonic() - before_s < 5
+        until(lambda: node.stats()["pages_free"] == 64)  # nobody was told of the pages
+        until(lambda: not left(node))
+        node.audit()
+
+
+@pytest.mark.parametrize("address", ["nonsense", "tcp://127.0.0.1:99999", "tcp://*:1"])
+def test_a_prefill_address_that_is_none(address: str) -> None:
+    with lone_decode(QUICK) as node:
+        for room in (1, 2):
+            node.add(Request("r", [1, 2, 3], max_new_tokens=4, room=room, prefill=address))
+            error = end_of(node, "r")
+            assert isinstance(error, ConfigError)
+            assert address in str(error)
+        until(lambda: not left(node))
+        assert node.peers() == {}
+
+
+def test_a_prefill_that_comes_late(unused_port: int) -> None:
+    """Decode knocks until somebody opens."""
+    address = f"tcp://127.0.0.1:{unused_port}"
+    with lone_decode(QUICK) as decode:
+        decode.add(Request("r", tokens_of(1, 10), max_new_tokens=1, room=1000, prefill=address))
+        decode.pop_preallocated()
+        time.sleep(0.1)
+        with PrefillNode(make_pool(), PrefillConfig(bind=address, control=QUICK)) as prefill:
+            pair = NodePair(decode, prefill)
+            pair.d.prompts["r"], pair.d.prefix_lens["r"] = tokens_of(1, 10), []
+            pair.p.add("r", tokens_of(1, 10), 1000)
+            pair.run("r")
+            pair.check_at_rest()
+
+
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_an_engine_that_never_comes(make_pair: MakePair, side: str) -> None:
+    """The one side's deadline ends it on the other too."""
+    pair = make_pair(control=replace(QUICK, bootstrap_timeout_s=0.2, waiting_timeout_s=0.3))
+    if side == "prefill":
+        pair.submit("r", tokens_of(1, 10), tell=False)
+        pair.until(lambda: "r" in pair.d.ended)
+        assert isinstance(pair.d.ended["r"], TransferTimeoutError)
+    else:
+        pair.p.add("r", tokens_of(1, 10), room=1)
+        pair.until(lambda: "r" in pair.p.failed)
+        assert isinstance(pair.p.failed["r"], TransferTimeoutError)
+    pair.settle()
+
+
+@pytest.mark.parametrize(
+    ("field", "decode"),
+    [
+        ("dtype", {"dtype": "float16"}), ("attention", {"attention": "mla", "num_kv_heads": 1}),
+        ("num_layers", {"num_layers": 3}), ("num_kv_heads", {"num_kv_heads": 4}), ("head_dim", {"head_dim": 8}),
+        ("page_size", {"page_size": 8}), ("model", ModelConfig(model="other")),
+        ("weights_version", ModelConfig(weights_version="2")), ("kv_scales", ModelConfig(kv_scales="per-head")),
+    ],
+)  # fmt: skip
+def test_nodes_that_do_not_fit_say_what_differs(field: str, decode: Any) -> None:
+    """At once, not after a deadline, and again for the next request."""
+    pool, model = (make_pool(), decode) if isinstance(decode, ModelConfig) else (make_pool(**decode), ModelConfig())
+    with (
+        PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill,
+        DecodeNode(pool, DecodeConfig(control=QUICK, model=model)) as node,
+    ):
+        for room in (1, 2):
+            node.add(Request("r", [1, 2, 3], max_new_tokens=4, room=room, prefill=prefill.endpoint))
+            error = end_of(node, "r", patience_s=QUICK.bootstrap_timeout_s / 2)
+            assert isinstance(error, HandshakeError)
+            assert error.field == field
+        until(lambda: not left(node))
+        assert prefill.stats()["handshakes_refused"] >= 2  # decode may have asked again before it was answered
+        assert prefill.peers() == {}
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+# --- junk, and strangers --------------------------------------------------------------------------
+
+
+@contextmanager
+def raw_socket(kind: int) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context:
+        sock = context.socket(kind)
+        sock.linger = 0
+        try:
+            yield sock
+        finally:
+            sock.close()
+
+
+def junk_frames() -> list[bytes]:
+    good = messages.encode(PeerId("stranger", 1), 1, messages.Heartbeat())
+    promise = messages.encode(PeerId("stranger", 1), 2, messages.Promise(1, 0, 8, 0, bytes(8)))
+    rng = np.random.default_rng(1)
+    return [b"", b"\xc1", good[:-1], good + b"x", promise[:20], rng.bytes(10_000), good, promise] + [
+        rng.bytes(int(size)) for size in rng.integers(1, 200, 40)
+    ]
+
+
+def test_prefill_lives_through_junk(pair: NodePair) -> None:
+    with raw_socket(zmq.DEALER) as sock:
+        sock.connect(pair.prefill.endpoint)
+        frames = junk_frames()
+        for frame in frames:
+            sock.send(frame)
+        sock.send_multipart([b"a", b"b", b"c"])
+        until(lambda: pair.prefill.stats().get("frames_dropped", 0) == len(frames))
+        assert sock.poll(5000)  # who has not introduced himself is asked to
+        assert isinstance(messages.decode(sock.recv()).body, messages.HelloWanted)
+    pair.submit("r", tokens_of(1, 10))
+    pair.run("r")
+    assert pair.d.ended["r"] is None
+    assert pair.prefill.peers() == {pair.decode.peer_id: "ready"}
+
+
+def test_decode_lives_through_junk() -> None:
+    """A server that is no prefill worker answers with anything."""
+    with lone_decode(QUICK) as node, raw_socket(zmq.ROUTER) as sock:
+        port = sock.bind_to_random_port("tcp://127.0.0.1")
+        node.add(Request("r", [1, 2, 3], max_new_tokens=4, room=1, prefill=f"tcp://127.0.0.1:{port}"))
+        node.pop_preallocated()
+        assert sock.poll(5000)
+        route, hello = sock.recv_multipart()
+        assert isinstance(messages.decode(hello).body, messages.Hello)
+        frames = [*junk_frames(), hello]
+        for frame in frames:
+            sock.send_multipart([route, frame])
+        until(lambda: node.stats().get("frames_dropped", 0) == len(frames))
+        assert node.abort("r")
+        assert isinstance(end_of(node, "r"), AbortedError)
+        until(lambda: not left(node))
+
+
+def test_a_notification_that_is_no_tag_is_counted(pair: NodePair) -> None:
+    for tag in (b"", b"junk", bytes(100)):
+        pair.decode._manager.inbox.put(Arrived(tag))
+    until(lambda: pair.decode.stats().get("tags_dropped") == 3)
+    pair.submit("r", tokens_of(1, 10))
+    pair.run("r")
+
+
+def test_keys_and_names() -> None:
+    """A key opens the door under its own name only; the others' requests end by their deadline."""
+    server, alice, bob = (CurveConfig(*(key.decode() for key in zmq.curve_keypair())) for _ in range(3))
+    allowed = {alice.public_key: "alice", bob.public_key: "bob"}
+    guarded = replace(QUICK, curve=replace(server, allowed_clients=allowed))
+    soon = replace(QUICK, bootstrap_timeout_s=0.4)
+
+    def client(keys: CurveConfig | None, timing: ControlConfig) -> ControlConfig:
+        return replace(timing, curve=keys and replace(keys, server_key=server.public_key))
+
+    with PrefillNode(make_pool(), PrefillConfig(control=guarded)) as prefill:
+        for name, keys in (("bob", alice), ("carol", alice), ("bob", None)):
+            with lone_decode(client(keys, soon), name=name) as impostor:
+                impostor.add(Request("r", [1], max_new_tokens=1, room=1, prefill=prefill.endpoint))
+                assert isinstance(end_of(impostor, "r"), TransferTimeoutError)
+        assert prefill.peers() == {}
+        assert prefill.stats()["frames_dropped"] >= 2
+        with lone_decode(client(alice, QUICK), name="alice") as decode:
+            pair = NodePair(decode, prefill)
+            pair.submit("r", tokens_of(1, 10))
+            pair.run("r")
+            pair.check_at_rest()
+            assert [peer.name for peer in prefill.peers()] == ["alice"]
+
+

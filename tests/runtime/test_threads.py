@@ -1,0 +1,293 @@
+"""The inbox: nothing is lost, nobody waits for what is there, nobody spins on what is not."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from prefixkv.runtime import threads
+from prefixkv.runtime.threads import Inbox
+
+
+@pytest.fixture
+def inbox() -> Iterator[Inbox[int]]:
+    made: Inbox[int] = Inbox()
+    yield made
+    made.close()
+
+
+def readable(inbox: Inbox[int]) -> bool:
+    return bool(select.select([inbox.fd], [], [], 0)[0])
+
+
+def test_the_descriptor_is_readable_while_something_is_queued(inbox: Inbox[int]) -> None:
+    assert not readable(inbox)
+    assert not inbox.pending
+    inbox.put(1)
+    inbox.put(2)
+    assert readable(inbox)
+    assert inbox.pending
+    assert inbox.drain() == [1, 2]
+    assert not readable(inbox)
+    assert not inbox.pending
+    assert inbox.drain() == []
+    inbox.put(3)
+    assert readable(inbox)
+
+
+def test_wait_returns_at_once_if_something_is_there_and_takes_nothing(inbox: Inbox[int]) -> None:
+    inbox.put(1)
+    assert inbox.wait(None)
+    assert inbox.wait(0)
+    assert inbox.drain() == [1]
+    assert not inbox.wait(0)
+
+
+def test_wait_is_woken_by_a_put(inbox: Inbox[int]) -> None:
+    timer = threading.Timer(0.05, inbox.put, (1,))
+    timer.start()
+    before_s = time.monotonic()
+    assert inbox.wait(10.0)
+    assert 0.03 < time.monotonic() - before_s < 5
+    timer.join()
+
+
+def test_wait_ends_at_its_timeout_without_burning_the_processor(inbox: Inbox[int]) -> None:
+    inbox.put(1)
+    inbox.drain()
+    before_s, before_cpu_s = time.monotonic(), time.thread_time()
+    assert not inbox.wait(0.2)
+    assert time.monotonic() - before_s >= 0.19
+    assert time.thread_time() - before_cpu_s < 0.05
+
+
+def test_rouse_wakes_a_reader_that_has_nothing_to_take(inbox: Inbox[int]) -> None:
+    inbox.rouse()
+    assert readable(inbox)
+    assert inbox.pending
+    assert inbox.drain() == []
+    assert not readable(inbox)
+    inbox.rouse()
+    assert not inbox.wait(0.01)  # clears it: nothing is there
+    assert not readable(inbox)
+
+
+def test_close_gives_the_descriptor_back_and_later_puts_touch_no_other() -> None:
+    inbox: Inbox[int] = Inbox()
+    inbox.close()
+    reused = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        assert reused == inbox.fd  # the lowest free number
+        inbox.put(1)
+        inbox.rouse()
+        inbox.close()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(reused)
+    finally:
+        os.close(reused)
+
+
+# --- interleavings, each forced -------------------------------------------------------------------
+# A writer notes that it will write the descriptor, then does; a reader reads it, strikes the note out, then
+# takes the items. The other side is let in between two of these steps.
+
+
+def nothing_is_stuck(inbox: Inbox[int], taken: list[int], want: list[int]) -> None:
+    """What has not been taken yet is announced, and the descriptor comes to rest."""
+    if taken != want:
+        assert readable(inbox)
+        taken += inbox.drain()
+    assert taken == want
+    if inbox.pending:  # all that a node asks
+        inbox.drain()
+    assert not readable(inbox)
+    inbox.put(99)
+    assert readable(inbox)
+    assert inbox.drain() == [99]
+
+
+def let_a_writer_in(inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, after_read: bool, puts: int) -> None:
+    """The reader's next read of the descriptor is interrupted by a writer."""
+    read = os.eventfd_read
+
+    def interrupted(fd: int) -> int:
+        monkeypatch.setattr(threads.os, "eventfd_read", read)
+        value = read(fd) if after_read else 0
+        for i in range(puts):
+            inbox.put(2 + i)
+        return value if after_read else read(fd)
+
+    monkeypatch.setattr(threads.os, "eventfd_read", interrupted)
+
+
+@pytest.mark.parametrize("puts", [1, 2])
+@pytest.mark.parametrize("after_read", [False, True])
+def test_a_writer_around_the_reader_s_read(
+    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, after_read: bool, puts: int
+) -> None:
+    inbox.put(1)
+    let_a_writer_in(inbox, monkeypatch, after_read, puts)
+    nothing_is_stuck(inbox, inbox.drain(), [1, 2, 3][: 1 + puts])
+
+
+@pytest.mark.parametrize("after_read", [False, True])
+def test_a_writer_around_the_read_of_a_reader_that_waits(
+    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, after_read: bool
+) -> None:
+    inbox.rouse()
+    let_a_writer_in(inbox, monkeypatch, after_read, 1)
+    before_s = time.monotonic()
+    assert inbox.wait(5.0)
+    assert time.monotonic() - before_s < 2
+    nothing_is_stuck(inbox, inbox.drain(), [2])
+
+
+@pytest.mark.parametrize("others", [[], [2], [2, 3]])
+def test_a_reader_between_the_writer_s_note_and_its_write(
+    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, others: list[int]
+) -> None:
+    """The reader takes the item before it is announced; the announcement that follows must not stay."""
+    write = os.eventfd_write
+    taken: list[int] = []
+
+    def interrupted(fd: int, value: int) -> None:
+        monkeypatch.setattr(threads.os, "eventfd_write", write)
+        taken.extend(inbox.drain())
+        for item in others:  # another writer, that finds the note
+            inbox.put(item)
+        write(fd, value)
+
+    monkeypatch.setattr(threads.os, "eventfd_write", interrupted)
+    inbox.put(1)
+    nothing_is_stuck(inbox, taken, [1, *others])
+
+
+def test_two_writers_that_both_write(inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither saw the other's note. The reader is let in after the first write; the second must not stay."""
+    write = os.eventfd_write
+    notes = inbox._begun
+
+    class Unseen(deque[None]):
+        def __bool__(self) -> bool:
+            return False
+
+    inbox._begun = Unseen()
+    inbox.put(1)
+
+    def interrupted(fd: int, value: int) -> None:
+        monkeypatch.setattr(threads.os, "eventfd_write", write)
+        notes.extend(inbox._begun)
+        inbox._begun = notes
+        taken.extend(inbox.drain())
+        write(fd, value)
+
+    taken: list[int] = []
+    monkeypatch.setattr(threads.os, "eventfd_write", interrupted)
+    inbox.put(2)
+    nothing_is_stuck(inbox, taken, [1, 2])
+
+
+def test_a_reader_that_waits_between_the_writer_s_note_and_its_write(
+    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.eventfd_write
+    seen: list[bool] = []
+
+    def interrupted(fd: int, value: int) -> None:
+        monkeypatch.setattr(threads.os, "eventfd_write", write)
+        seen.append(inbox.wait(0))
+        write(fd, value)
+
+    monkeypatch.setattr(threads.os, "eventfd_write", interrupted)
+    inbox.put(1)
+    assert seen == [True]
+    nothing_is_stuck(inbox, [], [1])
+
+
+# --- and hammered ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jumpy() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before_s)
+
+
+@pytest.mark.parametrize("how", ["drain", "wait"])
+@pytest.mark.usefixtures("jumpy")
+def test_many_writers_and_one_reader_that_sleeps_in_between(how: str) -> None:
+    """The reader looks only when it is told to: one lost wake-up leaves items that nobody announces."""
+    inbox: Inbox[tuple[int, int]] = Inbox()
+    num_writers, num_items = 4, 10_000
+    poller = select.poll()
+    poller.register(inbox.fd, select.POLLIN)
+
+    def sleep() -> bool:
+        return inbox.wait(10.0) if how == "wait" else bool(poller.poll(10_000))
+
+    def write(writer: int) -> None:
+        for i in range(num_items):
+            inbox.put((writer, i))
+
+    taken: list[tuple[int, int]] = []
+    wakes = 0
+    writers = [threading.Thread(target=write, args=(w,)) for w in range(num_writers)]
+    for thread in writers:
+        thread.start()
+    while len(taken) < num_writers * num_items:
+        assert sleep() or not inbox.drain(), "items wait that nobody announced"
+        wakes += 1
+        taken += inbox.drain()
+    for thread in writers:
+        thread.join()
+    for writer in range(num_writers):
+        assert [i for w, i in taken if w == writer] == list(range(num_items))
+    inbox.drain()
+    assert not select.select([inbox.fd], [], [], 0)[0]
+    assert wakes <= 2 * len(taken) + num_writers  # a wake-up is for something
+    inbox.close()
+
+
+@pytest.mark.usefixtures("jumpy")
+def test_one_item_at_a_time_is_never_late() -> None:
+    """Ping and pong: each side sleeps until the other has written, so any lost wake-up stops both."""
+    ping: Inbox[int] = Inbox()
+    pong: Inbox[int] = Inbox()
+    rounds = 5000
+
+    def echo() -> None:
+        for _ in range(rounds):
+            if not take(ping, pong.put):
+                return
+
+    def take(inbox: Inbox[int], sink: Callable[[int], None]) -> bool:
+        deadline_s = time.monotonic() + 10
+        while time.monotonic() < deadline_s:
+            inbox.wait(10.0)
+            for item in inbox.drain():
+                sink(item)
+                return True
+        return False
+
+    other = threading.Thread(target=echo)
+    other.start()
+    got: list[int] = []
+    before_s = time.monotonic()
+    for i in range(rounds):
+        ping.put(i)
+        assert take(pong, got.append), f"stuck in round {i}"
+    other.join()
+    assert got == list(range(rounds))
+    assert time.monotonic() - before_s < 9
+    ping.close()
+    pong.close()

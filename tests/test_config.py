@@ -1,0 +1,79 @@
+"""Every setting out of its range is refused by a message that names it; the defaults are taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from prefixkv.cache.eviction import DEFAULT_POLICY
+from prefixkv.config import ControlConfig, CurveConfig, DecodeConfig, ModelConfig, PrefillConfig, TransportConfig
+from prefixkv.errors import CallerError, ConfigError
+
+KEY = "k" * 40
+# For each setting with a bound, a value below it.
+TOO_LOW: dict[type, dict[str, Any]] = {
+    ControlConfig: {
+        **dict.fromkeys(
+            ["heartbeat_s", "suspect_after_s", "forget_after_s", "resend_s", "bootstrap_timeout_s", "waiting_timeout_s",
+             "transfer_timeout_s", "ack_timeout_s", "drain_timeout_s", "parked_timeout_s", "max_parked_per_peer",
+             "max_peers", "max_queued_frames"], 0,
+        ),
+        "max_aux_bytes": -1,
+        "fence_settle_s": -1e-9,
+    },
+    TransportConfig: {
+        **dict.fromkeys(["post_bytes", "post_descriptors", "window"], 0),
+        **dict.fromkeys(["spin_s", "sleep_s", "idle_sleep_s"], -1e-9),
+        "memory_type": "DISK",
+    },
+    DecodeConfig: {"max_running": 0, "reserve_tokens": -1, "failure_policy": "hope", "name": ""},
+    PrefillConfig: {"max_running": 0, "name": "x" * 257},
+    ModelConfig: {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"), [(config, *item) for config, fields in TOO_LOW.items() for item in fields.items()]
+)
+def test_a_setting_out_of_range_is_named(config: type, field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=field) as caught:
+        config(**{field: value})
+    assert isinstance(caught.value, CallerError)
+    if isinstance(value, (int, float)):
+        with pytest.raises(ConfigError, match=field):
+            config(**{field: float("nan")})
+
+
+def test_every_number_and_choice_has_a_bound() -> None:
+    unbounded = {"bind", "cache", "policy", "curve", "allow_remote_without_keys", "model", "control", "transport"}
+    for config, fields in TOO_LOW.items():
+        if fields:
+            assert {field.name for field in dataclasses.fields(config)} - unbounded == set(fields), config
+        config()  # the defaults are within their own bounds
+
+
+def test_a_peer_is_suspect_only_after_more_than_a_heartbeat() -> None:
+    with pytest.raises(ConfigError, match=r"suspect_after_s is 2.0, .* heartbeat_s, 2.0"):
+        ControlConfig(heartbeat_s=2.0, suspect_after_s=2.0)
+
+
+@pytest.mark.parametrize("field", ["public_key", "secret_key", "server_key"])
+def test_a_key_of_another_length_is_named(field: str) -> None:
+    keys = {"public_key": KEY, "secret_key": KEY}
+    with pytest.raises(ConfigError, match=f"{field} has 39 characters") as caught:
+        CurveConfig(**{**keys, field: KEY[:-1]})
+    assert KEY[:-1] not in str(caught.value), "keys are not for logs"
+    CurveConfig(**keys)
+
+
+@pytest.mark.parametrize("config", TOO_LOW)
+def test_settings_do_not_change(config: type) -> None:
+    made = config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, dataclasses.fields(config)[0].name, 1)
+
+
+def test_the_default_policy_is_the_caches() -> None:
+    assert DecodeConfig().policy == PrefillConfig().policy == DEFAULT_POLICY
