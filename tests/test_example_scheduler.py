@@ -7,6 +7,7 @@ import pathlib
 import queue
 import textwrap
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ class StandIn:
     """An engine of no model: conversations of several turns, with KV that can be checked byte for byte."""
 
     def __init__(self, node: DecodeNode, prefill: PrefillSide, conversations: int, turns: int) -> None:
+        self.node = node
         self.pattern = KVPattern(node.pool.layout, SALT, node.pool)
         self.prefill = prefill
         self.turns = turns
@@ -72,6 +74,9 @@ class StandIn:
         return bool(self.due or self.open)
 
     def arrivals(self) -> list[Request]:
+        while self.node.scheduler.transfers.num_open:  # all that were admitted run at once, however slow the machine
+            time.sleep(0.001)
+            self.node.stats()  # as any call does, it takes in what has arrived
         requests = []
         for i in self.due:
             self.rooms += 1

@@ -49,6 +49,11 @@ class DecodeTransferQueue:
         return False
 
     @property
+    def num_open(self) -> int:
+        """Requests whose pages are still being written."""
+        return len(self._in_transfer)
+
+    @property
     def any_complete(self) -> bool:
         """Whether `pop_transferred` has something."""
         return bool(self._complete)
