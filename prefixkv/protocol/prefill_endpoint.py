@@ -2,7 +2,8 @@
 
 Page ids from a peer are bounds-checked here, before anything turns them into addresses. A room belongs to the
 peer that promised pages for it first. A promise that comes before the engine's request is parked, bounded a
-peer and with a deadline; so is an abort, so that a request added later fails at once.
+peer and with a deadline; so is an abort, so that a request added later fails at once. The other way round, a room
+that our engine ends before its promise has come is kept for a while, so that decode hears of it at once.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class PrefillEndpoint:
         self._rooms: dict[RoomKey, SenderMachine] = {}
         self._owner: dict[RoomKey, _Peer] = {}
         self._aborted_early: dict[RoomKey, tuple[float, str]] = {}
+        self._unclaimed: set[RoomKey] = set()  # over for our engine; kept to answer a promise that is on its way
         self._jobs: dict[int, RoomKey] = {}
         self._job_ids = count(1)
         self._timers: Timers[str | RoomKey] = Timers()
@@ -203,7 +205,8 @@ class PrefillEndpoint:
 
     @property
     def num_rooms(self) -> int:
-        return len(self._rooms)
+        """Rooms that an engine or a peer still has something to do with."""
+        return len(self._rooms) - len(self._unclaimed)
 
     def rooms(self) -> Iterable[SenderMachine]:
         """The machines of all rooms, for audits."""
@@ -296,7 +299,7 @@ class PrefillEndpoint:
             machine = self._rooms.get(key)
             if machine is not None and machine.peer not in (None, peer.id):
                 raise ProtocolError(f"room {key.room} belongs to {machine.peer}")
-            if machine is not None and machine.drained and machine.ticket < promise.ticket:
+            if machine is not None and machine.drained and 0 < machine.ticket < promise.ticket:
                 self._drop_room(machine)  # decode has done with that use of the room, if it uses its number again
                 machine = None
             if machine is not None and not machine.same_promise(event):
@@ -408,9 +411,14 @@ class PrefillEndpoint:
             self._drop_room(machine)
         else:
             self._timers.wake(key, machine.wake_s)
+            if machine.poll.ended and machine.peer is None:
+                self._unclaimed.add(key)
+            else:
+                self._unclaimed.discard(key)
 
     def _drop_room(self, machine: SenderMachine) -> None:
         self._rooms.pop(machine.key, None)
+        self._unclaimed.discard(machine.key)
         self._timers.forget(machine.key)
         owner = self._owner.pop(machine.key, None)
         if owner is not None:

@@ -245,7 +245,7 @@ class SenderMachine:
             Tick: "_tick_unanswered",
         },
         KVPoll.FAILED: {
-            Promised: "_repeat_outcome",
+            Promised: "_promised_late",
             WriteEnded: "_write_ended_late",
             AbortSaid: "_abort_said_late",
             Fail: "_fail_late",
@@ -361,10 +361,12 @@ class SenderMachine:
         self.error = event.error
         actions: list[Action] = [RoomEnded(self.key, self.poll, error=event.error)]
         actions += [CancelWrite(job_id) for job_id in sorted(self.in_flight)]
-        if event.tell and self.peer is not None:
+        if not event.tell:
+            self._answered = True
+        elif self.peer is not None:
             actions += self._tell(now_s)
         else:
-            self._answered = True
+            self._deadline_s = now_s + self._timing.parked_timeout_s  # for a promise that is on its way
         return actions
 
     def _abort_said_open(self, event: AbortSaid, now_s: float) -> list[Action]:
@@ -399,6 +401,12 @@ class SenderMachine:
 
     def _repeat_outcome(self, event: Promised, now_s: float) -> list[Action]:
         return [] if self.peer is None else [self._outcome()]
+
+    def _promised_late(self, event: Promised, now_s: float) -> list[Action]:
+        if self.peer is not None:
+            return self._repeat_outcome(event, now_s)
+        self._promise, self.peer, self.ticket = event, event.peer, event.ticket
+        return self._tell(now_s)
 
     def _acked(self, event: OutcomeAcked, now_s: float) -> list[Action]:
         self._answered = True

@@ -325,6 +325,35 @@ def test_a_request_that_decode_never_promises_for_fails_by_its_deadline() -> Non
 # --- aborts ---------------------------------------------------------------------------------------
 
 
+def test_a_room_that_ended_before_its_promise_is_refused_when_it_comes() -> None:
+    peer = DecodePeer().known()
+    peer.call("add", KEY, 10)
+    assert kinds(peer.call("abort", KEY, AbortedError("no more"))) == ["RoomEnded", "SourceFree"]
+    assert peer.endpoint.num_rooms == 0
+    [outcome] = peer.say(promise())
+    assert (outcome.ok, outcome.drained, outcome.error) == (False, True, "no more")
+    assert peer.endpoint.num_rooms == 1, "until decode has heard of it"
+    assert peer.say(OutcomeAck(*KEY, 0)) == []
+    assert peer.endpoint.num_rooms == 0
+    assert not list(peer.endpoint.rooms())
+
+
+def test_a_room_that_ended_before_its_promise_may_be_added_again() -> None:
+    peer = DecodePeer().known()
+    peer.call("add", KEY, 10)
+    peer.call("abort", KEY, AbortedError("no more"))
+    assert peer.call("add", KEY, 10) == []
+    assert "Bootstrapped" in kinds(peer.say(promise()))
+
+
+def test_a_room_that_ended_before_its_promise_is_forgotten_after_a_while() -> None:
+    peer = DecodePeer().known()
+    peer.call("add", KEY, 10)
+    peer.call("abort", KEY, AbortedError("no more"))
+    peer.after(TIMING.parked_timeout_s)
+    assert not list(peer.endpoint.rooms())
+
+
 @pytest.mark.parametrize("parked", [False, True])
 def test_an_abort_before_the_request_is_drained_and_remembered_for_a_while(parked: bool) -> None:
     for seconds, failed in ((0.0, True), (TIMING.parked_timeout_s, False)):

@@ -53,7 +53,7 @@ def test_decode_aborts(pair: NodePair, stage: Callable[[NodePair], Proceed]) -> 
 
 @pytest.mark.parametrize("stage", [queued, computing, transferring, arrived, running])
 def test_prefill_aborts(make_pair: MakePair, stage: Callable[[NodePair], Proceed]) -> None:
-    pair = make_pair(control=replace(QUICK, parked_timeout_s=0.3))
+    pair = make_pair(control=replace(QUICK, parked_timeout_s=30))
     proceed = stage(pair)
     too_late = stage in (arrived, running)
     if stage is running:
@@ -66,8 +66,7 @@ def test_prefill_aborts(make_pair: MakePair, stage: Callable[[NodePair], Proceed
         assert pair.d.ended["r"] is None
     else:
         assert isinstance(pair.d.ended["r"], TransferError)
-        # What was aborted before decode had promised anything is forgotten when the promise comes.
-        assert ("never came" if stage is queued else "aborted") in str(pair.d.ended["r"])
+        assert "aborted" in str(pair.d.ended["r"]), "also where decode had promised nothing yet"
     if stage is queued:
         pair.until(lambda: pair.d.ended.get("big", True) is None)
     pair.settle()
