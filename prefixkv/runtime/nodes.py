@@ -12,9 +12,11 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv.decode.oplog import LoggedBooks
+from prefixkv.decode.ranks import RankLog
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.errors import ClosedError, InternalError
+from prefixkv.errors import CallerError, ClosedError, InternalError
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.kv_pool import KVPool
 from prefixkv.prefill.request import PrefillRequest
@@ -150,19 +152,24 @@ class DecodeNode(_Node[DecodeManager]):
     Args:
         pool: the KV memory; it must outlive the node.
         config: see DecodeConfig.
+        ranks: a RankLog where this is rank 0 of several (decode/ranks.py); then call `take_log` once a pass.
     Raises:
         ConfigError: an unknown policy, or a pool that cannot be registered.
     """
 
     scheduler: DecodeScheduler
 
-    def __init__(self, pool: KVPool, config: DecodeConfig | None = None) -> None:
+    def __init__(self, pool: KVPool, config: DecodeConfig | None = None, ranks: RankLog | None = None) -> None:
         super().__init__(pool)
         config = config or DecodeConfig()
         layout = pool.layout
-        books = PageBooks(
-            layout.num_pages, layout.page_size, config.max_running, caching=config.cache, policy=config.policy
-        )
+        sizes = (layout.num_pages, layout.page_size, config.max_running)
+        books: PageBooks
+        if ranks is None:
+            books = PageBooks(*sizes, caching=config.cache, policy=config.policy)
+        else:
+            books = LoggedBooks(ranks.append, *sizes, caching=config.cache, policy=config.policy)
+        self._ranks = ranks
         self.config = config
         self.peer_id = PeerId(config.name, time.time_ns())
         self.scheduler = DecodeScheduler(
@@ -177,6 +184,8 @@ class DecodeNode(_Node[DecodeManager]):
 
     def add(self, request: Request) -> DecodeRequest:
         """Queue a request. Raises RequestError, with nothing changed, for one that cannot be taken."""
+        if self._ranks is not None:
+            self._ranks.check(request)
         req = self.scheduler.add(request, self._pump())
         self._tell()
         return req
@@ -226,6 +235,15 @@ class DecodeNode(_Node[DecodeManager]):
         known = self.scheduler.abort(rid, self._pump(), after=after)
         self._tell()
         return known
+
+    def take_log(self) -> bytes:
+        """What the other tensor-parallel ranks have to apply, for the engine to broadcast once a pass.
+
+        Raises CallerError if the node was built without `ranks`.
+        """
+        if self._ranks is None:
+            raise CallerError("this node was built without ranks=RankLog()")
+        return self._ranks.take(self.scheduler.books)
 
     def fence(self, peer: str, incarnation: int) -> None:
         """The caller knows that this prefill process is dead: its rooms end, and their held pages come back."""
