@@ -181,8 +181,7 @@ class DecodeSide:
         self.route = f"route-{self.me.incarnation}".encode()
         self.pool = _pool(num_pages)
         self.pattern = KVPattern(self.pool.layout, SALT, self.pool)
-        books = PageBooks(num_pages, PAGE_SIZE, 8, policy=sim.policy)
-        self.scheduler = DecodeScheduler(books, reserve_tokens=sim.random.choice([0, 4]), failure_policy=failure_policy)
+        self.scheduler = sim.decode_scheduler(num_pages, failure_policy)
         self.commands: deque[Any] = deque()
         self.events: deque[Any] = deque()
         self.running: dict[str, DecodeRequest] = {}
@@ -301,9 +300,12 @@ class DecodeSide:
         if len(req.output) >= req.max_new_tokens or self.sim.random.random() < self.sim.finish_early:
             self.verify(req)
             del self.running[req.rid]
-            self.scheduler.finish(req, self.sim.now_s)
+            self.finish(req)
             self._ended(req)
             self.sim.continue_conversation(req)
+
+    def finish(self, req: DecodeRequest) -> None:
+        self.scheduler.finish(req, self.sim.now_s)
 
     def _ended(self, req: DecodeRequest) -> None:
         assert req.rid not in self.outcomes, f"{req} ended twice"
@@ -324,9 +326,10 @@ class PairSim:
     prefill_pages: int = 32
     num_requests: int = 14
     failure_policy: str = "fail"
+    chance: random.Random | None = None
 
     def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
+        self.random = self.chance or random.Random(self.seed)
         self.now_s = 1000.0
         self.calm = False
         self.retractions = 0
@@ -342,6 +345,7 @@ class PairSim:
             lose_notification=self.chaos.lose_notification,
             guard=self._guard,
         )
+        self.fabric.random = self.chance or self.fabric.random
         self._incarnation = 0
         self._wire: list[tuple[tuple[str, bytes], Any, bytes]] = []
         self._to_submit: list[Request] = []
@@ -350,7 +354,14 @@ class PairSim:
         self.finished = 0
         self.old_prefills: list[PrefillSide] = []
         self.prefill = PrefillSide(self, self.prefill_pages)
-        self.decode = DecodeSide(self, self.decode_pages, self.failure_policy)
+        self.decode = self.new_decode()
+
+    def new_decode(self) -> DecodeSide:
+        return DecodeSide(self, self.decode_pages, self.failure_policy)
+
+    def decode_scheduler(self, num_pages: int, failure_policy: str) -> DecodeScheduler:
+        books = PageBooks(num_pages, PAGE_SIZE, 8, policy=self.policy)
+        return DecodeScheduler(books, reserve_tokens=self.random.choice([0, 4]), failure_policy=failure_policy)
 
     # --- chance and content -----------------------------------------------------------------------
 
@@ -452,7 +463,7 @@ class PairSim:
     def restart_decode(self) -> None:
         self.fabric.kill(self.decode.me)
         self._wire = [frame for frame in self._wire if frame[1] is not self.decode]
-        self.decode = DecodeSide(self, self.decode_pages, self.failure_policy)
+        self.decode = self.new_decode()
 
     # --- steps ------------------------------------------------------------------------------------
 
