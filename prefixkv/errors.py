@@ -54,6 +54,14 @@ class TraceError(CallerError):
     """A trace file that cannot be read, or a malformed line in it (its number is named)."""
 
 
+class DrainingError(RequestError):
+    """A request for a node that is being drained: it takes no new ones."""
+
+
+class LeaseError(CallerError):
+    """A staging lease ended twice, or in a state that it cannot be ended from."""
+
+
 class ClosedError(CallerError):
     """A call on a node, channel or transport that has been closed."""
 
@@ -80,6 +88,10 @@ class OutOfPagesError(CapacityError):
         self.retract = retract
 
 
+class AdmissionTimeoutError(CapacityError):
+    """A request was not admitted by its deadline: there was no room for it, or others came first."""
+
+
 # --- a peer's -----------------------------------------------------------------------------------
 
 
@@ -92,10 +104,10 @@ class ProtocolError(PeerError):
 
 
 class HandshakeError(PeerError):
-    """Two nodes that cannot work together; names the field and both values."""
+    """Two nodes that cannot work together; names the field, what is wrong with it, and both values."""
 
-    def __init__(self, field: str, ours: object, theirs: object) -> None:
-        super().__init__(f"{field} differs: ours {ours!r}, theirs {theirs!r}")
+    def __init__(self, field: str, ours: object, theirs: object, reason: str = "differs") -> None:
+        super().__init__(f"{field} {reason}: ours {ours!r}, theirs {theirs!r}")
         self.field = field
         self.ours = ours
         self.theirs = theirs
