@@ -9,7 +9,7 @@ only, never on a value in the message.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import pairwise
 from typing import Final
 
@@ -45,10 +45,9 @@ class KVLayout(msgspec.Struct, frozen=True):
     a token and layer, `num_kv_heads` = 1). `slabs` run layer 0 K, layer 0 V, layer 1 K, ... (mla: one a
     layer). `regions` are the registered ranges as (address, bytes); each slab lies in one of them.
     `page_size` is in tokens. `dtype`, `attention` and `order` are plain strings, so that one unknown here is
-    refused by its name and is not a malformed frame.
+    refused by its name and is not a malformed frame. `num_pages` is 0 where a peer did not say; see `sized`.
     """
 
-    num_pages: int
     page_size: int
     num_layers: int
     num_kv_heads: int
@@ -58,6 +57,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     order: str
     slabs: tuple[Slab, ...]
     regions: tuple[tuple[int, int], ...]
+    num_pages: int = 0
 
     # --- sizes ------------------------------------------------------------------------------------
 
@@ -139,6 +139,36 @@ class KVLayout(msgspec.Struct, frozen=True):
             for i, slab in enumerate(self.slabs)
         )
 
+    def sized(self) -> KVLayout:
+        """This layout with `num_pages`. Where a peer did not say, as many as its slabs have room for in their regions.
+
+        That may be more than it uses, where a region ends in something else, but never memory it did not register.
+
+        Raises: ConfigError where not one page has room; `validate` says the rest.
+        """
+        if self.num_pages:
+            return self
+        msgspec.structs.replace(self, num_pages=1).validate()
+        regions = self._checked_regions()
+        bases = sorted(slab.base for slab in self.slabs)
+        num_pages = min(self._room_for_pages(slab, regions, bases) for slab in self.slabs)
+        return msgspec.structs.replace(self, num_pages=num_pages)
+
+    def _room_for_pages(self, slab: Slab, regions: list[tuple[int, int]], bases: list[int]) -> int:
+        """How many pages from `slab.base` on end before the region does, or the next slab begins."""
+        step = slab.page_stride
+        inner = self._inner_dims(slab)
+        page_bytes = _extent(inner, self.head_bytes)
+        if step < self.head_bytes:
+            raise ConfigError(f"a page stride of {step} leaves no room for pages, must be at least {self.head_bytes}")
+        region, region_bytes = regions[_region_at(regions, slab.base)]
+        rooms = [(region + region_bytes - slab.base - page_bytes) // step + 1]
+        rooms += [stride // step for _, stride in inner if stride >= step]  # pages lie inside a token, or a head
+        following = bisect_left(bases, slab.base + step)  # nearer ones interleave
+        if following < len(bases) and not any(stride >= step for _, stride in inner):
+            rooms.append((bases[following] - slab.base - page_bytes) // step + 1)
+        return min(rooms)
+
     # --- laws -------------------------------------------------------------------------------------
 
     def validate(self) -> None:
@@ -195,7 +225,7 @@ class KVLayout(msgspec.Struct, frozen=True):
             if stride < extent:
                 raise ConfigError(f"slab {i} has a stride of {stride}, must be at least {extent}")
             extent += (count - 1) * stride
-        at = bisect_right(regions, slab.base, key=lambda region: region[0]) - 1
+        at = _region_at(regions, slab.base)
         end = regions[at][0] + regions[at][1] if at >= 0 else 0
         if slab.base + extent > end:
             raise ConfigError(
@@ -236,6 +266,11 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     def _inner_dims(self, slab: Slab) -> _Dims:
         return _by_stride(((self.page_size, slab.token_stride), (self.num_kv_heads, slab.head_stride)))
+
+
+def _region_at(regions: list[tuple[int, int]], address: int) -> int:
+    """The number of the last region that begins at or before the address, -1 if none does."""
+    return bisect_right(regions, address, key=lambda region: region[0]) - 1
 
 
 def _by_stride(dims: _Dims) -> _Dims:

@@ -50,7 +50,7 @@ class KVPool:
 
         Raises: ConfigError for a value out of range, CapacityError when the device has not enough memory.
         """
-        sizes = KVLayout(num_pages, page_size, num_layers, num_kv_heads, head_dim, dtype, attention, order, (), ())
+        sizes = KVLayout(page_size, num_layers, num_kv_heads, head_dim, dtype, attention, order, (), (), num_pages)
         sizes.validate_sizes()
         page_shape = (page_size, num_kv_heads, head_dim)
         kinds = sizes.slabs_per_layer

@@ -27,7 +27,7 @@ TIMING = ControlConfig(
 DIGEST = ModelDigest("llama", "1", "none", "uint8", "mha", 1, 1, 8)
 TOPOLOGY = Topology(PAGE_SIZE)
 LAYOUT = KVLayout(
-    NUM_PAGES, PAGE_SIZE, 1, 1, 8, "uint8", "mha", "layer_major",
+    PAGE_SIZE, 1, 1, 8, "uint8", "mha", "layer_major", num_pages=NUM_PAGES,
     slabs=(Slab(4096, 32, 8, 8), Slab(4096 + 32 * NUM_PAGES, 32, 8, 8)), regions=((4096, 64 * NUM_PAGES),),
 )  # fmt: skip
 HELLO = Hello(DIGEST, TOPOLOGY, LAYOUT, b"agent")
