@@ -2,13 +2,14 @@
 
 A request's row of the page table, in pages, and who frees each region:
 
-    0            num_locked              len(key) // page_size          num_pages
-    |  locked        |  own, KV whole            |  own, tail                |
-    |  the tree's    |  becomes the tree's when  |  partly written or empty; |
-    |  (under our    |  cached, or is freed as   |  freed when the request   |
-    |  PrefixLock)   |  a duplicate              |  ends                     |
+    0            num_locked      num_shared              len(key) // page_size          num_pages
+    |  locked        |  joined       |  own, KV whole            |  own, tail                |
+    |  the tree's    |  another      |  becomes the tree's when  |  partly written or empty; |
+    |  (under our    |  request's,   |  cached, or is freed as   |  freed when the request   |
+    |  PrefixLock)   |  on their way |  a duplicate              |  ends                     |
 
-`len(key)` is the request's kv_len: its key holds the tokens whose KV is written, and no other.
+`len(key)` is the request's kv_len: its key holds the tokens whose KV is written, and no other. What was joined
+becomes locked (`settle`) when the other request's pages have gone to the tree; nothing is cached before.
 """
 
 from __future__ import annotations
@@ -32,20 +33,28 @@ Pages = npt.NDArray[np.int32]
 class RequestPages:
     """One request's pages. Made by `PageBooks.open`; ended by exactly one of `finish`, `drop` and `hold`."""
 
-    __slots__ = ("duplicates", "epoch", "lock", "num_locked", "num_pages", "row")
+    __slots__ = ("duplicates", "epoch", "lock", "num_joined", "num_locked", "num_pages", "row")
 
-    def __init__(self, row: int, lock: PrefixLock | None, num_locked: int, num_pages: int, epoch: int) -> None:
+    def __init__(
+        self, row: int, lock: PrefixLock | None, num_locked: int, num_joined: int, num_pages: int, epoch: int
+    ) -> None:
         self.row = row
         self.lock = lock
         self.num_locked = num_locked
+        self.num_joined = num_joined
         self.num_pages = num_pages
         self.epoch = epoch
         self.duplicates: list[Pages] = []  # replaced by the tree's, but writes may still read them
 
     @property
+    def num_shared(self) -> int:
+        """Pages at the front that are not its own: the tree's, or another request's on their way there."""
+        return self.num_locked + self.num_joined
+
+    @property
     def num_own(self) -> int:
         """Pages that only this request holds; ending it frees them."""
-        return self.num_pages - self.num_locked
+        return self.num_pages - self.num_locked - self.num_joined
 
 
 class PageBooks:
@@ -89,13 +98,25 @@ class PageBooks:
         """The longest cached prefix; None where caching is off. Changes nothing."""
         return self.cache.match_prefix(key) if self.caching and cacheable else None
 
-    def open(self, key: RadixKey, match: MatchResult | None, num_new_pages: int, now_s: float) -> RequestPages:
+    def open(
+        self,
+        key: RadixKey,
+        match: MatchResult | None,
+        num_new_pages: int,
+        now_s: float,
+        joined: RequestPages | None = None,
+        joined_end: int = 0,
+    ) -> RequestPages:
         """Lock the match of `key` and take new pages behind it.
 
+        `joined`: a request on its way whose first `joined_end` pages are of the same tokens, more than the match
+        has. From the match's end to there the row names its pages; they stay its own until `settle`.
         Raises CapacityError (no row is left) or OutOfPagesError; nothing is locked or taken then.
         """
         row = self.table.alloc_row()
-        lock = self.cache.lock(match, now_s=now_s) if match is not None else None
+        # Who joins is counted as a visitor when it settles, then of all of what it found.
+        visit = None if joined is None else False
+        lock = self.cache.lock(match, now_s=now_s, visit=visit) if match is not None else None
         num_locked = lock.prefix_len // self.page_size if lock is not None else 0
         try:
             new = self._take(num_new_pages, now_s)
@@ -103,10 +124,32 @@ class PageBooks:
             self._unlock(lock)
             self.table.free_row(row)
             raise
+        num_joined = 0
+        if joined is not None:
+            theirs = self.table.pages(joined.row)[num_locked:joined_end]
+            num_joined = len(theirs)
+            new = np.concatenate([theirs, new])
         if lock is not None and num_locked:
             new = np.concatenate([lock.pages, new])
         self.table.write(row, 0, new)
-        return RequestPages(row, lock, num_locked, len(new), self.epoch)
+        return RequestPages(row, lock, num_locked, num_joined, len(new), self.epoch)
+
+    def settle(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
+        """What the request joined has gone to the tree: it is held by a lock from now on, and no longer joined.
+
+        Raises InternalError if the tree does not have it.
+        """
+        num_shared = pages.num_shared
+        prefix = RadixKey(np.frombuffer(key.data, "<i4", num_shared * self.page_size), key.namespace)
+        lock = self.cache.lock(self.cache.match_prefix(prefix), now_s=now_s)
+        if lock.prefix_len != len(prefix) or pages.epoch != self.epoch:
+            raise InternalError(f"{num_shared} pages were joined, {lock!r} is what the tree has of them")
+        # The tree may have had some already: then it kept its own, and those that were joined are free now.
+        self.table.write(pages.row, pages.num_locked, lock.pages[pages.num_locked :])
+        self._unlock(pages.lock)
+        pages.lock = lock
+        pages.num_locked = num_shared
+        pages.num_joined = 0
 
     def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
         """Take one page at the end of each of these requests. Raises OutOfPagesError; nothing is taken then."""
@@ -122,6 +165,8 @@ class PageBooks:
         Where the tree has a page already, the request's row is repointed to it and its own is freed; with
         `being_read` (writes to a peer may still read it) only when the request ends.
         """
+        if pages.num_joined:
+            raise InternalError(f"row {pages.row} has {pages.num_joined} pages of another request, on their way")
         if pages.epoch != self.epoch or not self.caching or len(key) // self.page_size <= pages.num_locked:
             return
         row = self.table.pages(pages.row)
@@ -215,7 +260,7 @@ class PageBooks:
 
     def _close(self, pages: RequestPages) -> Pages:
         """End the lock and the row; returns the request's own pages, now the caller's to pass on."""
-        own = self.table.pages(pages.row)[pages.num_locked :].copy()
+        own = self.table.pages(pages.row)[pages.num_shared :].copy()
         self.table.free_row(pages.row)
         self._unlock(pages.lock)
         pages.lock = None

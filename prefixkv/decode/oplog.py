@@ -29,12 +29,25 @@ class _Op(msgspec.Struct, frozen=True, array_like=True, tag_field="op"):
 
 
 class Opened(_Op, frozen=True, tag="open"):
-    """A request of these tokens holds `prefix_len` cached tokens (-1: not looked for) and these pages in all."""
+    """A request of these tokens holds `prefix_len` cached tokens (-1: not looked for) and these pages in all.
+
+    Of them `num_joined`, next to the cached ones, are those of the request in `joined_row` (-1: of none).
+    """
 
     row: int
     tokens: bytes
     namespace: Any
     prefix_len: int
+    pages: bytes
+    now_s: float
+    joined_row: int = -1
+    num_joined: int = 0
+
+
+class Settled(_Op, frozen=True, tag="settle"):
+    """What the request in this row had joined is the tree's, under its lock. These are its pages in all."""
+
+    row: int
     pages: bytes
     now_s: float
 
@@ -85,7 +98,7 @@ class Flushed(_Op, frozen=True, tag="flush"):
     pass
 
 
-AnyOp = Opened | Grown | Cached | Hinted | Dropped | Held | Released | Quarantined | Flushed
+AnyOp = Opened | Settled | Grown | Cached | Hinted | Dropped | Held | Released | Quarantined | Flushed
 
 encode_op: Callable[[AnyOp], bytes] = msgspec.msgpack.Encoder().encode
 decode_op: Callable[[bytes], AnyOp] = msgspec.msgpack.Decoder(AnyOp).decode
@@ -94,7 +107,7 @@ decode_op: Callable[[bytes], AnyOp] = msgspec.msgpack.Decoder(AnyOp).decode
 class LoggedBooks(PageBooks):
     """Rank 0's books: every change is published once it is made.
 
-    Owners of held pages are RoomKeys here, and namespaces what msgpack carries (str, int, bytes, None).
+    Owners of held pages are RoomKeys here, and namespaces what msgpack carries (str, int, bytes, None, tuples of them).
     """
 
     def __init__(self, publish: Callable[[AnyOp], None], *args: Any, **settings: Any) -> None:
@@ -102,12 +115,25 @@ class LoggedBooks(PageBooks):
         self._publish = publish
         self._logged_tokens: dict[int, int] = {}  # by row
 
-    def open(self, key: RadixKey, match: MatchResult | None, num_new_pages: int, now_s: float) -> RequestPages:
-        pages = super().open(key, match, num_new_pages, now_s)
+    def open(
+        self,
+        key: RadixKey,
+        match: MatchResult | None,
+        num_new_pages: int,
+        now_s: float,
+        joined: RequestPages | None = None,
+        joined_end: int = 0,
+    ) -> RequestPages:
+        pages = super().open(key, match, num_new_pages, now_s, joined, joined_end)
         prefix_len = -1 if match is None else pages.num_locked * self.page_size
         self._logged_tokens[pages.row] = len(key)
-        self._publish(Opened(pages.row, key.data, key.namespace, prefix_len, self._packed(pages), now_s))
+        of = (joined.row, pages.num_joined) if joined is not None else (-1, 0)
+        self._publish(Opened(pages.row, key.data, key.namespace, prefix_len, self._packed(pages), now_s, *of))
         return pages
+
+    def settle(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
+        super().settle(pages, key, now_s)
+        self._publish(Settled(pages.row, self._packed(pages), now_s))
 
     def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
         super().grow_many(many, now_s)
@@ -181,14 +207,19 @@ class Replica:
         books, requests = self.books, self._requests
         match op:
             case Opened():
-                key = RadixKey(np.frombuffer(op.tokens, "<i4"), op.namespace)
+                key = RadixKey(np.frombuffer(op.tokens, "<i4"), _as_sent(op.namespace))
                 match = None if op.prefix_len < 0 else books.cache.match_prefix(key)
                 if match is not None and match.prefix_len != op.prefix_len:
                     raise InternalError(f"rank 0 matched {op.prefix_len} tokens, this rank {match.prefix_len}: {op}")
-                num_new = len(op.pages) // 4 - max(0, op.prefix_len) // books.page_size
-                pages = books.open(key, match, num_new, op.now_s)
+                num_shared = max(0, op.prefix_len) // books.page_size + op.num_joined
+                joined = requests[op.joined_row][1] if op.joined_row >= 0 else None
+                pages = books.open(key, match, len(op.pages) // 4 - num_shared, op.now_s, joined, num_shared)
                 requests[pages.row] = (key, pages)
                 self._compare(op.row, pages.row, op)
+                self._compare(op.pages, books.pages(pages).astype("<i4").tobytes(), op)
+            case Settled():
+                key, pages = requests[op.row]
+                books.settle(pages, key, op.now_s)
                 self._compare(op.pages, books.pages(pages).astype("<i4").tobytes(), op)
             case Grown():
                 books.grow_many([requests[row][1] for row in op.rows], op.now_s)
@@ -215,3 +246,8 @@ class Replica:
     def _compare(self, theirs: object, ours: object, op: AnyOp) -> None:
         if theirs != ours:
             raise InternalError(f"this rank came to {ours!r} where rank 0 has {theirs!r}: {op}")
+
+
+def _as_sent(namespace: Any) -> Any:
+    """What msgpack made a list of was a tuple."""
+    return tuple(map(_as_sent, namespace)) if isinstance(namespace, list) else namespace

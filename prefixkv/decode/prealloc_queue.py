@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from prefixkv.decode.budget import PreallocBudget
+from prefixkv.decode.inflight import InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.paging import pages_for, whole_pages
 from prefixkv.request_pages import PageBooks
@@ -23,9 +24,10 @@ class DecodePreallocQueue:
             generate).
     """
 
-    def __init__(self, books: PageBooks, budget: PreallocBudget, reserve_tokens: int) -> None:
+    def __init__(self, books: PageBooks, budget: PreallocBudget, flights: InFlight, reserve_tokens: int) -> None:
         self._books = books
         self._budget = budget
+        self._flights = flights
         self._reserve_tokens = reserve_tokens
         self._waiting: OrderedDict[DecodeRequest, None] = OrderedDict()
         self._blocked_at = -1  # the books' version at which the head did not fit
@@ -77,8 +79,10 @@ class DecodePreallocQueue:
     def _admit(self, req: DecodeRequest, now_s: float) -> bool:
         books, page_size = self._books, self._books.page_size
         match = books.match(req.key, req.request.cacheable)
-        prefix_len, unprotected = (match.prefix_len, match.unprotected_pages) if match is not None else (0, 0)
-        prefix_pages = whole_pages(prefix_len, page_size)
+        joined, prefix_pages, unprotected = None, 0, 0
+        if match is not None:
+            joined, prefix_pages = self._flights.find(req.key, whole_pages(match.prefix_len, page_size))
+            unprotected = match.unprotected_pages
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
         first_len = req.fill_len + req.resumed  # the token sampled last is written by the first step after return
         need = pages_for(max(first_len, req.fill_len + reserve), page_size) - prefix_pages
@@ -86,8 +90,11 @@ class DecodePreallocQueue:
         if not self._budget.admits(need, req.max_pages - prefix_pages, room):
             return False
         # The match told what locking costs, so this cannot fail, and there is nothing to undo.
-        req.pages_held = books.open(req.key, match, pages_for(first_len, page_size) - prefix_pages, now_s)
-        req.prefix_len = prefix_len
+        num_new = pages_for(first_len, page_size) - prefix_pages
+        theirs = joined.pages if joined is not None else None
+        req.pages_held = books.open(req.key, match, num_new, now_s, theirs, prefix_pages)
+        req.prefix_len = prefix_pages * page_size
+        req.flight = self._flights.start(req, joined, shareable=match is not None)
         req.become(DecodeState.PREALLOCATED)
         self._budget.active += 1
         self._budget.start(req.rid, req.max_pages - req.pages_held.num_pages, 0)

@@ -15,6 +15,7 @@ from prefixkv.protocol.state import RoomKey
 from prefixkv.request import Request
 
 if TYPE_CHECKING:
+    from prefixkv.decode.inflight import Flight
     from prefixkv.request_pages import PageBooks, RequestPages
 
 __all__ = ["DecodeRequest", "DecodeState", "Request"]
@@ -50,8 +51,9 @@ class DecodeRequest:
     """
 
     __slots__ = (
-        "_books", "_key", "arrived_s", "aux", "error", "fill_len", "generation", "max_new_tokens", "max_pages",
-        "output", "output_room", "pages_held", "prefix_len", "prompt_len", "request", "retries", "rid", "state",
+        "_books", "_key", "arrived_s", "aux", "error", "fill_len", "flight", "generation", "max_new_tokens",
+        "max_pages", "output", "output_room", "pages_held", "prefix_len", "prompt_len", "request", "retries", "rid",
+        "state",
     )  # fmt: skip
 
     TRANSITIONS: ClassVar[dict[DecodeState, frozenset[DecodeState]]] = {
@@ -85,6 +87,7 @@ class DecodeRequest:
         self.prefix_len = 0
         self.fill_len = self.prompt_len
         self.pages_held: RequestPages | None = None
+        self.flight: Flight | None = None  # while its KV is on its way
         self.retries = 0
         self.arrived_s = now_s
         self._books = books

@@ -9,6 +9,7 @@ On every way out of a request, its lock and its pages are released or handed on,
     finish, retract          cache_finished   whole pages to the tree, tail freed
     fail or abort, drained   drop             own pages freed
     fail or abort, not yet   hold             own pages belong to the room until it is drained
+    abort, others wait       nothing          the flight has them, and goes on without an owner
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 
 from prefixkv.cache.radix_key import check_packed, pack
 from prefixkv.decode.budget import PreallocBudget
+from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.request import DecodeRequest, DecodeState, PrefillAsk
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
@@ -69,8 +72,9 @@ class DecodeScheduler:
     ) -> None:
         self.books = books
         self.budget = PreallocBudget(pages_for(reserve_tokens, books.page_size))
-        self.waiting = DecodePreallocQueue(books, self.budget, reserve_tokens)
-        self.transfers = DecodeTransferQueue(books)
+        self.flights = InFlight(books.page_size)
+        self.waiting = DecodePreallocQueue(books, self.budget, self.flights, reserve_tokens)
+        self.transfers = DecodeTransferQueue(books, self.flights)
         self.requests: dict[str, DecodeRequest] = {}  # all that live, by rid, oldest first
         self.counters: Counter[str] = Counter()
         self._failure_policy = failure_policy
@@ -120,12 +124,17 @@ class DecodeScheduler:
             self.counters["admitted"] += 1
             self.counters["prompt_tokens"] += req.fill_len
             self.counters["hit_tokens"] += req.prefix_len
+            flight = req.flight
+            assert flight is not None
+            if flight.joined is not None:
+                self.counters["shared_flights"] += 1
+                self.counters["shared_tokens"] += flight.pages.num_joined * page_size
             if req.resumed and req.prefix_len == req.fill_len:
-                self.transfers.complete_without_transfer(req)
+                self.transfers.arrived(flight)
                 continue
             if req.generation > req.request.generation:
                 self._asks.append(PrefillAsk(req))
-            self.transfers.add(req)
+            self.transfers.add(flight)
             new_pages = req.pages[whole_pages(req.prefix_len, page_size) : pages_for(req.fill_len, page_size)]
             page_ids = np.ascontiguousarray(new_pages, dtype="<i4").tobytes()
             promise = Promise(*req.room_key, req.fill_len, req.prefix_len, page_ids, next(self._tickets))
@@ -220,7 +229,11 @@ class DecodeScheduler:
         return True
 
     def flush(self) -> int:
-        """Empty the cache after a weight update. Returns the pages freed at once."""
+        """Empty the cache after a weight update. Returns the pages freed at once.
+
+        Requests that wait for another's pages ask prefill again: those pages are of the old weights.
+        """
+        self._fall_back(self.flights.flush())
         return self.books.flush()
 
     @property
@@ -238,16 +251,24 @@ class DecodeScheduler:
     def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float) -> None:
         """A room reached its terminal state."""
         if poll is KVPoll.SUCCESS:
-            if self.transfers.succeed(key, aux) is None:
+            flight = self.transfers.succeed(key, aux)
+            if flight is None or flight.owner is None:
                 self.room_drained(key)  # it was aborted while the good news was on its way: nothing lands any more
             return
-        req = self.transfers.get(key)
-        if req is None:
+        flight = self.transfers.get(key)
+        if flight is None:
             return
         self.counters["transfers_failed"] += 1
         error = error or InternalError(f"{key} failed without a reason")
-        if self._failure_policy == "retry" and req.retries == 0:
-            self._ask_again(req, error)
+        req = flight.owner
+        if req is None:
+            self._ground(flight, None)
+        elif self._failure_policy == "retry" and req.retries == 0:
+            self._ground(flight, None)
+            self.counters["retries"] += 1
+            req.retries += 1
+            req.error = error
+            self._ask_again(req)
         else:
             self._end(req, DecodeState.FAILED, error, now_s, None, room_is_open=False)
 
@@ -279,16 +300,26 @@ class DecodeScheduler:
         """Check books, budget and requests against each other. Raises InternalError."""
         self.books.check_invariants()
         self.budget.check_invariants()
+        self.transfers.check_invariants()
         live = [*self.requests.values(), *(req for _, req, _, _ in self._deferred)]
         holding = {id(req): req for req in live if req.pages_held is not None}.values()
-        waiting, moving = list(self.waiting), self.transfers.requests()
+        waiting, orphans = list(self.waiting), [flight for flight in self.flights if flight.owner is None]
         own = sum(req.pages_held.num_own for req in holding if req.pages_held)
+        own += sum(flight.pages.num_own for flight in orphans)
         allocator = self.books.allocator
         laws = {
-            "every owned page is a request's": own == allocator.owned_pages,
+            "every owned page is a request's, or a flight's without an owner": own == allocator.owned_pages,
             "a queued request holds nothing": all(req.pages_held is None for req in waiting),
             "who waits is queued or retracted": all(req.state in _WAITS for req in waiting),
-            "who is in transfer is preallocated": all(req.state is DecodeState.PREALLOCATED for req in moving),
+            "who is preallocated has a flight, and no other": all(
+                (req.state is DecodeState.PREALLOCATED) == (req.flight is not None) for req in live
+            )
+            and sum(req.flight is not None for req in live) == len(self.flights) - len(orphans),
+            "the room of a flight without an owner is in use": all(
+                flight.room_key.generation in self._undrained.get(flight.room_key.room, ())
+                for flight in orphans
+                if flight.is_open
+            ),
             "active counts who has been admitted": self.budget.active
             == sum(req.state in _ACTIVE for req in self.requests.values()),
             "who runs has the page that the next step writes to": all(
@@ -306,7 +337,7 @@ class DecodeScheduler:
                 for req in holding
                 if req.pages_held
             ),
-            "what is locked is a request's": bool(self.books.cache.protected_pages == 0 or holding),
+            "what is locked is a request's": bool(self.books.cache.protected_pages == 0 or holding or orphans),
             "only undrained rooms hold pages": set(allocator.owners())
             <= {RoomKey(room, generation) for room, gens in self._undrained.items() for generation in gens},
         }
@@ -363,39 +394,65 @@ class DecodeScheduler:
         req.become(state)
         self.counters[state.value] += 1
         self._failed.append(req)
-        exposed = False
         if before is DecodeState.PREALLOCATED:
-            exposed = self.transfers.remove(req)
-            if exposed and room_is_open:
-                self._commands.append(AbortRoom(req.room_key, error))
+            self._leave_flight(req, error, room_is_open)
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
         self._leave(req, was_active=before in _ACTIVE)
-        if exposed and req.pages_held is not None:
-            self._hold(req)
-        elif not self._is_deferred(req):
+        if req.pages_held is not None and not self._is_deferred(req):
             self._after(after, req, None, now_s)
 
-    def _ask_again(self, req: DecodeRequest, error: Exception) -> None:
-        self.transfers.remove(req)
-        self._hold(req)
+    def _leave_flight(self, req: DecodeRequest, error: Exception, room_is_open: bool) -> None:
+        """The request ends while its KV is on its way. If others wait for it, it goes on for them."""
+        flight = req.flight
+        assert flight is not None
+        if not flight.waiters or not room_is_open:
+            self._ground(flight, error if room_is_open else None)
+            return
+        self.counters["flights_adopted"] += 1
+        flight.owner = req.flight = req.pages_held = None
+        if flight.is_open:
+            self._undrained.setdefault(req.room, set()).add(req.generation)
+
+    def _ground(self, flight: Flight, error: Exception | None) -> None:
+        """The flight will not be committed: its room is aborted with `error`, or has failed (None).
+
+        Its owner is the caller's to see to. Those that waited for it fall back.
+        """
+        others = self.flights.remove(flight)
+        self._end_flight(flight, error)
+        self._fall_back(others)
+
+    def _fall_back(self, flights: list[Flight]) -> None:
+        """These will not be committed through no fault of their own; their owners ask again, in order of arrival."""
+        for flight in flights:
+            self._end_flight(flight, AbortedError("what it waited for is not coming, or nobody waits for it any more"))
+        owners = [flight.owner for flight in flights if flight.owner is not None]
+        for req in sorted(owners, key=_arrived_s, reverse=True):  # the last goes to the front first
+            self.counters["flight_fallbacks"] += 1
+            self._ask_again(req)
+
+    def _end_flight(self, flight: Flight, error: Exception | None) -> None:
+        """End its room, and hand on its pages: they are the room's as long as a peer may write them.
+
+        So is the room's number, also without pages: what the control plane has to say of it is still to come.
+        """
+        key = flight.room_key
+        if self.transfers.remove(flight):
+            if error is not None:
+                self._commands.append(AbortRoom(key, error))
+            self.books.hold(flight.pages, key)
+            self._undrained.setdefault(key.room, set()).add(key.generation)
+        else:
+            self.books.drop(flight.pages)
+        if flight.owner is not None:
+            flight.owner.flight = flight.owner.pages_held = None
+
+    def _ask_again(self, req: DecodeRequest) -> None:
         req.become(DecodeState.RETRACTED)
         self.budget.stop(req.rid)
         self.budget.active -= 1
-        self.counters["retries"] += 1
-        req.retries += 1
-        req.error = error
         self._queue_again(req)
-
-    def _hold(self, req: DecodeRequest) -> None:
-        """A peer may still write the request's pages: they belong to the room until it is drained.
-
-        So does the room itself, also without pages: what the control plane has to say of it is still to come.
-        """
-        assert req.pages_held is not None
-        self.books.hold(req.pages_held, req.room_key)
-        self._undrained.setdefault(req.room, set()).add(req.generation)
-        req.pages_held = None
 
     def _queue_again(self, req: DecodeRequest) -> None:
         req.generation += 1
@@ -451,6 +508,7 @@ def _pending(after: DeviceEvent | None) -> DeviceEvent | None:
     return None if after is None or after.query() else after
 
 
+_arrived_s = attrgetter("arrived_s")
 _CAN_RUN = frozenset({DecodeState.TRANSFERRED, DecodeState.RUNNING})
 _WAITS = frozenset({DecodeState.QUEUED, DecodeState.RETRACTED})
 _ACTIVE = _CAN_RUN | {DecodeState.PREALLOCATED}

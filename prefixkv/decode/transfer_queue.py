@@ -1,9 +1,14 @@
-"""Requests whose KV is on its way, and what to do when a room has ended."""
+"""Requests whose KV is on its way, and what to do when it is there.
+
+A flight is complete when its room has succeeded and the flight that it joined has been committed. To commit is to
+give its pages to the tree; then those that joined it find there what they waited for.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 
+from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import InternalError
 from prefixkv.protocol.state import RoomKey
@@ -13,45 +18,51 @@ from prefixkv.request_pages import PageBooks
 class DecodeTransferQueue:
     """Owned by the scheduler's thread."""
 
-    def __init__(self, books: PageBooks) -> None:
+    def __init__(self, books: PageBooks, flights: InFlight) -> None:
         self._books = books
-        self._in_transfer: dict[RoomKey, DecodeRequest] = {}
-        self._complete: deque[DecodeRequest] = deque()
+        self._flights = flights
+        self._open: dict[RoomKey, Flight] = {}
+        self._complete: deque[Flight] = deque()
 
-    def add(self, req: DecodeRequest) -> None:
+    def add(self, flight: Flight) -> None:
         """A request was admitted; its room is open."""
-        key = req.room_key
-        if key in self._in_transfer:
+        key = flight.room_key
+        if key in self._open:
             raise InternalError(f"{key} is in transfer twice")
-        self._in_transfer[key] = req
+        self._open[key] = flight
 
-    def get(self, key: RoomKey) -> DecodeRequest | None:
-        return self._in_transfer.get(key)
+    def get(self, key: RoomKey) -> Flight | None:
+        """The flight of an open room."""
+        return self._open.get(key)
 
-    def succeed(self, key: RoomKey, aux: bytes) -> DecodeRequest | None:
+    def succeed(self, key: RoomKey, aux: bytes) -> Flight | None:
         """The room's pages are all written. Unknown (it was aborted meanwhile): None."""
-        req = self._in_transfer.pop(key, None)
-        if req is not None:
-            req.aux = aux
-            self._complete.append(req)
-        return req
+        flight = self._open.pop(key, None)
+        if flight is not None:
+            if flight.owner is not None:
+                flight.owner.aux = aux
+            self.arrived(flight)
+        return flight
 
-    def complete_without_transfer(self, req: DecodeRequest) -> None:
-        """All of the request's KV was found in the tree."""
-        self._complete.append(req)
+    def arrived(self, flight: Flight) -> None:
+        """There is nothing to wait for but the flight it joined, if any."""
+        flight.is_open = False
+        if flight.joined is None:
+            self._complete.append(flight)
 
-    def remove(self, req: DecodeRequest) -> bool:
-        """Take a request out that fails or is aborted. True if its room was still open."""
-        if self._in_transfer.get(req.room_key) is req:
-            del self._in_transfer[req.room_key]
+    def remove(self, flight: Flight) -> bool:
+        """Take a flight out that will not be committed. True if its room was still open."""
+        if flight.is_open:
+            del self._open[flight.room_key]
             return True
-        self._complete.remove(req)
+        if flight in self._complete:
+            self._complete.remove(flight)
         return False
 
     @property
     def num_open(self) -> int:
-        """Requests whose pages are still being written."""
-        return len(self._in_transfer)
+        """Rooms whose pages are still being written."""
+        return len(self._open)
 
     @property
     def any_complete(self) -> bool:
@@ -59,19 +70,37 @@ class DecodeTransferQueue:
         return bool(self._complete)
 
     def __len__(self) -> int:
-        return len(self._in_transfer) + len(self._complete)
-
-    def requests(self) -> list[DecodeRequest]:
-        return [*self._in_transfer.values(), *self._complete]
+        return len(self._flights)
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
-        """Commit what has arrived: its whole pages become cached prefix that the request holds by a lock."""
+        """Commit what is complete: its whole pages become cached prefix that the request holds by a lock."""
         committed = []
         while self._complete:
-            req = self._complete.popleft()
-            assert req.pages_held is not None
-            if req.request.cacheable:
-                self._books.cache_unfinished(req.pages_held, req.key, now_s, priority=req.request.priority)
-            req.become(DecodeState.TRANSFERRED)
-            committed.append(req)
+            flight = self._complete.popleft()
+            req = flight.owner
+            if req is None or req.request.cacheable:
+                self._books.cache_unfinished(flight.pages, flight.key, now_s, priority=flight.priority)
+            for waiter in self._flights.commit(flight):
+                self._books.settle(waiter.pages, waiter.key, now_s)
+                if not waiter.is_open:
+                    self._complete.append(waiter)
+            if req is None:
+                self._books.drop(flight.pages)
+            else:
+                req.flight = None
+                req.become(DecodeState.TRANSFERRED)
+                committed.append(req)
         return committed
+
+    def check_invariants(self) -> None:
+        """Check every law, those of the flights included. Raises InternalError."""
+        self._flights.check_invariants()
+        complete = [flight for flight in self._flights if not flight.is_open and flight.joined is None]
+        laws = {
+            "open flights have a room, and each room one": self._open
+            == {flight.room_key: flight for flight in self._flights if flight.is_open},
+            "what has arrived and waits for nothing is complete": sorted(map(id, complete))
+            == sorted(map(id, self._complete)),
+        }
+        if broken := [law for law, holds in laws.items() if not holds]:
+            raise InternalError(f"broken: {'; '.join(broken)}; {self._open}, {self._complete}")

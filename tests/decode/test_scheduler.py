@@ -120,7 +120,7 @@ def _complete_without_transfer(desk: Desk) -> DecodeRequest:
     req = _resumed(desk)
     desk.admit()
     assert req.state is DecodeState.PREALLOCATED
-    assert req not in desk.scheduler.transfers._in_transfer.values()
+    assert desk.scheduler.transfers.num_open == 0
     return req
 
 

@@ -30,13 +30,16 @@ def audit_decode(scheduler: DecodeScheduler, endpoint: DecodeEndpoint) -> None:
         if machine.drained:
             continue
         undrained += 1
-        req = scheduler.transfers.get(machine.key)
+        flight = scheduler.transfers.get(machine.key)
         mine = set(machine.promise.page_ids().tolist())
-        if req is not None:
-            assert req.pages_held is not None
-            own = set(req.pages[req.pages_held.num_locked :].tolist())
-            assert req.prefix_len == machine.promise.prefix_len, "law 6: the promise stands"
-            assert req.prefix_len == req.pages_held.num_locked * books.page_size, "law 6: what is promised is locked"
+        if flight is not None:
+            num_shared = flight.pages.num_shared
+            own = set(books.pages(flight.pages)[num_shared:].tolist())
+            assert machine.promise.prefix_len == num_shared * books.page_size, (
+                "law 6: what is promised is there or comes"
+            )
+            if flight.owner is not None:
+                assert flight.owner.prefix_len == machine.promise.prefix_len, "law 6: the promise stands"
         elif books.holds(machine.key):
             own = set(allocator.held_by(machine.key).tolist())
         else:

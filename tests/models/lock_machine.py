@@ -180,10 +180,11 @@ class LockMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort_crosses_success(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.rooms)))
-        req = self.scheduler.transfers.get(key)
-        assert req is not None
-        self.scheduler.abort(req.rid, self.now_s)
-        self._carry_out()
+        flight = self.scheduler.transfers.get(key)
+        assert flight is not None
+        if flight.owner is not None:
+            self.scheduler.abort(flight.owner.rid, self.now_s)
+            self._carry_out()
         self._succeed(key)
 
     @precondition(lambda self: self.aborting)

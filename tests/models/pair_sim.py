@@ -527,10 +527,10 @@ class PairSim:
         if target != self.decode.me:
             return
         books = self.decode.scheduler.books
-        req = self.decode.scheduler.transfers.get(room)
+        flight = self.decode.scheduler.transfers.get(room)
         allowed: set[int] = set()
-        if req is not None and req.pages_held is not None:
-            allowed = set(req.pages[req.pages_held.num_locked :].tolist())
+        if flight is not None:
+            allowed = set(books.pages(flight.pages)[flight.pages.num_shared :].tolist())
         elif books.holds(room):
             allowed = set(books.allocator.held_by(room).tolist())
         assert set(pages.tolist()) <= allowed, f"a write of {room} lands on pages that are not its own"

@@ -1,0 +1,266 @@
+"""Pages on their way that several requests need are sent once.
+
+Each admitted request's transfer is a *flight*: it brings the pages that the request found neither in the tree nor
+on their way already. What it found on its way belongs to another flight, which it *joins*; its own flight brings
+the rest only, and can be committed when the one it joined has been. So flights form trees, each pointing to the
+one whose end it continues from:
+
+    a: [0, 9)     b joined a at 6: [6, 8)     c joined b at 8: [8, 12)        c waits for b, b waits for a
+
+A flight whose request was aborted goes on for as long as another waits for it: it has no owner then. A flight
+that will not arrive takes with it all that wait for it, and they ask again for what they lack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from itertools import pairwise
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeAlias
+
+from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
+from prefixkv.errors import InternalError
+from prefixkv.protocol.state import RoomKey
+
+if TYPE_CHECKING:
+    from prefixkv.decode.request import DecodeRequest
+    from prefixkv.request_pages import RequestPages
+
+Place: TypeAlias = tuple[Hashable, int, bytes]
+"""A namespace, where a flight begins, in pages, and the packed tokens of the page it begins with."""
+
+
+class Flight:
+    """One request's pages on their way.
+
+    Args:
+        owner: whose request it is; None once that has gone, and others wait for the pages.
+        key: its tokens, up to `kv_len`: they do not change while it is on its way.
+        pages: those that it brings are at the places [start_pages, end_pages) of its row, whole pages only.
+        joined: the flight that brings what is before `start_pages`, as far as the tree has not got it.
+        number: counts the flights up.
+    """
+
+    __slots__ = (
+        "end_pages", "is_open", "joined", "key", "number", "owner", "pages", "place", "priority", "room_key",
+        "start_pages", "waiters",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        owner: DecodeRequest,
+        key: RadixKey,
+        pages: RequestPages,
+        end_pages: int,
+        joined: Flight | None,
+        number: int,
+    ) -> None:
+        self.owner: DecodeRequest | None = owner
+        self.room_key: RoomKey = owner.room_key
+        self.priority = owner.request.priority
+        self.key = key
+        self.pages = pages
+        self.start_pages = pages.num_shared
+        self.end_pages = end_pages
+        self.joined = joined
+        self.number = number
+        self.is_open = True  # its room has not ended
+        self.place: Place | None = None  # where it is found by those that may join it
+        self.waiters: dict[Flight, None] = {}  # in the order in which they came
+
+    def __repr__(self) -> str:
+        owner = self.owner.rid if self.owner is not None else None
+        return f"Flight({self.number}, {owner!r}, [{self.start_pages}, {self.end_pages}))"
+
+
+class InFlight:
+    """All flights, and those that may be joined by what they bring. Owned by the scheduler's thread.
+
+    A look-up is O(1) if nothing is found; else O(flights on the path), and a memcmp each.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._flights: dict[Flight, None] = {}
+        # By where a flight begins and the page it begins with. The pages before may differ, so each is a list.
+        self._by_start: dict[Place, list[Flight]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def __iter__(self) -> Iterator[Flight]:
+        """In the order of their numbers."""
+        return iter(self._flights)
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def find(self, key: RadixKey, start_pages: int) -> tuple[Flight | None, int]:
+        """The flight that brings most of `key` beyond `start_pages`, and where the common part ends, in pages.
+
+        `start_pages` is what the tree has of the key. One flight may begin where another ends or is left: they
+        are followed as far as they go, and the last one, which waits for those before, is given back. (None,
+        `start_pages`) if there is none.
+        """
+        found, end = None, start_pages
+        if not self._by_start:
+            return found, end
+        data, page_bytes = key.data, self._page_bytes
+        while True:
+            page = data[end * page_bytes : (end + 1) * page_bytes]
+            bucket = self._by_start.get((key.namespace, end, page))  # no flight begins with a partial page
+            if bucket is None:
+                return found, end
+            start = end
+            for flight in bucket:
+                common = self._common_pages(flight, data, start)
+                if common > end:
+                    found, end = flight, common
+            if end == start:
+                return found, end
+
+    def _common_pages(self, flight: Flight, data: bytes, start: int) -> int:
+        """How many whole pages `data` has in common with a flight that begins at `start`; 0 if not even one of its.
+
+        Each probe is one memcmp, and none looks again at what matched before.
+        """
+        page_bytes = self._page_bytes
+        theirs = memoryview(flight.key.data)
+        if not data.startswith(theirs[: (start + 1) * page_bytes]):
+            return 0
+        low = start + 1  # equal up to here
+        high = min(flight.end_pages, len(data) // page_bytes)
+        if data.startswith(theirs[low * page_bytes : high * page_bytes], low * page_bytes):
+            return high
+        while high - low > 1:  # and different somewhere before `high`
+            middle = (low + high) // 2
+            if data.startswith(theirs[low * page_bytes : middle * page_bytes], low * page_bytes):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    # --- the life of a flight ---------------------------------------------------------------------
+
+    def start(self, owner: DecodeRequest, joined: Flight | None, shareable: bool) -> Flight:
+        """The pages of an admitted request are on their way from now on, and may be joined if `shareable`."""
+        self._count += 1
+        page_bytes = self._page_bytes
+        key, pages = owner.key, owner.pages_held
+        assert pages is not None
+        data = key.data
+        flight = Flight(owner, key, pages, len(data) // page_bytes, joined, self._count)
+        self._flights[flight] = None
+        if joined is not None:
+            joined.waiters[flight] = None
+        start = flight.start_pages
+        if shareable and start < flight.end_pages:
+            place = (key.namespace, start, data[start * page_bytes : (start + 1) * page_bytes])
+            self._by_start.setdefault(place, []).append(flight)
+            flight.place = place
+        return flight
+
+    def commit(self, flight: Flight) -> list[Flight]:
+        """The flight's pages are the tree's now. Returns those that waited for it, which wait no more."""
+        self._take_out(flight)
+        waiters = list(flight.waiters)
+        flight.waiters.clear()
+        for waiter in waiters:
+            waiter.joined = None
+        return waiters
+
+    def remove(self, flight: Flight) -> list[Flight]:
+        """The flight will not be committed. Returns the others that go with it, in the order of their numbers.
+
+        They are those that wait for it, and those it waited for that nobody else needs.
+        """
+        gone = [flight]
+        for one in gone:
+            gone.extend(one.waiters)
+        needless = flight
+        while (above := needless.joined) is not None:
+            del above.waiters[needless]
+            if above.owner is not None or above.waiters:
+                break
+            gone.append(above)
+            needless = above
+        for one in gone:
+            self._take_out(one)
+            one.waiters.clear()
+            one.joined = None
+        return sorted(gone[1:], key=_number)
+
+    def flush(self) -> list[Flight]:
+        """None of these pages may go to the tree. Returns the flights that go for it, in the order of their numbers.
+
+        They are those without an owner, and those that wait. The others go on for their own request alone, and
+        nobody can join them any more.
+        """
+        gone = [flight for flight in self._flights if flight.joined is not None or flight.owner is None]
+        for flight in gone:
+            del self._flights[flight]
+            flight.joined = None
+            flight.waiters.clear()
+        for flight in self._flights:
+            flight.waiters.clear()
+            flight.place = None
+        self._by_start.clear()
+        return gone
+
+    def _take_out(self, flight: Flight) -> None:
+        del self._flights[flight]
+        if flight.place is not None:
+            bucket = self._by_start[flight.place]
+            bucket.remove(flight)
+            if not bucket:
+                del self._by_start[flight.place]
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Check every law. Raises InternalError with the state."""
+        flights, page_bytes = self._flights, self._page_bytes
+        places = {flight: place for place, bucket in self._by_start.items() for flight in bucket}
+        laws = {
+            "numbers count up, so that nothing waits for itself": all(
+                before.number < after.number for before, after in pairwise(flights)
+            )
+            and all(flight.joined is None or flight.joined.number < flight.number for flight in flights),
+            "who waits, and who is waited for, know of each other": all(
+                flight.joined is None or (flight.joined in flights and flight in flight.joined.waiters)
+                for flight in flights
+            )
+            and all(waiter in flights and waiter.joined is flight for flight in flights for waiter in flight.waiters),
+            "who has joined shares pages that are on their way, others share none": all(
+                (flight.joined is not None) == (flight.pages.num_joined > 0) for flight in flights
+            ),
+            "what is joined is brought": all(
+                flight.joined is None
+                or (
+                    flight.joined.start_pages < flight.start_pages <= flight.joined.end_pages
+                    and flight.key.data.startswith(flight.joined.key.data[: flight.start_pages * page_bytes])
+                    and flight.key.namespace == flight.joined.key.namespace
+                )
+                for flight in flights
+            ),
+            "without an owner, somebody waits": all(flight.owner is not None or flight.waiters for flight in flights),
+            "an owner's pages are the flight's": all(
+                flight.owner is None or (flight.owner.pages_held is flight.pages and flight.owner.flight is flight)
+                for flight in flights
+            ),
+            "a flight begins where it is found": all(
+                place == (flight.key.namespace, flight.start_pages, _page(flight, page_bytes)) == flight.place
+                for flight, place in places.items()
+            )
+            and {flight for flight in flights if flight.place is not None} == set(places),
+        }
+        if broken := [law for law, holds in laws.items() if not holds]:
+            raise InternalError(f"broken: {'; '.join(broken)}; {list(flights)}")
+
+
+def _page(flight: Flight, page_bytes: int) -> bytes:
+    """The page that a flight begins with, as it stands in its key."""
+    return flight.key.data[flight.start_pages * page_bytes :][:page_bytes]
+
+
+_number = attrgetter("number")
