@@ -428,7 +428,8 @@ class DecodeScheduler:
         for flight in flights:
             self._end_flight(flight, AbortedError("what it waited for is not coming, or nobody waits for it any more"))
         owners = [flight.owner for flight in flights if flight.owner is not None]
-        for req in sorted(owners, key=_arrived_s, reverse=True):  # the last goes to the front first
+        owners.sort(key=_arrived_s)
+        for req in reversed(owners):  # each goes to the front, so the last one first
             self.counters["flight_fallbacks"] += 1
             self._ask_again(req)
 
