@@ -64,7 +64,9 @@ class _Node(Generic[M]):
         Returns the pages freed at once.
         """
         self._pump()
-        return self.scheduler.flush()
+        freed = self.scheduler.flush()
+        self._tell()
+        return freed
 
     def audit(self) -> None:
         """Check every law of tree, allocator, page table and requests. Slow. Raises InternalError."""
