@@ -14,7 +14,7 @@ that will not arrive takes with it all that wait for it, and they ask again for 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from itertools import pairwise
+from itertools import combinations, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -111,12 +111,11 @@ class InFlight:
             bucket = self._by_start.get((key.namespace, end, page))  # no flight begins with a partial page
             if bucket is None:
                 return found, end
-            start = end
             for flight in bucket:
-                common = self._common_pages(flight, data, start)
-                if common > end:
+                if common := self._common_pages(flight, data, end):
                     found, end = flight, common
-            if end == start:
+                    break  # no other can match: it would have joined this one
+            else:
                 return found, end
 
     def _common_pages(self, flight: Flight, data: bytes, start: int) -> int:
@@ -125,7 +124,7 @@ class InFlight:
         Each probe is one memcmp, and none looks again at what matched before.
         """
         page_bytes = self._page_bytes
-        theirs = memoryview(flight.key.data)
+        theirs = memoryview(flight.key.data)  # a slice of it costs no copy
         if not data.startswith(theirs[: (start + 1) * page_bytes]):
             return 0
         low = start + 1  # equal up to here
@@ -247,6 +246,11 @@ class InFlight:
             "an owner's pages are the flight's": all(
                 flight.owner is None or (flight.owner.pages_held is flight.pages and flight.owner.flight is flight)
                 for flight in flights
+            ),
+            "no two begin alike": all(
+                not one.key.data.startswith(other.key.data[: (other.start_pages + 1) * page_bytes])
+                for bucket in self._by_start.values()
+                for one, other in combinations(bucket, 2)
             ),
             "a flight begins where it is found": all(
                 place == (flight.key.namespace, flight.start_pages, _page(flight, page_bytes)) == flight.place

@@ -1,0 +1,291 @@
+"""The index of what is on its way, against a list that is searched through; and who goes with whom."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.decode.inflight import Flight, InFlight
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.errors import InternalError
+from prefixkv.request import Request
+from prefixkv.request_pages import PageBooks, RequestPages
+
+PAGE_SIZE = 2
+BOOKS = PageBooks(4, PAGE_SIZE, 2)
+
+
+class Air:
+    """Flights without pages of their own: places in rows are all that the index knows of them."""
+
+    def __init__(self) -> None:
+        self.flights = InFlight(PAGE_SIZE)
+        self.count = 0
+
+    def start(
+        self, tokens: str | list[int], cached_pages: int = 0, namespace: Any = None, *, shareable: bool = True
+    ) -> Flight:
+        """Of tokens of which the tree has `cached_pages`; what is on its way already is joined."""
+        key = RadixKey([ord(letter) for letter in tokens] if isinstance(tokens, str) else tokens, namespace)
+        self.count += 1
+        joined, end = self.flights.find(key, cached_pages) if shareable else (None, cached_pages)
+        req = DecodeRequest(Request(str(self.count), key, room=self.count), BOOKS, 0.0)
+        req.pages_held = RequestPages(0, None, cached_pages, end - cached_pages, len(key), 0)
+        req.flight = self.flights.start(req, joined, shareable)
+        self.flights.check_invariants()
+        return req.flight
+
+    def find(self, tokens: str, cached_pages: int = 0, namespace: Any = None) -> tuple[Flight | None, int]:
+        return self.flights.find(RadixKey([ord(letter) for letter in tokens], namespace), cached_pages)
+
+
+# --- looking --------------------------------------------------------------------------------------
+
+
+def test_the_deepest_flight_is_found_along_ends_and_branches() -> None:
+    air = Air()
+    a = air.start("aabbccddee")
+    b = air.start("aabbccxxyy")  # leaves a at 3
+    c = air.start("aabbccddeeffgg")  # begins where a ends
+    assert [(one.start_pages, one.end_pages, one.joined) for one in (a, b, c)] == [(0, 5, None), (3, 5, a), (5, 7, a)]
+    cases: dict[str, tuple[Flight | None, int]] = {
+        "": (None, 0),
+        "a": (None, 0),
+        "aa": (a, 1),
+        "aab": (a, 1),
+        "ab": (None, 0),
+        "aabbz": (a, 2),
+        "aabbccddee": (a, 5),
+        "aabbccxx": (b, 4),
+        "aabbccxxyyzz": (b, 5),
+        "aabbccddeefg": (a, 5),
+        "aabbccddeeffg": (c, 6),
+        "aabbccddeeffgghh": (c, 7),
+    }
+    for tokens, found in cases.items():
+        assert air.find(tokens) == found, tokens
+
+
+def test_the_whole_prefix_has_to_be_equal_not_the_page_where_it_begins_alone() -> None:
+    air = Air()
+    a = air.start("aaxxyy", cached_pages=1)
+    b = air.start("bbxxyy", cached_pages=1)
+    assert b.joined is None
+    assert air.find("aaxxzz", 1) == (a, 2)
+    assert air.find("bbxxyyzz", 1) == (b, 3)
+    assert air.find("ccxxyy", 1) == (None, 1)
+    assert air.find("aaxxyy", 2) == (None, 2), "nobody begins there"
+
+
+def test_a_partial_last_page_is_nobodys_to_join() -> None:
+    air = Air()
+    a = air.start("aab")
+    assert a.end_pages == 1
+    assert air.find("aabb") == (a, 1)
+    assert air.start("a").place is None
+    assert air.start("aabb").start_pages == 1
+
+
+def test_namespaces_and_what_is_not_cacheable_share_nothing() -> None:
+    air = Air()
+    air.start("aabb", shareable=False)
+    assert air.find("aabb") == (None, 0)
+    a = air.start("aabb", namespace="lora")
+    assert air.find("aabb") == (None, 0)
+    assert air.find("aabb", namespace="lora") == (a, 2)
+
+
+# --- who goes with whom ---------------------------------------------------------------------------
+
+
+def _chain() -> tuple[Air, list[Flight]]:
+    """a <- b <- c, and d beside b."""
+    air = Air()
+    return air, [air.start("aabb"), air.start("aabbcc"), air.start("aabbccdd"), air.start("aabbxx")]
+
+
+def test_a_commit_lets_go_of_those_that_waited_in_their_order() -> None:
+    air, (a, b, c, d) = _chain()
+    assert air.flights.commit(a) == [b, d]
+    assert (b.joined, d.joined, c.joined) == (None, None, b)
+    b.owner.pages_held.num_joined = d.owner.pages_held.num_joined = 0  # settled
+    air.flights.check_invariants()
+    assert air.find("aabbcc") == (None, 0)
+    assert air.find("aabbcc", 2) == (b, 3), "that begins where the tree ends now"
+    assert len(air.flights) == 3
+
+
+def test_all_that_wait_go_with_a_flight_however_far_away() -> None:
+    air, (a, b, c, d) = _chain()
+    other = air.start("zz")
+    assert air.flights.remove(a) == [b, c, d]
+    assert list(air.flights) == [other]
+    assert all(one.joined is None and not one.waiters for one in (a, b, c, d))
+    air.flights.check_invariants()
+
+
+def test_those_above_go_when_they_have_no_owner_and_nobody_else_needs_them() -> None:
+    air, (a, b, c, d) = _chain()
+    a.owner = b.owner = None
+    assert air.flights.remove(c) == [b], "d still waits for a"
+    assert list(air.flights) == [a, d]
+    assert air.flights.remove(d) == [a]
+    assert len(air.flights) == 0
+
+    air, (a, b, c, d) = _chain()
+    b.owner = None
+    assert air.flights.remove(c) == [b], "and a has an owner"
+    air.flights.check_invariants()
+
+
+def test_after_a_flush_nobody_waits_and_nobody_is_found() -> None:
+    air, (a, b, c, d) = _chain()
+    alone, adopted = air.start("zz"), air.start("yy")
+    last = air.start("yyzz")
+    adopted.owner = None
+    assert air.flights.flush() == [b, c, d, adopted, last]
+    assert list(air.flights) == [a, alone]
+    assert air.find("aabb") == (None, 0)
+    air.flights.check_invariants()
+    assert air.flights.commit(a) == []
+    assert air.flights.remove(alone) == []
+
+
+def test_a_long_chain_needs_no_deep_stack() -> None:
+    air = Air()
+    flights = [air.start("ab" * length) for length in range(1, 1_200)]
+    assert all(later.joined is before for before, later in pairwise(flights))
+    assert len(air.flights.remove(flights[0])) == len(flights) - 1
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "law"),
+    [
+        ("joined", None, "who waits, and who is waited for"),
+        ("number", 0, "numbers count up"),
+        ("place", None, "begins where it is found"),
+        ("start_pages", 3, "what is joined is brought"),
+    ],
+)
+def test_a_broken_law_is_named(what: str, value: Any, law: str) -> None:
+    air, (_, b, _, _) = _chain()
+    setattr(b, what, value)
+    with pytest.raises(InternalError, match=law):
+        air.flights.check_invariants()
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+class Model(RuleBasedStateMachine):
+    """A tree that is a set of prefixes, and a list of flights: every chain of them is tried."""
+
+    @initialize()
+    def start(self) -> None:
+        self.air = Air()
+        self.tree: set[tuple[Any, ...]] = set()
+        self.live: list[Flight] = []
+
+    def _prefix(self, key: RadixKey, num_pages: int) -> tuple[Any, ...]:
+        return (key.namespace, *key.tokens()[: num_pages * PAGE_SIZE].tolist())
+
+    def _cached(self, key: RadixKey) -> int:
+        num_pages = 0
+        while num_pages < len(key) // PAGE_SIZE and self._prefix(key, num_pages + 1) in self.tree:
+            num_pages += 1
+        return num_pages
+
+    def _search(self, key: RadixKey, start: int) -> tuple[Flight | None, int]:
+        """The best of all ways to go on from flight to flight."""
+        best: tuple[Flight | None, int] = (None, start)
+        for flight in self.live:
+            if flight.place is None or flight.start_pages != start:
+                continue
+            for end in range(start + 1, min(flight.end_pages, len(key) // PAGE_SIZE) + 1):
+                if self._prefix(key, end) == self._prefix(flight.key, end):
+                    further = self._search(key, end)
+                    best = max(best, further if further[0] else (flight, end), key=lambda way: way[1])
+        return best
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        namespace=st.sampled_from([None, None, "lora"]),
+        shareable=st.sampled_from([True, True, True, False]),
+    )
+    def depart(self, tokens: list[int], namespace: Any, shareable: bool) -> None:
+        key = RadixKey(tokens, namespace)
+        cached = self._cached(key) if shareable else 0
+        expected = self._search(key, cached) if shareable else (None, 0)
+        flight = self.air.start(tokens, cached, namespace, shareable=shareable)
+        assert (flight.joined, flight.start_pages) == expected
+        self.live.append(flight)
+
+    @precondition(lambda self: any(flight.joined is None for flight in self.live))
+    @rule(which=st.integers(0, 20))
+    def commit(self, which: int) -> None:
+        ready = [flight for flight in self.live if flight.joined is None]
+        flight = ready[which % len(ready)]
+        waiters = [other for other in self.live if other.joined is flight]
+        assert self.air.flights.commit(flight) == waiters
+        self.live.remove(flight)
+        if flight.place is not None:
+            self.tree |= {self._prefix(flight.key, end) for end in range(1, flight.end_pages + 1)}
+        for waiter in waiters:
+            waiter.pages.num_locked, waiter.pages.num_joined = waiter.start_pages, 0
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 20))
+    def lose(self, which: int) -> None:
+        flight = self.live[which % len(self.live)]
+        gone = {flight}
+        while True:  # until nothing more goes
+            more = {other for other in self.live if other.joined in gone}
+            more |= {
+                one.joined for one in gone if one.joined and not one.joined.owner and one.joined.waiters.keys() <= gone
+            }
+            if more <= gone:
+                break
+            gone |= more
+        expected = [other for other in self.live if other in gone and other is not flight]
+        assert self.air.flights.remove(flight) == expected
+        self.live = [other for other in self.live if other not in gone]
+
+    @precondition(lambda self: any(flight.waiters for flight in self.live))
+    @rule(which=st.integers(0, 20))
+    def adopt(self, which: int) -> None:
+        needed = [flight for flight in self.live if flight.waiters]
+        needed[which % len(needed)].owner = None
+
+    @precondition(lambda self: self.tree)
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        """A prefix that nothing goes on from, and no flight holds."""
+        held = {self._prefix(one.key, end) for one in self.live for end in range(1, one.pages.num_locked + 1)}
+        free = [one for one in self.tree - held if not any(other[: len(one)] == one for other in self.tree - {one})]
+        if free:
+            self.tree.remove(data.draw(st.sampled_from(sorted(free, key=repr))))
+
+    @rule(often=st.integers(0, 9))
+    def flush(self, often: int) -> None:
+        if often:
+            return
+        gone = [flight for flight in self.live if flight.joined is not None or flight.owner is None]
+        assert self.air.flights.flush() == gone
+        self.live = [flight for flight in self.live if flight not in gone]
+        self.tree.clear()
+        for flight in self.live:
+            assert flight.place is None
+
+    @invariant()
+    def laws(self) -> None:
+        if hasattr(self, "air"):
+            self.air.flights.check_invariants()
+            assert list(self.air.flights) == self.live
+
+
+TestModel = Model.TestCase
