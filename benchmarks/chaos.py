@@ -1,0 +1,461 @@
+"""Claim: whatever dies, stops, restarts or is cut off, no request reads a wrong byte, none hangs, nothing is lost.
+
+    python benchmarks/chaos.py --seed 1 --duration 60 [--tls tcp|default] [--json FILE] [--verbose]
+
+Two prefill and two decode processes over real NIXL (UCX over TCP for odd seeds, its default for even ones), and
+conversations with shared prefixes through all of them, while a storm that follows from the seed kills, stops,
+restarts and replaces workers, cuts and stalls their sockets, aborts requests from both sides in every state, and
+holds up scheduler threads, in pools small enough for retraction. Every KV byte a request reads is checked, and
+freed pages are filled with a canary on both sides (`chaos_pages.py`). The last line is the verdict; exit status 1
+if any figure in it is off. Timing decides what meets what, so a seed gives the same storm, not the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import os
+import pathlib
+import platform
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+from benchmarks.chaos_clients import Clients, Conversation, Ledger, Sizes, system_prompts
+from benchmarks.chaos_cluster import Cluster, Worker
+from benchmarks.chaos_worker import Spec
+from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
+
+CONTROL = ControlConfig(
+    heartbeat_s=0.1, suspect_after_s=1.0, forget_after_s=10.0, resend_s=0.1, bootstrap_timeout_s=2.0,
+    waiting_timeout_s=2.5, transfer_timeout_s=2.0, ack_timeout_s=2.0, drain_timeout_s=0.7, parked_timeout_s=2.0,
+    fence_settle_s=0.5,
+)  # fmt: skip
+POOL = {"page_size": 8, "num_layers": 4, "num_kv_heads": 2, "head_dim": 64}  # 16 KiB a page
+STOP_S = (0.3, 4.0)  # the longest is longer than any deadline
+DEADLINE_S = 20.0  # of a request, without what was taken from its own worker: every wait and retry at its worst
+STORM_OPEN = 24  # conversations at a time
+CALM_OPEN = 12
+CALM_CONVERSATIONS = 60
+PASSES = 4
+FULL = 0.85  # of the throughput before; less is more than the noise between passes
+_UP_S = 60.0
+_REST_S = 30.0
+
+
+def specs_of(seed: int, tls: str) -> dict[str, Spec]:
+    chance = random.Random(seed)
+    order = chance.choice(("layer_major", "page_major"))
+    env = {"UCX_TLS": tls} if tls != "default" else {}
+    specs = {}
+    for number in range(2):
+        for side in ("prefill", "decode"):
+            name = f"{side}-{number}"
+            pool = {**POOL, "num_pages": chance.choice((260, 400)), "order": order}
+            config: PrefillConfig | DecodeConfig
+            if side == "prefill":
+                config = PrefillConfig(name=name, max_running=64, control=CONTROL)
+            else:
+                config = DecodeConfig(
+                    name=name, max_running=64, reserve_tokens=chance.choice((0, 8)),
+                    failure_policy="retry" if number else "fail", control=CONTROL,
+                )  # fmt: skip
+            specs[name] = Spec(side, pool, config, chance.getrandbits(32), env=env)
+    return specs
+
+
+class Run:
+    """One seed, from the first process to the verdict."""
+
+    def __init__(self, seed: int, duration_s: float, tls: str, verbose: bool) -> None:
+        self.seed = seed
+        self.duration_s = duration_s
+        self.verbose = verbose
+        self.chance = random.Random(seed * 7919 + 1)
+        self.cluster = Cluster(specs_of(seed, tls))
+        self.ledger = Ledger(DEADLINE_S)
+        self.clients: Clients | None = None
+        self.faults: Counter[str] = Counter()
+        self.began_s = time.monotonic()
+        self.reports: dict[Worker, dict[str, Any]] = {}
+        self.crashes: list[str] = []
+        self.totals: Counter[str] = Counter()
+        self.storming = False
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+
+    def log(self, text: str) -> None:
+        if self.verbose:
+            print(f"{time.monotonic() - self.began_s:7.3f} {text}", file=sys.stderr, flush=True)
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time.monotonic() + delay_s, next(self._order), action))
+
+    def run_events(self, all_of_them: bool = False) -> None:
+        while self._events and (all_of_them or self._events[0][0] <= time.monotonic()):
+            heapq.heappop(self._events)[2]()
+
+    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        return self.cluster.wait(done, self.take, timeout_s, self.run_events)
+
+    def take(self, worker: Worker, message: Any) -> None:
+        if message is None:
+            self._reaped(worker)
+            return
+        kind, *args = message
+        if kind == "up":
+            self.cluster.is_up(worker, *args)
+            self.log(f"{worker} is up")
+            if self.clients is not None:
+                self.clients.fill()
+        elif kind == "ended":
+            rid, how, error, took_s, output = args
+            call = self.ledger.ended(worker, rid, how, error, took_s)
+            if call is not None and self.clients is not None:
+                self.clients.ended(call, how, output)
+        elif kind == "ask":
+            rid, _room, generation, tokens, address = args
+            if self.clients is not None:
+                prefill = next(p for (d, p), proxy in self.cluster.proxies.items() if proxy.endpoint == address)
+                self.clients.again(rid, prefill, generation, tokens)
+        elif kind == "report":
+            self.reports[worker] = args[0]
+        elif kind == "crash":
+            self.crashes.append(f"{worker}: {args[0]}")
+
+    def _reaped(self, worker: Worker) -> None:
+        self.cluster.lives.remove(worker)
+        self.log(f"{worker} is reaped")
+        if not worker.killed:
+            self.crashes.append(f"{worker} ended by itself, exit code {worker.process.exitcode}")
+        for call in self.ledger.lost(worker):
+            if self.clients is not None:
+                self.clients.ended(call, "lost", [])
+        if worker.side == "prefill" and worker.peer_id is not None:
+            delay_s = self.chance.uniform(0.0, 1.0) if self.storming else 0.0
+            self.later(delay_s, lambda: self.cluster.fence(worker))
+
+    # --- faults -----------------------------------------------------------------------------------
+
+    def storm(self) -> None:
+        """Clients and faults until the time is up; then everything stands, and whoever was replaced is dead."""
+        systems = system_prompts(self.chance, Sizes())
+        endless = iter(lambda: Conversation(self.chance, systems, Sizes()), None)
+        self.clients = Clients(
+            self.cluster, self.ledger, self.chance, endless, STORM_OPEN, Sizes(), trouble=0.15, prefix="s"
+        )
+        self.storming = True
+        self.clients.fill()
+        end_s = time.monotonic() + self.duration_s
+        self.later(0.2, self._next_fault)
+        self.wait(lambda: time.monotonic() >= end_s, self.duration_s + 1)
+        self.storming = False
+        self.run_events(all_of_them=True)
+        for proxy in self.cluster.proxies.values():
+            proxy.heal()
+        for worker in list(self.cluster.lives):
+            worker.resume()
+            if self.cluster.current[worker.name] is not worker:
+                worker.kill()
+        for name in self.cluster.specs:
+            if self.cluster.current[name].killed:
+                self.cluster.start(name)
+        if not self.wait(self._all_up, _UP_S):
+            self.crashes.append("not all workers came up after the storm")
+        self.clients.paused = True
+
+    def _all_up(self) -> bool:
+        current = set(self.cluster.current.values())
+        return set(self.cluster.lives) == current and all(worker.up for worker in current)
+
+    def _next_fault(self) -> None:
+        if not self.storming:
+            return
+        name = self.chance.choices(list(_FAULTS), [weight for weight, _ in _FAULTS.values()])[0]
+        if _FAULTS[name][1](self):
+            self.faults[name] += 1
+        self.later(self.chance.uniform(0.05, 0.6), self._next_fault)
+
+    def _victim(self) -> Worker | None:
+        """A current life that is up and not stopped, while its side has another."""
+        side = self.chance.choice(("prefill", "decode"))
+        able = [w for w in self.cluster.ready(side) if not w.stopped]
+        return self.chance.choice(able) if able else None
+
+    def kill(self) -> bool:
+        worker = self._victim()
+        if worker is None:
+            return False
+        self.log(f"kill {worker}")
+        worker.kill()
+        self.later(self.chance.uniform(0.0, 0.5), lambda: self._restart(worker))
+        return True
+
+    def _restart(self, worker: Worker) -> None:
+        if self.cluster.current[worker.name] is worker:
+            self.log(f"restart {worker.name}")
+            self.cluster.start(worker.name)
+
+    def stop(self) -> bool:
+        worker = self._victim()
+        if worker is None:
+            return False
+        stop_s = self.chance.uniform(*STOP_S)
+        self.log(f"stop {worker} for {stop_s:.2f} s")
+        worker.stop()
+        self.later(stop_s, worker.resume)
+        return True
+
+    def replace(self) -> bool:
+        """Restarted under its name while it is stopped; then it goes on for a while, or not; then it is killed."""
+        worker = self._victim()
+        if worker is None or len(self.cluster.lives) > len(self.cluster.specs) + 1:
+            return False
+        self.log(f"replace {worker}")
+        worker.stop()
+        chance = self.chance
+        restart_s = chance.uniform(0.05, 0.8)
+        self.later(restart_s, lambda: self._restart(worker))
+        if chance.random() < 0.5:
+            self.later(restart_s, lambda: self._cut_all(worker.name))
+        end_s = restart_s + chance.uniform(0.5, 3.0)
+        if chance.random() < 0.6:
+            self.later(end_s, worker.resume)
+            end_s += chance.uniform(0.2, 3.0)
+        self.later(end_s, worker.kill)
+        return True
+
+    def _cut_all(self, name: str) -> None:
+        for names, proxy in self.cluster.proxies.items():
+            if name in names:
+                proxy.cut()
+
+    def _proxy(self) -> Any:
+        return self.chance.choice(list(self.cluster.proxies.values()))
+
+    def cut(self) -> bool:
+        self._proxy().cut()
+        return True
+
+    def stall(self) -> bool:
+        proxy = self._proxy()
+        proxy.stall(*self.chance.choice(((True, True), (True, False), (False, True))))
+        self.later(self.chance.uniform(0.05, 3.5), proxy.resume)
+        return True
+
+    def refuse(self) -> bool:
+        """Cut off for a while: no connection stands and none can be made."""
+        proxy = self._proxy()
+        proxy.refuse(True)
+        proxy.cut()
+        self.later(self.chance.uniform(0.05, 3.5), lambda: proxy.refuse(False))
+        return True
+
+    def sleep(self) -> bool:
+        worker = self._victim()
+        if worker is None:
+            return False
+        worker.tell("sleep", self.chance.uniform(0.02, 0.6), self.chance.random() < 0.3)
+        return True
+
+    def cut_data(self) -> bool:
+        worker = self._victim()
+        if worker is None:
+            return False
+        self.log(f"cut the data sockets of {worker}")
+        worker.tell("cut_data", self.cluster.control_ports(), self.chance.choice((0.3, 1.0)))
+        return True
+
+    def flush(self) -> bool:
+        worker = self._victim()
+        if worker is None:
+            return False
+        worker.tell("flush")
+        return True
+
+    # --- calm -------------------------------------------------------------------------------------
+
+    def calm(self, label: str) -> float:
+        """One pass of the workload that is measured: requests a second."""
+        for worker in self.cluster.current.values():
+            worker.tell("flush")
+        chance = random.Random(self.seed)
+        systems = system_prompts(chance, Sizes())
+        conversations = [Conversation(chance, systems, Sizes()) for _ in range(CALM_CONVERSATIONS)]
+        before = self.ledger.num_calls
+        finished = self.ledger.outcomes["finished"]
+        self.clients = Clients(
+            self.cluster, self.ledger, chance, iter(conversations), CALM_OPEN, Sizes(), prefix=f"{label}."
+        )
+        began_s = time.monotonic()
+        self.clients.fill()
+        if not self.wait(lambda: self.clients is not None and self.clients.done, DEADLINE_S + 60):
+            self.ledger.violations.append(f"the calm pass {label} did not end")
+        took_s = time.monotonic() - began_s
+        calls = self.ledger.num_calls - before
+        failed = calls - (self.ledger.outcomes["finished"] - finished)
+        self.totals["failed_in_calm"] += failed
+        self.log(f"{label}: {calls / took_s:.0f} requests a second, {failed} failed")
+        return calls / took_s
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def report(self, final: bool = False) -> list[tuple[Worker, dict[str, Any]]]:
+        self.reports.clear()
+        workers = list(self.cluster.current.values())
+        for worker in workers:
+            worker.tell("report", final)
+        if not self.wait(lambda: len(self.reports) == len(workers), _REST_S):
+            silent = [w for w in workers if w not in self.reports]
+            self.crashes.append(f"no report from {silent}")
+        return list(self.reports.items())
+
+    def settle(self) -> list[str]:
+        """What is still open, locked, owned or held when it should not be; [] at rest."""
+        if not self.wait(lambda: self.ledger.idle, DEADLINE_S + 5):
+            for call in self.ledger.calls.values():
+                self.ledger.violations.append(
+                    f"{call.rid} room {call.room} is open after {time.monotonic() - call.began_s:.1f} s at {call.decode}"
+                )
+            for rid, (worker, _) in self.ledger.asks.items():
+                self.ledger.violations.append(f"{rid} is open at {worker}")
+        give_up_s = time.monotonic() + _REST_S
+        while True:
+            left = [text for worker, report in self.report() if (text := _left(worker, report["stats"]))]
+            if not left or time.monotonic() > give_up_s or self.crashes:
+                return left
+            pause_s = time.monotonic() + 0.2
+            self.wait(lambda: time.monotonic() > pause_s, 1.0)
+
+    def collect(self) -> None:
+        """The final word of the lives that are left, in `totals`."""
+        for worker, report in self.report(final=True):
+            for name in ("mismatches", "late_writes", "pages_verified", "free_pages_checked"):
+                self.totals[name] += report[name]
+            self.totals["retracted"] += report["stats"].get("retracted", 0)
+            self.totals["retries"] += report["stats"].get("retries", 0)
+            self.crashes += [f"{worker}: {text}" for text in report["findings"]]
+
+
+def _left(worker: Worker, stats: dict[str, int]) -> str:
+    names = ("requests", "rooms", "locks", "protected_pages", "pages_owned", "pages_held", "pages_quarantined")
+    left = {name: stats[name] for name in names if stats.get(name)}
+    return f"{worker} has {left}" if left else ""
+
+
+_FAULTS: dict[str, tuple[float, Callable[[Run], bool]]] = {
+    "kill": (2, Run.kill),
+    "stop": (2, Run.stop),
+    "replace": (1, Run.replace),
+    "cut": (3, Run.cut),
+    "stall": (3, Run.stall),
+    "refuse": (2, Run.refuse),
+    "sleep": (4, Run.sleep),
+    "cut data": (2, Run.cut_data),
+    "flush": (1, Run.flush),
+}
+
+
+def run(seed: int, duration_s: float, tls: str, verbose: bool) -> dict[str, Any]:
+    load_before = os.getloadavg()[0]
+    storm = Run(seed, duration_s, tls, verbose)
+    try:
+        for name in storm.cluster.specs:
+            storm.cluster.start(name)
+        if not storm.wait(storm._all_up, _UP_S):
+            raise RuntimeError(f"the workers do not come up: {storm.crashes}")
+        storm.calm("warm-up")
+        before = [storm.calm(f"before-{i}") for i in range(PASSES)]
+        storm.storm()
+        left = storm.settle()
+        storm.calm("warm-up-2")
+        after = [storm.calm(f"after-{i}") for i in range(PASSES)]
+        while max(after) < FULL * max(before) and len(after) < 3 * PASSES:  # foreign load comes and goes; a loss stays
+            after.append(storm.calm(f"after-{len(after)}"))
+        left += storm.settle()
+        storm.collect()
+    finally:
+        storm.cluster.close()
+    return summary(storm, tls, before, after, left, load_before)
+
+
+def summary(
+    storm: Run, tls: str, before: list[float], after: list[float], left: list[str], load_before: float
+) -> dict[str, Any]:
+    ledger = storm.ledger
+    took = sorted(ledger.took_s)
+    ratio = max(after) / max(before)
+    checks = {
+        "no page is wrong": storm.totals["mismatches"] == 0,
+        "no free page was written": storm.totals["late_writes"] == 0,
+        "each request has one outcome, in time": not ledger.violations,
+        "nothing is left": not left,
+        "nothing crashed or was found": not storm.crashes,
+        "full throughput": ratio >= FULL and storm.totals["failed_in_calm"] == 0,
+    }
+    return {
+        "seed": storm.seed,
+        "tls": tls,
+        "duration_s": storm.duration_s,
+        "ok": all(checks.values()),
+        "checks": checks,
+        "requests": ledger.num_calls,
+        "outcomes": dict(ledger.outcomes),
+        "prefill_outcomes": dict(ledger.ask_outcomes),
+        "faults": dict(storm.faults),
+        "lives": storm.cluster.num_started,
+        **dict(storm.totals),
+        "took_s": {"p50": took[len(took) // 2], "p99": took[len(took) * 99 // 100], "max": took[-1]} if took else {},
+        "throughput_before": [round(v, 1) for v in before],
+        "throughput_after": [round(v, 1) for v in after],
+        "throughput_ratio": round(ratio, 3),
+        "violations": ledger.violations[:20],
+        "left": left,
+        "findings": storm.crashes[:40],
+        "errors": dict(ledger.errors.most_common(20)),
+        "load_before_after": [round(load_before, 2), round(os.getloadavg()[0], 2)],
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+    }
+
+
+def verdict(result: dict[str, Any]) -> str:
+    off = [name for name, ok in result["checks"].items() if not ok]
+    outcomes = ", ".join(f"{n} {kind}" for kind, n in sorted(result["outcomes"].items()))
+    return (
+        f"chaos seed {result['seed']} {result['tls']} {result['duration_s']:.0f} s: {'OK' if not off else 'OFF'}; "
+        f"{result['requests']} requests ({outcomes}), {sum(result['faults'].values())} faults, {result['lives']} lives; "
+        f"{result['mismatches']} mismatches in {result['pages_verified']} pages, {result['late_writes']} late writes, "
+        f"{len(result['violations'])} without one outcome in time, {len(result['left'])} not at rest; "
+        f"throughput after/before {result['throughput_ratio']:.2f}" + (f"; OFF: {'; '.join(off)}" if off else "")
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--duration", type=float, default=60.0, help="of the storm, in seconds")
+    parser.add_argument("--tls", choices=("tcp", "default"), help="UCX_TLS; by default tcp for odd seeds")
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--verbose", action="store_true")
+    options = parser.parse_args()
+    tls = options.tls or ("tcp" if options.seed % 2 else "default")
+    result = run(options.seed, options.duration, tls, options.verbose)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    for name in ("violations", "left", "findings"):
+        for text in result[name]:
+            print(f"{name}: {text}", file=sys.stderr)
+    print(verdict(result))
+    sys.exit(0 if result["ok"] else 1)
+
+
+if __name__ == "__main__":
+    main()

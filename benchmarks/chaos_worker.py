@@ -1,0 +1,485 @@
+"""One prefill or decode worker of the storm: a node, a stand-in engine that checks every byte, and aborts to plan.
+
+The orchestrator speaks over a pipe. To a worker go (name, *arguments), one of the `on_*` methods; from it come
+
+    ("up", peer_id, endpoint)                      it is ready
+    ("ended", rid, kind, error, took_s, output)    a request's one outcome; kind: finished, sent, failed, aborted, refused
+    ("ask", rid, room, generation, tokens, prefill)    decode wants prefill asked again
+    ("report", dict)                               the answer to `report`
+    ("crash", traceback)                           a bug
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import socket
+import stat
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.chaos_pages import SOURCE_CANARY, TARGET_CANARY, WatchedAllocator
+from prefixkv.cli.engine import sample
+from prefixkv.cli.hashing import PrefixHasher, Words, extend
+from prefixkv.cli.pattern import KVPattern
+from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.errors import OutOfPagesError, RequestError
+from prefixkv.paging import pages_for
+from prefixkv.pool.kv_pool import KVPool
+from prefixkv.request import Request
+from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+
+Tokens = npt.NDArray[np.int32]
+SALT = 7
+SWITCH_INTERVAL_S = 0.0005
+_SCAN_S = 0.25  # between two looks at all free pages
+_GAP_S = 0.1  # a longer time between two turns was taken from us: stopped, or made to sleep
+_PR_SET_PDEATHSIG = 1
+_MOST_FINDINGS = 20
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a worker process is made of."""
+
+    side: str
+    pool: dict[str, Any]
+    config: DecodeConfig | PrefillConfig
+    seed: int
+    chunk_tokens: int = 64
+    step_s: float = 0.002
+    env: dict[str, str] = field(default_factory=dict)
+
+
+class Delay:
+    """A device event that is done some time from now."""
+
+    def __init__(self, delay_s: float) -> None:
+        self._due_s = time.monotonic() + delay_s
+
+    def query(self) -> bool:
+        return time.monotonic() >= self._due_s
+
+
+class _Engine:
+    """What both sides share. `plans`: by request, the state at which it is aborted."""
+
+    canary: ClassVar[int]
+    node: Any
+
+    def __init__(self, spec: Spec, node: Any, pipe: Connection) -> None:
+        self.spec = spec
+        self.node = node
+        self.pipe = pipe
+        self.chance = random.Random(spec.seed)
+        self.allocator = WatchedAllocator(node.pool, self.canary)
+        node.scheduler.books.allocator = self.allocator
+        self.pattern = KVPattern(node.pool.layout, SALT, node.pool)
+        self.hasher = PrefixHasher()
+        self.plans: dict[str, str] = {}
+        self.aborts: Counter[str] = Counter()
+        self.aborts_due: list[tuple[float, str]] = []
+        self.began: dict[str, tuple[float, float]] = {}  # when, and what had been taken from us by then
+        self.taken_s = 0.0
+        self.turn_s = time.monotonic()
+        self.scan_s = self.turn_s
+        self.mismatches = 0
+        self.findings: list[str] = []
+        self.pages_verified = 0
+        self.history: list[Tokens] = []
+
+    def say(self, *message: Any) -> None:
+        self.pipe.send(message)
+
+    def finding(self, text: str) -> None:
+        if len(self.findings) < _MOST_FINDINGS:
+            self.findings.append(text)
+
+    def turn(self) -> None:
+        """Account for the time since the last turn, look at the free pages now and then, and step."""
+        now_s = time.monotonic()
+        if now_s - self.turn_s > _GAP_S:
+            self.taken_s += now_s - self.turn_s
+        self.turn_s = now_s
+        if now_s >= self.scan_s:
+            self.scan_s = now_s + _SCAN_S
+            self.allocator.scan()
+        while self.aborts_due and self.aborts_due[0][0] <= now_s:
+            self.abort(self.aborts_due.pop(0)[1], "later")
+        self.step()
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def busy(self) -> bool:
+        raise NotImplementedError
+
+    def begin(self, rid: str, plan: str) -> None:
+        self.began[rid] = (time.monotonic(), self.taken_s)
+        state, _, delay = plan.partition(":")
+        if state == "later":
+            self.aborts_due.append((time.monotonic() + float(delay), rid))
+            self.aborts_due.sort()
+        elif plan:
+            self.plans[rid] = state
+
+    def ended(self, rid: str, kind: str, error: Any = None, output: list[int] | None = None) -> None:
+        began_s, taken_s = self.began.pop(rid)
+        took_s = time.monotonic() - began_s - (self.taken_s - taken_s)
+        self.plans.pop(rid, None)
+        self.say("ended", rid, kind, repr(error) if error is not None else "", took_s, output or [])
+
+    def reached(self, rid: str, state: str) -> None:
+        """Abort the request if that is the plan for this state. Twice: the second must change nothing."""
+        if self.plans.get(rid) == state:
+            del self.plans[rid]
+            self.abort(rid, state)
+
+    def abort(self, rid: str, state: str) -> None:
+        known = self.node.abort(rid)
+        self.aborts[state if known else "of unknown"] += 1
+        if known and self.node.abort(rid) and self.spec.side == "decode":
+            self.finding(f"{rid} was aborted twice")
+
+    def verify(self, pages: Tokens, hashes: Words, what: str) -> None:
+        self.pages_verified += pages_for(len(hashes), self.allocator_page_size)
+        wrong = self.pattern.mismatches(pages, hashes)
+        if wrong:
+            self.mismatches += wrong
+            size = self.allocator_page_size
+            bad = [
+                i for i in range(pages_for(len(hashes), size))
+                if self.pattern.mismatches(pages[: i + 1], hashes[: (i + 1) * size])
+                > self.pattern.mismatches(pages[:i], hashes[: i * size])
+            ]  # fmt: skip
+            canary = [i for i in bad if self.allocator.holds_canary(int(pages[i]))]
+            self.finding(f"{what}: {wrong} of {len(pages)} pages wrong: {bad}, with a canary: {canary}")
+
+    @property
+    def allocator_page_size(self) -> int:
+        size: int = self.node.pool.layout.page_size
+        return size
+
+    # --- what the orchestrator asks for -----------------------------------------------------------
+
+    def on_abort(self, rid: str) -> None:
+        self.abort(rid, "asked")
+
+    def on_sleep(self, seconds: float, spin: bool) -> None:
+        """The scheduler's thread is slow; with `spin` it keeps the interpreter busy meanwhile."""
+        if spin:
+            until_s = time.monotonic() + seconds
+            while time.monotonic() < until_s:
+                pass
+        else:
+            time.sleep(seconds)
+
+    def on_flush(self) -> None:
+        self.node.flush()
+
+    def on_cut_data(self, control_ports: list[int], share: float) -> None:
+        """Shut TCP connections that are not the control plane's: the data plane's, where it has any."""
+        self.aborts["data sockets cut"] += cut_sockets(set(control_ports), share, self.chance)
+
+    def on_report(self, final: bool) -> None:
+        node = self.node
+        self.allocator.scan()
+        if final:
+            node.audit()
+            self.verify_tree()
+        self.say(
+            "report",
+            {
+                "stats": node.stats(),
+                "mismatches": self.mismatches,
+                "findings": self.findings + self.allocator.findings,
+                "late_writes": self.allocator.num_findings,
+                "pages_verified": self.pages_verified,
+                "free_pages_checked": self.allocator.pages_checked,
+                "aborts": dict(self.aborts),
+                "open": sorted(self.began),
+                "cpu_s": time.process_time(),
+                "peers": repr(node.peers()),
+                "taken_s": self.taken_s,
+            },
+        )
+
+    def verify_tree(self) -> None:
+        """Every page in the tree, found again by what was ever put there."""
+        books = self.node.scheduler.books
+        size = books.page_size
+        seen: set[int] = set()
+        for tokens in self.history:
+            match = books.cache.match_prefix(tokens)
+            pages = match.pages
+            if len(pages) and not seen.issuperset(pages.tolist()):
+                seen.update(pages.tolist())
+                self.verify(pages, self.hasher.prefixes(tokens)[: len(pages) * size], "in the tree")
+        if len(seen) != books.allocator.cached_pages:
+            self.finding(f"{books.allocator.cached_pages} pages are cached, {len(seen)} were found and verified")
+
+
+class PrefillEngine(_Engine):
+    """Computes one chunk a step of each request in turn."""
+
+    canary = SOURCE_CANARY
+
+    def __init__(self, spec: Spec, node: PrefillNode, pipe: Connection) -> None:
+        super().__init__(spec, node, pipe)
+        self.hashes: dict[str, Words] = {}
+        self.computing: dict[str, Any] = {}
+        self.computed: dict[str, int] = {}
+
+    def on_ask(self, rid: str, room: int, generation: int, tokens: Tokens, plan: str) -> None:
+        self.begin(rid, plan)
+        try:
+            self.node.add(Request(rid, tokens, room=room, generation=generation))
+        except RequestError as error:
+            self.ended(rid, "refused", error)
+            return
+        self.history.append(tokens)
+        self.hashes[rid] = self.hasher.prefixes(tokens)
+        self.reached(rid, "bootstrapping")
+
+    def step(self) -> None:
+        node = self.node
+        for req in node.pop_bootstrapped():
+            self.verify(req.pages, self.hashes[req.rid][: req.prefix_len], f"prefill's own prefix of {req.rid}")
+            self.computing[req.rid] = req
+            self.computed[req.rid] = req.prefix_len
+            self.reached(req.rid, "computing")
+        for req in node.pop_failed():
+            self._forget(req.rid)
+            self.ended(req.rid, "failed", req.error)
+        for rid in list(self.computing):
+            self._compute(rid)
+        for req in node.pop_sent():
+            self._forget(req.rid)
+            self.ended(req.rid, "sent")
+
+    def _forget(self, rid: str) -> None:
+        self.computing.pop(rid, None)
+        self.computed.pop(rid, None)
+        self.hashes.pop(rid, None)
+
+    def _compute(self, rid: str) -> None:
+        req, hashes = self.computing[rid], self.hashes[rid]
+        if req.error is not None:  # it failed meanwhile; pop_failed will say so
+            return
+        start = self.computed[rid]
+        end = min(len(hashes), start + self.spec.chunk_tokens)
+        self.pattern.fill(req.pages, start, hashes[:end])
+        last = end == len(hashes)
+        aux = int(sample(hashes[-1:])[0]).to_bytes(4, "little") if last else b""
+        ready = Delay(self.chance.uniform(0.001, 0.1)) if self.chance.random() < 0.1 else None
+        self.node.send_chunk(req, end, last, aux, ready)
+        self.computed[rid] = end
+        self.reached(rid, "chunk")
+        if last:
+            self.computing.pop(rid, None)
+            self.reached(rid, "sending")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.computing)
+
+
+class _Running:
+    """A request that runs: `hash` is the prefix hash of all tokens whose KV is written."""
+
+    def __init__(self, req: Any, hashes: Words) -> None:
+        self.req = req
+        self.hash = hashes[-1]
+
+
+class DecodeEngine(_Engine):
+    """Runs what is ready in steps at least `step_s` apart."""
+
+    canary = TARGET_CANARY
+
+    def __init__(self, spec: Spec, node: DecodeNode, pipe: Connection) -> None:
+        super().__init__(spec, node, pipe)
+        self.running: dict[str, _Running] = {}
+        self.step_due_s = 0.0
+        self.wrong_aux = 0
+
+    def on_request(self, rid: str, room: int, tokens: Tokens, max_new_tokens: int, prefill: str, plan: str) -> None:
+        self.begin(rid, plan)
+        try:
+            self.node.add(Request(rid, tokens, max_new_tokens=max_new_tokens, room=room, prefill=prefill))
+        except RequestError as error:
+            self.ended(rid, "refused", error)
+            return
+        self.reached(rid, "queued")
+
+    def on_fence(self, peer: str, incarnation: int) -> None:
+        self.node.fence(peer, incarnation)
+
+    def step(self) -> None:
+        node = self.node
+        for req in node.pop_preallocated():
+            self.reached(req.rid, "preallocated")
+        for ask in node.pop_needs_prefill():
+            self.say("ask", ask.rid, ask.room, ask.generation, np.asarray(ask.tokens, dtype=np.int32), ask.prefill)
+        for req in node.pop_transferred():
+            self._arrive(req)
+        self._pop_failed()
+        self._append([state for state in self.running.values() if not state.req.output])
+        if time.monotonic() >= self.step_due_s:
+            self.step_due_s = time.monotonic() + self.spec.step_s
+            self._run()
+        self._pop_failed()
+
+    def _pop_failed(self) -> None:
+        for req in self.node.pop_failed():
+            self.running.pop(req.rid, None)
+            self.ended(req.rid, "aborted" if req.state.value == "aborted" else "failed", req.error)
+
+    def _arrive(self, req: Any) -> None:
+        """Its KV is there: every byte of it, and what came with it."""
+        hashes = self.hasher.prefixes(req.key.tokens())
+        self.verify(req.pages, hashes, f"{req.rid} room {req.room_key} arrived with prefix {req.prefix_len}")
+        if not req.output and req.aux != int(sample(hashes[-1:])[0]).to_bytes(4, "little"):
+            self.mismatches += 1
+            self.finding(f"{req.rid} came with another's aux: {req.aux!r}")
+        self.history.append(req.key.tokens())
+        self.running[req.rid] = _Running(req, hashes)
+        self.reached(req.rid, "transferred")
+
+    def _run(self) -> None:
+        """Write the KV of each request's newest token and sample the next; finish those that are complete."""
+        states = [state for state in self.running.values() if state.req.output]
+        if not states:
+            return
+        size = self.allocator_page_size
+        at = np.array([state.req.prompt_len + len(state.req.output) - 1 for state in states])
+        page_at, slots = np.divmod(at, size)
+        pages = np.array([state.req.pages[i] for state, i in zip(states, page_at, strict=True)], dtype=np.int32)
+        newest = np.array([state.req.output[-1] for state in states], dtype=np.int32)
+        hashes = extend(np.array([state.hash for state in states], dtype=np.uint64), newest)
+        self.pattern.fill_tokens(pages, slots, hashes)
+        going = []
+        for state, value in zip(states, hashes, strict=True):
+            if len(state.req.output) >= state.req.max_new_tokens:
+                self._finish(state.req)
+            else:
+                going.append((state, value))
+        for state in self._append([state for state, _ in going], [value for _, value in going]):
+            self.reached(state.req.rid, "running")
+
+    def _append(self, states: list[_Running], hashes: list[np.uint64] | None = None) -> list[_Running]:
+        """Append to each what follows `hashes` (by default, its own hash); retract until all of it fits."""
+        values = [state.hash for state in states] if hashes is None else hashes
+        kept = list(zip(states, values, strict=True))
+        while kept:
+            tokens = sample(np.array([value for _, value in kept], dtype=np.uint64)).tolist()
+            try:
+                self.node.append_many([state.req for state, _ in kept], tokens)
+            except OutOfPagesError as error:
+                if not error.retract:
+                    return []  # pages held for rooms that failed are in the way: the same again at the next step
+                victim = error.retract[0]
+                self.history.append(self.running[victim].req.key.tokens())
+                self.node.retract(victim)
+                self.running.pop(victim)
+                self.reached(victim, "retracted")
+                kept = [(state, value) for state, value in kept if state.req.rid != victim]
+            else:
+                for state, value in kept:
+                    state.hash = value
+                break
+        return [state for state, _ in kept]
+
+    def _finish(self, req: Any) -> None:
+        # The newest token's KV is written too, but finish() takes only what append_many was told of.
+        hashes = self.hasher.prefixes(req.key.tokens())
+        self.verify(req.pages, hashes, f"{req.rid} at its end")
+        self.history.append(req.key.tokens())
+        del self.running[req.rid]
+        output = list(req.output)
+        self.node.finish(req, continues=self.chance.choice((None, True, False)))
+        self.reached(req.rid, "finished")
+        self.ended(req.rid, "finished", output=output)
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    @property
+    def wait_s(self) -> float:
+        return max(0.0, self.step_due_s - time.monotonic()) if self.running else 0.1
+
+
+def cut_sockets(control_ports: set[int], share: float, chance: random.Random) -> int:
+    """Shut `share` of this process's TCP connections, but none from or to these ports. Returns how many."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            fd = int(name)
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                ports = {sock.getsockname()[1], sock.getpeername()[1]}
+                if not ports & control_ports and chance.random() < share:
+                    sock.shutdown(socket.SHUT_RDWR)
+                    count += 1
+    return count
+
+
+def serve(pipe: Connection, parent: int, spec: Spec) -> None:
+    """The process. It dies with its parent, also while it is stopped."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.environ.update(spec.env)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        _serve(pipe, spec)
+    except (EOFError, BrokenPipeError):
+        os._exit(0)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            pipe.send(("crash", traceback.format_exc()))
+        os._exit(1)
+
+
+def _serve(pipe: Connection, spec: Spec) -> None:
+    torch.set_num_threads(1)
+    pool = KVPool.create(**spec.pool)
+    node: Any
+    engine: Any
+    if isinstance(spec.config, PrefillConfig):
+        node = PrefillNode(pool, spec.config)
+        engine = PrefillEngine(spec, node, pipe)
+    else:
+        node = DecodeNode(pool, spec.config)
+        engine = DecodeEngine(spec, node, pipe)
+    pipe.send(("up", node.peer_id, getattr(node, "endpoint", "")))
+    while True:
+        engine.turn()
+        wait_s = 0.0 if engine.busy else getattr(engine, "wait_s", 0.1)
+        if engine.aborts_due:
+            wait_s = min(wait_s, 0.005)
+        wait([pipe, node.fileno()], wait_s)
+        while pipe.poll():
+            name, *args = pipe.recv()
+            if name == "close":
+                node.close()
+                pipe.send(("closed",))
+                return
+            getattr(engine, f"on_{name}")(*args)
