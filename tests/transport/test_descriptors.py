@@ -155,7 +155,7 @@ def test_blocks_never_cross_a_region() -> None:
     ("field", "other"),
     [
         ("num_layers", Shape(num_layers=3)),
-        ("page_size", Shape(page_size=8)),
+        ("page_size", Shape(page_size=6)),
         ("num_kv_heads", Shape(num_kv_heads=4)),
         ("head_dim", Shape(head_dim=4)),
         ("attention", Shape(attention="mla", num_kv_heads=1)),

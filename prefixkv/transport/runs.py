@@ -1,0 +1,267 @@
+"""Where the bytes of a page lie on both sides of a write: runs of equal blocks, for NIXL's prepared lists.
+
+A *run* is one block of each page: equal blocks, a page stride apart. Source and target have the same runs in
+the same order, so a block of one side belongs to the block of the same run on the other. What is described is
+the part of a model that the source rank sends the target rank (`pool/mesh.py`): some layers, some heads.
+
+Where page sizes differ by a whole factor, both sides count pages of the smaller size (`pool/unit_pages.py`). On
+the side with larger pages the units of a page are blocks of the same run where a stride can be found that steps
+through them and from page to page, since NIXL merges neighbours of one run only; else each is a row of its own.
+A *slot* is the place of a unit page in its run, so a block's flat index is `run * num_slots + slot`.
+
+Pure numpy, no address is dereferenced.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.pool.mesh import Shard, check_page_sizes
+from prefixkv.pool.unit_pages import MAX_INDEX, Pages, check_unit_range
+
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+RunTable = npt.NDArray[np.uint64]
+
+_MUST_BE_EQUAL: Final = ("attention", "dtype", "head_dim")
+_PART_MUST_BE_EQUAL: Final = (("num_layers", "num_layers"), ("num_heads", "num_kv_heads"))
+
+
+class RunGroup(NamedTuple):
+    """Neighbouring runs with blocks of one size that all can or all cannot merge."""
+
+    first_run: int
+    num_runs: int
+    block_bytes: int
+    dense: bool  # blocks of neighbouring slots touch, on both sides
+
+
+class Slots(NamedTuple):
+    """From the unit pages of one side to the slots of each of its runs.
+
+    `step` is the slots from one page to the next; 0 where unit j of all pages makes row j of the run's `fold`
+    rows. `num_slots` are those of one run; some may stand for no unit. With equal page sizes page, unit page and
+    slot are the same.
+    """
+
+    num_pages: int
+    fold: int
+    step: int
+    num_slots: int
+
+    @classmethod
+    def stepping(cls, num_pages: int, fold: int, step: int) -> Slots:
+        return cls(num_pages, fold, step, (num_pages - 1) * step + fold if step else num_pages * fold)
+
+    def of(self, units: Pages) -> Pages:
+        """int32, from unit pages that were checked to lie in the pool."""
+        if self.step == self.fold:
+            return units
+        page, unit = np.divmod(units, np.int32(self.fold))
+        if self.step:
+            return page * np.int32(self.step) + unit
+        return unit * np.int32(self.num_pages) + page
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """The paired runs of a source and a target pool.
+
+    `src` and `dst` are uint64 [rows, 5] with columns (address, block bytes, device, stride, count), as NIXL takes
+    them. `groups` cover the runs in order. `src_num_pages` and `dst_num_pages` are in unit pages.
+    """
+
+    src: RunTable
+    dst: RunTable
+    groups: tuple[RunGroup, ...]
+    num_runs: int
+    src_slots: Slots
+    dst_slots: Slots
+
+    @property
+    def src_num_pages(self) -> int:
+        return self.src_slots.num_pages * self.src_slots.fold
+
+    @property
+    def dst_num_pages(self) -> int:
+        return self.dst_slots.num_pages * self.dst_slots.fold
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one unit page in all runs."""
+        return sum(group.num_runs * group.block_bytes for group in self.groups)
+
+
+def paired_runs(
+    src: KVLayout, dst: KVLayout, device: int = 0, src_part: Shard | None = None, dst_part: Shard | None = None
+) -> Runs:
+    """Runs of the largest blocks that are contiguous in a page of both pools, whatever their orders.
+
+    Found by walking the smallest pieces (one head of one token of one slab) in the order of the source's
+    addresses and joining neighbours that are neighbours on the target too: whole pages where both are
+    page-major, a slab's page where one is layer-major, a token or a head where strides demand it.
+    O(slabs * page_size * heads) once a peer.
+
+    Args:
+        src, dst: our layout and the peer's. The peer's is validated here.
+        device: the NIXL device id of both columns.
+        src_part, dst_part: the layers and heads to copy, in each pool's own numbers; all by default.
+
+    Raises:
+        HandshakeError: the parts or the models differ, or neither page size divides the other; names the field.
+        ConfigError: `dst` breaks a law of layouts, a part is not in its pool, or the pools have more blocks than
+            an int32 can index.
+    """
+    src_part, dst_part = src_part or Shard.whole(src), dst_part or Shard.whole(dst)
+    for name in _MUST_BE_EQUAL:
+        _check_equal(name, getattr(src, name), getattr(dst, name))
+    for of_part, name in _PART_MUST_BE_EQUAL:
+        _check_equal(name, getattr(src_part, of_part), getattr(dst_part, of_part))
+    check_page_sizes(src.page_size, dst.page_size)
+    dst = dst.sized()
+    dst.validate()
+
+    unit_tokens = min(src.page_size, dst.page_size)
+    src_pieces, dst_pieces = _pieces(src, src_part, unit_tokens), _pieces(dst, dst_part, unit_tokens)
+    order = np.argsort(src_pieces.address, kind="stable")
+    src_pieces, dst_pieces = src_pieces.take(order), dst_pieces.take(order)
+    head_bytes = src.head_bytes
+    joined = src_pieces.continues(head_bytes) & dst_pieces.continues(head_bytes)
+    firsts = np.flatnonzero(np.concatenate(([True], ~joined)))
+    lengths = np.diff(firsts, append=len(joined) + 1) * head_bytes
+
+    src_slots, src_table = _side(src, src_pieces.take(firsts), lengths, unit_tokens, device)
+    dst_slots, dst_table = _side(dst, dst_pieces.take(firsts), lengths, unit_tokens, device)
+    dense = _is_dense(src_table) & _is_dense(dst_table)
+    by_group = np.lexsort((dense, lengths))  # stable: address order inside a group
+    lengths, dense = lengths[by_group], dense[by_group]
+    return Runs(
+        src=np.ascontiguousarray(src_table[by_group]).reshape(-1, 5),
+        dst=np.ascontiguousarray(dst_table[by_group]).reshape(-1, 5),
+        groups=tuple(_groups(lengths, dense)),
+        num_runs=len(lengths),
+        src_slots=src_slots,
+        dst_slots=dst_slots,
+    )
+
+
+def _check_equal(name: str, ours: object, theirs: object) -> None:
+    if ours != theirs:
+        raise HandshakeError(name, ours, theirs)
+
+
+class _Pieces(NamedTuple):
+    """One entry for each (slab, token, head) of the first unit of page 0.
+
+    `kind` is a row of `strides`, int64 [kinds, 3] with columns (page stride, unit stride, region); a stride of a
+    dimension with one element means nothing, so it counts as 0.
+    """
+
+    address: Int64s
+    kind: Int64s
+    strides: Int64s
+
+    def take(self, order: npt.NDArray[np.intp]) -> _Pieces:
+        return _Pieces(self.address[order], self.kind[order], self.strides)
+
+    def continues(self, head_bytes: int) -> Bools:
+        """Whether piece i + 1 follows piece i without a gap in every unit of every page. Regions that touch stay
+        apart: a descriptor across two registrations is refused by NIXL."""
+        follows: Bools = np.diff(self.address) == head_bytes
+        follows &= np.diff(self.kind) == 0
+        return follows
+
+    @property
+    def page_stride(self) -> Int64s:
+        strides: Int64s = self.strides[self.kind, 0]
+        return strides
+
+    @property
+    def unit_stride(self) -> Int64s:
+        strides: Int64s = self.strides[self.kind, 1]
+        return strides
+
+
+def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
+    whole = Shard.whole(layout)
+    if part.overlap(whole) != part:
+        raise ConfigError(f"{part} is not inside a pool of {whole.num_layers} layers and {whole.num_heads} heads")
+    per_layer = layout.slabs_per_layer
+    slabs = layout.slabs[part.first_layer * per_layer : (part.first_layer + part.num_layers) * per_layer]
+    starts = sorted(start for start, _ in layout.regions)
+    kinds: dict[tuple[int, int, int], int] = {}
+    columns = []
+    for slab in slabs:
+        page = slab.page_stride if layout.num_pages > 1 else 0
+        token = slab.token_stride if layout.page_size > 1 else 0
+        head = slab.head_stride if layout.num_kv_heads > 1 else 0
+        unit = token * unit_tokens if unit_tokens < layout.page_size else 0
+        kind = kinds.setdefault((page, unit, bisect_right(starts, slab.base)), len(kinds))
+        columns.append((slab.base, token, head, kind))
+    base, token, head, kind = np.array(columns, dtype=np.int64).T[:, :, None, None]
+    tokens = np.arange(unit_tokens, dtype=np.int64)[None, :, None]
+    heads = np.arange(part.first_head, part.first_head + part.num_heads, dtype=np.int64)[None, None, :]
+    address = base + tokens * token + heads * head
+    return _Pieces(address.ravel(), np.broadcast_to(kind, address.shape).ravel(), np.array(list(kinds), dtype=np.int64))
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def _side(layout: KVLayout, firsts: _Pieces, lengths: Int64s, unit_tokens: int, device: int) -> tuple[Slots, RunTable]:
+    """How one side's slots are counted, and its table [runs, rows, 5]."""
+    num_runs, num_pages, fold = len(lengths), layout.num_pages, layout.page_size // unit_tokens
+    check_unit_range(num_pages, fold)
+    slots = Slots.stepping(num_pages, fold, _slot_step(firsts, num_pages, fold, num_runs))
+    check_index_range(num_runs, slots.num_slots)
+    rows = 1 if slots.step else fold  # of each run
+    stride = firsts.unit_stride if fold > 1 and slots.step else firsts.page_stride
+    table = np.empty((num_runs, rows, 5), dtype=np.uint64)
+    table[:, :, 0] = firsts.address[:, None] + np.arange(rows, dtype=np.int64) * firsts.unit_stride[:, None]
+    table[:, :, 1] = lengths[:, None]
+    table[:, :, 2] = device
+    table[:, :, 3] = np.where(stride, stride, lengths)[:, None]
+    table[:, :, 4] = slots.num_slots // rows
+    return slots, table
+
+
+def _slot_step(firsts: _Pieces, num_pages: int, fold: int, num_runs: int) -> int:
+    """Units from page to page, where that is the same whole number in every run and the slots fit into an index."""
+    if fold == 1 or num_pages == 1:
+        return fold
+    page, unit = firsts.page_stride, firsts.unit_stride
+    step = int(page[0] // unit[0])
+    regular = step >= fold and bool(np.all(page == step * unit))
+    fits = num_runs * Slots.stepping(num_pages, fold, step).num_slots - 1 <= MAX_INDEX
+    return step if regular and fits else 0
+
+
+def _is_dense(table: RunTable) -> Bools:
+    """Whether the blocks of neighbouring slots touch. Rows of single units, a page apart, never do."""
+    dense: Bools = table[:, 0, 3] == table[:, 0, 1]
+    return dense if table.shape[1] == 1 else np.zeros_like(dense)
+
+
+def _groups(lengths: Int64s, dense: Bools) -> Iterator[RunGroup]:
+    changes = np.flatnonzero((np.diff(lengths) != 0) | (np.diff(dense.astype(np.int8)) != 0)) + 1
+    edges = [0, *changes.tolist(), len(lengths)]
+    for first, end in pairwise(edges):
+        yield RunGroup(first, end - first, int(lengths[first]), bool(dense[first]))
+
+
+def check_index_range(num_runs: int, num_slots: int) -> None:
+    """Raises ConfigError when a flat index would not fit into an int32, the width that NIXL takes."""
+    if num_runs * num_slots - 1 > MAX_INDEX:
+        raise ConfigError(
+            f"{num_runs} runs of {num_slots} pages are {num_runs * num_slots} blocks, "
+            f"an int32 index reaches {MAX_INDEX + 1}"
+        )
