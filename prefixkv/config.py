@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -125,6 +126,11 @@ class DecodeConfig:
     `max_running` requests hold a row of the page table at once (in transfer or running). `reserve_tokens` is the
     room kept for each request's output before it is admitted. `cache=False` turns the prefix cache off: nothing
     is matched, nothing kept.
+
+    `admission` says who is admitted first (`decode/admission.py`): "hit_aware", "fifo", "priority", or a registered
+    name. Who has waited `patience_s` is overtaken by nothing. Who is not admitted within `waiting_timeout_s` fails,
+    and prefill is told; it has to give up before prefill does, `control.bootstrap_timeout_s` after its own `add`.
+    None: 0.8 of that; infinity: never.
     """
 
     name: str = "decode-0"
@@ -132,6 +138,9 @@ class DecodeConfig:
     reserve_tokens: int = 128
     cache: bool = True
     policy: str = "gated"
+    admission: str = "hit_aware"
+    patience_s: float = 5.0
+    waiting_timeout_s: float | None = None
     failure_policy: Literal["fail", "retry"] = "fail"
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
@@ -139,9 +148,21 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "max_running")
-        _at_least(self, 0, "reserve_tokens")
+        _at_least(self, 0, "reserve_tokens", "patience_s")
+        if self.waiting_timeout_s is not None:
+            _above(self, 0, "waiting_timeout_s")
+            if self.control.bootstrap_timeout_s <= self.waiting_timeout_s < math.inf:
+                raise ConfigError(
+                    f"waiting_timeout_s is {self.waiting_timeout_s}, it has to be below control.bootstrap_timeout_s, "
+                    f"{self.control.bootstrap_timeout_s}, or infinity"
+                )
         _one_of(self, ("fail", "retry"), "failure_policy")
         _check_name(self.name)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """`waiting_timeout_s` as a number."""
+        return 0.8 * self.control.bootstrap_timeout_s if self.waiting_timeout_s is None else self.waiting_timeout_s
 
 
 @dataclass(frozen=True, slots=True)

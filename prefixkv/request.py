@@ -25,7 +25,9 @@ class Request:
         namespace: requests of two namespaces never share KV (LoRA adapter, tenant, salt, images).
         cacheable: False for warm-up: neither matched nor kept.
         generation: which attempt at this room it is; decode says (`PrefillAsk`).
-        priority: for eviction, higher stays longer.
+        priority: for eviction, higher stays longer; and for admission by `priority`, higher goes first.
+        deadline_s: seconds after decode's `add` within which it has to be admitted, else it fails; None:
+            `DecodeConfig.waiting_timeout_s`.
 
     Raises:
         TokenError: tokens that are not integers in [0, 2**31).
@@ -41,6 +43,7 @@ class Request:
     cacheable: bool = True
     generation: int = 0
     priority: int = 0
+    deadline_s: float | None = None
     key: RadixKey = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,6 +60,8 @@ class Request:
         self.max_new_tokens = _whole("max_new_tokens", self.max_new_tokens, 1, 2**31)
         self.room = _whole("room", self.room, 0, 2**64)
         self.generation = _whole("generation", self.generation, 0, 2**31)
+        if self.deadline_s is not None:
+            self.deadline_s = _seconds("deadline_s", self.deadline_s)
 
 
 def _whole(name: str, value: Any, low: int, end: int) -> int:
@@ -68,3 +73,14 @@ def _whole(name: str, value: Any, low: int, end: int) -> int:
     if isinstance(value, bool) or not low <= whole < end:
         raise RequestError(f"{name} is {value!r}, a whole number in [{low}, {end}) is needed")
     return whole
+
+
+def _seconds(name: str, value: Any) -> float:
+    """`value` as a float that is at least 0. RequestError if it is none."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if isinstance(value, bool | str) or not seconds >= 0:
+        raise RequestError(f"{name} is {value!r}, a number of at least 0 is needed")
+    return seconds

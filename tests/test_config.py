@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -28,7 +29,10 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         **dict.fromkeys(["spin_s", "sleep_s", "idle_sleep_s"], -1e-9),
         "memory_type": "DISK",
     },
-    DecodeConfig: {"max_running": 0, "reserve_tokens": -1, "failure_policy": "hope", "name": ""},
+    DecodeConfig: {
+        "max_running": 0, "reserve_tokens": -1, "failure_policy": "hope", "name": "", "patience_s": -1e-9,
+        "waiting_timeout_s": 0,
+    },
     PrefillConfig: {"max_running": 0, "name": "x" * 257},
     ModelConfig: {},
 }  # fmt: skip
@@ -47,7 +51,17 @@ def test_a_setting_out_of_range_is_named(config: type, field: str, value: Any) -
 
 
 def test_every_number_and_choice_has_a_bound() -> None:
-    unbounded = {"bind", "cache", "policy", "curve", "allow_remote_without_keys", "model", "control", "transport"}
+    unbounded = {
+        "bind",
+        "cache",
+        "policy",
+        "admission",
+        "curve",
+        "allow_remote_without_keys",
+        "model",
+        "control",
+        "transport",
+    }
     for config, fields in TOO_LOW.items():
         if fields:
             assert {field.name for field in dataclasses.fields(config)} - unbounded == set(fields), config
@@ -77,3 +91,12 @@ def test_settings_do_not_change(config: type) -> None:
 
 def test_the_default_policy_is_the_caches() -> None:
     assert DecodeConfig().policy == PrefillConfig().policy == DEFAULT_POLICY
+
+
+def test_decode_stops_waiting_for_memory_before_prefill_stops_waiting_for_decode() -> None:
+    control = ControlConfig(bootstrap_timeout_s=10.0)
+    assert DecodeConfig(control=control).longest_wait_s == 8.0
+    assert DecodeConfig(control=control, waiting_timeout_s=9.0).longest_wait_s == 9.0
+    assert DecodeConfig(control=control, waiting_timeout_s=math.inf).longest_wait_s == math.inf
+    with pytest.raises(ConfigError, match=r"waiting_timeout_s is 10.0, it has to be below control.bootstrap_timeout_s"):
+        DecodeConfig(control=control, waiting_timeout_s=10.0)

@@ -75,10 +75,10 @@ class PreallocBudget:
             heapq.heappop(heap)
         return max(0, -heap[0][0] - self.private_pages) if heap else 0
 
-    def admits(self, need_pages: int, remaining_pages: int, room_pages: int) -> bool:
-        """Whether a request that needs so many pages now, and `remaining_pages` in all, fits into `room_pages`."""
-        kept_back = max(self.reserve_pages * self.active, self.single)
-        return need_pages <= room_pages - kept_back and remaining_pages <= room_pages + self.private_pages
+    @property
+    def kept_back(self) -> int:
+        """Pages of the room that are for those admitted already, as they grow."""
+        return max(self.reserve_pages * self.active, self.single)
 
     def check_invariants(self) -> None:
         """Raises InternalError if a counter disagrees with what it counts."""

@@ -1,101 +1,278 @@
 """Requests that wait for pages, and the decision to admit one.
 
-First come, first served; requests that were admitted before (retracted, or to be asked for again) come first of
-all. A head that did not fit is not looked at again until something has changed that could let it fit.
+Three groups are tried, each only if nobody is left to wait for in the one before:
+
+    returned    admitted before (retracted, or to be asked for again): the last to return first
+    overdue     the one that has waited longest, once that is `patience_s`
+    the rest    in the order of an `AdmissionPolicy`, which may let some overtake one that does not fit
+
+The order rests on estimates: what a match said when the request came, or was last looked at. Admission itself
+always matches anew, at most `MAX_LOOKS` times in vain a pass, and never one that did not fit before tree or free
+list changed (`PageBooks.version`). Who cannot fit by its estimate is not matched at all; where that leaves looks
+over, they go to the oldest estimates, so that none stays wrong for long.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple
 
+from sortedcontainers import SortedList
+
+from prefixkv.cache.results import MatchResult
+from prefixkv.decode.admission import DEFAULT_ADMISSION, AdmissionPolicy, Rank, make_admission
 from prefixkv.decode.budget import PreallocBudget
-from prefixkv.decode.inflight import InFlight
+from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.paging import pages_for, whole_pages
+from prefixkv.protocol.timers import Timers
 from prefixkv.request_pages import PageBooks
+
+MAX_LOOKS = 16
+MAX_WALK = 256  # places of the order that a pass goes through
+
+INFINITY = float("inf")
+
+
+class _Found(NamedTuple):
+    """What is there of a request already: in the tree, and behind that on its way in the flight `joined`."""
+
+    match: MatchResult | None
+    joined: Flight | None
+    pages: int  # both together
+
+
+class _Need(NamedTuple):
+    """What admitting a request takes, in pages; all but `new` with what its match takes out of the evictable."""
+
+    new: int  # taken at once
+    room: int  # that have to be there, with the reserve
+    most: int  # that it may come to take in the end
+
+
+_NOTHING = _Found(None, None, 0)
+_UNKNOWN = _Need(0, 0, 0)
+
+
+class _Waiter:
+    """A request's place in the queue; `need` is as of its last match, in vain at version `seen_at`."""
+
+    __slots__ = ("arrival", "need", "rank", "req", "seen_at")
+
+    def __init__(self, req: DecodeRequest, arrival: int, need: _Need, rank: Rank) -> None:
+        self.req = req
+        self.arrival = arrival
+        self.need = need
+        self.rank = rank
+        self.seen_at = -1
+
+    @property
+    def place(self) -> tuple[Rank, int, _Waiter]:
+        return self.rank, self.arrival, self
 
 
 class DecodePreallocQueue:
-    """Owned by the scheduler's thread.
+    """Owned by the scheduler's thread. `add` and each admission cost O(log waiting), a pass in vain no more.
 
     Args:
         reserve_tokens: room kept for a request's output when it is admitted (never more than it may still
             generate).
+        policy: a name, or an `AdmissionPolicy`.
+        patience_s: who has waited so long is overtaken by nothing.
+        waiting_timeout_s: how long a request may wait to be admitted for the first time, unless it says so itself.
     """
 
-    def __init__(self, books: PageBooks, budget: PreallocBudget, flights: InFlight, reserve_tokens: int) -> None:
+    def __init__(
+        self,
+        books: PageBooks,
+        budget: PreallocBudget,
+        flights: InFlight,
+        reserve_tokens: int,
+        *,
+        policy: str | AdmissionPolicy = DEFAULT_ADMISSION,
+        patience_s: float = INFINITY,
+        waiting_timeout_s: float = INFINITY,
+    ) -> None:
         self._books = books
         self._budget = budget
         self._flights = flights
         self._reserve_tokens = reserve_tokens
-        self._waiting: OrderedDict[DecodeRequest, None] = OrderedDict()
-        self._blocked_at = -1  # the books' version at which the head did not fit
+        self._policy = make_admission(policy)
+        self._patience_s = patience_s
+        self._waiting_timeout_s = waiting_timeout_s
+        self._returned: OrderedDict[DecodeRequest, _Waiter] = OrderedDict()
+        self._waiting: OrderedDict[DecodeRequest, _Waiter] = OrderedDict()  # by arrival
+        self._order: SortedList = SortedList()  # their places
+        self._estimated: OrderedDict[_Waiter, None] = OrderedDict()  # the oldest estimate first
+        self._deadlines: Timers[DecodeRequest] = Timers()
+        self._num_arrivals = 0
+        self._num_started = 0
+        self._spent_at = -1  # the version at which nobody is left to look at
 
     def add(self, req: DecodeRequest, *, first: bool = False) -> None:
-        """Queue a request, at the front with `first`."""
-        self._waiting[req] = None
+        """Queue a request, before all others with `first`."""
+        self._num_arrivals += 1
+        self._spent_at = -1
         if first:
-            self._waiting.move_to_end(req, last=False)
-        if self._head() is req:
-            self._blocked_at = -1
+            self._returned[req] = _Waiter(req, self._num_arrivals, _UNKNOWN, None)
+            self._returned.move_to_end(req, last=False)
+            return
+        need = self._measure(req)[1] if self._policy.overtakes else _UNKNOWN
+        waiter = _Waiter(req, self._num_arrivals, need, self._policy.rank(req, need.new))
+        self._order.add(waiter.place)
+        self._waiting[req] = waiter
+        self._estimated[waiter] = None
+        timeout_s = req.request.deadline_s
+        self._deadlines.wake(req, req.arrived_s + (self._waiting_timeout_s if timeout_s is None else timeout_s))
 
     def remove(self, req: DecodeRequest) -> None:
-        """Take a request out, wherever it is. O(1)."""
-        if self._head() is req:
-            self._blocked_at = -1
-        del self._waiting[req]
+        """Take a request out, wherever it is."""
+        self._spent_at = -1
+        if self._returned.pop(req, None) is None:
+            waiter = self._waiting.pop(req)
+            self._order.remove(waiter.place)
+            del self._estimated[waiter]
+            self._deadlines.forget(req)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._returned) + len(self._waiting)
 
     def __contains__(self, req: object) -> bool:
-        return req in self._waiting
+        return req in self._waiting or req in self._returned
 
     def __iter__(self) -> Iterator[DecodeRequest]:
-        return iter(self._waiting)
+        """Those that come first, then the others by arrival."""
+        return chain(self._returned, self._waiting)
 
     @property
     def may_admit(self) -> bool:
-        """Whether looking at the head may admit it. O(1)."""
-        return bool(self._waiting and self._blocked_at != self._books.version and self._books.table.free_rows)
+        """Whether a pass may admit somebody. O(1)."""
+        return bool(len(self) and self._spent_at != self._version and self._books.table.free_rows)
+
+    @property
+    def wake_s(self) -> float:
+        """When the next deadline passes, or a little earlier; infinity if none."""
+        return self._deadlines.next_s
+
+    def expired(self, now_s: float) -> list[DecodeRequest]:
+        """Requests whose time to wait is over; they still have to be removed. O(1) if there are none."""
+        return self._deadlines.due(now_s) if self._deadlines.next_s <= now_s else []
+
+    # --- a pass -----------------------------------------------------------------------------------
 
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
-        """Admit while the head fits: its prefix is locked, its pages are taken, its row is written."""
-        admitted = []
-        while self.may_admit:
-            req = self._head()
-            if not self._admit(req, now_s):
-                self._blocked_at = self._books.version
-                break
-            self._waiting.popitem(last=False)
-            self._blocked_at = -1
-            admitted.append(req)
+        """Admit what fits: its prefix is locked, its pages are taken, its row is written."""
+        admitted: list[DecodeRequest] = []
+        books = self._books
+        while (first := self._first_of_all(now_s)) is not None and books.table.free_rows:
+            if first.seen_at == self._version or not self._admit(first, *self._measure(first.req), now_s):
+                self._spent_at = self._version
+                return admitted
+            admitted.append(first.req)
+        if self._waiting and self._spent_at != self._version and books.table.free_rows:
+            self._admit_in_order(admitted, now_s)
+            if not admitted:  # else the next pass looks whether somebody shares what is on its way now
+                self._spent_at = self._version
         return admitted
 
-    def _head(self) -> DecodeRequest:
-        return next(iter(self._waiting))
+    def _first_of_all(self, now_s: float) -> _Waiter | None:
+        """The one that nothing may overtake now, if there is one."""
+        if self._returned:
+            return next(iter(self._returned.values()))
+        if self._waiting:
+            oldest = next(iter(self._waiting.values()))
+            if now_s - oldest.req.arrived_s >= self._patience_s:
+                return oldest
+            if not self._policy.overtakes:
+                return self._order[0][-1]  # type: ignore[no-any-return]
+        return None
 
-    def _admit(self, req: DecodeRequest, now_s: float) -> bool:
-        books, page_size = self._books, self._books.page_size
-        match = books.match(req.key, req.request.cacheable)
-        joined, prefix_pages, unprotected = None, 0, 0
+    def _admit_in_order(self, admitted: list[DecodeRequest], now_s: float) -> None:
+        """Those that overtake, and where nobody does, who could: the estimates that are oldest are made anew."""
+        version, order, looks, at = self._version, self._order, MAX_LOOKS, 0
+        room, most = self._limits()
+        while at < min(len(order), MAX_WALK) and looks:
+            waiter: _Waiter = order[at][-1]
+            if waiter.seen_at == version or waiter.need.room > room or waiter.need.most > most:
+                at += 1
+                continue
+            found, need = self._measure(waiter.req)
+            if self._falls_back(waiter, need) and order[at][-1] is not waiter:
+                looks -= 1  # another one comes first now
+            elif self._admit(waiter, found, need, now_s):
+                admitted.append(waiter.req)
+                if not self._books.table.free_rows:
+                    return
+                room, most = self._limits()
+            else:
+                looks -= 1
+                at += 1
+        if not admitted:
+            self._renew_estimates(looks, admitted, now_s)
+
+    def _renew_estimates(self, looks: int, admitted: list[DecodeRequest], now_s: float) -> None:
+        for _ in range(looks):
+            waiter = next(iter(self._estimated), None)
+            if waiter is None or waiter.seen_at == self._version:
+                return
+            found, need = self._measure(waiter.req)
+            self._falls_back(waiter, need)
+            if self._admit(waiter, found, need, now_s):
+                admitted.append(waiter.req)
+                return
+
+    @property
+    def _version(self) -> int:
+        """Grows whenever somebody may fit who did not before."""
+        return self._books.version + self._num_started
+
+    def _limits(self) -> tuple[int, int]:
+        """`_Need.room` and `_Need.most` of what fits."""
+        available = self._books.available_pages
+        return available - self._budget.kept_back, available + self._budget.private_pages
+
+    def _measure(self, req: DecodeRequest) -> tuple[_Found, _Need]:
+        page_size = self._books.page_size
+        match = self._books.match(req.key, req.request.cacheable)
+        found, unprotected = _NOTHING, 0
         if match is not None:
-            joined, prefix_pages = self._flights.find(req.key, whole_pages(match.prefix_len, page_size))
+            found = _Found(match, *self._flights.find(req.key, whole_pages(match.prefix_len, page_size)))
             unprotected = match.unprotected_pages
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
         first_len = req.fill_len + req.resumed  # the token sampled last is written by the first step after return
-        need = pages_for(max(first_len, req.fill_len + reserve), page_size) - prefix_pages
-        room = books.available_pages - unprotected
-        if not self._budget.admits(need, req.max_pages - prefix_pages, room):
+        kept = pages_for(max(first_len, req.fill_len + reserve), page_size)
+        less = found.pages - unprotected
+        return found, _Need(pages_for(first_len, page_size) - found.pages, kept - less, req.max_pages - less)
+
+    def _falls_back(self, waiter: _Waiter, need: _Need) -> bool:
+        """Enter a new estimate; True if its place in the order is behind the old one."""
+        before, waiter.need = waiter.rank, need
+        self._estimated.move_to_end(waiter)
+        rank = self._policy.rank(waiter.req, need.new)
+        falls_back = bool(before < rank)
+        if falls_back or rank < before:
+            self._order.remove(waiter.place)
+            waiter.rank = rank
+            self._order.add(waiter.place)
+        return falls_back
+
+    def _admit(self, waiter: _Waiter, found: _Found, need: _Need, now_s: float) -> bool:
+        books, req = self._books, waiter.req
+        match, joined, shared_pages = found
+        room, most = self._limits()
+        if need.room > room or need.most > most:
+            waiter.seen_at = self._version
             return False
         # The match told what locking costs, so this cannot fail, and there is nothing to undo.
-        num_new = pages_for(first_len, page_size) - prefix_pages
-        theirs = joined.pages if joined is not None else None
-        req.pages_held = books.open(req.key, match, num_new, now_s, theirs, prefix_pages)
-        req.prefix_len = prefix_pages * page_size
+        joined_pages = joined.pages if joined is not None else None
+        req.pages_held = books.open(req.key, match, need.new, now_s, joined_pages, shared_pages)
+        req.prefix_len = shared_pages * books.page_size
         req.flight = self._flights.start(req, joined, shareable=match is not None)
+        self._num_started += 1
         req.become(DecodeState.PREALLOCATED)
+        self.remove(req)
         self._budget.active += 1
         self._budget.start(req.rid, req.max_pages - req.pages_held.num_pages, 0)
         return True

@@ -24,12 +24,13 @@ from typing import Protocol
 import numpy as np
 
 from prefixkv.cache.radix_key import check_packed, pack
+from prefixkv.decode.admission import DEFAULT_ADMISSION, AdmissionPolicy
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import Flight, InFlight
-from prefixkv.decode.prealloc_queue import DecodePreallocQueue
+from prefixkv.decode.prealloc_queue import INFINITY, DecodePreallocQueue
 from prefixkv.decode.request import DecodeRequest, DecodeState, PrefillAsk
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
-from prefixkv.errors import AbortedError, InternalError, OutOfPagesError, RequestError
+from prefixkv.errors import AbortedError, AdmissionTimeoutError, InternalError, OutOfPagesError, RequestError
 from prefixkv.paging import pages_for, whole_pages
 from prefixkv.protocol.messages import Promise
 from prefixkv.protocol.state import KVPoll, RoomKey
@@ -65,15 +66,32 @@ class DecodeScheduler:
 
     Args:
         failure_policy: "fail", or "retry" to ask prefill again once when a transfer fails.
+        admission, patience_s, waiting_timeout_s: see `DecodePreallocQueue`.
     """
 
     def __init__(
-        self, books: PageBooks, *, reserve_tokens: int = 128, failure_policy: str = "fail", max_waiting: int = 1_000_000
+        self,
+        books: PageBooks,
+        *,
+        reserve_tokens: int = 128,
+        failure_policy: str = "fail",
+        max_waiting: int = 1_000_000,
+        admission: str | AdmissionPolicy = DEFAULT_ADMISSION,
+        patience_s: float = INFINITY,
+        waiting_timeout_s: float = INFINITY,
     ) -> None:
         self.books = books
         self.budget = PreallocBudget(pages_for(reserve_tokens, books.page_size))
         self.flights = InFlight(books.page_size)
-        self.waiting = DecodePreallocQueue(books, self.budget, self.flights, reserve_tokens)
+        self.waiting = DecodePreallocQueue(
+            books,
+            self.budget,
+            self.flights,
+            reserve_tokens,
+            policy=admission,
+            patience_s=patience_s,
+            waiting_timeout_s=waiting_timeout_s,
+        )
         self.transfers = DecodeTransferQueue(books, self.flights)
         self.requests: dict[str, DecodeRequest] = {}  # all that live, by rid, oldest first
         self.counters: Counter[str] = Counter()
@@ -118,6 +136,9 @@ class DecodeScheduler:
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
         """Admit what fits: prefix locked, pages taken, prefill told what to skip."""
         self.settle_deferred(now_s)
+        for req in self.waiting.expired(now_s):
+            error = AdmissionTimeoutError(f"request {req.rid!r} waited {now_s - req.arrived_s:.3f} s for pages")
+            self._end(req, DecodeState.FAILED, error, now_s, None)
         admitted = self.waiting.pop_preallocated(now_s)
         page_size = self.books.page_size
         for req in admitted:

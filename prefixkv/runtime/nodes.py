@@ -156,7 +156,7 @@ class DecodeNode(_Node[DecodeManager]):
         config: see DecodeConfig.
         ranks: a RankLog where this is rank 0 of several (decode/ranks.py); then call `take_log` once a pass.
     Raises:
-        ConfigError: an unknown policy, or a pool that cannot be registered.
+        ConfigError: an unknown policy (of eviction or admission), or a pool that cannot be registered.
     """
 
     scheduler: DecodeScheduler
@@ -175,7 +175,12 @@ class DecodeNode(_Node[DecodeManager]):
         self.config = config
         self.peer_id = PeerId(config.name, time.time_ns())
         self.scheduler = DecodeScheduler(
-            books, reserve_tokens=config.reserve_tokens, failure_policy=config.failure_policy
+            books,
+            reserve_tokens=config.reserve_tokens,
+            failure_policy=config.failure_policy,
+            admission=config.admission,
+            patience_s=config.patience_s,
+            waiting_timeout_s=config.longest_wait_s,
         )
         self._manager = DecodeManager(
             self.peer_id,

@@ -23,7 +23,7 @@ def count_matches(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_first_come_first_served_and_a_head_that_does_not_fit_is_waited_for() -> None:
-    desk = Desk(8)
+    desk = Desk(8, admission="fifo")
     first = desk.start("a", 16)
     desk.add("big", 20)
     desk.add("small", 4)
@@ -34,7 +34,7 @@ def test_first_come_first_served_and_a_head_that_does_not_fit_is_waited_for() ->
 
 
 def test_a_blocked_head_is_not_matched_again_while_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk(8)
+    desk = Desk(8, admission="fifo")
     running = desk.start("a", 16, 8, outputs=1)
     head = desk.add("big", 20)
     looks = count_matches(desk, monkeypatch)

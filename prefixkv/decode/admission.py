@@ -1,0 +1,83 @@
+"""In which order requests that wait for pages are tried: a policy ranks them, the queue does the rest.
+
+Under every policy those that were admitted before come first of all, and who has waited for `patience_s` is
+overtaken by nothing. A policy sees a request and an estimate, never the queue: it cannot break it. Write one by
+deriving from `AdmissionPolicy`, and `register` it to use it by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.errors import ConfigError
+
+DEFAULT_ADMISSION = "hit_aware"
+
+Rank: TypeAlias = Any
+"""Whatever compares with `<`: the least is tried first, of equal ones the one that came first."""
+
+
+class AdmissionPolicy:
+    """First come, first served, and the base of all policies."""
+
+    name = "fifo"
+
+    overtakes = False
+    """Whether others are tried behind one that does not fit. Only then are requests matched to estimate `new_pages`."""
+
+    def rank(self, req: DecodeRequest, new_pages: int) -> Rank:
+        """Where a request stands. Called when it comes, and whenever it has been matched anew.
+
+        `new_pages`: those it would have to be sent, as of then: an estimate, since the tree goes on changing.
+        """
+        return 0
+
+
+_POLICIES: dict[str, Callable[[], AdmissionPolicy]] = {}
+
+P = TypeVar("P", bound=type[AdmissionPolicy])
+
+
+def register(policy: P) -> P:
+    """Make a policy class known by its `name`; a decorator. A later one of the same name replaces it."""
+    _POLICIES[policy.name] = policy
+    return policy
+
+
+def admission_names() -> list[str]:
+    return sorted(_POLICIES)
+
+
+def make_admission(policy: str | AdmissionPolicy) -> AdmissionPolicy:
+    """A policy object by name, or the object itself. Raises ConfigError for an unknown name."""
+    if isinstance(policy, AdmissionPolicy):
+        return policy
+    if policy not in _POLICIES:
+        raise ConfigError(f"admission {policy!r} is not one of {', '.join(admission_names())}")
+    return _POLICIES[policy]()
+
+
+register(AdmissionPolicy)
+
+
+@register
+class FewestNewPages(AdmissionPolicy):
+    """Of those that fit, the one that needs the fewest new pages."""
+
+    name = "hit_aware"
+    overtakes = True
+
+    def rank(self, req: DecodeRequest, new_pages: int) -> Rank:
+        return new_pages
+
+
+@register
+class HighestPriority(AdmissionPolicy):
+    """By `Request.priority`, the highest first; nothing overtakes one that does not fit but a higher one."""
+
+    name = "priority"
+
+    def rank(self, req: DecodeRequest, new_pages: int) -> Rank:
+        return -req.request.priority
