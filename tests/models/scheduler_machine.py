@@ -1,0 +1,541 @@
+"""The whole decode side under fire, two to four ranks of it: `PairSim` with every fault as a step of its own.
+
+A run is a list of integers, so that hypothesis can draw it and shrink it: each spells one step (`Spelled`). The
+laws are audited after each; when the list ends, everybody goes on without faults until all is quiet, and nothing
+may be held then. Ranks above 0 follow rank 0's log, each as late as chance has it, and must end equal to it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from prefixkv.cache.eviction import policy_names, register
+from prefixkv.cache.gated import Gated
+from prefixkv.config import DecodeConfig
+from prefixkv.decode.oplog import LoggedBooks
+from prefixkv.decode.ranks import DecodeReplica, RankLog, digests
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.errors import PrefixKVError
+from prefixkv.protocol.state import KVPoll, PeerId
+from prefixkv.request import Request
+from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
+from tests.models.pair_sim import ADDRESS, PAGE_SIZE, Chaos, DecodeSide, PairSim
+
+ROWS = 8
+_IDLE, _DONE, _DECODE, _PREFILL = 0, 1, 2, 4  # what an action says: nothing to do; done; and whose books it touched
+
+
+class Spelled(random.Random):
+    """Chance that reads its choices off an integer, digit by digit; 0 spells the first of every choice.
+
+    What a step needs beyond its digits follows from the integer too.
+    """
+
+    _left = _state = 0
+
+    def spell(self, value: int) -> None:
+        self._left = self._state = value
+
+    def _randbelow(self, n: int) -> int:
+        if self._left < n and self._state:
+            self._state = (self._state * 6364136223846793005 + 1442695040888963407) % 2**64
+            self._left = self._state >> 11
+        self._left, chosen = divmod(self._left, n)
+        return chosen
+
+    def getrandbits(self, k: int) -> int:
+        return self._randbelow(1 << k)
+
+    def random(self) -> float:
+        return 1.0 - self._randbelow(1024) / 1024
+
+
+@register
+class QuickGated(Gated):
+    """Pages are overdue within the seconds that a run takes, so that the time decides many evictions."""
+
+    name = "gated-quick"
+
+    def __init__(self) -> None:
+        super().__init__(fresh_s=1.0, known_s=3.0, short_tokens=3 * PAGE_SIZE)
+
+
+class Event:
+    """Device work that is done when told so."""
+
+    done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+class Engine(DecodeSide):
+    """A decode engine whose device is late at times, and whose ranks follow."""
+
+    sim: SchedulerSim
+
+    def __init__(self, sim: SchedulerSim) -> None:
+        self.added: list[str] = []
+        super().__init__(sim, sim.decode_pages, sim.failure_policy)
+
+    def finish(self, req: DecodeRequest) -> None:
+        continues = self.sim.random.choice([None, True, False])
+        self.scheduler.finish(req, self.sim.now_s, self.sim.device_work(), continues)
+
+    def _retract(self, rid: str) -> None:
+        self.scheduler.retract(rid, self.sim.now_s, self.sim.device_work())
+        self.running.pop(rid, None)
+        self.sim.retractions += 1
+
+
+class SchedulerSim(PairSim):
+    """See the module's text. `setup` spells pools, policies and the number of ranks."""
+
+    def __init__(self, setup: int) -> None:
+        chance = Spelled()
+        chance.spell(setup)
+        self.events: list[Event] = []
+        self.trace: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.eviction = chance.choice(["gated-quick", *policy_names()])
+        self.num_ranks = chance.choice([2, 1, 3, 4])
+        self.digest_every = chance.choice([4, 0, 1])
+        self.spared = {fault for fault in _FAULTS if chance.randrange(2)}
+        self.lost: list[PeerId] = []
+        super().__init__(
+            seed=0,
+            chaos=Chaos(**{fault: chance.choice([0.0, 0.05, 0.2])
+                           for fault in ("fail_at_post", "fail_at_check", "lose_notification")}),
+            decode_pages=chance.choice([13, 11, 12, 18, 30]),
+            prefill_pages=chance.choice([32, 14]),
+            failure_policy=chance.choice(["fail", "retry"]),
+            chance=chance,
+        )  # fmt: skip
+
+    # --- what is built ----------------------------------------------------------------------------
+
+    def new_decode(self) -> Engine:
+        return Engine(self)
+
+    def decode_scheduler(self, num_pages: int, failure_policy: str) -> DecodeScheduler:
+        self.log = RankLog(self.digest_every)
+        books = LoggedBooks(self.log.append, num_pages, PAGE_SIZE, ROWS, policy=self.eviction)
+        config = DecodeConfig(max_running=ROWS, policy=self.eviction)
+        self.replicas = [DecodeReplica(num_pages, PAGE_SIZE, config) for _ in range(self.num_ranks - 1)]
+        self.unread: list[deque[bytes]] = [deque() for _ in self.replicas]
+        reserve_tokens = self.random.choice([0, 4])
+        return DecodeScheduler(books, reserve_tokens=reserve_tokens, failure_policy=failure_policy)
+
+    def device_work(self) -> Event | None:
+        if self.calm or self.random.randrange(4):
+            return None
+        self.events.append(Event())
+        return self.events[-1]
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def spell(self, value: int) -> None:
+        """Let one thing happen, then audit what it touched."""
+        self.random.spell(value)
+        name = _WHEEL[self.random._randbelow(len(_WHEEL))]
+        touched = _IDLE if name in self.spared else getattr(self, name)()
+        if touched == _IDLE:
+            name, touched = self._progress()
+        self.trace.append(name)
+        self._audit(touched)
+
+    def _progress(self) -> tuple[str, int]:
+        """One of the things that go on by themselves."""
+        start = self.random.randrange(len(_ONWARD))
+        for name in _ONWARD[start:] + _ONWARD[:start]:
+            if touched := getattr(self, name)():
+                return name, touched
+        if len(self.decode.scheduler.requests) < 6:
+            return "arrive", self.arrive()
+        return "deadline", self.deadline()
+
+    def _audit(self, touched: int) -> None:
+        self.decode.tell()
+        self.prefill.tell()
+        if touched & _DECODE:
+            audit_decode(self.decode.scheduler, self.decode.endpoint)
+        if touched & _PREFILL:
+            audit_prefill(self.prefill.scheduler)
+        for key, poll in self.decode.ended.items():
+            if poll is KVPoll.SUCCESS and key.room not in self.reused:
+                assert self.prefill.ended.get(key, poll) is poll, f"law 7: {key} succeeded where prefill failed"
+                assert key not in self.prefill.failed, f"law 7: {key} succeeded and prefill's engine was told it failed"
+
+    # --- what goes on by itself -------------------------------------------------------------------
+
+    def nothing(self) -> int:
+        return _DONE
+
+    def tick(self) -> int:
+        self.now_s += self.random.choice([0.01, 0.05, 0.2])
+        return _DONE
+
+    def fabric_step(self) -> int:
+        return _DONE if self.fabric.step() else _IDLE
+
+    def deliver(self, at: int = 0) -> int:
+        if not self._wire:
+            return _IDLE
+        (side, route), source, raw = self._wire.pop(at)
+        if side == "prefill":
+            if source is self.decode:
+                self.prefill.act(self.prefill.endpoint.on_frame(route, "", raw, self.now_s))
+                return _PREFILL
+        elif route == self.decode.route:
+            self.decode.act(self.decode.endpoint.on_frame(ADDRESS, raw, self.now_s))
+            return _DECODE
+        return _DONE
+
+    def decode_work(self) -> int:
+        if not self.decode.commands and self.decode.endpoint.wake_s > self.now_s:
+            return _IDLE
+        self.decode.work()
+        return _DECODE
+
+    def prefill_work(self) -> int:
+        if not self.prefill.commands and self.prefill.endpoint.wake_s > self.now_s:
+            return _IDLE
+        self.prefill.work()
+        return _PREFILL
+
+    def decode_schedule(self) -> int:
+        side = self.decode
+        if not (side.events or side.running or side.scheduler.has_news):
+            return _IDLE
+        side.schedule()
+        for req in list(side.running.values()) if self.random.randrange(2) else ():
+            if req.rid in side.running:
+                side._step(req)
+        self._publish()
+        return _DECODE
+
+    def prefill_schedule(self) -> int:
+        side = self.prefill
+        if not (side.events or side.computing or side.scheduler.has_news):
+            return _IDLE
+        side.schedule()
+        return _PREFILL
+
+    def submit_one(self) -> int:
+        if not self._to_submit:
+            return _IDLE
+        self._submit_one()
+        return _PREFILL
+
+    def device_is_done(self) -> int:
+        if not self.events:
+            return _IDLE
+        self.events.pop(self.random.randrange(len(self.events))).done = True
+        self.decode.scheduler.settle_deferred(self.now_s)
+        return _DECODE
+
+    # --- the other ranks --------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """The pass is over: one message for all ranks. Some engines take several passes together."""
+        if self.replicas and (self.calm or self.random.randrange(3)):
+            raw = self.log.take(self.decode.scheduler.books)
+            for unread in self.unread:
+                unread.append(raw)
+
+    def follow(self) -> int:
+        """A rank reads some of what it has been sent."""
+        late = [rank for rank, unread in enumerate(self.unread) if unread]
+        if not late:
+            return _IDLE
+        rank = self.random.choice(late)
+        for _ in range(self.random.randint(1, len(self.unread[rank]))):
+            self.replicas[rank].apply(self.unread[rank].popleft())
+        return _DONE
+
+    def _compare_ranks(self) -> None:
+        """All that was published is read: every rank is what rank 0 is."""
+        if not self.replicas:
+            return
+        books = self.decode.scheduler.books
+        raw = self.log.take(books)
+        expected = digests(books)
+        for replica, unread in zip(self.replicas, self.unread, strict=True):
+            for message in [*unread, raw]:
+                replica.apply(message)
+            unread.clear()
+            replica.audit()
+            assert digests(replica.books) == expected, "ranks: books differ"
+            assert (replica.page_table == books.table.array).all()
+            assert replica.books.allocator.free_runs() == books.allocator.free_runs()
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def arrive(self, copies: int = 1) -> int:
+        """Prompts that begin alike, branch, and may be equal; in one namespace or another."""
+        namespace = self.random.choice([None, None, None, "lora", ("tenant", 1)])
+        length = self.random.randint(1, 14)
+        tokens = [1] * 6 + [self.random.randint(0, 1) for _ in range(length)]
+        for _ in range(copies):
+            self._submit(tokens, namespace)
+        return _DECODE
+
+    def burst(self) -> int:
+        return self.arrive(copies=self.random.randint(2, 5))
+
+    def _submit(self, tokens: list[int], namespace: object = None) -> None:
+        if len(self.decode.scheduler.requests) > 12:
+            return
+        rid, room = f"r{self._next_room}", self._room_number()
+        cacheable = self.random.random() < 0.9
+        max_new_tokens = self.random.randint(1, 24)
+        request = Request(
+            rid, tokens, max_new_tokens=max_new_tokens, room=room, prefill=ADDRESS, cacheable=cacheable,
+            namespace=namespace,
+        )  # fmt: skip
+        try:
+            self.decode.scheduler.add(request, self.now_s)
+        except PrefixKVError:
+            return
+        self.decode.added.append(rid)
+        self.submit(Request(rid, tokens, room=room, cacheable=cacheable, namespace=namespace))
+
+    def continue_conversation(self, req: DecodeRequest) -> None:
+        self.finished += 1
+        if len(req.tokens) < 40 and not self.calm and self.random.randrange(2):
+            more = [self.random.randint(0, 1) for _ in range(self.random.randint(1, 6))]
+            self._submit(req.tokens.tolist() + more, req.request.key.namespace)
+
+    def abort(self) -> int:
+        live = list(self.decode.scheduler.requests)
+        if not live:
+            return _IDLE
+        rid = self.random.choice(live)
+        assert self.decode.scheduler.abort(rid, self.now_s, after=self.device_work())
+        assert not self.decode.scheduler.abort(rid, self.now_s), "a second abort is a no-op"
+        self.decode.running.pop(rid, None)
+        return _DECODE
+
+    def abort_at_prefill(self) -> int:
+        if not self.prefill.scheduler.requests:
+            return _IDLE
+        rid = self.random.choice(list(self.prefill.scheduler.requests))
+        self.prefill.computing.pop(rid, None)
+        self.prefill.scheduler.abort(rid)
+        return _PREFILL
+
+    def retract(self) -> int:
+        running = self.decode.running
+        if len(running) < 2:
+            return _IDLE
+        try:
+            self.decode._retract(self.random.choice(list(running)))
+        except PrefixKVError:  # the oldest is never retracted
+            return _IDLE
+        return _DECODE
+
+    def flush(self) -> int:
+        self.decode.scheduler.flush()
+        return _DECODE
+
+    def flush_prefill(self) -> int:
+        self.prefill.scheduler.flush()
+        return _PREFILL
+
+    def listen(self) -> int:
+        """A router reads rank 0's cache events; the other ranks have no listener."""
+        self.decode.scheduler.books.cache.drain_events()
+        return _DECODE
+
+    def scribble(self) -> int:
+        """Overwrite all free pages, so that one freed too early shows."""
+        self.decode.scribble()
+        self.prefill.scribble()
+        return _DONE
+
+    # --- faults -----------------------------------------------------------------------------------
+
+    def send(self, to: tuple[str, bytes], source: object, raw: bytes) -> None:
+        if source in (self.prefill, self.decode):
+            self._wire.append((to, source, raw))
+
+    def reorder(self) -> int:
+        return self.deliver(self.random.randrange(len(self._wire))) if len(self._wire) > 1 else _IDLE
+
+    def drop(self) -> int:
+        if not self._wire:
+            return _IDLE
+        del self._wire[self.random.randrange(len(self._wire)) :][:1]
+        return _DONE
+
+    def cut(self) -> int:
+        """The connection breaks: what is under way is lost."""
+        self._wire.clear()
+        return _DONE
+
+    def duplicate(self) -> int:
+        if not self._wire:
+            return _IDLE
+        self._wire.append(self.random.choice(self._wire))
+        return _DONE
+
+    def junk(self) -> int:
+        if not self._wire:
+            return _IDLE
+        to, source, raw = self._wire[0]
+        spoilt = bytearray(raw[: self.random.randint(1, len(raw))])
+        spoilt[self.random.randrange(len(spoilt))] ^= 1 << self.random.randrange(8)
+        self._wire[0] = (to, source, bytes(spoilt))
+        return self.deliver()
+
+    def deadline(self) -> int:
+        """Time passes until the next deadline or repeat, or far beyond."""
+        next_s = min(self.decode.endpoint.wake_s, self.prefill.endpoint.wake_s, self.now_s + 5.0)
+        self.now_s = max(self.now_s, next_s)
+        return _DONE
+
+    def silence(self) -> int:
+        """Long enough for any deadline to pass."""
+        self.now_s += self.random.choice([1.0, 5.0, 30.0])
+        return _DONE
+
+    def lose_peer(self) -> int:
+        """Writes to decode fail for a while, and may land all the same."""
+        if self.lost:
+            self.fabric.restore(self.lost.pop())
+        else:
+            self.lost.append(self.decode.me)
+            self.fabric.lose(self.decode.me)
+        return _DONE
+
+    def restart_prefill_dead(self) -> int:
+        self.restart_prefill(stop=False)
+        return _PREFILL
+
+    def restart_prefill_stopped(self) -> int:
+        self.restart_prefill(stop=True)
+        return _PREFILL
+
+    def fence(self) -> int:
+        """The orchestrator kills what was stopped or replaced, and says so."""
+        self._fence_old()
+        return _DECODE
+
+    def fence_current(self) -> int:
+        self._fence_current()
+        return _DECODE | _PREFILL
+
+    def restart_decode(self) -> int:
+        self._compare_ranks()
+        if self.lost:
+            self.fabric.restore(self.lost.pop())
+        super().restart_decode()
+        self.events.clear()
+        return _DECODE
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def settle(self, max_rounds: int = 3000) -> None:
+        """No more faults: all that lives ends, and nothing is left."""
+        self.random.spell(1)
+        self.calm = True
+        self.fabric.fail_at_post = self.fabric.fail_at_check = self.fabric.lose_notification = 0.0
+        if self.lost:
+            self.fabric.restore(self.lost.pop())
+        while self.events:
+            self.device_is_done()
+        started_s, fenced = self.now_s, 0
+        for _ in range(max_rounds):
+            if not self._round():
+                if self._quiet() and not self.decode.scheduler.num_deferred:
+                    break
+                next_s = min(self.decode.endpoint.wake_s, self.prefill.endpoint.wake_s)
+                self.now_s = max(self.now_s + 0.01, min(next_s, self.now_s + 10.0))
+            if self.now_s - started_s > 100.0 * (fenced + 1) and fenced < 2:
+                # Every deadline has passed by now: what is left is held for want of proof, which a fence gives.
+                (self._fence_old, self._fence_current)[fenced]()
+                fenced += 1
+        self._assert_nothing_is_left()
+
+    def _round(self) -> bool:
+        """Whatever can go on goes on, each once. False if nothing could."""
+        acted = False
+        for name in _ONWARD:
+            while touched := getattr(self, name)():
+                acted = True
+                self.counts["steps"] += 1
+                self._audit(touched)
+                if name in _ONCE:
+                    break
+        return acted
+
+    def _assert_nothing_is_left(self) -> None:
+        for side in (self.decode, self.prefill):
+            side.schedule()
+        self._compare_ranks()
+        assert_at_rest(self.decode.scheduler)
+        assert_at_rest(self.prefill.scheduler)
+        assert self.decode.endpoint.num_rooms == 0, list(self.decode.endpoint.rooms())
+        assert not self.decode.scheduler.num_deferred
+        assert not self.decode.scheduler._undrained, self.decode.scheduler._undrained
+        assert self.decode.scheduler.budget.active == 0
+        assert not len(self.decode.scheduler.waiting)
+        assert not len(self.decode.scheduler.transfers)
+        unended = set(self.decode.added) ^ set(self.decode.outcomes)
+        assert not unended, f"law 7: {unended} have not ended, or ended unknown"
+
+
+_ONWARD = ("fabric_step", "deliver", "decode_work", "prefill_work", "decode_schedule", "prefill_schedule",
+           "submit_one", "follow")  # fmt: skip
+_ONCE = ("decode_schedule", "prefill_schedule")
+_WEIGHTS = {
+    "nothing": 1, "arrive": 4, "burst": 2, "submit_one": 5, "deliver": 14, "fabric_step": 16, "decode_work": 8,
+    "prefill_work": 8, "decode_schedule": 14, "prefill_schedule": 10, "follow": 4, "tick": 4, "device_is_done": 2,
+    "scribble": 3, "reorder": 3, "duplicate": 2, "junk": 1, "drop": 1, "cut": 0.15, "deadline": 1, "silence": 0.1,
+    "abort": 1, "abort_at_prefill": 0.3, "retract": 2, "flush": 0.4, "flush_prefill": 0.2, "listen": 0.4,
+    "lose_peer": 0.2, "restart_prefill_dead": 0.15, "restart_prefill_stopped": 0.15, "fence": 0.25,
+    "fence_current": 0.1, "restart_decode": 0.15,
+}  # fmt: skip
+_FAULTS = (  # each is spared in half of the runs
+    "reorder", "duplicate", "junk", "drop", "cut", "silence", "abort", "abort_at_prefill", "retract", "flush",
+    "lose_peer", "restart_prefill_dead", "restart_prefill_stopped", "fence_current", "restart_decode",
+)  # fmt: skip
+_WHEEL: Sequence[str] = [name for name, weight in _WEIGHTS.items() for _ in range(round(20 * weight))]
+
+
+def run(setup: int, steps: Sequence[int]) -> SchedulerSim:
+    """One run, whole. Its trace goes with what it finds."""
+    sim = SchedulerSim(setup)
+    try:
+        for value in steps:
+            sim.counts["steps"] += 1
+            sim.spell(value)
+        sim.settle()
+    except BaseException as error:
+        error.add_note(f"{sim.num_ranks} ranks, {sim.eviction}, {sim.decode_pages} pages, {sim.failure_policy}")
+        error.add_note(f"steps: {' '.join(name for name in sim.trace if name != 'nothing')}")
+        raise
+    return sim
+
+
+def fuzz_round(round_seed: int, examples: int, storm_steps: int, totals: Counter[str]) -> None:
+    """Some runs that follow from the seed. A finding is shrunk and raised; its notes tell the steps."""
+
+    @seed(round_seed)
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(
+        setup=st.binary(min_size=8, max_size=8),
+        steps=st.lists(st.binary(min_size=4, max_size=4), min_size=storm_steps, max_size=storm_steps),
+    )
+    def one_run(setup: bytes, steps: list[bytes]) -> None:
+        sim = run(int.from_bytes(setup, "little"), [int.from_bytes(step, "little") for step in steps])
+        totals.update({"runs": 1, "steps": sim.counts["steps"]})
+        totals.update(sim.decode.scheduler.counters)
+
+    one_run()
