@@ -3,14 +3,21 @@
 A page key names a page together with all tokens before it: the digest of the page's tokens and of the key of
 the page before. Equal prefixes have equal keys in every process, so a router can look a prompt up without
 holding any tokens.
+
+A listener in another process gets `EventBatch`es, numbered, so that it knows when one is missing; it then asks for
+one that stands on its own, which begins with `Cleared` and gives the tree as it is (`EventFeed.take(afresh=True)`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+
+from prefixkv.cache.radix_key import TOKEN_BYTES
+from prefixkv.errors import ProtocolError
 
 PAGE_KEY_BYTES = 16
 
@@ -18,30 +25,95 @@ NO_PARENT = b""
 """The parent of the first page of a namespace."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True, tag=True):
     """Pages that can be matched from now on; `page_keys[0]` follows the page with key `parent`."""
 
-    namespace: Hashable
+    namespace: Any  # hashable; in a frame None, bool, int, str or bytes
     parent: bytes
     page_keys: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(msgspec.Struct, frozen=True, tag=True):
     """Neighbours on one path that can not be matched any more; what followed them went before."""
 
-    namespace: Hashable
+    namespace: Any  # hashable; in a frame None, bool, int, str or bytes
     parent: bytes
     page_keys: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
+class Cleared(msgspec.Struct, frozen=True, tag=True):
     """Nothing is stored any more (a reset), or a listener fell behind; `Stored` events for what there is follow."""
 
 
 CacheEvent: TypeAlias = Stored | Removed | Cleared
+
+
+class EventBatch(msgspec.Struct, frozen=True):
+    """What one worker's cache did since its batch before. One that begins with `Cleared` stands on its own.
+
+    `worker` and `incarnation` say who it is (an older incarnation's cache is gone); `seq` counts from 0.
+    """
+
+    worker: str
+    incarnation: int
+    seq: int
+    events: tuple[CacheEvent, ...]
+
+    def encode(self) -> bytes:
+        """As msgpack."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(raw: bytes) -> EventBatch:
+        """What `encode` made. Raises ProtocolError for anything else."""
+        try:
+            batch = _DECODER.decode(raw)
+            for event in batch.events:
+                hash(None if isinstance(event, Cleared) else event.namespace)
+        except (msgspec.DecodeError, TypeError) as error:
+            raise ProtocolError(f"no batch of cache events: {error}") from None
+        return batch
+
+
+_DECODER = msgspec.msgpack.Decoder(EventBatch)
+
+
+class EventSource(Protocol):
+    """What a feed listens to: a RadixCache."""
+
+    def drain_events(self, afresh: bool = False) -> list[CacheEvent]: ...
+
+
+class EventFeed:
+    """One cache's events, numbered. Owned by the cache's thread; recording begins with the first batch."""
+
+    def __init__(self, cache: EventSource, worker: str, incarnation: int) -> None:
+        self._cache = cache
+        self._worker = worker
+        self._incarnation = incarnation
+        self._seq = 0
+
+    def take(self, afresh: bool = False) -> EventBatch:
+        """What happened since the last batch, maybe nothing; the first, and any with `afresh`, gives all there is."""
+        events = self._cache.drain_events(afresh=afresh or not self._seq)
+        batch = EventBatch(self._worker, self._incarnation, self._seq, tuple(events))
+        self._seq += 1
+        return batch
+
+
+def page_keys(data: bytes, page_size: int) -> list[bytes]:
+    """The keys of all whole pages of a prompt. One hash a page.
+
+    Args:
+        data: the packed tokens (`RadixKey.data`).
+        page_size: tokens a page, that of the caches.
+    """
+    page_bytes = TOKEN_BYTES * page_size
+    keys, parent = [], NO_PARENT
+    for start in range(0, len(data) - page_bytes + 1, page_bytes):
+        parent = page_key(parent, data[start : start + page_bytes])
+        keys.append(parent)
+    return keys
 
 
 def page_key(parent: bytes, page_tokens: bytes) -> bytes:

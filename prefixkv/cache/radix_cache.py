@@ -364,16 +364,16 @@ class RadixCache(RadixTree):
 
     # --- listening and looking on ----------------------------------------------------------------
 
-    def drain_events(self) -> list[CacheEvent]:
+    def drain_events(self, afresh: bool = False) -> list[CacheEvent]:
         """What was stored and removed since the last call.
 
-        The first call begins to listen and gives the tree as it is; a listener that fell too far behind is given
-        `Cleared`, and the tree as it is. Before the first call nothing is recorded.
+        The first call begins to listen and gives the tree as it is; a listener that fell too far behind, or asks to
+        begin `afresh`, is given `Cleared`, and the tree as it is. Before the first call nothing is recorded.
         """
-        if self._log is None or self._log.overrun:
-            late = self._log is not None
+        if self._log is None or self._log.overrun or afresh:
+            begun = self._log is not None
             self._log = EventLog(self._page_bytes, EVENT_LIMIT_PAGES)
-            if late:
+            if begun or afresh:
                 self._log.cleared()
             for node in self.nodes():
                 assert node.parent is not None

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from prefixkv.cli.bench_radix import radix
+from prefixkv.cli.bench_router import router
 from prefixkv.cli.bench_sched import sched
 from prefixkv.cli.options import DemoOptions
 from prefixkv.cli.replay import replay
@@ -53,6 +54,7 @@ class Layout(StrEnum):
 app.command()(replay)
 bench = typer.Typer(help="Measure the parts that cost the engine's scheduler thread time.")
 bench.command()(radix)
+bench.command()(router)
 bench.command()(sched)
 app.add_typer(bench, name="bench")
 

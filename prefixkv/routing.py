@@ -1,0 +1,364 @@
+"""Which of several decode workers a request goes to: where most of its prefix is, unless that worker is too busy.
+
+    router = BoundedAffinityRouter()
+    router.add_worker("decode-0"); ...
+    in_sync = router.apply(batch)              # cache events; False: ask that worker for a batch `afresh`
+    route = router.route(page_keys(key.data, page_size), now_s)
+    ...                                        # the request goes to route.worker
+    router.ended(route, now_s)
+
+The rule. The *load* of a worker is the work (pages, unless told otherwise) of its requests in progress, and of those
+that have ended, fading with `fade_s`. Workers whose load is within `bound` times the mean (and `slack` average
+requests, so that a conversation may go on in an idle cluster) are eligible. A page that a worker holds is *worth*
+the share of the other workers that lack it, squared: a chat's own pages count in full, a system prompt that all hold
+counts nothing, and one that all but a new worker hold next to nothing, so that the new one is not starved. Of the
+eligible, the worker with the longest match by worth is taken; if even that is worth less than `min_worth` of the
+prompt, the least loaded worker is.
+
+Fading makes balance a matter of minutes: the second turn of a chat may find its worker above the mean for a moment, and
+goes there all the same, while a document that everybody asks about spreads to more workers as the first fill up.
+
+Nothing here is more than a hint: a worker matches again at admission. So a late event costs a hit, never an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Sequence
+
+from prefixkv.cache.events import Cleared, EventBatch, Removed, Stored
+from prefixkv.errors import CallerError, ConfigError
+
+_STORED = math.inf
+
+
+class Route:
+    """Where a request goes. `matched_pages` of it are there, or expected there."""
+
+    __slots__ = ("_home", "matched_pages", "work", "worker")
+
+    def __init__(self, worker: str, matched_pages: int, work: float, home: _Worker) -> None:
+        self.worker = worker
+        self.matched_pages = matched_pages
+        self.work = work
+        self._home: _Worker | None = home  # None once it has ended
+
+    def __repr__(self) -> str:
+        return f"Route({self.worker!r}, matched_pages={self.matched_pages}, work={self.work})"
+
+
+class WorkerIndex:
+    """Which pages one worker holds, or is expected to hold soon. Bounded; about 150 bytes a page.
+
+    A path longer than the bound allows is known by its upper part. What the worker holds is always whole prefixes, so
+    a match is found by bisection.
+    """
+
+    def __init__(self, max_pages: int) -> None:
+        self.max_pages = max_pages
+        self.incarnation = -1
+        self.next_seq = 0
+        self.in_sync = False
+        self.num_pages = 0
+        self.skipped_pages = 0  # stored there, but not known here
+        self._held: dict[Hashable, dict[bytes, float]] = {}  # by namespace: page key, until when it counts
+        self._expected: deque[tuple[float, Hashable, Sequence[bytes]]] = deque()
+
+    def apply(self, batch: EventBatch) -> bool:
+        """Follow the worker. False if something is missing, until a `Cleared` comes."""
+        if batch.incarnation < self.incarnation or (
+            batch.incarnation == self.incarnation and batch.seq < self.next_seq
+        ):
+            return True  # a late word of a predecessor, or one heard already
+        if batch.incarnation > self.incarnation:
+            self.forget()
+            self.incarnation = batch.incarnation
+            self.in_sync = False
+        elif batch.seq != self.next_seq:
+            self.in_sync = False
+        self.next_seq = batch.seq + 1
+        for event in batch.events:
+            if isinstance(event, Cleared):
+                self.forget()
+                self.in_sync = True
+            elif self.in_sync:
+                self.in_sync = self._store(event) if isinstance(event, Stored) else self._remove(event)
+        return self.in_sync
+
+    def depth(self, namespace: Hashable, keys: Sequence[bytes]) -> int:
+        """How many of these pages, from the first on, are there. O(log pages)."""
+        held = self._held.get(namespace)
+        if not held or not keys or keys[0] not in held:
+            return 0
+        low, high = 1, len(keys)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if keys[middle - 1] in held:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def expect(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
+        """These pages, a prefix, will be there soon, unless they are not by then."""
+        held = self._held.get(namespace, {})
+        keys = [key for key in keys if held.get(key, 0.0) != _STORED][: self.max_pages - self.num_pages]
+        if not keys:
+            return
+        held = self._held.setdefault(namespace, {})
+        before = len(held)
+        for key in keys:
+            held[key] = until_s
+        self.num_pages += len(held) - before
+        self._expected.append((until_s, namespace, keys))
+
+    def expire(self, now_s: float) -> None:
+        """Forget what was expected and has not come. Amortised O(pages expected)."""
+        while self._expected and self._expected[0][0] <= now_s:
+            _, namespace, keys = self._expected.popleft()
+            held = self._held.get(namespace, {})
+            for key in keys:
+                if held.get(key, _STORED) <= now_s:
+                    self._drop(namespace, held, key)
+
+    def forget(self) -> None:
+        """Hold nothing."""
+        self._held.clear()
+        self._expected.clear()
+        self.num_pages = self.skipped_pages = 0
+
+    def _store(self, event: Stored) -> bool:
+        held = self._held.get(event.namespace, {})
+        keys = event.page_keys
+        if event.parent and held.get(event.parent) != _STORED:
+            self.skipped_pages += len(keys)  # what is below a page that was skipped is skipped
+            return self.skipped_pages > len(keys)
+        keys = keys[: self.max_pages - self.num_pages]
+        self.skipped_pages += len(event.page_keys) - len(keys)
+        if keys:
+            held = self._held.setdefault(event.namespace, held)
+            before = len(held)
+            held.update(dict.fromkeys(keys, _STORED))
+            self.num_pages += len(held) - before
+        return True
+
+    def _remove(self, event: Removed) -> bool:
+        held = self._held.get(event.namespace, {})
+        for key in reversed(event.page_keys):
+            if held.get(key) == _STORED:
+                self._drop(event.namespace, held, key)
+            elif self.skipped_pages:
+                self.skipped_pages -= 1
+            else:
+                return False
+        return True
+
+    def _drop(self, namespace: Hashable, held: dict[bytes, float], key: bytes) -> None:
+        del held[key]
+        self.num_pages -= 1
+        if not held:
+            del self._held[namespace]
+
+
+class _Worker:
+    """One worker's load and index."""
+
+    __slots__ = ("faded", "faded_at_s", "index", "open_work")
+
+    def __init__(self, max_pages: int) -> None:
+        self.index = WorkerIndex(max_pages)
+        self.open_work = 0.0
+        self.faded = 0.0
+        self.faded_at_s = -math.inf
+
+    def fade(self, now_s: float, fade_s: float) -> float:
+        """Its load now."""
+        if now_s > self.faded_at_s:
+            self.faded = self.faded * math.exp((self.faded_at_s - now_s) / fade_s) if self.faded else 0.0
+            self.faded_at_s = now_s
+        return self.open_work + self.faded
+
+
+class BoundedAffinityRouter:
+    """See the module's text. Pure; one owner, no threads. Times come from one monotonic clock of the caller's.
+
+    A decision costs O(workers * log pages of the prompt); `benchmarks/results/router.json` has it measured.
+
+    Args:
+        bound: how far above the mean load a worker may be and still be chosen for what it holds.
+        slack: so many average requests may come on top of that.
+        fade_s: how fast work that has ended stops counting. Long enough for tens of requests a worker.
+        min_worth: the least share of a prompt, by worth, for which its worker is preferred to the least loaded. Above
+            (1 - 1 / bound) squared, about, no worker starves, however long the system prompt.
+        expect_s: how long the pages of a request count as held where it was sent, before the worker says so itself.
+        max_pages: how many pages are remembered of each worker.
+    Raises:
+        ConfigError: names the setting, the value and the bound.
+    """
+
+    def __init__(
+        self,
+        *,
+        bound: float = 1.2,
+        slack: float = 2.0,
+        fade_s: float = 300.0,
+        min_worth: float = 0.05,
+        expect_s: float = 30.0,
+        max_pages: int = 1 << 20,
+    ) -> None:
+        for name, value, least in (
+            ("bound", bound, 1), ("slack", slack, 0), ("min_worth", min_worth, 0),
+            ("expect_s", expect_s, 0), ("max_pages", max_pages, 0),
+        ):  # fmt: skip
+            if not value >= least:
+                raise ConfigError(f"{name} is {value}, at least {least} is needed")
+        if not fade_s > 0:
+            raise ConfigError(f"fade_s is {fade_s}, it has to be above 0")
+        self.counters: Counter[str] = Counter()
+        self._bound = bound
+        self._slack = slack
+        self._fade_s = fade_s
+        self._min_worth = min_worth
+        self._expect_s = expect_s
+        self._max_pages = max_pages
+        self._workers: dict[str, _Worker] = {}
+        self._average_work = 0.0
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def add_worker(self, name: str) -> None:
+        """Requests may go there from now on. Raises CallerError if it is known."""
+        if name in self._workers:
+            raise CallerError(f"worker {name!r} is known already")
+        self._workers[name] = _Worker(self._max_pages)
+
+    def remove_worker(self, name: str) -> None:
+        """It is lost or leaves: what it held and did is forgotten. O(1). Raises CallerError if it is unknown."""
+        del self._workers[self._known(name)]
+
+    def apply(self, batch: EventBatch) -> bool:
+        """Take in what a worker's cache did. False: out of sync, ask that worker for `EventFeed.take(afresh=True)`.
+
+        Until that comes, what was known of it goes on counting. A new incarnation starts from nothing. A batch that
+        was heard already, or of a worker not added, is counted and dropped (True: nothing is missing).
+        """
+        worker = self._workers.get(batch.worker)
+        if worker is None:
+            self.counters["batches_of_unknown_workers"] += 1
+            return True
+        in_sync = worker.index.apply(batch)
+        self.counters["batches"] += 1
+        self.counters["out_of_sync"] += not in_sync
+        return in_sync
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def route(
+        self,
+        keys: Sequence[bytes],
+        now_s: float,
+        *,
+        namespace: Hashable = None,
+        work: float | None = None,
+        among: Collection[str] | None = None,
+    ) -> Route:
+        """Choose a worker for a request, and count it there until `ended`.
+
+        Args:
+            keys: of the prompt's whole pages, `cache.events.page_keys`; none for a request that is not to be cached.
+            namespace: the request's.
+            work: what it adds to a load; the pages of its prompt, and one, if left out.
+            among: only these workers may be chosen (the others drain, say).
+        Raises:
+            CallerError: no worker to choose from, or an unknown one; work below 0. Nothing was changed.
+        """
+        if work is None:
+            work = len(keys) + 1.0
+        if not 0 <= work < math.inf:
+            raise CallerError(f"work is {work}, a number of at least 0 is needed")
+        workers = self._workers if among is None else {name: self._workers[self._known(name)] for name in among}
+        if not workers:
+            raise CallerError("there is no worker to choose from")
+        loads = {name: worker.fade(now_s, self._fade_s) for name, worker in workers.items()}
+        depths = {}
+        for name, worker in workers.items():
+            worker.index.expire(now_s)
+            depths[name] = worker.index.depth(namespace, keys)
+        chosen = self._choose(loads, depths, len(keys))
+        worker = workers[chosen]
+        worker.open_work += work
+        if self._expect_s and len(keys) > depths[chosen]:
+            worker.index.expect(namespace, keys, now_s + self._expect_s)
+        self._average_work += (work - self._average_work) * (0.01 if self._average_work else 1.0)
+        self.counters["routed"] += 1
+        return Route(chosen, depths[chosen], work, worker)
+
+    def ended(self, route: Route, now_s: float) -> bool:
+        """The request is over, whatever became of it. Again, or after its worker was removed: False, no-op."""
+        worker, route._home = route._home, None
+        if worker is None or self._workers.get(route.worker) is not worker:
+            return False
+        worker.fade(now_s, self._fade_s)
+        worker.open_work = max(0.0, worker.open_work - route.work)
+        worker.faded += route.work
+        return True
+
+    def loads(self, now_s: float) -> dict[str, float]:
+        """The load of each worker."""
+        return {name: worker.fade(now_s, self._fade_s) for name, worker in self._workers.items()}
+
+    def stats(self) -> dict[str, int]:
+        """Counters, and how many pages are known of all workers."""
+        indexes = [worker.index for worker in self._workers.values()]
+        return {
+            "routed": self.counters["routed"],
+            "routed_by_prefix": self.counters["routed_by_prefix"],
+            "routed_by_load": self.counters["routed_by_load"],
+            "overflowed": self.counters["overflowed"],
+            "batches": self.counters["batches"],
+            "batches_of_unknown_workers": self.counters["batches_of_unknown_workers"],
+            "out_of_sync": self.counters["out_of_sync"],
+            "workers": len(indexes),
+            "workers_out_of_sync": sum(not index.in_sync for index in indexes),
+            "known_pages": sum(index.num_pages for index in indexes),
+            "skipped_pages": sum(index.skipped_pages for index in indexes),
+        }
+
+    def _choose(self, loads: dict[str, float], depths: dict[str, int], num_pages: int) -> str:
+        worths = _worths(list(depths.values()))
+        limit = self._bound * sum(loads.values()) / len(loads) + self._slack * self._average_work
+        idlest = min(loads, key=loads.__getitem__)
+        best, best_worth, most = idlest, worths[depths[idlest]], max(worths.values())
+        for name, load in loads.items():
+            worth = worths[depths[name]]
+            if load <= limit and (worth > best_worth or (worth == best_worth and load < loads[best])):
+                best, best_worth = name, worth
+        enough = self._min_worth * num_pages
+        self.counters["overflowed"] += best_worth < most >= enough  # a better match was too busy
+        if best_worth <= 0 or best_worth < enough:
+            self.counters["routed_by_load"] += 1
+            return idlest
+        self.counters["routed_by_prefix"] += 1
+        return best
+
+    def _known(self, name: str) -> str:
+        if name not in self._workers:
+            raise CallerError(f"worker {name!r} is unknown")
+        return name
+
+
+def _worths(depths: list[int]) -> dict[int, float]:
+    """What a match of each of these depths is worth: each page, the square of the share of the others that lack it.
+
+    >>> _worths([4, 4, 8, 0, 0])
+    {0: 0.0, 4: 1.0, 8: 5.0}
+    """
+    worths: dict[int, float] = {}
+    above, worth, num_others = 0, 0.0, max(1, len(depths) - 1)
+    for num_lacking, depth in enumerate(sorted(depths)):
+        if depth > above or not worths:
+            worth += (depth - above) * (num_lacking / num_others) ** 2
+            worths[depth] = worth
+            above = depth
+    return worths
