@@ -104,8 +104,8 @@ class Gated(Policy):
             kind = self._kind(use, found)
         self.ghosts.come_back(use.data, found)
         # Pages up to a ghost have its visits besides this one; the old pages have at most this one.
-        totals = [(depth, ghost.visits + 1) for depth, ghost in found]
-        if not found or found[-1][0] < use.num_pages:
+        totals = [(ghost.depth, ghost.history.visits + 1) for ghost in found]
+        if not found or found[-1].depth < use.num_pages:
             totals.append((use.num_pages, 1))
         marks = []
         below = 0  # visits that marks further down add to a page already
@@ -121,16 +121,15 @@ class Gated(Policy):
             return None
         return use.before.kind  # type: ignore[no-any-return]
 
-    def _kind(self, use: Use, found: list[tuple[int, Ghost]]) -> int:
+    def _kind(self, use: Use, found: list[Ghost]) -> int:
         self._capacity_pages = max(self._capacity_pages, use.tree_pages)
         known, path_pages = use.old_pages, use.before.path_pages if use.before is not None else -1
         if found:
-            known, ghost = found[-1]
-            path_pages = ghost.path_pages
+            known, path_pages = found[-1].depth, found[-1].history.path_pages
         if len(use.data) // self._page_bytes - known > self._short_pages:
             return LONG
         # Does it go on where the last path that the known pages were part of ended? Ghosts know to the block.
-        is_end = path_pages - path_pages % self.ghosts.block_pages == known if found else path_pages == known
+        is_end = self.ghosts.whole_blocks(path_pages) == known if found else path_pages == known
         return NEXT_TURN if is_end else ORDINARY
 
     def fold(self, upper: Seen, lower: Seen) -> Seen:
@@ -155,7 +154,7 @@ class Gated(Policy):
 
     def evicted(self, node: Node, num_pages: int) -> None:
         limit = int(self._ghost_share * self._capacity_pages)
-        self.ghosts.remember(node, num_pages, node.mark.visits, node.mark.path_pages, limit)
+        self.ghosts.remember(node, num_pages, node.mark.path_pages, limit)
 
     def reset(self) -> None:
         self.ghosts.clear()

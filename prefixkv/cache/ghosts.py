@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from prefixkv.cache.node import Node
+from prefixkv.cache.node import Mark, Node
 from prefixkv.cache.radix_key import TOKEN_BYTES
 
 NAME_BYTES = 16 * TOKEN_BYTES
@@ -21,8 +21,8 @@ NAME_BYTES = 16 * TOKEN_BYTES
 
 
 class Ghost(NamedTuple):
-    visits: int
-    path_pages: int  # how long the path was that the page was last part of
+    history: Mark  # of the page, as its policy keeps it
+    depth: int  # pages from the root to its end
     stands_for: int  # pages
 
 
@@ -50,43 +50,56 @@ class Ghosts:
         self._ghosts.clear()
         self.num_pages = 0
 
-    def remember(self, node: Node, num_pages: int, visits: int, path_pages: int, limit_pages: int) -> None:
-        """The last `num_pages` of a leaf go: leave ghosts of them, and forget the oldest beyond `limit_pages`."""
+    def remember(self, node: Node, num_pages: int, path_pages: int, limit_pages: int) -> list[Ghost]:
+        """The last `num_pages` of a leaf go: leave ghosts of them, and forget the oldest beyond `limit_pages`.
+
+        Args:
+            path_pages: how long the path was that these pages were last part of.
+        Returns:
+            The forgotten.
+        """
         end = node.end
-        low, block, stride = end - num_pages, self.block_pages, self.stride_pages
-        last_block = path_pages - path_pages % block
+        low, stride = end - num_pages, self.stride_pages
+        last_block = self.whole_blocks(path_pages)
         depths = range(end - end % stride, low, -stride)
         for depth in [last_block, *depths] if low < last_block <= end and last_block % stride else depths:
             name = self._name_in_tree(node, depth)
             self._forget(name)
-            self._ghosts[name] = Ghost(visits, path_pages, (depth - 1) % stride + 1)
-            self.num_pages += (depth - 1) % stride + 1
+            self._ghosts[name] = ghost = Ghost(node.mark, depth, (depth - 1) % stride + 1)
+            self.num_pages += ghost.stands_for
+        forgotten = []
         while self.num_pages > limit_pages:
-            self.num_pages -= self._ghosts.popitem(last=False)[1].stands_for
+            forgotten.append(self._ghosts.popitem(last=False)[1])
+            self.num_pages -= forgotten[-1].stands_for
+        return forgotten
 
-    def find(self, data: bytes, old_pages: int) -> list[tuple[int, Ghost]]:
-        """(depth, ghost), rising, of the pages after the first `old_pages` of a packed path. O(found + stride)."""
+    def whole_blocks(self, num_pages: int) -> int:
+        """`num_pages`, down to the end of a block."""
+        return num_pages - num_pages % self.block_pages
+
+    def find(self, data: bytes, old_pages: int) -> list[Ghost]:
+        """Rising in depth, those of the pages after the first `old_pages` of a packed path. O(found + stride)."""
         if not self._ghosts:
             return []
         end = len(data) // self._page_bytes
         block, stride = self.block_pages, self.stride_pages
-        found: list[tuple[int, Ghost]] = []
+        found: list[Ghost] = []
         depth = old_pages - old_pages % stride + stride
         while depth <= end and (ghost := self._ghosts.get(self._name(data, depth))) is not None:
-            found.append((depth, ghost))
+            found.append(ghost)
             depth += stride
         low = max(old_pages, depth - stride)  # the end of the path is less than a stride further
         for last in range(min(depth - block, end - end % block), low, -block):
             ghost = self._ghosts.get(self._name(data, last))
             if ghost is not None:
-                found.append((last, ghost))
+                found.append(ghost)
                 break
         return found
 
-    def come_back(self, data: bytes, found: list[tuple[int, Ghost]]) -> None:
+    def come_back(self, data: bytes, found: list[Ghost]) -> None:
         """The pages of these ghosts are in the tree again."""
-        for depth, _ in found:
-            self._forget(self._name(data, depth))
+        for ghost in found:
+            self._forget(self._name(data, ghost.depth))
 
     def _forget(self, name: int) -> None:
         ghost = self._ghosts.pop(name, None)

@@ -7,7 +7,7 @@ found, inserts what it computed and locks that is one visit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import floor, frexp, inf, ldexp
+from math import inf
 
 from prefixkv.cache.eviction import EvictionQueue, LeafHeap, LeafOrders, Mark, Place, Policy, Rank, Use, register
 from prefixkv.cache.node import Node
@@ -148,45 +148,3 @@ class _ExpiringQueue(LeafOrders):
     def rank_at(self, history: Mark, now_s: float) -> Rank:
         expired = now_s - history[2] > self._ttl_s
         return (0, 0, history[1]) if expired else (1, *history[:2])
-
-
-@register
-class AgedFrequency(Policy):
-    """Visits, each worth half as much after `half_life_s`; the least worth goes first.
-
-    All worths shrink alike, so what is kept is the worth as it would have been at time 0, and the order is fixed
-    at the last use. A mark is (exponent, mantissa in [1, 2) or 0, last tick): the worth itself outgrows a float.
-
-    Raises:
-        ConfigError: a half-life that is not above 0.
-    """
-
-    name = "aged"
-    supersedes = False
-
-    def __init__(self, half_life_s: float = 430.0) -> None:
-        if not half_life_s > 0:
-            raise ConfigError(f"half_life_s {half_life_s} is not above 0")
-        self.half_life_s = half_life_s
-
-    def mark(self, use: Use) -> Mark:
-        if not use.visit and use.num_pages == use.old_pages:
-            return (_NEVER, 0.0, use.tick)
-        age = use.now_s / self.half_life_s
-        exponent = floor(age)
-        return (exponent, 2.0 ** (age - exponent), use.tick)
-
-    def fold(self, upper: Mark, lower: Mark) -> Mark:
-        big, small = (upper, lower) if upper[:2] > lower[:2] else (lower, upper)
-        exponent, mantissa = big[0], big[1]
-        if small[1] and exponent - small[0] < 64:
-            mantissa, shift = frexp(mantissa + ldexp(small[1], small[0] - exponent))
-            mantissa, exponent = 2 * mantissa, exponent + shift - 1
-        return (exponent, mantissa, upper[2] if upper[2] > lower[2] else lower[2])
-
-    def last_tick(self, history: Mark) -> int:
-        return history[2]  # type: ignore[no-any-return]
-
-
-_NEVER = -(2**62)
-"""The exponent of no worth at all."""

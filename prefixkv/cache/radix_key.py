@@ -51,11 +51,12 @@ class RadixKey:
     def __init__(self, tokens: TokensLike = (), namespace: Hashable = None) -> None:
         if type(tokens) is RadixKey:
             self._data = tokens.data
+            self._checked_bytes = tokens._checked_bytes  # how far `check` has been
             namespace = tokens.namespace if namespace is None else namespace
         else:
             self._data = pack(tokens)
+            self._checked_bytes = 0
         self._tail = bytearray()  # appended since `data` was last asked for
-        self._checked_bytes = 0  # how far `check` has been
         self.namespace = namespace
 
     @property

@@ -6,9 +6,11 @@ import random
 
 import pytest
 
+from prefixkv.cache.aged import AgedFrequency
 from prefixkv.cache.eviction import Policy, make_policy, policy_names, register
 from prefixkv.cache.gated import Gated
-from prefixkv.cache.policies import AgedFrequency, ByPriority
+from prefixkv.cache.gittins import Gittins
+from prefixkv.cache.policies import ByPriority
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.errors import ConfigError
 from tests.models.radix_machine import POLICIES, make_pair
@@ -115,6 +117,9 @@ def test_a_user_writes_and_registers_a_policy():
 def test_settings_out_of_range_name_the_value():
     for build in (
         lambda: AgedFrequency(half_life_s=0),
+        lambda: AgedFrequency(ghosts=-1),
+        lambda: Gittins(period=0),
+        lambda: Gittins(short_tokens=9, long_tokens=8),
         lambda: ByPriority(ttl_s=-1),
         lambda: Gated(fresh_s=-1),
         lambda: Gated(stride_blocks=0),

@@ -125,3 +125,12 @@ def test_a_key_of_a_key_is_independent():
     copy.append(2)
     assert (len(key), len(copy), copy.namespace) == (1, 2, "a")
     assert RadixKey(key, namespace="b").namespace == "b"
+
+
+def test_a_key_of_a_key_need_not_be_checked_again(monkeypatch):
+    key = RadixKey(TOKENS, "lora")
+    key.check()
+    monkeypatch.setattr("prefixkv.cache.radix_key.check_packed", None)
+    again = RadixKey(key)
+    again.check()
+    assert (again.data, again.namespace) == (key.data, "lora")

@@ -8,20 +8,17 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from prefixkv.cache.aged import AgedFrequency
 from prefixkv.cache.events import NO_PARENT, Cleared, Removed, Stored, page_key
 from prefixkv.cache.gated import Gated
+from prefixkv.cache.gittins import Gittins
 from prefixkv.cache.policies import ByPriority
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from tests.models.gated_model import (
-    BLOCK_PAGES,
-    FRESH_S,
-    GHOST_PAGES,
-    KNOWN_S,
-    SHORT_PAGES,
-    STRIDE_PAGES,
-    GatedModel,
-)  # fmt: skip
+from tests.models.aged_model import AgedModel
+from tests.models.gated_model import FRESH_S, KNOWN_S, SHORT_PAGES, GatedModel
+from tests.models.ghost_model import BLOCK_PAGES, GHOST_PAGES, STRIDE_PAGES
+from tests.models.gittins_model import LONG_PAGES, PERIOD, POWER, PROMISE_S, TINY_PAGES, TRUST, GittinsModel
 from tests.models.radix_model import RANKS, TTL_S, RadixModel
 
 POOL_PAGES = 4096
@@ -29,22 +26,31 @@ NAMESPACES = st.sampled_from([None, "lora", 7])
 SECONDS = st.integers(0, 40)
 
 
-POLICIES = [*RANKS, "gated"]
+MODELS: dict[str, type[RadixModel]] = {
+    **dict.fromkeys(RANKS, RadixModel), "aged": AgedModel, "gated": GatedModel, "gittins": GittinsModel,
+}  # fmt: skip
+POLICIES = list(MODELS)
 
 
 def make_pair(policy: str, page_size: int) -> tuple[RadixCache, RadixModel]:
     """A cache and its model, with settings that a short run gets to feel."""
+    ghosts = {
+        "ghosts": GHOST_PAGES / POOL_PAGES, "block_tokens": BLOCK_PAGES * page_size,
+        "stride_blocks": STRIDE_PAGES // BLOCK_PAGES,
+    }  # fmt: skip
     chosen: Any = policy
     if policy == "priority-ttl":
         chosen = ByPriority(ttl_s=TTL_S)
-    if policy == "gated":
-        chosen = Gated(
-            fresh_s=FRESH_S, known_s=KNOWN_S, short_tokens=SHORT_PAGES * page_size,
-            ghosts=GHOST_PAGES / POOL_PAGES, block_tokens=BLOCK_PAGES * page_size,
-            stride_blocks=STRIDE_PAGES // BLOCK_PAGES,
+    elif policy == "aged":
+        chosen = AgedFrequency(**ghosts)
+    elif policy == "gated":
+        chosen = Gated(fresh_s=FRESH_S, known_s=KNOWN_S, short_tokens=SHORT_PAGES * page_size, **ghosts)
+    elif policy == "gittins":
+        chosen = Gittins(
+            promise_s=PROMISE_S, short_tokens=TINY_PAGES * page_size, long_tokens=LONG_PAGES * page_size,
+            power=POWER, trust=TRUST, period=PERIOD, **ghosts,
         )  # fmt: skip
-    cache = RadixCache(page_size=page_size, policy=chosen, pool_pages=POOL_PAGES)
-    return cache, (GatedModel if policy == "gated" else RadixModel)(page_size, policy)
+    return RadixCache(page_size=page_size, policy=chosen, pool_pages=POOL_PAGES), MODELS[policy](page_size, policy)
 
 
 class RadixMachine(RuleBasedStateMachine):

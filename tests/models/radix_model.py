@@ -22,13 +22,14 @@ class ModelUse:
     brings: bool  # new pages
     covers: int  # pages
     marks: dict[int, Any] = field(default_factory=dict)  # depths at which it left something; what is for the policy
+    known: Any = None  # to the policy
 
 
 @dataclass(eq=False)
 class ModelPage:
     page_id: int
     born: int  # tick of the insertion
-    base: int = 0  # visits of an earlier life that were remembered
+    base: Any = 0  # visits of an earlier life that were remembered
     uses: list[ModelUse] = field(default_factory=list)
 
     @property
@@ -51,11 +52,6 @@ def priority(page: ModelPage) -> int:
     return max(use.priority for use in page.uses if use.priority is not None)
 
 
-def worth(page: ModelPage, now_s: float, half_life_s: float = 430.0) -> float:
-    """What the visits are worth now, each half as much after every half-life."""
-    return sum(0.5 ** ((now_s - use.now_s) / half_life_s) for use in page.uses if use.visit or use.brings)
-
-
 RANKS: dict[str, Callable[[ModelPage, float], object]] = {
     "lru": lambda page, now_s: page.last.tick,
     "mru": lambda page, now_s: -page.last.tick,
@@ -67,7 +63,6 @@ RANKS: dict[str, Callable[[ModelPage, float], object]] = {
     "priority-ttl": lambda page, now_s: (
         (float("-inf"), page.last.tick) if now_s - page.last.now_s > TTL_S else (priority(page), page.last.tick)
     ),
-    "aged": lambda page, now_s: (worth(page, now_s), page.last.tick),
 }
 
 TTL_S = 25.0
@@ -151,10 +146,15 @@ class RadixModel:
         self.locks.append(lock)
         return lock
 
-    def look_up(self, use: ModelUse, tokens: Prefix, namespace: Hashable, old: int) -> list[int]:
+    def look_up(self, use: ModelUse, tokens: Prefix, namespace: Hashable, old: int) -> list[Any]:
         """For policies that remember: complete the use; returns the visits remembered of each page."""
         use.marks = {use.covers: None}
         return [0] * use.covers
+
+    def before(self, tokens: Prefix, namespace: Hashable, depth: int) -> ModelUse | None:
+        page = self.pages.get((namespace, self.cut(tokens, depth)))
+        left_here = [use for use in page.uses if depth in use.marks] if page else []
+        return max(left_here, key=lambda use: use.tick, default=None)
 
     def gone(self, place: Place, page: ModelPage) -> None:
         """For policies that remember: this page was evicted."""
@@ -181,12 +181,7 @@ class RadixModel:
         return self.choose(unwanted, now_s, likely)
 
     def choose(self, unwanted: list[Place], now_s: float, likely: set[int]) -> Place:
-        ranks: dict[Place, Any] = {place: RANKS[self.policy](self.pages[place], now_s) for place in unwanted}
-        least = min(unwanted, key=lambda place: ranks[place])
-        if self.policy == "aged":
-            near = [place for place in unwanted if ranks[place][0] <= ranks[least][0] * (1 + 1e-9)]
-            return next((place for place in near if self.pages[place].page_id in likely), least)
-        return least
+        return min(unwanted, key=lambda place: RANKS[self.policy](self.pages[place], now_s))  # type: ignore[arg-type]
 
     def evict(self, num_pages: int, now_s: float, likely: set[int]) -> set[int]:
         taken: set[int] = set()
