@@ -19,6 +19,7 @@ from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.pool.kv_layout import KVLayout
 
 MAX_RANKS: Final = 4096
+SECTION_ALIGNMENT: Final = 256
 MAX_FOLD: Final = 1024  # of page sizes: a table has this many rows for a run, at a peer's word
 
 
@@ -183,3 +184,23 @@ def writers_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
 def readers_of(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
     """The ranks that `writer` writes to; none, where other replicas of its head serve them all."""
     return tuple(rank for rank in range(readers.num_ranks) if sent_share(writers, writer, readers, rank))
+
+
+def lease_sections(writers: Mesh, readers: Mesh, reader: int, head_bytes: int) -> dict[int, tuple[int, int]]:
+    """What each writer writes of a staging lease, as (offset, bytes): sections one behind the other, by rank.
+
+    `head_bytes` is what the chunk has of one head in one layer, all kinds, tokens and bytes. Both sides compute
+    this, so an offset never travels.
+
+    >>> lease_sections(Mesh(2, 4, tp_size=2), Mesh(2, 4), reader=0, head_bytes=100)
+    {0: (0, 400), 1: (512, 400)}
+    """
+    sections: dict[int, tuple[int, int]] = {}
+    offset = 0
+    for writer in writers_to(writers, readers, reader):
+        share = sent_share(writers, writer, readers, reader)
+        assert share is not None
+        num_bytes = share.num_layers * share.num_heads * head_bytes
+        sections[writer] = (offset, num_bytes)
+        offset += -(-num_bytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+    return sections
