@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.decode.oplog import LoggedBooks, Replica, decode_op, encode_op
-from prefixkv.errors import CapacityError, OutOfPagesError
+from prefixkv.errors import CapacityError, InternalError, OutOfPagesError
 from prefixkv.paging import pages_for
 from prefixkv.pool.page_allocator import PageState
 from prefixkv.protocol.state import RoomKey
@@ -87,6 +87,66 @@ def test_nothing_new_to_cache_changes_nothing(tokens: list[int]) -> None:
     lock, version, before = opened_pages.lock, books.version, states(books)
     books.cache_unfinished(opened_pages, key, 0.0)
     assert (opened_pages.lock, books.version, states(books)) == (lock, version, before)
+
+
+def test_what_was_joined_is_anothers_until_it_has_settled() -> None:
+    books = PageBooks(12, PAGE_SIZE, 4)
+    cached, cached_key = opened(books, [1, 2])
+    books.cache_finished(cached, cached_key, 0.0)
+    owner, owner_key = opened(books, [1, 2, 3, 4, 5, 6, 7])
+    key = key_of([1, 2, 3, 4, 5, 6, 8, 8])
+    joiner = books.open(key, books.match(key), 1, 0.0, owner, 3)
+    row = books.pages(owner).tolist()
+    assert books.pages(joiner).tolist()[:3] == row[:3]
+    assert (joiner.num_locked, joiner.num_joined, joiner.num_shared, joiner.num_own) == (1, 2, 3, 1)
+    with pytest.raises(InternalError, match="2 pages of another request"):
+        books.cache_unfinished(joiner, key, 0.0)
+    with pytest.raises(InternalError, match="3 pages were joined"):
+        books.settle(joiner, key, 0.0)
+    books = PageBooks(12, PAGE_SIZE, 4)
+    owner, owner_key = opened(books, [3, 4, 5, 6])
+    joiner = books.open(key_of([3, 4, 5]), books.match(key_of([3, 4, 5])), 1, 0.0, owner, 1)
+    books.cache_unfinished(owner, owner_key, 0.0)
+    books.settle(joiner, key_of([3, 4, 5]), 0.0)
+    assert (joiner.num_locked, joiner.num_joined, joiner.lock.prefix_len) == (1, 0, PAGE_SIZE)
+    books.drop(owner)
+    assert books.cache.protected_pages == 1
+    books.drop(joiner)
+    assert states(books) == {"FREE": 10, "CACHED": 2}
+
+
+@pytest.mark.parametrize("end", ["drop", "hold"])
+def test_who_ends_before_it_has_settled_gives_up_its_own_pages_alone(end: str) -> None:
+    books = PageBooks(12, PAGE_SIZE, 4)
+    owner, owner_key = opened(books, [1, 2, 3, 4])
+    key = key_of([1, 2, 3, 4, 5, 6])
+    joiner = books.open(key, books.match(key), 1, 0.0, owner, 2)
+    if end == "drop":
+        books.drop(joiner)
+    else:
+        books.hold(joiner, "room")
+        assert states(books) == {"FREE": 9, "OWNED": 2, "HELD": 1}
+        books.release("room")
+    assert states(books) == {"FREE": 10, "OWNED": 2}
+    books.cache_finished(owner, owner_key, 0.0)
+
+
+def test_who_joins_is_one_visitor_of_all_that_it_found() -> None:
+    """Policies count who used a page: the pages cached before, those that were on their way, and its own."""
+    books = PageBooks(12, PAGE_SIZE, 4, policy="lfu")
+    first, first_key = opened(books, [1, 2])
+    books.cache_finished(first, first_key, 0.0)
+    owner, owner_key = opened(books, [1, 2, 3, 4])
+    key = key_of([1, 2, 3, 4, 5, 6])
+    joiner = books.open(key, books.match(key), 1, 0.0, owner, 2)
+    books.cache_unfinished(owner, owner_key, 0.0)
+    books.settle(joiner, key, 0.0)
+    books.cache_unfinished(joiner, key, 0.0)
+    for pages in (owner, joiner):
+        books.drop(pages)
+    [node] = books.cache.nodes()
+    visits = {depth: node.effective_mark(depth, books.cache.policy.fold)[0] for depth in (1, 2, 3)}
+    assert visits == {1: 3, 2: 2, 3: 1}
 
 
 def test_with_caching_off_nothing_is_matched_or_kept() -> None:
@@ -183,6 +243,7 @@ class Live:
     epoch: int
     cacheable: bool
     duplicates: list[int] = field(default_factory=list)
+    joined: Live | None = None
 
     def written(self, page: int) -> tuple[Any, ...]:
         """What page number `page` of the request has been written with: all tokens before its end."""
@@ -232,6 +293,37 @@ class Books(RuleBasedStateMachine):
             assert (states(books), books.cache.protected_pages, books.table.free_rows, books.evicted_pages) == before
 
     @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 3), common=st.integers(1, 4), tokens=TOKENS)
+    def join(self, which: int, common: int, tokens: list[int]) -> None:
+        """A request that begins like another, whose pages are not in the tree yet."""
+        books, owner = self.books, self.live[which % len(self.live)]
+        common = min(common, len(owner.key) // PAGE_SIZE)
+        key = RadixKey([*owner.key.tokens()[: common * PAGE_SIZE].tolist(), *tokens], owner.key.namespace)
+        match = books.match(key)
+        num_locked, num_new = match.prefix_len // PAGE_SIZE, pages_for(len(key), PAGE_SIZE) - common
+        fits = num_new <= books.available_pages - match.unprotected_pages and books.table.free_rows
+        if not fits or num_locked >= common or not owner.cacheable or owner.epoch != books.epoch:
+            return
+        pages = books.open(key, match, num_new, self._time(), owner.pages, common)
+        assert (pages.num_locked, pages.num_joined, pages.num_own) == (num_locked, common - num_locked, num_new)
+        self.live.append(Live(pages, key, books.epoch, True, joined=owner))
+        self._write(self.live[-1], common)
+
+    def _joiners(self, owner: Live) -> list[Live]:
+        return [live for live in self.live if live.joined is owner]
+
+    def _settle(self, owner: Live) -> None:
+        for live in self._joiners(owner):
+            self.books.settle(live.pages, live.key, self._time())
+            live.joined = None
+
+    def _drop_joiners(self, owner: Live) -> None:
+        for live in self._joiners(owner):
+            self._drop_joiners(live)
+            self.live.remove(live)
+            self.books.drop(live.pages)
+
+    @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 3), tokens=TOKENS)
     def generate(self, which: int, tokens: list[int]) -> None:
         live = self.live[which % len(self.live)]
@@ -249,7 +341,7 @@ class Books(RuleBasedStateMachine):
     @rule(which=st.integers(0, 3), being_read=st.booleans())
     def cache_unfinished(self, which: int, being_read: bool) -> None:
         live = self.live[which % len(self.live)]
-        if live.cacheable:
+        if live.cacheable and live.joined is None:
             books, pages, num_whole = self.books, live.pages, len(live.key) // PAGE_SIZE
             before, was_locked, free = books.pages(pages).tolist(), pages.num_locked, books.allocator.free_pages
             books.cache_unfinished(pages, live.key, self._time(), being_read=being_read)
@@ -264,6 +356,8 @@ class Books(RuleBasedStateMachine):
             if being_read:
                 live.duplicates += replaced
             assert books.allocator.free_pages == free + (0 if being_read else len(replaced))
+            if live.epoch == books.epoch:
+                self._settle(live)
 
     @precondition(lambda self: self.live)
     @rule(
@@ -271,13 +365,18 @@ class Books(RuleBasedStateMachine):
         continues=st.sampled_from([None, True, False]),
     )  # fmt: skip
     def end(self, which: int, how: str, continues: bool | None) -> None:
-        books, live = self.books, self.live.pop(which % len(self.live))
-        if how == "finish" and live.cacheable:
+        books, live = self.books, self.live[which % len(self.live)]
+        if live.cacheable and live.joined is None and self._joiners(live):
+            books.cache_unfinished(live.pages, live.key, self._time())
+            self._settle(live)
+        self._drop_joiners(live)
+        self.live.remove(live)
+        if how == "finish" and live.cacheable and live.joined is None:
             books.cache_finished(live.pages, live.key, self._time(), continues=continues)
             if live.epoch == books.epoch:
                 assert books.match(live.key).prefix_len == len(live.key) // PAGE_SIZE * PAGE_SIZE
         elif how == "hold":
-            own = books.pages(live.pages).tolist()[live.pages.num_locked :]
+            own = books.pages(live.pages).tolist()[live.pages.num_shared :]
             self.num_rooms += 1
             self.rooms.append(RoomKey(self.num_rooms, 0))
             books.hold(live.pages, self.rooms[-1])
@@ -297,6 +396,8 @@ class Books(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
+        for live in list(self.live):
+            self._drop_joiners(live)
         self.books.flush()
         assert self.books.cache.num_pages == 0
 
@@ -307,13 +408,14 @@ class Books(RuleBasedStateMachine):
         owned: list[int] = []
         for live in self.live:
             row = books.pages(live.pages).tolist()
-            num_locked = live.pages.num_locked
+            num_locked, num_shared = live.pages.num_locked, live.pages.num_shared
+            assert (num_shared > num_locked) == (live.joined is not None)
             assert books.table.length(live.pages.row) == live.pages.num_pages == len(row)
             for page in range(pages_for(len(live.key), PAGE_SIZE)):
                 assert self.content[row[page]] == live.written(page), "a page holds other KV than its request's"
             wanted = [PageState.CACHED] * num_locked + [PageState.OWNED] * (len(row) - num_locked)
             assert [books.allocator.state(page) for page in row] == wanted
-            owned += row[num_locked:] + live.duplicates
+            owned += row[num_shared:] + live.duplicates
         assert sorted(owned) == books.allocator.pages_in(PageState.OWNED).tolist(), "each owned page is one request's"
         replica = self.replica.books
         assert np.array_equal(replica.table.array, books.table.array), "the replica has drifted"

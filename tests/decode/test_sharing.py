@@ -17,6 +17,11 @@ from tests.decode.desk import PAGE_SIZE, AbortRoom, Desk, OpenRoom
 SYSTEM = list(range(8))  # two pages
 
 
+def in_order(num_pages: int = 16, **settings: Any) -> Desk:
+    """A desk that admits in the order of arrival."""
+    return Desk(num_pages, **{"admission": "fifo", **settings})
+
+
 def tokens(*suffix: int) -> list[int]:
     """The system prompt, then a page of each of these."""
     return SYSTEM + [token for one in suffix for token in [100 + one] * PAGE_SIZE]
@@ -62,7 +67,7 @@ def end_well(desk: Desk, reqs: list[DecodeRequest]) -> None:
 
 
 def test_what_is_on_its_way_is_promised_once() -> None:
-    desk = Desk(32)
+    desk = in_order(32)
     a, b, c, other = burst(desk, tokens(1, 2), tokens(1, 3), tokens(1, 3, 4), tokens(9))
     sent = promises(desk)
     assert [sent[req.room_key].prefix_len for req in (a, b, c, other)] == [0, 12, 16, 8]
@@ -81,7 +86,7 @@ def test_what_is_on_its_way_is_promised_once() -> None:
 
 
 def test_samples_of_one_prompt_share_all_its_whole_pages() -> None:
-    desk = Desk(32)
+    desk = in_order(32)
     prompt = [*tokens(1), 7, 7]
     reqs = burst(desk, prompt, prompt, prompt)
     sent = promises(desk)
@@ -96,7 +101,7 @@ def test_samples_of_one_prompt_share_all_its_whole_pages() -> None:
 
 
 def test_who_lacks_nothing_but_the_aux_still_has_a_room() -> None:
-    desk = Desk()
+    desk = in_order()
     a, b = burst(desk, tokens(), tokens())
     sent = promises(desk)
     assert (sent[b.room_key].fill_len, sent[b.room_key].prefix_len, sent[b.room_key].pages) == (8, 8, b"")
@@ -108,7 +113,7 @@ def test_who_lacks_nothing_but_the_aux_still_has_a_room() -> None:
 
 
 def test_one_that_comes_while_the_pages_are_there_but_not_committed_joins_too() -> None:
-    desk = Desk()
+    desk = in_order()
     a = desk.add("a", tokens(1))
     desk.admit()
     desk.succeed(a.room_key)
@@ -123,7 +128,7 @@ def test_one_that_comes_while_the_pages_are_there_but_not_committed_joins_too() 
 
 
 def test_behind_what_is_cached_the_rest_is_shared() -> None:
-    desk = Desk()
+    desk = in_order()
     desk.finish(desk.start("s", tokens()))
     a, b = burst(desk, tokens(1, 2), tokens(1, 3))
     assert (b.pages_held.num_locked, b.pages_held.num_joined, b.prefix_len) == (2, 1, 12)
@@ -135,7 +140,7 @@ def test_behind_what_is_cached_the_rest_is_shared() -> None:
 
 @pytest.mark.parametrize("order", ["abc", "acb", "bac", "bca", "cab", "cba"])
 def test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_there(order: str) -> None:
-    desk = Desk(32)
+    desk = in_order(32)
     reqs = {req.rid: req for req in trio(desk)}
     there: set[str] = set()
     ran: list[str] = []
@@ -154,7 +159,7 @@ def test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_t
 
 def test_a_long_chain_is_committed_in_one_call() -> None:
     length = 600
-    desk = Desk(2 * length, rows=length)
+    desk = in_order(2 * length, rows=length)
     prompts = [[at // PAGE_SIZE for at in range(PAGE_SIZE * (number + 1))] for number in range(length)]
     reqs = [desk.scheduler.add(desk.request(f"r{at}", prompt), 0.0) for at, prompt in enumerate(prompts)]
     assert len(desk.admit()) == length
@@ -166,7 +171,7 @@ def test_a_long_chain_is_committed_in_one_call() -> None:
 
 def test_pages_that_the_tree_has_by_now_are_repointed_for_all_that_joined() -> None:
     """Another request may finish with the same tokens before the owner's pages are committed."""
-    desk = Desk(32)
+    desk = in_order(32)
     runs = desk.start("r", SYSTEM[:4], max_new=12, outputs=0)
     a, b = burst(desk, SYSTEM[:4] + [1] * 8, SYSTEM[:4] + [1] * 8 + [2] * 4)
     theirs = a.pages[1:3].tolist()
@@ -187,7 +192,7 @@ def test_pages_that_the_tree_has_by_now_are_repointed_for_all_that_joined() -> N
 
 @pytest.mark.parametrize("how", ["not cacheable", "cache off", "namespaces"])
 def test_what_may_not_be_shared_is_not(how: str) -> None:
-    desk = Desk(caching=how != "cache off")
+    desk = in_order(caching=how != "cache off")
     fields: dict[str, Any] = {"not cacheable": {"cacheable": False}, "cache off": {}}.get(how, {"namespace": "lora"})
     a = desk.add("a", tokens())
     b = desk.add("b", tokens(), **fields)
@@ -216,7 +221,7 @@ ROOMS: dict[str, Callable[[Desk, DecodeRequest], None]] = {"open": _open, "arriv
 @pytest.mark.parametrize("theirs", ROOMS)
 @pytest.mark.parametrize("own", ROOMS)
 def test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others(own: str, theirs: str) -> None:
-    desk = Desk(32)
+    desk = in_order(32)
     a, b, c = trio(desk)
     ROOMS[own](desk, a)
     ROOMS[theirs](desk, b)
@@ -240,7 +245,7 @@ def test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others(own: 
 
 @pytest.mark.parametrize("theirs", ROOMS)
 def test_when_the_last_that_waits_has_gone_a_room_without_an_owner_is_aborted(theirs: str) -> None:
-    desk = Desk(32)
+    desk = in_order(32)
     a, b, c = trio(desk)
     for req in (b, c):
         ROOMS[theirs](desk, req)
@@ -260,7 +265,7 @@ def test_when_the_last_that_waits_has_gone_a_room_without_an_owner_is_aborted(th
 
 
 def test_an_arrived_flight_that_nobody_needs_any_more_is_dropped() -> None:
-    desk = Desk()
+    desk = in_order()
     a, b = burst(desk, tokens(1), tokens(2))
     desk.succeed(a.room_key)
     desk.abort(a)
@@ -276,7 +281,7 @@ def test_an_arrived_flight_that_nobody_needs_any_more_is_dropped() -> None:
 
 def test_an_abort_that_crosses_a_success_drops_nothing_that_others_need() -> None:
     """The owner's end and its room's success come in either order with the same result; see above for the other."""
-    desk = Desk()
+    desk = in_order()
     a, b = burst(desk, tokens(1), tokens(2))
     desk.commands()
     desk.succeed(b.room_key)
@@ -293,7 +298,7 @@ def test_an_abort_that_crosses_a_success_drops_nothing_that_others_need() -> Non
 @pytest.mark.parametrize("theirs", ROOMS)
 @pytest.mark.parametrize("owned", [True, False])
 def test_those_that_wait_for_what_fails_ask_again_in_their_order_and_share_again(theirs: str, owned: bool) -> None:
-    desk = Desk(32)
+    desk = in_order(32)
     a, b, c = trio(desk)
     d = desk.add("d", tokens(5))
     desk.admit()
@@ -323,7 +328,7 @@ def test_those_that_wait_for_what_fails_ask_again_in_their_order_and_share_again
 
 
 def test_a_retry_of_the_owner_goes_first_and_the_others_join_it_again() -> None:
-    desk = Desk(32, failure_policy="retry")
+    desk = in_order(32, failure_policy="retry")
     a, b, c = trio(desk)
     desk.fail(a.room_key)
     assert [req.rid for req in desk.scheduler.waiting] == ["a", "b", "c"]
@@ -343,7 +348,7 @@ def test_a_retry_of_the_owner_goes_first_and_the_others_join_it_again() -> None:
 
 
 def test_what_fails_in_the_middle_leaves_those_before_it_alone() -> None:
-    desk = Desk(32)
+    desk = in_order(32)
     a, b, c = trio(desk)
     desk.fail(b.room_key, drained=True)
     assert [req.state for req in (a, b, c)] == [DecodeState.PREALLOCATED, DecodeState.FAILED, DecodeState.RETRACTED]
@@ -355,7 +360,7 @@ def test_what_fails_in_the_middle_leaves_those_before_it_alone() -> None:
 
 
 def test_the_last_that_waits_fails_and_takes_a_room_without_an_owner_with_it() -> None:
-    desk = Desk()
+    desk = in_order()
     a, b = burst(desk, tokens(1), tokens(2))
     desk.commands()
     desk.abort(a)
@@ -366,7 +371,7 @@ def test_the_last_that_waits_fails_and_takes_a_room_without_an_owner_with_it() -
 
 
 def test_the_pages_of_a_failed_attempt_are_not_written_twice() -> None:
-    desk = Desk(32)
+    desk = in_order(32)
     a, b, c = trio(desk)
     desk.fail(a.room_key)
     desk.admit()
@@ -380,7 +385,7 @@ def test_the_pages_of_a_failed_attempt_are_not_written_twice() -> None:
 
 
 def test_one_that_comes_back_waits_for_a_flight_that_brings_all_it_has_lost_without_a_room() -> None:
-    desk = Desk(32)
+    desk = in_order(32)
     desk.start("old", 4)
     req = desk.start("r", SYSTEM[:4], max_new=12)
     for token in (4, 5, 6, 7, 8):
@@ -419,7 +424,7 @@ def test_one_that_comes_back_waits_for_a_flight_that_brings_all_it_has_lost_with
 @pytest.mark.parametrize("theirs", ROOMS)
 @pytest.mark.parametrize("owned", [True, False])
 def test_a_flush_sends_those_that_wait_to_ask_for_kv_of_the_new_weights(theirs: str, owned: bool) -> None:
-    desk = Desk(32)
+    desk = in_order(32)
     a, b, c = trio(desk)
     for req in (b, c):
         ROOMS[theirs](desk, req)

@@ -1,14 +1,20 @@
 """A state machine over the decode scheduler: any order of arrive, admit, transfer, fail, abort, retract, finish, evict
 and flush, with the other side played by rules. After every rule all laws hold; at the end nothing may be left.
+
+What a page was written with is known: for which tokens, and of which weights. A second rank follows the log.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from prefixkv.decode.oplog import LoggedBooks, Replica, decode_op, encode_op
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import AbortRoom, DecodeScheduler, OpenRoom
 from prefixkv.errors import OutOfPagesError, RequestError, TransferError
@@ -33,16 +39,18 @@ class Event:
 
 class LockMachine(RuleBasedStateMachine):
     """`rooms` are those the control plane has open; `aborting` those it has been told to abort and may still see
-    succeed; `undrained` have ended and may still be written. `writable` are their pages."""
+    succeed; `undrained` have ended and may still be written. `writable` are their pages, and what comes there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
         self.count = 0
+        self.count_bursts = 0
         self.rooms: set[RoomKey] = set()
         self.aborting: set[RoomKey] = set()
         self.undrained: set[RoomKey] = set()
-        self.writable: dict[RoomKey, list[int]] = {}
+        self.writable: dict[RoomKey, dict[int, Written]] = {}
+        self.written: dict[int, Written] = {}  # whole pages
         self.running: list[DecodeRequest] = []
         self.events: list[Event] = []
 
@@ -54,9 +62,11 @@ class LockMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
     )
     def start(self, num_pages: int, rows: int, reserve: int, policy: str, caching: bool) -> None:
-        self.scheduler = DecodeScheduler(
-            PageBooks(num_pages, PAGE_SIZE, rows, caching=caching), reserve_tokens=reserve, failure_policy=policy
+        self.replica = Replica(PageBooks(num_pages, PAGE_SIZE, rows, caching=caching))
+        books = LoggedBooks(
+            lambda op: self.replica.apply(decode_op(encode_op(op))), num_pages, PAGE_SIZE, rows, caching=caching
         )
+        self.scheduler = DecodeScheduler(books, reserve_tokens=reserve, failure_policy=policy)
 
     # --- the engine's side ------------------------------------------------------------------------
 
@@ -72,6 +82,28 @@ class LockMachine(RuleBasedStateMachine):
     def arrive(self, tokens: list[int], max_new: int, cacheable: bool, namespace: str | None, twins: int) -> None:
         for _ in range(twins):
             self._arrive(tokens, max_new, cacheable, namespace)
+
+    @rule(
+        system=st.integers(1, 4),
+        suffixes=st.lists(st.lists(st.integers(0, 1), max_size=5), min_size=2, max_size=5),
+        then=st.sampled_from(["nothing", "the first is aborted", "its room fails", "it succeeds", "a flush"]),
+    )
+    def burst(self, system: int, suffixes: list[list[int]], then: str) -> None:
+        """Requests with one new system prompt, and what becomes of the first while they are on their way."""
+        first = self.count + 1
+        for suffix in suffixes:
+            self._arrive([2 + self.count_bursts % 3] * (system * PAGE_SIZE) + suffix, 3, True, None)
+        self.count_bursts += 1
+        self.admit()
+        key = RoomKey(first, 0)
+        if then == "the first is aborted":
+            self._abort(f"r{first}", None)
+        elif then == "its room fails" and key in self.rooms:
+            self._fail(key)
+        elif then == "it succeeds" and key in self.rooms:
+            self._succeed(key)
+        elif then == "a flush":
+            self.flush()
 
     def _arrive(self, tokens: list[int], max_new: int, cacheable: bool, namespace: str | None) -> None:
         self.count += 1
@@ -94,7 +126,10 @@ class LockMachine(RuleBasedStateMachine):
 
     @rule()
     def commit(self) -> None:
-        self.running += self.scheduler.pop_transferred(self.now_s)
+        committed = self.scheduler.pop_transferred(self.now_s)
+        self.running += committed
+        for req in committed:
+            self._check_content(req)
 
     @rule(token=st.integers(0, 1))
     def all_goes_well(self, token: int) -> None:
@@ -105,6 +140,7 @@ class LockMachine(RuleBasedStateMachine):
         self.commit()
         for req in [req for req in self.running if len(req.output) == req.max_new_tokens]:
             self.running.remove(req)
+            self._check_content(req)
             self.scheduler.finish(req, self.now_s)
         if self.running:
             self._append(list(self.running), token)
@@ -124,12 +160,18 @@ class LockMachine(RuleBasedStateMachine):
             assert self.running_rids()[0] not in error.retract, "the oldest is never named"
             for rid in error.retract[:1]:
                 self._retract(rid, None)
+            return
+        for req in reqs:
+            if req.kv_len % PAGE_SIZE == 0:  # the step before has filled a page
+                page = req.kv_len // PAGE_SIZE - 1
+                self.written[int(req.pages[page])] = written(req, page)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), deferred=st.booleans(), continues=st.sampled_from([None, True, False]))
     def finish(self, data: st.DataObject, deferred: bool, continues: bool | None) -> None:
         req = data.draw(st.sampled_from(self.running))
         self.running.remove(req)
+        self._check_content(req)
         self.scheduler.finish(req, self.now_s, self._event(deferred), continues)
 
     @precondition(lambda self: len(self.running) > 1)
@@ -143,23 +185,35 @@ class LockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.requests)
     @rule(data=st.data(), deferred=st.booleans())
     def abort(self, data: st.DataObject, deferred: bool) -> None:
-        rid = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
-        assert self.scheduler.abort(rid, self.now_s, after=self._event(deferred))
+        self._abort(data.draw(st.sampled_from(sorted(self.scheduler.requests))), self._event(deferred))
+
+    @precondition(lambda self: any(flight.waiters for flight in self.scheduler.flights))
+    @rule(data=st.data())
+    def abort_an_owner(self, data: st.DataObject) -> None:
+        owners = [flight.owner.rid for flight in self.scheduler.flights if flight.waiters and flight.owner]
+        if owners:
+            self._abort(data.draw(st.sampled_from(owners)), None)
+
+    def _abort(self, rid: str, after: Event | None) -> None:
+        if rid not in self.scheduler.requests:
+            return
+        assert self.scheduler.abort(rid, self.now_s, after=after)
         assert not self.scheduler.abort(rid, self.now_s), "a second abort is a no-op"
         self.running = [req for req in self.running if req.rid != rid]
         self._carry_out()
 
     @rule(num_pages=st.integers(0, 6))
     def evict(self, num_pages: int) -> None:
-        books = self.scheduler.books
-        pages = books.cache.evict(min(num_pages, books.cache.evictable_pages), now_s=self.now_s)
-        books.allocator.uncache(pages)
-        books.allocator.free(pages)
-        books.version += 1
+        for books in (self.scheduler.books, self.replica.books):  # past the log
+            pages = books.cache.evict(min(num_pages, books.cache.evictable_pages), now_s=self.now_s)
+            books.allocator.uncache(pages)
+            books.allocator.free(pages)
+            books.version += 1
 
     @rule()
     def flush(self) -> None:
         self.scheduler.flush()
+        self._carry_out()
 
     @precondition(lambda self: self.events)
     @rule(data=st.data())
@@ -199,11 +253,15 @@ class LockMachine(RuleBasedStateMachine):
     @rule(data=st.data(), drained=st.booleans())
     def fail(self, data: st.DataObject, drained: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.rooms)))
+        self._fail(key)
+        if drained:
+            self._drain(key)
+
+    def _fail(self, key: RoomKey) -> None:
         self.rooms.remove(key)
         self.undrained.add(key)
         self.scheduler.room_ended(key, KVPoll.FAILED, TransferError("failed"), b"", self.now_s)
-        if drained:
-            self._drain(key)
+        self._carry_out()
 
     @precondition(lambda self: self.undrained)
     @rule(data=st.data(), overdue_first=st.booleans())
@@ -231,12 +289,13 @@ class LockMachine(RuleBasedStateMachine):
     def _succeed(self, key: RoomKey) -> None:
         self.rooms.discard(key)
         self.aborting.discard(key)
-        del self.writable[key]
+        self.written |= self.writable.pop(key)
         self.scheduler.room_ended(key, KVPoll.SUCCESS, None, b"", self.now_s)
 
     def _drain(self, key: RoomKey) -> None:
         self.undrained.remove(key)
-        del self.writable[key]
+        for page in self.writable.pop(key):
+            self.written.pop(page, None)  # perhaps some of it has come, perhaps not
         self.scheduler.room_drained(key)
 
     def _carry_out(self) -> None:
@@ -245,10 +304,22 @@ class LockMachine(RuleBasedStateMachine):
                 case OpenRoom(promise, _):
                     key = RoomKey(promise.room, promise.generation)
                     self.rooms.add(key)
-                    self.writable[key] = promise.page_ids().tolist()
+                    flight = self.scheduler.transfers.get(key)
+                    assert flight is not None
+                    assert flight.owner is not None
+                    assert promise.prefix_len == flight.start_pages * PAGE_SIZE
+                    pages = enumerate(promise.page_ids().tolist(), flight.start_pages)
+                    self.writable[key] = {page: written(flight.owner, place) for place, page in pages}
+                    for page in self.writable[key]:
+                        self.written.pop(page, None)
                 case AbortRoom(key, _) if key in self.rooms:
                     self.rooms.remove(key)
                     self.aborting.add(key)
+
+    def _check_content(self, req: DecodeRequest) -> None:
+        """Law 8: each whole page below `kv_len` was written for these tokens, with weights of one time."""
+        for place, page in enumerate(req.pages[: req.kv_len // PAGE_SIZE].tolist()):
+            assert self.written.get(page) == written(req, place), f"law 8: page {place} of {req}"
 
     @invariant()
     def laws_hold(self) -> None:
@@ -261,6 +332,9 @@ class LockMachine(RuleBasedStateMachine):
             assert all(state(page) in _MAY_BE_WRITTEN for page in pages), (
                 "law 4: a page with a possible writer is in use"
             )
+            ours, theirs = self.scheduler.books, self.replica.books
+            assert np.array_equal(ours.table.array, theirs.table.array), "the second rank has drifted"
+            assert ours.allocator.free_pages == theirs.allocator.free_pages
 
     def teardown(self) -> None:
         """Whatever happened, once everybody has gone nothing is locked, owned or held."""
@@ -276,10 +350,22 @@ class LockMachine(RuleBasedStateMachine):
             self.scheduler.room_ended(key, KVPoll.FAILED, TransferError("the end"), b"", self.now_s)
             self.scheduler.room_drained(key)
         assert_at_rest(self.scheduler)
+        self.replica.books.check_invariants()
+        assert self.scheduler.books.allocator.free_runs() == self.replica.books.allocator.free_runs()
         assert not len(self.scheduler.waiting)
         assert not len(self.scheduler.transfers)
         assert self.scheduler.budget.active == 0
         assert not self.scheduler.num_deferred
+
+
+Written = tuple[Any, ...]
+
+
+def written(req: DecodeRequest, place: int) -> Written:
+    """What the page at this place of a request's row is written with: all tokens before its end, by which weights."""
+    assert req.pages_held is not None
+    tokens: Sequence[int] = req.tokens[: (place + 1) * PAGE_SIZE].tolist()
+    return (req.pages_held.epoch, req.request.namespace, *tokens)
 
 
 _MAY_BE_WRITTEN = (PageState.OWNED, PageState.HELD, PageState.QUARANTINED)
