@@ -198,14 +198,14 @@ class _LeastWorth(LeafOrders):
         return 2 * kind, tick, (2 * kind + 1, -tick)
 
     def choose(self, now_s: float) -> Node | None:
-        least = None
-        for order in range(2 * self._num_kinds + 2):
-            leaf = self.head(order)
+        least, chosen = None, None
+        for order, heap in enumerate(self._heaps):
+            leaf = self.head(order) if heap else None
             if leaf is not None:
                 rank = self.rank_at(leaf.mark, now_s)
-                if least is None or rank < least[0]:
-                    least = rank, leaf
-        return least[1] if least is not None else None
+                if least is None or rank < least:
+                    least, chosen = rank, leaf
+        return chosen
 
     def rank_at(self, history: LastUse, now_s: float) -> Rank:
         tick, used_s, kind, _, _, hint = history

@@ -401,10 +401,12 @@ class RadixCache(RadixTree):
         return tokens
 
     def _check_pages(self, ids: Pages, old_pages: int) -> None:
-        if self._in_tree is None or not len(ids):
+        if self._in_tree is None:
             return
-        if ids.max() >= len(self._in_tree):
-            raise PageStateError(f"page id {ids.max()} is not below pool_pages {len(self._in_tree)}")
-        again = self._in_tree[ids[old_pages:]]
-        if again.any():
+        try:
+            in_tree = self._in_tree[ids]
+        except IndexError:
+            raise PageStateError(f"page id {ids.max()} is not below pool_pages {len(self._in_tree)}") from None
+        again = in_tree[old_pages:]
+        if np.count_nonzero(again):
             raise PageStateError(f"page id {ids[old_pages + int(again.argmax())]} is in the tree already")

@@ -47,6 +47,7 @@ class RadixKey:
     __slots__ = ("_checked_bytes", "_data", "_tail", "namespace")
 
     namespace: Hashable
+    _checked_bytes: int
 
     def __init__(self, tokens: TokensLike = (), namespace: Hashable = None) -> None:
         if type(tokens) is RadixKey:

@@ -76,11 +76,13 @@ def test_looking_does_not_fragment():
     cache = RadixCache(page_size=1)
     run = np.random.default_rng(0).integers(0, 5, 2000)
     cache.insert(run, np.arange(2000))
-    nodes, uses = cache.num_nodes, cache.stats().uses
-    for length in range(1, 2000, 7):
+    cache.insert(np.append(run[:900], run[:50] + 10), np.append(np.arange(900), np.arange(2000, 2050)))
+    before = (cache.stats(), [repr(node) for node in cache.nodes()])
+    for length in np.random.default_rng(1).integers(1, 2000, 100_000).tolist():
         assert cache.match_prefix(run[:length]).prefix_len == length
+    for length in range(1, 2000, 7):
         assert cache.match_prefix([*run[:length].tolist(), 9]).prefix_len == length
-    assert (cache.num_nodes, cache.stats().uses) == (nodes, uses)
+    assert (cache.stats(), [repr(node) for node in cache.nodes()]) == before
 
 
 @pytest.mark.parametrize("policy", policy_names())
@@ -395,8 +397,9 @@ def test_a_deep_chain_is_no_recursion_error():
             node_ending_at[end] = locks[-1].node
         stride //= 2
     locks.append(cache.lock(cache.match_prefix(key)))
-    assert cache.num_nodes == depth
+    assert cache.num_nodes == depth == sum(1 for _ in cache.nodes())
     cache.check_invariants()
+    assert cache.dump().splitlines()[-1] == f"and {depth - 1000} more nodes"
     assert len(cache.reset()) == 0
     assert sum(len(cache.unlock(lock)) for lock in locks) == depth
     assert cache.orphan_pages == 0
