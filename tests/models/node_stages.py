@@ -10,6 +10,7 @@ from typing import Any
 from prefixkv.config import ControlConfig, DecodeConfig
 from prefixkv.runtime.nodes import DecodeNode
 from tests.models.node_pair import NodePair, make_pool, tokens_of
+from tests.models.patience import PATIENCE_S, until
 
 
 class Gate:
@@ -22,13 +23,6 @@ class Gate:
     def query(self) -> bool:
         self.asked.set()
         return self.open
-
-
-def until(done: Callable[[], object], patience_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + patience_s
-    while not done():
-        assert time.monotonic() < deadline_s, "it never came to be"
-        time.sleep(0.002)
 
 
 # How far "r" gets before it is aborted. Each returns what lets everything under way go on.
@@ -85,7 +79,7 @@ def arrived(pair: NodePair) -> Proceed:
     pair.until(lambda: pair.p.computing.keys() == {"r"})
     while pair.p.computing:
         pair.p.step()
-    until(lambda: pair.decode._manager.events.pending)
+    until(lambda: pair.decode._manager.events._items)
     return nothing
 
 
@@ -119,7 +113,7 @@ def lone_decode(control: ControlConfig, **config: Any) -> DecodeNode:
     return DecodeNode(make_pool(), DecodeConfig(control=control, **config))
 
 
-def end_of(node: DecodeNode, rid: str, patience_s: float = 10.0) -> Exception:
+def end_of(node: DecodeNode, rid: str, patience_s: float = PATIENCE_S) -> Exception:
     """Poll until the request has failed; returns why."""
     deadline_s = time.monotonic() + patience_s
     while time.monotonic() < deadline_s:

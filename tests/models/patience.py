@@ -1,0 +1,79 @@
+"""How long tests wait, and how time passes in them without a wait.
+
+No test fails because the machine is slow, or stood still for a while: it waits for a state, for `PATIENCE_S` at
+most, and deadlines that are not its subject are `NEVER_S`. Where a deadline is the subject, the test lets it pass
+on a `SkippableClock`, once the state it wants is there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+PATIENCE_S = 120.0
+NEVER_S = 1000.0  # well beyond anybody's patience
+
+T = TypeVar("T")
+
+
+def until(done: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+    """Ask again and again until it is so."""
+    deadline_s = time.monotonic() + patience_s
+    while not done():
+        assert time.monotonic() < deadline_s, "it never came to be"
+        time.sleep(0.002)
+
+
+def returned(call: Callable[[], T]) -> T:
+    """What the call returns, from a thread of its own: one that hangs is an error, not a test without end."""
+    results: list[T] = []
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive(), "it never returned"
+    return results[0]
+
+
+class SkippableClock:
+    """The `time` of the modules that drive nodes: the real one, but for what the test has skipped."""
+
+    sleep = staticmethod(time.sleep)
+    time_ns = staticmethod(time.time_ns)
+
+    def __init__(self) -> None:
+        self._skipped_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._skipped_s
+
+    def install(self, put: Callable[[Any, str, Any], None] = setattr) -> None:
+        """For all nodes of this process. `put` may be monkeypatch.setattr."""
+        from prefixkv.runtime import kv_manager, nodes
+
+        put(kv_manager, "time", self)
+        put(nodes, "time", self)
+
+    def skip(self, seconds: float, nodes: Sequence[Any]) -> None:
+        """That much time has passed, and these nodes' control threads look at the clock again."""
+        self._skipped_s += seconds
+        for node in nodes:
+            node._manager.inbox.put(None)
+
+
+_ports = itertools.count(os.getpid() * 7)
+
+
+def lasting_address() -> str:
+    """A TCP address that stays ours while nobody listens there: not of the ports that the kernel gives away."""
+    for number in itertools.islice(_ports, 10_000):
+        port = 10_000 + number % 20_000
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return f"tcp://127.0.0.1:{port}"
+    raise AssertionError("no port is free")
