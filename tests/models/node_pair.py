@@ -26,10 +26,10 @@ from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.auditor import assert_at_rest
+from tests.models.patience import PATIENCE_S
 
 Tokens = npt.NDArray[np.int32]
 SALT = 99
-PATIENCE_S = 20.0
 
 _hasher = PrefixHasher()
 
@@ -107,6 +107,7 @@ class DecodeDriver:
         self.node = node
         self.ask = ask
         self.hold_running = False
+        self.together = False  # who is admitted runs once all who are admitted have arrived, on any machine
         self.pattern = KVPattern(node.pool.layout, SALT, node.pool)
         self.prompts: dict[str, Tokens] = {}
         self.running: dict[str, DecodeRequest] = {}
@@ -144,7 +145,7 @@ class DecodeDriver:
             self.prefix_lens[req.rid].append(req.prefix_len)
             self.running[req.rid] = req
         self._append([req for req in arrived if not req.resumed])
-        if not self.hold_running:
+        if not self.hold_running and not (self.together and self.node.scheduler.transfers.num_open):
             self._run([req for req in self.running.values() if req not in arrived])
 
     def check(self, req: DecodeRequest) -> None:

@@ -17,11 +17,11 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from prefixkv.protocol.state import PeerId
+from tests.models.patience import PATIENCE_S, SkippableClock
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["prefixkv.runtime.nodes", "tests.models.node_pair", "tests.models.transport_pools"])
 _PR_SET_PDEATHSIG = 1
-_PATIENCE_S = 30.0
 
 
 class SignalSelf:
@@ -59,6 +59,8 @@ class _Served:
 
         self.node: Any
         self.driver: Any
+        self.clock = SkippableClock()
+        self.clock.install()
         if side == "prefill":
             self.node = PrefillNode(make_pool(**pool), config)
             self.driver = PrefillDriver(self.node)
@@ -96,6 +98,9 @@ class _Served:
         known: bool = self.node.abort(rid)
         return known
 
+    def skip(self, seconds: float) -> None:
+        self.clock.skip(seconds, [self.node])
+
     def stats(self) -> dict[str, int]:
         stats: dict[str, int] = self.node.stats()
         return stats
@@ -123,6 +128,9 @@ def _serve(pipe: Any, parent: int, side: str, pool: dict[str, Any], config: Any,
         while pipe.poll():
             name, args, options = pipe.recv()
             if name == "close":
+                from prefixkv.runtime import kv_manager
+
+                kv_manager._FAREWELL_S = PATIENCE_S  # it is to arrive, however slow the machine
                 served.node.close()
                 pipe.send(("ok", None))
                 return
@@ -160,7 +168,7 @@ class NodeProcess:
     def close(self) -> None:
         """Close its node cleanly, and see it end."""
         self.call("close")
-        self.process.join(_PATIENCE_S)
+        self.process.join(PATIENCE_S)
         assert self.process.exitcode == 0
 
     def stop(self) -> None:
@@ -171,7 +179,7 @@ class NodeProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(_PATIENCE_S)
+        self.process.join(PATIENCE_S)
         assert self.process.exitcode == -signal.SIGKILL
 
     @property
@@ -188,12 +196,12 @@ class NodeProcess:
         """Whatever its state is: gone."""
         with suppress(ProcessLookupError):
             self.process.kill()
-        self.process.join(_PATIENCE_S)
+        self.process.join(PATIENCE_S)
         assert not self.process.is_alive()
         self._pipe.close()
 
     def _receive(self) -> Any:
-        assert self._pipe.poll(_PATIENCE_S), "the child does not answer"
+        assert self._pipe.poll(PATIENCE_S), "the child does not answer"
         return self._pipe.recv()
 
 

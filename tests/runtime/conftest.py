@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -12,12 +13,13 @@ import pytest
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.node_pair import NodePair, make_pool
+from tests.models.patience import NEVER_S, SkippableClock
 
-# Short, so that what rests on them takes no time; still long enough for a busy machine.
+# What is said again is said soon; no deadline comes by itself, however slow the machine: see SkippableClock.
 QUICK = ControlConfig(
-    heartbeat_s=0.1, suspect_after_s=5.0, resend_s=0.05, bootstrap_timeout_s=10.0, waiting_timeout_s=10.0,
-    transfer_timeout_s=10.0, ack_timeout_s=5.0, drain_timeout_s=5.0, parked_timeout_s=5.0,
-    fence_settle_s=0.05,
+    heartbeat_s=0.1, suspect_after_s=NEVER_S, forget_after_s=2 * NEVER_S, resend_s=0.05, fence_settle_s=0.05,
+    bootstrap_timeout_s=NEVER_S, waiting_timeout_s=NEVER_S, transfer_timeout_s=NEVER_S, ack_timeout_s=NEVER_S,
+    drain_timeout_s=NEVER_S, parked_timeout_s=NEVER_S,
 )  # fmt: skip
 
 
@@ -26,6 +28,7 @@ def node_threads() -> list[str]:
 
 
 def open_descriptors() -> int:
+    gc.collect()  # what earlier tests left behind is not to vanish in between
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -34,6 +37,15 @@ def _wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Both of UCX's ways between two agents: copies inside the post, and writes that go on after it."""
     if request.param == "tcp":
         monkeypatch.setenv("UCX_TLS", "tcp")  # read when an agent is created
+
+
+@pytest.fixture
+def clock() -> Iterator[SkippableClock]:
+    """The time of all nodes in this process. Ask for it before the nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = SkippableClock()
+        made.install(patch.setattr)
+        yield made
 
 
 MakePair = Callable[..., NodePair]

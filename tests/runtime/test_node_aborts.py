@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from tests.models.node_stages import (
     running,
     transferring,
 )
-from tests.runtime.conftest import QUICK, MakePair
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -52,8 +50,7 @@ def test_decode_aborts(pair: NodePair, stage: Callable[[NodePair], Proceed]) -> 
 
 
 @pytest.mark.parametrize("stage", [queued, computing, transferring, arrived, running])
-def test_prefill_aborts(make_pair: MakePair, stage: Callable[[NodePair], Proceed]) -> None:
-    pair = make_pair(control=replace(QUICK, parked_timeout_s=30))
+def test_prefill_aborts(pair: NodePair, stage: Callable[[NodePair], Proceed]) -> None:
     proceed = stage(pair)
     too_late = stage in (arrived, running)
     if stage is running:
@@ -81,9 +78,8 @@ def test_what_was_not_posted_yet_is_not_waited_for(pair: NodePair, side: str) ->
     pair.settle()
 
 
-def test_aborts_of_both_sides_at_once(make_pair: MakePair) -> None:
+def test_aborts_of_both_sides_at_once(pair: NodePair) -> None:
     """A storm of both, at whatever moment; each request ends once on each side, and the rest is whole."""
-    pair = make_pair(control=replace(QUICK, parked_timeout_s=0.3))
     rng = np.random.default_rng(3)
     rids = [f"r{i}" for i in range(60)]
     for i, rid in enumerate(rids):
@@ -155,5 +151,3 @@ def test_a_room_is_used_again_while_its_first_end_is_still_repeated(
     assert pair.d.prefix_lens["new"] == [16]
     assert pair.prefill.stats()["rooms"] == 1
     monkeypatch.undo()
-
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,18 +19,22 @@ from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.transport.base import Arrived
 from tests.models.node_pair import NodePair, left, make_pool, tokens_of
-from tests.models.node_stages import end_of, lone_decode, until
+from tests.models.node_stages import end_of, lone_decode
+from tests.models.patience import NEVER_S, PATIENCE_S, SkippableClock, lasting_address, until
 from tests.runtime.conftest import QUICK, MakePair
 
 # --- who does not answer, or does not fit ---------------------------------------------------------
 
 
-def test_a_prefill_that_is_not_there(unused_port: int) -> None:
-    with lone_decode(replace(QUICK, bootstrap_timeout_s=0.15)) as node:
-        node.add(Request("r", list(range(30)), max_new_tokens=4, room=1, prefill=f"tcp://127.0.0.1:{unused_port}"))
-        before_s = time.monotonic()
+def test_a_prefill_that_is_not_there(clock: SkippableClock) -> None:
+    with lone_decode(QUICK) as node:
+        node.add(Request("r", list(range(30)), max_new_tokens=4, room=1, prefill=lasting_address()))
+        node.pop_preallocated()
+        until(node.peers)  # the room is open, and its deadline runs
+        clock.skip(NEVER_S / 2, [node])
+        assert not node.wait(0.05)
+        clock.skip(NEVER_S / 2, [node])
         assert isinstance(end_of(node, "r"), TransferTimeoutError)
-        assert 0.15 <= time.monotonic() - before_s < 5
         until(lambda: node.stats()["pages_free"] == 64)  # nobody was told of the pages
         until(lambda: not left(node))
         node.audit()
@@ -49,13 +52,13 @@ def test_a_prefill_address_that_is_none(address: str) -> None:
         assert node.peers() == {}
 
 
-def test_a_prefill_that_comes_late(unused_port: int) -> None:
+def test_a_prefill_that_comes_late() -> None:
     """Decode knocks until somebody opens."""
-    address = f"tcp://127.0.0.1:{unused_port}"
+    address = lasting_address()
     with lone_decode(QUICK) as decode:
         decode.add(Request("r", tokens_of(1, 10), max_new_tokens=1, room=1000, prefill=address))
         decode.pop_preallocated()
-        time.sleep(0.1)
+        until(lambda: address in decode.peers())
         with PrefillNode(make_pool(), PrefillConfig(bind=address, control=QUICK)) as prefill:
             pair = NodePair(decode, prefill)
             pair.d.prompts["r"], pair.d.prefix_lens["r"] = tokens_of(1, 10), []
@@ -65,15 +68,20 @@ def test_a_prefill_that_comes_late(unused_port: int) -> None:
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
-def test_an_engine_that_never_comes(make_pair: MakePair, side: str) -> None:
+def test_an_engine_that_never_comes(clock: SkippableClock, make_pair: MakePair, side: str) -> None:
     """The one side's deadline ends it on the other too."""
-    pair = make_pair(control=replace(QUICK, bootstrap_timeout_s=0.2, waiting_timeout_s=0.3))
+    soon = NEVER_S / 2
+    pair = make_pair(control=replace(QUICK, bootstrap_timeout_s=soon, waiting_timeout_s=soon))
     if side == "prefill":
         pair.submit("r", tokens_of(1, 10), tell=False)
+        pair.until(lambda: pair.prefill.stats()["rooms"] == 1)
+        clock.skip(soon, [pair.decode])
         pair.until(lambda: "r" in pair.d.ended)
         assert isinstance(pair.d.ended["r"], TransferTimeoutError)
     else:
         pair.p.add("r", tokens_of(1, 10), room=1)
+        until(lambda: not pair.prefill._manager.inbox.pending and pair.prefill.stats()["rooms"] == 1)
+        clock.skip(soon, [pair.prefill])
         pair.until(lambda: "r" in pair.p.failed)
         assert isinstance(pair.p.failed["r"], TransferTimeoutError)
     pair.settle()
@@ -97,22 +105,12 @@ def test_nodes_that_do_not_fit_say_what_differs(field: str, decode: Any) -> None
     ):
         for room in (1, 2):
             node.add(Request("r", [1, 2, 3], max_new_tokens=4, room=room, prefill=prefill.endpoint))
-            error = end_of(node, "r", patience_s=QUICK.bootstrap_timeout_s / 2)
+            error = end_of(node, "r")
             assert isinstance(error, HandshakeError)
             assert error.field == field
         until(lambda: not left(node))
         assert prefill.stats()["handshakes_refused"] >= 2  # decode may have asked again before it was answered
         assert prefill.peers() == {}
-
-
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 # --- junk, and strangers --------------------------------------------------------------------------
@@ -146,7 +144,7 @@ def test_prefill_lives_through_junk(pair: NodePair) -> None:
             sock.send(frame)
         sock.send_multipart([b"a", b"b", b"c"])
         until(lambda: pair.prefill.stats().get("frames_dropped", 0) == len(frames))
-        assert sock.poll(5000)  # who has not introduced himself is asked to
+        assert sock.poll(PATIENCE_S * 1000)  # who has not introduced himself is asked to
         assert isinstance(messages.decode(sock.recv()).body, messages.HelloWanted)
     pair.submit("r", tokens_of(1, 10))
     pair.run("r")
@@ -160,7 +158,7 @@ def test_decode_lives_through_junk() -> None:
         port = sock.bind_to_random_port("tcp://127.0.0.1")
         node.add(Request("r", [1, 2, 3], max_new_tokens=4, room=1, prefill=f"tcp://127.0.0.1:{port}"))
         node.pop_preallocated()
-        assert sock.poll(5000)
+        assert sock.poll(PATIENCE_S * 1000)
         route, hello = sock.recv_multipart()
         assert isinstance(messages.decode(hello).body, messages.Hello)
         frames = [*junk_frames(), hello]
@@ -180,28 +178,31 @@ def test_a_notification_that_is_no_tag_is_counted(pair: NodePair) -> None:
     pair.run("r")
 
 
-def test_keys_and_names() -> None:
+def test_keys_and_names(clock: SkippableClock) -> None:
     """A key opens the door under its own name only; the others' requests end by their deadline."""
     server, alice, bob = (CurveConfig(*(key.decode() for key in zmq.curve_keypair())) for _ in range(3))
     allowed = {alice.public_key: "alice", bob.public_key: "bob"}
     guarded = replace(QUICK, curve=replace(server, allowed_clients=allowed))
-    soon = replace(QUICK, bootstrap_timeout_s=0.4)
 
-    def client(keys: CurveConfig | None, timing: ControlConfig) -> ControlConfig:
-        return replace(timing, curve=keys and replace(keys, server_key=server.public_key))
+    def client(keys: CurveConfig | None) -> ControlConfig:
+        return replace(QUICK, curve=keys and replace(keys, server_key=server.public_key))
 
+    attempts = 0
     with PrefillNode(make_pool(), PrefillConfig(control=guarded)) as prefill:
         for name, keys in (("bob", alice), ("carol", alice), ("bob", None)):
-            with lone_decode(client(keys, soon), name=name) as impostor:
+            with lone_decode(client(keys), name=name) as impostor:
                 impostor.add(Request("r", [1], max_new_tokens=1, room=1, prefill=prefill.endpoint))
+                impostor.pop_preallocated()
+                until(impostor.peers)
+                if keys is not None:
+                    attempts += 1
+                    until(lambda wanted=attempts: prefill.stats().get("frames_dropped", 0) >= wanted)
+                clock.skip(NEVER_S, [impostor])
                 assert isinstance(end_of(impostor, "r"), TransferTimeoutError)
         assert prefill.peers() == {}
-        assert prefill.stats()["frames_dropped"] >= 2
-        with lone_decode(client(alice, QUICK), name="alice") as decode:
+        with lone_decode(client(alice), name="alice") as decode:
             pair = NodePair(decode, prefill)
             pair.submit("r", tokens_of(1, 10))
             pair.run("r")
             pair.check_at_rest()
             assert [peer.name for peer in prefill.peers()] == ["alice"]
-
-

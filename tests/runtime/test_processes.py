@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
+from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import PeerLostError, TransferError, TransferTimeoutError
 from prefixkv.pool.page_allocator import PageState
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.node_pair import DecodeDriver, PrefillDriver, drive_until, left, make_pool, node_at_rest, tokens_of
 from tests.models.node_process import Never, NodeProcess, node_processes
-from tests.models.node_stages import Gate, until
-from tests.runtime.conftest import node_threads
+from tests.models.node_stages import Gate
+from tests.models.patience import NEVER_S, SkippableClock, lasting_address, until
+from tests.runtime.conftest import QUICK, node_threads
 
-# Deadlines that a test can wait for, and that a busy machine does not reach on its own.
-TIMING = ControlConfig(
-    heartbeat_s=0.05, suspect_after_s=20.0, resend_s=0.05, bootstrap_timeout_s=20.0, waiting_timeout_s=1.0,
-    transfer_timeout_s=1.0, ack_timeout_s=5.0, drain_timeout_s=0.2, parked_timeout_s=5.0,
-    fence_settle_s=0.05,
-)  # fmt: skip
 POOL = {"num_pages": 160, "num_layers": 4, "head_dim": 64}  # 4 KiB a page: 128 KiB a chunk
 NUM_TOKENS = 126  # of each request here: 32 pages, four chunks
 
@@ -38,7 +32,7 @@ def start() -> Iterator[Callable[..., NodeProcess]]:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
+def stack(clock: SkippableClock) -> Iterator[ExitStack]:
     """What the test's own process opens."""
     with ExitStack() as opened:
         yield opened
@@ -50,15 +44,16 @@ class WithPrefillChild:
 
     def __init__(self, start: Callable[..., NodeProcess], stack: ExitStack) -> None:
         self._start = start
-        self.child = start("prefill", PrefillConfig(control=TIMING), POOL)
-        self.node = stack.enter_context(DecodeNode(make_pool(**POOL), DecodeConfig(control=TIMING)))
+        self._config = PrefillConfig(control=QUICK, bind=lasting_address())
+        self.child = start("prefill", self._config, POOL)
+        self.node = stack.enter_context(DecodeNode(make_pool(**POOL), DecodeConfig(control=QUICK)))
         self.d = DecodeDriver(self.node, lambda *ask: self.child.call("add", *ask))
         self.child.call("set", chunk=32)
         self.run("warm-up", seed=0)
 
     def restart(self) -> None:
         """Another process under the same name and address."""
-        self.child = self._start("prefill", PrefillConfig(control=TIMING, bind=self.child.endpoint), POOL)
+        self.child = self._start("prefill", self._config, POOL)
         self.child.call("set", chunk=32)
 
     def submit(self, rid: str, seed: int, chunk: int = -1, event: str = "") -> None:
@@ -82,21 +77,23 @@ class WithPrefillChild:
 
 
 @pytest.mark.parametrize(("_wire", "restarts_first"), [("tcp", False), ("shared memory", True)], indirect=["_wire"])
-def test_prefill_is_killed(start: Any, stack: ExitStack, restarts_first: bool) -> None:
+def test_prefill_is_killed(start: Any, stack: ExitStack, clock: SkippableClock, restarts_first: bool) -> None:
     """Requests end, by deadline or when another answers under the name; pages come back by a fence alone."""
     there = WithPrefillChild(start, stack)
     lost = there.child.peer_id
     there.submit("between two chunks", 1, 2, "kill")
     there.submit("behind it", 2, 1, "never")
     there.submit("not begun", 3, 0, "never")
-    there.until(lambda: not there.child.process.is_alive())
+    there.until(lambda: not there.child.process.is_alive() and there.node.stats()["rooms"] == 3)
     if restarts_first:
         there.restart()
+    else:
+        clock.skip(NEVER_S, [there.node])
     there.until(lambda: len(there.d.ended) == 4)
     errors = [there.d.ended[rid] for rid in ("between two chunks", "behind it", "not begun")]
-    # Without heartbeats of the new process, or before them, the deadline may come first.
-    expected = (PeerLostError, TransferTimeoutError) if restarts_first else TransferTimeoutError
+    expected = PeerLostError if restarts_first else TransferTimeoutError
     assert all(isinstance(error, expected) for error in errors), errors
+    clock.skip(NEVER_S, [there.node])
     there.until(lambda: there.node.stats()["pages_quarantined"] == 3 * 32)
     if restarts_first:  # it goes on with the new one, and that it is there proves nothing of the old one's writes
         there.until(lambda: there.node.peers()[there.child.endpoint] == (there.child.peer_id, "ready"))
@@ -115,14 +112,18 @@ def test_prefill_is_killed(start: Any, stack: ExitStack, restarts_first: bool) -
     there.child.call("check_at_rest")
 
 
-def test_prefill_stands_still_past_every_deadline_and_goes_on(start: Any, stack: ExitStack) -> None:
+def test_prefill_stands_still_past_every_deadline_and_goes_on(
+    start: Any, stack: ExitStack, clock: SkippableClock
+) -> None:
     """What it writes when it wakes lands in quarantined pages; they come back when it says it is done."""
     there = WithPrefillChild(start, stack)
     pool, allocator = there.node.pool, there.node.scheduler.books.allocator
     there.submit("r", 1, 1, "stop")
     there.until(lambda: there.child.stopped)
+    clock.skip(NEVER_S, [there.node])
     there.until(lambda: "r" in there.d.ended)
     assert isinstance(there.d.ended["r"], TransferTimeoutError)
+    clock.skip(NEVER_S, [there.node])
     there.until(lambda: there.node.stats()["pages_quarantined"] == 32)
 
     states = {page: allocator.state(page) for page in range(POOL["num_pages"])}
@@ -135,6 +136,7 @@ def test_prefill_stands_still_past_every_deadline_and_goes_on(start: Any, stack:
     before, late_before = pool.read_pages(others), pool.read_pages(quarantined)
 
     there.child.resume()
+    there.child.call("skip", NEVER_S)
     there.until(lambda: not left(there.node))
     assert pool.read_pages(others).equal(before)
     assert not pool.read_pages(quarantined).equal(late_before), "nothing came late: the test has shown nothing"
@@ -152,7 +154,7 @@ def left_there(child: NodeProcess) -> int:
 
 
 def test_prefill_leaves_in_the_middle_and_another_takes_its_place(start: Any, stack: ExitStack) -> None:
-    """Its farewell is a fence: all pages are back long before the deadlines that would only quarantine them."""
+    """Its farewell is a fence: all pages are back before the deadlines that would only quarantine them."""
     there = WithPrefillChild(start, stack)
     there.submit("half", 1, 2, "never")
     there.submit("none", 2, 0, "never")
@@ -197,10 +199,9 @@ def test_aborts_from_both_sides(start: Any, stack: ExitStack) -> None:
 
 def test_decode_is_killed(start: Any, stack: ExitStack) -> None:
     """Prefill's requests fail, its pages are free again, and it serves whoever comes next under the name."""
-    patient = replace(TIMING, waiting_timeout_s=20.0, transfer_timeout_s=20.0)
-    config = DecodeConfig(control=patient, reserve_tokens=0)  # four of these have room at once
+    config = DecodeConfig(control=QUICK, reserve_tokens=0)  # four of these have room at once
     child = start("decode", config, POOL)
-    node = stack.enter_context(PrefillNode(make_pool(**POOL), PrefillConfig(control=patient)))
+    node = stack.enter_context(PrefillNode(make_pool(**POOL), PrefillConfig(control=QUICK)))
     p = PrefillDriver(node, chunk=32)
 
     def submit(child: NodeProcess, rid: str, seed: int) -> None:
