@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import select
 import threading
-import time
 from typing import Any
 
 import pytest
 
 from prefixkv.errors import InternalError
+from prefixkv.runtime import kv_manager
 from prefixkv.runtime.kv_manager import ControlFailed
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.node_pair import NodePair, tokens_of
-from tests.models.node_stages import until
+from tests.models.patience import SkippableClock, until
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
@@ -76,16 +76,27 @@ def test_an_exception_in_one_item_does_not_end_the_batch(
 
 
 def test_a_step_that_keeps_failing_is_no_busy_loop(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pauses after each failure, so that whoever wants to close the node gets the processor."""
+    naps: list[float] = []
+    step = pair.decode._manager._step
+
+    class Clock(SkippableClock):
+        def sleep(self, seconds: float) -> None:  # type: ignore[override]
+            naps.append(seconds)
+
     def broken(now_s: float) -> Any:
+        if len(naps) == 5:
+            return step(now_s)
         raise ZeroDivisionError("on purpose")
 
+    Clock().install(monkeypatch.setattr)
     monkeypatch.setattr(pair.decode._manager, "_step", broken)
     pair.decode._manager.inbox.put(None)  # wakes it
-    time.sleep(0.2)
-    monkeypatch.undo()
+    until(lambda: len(naps) == 5)
     with pytest.raises(InternalError):
         pair.decode.pop_failed()
-    assert 1 <= pair.decode.stats()["control_errors"] < 50
+    assert naps == [kv_manager._STUMBLE_S] * 5
+    assert pair.decode.stats()["control_errors"] == 5
     pair.submit("r", tokens_of(1, 10))
     pair.run("r")
 
@@ -110,16 +121,25 @@ def test_no_wait_misses_what_another_call_has_taken_in(pair: NodePair, how: str)
     """Any call takes in the control thread's news; only some of it is for that call."""
 
     def awake(node: DecodeNode | PrefillNode) -> bool:
-        return node.wait(0) if how == "wait" else bool(select.select([node.fileno()], [], [], 0)[0])
+        until(lambda: not writing(node))
+        return node.wait(0) if how == "wait" else readable(node)
+
+    def readable(node: DecodeNode | PrefillNode) -> bool:
+        return bool(select.select([node.fileno()], [], [], 0)[0])
+
+    def writing(node: DecodeNode | PrefillNode) -> bool:
+        """Whoever queues something writes the descriptor behind it, and may be held up in between."""
+        return bool(node._manager.events._begun) and not readable(node)
 
     def quiet(node: DecodeNode | PrefillNode) -> None:
         """Nothing is left: the descriptor comes to rest with a call or two."""
         for _ in range(2):
+            until(lambda: not writing(node))
             node.stats()
         assert not awake(node)
 
     def taken_in(node: DecodeNode | PrefillNode) -> None:
-        until(lambda: node._manager.events.pending)
+        until(lambda: node._manager.events._items and not writing(node))
         node.stats()
         assert not node._manager.events._items
 
@@ -147,5 +167,3 @@ def test_no_wait_misses_what_another_call_has_taken_in(pair: NodePair, how: str)
     assert awake(pair.decode)
     assert pair.decode.pop_failed() == [req]
     quiet(pair.decode)
-
-
