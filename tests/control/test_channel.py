@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,9 +17,9 @@ from prefixkv.config import ControlConfig, CurveConfig
 from prefixkv.control.channel import DealerChannel, RouterChannel, is_loopback
 from prefixkv.errors import ConfigError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
+from tests.models.patience import PATIENCE_S, lasting_address, returned, until
 
 LOCAL = "tcp://127.0.0.1:*"
-PATIENCE_S = 10.0
 
 
 class Ends:
@@ -62,13 +63,6 @@ def polled(channel: Any, want: int = 1, patience_s: float = PATIENCE_S) -> list[
     return frames
 
 
-def until(done: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < deadline_s, "it never came to be"
-        time.sleep(0.002)
-
-
 def test_frames_go_both_ways_and_each_keeps_its_sender(ends: Ends) -> None:
     router = ends.router()
     one, two = ends.dealer(router.endpoint), ends.dealer(router.endpoint)
@@ -102,22 +96,21 @@ def test_poll_ends_when_the_descriptor_is_written(ends: Ends, side: str) -> None
     channel = router if side == "router" else ends.dealer(router.endpoint)
     timer = threading.Timer(0.05, os.eventfd_write, (ends.wake_fd, 1))
     timer.start()
-    before_s = time.monotonic()
-    assert channel.poll(float("inf")) == []
-    assert 0.03 < time.monotonic() - before_s < 5
+    assert returned(lambda: channel.poll(float("inf"))) == []
     timer.join()
 
 
-def test_poll_waits_as_long_as_it_says(ends: Ends) -> None:
+def test_poll_waits_as_long_as_it_says(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded up to whole milliseconds: rounded down, a short wait would be a busy one."""
     router = ends.router()
-    for timeout_s in (0.0004, 0.03):
-        before_s = time.monotonic()
-        assert router.poll(timeout_s) == []
-        assert timeout_s <= time.monotonic() - before_s < 5
     before_s = time.monotonic()
-    assert router.poll(-1.0) == router.poll(0.0) == []
-    assert time.monotonic() - before_s < 1
+    assert router.poll(0.03) == []
+    assert time.monotonic() - before_s >= 0.03
+    waits_ms: list[int | None] = []
+    monkeypatch.setattr(router._poller, "poll", lambda timeout_ms: waits_ms.append(timeout_ms) or [])
+    for timeout_s in (0.0004, 0.0304, 0.0, -1.0, float("inf")):
+        assert router.poll(timeout_s) == []
+    assert waits_ms == [1, 31, 0, 0, None]
 
 
 def test_a_poll_takes_a_bounded_share_of_a_flood(ends: Ends) -> None:
@@ -125,10 +118,12 @@ def test_a_poll_takes_a_bounded_share_of_a_flood(ends: Ends) -> None:
     dealer = ends.dealer(router.endpoint)
     for i in range(1000):
         dealer.send(router.endpoint, b"%d" % i)
-    time.sleep(0.1)
-    first = router.poll(1.0)
-    assert 1 <= len(first) <= 256
-    frames = first + polled(router, 1000 - len(first))
+    time.sleep(0.1)  # so that more has come than a poll may take; if not, the test shows less
+    frames: list[Any] = []
+    while len(frames) < 1000:
+        some = router.poll(PATIENCE_S)
+        assert 1 <= len(some) <= 256
+        frames += some
     assert [int(raw) for _, _, raw in frames] == list(range(1000))
 
 
@@ -148,10 +143,8 @@ def test_a_frame_to_nobody_is_counted(ends: Ends) -> None:
 def test_a_full_queue_drops_and_counts_and_never_blocks(ends: Ends) -> None:
     config = ControlConfig(max_queued_frames=10)
     dealer = ends.dealer("tcp://127.0.0.1:1", config)  # nobody listens
-    before_s = time.monotonic()
     for _ in range(50):
         dealer.send("tcp://127.0.0.1:1", b"x")
-    assert time.monotonic() - before_s < 1
     assert dealer.counters == {"frames_not_sent: queue full": 40}
 
 
@@ -206,7 +199,7 @@ def test_decode_drops_multipart_messages_too(ends: Ends) -> None:
         port = sock.bind_to_random_port("tcp://127.0.0.1")
         dealer = ends.dealer(f"tcp://127.0.0.1:{port}")
         dealer.send(f"tcp://127.0.0.1:{port}", b"hi")
-        assert sock.poll(5000)
+        assert sock.poll(PATIENCE_S * 1000)
         route, _ = sock.recv_multipart()
         sock.send_multipart([route, b"a", b"b"])
         sock.send_multipart([route, b"good"])
@@ -308,7 +301,7 @@ class Guarded:
         self.server_key = server.public_key
         allowed = {self.known.public_key: "decode-0"}
         server = CurveConfig(server.public_key, server.secret_key, "", allowed)
-        self.router = ends.router(ControlConfig(curve=server))
+        self.router = ends.router(ControlConfig(curve=server), lasting_address())
 
 
 def test_a_key_on_the_list_gets_in_and_is_seen(ends: Ends) -> None:
@@ -356,7 +349,7 @@ def test_close_gives_everything_back(ends: Ends, curve: bool) -> None:
             guarded = Guarded(ends)
             router, config = guarded.router, ControlConfig(curve=guarded.known)
         else:
-            router, config = ends.router(), ControlConfig()
+            router, config = ends.router(bind=lasting_address()), ControlConfig()
         dealer = ends.dealer(router.endpoint, config)
         dealer.connect("tcp://127.0.0.1:1")
         dealer.send("tcp://127.0.0.1:1", b"nobody will read this")
@@ -367,6 +360,7 @@ def test_close_gives_everything_back(ends: Ends, curve: bool) -> None:
         return router.endpoint
 
     once()  # what the first use creates for good is no leak
+    gc.collect()  # nor is what earlier tests left behind
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         endpoint = once()
@@ -380,5 +374,5 @@ def test_a_closing_linger_lets_the_last_frame_leave(ends: Ends) -> None:
     dealer = ends.dealer(router.endpoint)
     for _ in range(100):
         dealer.send(router.endpoint, bytes(1 << 17))  # far more than the kernel takes at once
-    dealer.close(linger_s=5.0)
+    dealer.close(linger_s=PATIENCE_S)
     assert len(polled(router, 100)) == 100
