@@ -20,6 +20,7 @@ from prefixkv.errors import OutOfPagesError
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.node_pair import SALT, PrefillDriver, first_token, make_pool, node_at_rest, tokens_of
+from tests.models.patience import PATIENCE_S
 
 _hasher = PrefixHasher()
 
@@ -152,7 +153,7 @@ class PrefillSide:
 
     def close(self) -> None:
         self._stopping = True
-        self._thread.join(20)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         self.node.close()
         if self._error is not None:

@@ -19,6 +19,7 @@ from prefixkv.cli.workload import Clients, arrival_times, chat
 from prefixkv.errors import OutOfPagesError
 from prefixkv.paging import pages_for
 from prefixkv.pool.kv_pool import KVPool
+from tests.models.patience import PATIENCE_S
 
 PAGE_SIZE = 4
 
@@ -219,7 +220,7 @@ def play(pair, verify=True, concurrency=4):
         assert told[-1] == WORKLOAD.num_requests
     finally:
         asks_out.send(END_OF_PASS)
-        thread.join(20)
+        thread.join(PATIENCE_S)
         asks_in.close()
         asks_out.close()
         os.close(pair.prefill.event)

@@ -18,6 +18,7 @@ from typing import Any
 
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.protocol.state import PeerId
+from tests.models.patience import PATIENCE_S
 from tests.models.transport_pools import Shape, make_pool
 
 # 1 MiB a page: large enough to be caught in the middle of a write
@@ -94,16 +95,16 @@ class Child:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(10)
+        self.process.join(PATIENCE_S)
 
     def end(self) -> None:
         """Ask it to close, and see that it does; a process that cannot is killed."""
         if self.process.is_alive():
             self.resume()
             self._pipe.send(None)
-            self.process.join(10)
+            self.process.join(PATIENCE_S)
             self.process.kill()
-            self.process.join(10)
+            self.process.join(PATIENCE_S)
         self._pipe.close()
 
     @property
@@ -112,7 +113,7 @@ class Child:
         return self.process.pid
 
     def _receive(self) -> Any:
-        assert self._pipe.poll(30), "the child does not answer"
+        assert self._pipe.poll(PATIENCE_S), "the child does not answer"
         return self._pipe.recv()
 
 

@@ -15,6 +15,7 @@ from prefixkv.protocol.state import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import Arrived, Transport, TransportEvent, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.fake import FakeFabric
+from tests.models.patience import PATIENCE_S
 from tests.models.transport_pools import NumpyPool, make_pool
 
 NUM_PAGES = 24
@@ -117,4 +118,4 @@ class NixlDriver(Driver):
 
     def until(self, condition: Callable[[], object]) -> None:
         with self._changed:
-            assert self._changed.wait_for(condition, timeout=20), [node.events for node in self.nodes]
+            assert self._changed.wait_for(condition, timeout=PATIENCE_S), [node.events for node in self.nodes]

@@ -19,6 +19,7 @@ from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport import nixl as nixl_module
 from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed
 from prefixkv.transport.nixl import NixlTransport
+from tests.models.patience import PATIENCE_S
 from tests.models.transport_child import BIG, Child, children
 from tests.models.transport_driver import NixlDriver, Node
 from tests.models.transport_pools import make_pool
@@ -53,7 +54,7 @@ def write_until_failed(driver: NixlDriver, writer: Node, to: Node, first_job: in
 
 def test_importing_the_package_loads_no_nixl() -> None:
     program = "import sys, prefixkv.transport, prefixkv.transport.fake; sys.exit('nixl' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE_S).returncode == 0
 
 
 def test_close_ends_the_thread_and_destroys_the_agent(nixl_driver: NixlDriver) -> None:
@@ -126,7 +127,7 @@ def test_a_sink_that_raises_does_not_end_the_thread(nixl_driver: NixlDriver) -> 
     careless = nixl_driver.nodes[-1]
     transport.write(careless.job(1, target, [0], [0]))
     transport.write(careless.job(2, target, [0], [0]))
-    assert ended.wait(20)
+    assert ended.wait(PATIENCE_S)
 
 
 def test_close_from_the_sink_is_refused(nixl_driver: NixlDriver) -> None:
@@ -144,7 +145,7 @@ def test_close_from_the_sink_is_refused(nixl_driver: NixlDriver) -> None:
     transport = NixlTransport(PeerId("careless", 2), pool.layout, sink)
     nixl_driver.nodes.append(Node(PeerId("careless", 2), pool, transport))
     transport.write(nixl_driver.nodes[-1].job(1, nixl_driver.nodes[-1], [0], [0]))
-    assert done.wait(20)
+    assert done.wait(PATIENCE_S)
     assert caught
 
 
@@ -279,13 +280,13 @@ def test_the_inbox_never_waits_longer_than_asked() -> None:
 
     waiting = threading.Thread(target=wait_often, daemon=True)
     waiting.start()
-    waiting.join(20)
+    waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
 
     forever = threading.Thread(target=inbox.wait, args=(None,), daemon=True)
     forever.start()
     inbox.put(None)
-    forever.join(20)
+    forever.join(PATIENCE_S)
     assert not forever.is_alive()
     assert len(inbox) == 1
 
@@ -304,7 +305,7 @@ def test_close_is_a_fence_for_what_a_stopped_peer_has_not_got(nixl_driver: NixlD
         pages = np.arange(16, dtype=np.int32)
         begun = Begun()
         writer.transport.write(writer.job(2, to, pages, pages, ready=begun))
-        assert begun.wait(20)  # the post follows at once
+        assert begun.wait(PATIENCE_S)  # the post follows at once
         writer.transport.close()
         (end,) = writer.ends(2)
         assert isinstance(end, WriteDone) or (isinstance(end.error, ClosedError) and end.drained)
