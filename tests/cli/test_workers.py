@@ -11,11 +11,13 @@ import time
 import psutil
 import pytest
 
+from tests.models.patience import PATIENCE_S
+
 SMALL = (
     "--conversations 3 --turns 3 --layers 2 --kv-heads 2 --head-dim 16 --system-tokens 40 --user-tokens 20 "
     "--output-tokens 6 --step-ms 1 --prefill-pages 200 --decode-pages 200"
 )
-WHOLE_TIMEOUT_S = 60.0
+WHOLE_TIMEOUT_S = 5 * PATIENCE_S
 
 
 @pytest.fixture
@@ -24,6 +26,7 @@ def start():
     with contextlib.ExitStack() as stack:
 
         def begin(*arguments):
+            before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background may ignore it
             process = subprocess.Popen(
                 [sys.executable, "-m", "prefixkv.cli.main", "demo", *SMALL.split(), *arguments],
                 stdout=subprocess.PIPE,
@@ -31,6 +34,7 @@ def start():
                 text=True,
                 start_new_session=True,  # a process group of its own, which Ctrl-C reaches whole
             )
+            signal.signal(signal.SIGINT, before)
             stack.enter_context(process)
             stack.callback(kill_group, process)
             return process
@@ -73,7 +77,7 @@ def wait_for(process, line):
 
 
 def assert_gone(processes):
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     for process in alive:
         process.kill()
     assert alive == []
