@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from prefixkv.cache.eviction import DEFAULT_POLICY, policy_names
+from prefixkv.cache.eviction import DEFAULT_POLICY, make_policy, policy_names
 from prefixkv.cli.replay import OPTIMUM, draw, read_trace, replay_optimum, replay_policy
 
 RESULTS = Path(__file__).parent / "results"
@@ -38,15 +38,16 @@ def main(path: Path) -> None:
                 if warm:
                     curves.append(result)
     for queue in (8, 128):
-        for policy in ("lru", DEFAULT_POLICY):
+        for policy in dict.fromkeys(("lru", DEFAULT_POLICY, "gittins")):
             for capacity in QUEUED:
                 rows.append({"warm": 0.5, "queue": queue, **asdict(replay_policy(trace, policy, capacity, 0.5, queue))})
+    whole = [name for name in policy_names() if not make_policy(name).keeps_partial_blocks]
     recipe = {
         "command": f"python benchmarks/replay.py {path.name}",
         "trace": f"{path.name}: {len(trace.requests)} requests, blocks of {trace.block_tokens} tokens",
         "seed": "none: nothing is drawn",
         "block_hit_ratio": "blocks found / all hash ids of the counted requests, the partial last block included",
-        "partial_blocks": f"inserted under every policy but {DEFAULT_POLICY}, which refuses them",
+        "partial_blocks": f"inserted under every policy but {', '.join(whole)}, which refuse them",
         "warm": "share of the requests that are replayed before hits are counted",
         "default_policy": DEFAULT_POLICY,
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, shared with other work",

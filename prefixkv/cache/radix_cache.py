@@ -87,14 +87,14 @@ class RadixCache(RadixTree):
         found, depth = self.locate(result)
         node = found if found is not None else self._root(result.namespace)
         if depth < node.end:
-            node = self._split(node, depth)
+            node = self._split(node, depth)  # a lock ends where a node ends
         self._hold(node)
         if depth:
             if visit is None:
                 visit = type(result) is MatchResult
             use = self._next_use(result.data, node, depth, depth, visit, None, now_s)
             self._leave_mark(node, depth, use)
-        lock = PrefixLock(self, node, depth * self.page_size, self._epoch)
+        lock = PrefixLock(self, node, depth * self.page_size, self._epoch, now_s)
         self._locks.add(lock)
         return lock
 
@@ -121,7 +121,7 @@ class RadixCache(RadixTree):
             elif not node.lock_ref:
                 self._queue.add(node)
         else:
-            self._merge_if_idle(node)
+            self._merge_if_idle(node)  # nothing ends here any more, unless branches part
         return lock.freed
 
     def _next_use(
@@ -183,7 +183,7 @@ class RadixCache(RadixTree):
             return InsertResult(self, data, key.namespace, root, 0, 0)
         node, matched = (None, 0) if root is None else self._walk(root, data)
         old_pages = matched // self._page_bytes
-        self._check_pages(ids, old_pages)
+        self._check_pages(ids, old_pages)  # the last that may fail; from here on the tree changes
         if node is None:
             node = self._root(key.namespace)
         if visit is None:
@@ -200,14 +200,13 @@ class RadixCache(RadixTree):
 
     def _attach(self, node: Node, depth: int, key: bytes, ids: Pages, use: Use) -> Node:
         """Put new pages at `depth` of `node`, and return the node that ends with them."""
-        policy = self.policy
+        fold = self.policy.fold
         pages = ids.tobytes()
-        marks = policy.insertion_marks(use)
-        mark = marks[-1][1]
+        *inner_marks, (_, mark) = self.policy.insertion_marks(use)
         if depth < node.end:
             node = self._split(node, depth)
-        if depth and marks[0][0] == depth:
-            node.leave_mark(depth, marks[0][1], policy.fold, False)
+        if inner_marks and inner_marks[0][0] == depth > 0:
+            node.leave_mark(*inner_marks.pop(0), fold, False)  # what the old pages get
         parent, pages_above = node, node.pages[-PAGE_ID_BYTES:]
         if node.parent is not None and not node.children and not node.lock_ref:
             node.grow(key, pages, mark)  # a branch that goes on is the same branch
@@ -216,9 +215,9 @@ class RadixCache(RadixTree):
             node.mark = mark
             parent.adopt(key[: self._page_bytes], node)
             self._num_nodes += 1
-        for at, step in marks[:-1]:
+        for at, inner_mark in inner_marks:
             if at > depth:
-                node.leave_mark(at, step, policy.fold, False)
+                node.leave_mark(at, inner_mark, fold, False)
         if parent.wants:
             if parent is node:
                 forget(node)  # it may stand among the wanted, and ends elsewhere now
