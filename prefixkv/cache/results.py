@@ -88,14 +88,15 @@ class PrefixLock:
     `node` ends where the lock ends, as long as it is held. `freed`: see `RadixCache.unlock`.
     """
 
-    __slots__ = ("_pages", "cache", "epoch", "freed", "held", "node", "prefix_len")
+    __slots__ = ("_pages", "cache", "epoch", "freed", "held", "node", "prefix_len", "taken_s")
 
-    def __init__(self, cache: RadixCache, node: Node, prefix_len: int, epoch: int) -> None:
+    def __init__(self, cache: RadixCache, node: Node, prefix_len: int, epoch: int, taken_s: float = 0.0) -> None:
         self.cache = cache
         self.node = node
         self.prefix_len = prefix_len
         self.epoch = epoch
         self.held = True
+        self.taken_s = taken_s  # by the clock of those who lock
         self.freed = NO_PAGES
         self._pages: Pages | None = None
 

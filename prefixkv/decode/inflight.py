@@ -42,8 +42,8 @@ class Flight:
     """
 
     __slots__ = (
-        "end_pages", "is_open", "joined", "key", "number", "owner", "pages", "place", "priority", "room_key",
-        "start_pages", "waiters",
+        "end_pages", "is_open", "joined", "key", "number", "owner", "pages", "peer", "place", "priority",
+        "room_key", "start_pages", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +57,7 @@ class Flight:
     ) -> None:
         self.owner: DecodeRequest | None = owner
         self.room_key: RoomKey = owner.room_key
+        self.peer = owner.request.prefill
         self.priority = owner.request.priority
         self.key = key
         self.pages = pages

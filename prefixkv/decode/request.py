@@ -51,9 +51,10 @@ class DecodeRequest:
     """
 
     __slots__ = (
-        "_books", "_key", "arrived_s", "aux", "error", "fill_len", "flight", "generation", "max_new_tokens",
-        "max_pages", "output", "output_room", "pages_held", "prefix_len", "prompt_len", "request", "retries", "rid",
-        "state",
+        "_books", "_key", "admitted_s", "arrived_s", "aux", "committed_s", "ended_s", "error", "fill_len",
+        "first_token_s", "flight", "generation", "hit_tokens", "max_new_tokens", "max_pages", "new_pages", "output",
+        "output_room", "pages_held", "prefix_len", "prompt_len", "request", "retractions", "retries", "rid",
+        "shared_tokens", "state", "transferred_s",
     )  # fmt: skip
 
     TRANSITIONS: ClassVar[dict[DecodeState, frozenset[DecodeState]]] = {
@@ -89,7 +90,15 @@ class DecodeRequest:
         self.pages_held: RequestPages | None = None
         self.flight: Flight | None = None  # while its KV is on its way
         self.retries = 0
+        self.retractions = 0
         self.arrived_s = now_s
+        # Its journal (journal.py): when each of these happened first, and what was found and asked for.
+        self.admitted_s: float | None = None
+        self.transferred_s: float | None = None
+        self.committed_s: float | None = None
+        self.first_token_s: float | None = None
+        self.ended_s: float | None = None
+        self.hit_tokens = self.shared_tokens = self.new_pages = 0
         self._books = books
 
     def become(self, state: DecodeState) -> None:

@@ -27,6 +27,7 @@ from prefixkv.cache.radix_key import check_packed, pack
 from prefixkv.decode.admission import DEFAULT_ADMISSION, AdmissionPolicy
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import Flight, InFlight
+from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.prealloc_queue import INFINITY, DecodePreallocQueue
 from prefixkv.decode.request import DecodeRequest, DecodeState, PrefillAsk
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
@@ -95,6 +96,7 @@ class DecodeScheduler:
         self.transfers = DecodeTransferQueue(books, self.flights)
         self.requests: dict[str, DecodeRequest] = {}  # all that live, by rid, oldest first
         self.counters: Counter[str] = Counter()
+        self.journal = DecodeJournal()
         self._failure_policy = failure_policy
         self._max_waiting = max_waiting
         self._rooms: set[int] = set()
@@ -147,9 +149,10 @@ class DecodeScheduler:
             self.counters["hit_tokens"] += req.prefix_len
             flight = req.flight
             assert flight is not None
+            shared_tokens = flight.pages.num_joined * page_size
             if flight.joined is not None:
                 self.counters["shared_flights"] += 1
-                self.counters["shared_tokens"] += flight.pages.num_joined * page_size
+                self.counters["shared_tokens"] += shared_tokens
             if req.resumed and req.prefix_len == req.fill_len:
                 self.transfers.arrived(flight)
                 continue
@@ -157,6 +160,7 @@ class DecodeScheduler:
                 self._asks.append(PrefillAsk(req))
             self.transfers.add(flight)
             new_pages = req.pages[whole_pages(req.prefix_len, page_size) : pages_for(req.fill_len, page_size)]
+            self.journal.admitted(req, len(new_pages), shared_tokens, now_s)
             page_ids = np.ascontiguousarray(new_pages, dtype="<i4").tobytes()
             promise = Promise(*req.room_key, req.fill_len, req.prefix_len, page_ids, next(self._tickets))
             self._commands.append(OpenRoom(promise, req.request.prefill))
@@ -170,6 +174,7 @@ class DecodeScheduler:
             self.counters["transferred"] += 1
             remaining = req.max_pages - req.pages_held.num_pages
             self.budget.start(req.rid, remaining, req.pages_held.num_own)
+            self.journal.committed(req, now_s)
         return committed
 
     def pop_failed(self) -> list[DecodeRequest]:
@@ -217,7 +222,7 @@ class DecodeScheduler:
         self._check_runs(req)
         after = _pending(after)
         req.become(DecodeState.FINISHED)
-        self._leave(req)
+        self._leave(req, now_s)
         self.counters["finished"] += 1
         self._after(after, req, continues, now_s)
 
@@ -237,6 +242,7 @@ class DecodeScheduler:
         self.budget.stop(req.rid)
         self.budget.active -= 1
         self.counters["retracted"] += 1
+        req.retractions += 1
         self._after(after, req, None, now_s)
 
     def abort(self, rid: str, now_s: float, error: Exception | None = None, after: DeviceEvent | None = None) -> bool:
@@ -273,6 +279,8 @@ class DecodeScheduler:
         """A room reached its terminal state."""
         if poll is KVPoll.SUCCESS:
             flight = self.transfers.succeed(key, aux)
+            if flight is not None:
+                self.journal.arrived(flight, now_s)
             if flight is None or flight.owner is None:
                 self.room_drained(key)  # it was aborted while the good news was on its way: nothing lands any more
             return
@@ -280,6 +288,7 @@ class DecodeScheduler:
         if flight is None:
             return
         self.counters["transfers_failed"] += 1
+        self.journal.transfer_ended(flight.peer, "failed")
         error = error or InternalError(f"{key} failed without a reason")
         req = flight.owner
         if req is None:
@@ -391,6 +400,7 @@ class DecodeScheduler:
         for req in reqs:
             if req.state is DecodeState.TRANSFERRED:
                 req.become(DecodeState.RUNNING)
+                self.journal.runs(req, now_s)
             req.output_room = self._output_room(req)
 
     def _output_room(self, req: DecodeRequest) -> int:
@@ -419,7 +429,7 @@ class DecodeScheduler:
             self._leave_flight(req, error, room_is_open)
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
-        self._leave(req, was_active=before in _ACTIVE)
+        self._leave(req, now_s, was_active=before in _ACTIVE)
         if req.pages_held is not None and not self._is_deferred(req):
             self._after(after, req, None, now_s)
 
@@ -463,6 +473,7 @@ class DecodeScheduler:
         if self.transfers.remove(flight):
             if error is not None:
                 self._commands.append(AbortRoom(key, error))
+                self.journal.transfer_ended(flight.peer, "aborted")
             self.books.hold(flight.pages, key)
             self._undrained.setdefault(key.room, set()).add(key.generation)
         else:
@@ -505,11 +516,12 @@ class DecodeScheduler:
         if req.state is DecodeState.RETRACTED:
             self._queue_again(req)
 
-    def _leave(self, req: DecodeRequest, *, was_active: bool = True) -> None:
+    def _leave(self, req: DecodeRequest, now_s: float, *, was_active: bool = True) -> None:
         self.budget.stop(req.rid)
         self.budget.active -= was_active
         self._rooms.discard(req.room)
         self.requests.pop(req.rid, None)
+        self.journal.ended(req, now_s)
 
     def _check_runs(self, req: DecodeRequest) -> None:
         if self.requests.get(req.rid) is not req or req.state not in _CAN_RUN:

@@ -65,6 +65,11 @@ class DecodeTransferQueue:
         return len(self._open)
 
     @property
+    def num_complete(self) -> int:
+        """Flights that `pop_transferred` will commit."""
+        return len(self._complete)
+
+    @property
     def any_complete(self) -> bool:
         """Whether `pop_transferred` has something."""
         return bool(self._complete)

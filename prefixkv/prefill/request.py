@@ -40,8 +40,9 @@ class PrefillRequest:
     """
 
     __slots__ = (
-        "_books", "decode_prefix_len", "error", "key", "pages_held", "plan", "popped", "prefix_len",
-        "request", "rid", "source_free", "state",
+        "_books", "arrived_s", "computed_s", "decode_prefix_len", "ended_s", "error", "key", "num_chunks",
+        "pages_held", "peer", "plan", "popped", "prefix_len", "promised_s", "request", "rid", "sent_pages",
+        "source_free", "started_s", "state",
     )  # fmt: skip
 
     TRANSITIONS: ClassVar[dict[PrefillState, frozenset[PrefillState]]] = {
@@ -53,7 +54,7 @@ class PrefillRequest:
         PrefillState.FAILED: frozenset(),
     }
 
-    def __init__(self, request: Request, books: PageBooks) -> None:
+    def __init__(self, request: Request, books: PageBooks, now_s: float = 0.0) -> None:
         self.request = request
         self.rid = request.rid
         self.key = request.key
@@ -65,6 +66,14 @@ class PrefillRequest:
         self.pages_held: RequestPages | None = None
         self.source_free = False  # no write reads its pages any more
         self.popped = False  # the engine knows that it has ended
+        # Its journal (journal.py): when each of these happened, and what was sent.
+        self.arrived_s = now_s
+        self.promised_s: float | None = None
+        self.started_s: float | None = None
+        self.computed_s: float | None = None
+        self.ended_s: float | None = None
+        self.peer = ""  # the decode worker
+        self.num_chunks = self.sent_pages = 0
         self._books = books
 
     def become(self, state: PrefillState) -> None:

@@ -18,6 +18,7 @@ from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import AbortedError, AuxTooLargeError, InternalError, RequestError
 from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
+from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.protocol.state import KVPoll, RoomKey
 from prefixkv.request import Request
@@ -67,6 +68,7 @@ class PrefillScheduler:
         self.bootstrapped = PrefillBootstrapQueue(books)
         self.requests: dict[str, PrefillRequest] = {}
         self.counters: Counter[str] = Counter()
+        self.journal = PrefillJournal()
         self._max_aux_bytes = max_aux_bytes
         self._rooms: dict[RoomKey, PrefillRequest] = {}
         self._sent: deque[PrefillRequest] = deque()
@@ -76,7 +78,7 @@ class PrefillScheduler:
 
     # --- what the engine calls --------------------------------------------------------------------
 
-    def add(self, request: Request) -> PrefillRequest:
+    def add(self, request: Request, now_s: float = 0.0) -> PrefillRequest:
         """Take a request; it waits for decode's promise.
 
         Raises RequestError, with nothing changed: a duplicate id, a room in use, or a prompt that the pool could
@@ -86,7 +88,7 @@ class PrefillScheduler:
         needed = pages_for(len(request.key), self.books.page_size)
         if needed > limit:
             raise RequestError(f"request {request.rid!r} needs {needed} pages, {limit} is the most there is")
-        req = PrefillRequest(request, self.books)
+        req = PrefillRequest(request, self.books, now_s)
         if request.rid in self.requests:
             raise RequestError(f"request {request.rid!r} is here already")
         if req.room_key in self._rooms:
@@ -104,6 +106,7 @@ class PrefillScheduler:
             self.counters["prompt_tokens"] += req.num_tokens
             self.counters["hit_tokens"] += req.prefix_len
             self.counters["decode_hit_tokens"] += req.decode_prefix_len
+            self.journal.started(req, now_s)
         return popped
 
     def send_chunk(
@@ -133,6 +136,7 @@ class PrefillScheduler:
         assert req.pages_held is not None
         span = req.plan.send(end, last)
         src_pages = req.pages[span.first_page : span.end_page].copy()
+        self.journal.chunk(req, len(src_pages), last, now_s)
         if last:
             req.become(PrefillState.SENDING)
             if req.request.cacheable:
@@ -155,7 +159,7 @@ class PrefillScheduler:
         """
         return self._pop(self._failed, after, now_s)
 
-    def abort(self, rid: str, error: Exception | None = None) -> bool:
+    def abort(self, rid: str, error: Exception | None = None, now_s: float = 0.0) -> bool:
         """End a request. Unknown or ended: no-op, False.
 
         One whose last chunk is handed over may have succeeded already, and decode may know: then it does succeed.
@@ -167,7 +171,7 @@ class PrefillScheduler:
         error = error or AbortedError(f"request {rid!r} was aborted")
         self._commands.append(AbortRoom(req.room_key, error))
         if req.state is not PrefillState.SENDING:
-            self._fail(req, error)
+            self._fail(req, error, now_s)
         return True
 
     def flush(self) -> int:
@@ -186,13 +190,14 @@ class PrefillScheduler:
         commands, self._commands = self._commands, []
         return commands
 
-    def room_bootstrapped(self, key: RoomKey, decode_prefix_len: int) -> None:
+    def room_bootstrapped(self, key: RoomKey, decode_prefix_len: int, peer: str = "", now_s: float = 0.0) -> None:
         """Decode has promised pages for this room."""
         req = self._rooms.get(key)
         if req is not None and req.state is PrefillState.BOOTSTRAPPING:
             self.bootstrapped.add(req, decode_prefix_len)
+            self.journal.promised(req, peer, now_s)
 
-    def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None) -> None:
+    def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None, now_s: float = 0.0) -> None:
         """A room reached its terminal state."""
         req = self._rooms.get(key)
         if req is None or req.state.ended:
@@ -201,8 +206,9 @@ class PrefillScheduler:
             req.become(PrefillState.SENT)
             self.counters["sent"] += 1
             self._sent.append(req)
+            self.journal.ended(req, now_s)
         else:
-            self._fail(req, error or InternalError(f"{key} failed without a reason"))
+            self._fail(req, error or InternalError(f"{key} failed without a reason"), now_s)
 
     def source_free(self, key: RoomKey, now_s: float) -> None:
         """No write reads the room's pages any more."""
@@ -239,13 +245,14 @@ class PrefillScheduler:
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _fail(self, req: PrefillRequest, error: Exception) -> None:
+    def _fail(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
         if req.state is PrefillState.BOOTSTRAPPED:
             self.bootstrapped.remove(req)
         req.error = error
         req.become(PrefillState.FAILED)
         self.counters["failed"] += 1
         self._failed.append(req)
+        self.journal.ended(req, now_s)
 
     def _pop(self, ended: deque[PrefillRequest], after: DeviceEvent | None, now_s: float) -> list[PrefillRequest]:
         is_done = after is None or after.query()  # asked before anything changes, since it may raise

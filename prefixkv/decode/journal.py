@@ -1,0 +1,96 @@
+"""What happened to a decode worker's requests, and when: the scheduler writes it down as it goes.
+
+    arrived -- pages --> admitted -- transfer --> transferred -- flight --> committed -- engine --> first token
+
+Each of these times is kept in the request itself, as it happened first; what is between two of them is a wait, by
+its reason. Without a flight to wait for, the engine's part begins when the pages are there: it has to pop them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefixkv.decode.inflight import Flight
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.stats import Journal, namespace_label
+
+REASONS = ("pages", "transfer", "flight", "engine", "first_token")
+"""What is waited for; `first_token` is all of it."""
+
+
+class DecodeJournal(Journal):
+    """See the module's text. About 0.5 us an event, none of them a token's."""
+
+    def __init__(self) -> None:
+        super().__init__(REASONS)
+        self.pages_received = 0
+
+    def admitted(self, req: DecodeRequest, new_pages: int, shared_tokens: int, now_s: float) -> None:
+        """Its prefix is locked, `shared_tokens` more are on their way, `new_pages` are asked of prefill."""
+        req.new_pages += new_pages
+        if req.admitted_s is not None:
+            return
+        req.admitted_s = now_s
+        req.hit_tokens = req.prefix_len - shared_tokens
+        req.shared_tokens = shared_tokens
+        self.waited("pages", req.arrived_s, now_s)
+        self.found(req.key.namespace, req.fill_len, req.hit_tokens, shared_tokens)
+
+    def arrived(self, flight: Flight, now_s: float) -> None:
+        """All that the flight brings is there."""
+        self.transfer_ended(flight.peer, "success")
+        self.pages_received += flight.pages.num_own
+        req = flight.owner
+        if req is not None and req.transferred_s is None:
+            req.transferred_s = now_s
+            self.waited("transfer", req.admitted_s, now_s)
+
+    def committed(self, req: DecodeRequest, now_s: float) -> None:
+        """Its KV is in the tree, whole, and it may run."""
+        if req.committed_s is not None:
+            return
+        req.committed_s = now_s
+        if req.shared_tokens:
+            self.waited("flight", req.transferred_s, now_s)
+
+    def runs(self, req: DecodeRequest, now_s: float) -> None:
+        """The engine has appended a token. Again, after a retraction: no-op."""
+        if req.first_token_s is None:
+            req.first_token_s = now_s
+            self.waited("engine", req.committed_s if req.shared_tokens else req.transferred_s, now_s)
+            self.waited("first_token", req.arrived_s, now_s)
+
+    def ended(self, req: DecodeRequest, now_s: float) -> None:
+        req.ended_s = now_s
+        if self.on_ended is not None:
+            self.on_ended(req, now_s)
+
+
+def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
+    """All that is known of a request, as JSON can hold it. Times are seconds since it arrived, None if it never came."""
+    times = {
+        "admitted_s": req.admitted_s,
+        "transferred_s": req.transferred_s,
+        "committed_s": req.committed_s,
+        "first_token_s": req.first_token_s,
+        "ended_s": req.ended_s,
+    }
+    return {
+        "side": "decode",
+        "rid": req.rid,
+        "room": req.room,
+        "generation": req.generation,
+        "namespace": namespace_label(req.key.namespace),
+        "outcome": req.state.value,
+        "error": None if req.error is None else f"{type(req.error).__name__}: {req.error}",
+        "peer": req.request.prefill,
+        "prompt_tokens": req.prompt_len,
+        "hit_tokens": req.hit_tokens,
+        "shared_tokens": req.shared_tokens,
+        "output_tokens": len(req.output),
+        "asked_bytes": req.new_pages * page_bytes,
+        "skipped_bytes": (req.hit_tokens + req.shared_tokens) // page_size * page_bytes,
+        "retractions": req.retractions,
+        "retries": req.retries,
+        **{name: None if when is None else round(when - req.arrived_s, 6) for name, when in times.items()},
+    }

@@ -1,0 +1,84 @@
+"""What happened to a prefill worker's requests, and when: the scheduler writes it down as it goes.
+
+    arrived -- decode --> promised -- pages --> started -- compute --> computed -- send --> sent
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefixkv.errors import AbortedError
+from prefixkv.prefill.request import PrefillRequest, PrefillState
+from prefixkv.stats import Journal, namespace_label
+
+REASONS = ("decode", "pages", "compute", "send")
+"""What is waited for: decode's promise, pages of its own, the engine, and the writes with their acknowledgement."""
+
+
+class PrefillJournal(Journal):
+    """See the module's text."""
+
+    def __init__(self) -> None:
+        super().__init__(REASONS)
+
+    def promised(self, req: PrefillRequest, peer: str, now_s: float) -> None:
+        """Decode (`peer`) has named the pages."""
+        req.peer = peer
+        req.promised_s = now_s
+        self.waited("decode", req.arrived_s, now_s)
+
+    def started(self, req: PrefillRequest, now_s: float) -> None:
+        """The engine may compute it."""
+        req.started_s = now_s
+        self.waited("pages", req.promised_s, now_s)
+        self.found(req.key.namespace, req.num_tokens, req.prefix_len)
+
+    def chunk(self, req: PrefillRequest, pages: int, last: bool, now_s: float) -> None:
+        req.num_chunks += 1
+        req.sent_pages += pages
+        if last:
+            req.computed_s = now_s
+            self.waited("compute", req.started_s, now_s)
+
+    def ended(self, req: PrefillRequest, now_s: float) -> None:
+        req.ended_s = now_s
+        if req.state is PrefillState.SENT:
+            self.waited("send", req.computed_s, now_s)
+        if req.peer:
+            self.transfer_ended(req.peer, "success" if req.state is PrefillState.SENT else outcome(req))
+        if self.on_ended is not None:
+            self.on_ended(req, now_s)
+
+
+def outcome(req: PrefillRequest) -> str:
+    """How it ended."""
+    if req.state is PrefillState.FAILED and isinstance(req.error, AbortedError):
+        return "aborted"
+    return req.state.value
+
+
+def timeline(req: PrefillRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
+    """All that is known of a request, as JSON can hold it. Times are seconds since it arrived, None if it never came."""
+    times = {
+        "promised_s": req.promised_s,
+        "started_s": req.started_s,
+        "computed_s": req.computed_s,
+        "ended_s": req.ended_s,
+    }
+    return {
+        "side": "prefill",
+        "rid": req.rid,
+        "room": req.room,
+        "generation": req.request.generation,
+        "namespace": namespace_label(req.key.namespace),
+        "outcome": outcome(req),
+        "error": None if req.error is None else f"{type(req.error).__name__}: {req.error}",
+        "peer": req.peer,
+        "prompt_tokens": req.num_tokens,
+        "hit_tokens": req.prefix_len,
+        "decode_hit_tokens": req.decode_prefix_len,
+        "chunks": req.num_chunks,
+        "sent_bytes": req.sent_pages * page_bytes,
+        "skipped_bytes": req.decode_prefix_len // page_size * page_bytes,
+        **{name: None if when is None else round(when - req.arrived_s, 6) for name, when in times.items()},
+    }

@@ -1,0 +1,123 @@
+"""What is counted for those who look on: histograms, and tallies by label.
+
+The owner's thread writes, any thread reads: every value is an int, a float or a list that is copied in one step, so a
+reader needs no lock and the writer does not wait. Figures read together may be of moments a few microseconds apart.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+SECONDS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+MICROSECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1)
+
+OTHER = "other"
+"""The label of all that came after a tally was full."""
+
+
+OUTCOMES = ("success", "failed", "aborted")
+"""Of transfers."""
+
+
+class Histogram:
+    """How many values were at most each bound. `observe` is O(log bounds).
+
+    >>> waits = Histogram((1.0, 2.0))
+    >>> for value in (0.5, 2.0, 9.0):
+    ...     waits.observe(value)
+    >>> waits.cumulative(), waits.total
+    ([1, 2, 3], 11.5)
+    """
+
+    __slots__ = ("_counts", "bounds", "total")
+
+    def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
+        self.bounds = tuple(bounds)
+        self.total = 0.0
+        self._counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[int]:
+        """Values up to each bound, the last one infinity."""
+        counts, so_far = self._counts.copy(), 0
+        for at, count in enumerate(counts):
+            counts[at] = so_far = so_far + count
+        return counts
+
+
+class Tally:
+    """Numbers by label, a row of `width` each; all labels beyond `max_labels` share the row of `OTHER`.
+
+    `name` makes the label's text of what a row is for; it is called once a row.
+    """
+
+    def __init__(self, width: int, max_labels: int = 64, name: Callable[[Any], str] = str) -> None:
+        self._width = width
+        self._max_labels = max_labels
+        self._name = name
+        self._rows: dict[Hashable, list[float]] = {}
+        self._named: dict[str, list[float]] = {}
+
+    def row(self, label: Hashable) -> list[float]:
+        """The label's numbers, to add to. O(1)."""
+        row = self._rows.get(label)
+        if row is not None:
+            return row
+        if len(self._rows) >= self._max_labels:
+            return self._named.setdefault(OTHER, [0.0] * self._width)  # not kept by label: there may be any number
+        name = self._name(label)
+        row = self._rows[label] = self._named.setdefault(name, [0.0] * self._width)
+        return row
+
+    def read(self) -> dict[str, list[float]]:
+        """A copy, by the labels' text."""
+        return {name: row.copy() for name, row in self._named.copy().items()}
+
+
+class Journal:
+    """What happened to one side's requests. Written by the scheduler's thread.
+
+    `tokens` by namespace: of prompts, of those found here; recently (a mean that fades over some hundred requests) of
+    both again; and of those found on their way. `transfers` by outcome and peer. `waits` in seconds, by reason.
+
+    `on_ended(req, now_s)`, if set, is called when a request has ended, by the scheduler's thread.
+    """
+
+    PROMPT, HIT, RECENT_PROMPT, RECENT_HIT, SHARED = range(5)
+    RECENT = 0.99  # of what was recent still is, a request later
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        self.tokens = Tally(5, name=namespace_label)
+        self.transfers = {outcome: Tally(1) for outcome in OUTCOMES}
+        self.waits = {reason: Histogram() for reason in reasons}
+        self.on_ended: Callable[[Any, float], None] | None = None
+
+    def found(self, namespace: Hashable, prompt_tokens: int, hit_tokens: int, shared_tokens: int = 0) -> None:
+        """A request was admitted, and so much of its prompt was here."""
+        row = self.tokens.row(namespace)
+        row[0] += prompt_tokens
+        row[1] += hit_tokens
+        row[2] = row[2] * self.RECENT + prompt_tokens
+        row[3] = row[3] * self.RECENT + hit_tokens
+        row[4] += shared_tokens
+
+    def transfer_ended(self, peer: str, outcome: str) -> None:
+        self.transfers[outcome].row(peer)[0] += 1
+
+    def waited(self, reason: str, since_s: float | None, until_s: float | None) -> None:
+        """Unless one of the two is not known."""
+        if since_s is not None and until_s is not None:
+            self.waits[reason].observe(until_s - since_s)
+
+
+def namespace_label(namespace: Hashable) -> str:
+    """A namespace as text: at most 64 characters, empty for the common one."""
+    return "" if namespace is None else str(namespace)[:64]
+
