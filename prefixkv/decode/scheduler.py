@@ -59,7 +59,17 @@ class AbortRoom:
     error: Exception
 
 
-Command = OpenRoom | AbortRoom
+@dataclass(frozen=True, slots=True)
+class RefuseRoom:
+    """Tell the prefill worker at `address` that this room will not be opened. `room_drained` follows."""
+
+    key: RoomKey
+    ticket: int
+    address: str
+    error: Exception
+
+
+Command = OpenRoom | AbortRoom | RefuseRoom
 
 
 class DecodeScheduler:
@@ -123,10 +133,7 @@ class DecodeScheduler:
             )
         if request.rid in self.requests:
             raise RequestError(f"request {request.rid!r} is here already")
-        if request.room in self._rooms or request.room in self._undrained:
-            raise RequestError(f"room {request.room} is in use")
-        if not request.prefill:
-            raise RequestError(f"request {request.rid!r} names no prefill worker")
+        self._check_room(request)
         if len(self.waiting) >= self._max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
         req = DecodeRequest(request, self.books, now_s)
@@ -254,6 +261,14 @@ class DecodeScheduler:
         error = error or AbortedError(f"request {rid!r} was aborted")
         self._end(req, DecodeState.ABORTED, error, now_s, _pending(after))
         return True
+
+    def refuse(self, request: Request, error: Exception) -> None:
+        """Tell prefill at once that decode will not take this request, which `add` has refused, say.
+
+        Raises RequestError, with nothing changed: its room is in use here, or it names no prefill worker.
+        """
+        self._check_room(request)
+        self._refuse(request, error)
 
     def flush(self) -> int:
         """Empty the cache after a weight update. Returns the pages freed at once.
@@ -429,9 +444,24 @@ class DecodeScheduler:
             self._leave_flight(req, error, room_is_open)
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
+            if before is DecodeState.QUEUED:  # else prefill is not asked before it is admitted again
+                self._refuse(req.request, error)
         self._leave(req, now_s, was_active=before in _ACTIVE)
         if req.pages_held is not None and not self._is_deferred(req):
             self._after(after, req, None, now_s)
+
+    def _check_room(self, request: Request) -> None:
+        if request.room in self._rooms or request.room in self._undrained:
+            raise RequestError(f"room {request.room} is in use")
+        if not request.prefill:
+            raise RequestError(f"request {request.rid!r} names no prefill worker")
+
+    def _refuse(self, request: Request, error: Exception) -> None:
+        """Prefill may have the request, and hold KV for it. The room's number is in use until it has answered."""
+        self.counters["refused"] += 1
+        key = RoomKey(request.room, request.generation)
+        self._undrained.setdefault(key.room, set()).add(key.generation)
+        self._commands.append(RefuseRoom(key, next(self._tickets), request.prefill, error))
 
     def _leave_flight(self, req: DecodeRequest, error: Exception, room_is_open: bool) -> None:
         """The request ends while its KV is on its way. If others wait for it, it goes on for them."""

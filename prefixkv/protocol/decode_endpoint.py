@@ -19,6 +19,7 @@ from prefixkv.protocol.backoff import Backoff
 from prefixkv.protocol.links import Liveness, Stamper, check_pair
 from prefixkv.protocol.messages import Frame, Hello, HelloReply, Outcome, OutcomeAck, Promise
 from prefixkv.protocol.receiver_machine import ReceiverMachine, RoomDrained, RoomEnded, RoomOverdue, Say
+from prefixkv.protocol.refusal_machine import RefusalMachine
 from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.protocol.timers import Timers
@@ -60,7 +61,7 @@ class _Link:
 
 @dataclass(slots=True, eq=False)
 class _Room:
-    machine: ReceiverMachine
+    machine: ReceiverMachine | RefusalMachine
     link: _Link
     peer: PeerId | None = None  # the incarnation that was promised the pages
 
@@ -84,9 +85,22 @@ class DecodeEndpoint:
 
     def open(self, promise: Promise, address: str, now_s: float) -> list[Action]:
         """Open a room with the worker at `address`. Raises RequestError if the room is open already."""
-        key = RoomKey(promise.room, promise.generation)
-        if key in self._rooms:
-            raise RequestError(f"room {key.room} generation {key.generation} is open already")
+        return self._enter(ReceiverMachine(promise, self._timing, now_s), address, now_s)
+
+    def refuse(self, key: RoomKey, ticket: int, address: str, error: Exception, now_s: float) -> list[Action]:
+        """Tell the worker at `address` that the room will not be opened; RoomDrained follows, also if it is not there.
+
+        Raises RequestError if the room is open.
+        """
+        return self._enter(RefusalMachine(key, ticket, str(error), self._timing, now_s), address, now_s)
+
+    def _enter(self, machine: ReceiverMachine | RefusalMachine, address: str, now_s: float) -> list[Action]:
+        key = machine.key
+        known = self._rooms.get(key)
+        if known is not None:
+            if not isinstance(known.machine, RefusalMachine) or known.machine.is_news:
+                raise RequestError(f"room {key.room} generation {key.generation} is open already")
+            self._drop(known)  # the number is in use again
         out: list[Action] = []
         link = self._links.get(address)
         if link is None:
@@ -94,8 +108,7 @@ class DecodeEndpoint:
             self._links[address] = link
             out.append(Connect(address))
             self._greet(link, now_s, out)
-        room = _Room(ReceiverMachine(promise, self._timing, now_s), link)
-        self._rooms[key] = room
+        self._rooms[key] = room = _Room(machine, link)
         link.rooms.add(key)
         link.waiting.add(key)
         self._timers.wake(key, room.machine.wake_s)
@@ -106,8 +119,12 @@ class DecodeEndpoint:
         """End a room from this side. Unknown or ended: no-op."""
         out: list[Action] = []
         room = self._rooms.get(key)
-        if room is not None:
+        if room is not None and isinstance(room.machine, ReceiverMachine):
             self._on(room, receiver.Fail(error), now_s, out)
+            if room.peer is None:
+                # Prefill has not heard of the room, but may have the request, and wait. Its answer is no news here.
+                refusal = RefusalMachine(key, room.machine.ticket, str(error), self._timing, now_s, is_news=False)
+                out += self._enter(refusal, room.link.address, now_s)
         return out
 
     def fence(self, peer: PeerId, now_s: float) -> list[Action]:
@@ -215,7 +232,7 @@ class DecodeEndpoint:
 
     def rooms(self) -> Iterable[ReceiverMachine]:
         """The machines of all open or undrained rooms, for audits."""
-        return [room.machine for room in self._rooms.values()]
+        return [room.machine for room in self._rooms.values() if isinstance(room.machine, ReceiverMachine)]
 
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
         """By address: who answers there, and "ready", "suspect" or "connecting"."""
@@ -247,7 +264,7 @@ class DecodeEndpoint:
     def _take_outcome(self, link: _Link, outcome: Outcome, now_s: float, out: list[Action]) -> None:
         key = RoomKey(outcome.room, outcome.generation)
         room = self._rooms.get(key)
-        if room is None or room.machine.promise.ticket != outcome.ticket:
+        if room is None or room.machine.ticket != outcome.ticket:
             # That use of the room has ended and is drained here: only the acknowledgement was lost.
             self._send(link, OutcomeAck(*key, outcome.rank, outcome.ticket), now_s, out)
         else:
@@ -266,7 +283,7 @@ class DecodeEndpoint:
             return
         if room.peer != link.peer:
             raise ProtocolError(f"room {body.room} was promised to {room.peer}, not to {link.peer}")
-        if room.machine.promise.ticket != body.ticket:
+        if room.machine.ticket != body.ticket:
             raise ProtocolError(f"a word of an earlier use of room {body.room}")
         self._on(room, event, now_s, out)
 
@@ -314,7 +331,7 @@ class DecodeEndpoint:
         error = PeerLostError(f"{lost} was replaced by {newer}")
         for key in list(link.rooms):
             room = self._rooms[key]
-            if room.peer == lost and not room.machine.poll.ended:
+            if room.peer == lost:
                 self._on(room, receiver.Fail(error, tell=False), now_s, out)
 
     # --- links ------------------------------------------------------------------------------------
@@ -388,11 +405,14 @@ class DecodeEndpoint:
             elif room.link.peer == room.peer:  # the incarnation it is meant for still listens there
                 self._send(room.link, action.body, now_s, out)
         self._expected += (not machine.drained) - expected
-        if machine.poll.ended:
-            room.link.waiting.discard(machine.key)
         if machine.over:
-            del self._rooms[machine.key]
-            room.link.rooms.discard(machine.key)
-            self._timers.forget(machine.key)
+            self._drop(room)
         else:
             self._timers.wake(machine.key, machine.wake_s)
+
+    def _drop(self, room: _Room) -> None:
+        key = room.machine.key
+        del self._rooms[key]
+        room.link.rooms.discard(key)
+        room.link.waiting.discard(key)
+        self._timers.forget(key)

@@ -121,6 +121,10 @@ class ReceiverMachine:
         self._deadline_s = now_s + timing.bootstrap_timeout_s
 
     @property
+    def ticket(self) -> int:
+        return self.promise.ticket
+
+    @property
     def drained(self) -> bool:
         """No write of the room can land any more (also before any peer knows its pages)."""
         return not self._undrained

@@ -193,6 +193,8 @@ class DecodeManager(_Manager):
                 self._open(item, now_s)
             case decode.AbortRoom():
                 self._act(self.endpoint.abort(item.key, item.error, now_s))
+            case decode.RefuseRoom(key, ticket, address, error):
+                self._act(self.endpoint.refuse(key, ticket, address, error, now_s))
             case Arrived():
                 self._act(self.endpoint.on_arrival(item.tag, now_s))
             case Fence():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import AbortRoom, Command, DecodeScheduler, OpenRoom
+from prefixkv.decode.scheduler import AbortRoom, Command, DecodeScheduler, OpenRoom, RefuseRoom
 from prefixkv.errors import TransferError
 from prefixkv.pool.page_allocator import PageState
 from prefixkv.protocol.state import KVPoll, RoomKey
@@ -92,6 +92,8 @@ class Desk:
         for command in self.commands():
             if isinstance(command, AbortRoom):
                 self.fail(command.key, drained=True)
+            elif isinstance(command, RefuseRoom):
+                self.drain(command.key)
 
     def snapshot(self) -> Any:
         """All that a call which changes nothing leaves as it was."""
@@ -119,4 +121,4 @@ class Desk:
         return result
 
 
-__all__ = ["BROKEN", "PAGE_SIZE", "AbortRoom", "Desk", "OpenRoom"]
+__all__ = ["BROKEN", "PAGE_SIZE", "AbortRoom", "Desk", "OpenRoom", "RefuseRoom"]

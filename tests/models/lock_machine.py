@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from prefixkv.decode.oplog import LoggedBooks, Replica, decode_op, encode_op
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import AbortRoom, DecodeScheduler, OpenRoom
+from prefixkv.decode.scheduler import AbortRoom, DecodeScheduler, OpenRoom, RefuseRoom
 from prefixkv.errors import OutOfPagesError, RequestError, TransferError
 from prefixkv.pool.page_allocator import PageState
 from prefixkv.protocol.state import KVPoll, RoomKey
@@ -312,6 +312,9 @@ class LockMachine(RuleBasedStateMachine):
                     self.writable[key] = {page: written(flight.owner, place) for place, page in pages}
                     for page in self.writable[key]:
                         self.written.pop(page, None)
+                case RefuseRoom(key):
+                    self.undrained.add(key)
+                    self.writable[key] = {}
                 case AbortRoom(key, _) if key in self.rooms:
                     self.rooms.remove(key)
                     self.aborting.add(key)

@@ -206,6 +206,8 @@ class DecodeSide:
                 self.act(self.endpoint.open(promise, address, now_s))
             case decode_scheduler.AbortRoom(key, error):
                 self.act(self.endpoint.abort(key, error, now_s))
+            case decode_scheduler.RefuseRoom(key, ticket, address, error):
+                self.act(self.endpoint.refuse(key, ticket, address, error, now_s))
             case Arrived(tag):
                 self.act(self.endpoint.on_arrival(tag, now_s))
 

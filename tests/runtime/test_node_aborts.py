@@ -35,7 +35,8 @@ def test_decode_aborts(pair: NodePair, stage: Callable[[NodePair], Proceed]) -> 
     proceed()
     if stage is queued:
         pair.until(lambda: "big" in pair.d.ended)
-        pair.prefill.abort("r")  # nobody has ever promised it anything
+        pair.until(lambda: "r" in pair.p.failed)  # which has never been promised anything
+        assert "aborted" in str(pair.p.failed["r"])
     pair.settle()
     pair.d.hold_running = pair.p.hold = False
     if stage in (promised, full_hit):  # prefill's engine comes late, and hears of it at once
