@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from prefixkv.cache.eviction import policy_names, register
 from prefixkv.cache.gated import Gated
 from prefixkv.config import DecodeConfig
+from prefixkv.decode.admission import DEFAULT_ADMISSION, admission_names
 from prefixkv.decode.oplog import LoggedBooks
 from prefixkv.decode.ranks import DecodeReplica, RankLog, digests
 from prefixkv.decode.request import DecodeRequest
@@ -104,6 +105,7 @@ class SchedulerSim(PairSim):
         self.trace: list[str] = []
         self.counts: Counter[str] = Counter()
         self.eviction = chance.choice(["gated-quick", *policy_names()])
+        self.admission = chance.choice([DEFAULT_ADMISSION, *admission_names()])
         self.num_ranks = chance.choice([2, 1, 3, 4])
         self.digest_every = chance.choice([4, 0, 1])
         self.spared = {fault for fault in _FAULTS if chance.randrange(2)}
@@ -129,8 +131,14 @@ class SchedulerSim(PairSim):
         config = DecodeConfig(max_running=ROWS, policy=self.eviction)
         self.replicas = [DecodeReplica(num_pages, PAGE_SIZE, config) for _ in range(self.num_ranks - 1)]
         self.unread: list[deque[bytes]] = [deque() for _ in self.replicas]
-        reserve_tokens = self.random.choice([0, 4])
-        return DecodeScheduler(books, reserve_tokens=reserve_tokens, failure_policy=failure_policy)
+        return DecodeScheduler(
+            books,
+            reserve_tokens=self.random.choice([0, 4]),
+            failure_policy=failure_policy,
+            admission=self.admission,
+            patience_s=self.random.choice([5.0, 0.0, 0.5]),
+            waiting_timeout_s=self.random.choice([16.0, 2.0]),
+        )
 
     def device_work(self) -> Event | None:
         if self.calm or self.random.randrange(4):
@@ -211,7 +219,7 @@ class SchedulerSim(PairSim):
 
     def decode_schedule(self) -> int:
         side = self.decode
-        if not (side.events or side.running or side.scheduler.has_news):
+        if not (side.events or side.running or side.scheduler.has_news or side.scheduler.waiting.wake_s <= self.now_s):
             return _IDLE
         side.schedule()
         for req in list(side.running.values()) if self.random.randrange(2) else ():
@@ -294,10 +302,9 @@ class SchedulerSim(PairSim):
             return
         rid, room = f"r{self._next_room}", self._room_number()
         cacheable = self.random.random() < 0.9
-        max_new_tokens = self.random.randint(1, 24)
         request = Request(
-            rid, tokens, max_new_tokens=max_new_tokens, room=room, prefill=ADDRESS, cacheable=cacheable,
-            namespace=namespace,
+            rid, tokens, max_new_tokens=self.random.randint(1, 24), room=room, prefill=ADDRESS, cacheable=cacheable,
+            namespace=namespace, priority=self.random.choice([0, 5]), deadline_s=self.random.choice([None, None, 1.0]),
         )  # fmt: skip
         try:
             self.decode.scheduler.add(request, self.now_s)
@@ -396,9 +403,11 @@ class SchedulerSim(PairSim):
 
     def deadline(self) -> int:
         """Time passes until the next deadline or repeat, or far beyond."""
-        next_s = min(self.decode.endpoint.wake_s, self.prefill.endpoint.wake_s, self.now_s + 5.0)
-        self.now_s = max(self.now_s, next_s)
+        self.now_s = max(self.now_s, min(self._next_s(), self.now_s + 5.0))
         return _DONE
+
+    def _next_s(self) -> float:
+        return min(self.decode.endpoint.wake_s, self.prefill.endpoint.wake_s, self.decode.scheduler.waiting.wake_s)
 
     def silence(self) -> int:
         """Long enough for any deadline to pass."""
@@ -455,8 +464,7 @@ class SchedulerSim(PairSim):
             if not self._round():
                 if self._quiet() and not self.decode.scheduler.num_deferred:
                     break
-                next_s = min(self.decode.endpoint.wake_s, self.prefill.endpoint.wake_s)
-                self.now_s = max(self.now_s + 0.01, min(next_s, self.now_s + 10.0))
+                self.now_s = max(self.now_s + 0.01, min(self._next_s(), self.now_s + 10.0))
             if self.now_s - started_s > 100.0 * (fenced + 1) and fenced < 2:
                 # Every deadline has passed by now: what is left is held for want of proof, which a fence gives.
                 (self._fence_old, self._fence_current)[fenced]()
@@ -518,7 +526,9 @@ def run(setup: int, steps: Sequence[int]) -> SchedulerSim:
             sim.spell(value)
         sim.settle()
     except BaseException as error:
-        error.add_note(f"{sim.num_ranks} ranks, {sim.eviction}, {sim.decode_pages} pages, {sim.failure_policy}")
+        error.add_note(
+            f"{sim.num_ranks} ranks, {sim.eviction}, {sim.admission}, {sim.decode_pages} pages, {sim.failure_policy}"
+        )
         error.add_note(f"steps: {' '.join(name for name in sim.trace if name != 'nothing')}")
         raise
     return sim
