@@ -7,26 +7,26 @@ import subprocess
 import sys
 
 import prefixkv
+from tests.models.patience import PATIENCE_S
 
 HEAVY = ("torch", "nixl", "zmq")
 
 
 def run(program: str) -> str:
     return subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=PATIENCE_S
     ).stdout.strip()  # fmt: skip
 
 
-def test_the_package_is_imported_fast_and_loads_nothing_heavy() -> None:
+def test_the_package_is_imported_with_next_to_nothing() -> None:
+    """So it costs next to no time: not even numpy comes before it is needed."""
     program = (
-        "import sys, time; start = time.perf_counter(); import prefixkv; took = time.perf_counter() - start; "
-        f"print(took, [name for name in {HEAVY} if name in sys.modules])"
+        "import sys; before = set(sys.modules); import prefixkv; "
+        "print(*sorted(name.split('.')[0] for name in set(sys.modules) - before))"
     )
-    seconds, heavy = run(program).split(" ", 1)
-    assert heavy == "[]"
-    if float(seconds) >= 0.2:  # this machine may have been busy: once more
-        seconds = run(program).split(" ", 1)[0]
-    assert float(seconds) < 0.2
+    loaded = run(program).split()
+    assert not {*HEAVY, "numpy", "msgspec"} & set(loaded)
+    assert len(loaded) < 20, loaded
 
 
 def test_the_pure_part_runs_without_transport_sockets_and_tensors() -> None:
