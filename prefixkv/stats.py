@@ -120,4 +120,3 @@ class Journal:
 def namespace_label(namespace: Hashable) -> str:
     """A namespace as text: at most 64 characters, empty for the common one."""
     return "" if namespace is None else str(namespace)[:64]
-

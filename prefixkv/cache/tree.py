@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from prefixkv.cache.wants import Want
 from prefixkv.errors import ConfigError, LockError
 
 Pages = npt.NDArray[np.int32]
+
+_taken_s = attrgetter("taken_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,10 @@ class RadixTree:
     def orphan_pages(self) -> int:
         """Pages of paths that were locked when the tree was reset, and still are."""
         return self._orphan_pages
+
+    def oldest_lock(self) -> PrefixLock | None:
+        """The lock taken first, by `now_s`, of those still held. O(locks). Any thread may ask."""
+        return min(self._locks.copy(), key=_taken_s, default=None)
 
     @property
     def num_nodes(self) -> int:

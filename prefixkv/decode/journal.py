@@ -19,7 +19,7 @@ REASONS = ("pages", "transfer", "flight", "engine", "first_token")
 
 
 class DecodeJournal(Journal):
-    """See the module's text. About 0.5 us an event, none of them a token's."""
+    """See the module's text. No event is a token's, and each costs what adding up costs."""
 
     def __init__(self) -> None:
         super().__init__(REASONS)
@@ -67,7 +67,7 @@ class DecodeJournal(Journal):
 
 
 def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
-    """All that is known of a request, as JSON can hold it. Times are seconds since it arrived, None if it never came."""
+    """All that is known of a request, as JSON holds it. Times are seconds since it arrived, or None."""
     times = {
         "admitted_s": req.admitted_s,
         "transferred_s": req.transferred_s,

@@ -341,6 +341,14 @@ class DecodeScheduler:
     def num_deferred(self) -> int:
         return len(self._deferred)
 
+    def holders(self) -> list[tuple[str, RequestPages]]:
+        """Who has pages: request ids, and flights whose request has gone. Any thread may ask."""
+        reqs = [*list(self.requests.values()), *(req for _, req, _, _ in self._deferred.copy())]
+        orphans = [flight for flight in list(self.flights) if flight.owner is None]
+        held = [(req.rid, req.pages_held) for req in reqs]
+        held += [(f"flight of room {flight.room_key.room}", flight.pages) for flight in orphans]
+        return [(name, pages) for name, pages in held if pages is not None]
+
     def check_invariants(self) -> None:
         """Check books, budget and requests against each other. Raises InternalError."""
         self.books.check_invariants()

@@ -1,6 +1,6 @@
 """What happened to a prefill worker's requests, and when: the scheduler writes it down as it goes.
 
-    arrived -- decode --> promised -- pages --> started -- compute --> computed -- send --> sent
+arrived -- decode --> promised -- pages --> started -- compute --> computed -- send --> sent
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def outcome(req: PrefillRequest) -> str:
 
 
 def timeline(req: PrefillRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
-    """All that is known of a request, as JSON can hold it. Times are seconds since it arrived, None if it never came."""
+    """All that is known of a request, as JSON holds it. Times are seconds since it arrived, or None."""
     times = {
         "promised_s": req.promised_s,
         "started_s": req.started_s,

@@ -22,7 +22,7 @@ from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.protocol.state import KVPoll, RoomKey
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks
+from prefixkv.request_pages import PageBooks, RequestPages
 
 
 class DeviceEvent(Protocol):
@@ -225,6 +225,11 @@ class PrefillScheduler:
                 self._deferred.remove(deferred)
                 req.popped = True
                 self._maybe_release(req, now_s)
+
+    def holders(self) -> list[tuple[str, RequestPages]]:
+        """Who has pages, by request id. Any thread may ask."""
+        held = [(req.rid, req.pages_held) for req in list(self.requests.values())]
+        return [(name, pages) for name, pages in held if pages is not None]
 
     def check_invariants(self) -> None:
         """Check books and requests against each other. Raises InternalError."""

@@ -7,11 +7,13 @@ Every method is called from the engine's scheduler thread and returns in microse
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from prefixkv.cache.events import EventBatch, EventFeed
 from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.oplog import LoggedBooks
 from prefixkv.decode.ranks import RankLog
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
@@ -19,6 +21,7 @@ from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import CallerError, ClosedError, InternalError
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.kv_pool import KVPool
+from prefixkv.prefill import journal as prefill_journal
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import receiver_machine as receiver
@@ -26,12 +29,25 @@ from prefixkv.protocol import sender_machine as sender
 from prefixkv.protocol.messages import Hello, ModelDigest, Topology
 from prefixkv.protocol.state import PeerId
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks
+from prefixkv.request_pages import PageBooks, Pages
 from prefixkv.runtime.kv_manager import ControlFailed, DecodeManager, Fence, PrefillManager
+from prefixkv.runtime.request_log import RequestLog
+from prefixkv.stats import MICROSECONDS, Histogram
 from prefixkv.transport.base import ReadyEvent
 from prefixkv.transport.nixl import NixlTransport
 
 M = TypeVar("M", DecodeManager, PrefillManager)
+
+_COUNTERS = (
+    "aborts_of_unknown", "control_errors", "failed", "frames_dropped", "hit_tokens", "peers_unreachable",
+    "prompt_tokens",
+)  # fmt: skip
+_DECODE_COUNTERS = (
+    *_COUNTERS, "aborted", "admitted", "finished", "flight_fallbacks", "flights_adopted", "handshakes_refused",
+    "quarantined_pages", "refused", "retracted", "retries", "shared_flights", "shared_tokens", "tags_dropped",
+    "transferred", "transfers_failed",
+)  # fmt: skip
+_PREFILL_COUNTERS = (*_COUNTERS, "bytes_sent", "decode_hit_tokens", "sent", "writes_done", "writes_failed")
 
 
 class _Node(Generic[M]):
@@ -40,10 +56,29 @@ class _Node(Generic[M]):
     _manager: M
     scheduler: DecodeScheduler | PrefillScheduler
     peer_id: PeerId
+    evictions: Histogram  # seconds that making room took
+    _counters: tuple[str, ...]
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
         self._closed = False
+
+    def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
+        """Let the scheduler's journal write to the request log, and put a clock around eviction."""
+        layout, books = self.pool.layout, self.scheduler.books
+        log = RequestLog(self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size))
+        self.scheduler.journal.on_ended = log
+        self.evictions = Histogram(MICROSECONDS)
+        self._feed = EventFeed(books.cache, *self.peer_id)
+        evict = books.evict
+
+        def timed(num_pages: int, now_s: float = 0.0) -> Pages:
+            began_s = time.perf_counter()
+            pages = evict(num_pages, now_s)
+            self.evictions.observe(time.perf_counter() - began_s)
+            return pages
+
+        books.evict = timed
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a `pop_*` may have something for the engine, at most `timeout_s`. True if one may."""
@@ -73,12 +108,30 @@ class _Node(Generic[M]):
         self._pump()
         self.scheduler.check_invariants()
 
+    def take_cache_events(self, afresh: bool = False) -> EventBatch:
+        """What the prefix cache stored and removed since the last call, for a router (`BoundedAffinityRouter.apply`).
+
+        The first batch, and one `afresh`, gives all that is there. Before the first call nothing is recorded.
+        """
+        self._pump()
+        return self._feed.take(afresh)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def num_rooms(self) -> int:
+        """Rooms that are open, or not drained yet. Any thread may ask."""
+        return self._manager.endpoint.num_rooms
+
     def stats(self) -> dict[str, int]:
-        """Counters, and how many pages are in each state."""
+        """Counters, and how many pages are in each state. All keys are there from the start, but for `dropped: ...`."""
         self._pump()
         books = self.scheduler.books
         pages = books.allocator
         return {
+            **dict.fromkeys(self._counters, 0),
             **self.scheduler.counters,
             **self._manager.counters,
             **self._manager.endpoint.counters,
@@ -160,6 +213,7 @@ class DecodeNode(_Node[DecodeManager]):
     """
 
     scheduler: DecodeScheduler
+    _counters = _DECODE_COUNTERS
 
     def __init__(self, pool: KVPool, config: DecodeConfig | None = None, ranks: RankLog | None = None) -> None:
         super().__init__(pool)
@@ -182,6 +236,7 @@ class DecodeNode(_Node[DecodeManager]):
             patience_s=config.patience_s,
             waiting_timeout_s=config.longest_wait_s,
         )
+        self._observe(decode_journal.timeline)
         self._manager = DecodeManager(
             self.peer_id,
             lambda metadata: Hello(_digest(layout, config.model), Topology(layout.page_size), layout, metadata),
@@ -282,6 +337,7 @@ class PrefillNode(_Node[PrefillManager]):
     """
 
     scheduler: PrefillScheduler
+    _counters = _PREFILL_COUNTERS
 
     def __init__(self, pool: KVPool, config: PrefillConfig | None = None) -> None:
         super().__init__(pool)
@@ -293,6 +349,7 @@ class PrefillNode(_Node[PrefillManager]):
         self.config = config
         self.peer_id = PeerId(config.name, time.time_ns())
         self.scheduler = PrefillScheduler(books, max_aux_bytes=config.control.max_aux_bytes)
+        self._observe(prefill_journal.timeline)
         self._manager = PrefillManager(
             self.peer_id,
             config.bind,
@@ -309,8 +366,7 @@ class PrefillNode(_Node[PrefillManager]):
 
     def add(self, request: Request) -> PrefillRequest:
         """Take a request; it waits for decode's promise. Raises RequestError, with nothing changed."""
-        self._pump()
-        req = self.scheduler.add(request)
+        req = self.scheduler.add(request, self._pump())
         self._tell()
         return req
 
@@ -342,8 +398,7 @@ class PrefillNode(_Node[PrefillManager]):
 
     def abort(self, rid: str) -> bool:
         """End a request; it comes out of `pop_failed`. Unknown or ended: False."""
-        self._pump()
-        known = self.scheduler.abort(rid)
+        known = self.scheduler.abort(rid, now_s=self._pump())
         self._tell()
         return known
 
@@ -352,11 +407,15 @@ class PrefillNode(_Node[PrefillManager]):
         self._check_open()
         return self._manager.endpoint.peers(time.monotonic())
 
+    @property
+    def bytes_sent(self) -> int:
+        """KV written to decode workers. Any thread may ask."""
+        return self._manager.counters["bytes_sent"]
+
     def stats(self) -> dict[str, int]:
         """Counters, pages by state, and the bytes that were not sent because decode had them."""
         stats = super().stats()
         layout = self.pool.layout
-        stats.setdefault("bytes_sent", 0)
         skipped_pages = stats.get("decode_hit_tokens", 0) // layout.page_size
         stats["bytes_skipped"] = skipped_pages * layout.page_bytes
         return stats
@@ -364,9 +423,9 @@ class PrefillNode(_Node[PrefillManager]):
     def _take(self, event: Any, now_s: float) -> None:
         match event:
             case sender.Bootstrapped():
-                self.scheduler.room_bootstrapped(event.key, event.prefix_len)
+                self.scheduler.room_bootstrapped(event.key, event.prefix_len, event.peer.name, now_s)
             case sender.RoomEnded():
-                self.scheduler.room_ended(event.key, event.poll, event.error)
+                self.scheduler.room_ended(event.key, event.poll, event.error, now_s)
             case sender.SourceFree():
                 self.scheduler.source_free(event.key, now_s)
 

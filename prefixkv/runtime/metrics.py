@@ -1,0 +1,228 @@
+"""Prometheus metrics of nodes, read when they are scraped: `REGISTRY.register(NodeCollector(node, ...))`.
+
+The scraper's thread reads, the scheduler's does not know: what is read are single ints, and copies that the
+interpreter makes in one step (of a list, a dict, a set), so there is no lock, nothing is published, and a scheduler
+that is stuck can still be looked at. Figures of one scrape may be of moments a few microseconds apart. Labels are
+bounded: 64 namespaces and 64 peers, all others together are "other"; a request's id appears only as the owner of
+a lock that has been held for `NAME_AFTER_S`.
+
+Needs prometheus_client: pip install 'prefixkv[metrics]'.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from prefixkv.errors import ClosedError
+from prefixkv.prefill.request import PrefillState
+from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.stats import Histogram, Journal
+
+NAME_AFTER_S = 60.0
+
+Node = DecodeNode | PrefillNode
+Labels = tuple[str, ...]
+Samples = Iterable[tuple[Labels, float]]
+
+
+class _Spec(NamedTuple):
+    """One metric: its samples of a node, each with the values of `labels` (besides `node`)."""
+
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    name: str
+    text: str
+    labels: Labels
+    read: Callable[[Any], Samples]
+
+
+class _HistogramSpec(NamedTuple):
+    name: str
+    text: str
+    labels: Labels
+    read: Callable[[Any], Iterable[tuple[Labels, Histogram]]]
+
+
+def _count(key: str) -> Callable[[Node], Samples]:
+    """One of the scheduler's counters."""
+    return lambda node: [((), node.scheduler.counters[key])]
+
+
+def _ended(*outcomes: str) -> Callable[[Node], Samples]:
+    return lambda node: [((outcome,), node.scheduler.counters[outcome]) for outcome in outcomes]
+
+
+def _tokens(column: int) -> Callable[[Node], Samples]:
+    return lambda node: [((name,), row[column]) for name, row in node.scheduler.journal.tokens.read().items()]
+
+
+def _recent_ratio(node: Node) -> Samples:
+    for name, row in node.scheduler.journal.tokens.read().items():
+        yield (name,), row[Journal.RECENT_HIT] / max(1.0, row[Journal.RECENT_PROMPT])
+
+
+def _transfers(node: Node) -> Samples:
+    for outcome, tally in node.scheduler.journal.transfers.items():
+        for peer, (count,) in tally.read().items():
+            yield (peer, outcome), count
+
+
+def _pages(node: Node) -> Samples:
+    pages = node.scheduler.books.allocator
+    yield ("free",), pages.free_pages
+    yield ("owned",), pages.owned_pages
+    yield ("cached",), pages.cached_pages
+    yield ("held",), pages.held_pages
+    yield ("quarantined",), pages.quarantined_pages
+
+
+def _decode_queues(node: DecodeNode) -> Samples:
+    scheduler = node.scheduler
+    transfers, flights = scheduler.transfers, list(scheduler.flights)
+    is_open, complete = transfers.num_open, transfers.num_complete
+    yield ("pages",), len(scheduler.waiting)
+    yield ("transfer",), is_open
+    yield ("flight",), max(0, len(flights) - is_open - complete)
+    yield ("commit",), complete
+    yield ("device",), scheduler.num_deferred
+    yield ("running",), max(0, scheduler.budget.active - sum(flight.owner is not None for flight in flights))
+
+
+_PREFILL_QUEUES = {
+    PrefillState.BOOTSTRAPPING: "decode", PrefillState.BOOTSTRAPPED: "pages", PrefillState.COMPUTING: "compute",
+    PrefillState.SENDING: "send", PrefillState.SENT: "release", PrefillState.FAILED: "release",
+}  # fmt: skip
+
+
+def _prefill_queues(node: PrefillNode) -> Samples:
+    counts = Counter(_PREFILL_QUEUES[req.state] for req in list(node.scheduler.requests.values()))
+    for queue in dict.fromkeys(_PREFILL_QUEUES.values()):
+        yield (queue,), counts[queue]
+
+
+def _oldest_lock_age(node: Node) -> Samples:
+    lock = node.scheduler.books.cache.oldest_lock()
+    yield (), 0.0 if lock is None else max(0.0, time.monotonic() - lock.taken_s)
+
+
+def _oldest_lock_owner(node: Node) -> Samples:
+    lock = node.scheduler.books.cache.oldest_lock()
+    if lock is not None and time.monotonic() - lock.taken_s >= NAME_AFTER_S:
+        owners = (name for name, pages in node.scheduler.holders() if pages.lock is lock)
+        yield (next(owners, "unknown"),), 1
+
+
+def _peers(node: Node) -> Samples:
+    try:
+        answers = node.peers().values()
+    except ClosedError:
+        return
+    states = Counter(answer if isinstance(answer, str) else answer[1] for answer in answers)
+    for state in ("ready", "suspect", "connecting"):
+        yield (state,), states[state]
+
+
+def _received_bytes(node: DecodeNode) -> Samples:
+    yield (), node.scheduler.journal.pages_received * node.pool.layout.page_bytes
+
+
+def _decode_skipped_bytes(node: DecodeNode) -> Samples:
+    layout, rows = node.pool.layout, node.scheduler.journal.tokens.read().values()
+    tokens = sum(row[Journal.HIT] + row[Journal.SHARED] for row in rows)
+    yield (), tokens // layout.page_size * layout.page_bytes
+
+
+def _prefill_skipped_bytes(node: PrefillNode) -> Samples:
+    layout = node.pool.layout
+    yield (), node.scheduler.counters["decode_hit_tokens"] // layout.page_size * layout.page_bytes
+
+
+def _waits(node: Node) -> Iterable[tuple[Labels, Histogram]]:
+    return [((reason,), waits) for reason, waits in node.scheduler.journal.waits.items()]
+
+
+_COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
+
+BOTH = (
+    _Spec(_COUNTER, "prompt_tokens", "Tokens of admitted prompts.", ("namespace",), _tokens(Journal.PROMPT)),
+    _Spec(_COUNTER, "hit_tokens", "Tokens of them that were cached here.", ("namespace",), _tokens(Journal.HIT)),
+    _Spec(_GAUGE, "recent_hit_ratio", "Hit tokens by prompt tokens of the last hundred requests or so.",
+          ("namespace",), _recent_ratio),
+    _Spec(_COUNTER, "transfers", "Transfers that ended.", ("peer", "outcome"), _transfers),
+    _Spec(_GAUGE, "pages", "Pages of the pool by state.", ("state",), _pages),
+    _Spec(_GAUGE, "evictable_pages", "Cached pages that no lock covers.", (),
+          lambda node: [((), node.scheduler.books.cache.evictable_pages)]),
+    _Spec(_GAUGE, "protected_pages", "Cached pages that a lock covers.", (),
+          lambda node: [((), node.scheduler.books.cache.protected_pages)]),
+    _Spec(_COUNTER, "evicted_pages", "Cached pages given to requests.", (),
+          lambda node: [((), node.scheduler.books.evicted_pages)]),
+    _Spec(_GAUGE, "locks", "Prefixes held in the tree.", (),
+          lambda node: [((), node.scheduler.books.cache.stats().num_locks)]),
+    _Spec(_GAUGE, "oldest_lock_age_seconds", "Age of the oldest lock, 0 if there is none.", (), _oldest_lock_age),
+    _Spec(_GAUGE, "oldest_lock_info", f"Whose it is, once it is {NAME_AFTER_S:g} s old.", ("rid",), _oldest_lock_owner),
+    _Spec(_GAUGE, "rooms", "Rooms that are open, or not drained yet.", (),
+          lambda node: [((), node.num_rooms)]),
+    _Spec(_GAUGE, "peers", "Peers by state.", ("state",), _peers),
+)  # fmt: skip
+DECODE = (
+    _Spec(_COUNTER, "shared_tokens", "Tokens of prompts that were on their way for another request already.",
+          ("namespace",), _tokens(Journal.SHARED)),
+    _Spec(_COUNTER, "shared_flights", "Requests that joined another's flight.", (), _count("shared_flights")),
+    _Spec(_COUNTER, "received_bytes", "KV that prefill has written here.", (), _received_bytes),
+    _Spec(_COUNTER, "skipped_bytes", "KV of prompts that was not asked for.", (), _decode_skipped_bytes),
+    _Spec(_GAUGE, "queue_requests", "Requests by what they wait for, and those that run.", ("queue",), _decode_queues),
+    _Spec(_COUNTER, "requests", "Requests that ended.", ("outcome",), _ended("finished", "failed", "aborted")),
+    _Spec(_COUNTER, "retractions", "Running requests whose pages were taken back.", (), _count("retracted")),
+    _Spec(_COUNTER, "retries", "Requests asked for again after a failed transfer.", (), _count("retries")),
+    _Spec(_COUNTER, "quarantined_pages", "Pages that no proof freed in time; see pages for those still held.", (),
+          _count("quarantined_pages")),
+)  # fmt: skip
+PREFILL = (
+    _Spec(_COUNTER, "sent_bytes", "KV written to decode workers.", (), lambda node: [((), node.bytes_sent)]),
+    _Spec(_COUNTER, "skipped_bytes", "KV that decode had already.", (), _prefill_skipped_bytes),
+    _Spec(_GAUGE, "queue_requests", "Requests by what they wait for.", ("queue",), _prefill_queues),
+    _Spec(_COUNTER, "requests", "Requests that ended.", ("outcome",), _ended("sent", "failed")),
+)  # fmt: skip
+HISTOGRAMS = (
+    _HistogramSpec("wait_seconds", "How long requests waited, by what for; first_token is all of it.",
+                   ("reason",), _waits),
+    _HistogramSpec("eviction_seconds", "How long making room took.", (), lambda node: [((), node.evictions)]),
+)  # fmt: skip
+
+
+class NodeCollector(Collector):
+    """The metrics of all nodes of a process, labelled with their names. Closed nodes have none."""
+
+    def __init__(self, *nodes: Node) -> None:
+        self._nodes = nodes
+
+    def collect(self) -> Iterator[Metric]:
+        nodes = [node for node in self._nodes if not node.closed]
+        decode: list[Node] = [node for node in nodes if isinstance(node, DecodeNode)]
+        prefill: list[Node] = [node for node in nodes if isinstance(node, PrefillNode)]
+        families: dict[str, Metric] = {}
+        for specs, of in ((BOTH, nodes), (DECODE, decode), (PREFILL, prefill)):
+            for spec in specs if of else ():
+                labels = ("node", *spec.labels)
+                family = families.setdefault(spec.name, spec.family(f"prefixkv_{spec.name}", spec.text, labels=labels))
+                for node in of:
+                    for values, number in spec.read(node):
+                        family.add_metric((node.peer_id.name, *values), number)  # type: ignore[attr-defined]
+        yield from families.values()
+        for histogram in HISTOGRAMS if nodes else ():
+            yield self._histogram(histogram, nodes)
+
+    def _histogram(self, spec: _HistogramSpec, nodes: list[Node]) -> Metric:
+        family = HistogramMetricFamily(f"prefixkv_{spec.name}", spec.text, labels=("node", *spec.labels))
+        for node in nodes:
+            for values, histogram in spec.read(node):
+                total, counts = histogram.total, histogram.cumulative()
+                bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
+                family.add_metric((node.peer_id.name, *values), list(zip(bounds, counts, strict=True)), total)
+        return family

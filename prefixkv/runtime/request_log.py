@@ -1,0 +1,40 @@
+"""One structured record a request, when it has ended: logger `prefixkv.requests`, level INFO, a JSON object.
+
+    {"side": "decode", "rid": "r1", "room": 7, ..., "hit_tokens": 6144, "arrived_at": 1763740000.1,
+     "admitted_s": 0.0021, "transferred_s": 0.0314, "committed_s": 0.0317, "first_token_s": 0.0318, "ended_s": 2.5}
+
+Times are seconds since the request arrived, so the longest step says where a slow first token waited; `room` and
+`generation` join decode's record to prefill's, which has the steps in between. `decode/journal.py` and
+`prefill/journal.py` say what each field is. The record itself is the log record's `request`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from prefixkv.protocol.state import PeerId
+
+LOGGER = logging.getLogger("prefixkv.requests")
+
+
+class RequestLog:
+    """A journal's `on_ended`. Costs next to nothing while nobody listens."""
+
+    def __init__(self, me: PeerId, timeline: Callable[[Any], dict[str, Any]]) -> None:
+        self._me = me
+        self._timeline = timeline
+
+    def __call__(self, req: Any, now_s: float) -> None:
+        if not LOGGER.isEnabledFor(logging.INFO):
+            return
+        record = {
+            "node": self._me.name,
+            "incarnation": self._me.incarnation,
+            **self._timeline(req),
+            "arrived_at": round(time.time() - (now_s - req.arrived_s), 6),
+        }
+        LOGGER.info("%s", json.dumps(record), extra={"request": record})
