@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -75,6 +76,16 @@ def mesh_layout(
     )  # fmt: skip
     layout.validate()
     return layout, at - BASE
+
+
+def moved(layout: KVLayout, address: int) -> KVLayout:
+    """The layout of the same memory at a real address instead of `BASE`."""
+    shift = address - BASE
+    return msgspec.structs.replace(
+        layout,
+        slabs=tuple(msgspec.structs.replace(slab, base=slab.base + shift) for slab in layout.slabs),
+        regions=tuple((start + shift, num_bytes) for start, num_bytes in layout.regions),
+    )
 
 
 @cache

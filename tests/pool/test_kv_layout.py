@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from prefixkv.errors import ConfigError, PageStateError
 from prefixkv.pool.kv_layout import ITEMSIZE, SLABS_PER_LAYER, KVLayout, Slab
+from tests.models.mesh_pools import ORDERS, mesh_layout
 
 GOOD = KVLayout(
     num_pages=10,
@@ -242,3 +243,49 @@ def test_what_is_accepted_shares_no_byte_and_stays_in_its_regions(data: st.DataO
     for i in range(len(slabs)):
         mine = touched[i * per_slab : (i + 1) * per_slab]
         assert any(start <= min(mine) and max(mine) < start + size for start, size in layout.regions)
+
+
+# --- layouts that do not say how many pages they have ---------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_layout_without_its_number_of_pages_has_as_many_as_it_has_room_for(order: str, attention: str) -> None:
+    layout, _ = mesh_layout(order, 6, 4, 3, 4 if attention == "mha" else 1, attention)
+    silent = msgspec.structs.replace(layout, num_pages=0)
+    assert layout.sized() is layout
+    found = silent.sized()
+    found.validate()
+    # bytes behind the last page may be part of a page's padding, so one more may seem to fit, but no further
+    assert found.num_pages in (6, 7)
+    assert found.num_pages == 6 or "padded" in order
+    with pytest.raises(ConfigError, match="num_pages is 0"):
+        silent.validate()
+
+
+def test_a_peer_may_leave_the_number_of_pages_out_of_its_message() -> None:
+    said = msgspec.to_builtins(GOOD)
+    del said["num_pages"]
+    layout = msgspec.convert(said, KVLayout)
+    assert layout.num_pages == 0
+    assert layout.sized() == GOOD
+
+
+def test_slabs_in_one_arena_have_room_up_to_the_next_and_slack_counts_for_the_last() -> None:
+    arena = changed(num_pages=0, regions=((0x10000, 0x20000),))
+    assert arena.sized().num_pages == 10  # 0x500 bytes from K to V of a layer
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"regions": ((0x10000, 0x0A00),)}, "not inside one region"),
+        ({"slabs": GOOD.slabs[:3]}, "3 slabs, must be 4"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"slabs": tuple(msgspec.structs.replace(slab, page_stride=0) for slab in GOOD.slabs)}, "leaves no room"),
+        ({"slabs": tuple(msgspec.structs.replace(slab, page_stride=-128) for slab in GOOD.slabs)}, "leaves no room"),
+    ],
+)
+def test_a_lawless_layout_has_room_for_nothing(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        changed(num_pages=0, **change).sized()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,7 +19,7 @@ from prefixkv.pool.mesh import Mesh, Shard, lease_sections, sent_share
 from prefixkv.pool.unit_pages import unit_pages
 from prefixkv.transport.staging_copy import CpuCopy, StagePlan, StagingCopy, staging_copy
 from tests.models.engine_tensors import DTYPES, ENGINES
-from tests.models.mesh_pools import BASE, ORDERS, elements, mesh_layout, shards
+from tests.models.mesh_pools import ORDERS, elements, mesh_layout, moved, shards
 
 Make = Callable[[KVLayout, Shard, int], StagingCopy]
 
@@ -56,13 +55,8 @@ class Memory:
         virtual, num_bytes = made
         raw = np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
         self.tensor = torch.from_numpy(raw).to(device)
-        shift = self.tensor.data_ptr() - BASE
         self.virtual = virtual
-        self.layout = msgspec.structs.replace(
-            virtual,
-            slabs=tuple(msgspec.structs.replace(slab, base=slab.base + shift) for slab in virtual.slabs),
-            regions=tuple((start + shift, size) for start, size in virtual.regions),
-        )
+        self.layout = moved(virtual, self.tensor.data_ptr())
 
     def bytes(self) -> np.ndarray:
         return self.tensor.cpu().numpy().copy()
