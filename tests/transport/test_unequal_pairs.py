@@ -5,13 +5,19 @@ from __future__ import annotations
 from functools import cache
 from itertools import product
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.pool.kv_layout import KVLayout, Slab
 from prefixkv.pool.mesh import Mesh, Shard, check_meshes
 from prefixkv.pool.unit_pages import shared_prefix, unit_pages
-from prefixkv.transport.descriptors import Part, Runs, paired_runs, part_indices
-from tests.models.mesh_pools import BASE, STRIDED, Int64s, Side, mesh_layout, routes, shards
+from prefixkv.transport.descriptors import Part, Runs, cut_parts, paired_runs, part_indices
+from prefixkv.transport.runs import Slots
+from tests.models.mesh_pools import BASE, ORDERS, STRIDED, Int64s, Side, elements, mesh_layout, routes, shards
 
 PAGE_SIZES = ((2, 2), (2, 4), (4, 2), (2, 8), (8, 2))
 PAGES = {2: (3, 4, 5, 0, 7, 1, 6), 4: (1, 2, 4, 0), 8: (2, 0)}  # of a request of 13 tokens; some are neighbours
@@ -109,3 +115,114 @@ def _copy(
     from_, to = _addresses(*keys, *parts, start, stop)
     memory[to] = src.memory[writer][from_]
     return to
+
+
+@given(
+    orders=st.tuples(st.sampled_from(list(ORDERS)), st.sampled_from(list(ORDERS))), sizes=st.sampled_from(PAGE_SIZES),
+    heads=st.sampled_from([Shard(0, 2, 0, 4), Shard(1, 1, 1, 2), Shard(0, 2, 3, 1)]), data=st.data(),
+    max_bytes=st.integers(1, 200), max_descriptors=st.integers(1, 12),
+)  # fmt: skip
+def test_parts_keep_their_bounds_whatever_the_page_sizes(
+    orders: tuple[str, str], sizes: tuple[int, int], heads: Shard, data: st.DataObject, max_bytes: int,
+    max_descriptors: int,
+) -> None:  # fmt: skip
+    unit, total = min(sizes), 7 * 2 // min(sizes)
+    start = data.draw(st.integers(0, total - 1))
+    stop = data.draw(st.integers(start + 1, total))
+    whole = Shard(0, heads.num_layers, 0, heads.num_heads)
+    src = mesh_layout(orders[0], 9, sizes[0], 2, 4)[0]
+    dst = mesh_layout(orders[1], 9, sizes[1], whole.num_layers, whole.num_heads)[0]
+    runs = paired_runs(src, dst, src_part=heads)
+    pages = [unit_pages(np.array(PAGES[size], np.int32), size // unit, start, stop) for size in sizes]
+    targets = []
+    for part in cut_parts(runs, *pages, max_bytes, max_descriptors):
+        i, j = part_indices(runs, part, *pages)
+        assert part.num_bytes <= max(max_bytes, part.group.block_bytes)
+        assert len(i) * part.group.block_bytes == part.num_bytes
+        merges = (np.diff(i) == 1) & (np.diff(j) == 1) & part.group.dense
+        assert len(i) - np.count_nonzero(merges) <= max_descriptors
+        targets.append(_bytes(runs.dst, j))
+    everything = np.concatenate(targets)
+    expected = elements(dst, PAGES[sizes[1]], stop * unit)[:, start * unit :]
+    assert np.array_equal(np.sort(everything), np.sort(expected.ravel()))
+
+
+# --- what is refused, and what a lie costs --------------------------------------------------------
+
+
+def _latent(num_pages: int, page_size: int, page_stride: int = 0, region: int = 2**50) -> KVLayout:
+    """One slab of MLA, a byte a token, anywhere in a region that nobody has."""
+    return KVLayout(
+        num_pages=num_pages, page_size=page_size, num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8",
+        attention="mla", order="strided", slabs=(Slab(BASE, page_stride or page_size, 1, 0),),
+        regions=((BASE, region),),
+    )  # fmt: skip
+
+
+def test_units_step_through_a_larger_page_where_its_strides_allow() -> None:
+    small = _latent(64, 2)
+    for large, expected in (
+        (_latent(16, 8), Slots(16, 4, 4, 64)),
+        (_latent(16, 8, page_stride=24), Slots(16, 4, 12, 15 * 12 + 4)),
+        (_latent(16, 8, page_stride=25), Slots(16, 4, 0, 64)),
+        (_latent(1, 8), Slots(1, 4, 4, 4)),
+    ):
+        for runs in (paired_runs(small, large), paired_runs(large, small)):
+            found = runs.dst_slots if runs.src_slots.fold == 1 else runs.src_slots
+            assert found == expected
+            assert len(runs.src) + len(runs.dst) == (2 if expected.step else 1 + 4)
+            units = np.arange(large.num_pages * 4, dtype=np.int32)
+            slots = found.of(units)
+            assert slots.dtype == np.int32
+            assert len(set(slots.tolist())) == len(units)
+            assert 0 <= slots.min() <= slots.max() == found.num_slots - 1
+
+
+def test_slots_that_an_index_would_not_reach_give_way_to_rows() -> None:
+    small = _latent(64, 2)
+    wide = _latent(2**20, 8, page_stride=2**14)  # 2**13 slots from page to page
+    runs = paired_runs(small, wide)
+    assert (runs.dst_slots.step, runs.dst_slots.num_slots) == (0, 2**22)
+    units = np.array([0, 5, 2**22 - 1], np.int32)
+    assert runs.dst_slots.of(units).tolist() == [0, 2**20 + 1, 2**22 - 1]
+
+
+def test_more_units_than_an_index_names_are_refused() -> None:
+    paired_runs(_latent(64, 2), _latent(2**29, 8))
+    with pytest.raises(ConfigError, match="int32"):
+        paired_runs(_latent(64, 2), _latent(2**29 + 1, 8))
+
+
+def test_a_peer_with_absurd_pages_costs_nothing() -> None:
+    with pytest.raises(HandshakeError, match="page_size one is more than 1024 times the other"):
+        paired_runs(_latent(64, 2), _latent(2, 2**29, page_stride=2**30 + 1))
+
+
+@pytest.mark.parametrize(
+    ("src_part", "dst_part", "field"),
+    [
+        (Shard(0, 2, 0, 2), Shard(0, 1, 0, 2), "num_layers"),
+        (Shard(0, 1, 0, 2), Shard(0, 1, 0, 1), "num_kv_heads"),
+        (None, Shard(0, 1, 0, 4), "num_layers"),
+    ],
+)
+def test_parts_of_two_sizes_are_refused(src_part: Shard | None, dst_part: Shard, field: str) -> None:
+    layout, _ = mesh_layout("layer_major", 4, 4, 2, 4)
+    with pytest.raises(HandshakeError) as caught:
+        paired_runs(layout, layout, src_part=src_part, dst_part=dst_part)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("part", [Shard(1, 2, 0, 4), Shard(0, 2, 1, 4), Shard(-1, 2, 0, 4), Shard(0, 2, -1, 4)])
+def test_a_part_outside_its_pool_is_refused(part: Shard) -> None:
+    layout, _ = mesh_layout("layer_major", 4, 4, 2, 4)
+    for parts in ({"src_part": part}, {"dst_part": part}):
+        with pytest.raises(ConfigError, match="not inside"):
+            paired_runs(layout, layout, **parts)
+
+
+def test_a_peer_that_does_not_say_its_number_of_pages_gets_what_it_has_room_for() -> None:
+    layout, _ = mesh_layout("layer_major", 4, 4, 2, 4)
+    runs = paired_runs(layout, msgspec.structs.replace(layout, num_pages=0))
+    assert runs.dst_num_pages == 4
+    assert np.array_equal(runs.src, runs.dst)
