@@ -31,7 +31,14 @@ from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.prealloc_queue import INFINITY, DecodePreallocQueue
 from prefixkv.decode.request import DecodeRequest, DecodeState, PrefillAsk
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
-from prefixkv.errors import AbortedError, AdmissionTimeoutError, InternalError, OutOfPagesError, RequestError
+from prefixkv.errors import (
+    AbortedError,
+    AdmissionTimeoutError,
+    DrainingError,
+    InternalError,
+    OutOfPagesError,
+    RequestError,
+)
 from prefixkv.paging import pages_for, whole_pages
 from prefixkv.protocol.messages import Promise
 from prefixkv.protocol.state import KVPoll, RoomKey
@@ -106,6 +113,7 @@ class DecodeScheduler:
         self.transfers = DecodeTransferQueue(books, self.flights)
         self.requests: dict[str, DecodeRequest] = {}  # all that live, by rid, oldest first
         self.counters: Counter[str] = Counter()
+        self.draining = False  # takes no new requests
         self.journal = DecodeJournal()
         self._failure_policy = failure_policy
         self._max_waiting = max_waiting
@@ -122,9 +130,11 @@ class DecodeScheduler:
     def add(self, request: Request, now_s: float) -> DecodeRequest:
         """Queue a request.
 
-        Raises RequestError, with nothing changed: a duplicate id, a room in use, no prefill address, or a
-        request that the pool could never hold.
+        Raises RequestError, with nothing changed: a duplicate id, a room in use, no prefill address, a request that
+        the pool could never hold, or any while `draining` (DrainingError).
         """
+        if self.draining:
+            raise DrainingError(f"request {request.rid!r} comes too late: this node is being drained")
         limit = min(self.books.num_pages, self.books.table.array.shape[1])
         most = pages_for(len(request.key) + request.max_new_tokens, self.books.page_size)
         if most > limit:
@@ -145,10 +155,10 @@ class DecodeScheduler:
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
         """Admit what fits: prefix locked, pages taken, prefill told what to skip."""
         self.settle_deferred(now_s)
+        admitted = self.waiting.pop_preallocated(now_s)
         for req in self.waiting.expired(now_s):
             error = AdmissionTimeoutError(f"request {req.rid!r} waited {now_s - req.arrived_s:.3f} s for pages")
             self._end(req, DecodeState.FAILED, error, now_s, None)
-        admitted = self.waiting.pop_preallocated(now_s)
         page_size = self.books.page_size
         for req in admitted:
             self.counters["admitted"] += 1
@@ -282,6 +292,17 @@ class DecodeScheduler:
     def has_news(self) -> bool:
         """Whether one of the `pop_*` has something, or may admit. O(1)."""
         return bool(self._failed or self._asks or self.transfers.any_complete or self.waiting.may_admit)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing lives here: no request, nothing to pop, no room that a peer may still write or speak for. O(1)."""
+        left = self.requests, self._failed, self._asks, self._deferred, self._undrained
+        return not any(left) and not len(self.flights)
+
+    @property
+    def wake_s(self) -> float:
+        """When a request that waits may fail for it; infinity if none."""
+        return self.waiting.wake_s
 
     # --- what the control plane tells -------------------------------------------------------------
 

@@ -7,6 +7,7 @@ seen the end (`pop_sent`, `pop_failed`), since it may be computing into them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.errors import AbortedError, AuxTooLargeError, InternalError, RequestError
+from prefixkv.errors import AbortedError, AuxTooLargeError, DrainingError, InternalError, RequestError
 from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
 from prefixkv.prefill.journal import PrefillJournal
@@ -68,6 +69,7 @@ class PrefillScheduler:
         self.bootstrapped = PrefillBootstrapQueue(books)
         self.requests: dict[str, PrefillRequest] = {}
         self.counters: Counter[str] = Counter()
+        self.draining = False  # takes no new requests
         self.journal = PrefillJournal()
         self._max_aux_bytes = max_aux_bytes
         self._rooms: dict[RoomKey, PrefillRequest] = {}
@@ -81,9 +83,11 @@ class PrefillScheduler:
     def add(self, request: Request, now_s: float = 0.0) -> PrefillRequest:
         """Take a request; it waits for decode's promise.
 
-        Raises RequestError, with nothing changed: a duplicate id, a room in use, or a prompt that the pool could
-        never hold.
+        Raises RequestError, with nothing changed: a duplicate id, a room in use, a prompt that the pool could never
+        hold, or any while `draining` (DrainingError).
         """
+        if self.draining:
+            raise DrainingError(f"request {request.rid!r} comes too late: this node is being drained")
         limit = min(self.books.num_pages, self.books.table.array.shape[1])
         needed = pages_for(len(request.key), self.books.page_size)
         if needed > limit:
@@ -182,6 +186,16 @@ class PrefillScheduler:
     def has_news(self) -> bool:
         """Whether one of the `pop_*` has something. O(1)."""
         return bool(self._failed or self._sent or self.bootstrapped.may_open)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing lives here: no request, and nothing to pop. O(1)."""
+        return not (self.requests or self._failed or self._sent or self._deferred)
+
+    @property
+    def wake_s(self) -> float:
+        """No deadline of a request is kept here."""
+        return math.inf
 
     # --- what the control plane tells -------------------------------------------------------------
 

@@ -6,6 +6,7 @@ Every method is called from the engine's scheduler thread and returns in microse
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -18,7 +19,7 @@ from prefixkv.decode.oplog import LoggedBooks
 from prefixkv.decode.ranks import RankLog
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.errors import CallerError, ClosedError, InternalError
+from prefixkv.errors import AbortedError, CallerError, ClosedError, InternalError
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.kv_pool import KVPool
 from prefixkv.prefill import journal as prefill_journal
@@ -83,12 +84,36 @@ class _Node(Generic[M]):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a `pop_*` may have something for the engine, at most `timeout_s`. True if one may."""
         self._check_open()
-        return self.scheduler.has_news or self._manager.events.wait(timeout_s)
+        if self.scheduler.has_news:
+            return True
+        left_s = self.scheduler.wake_s - time.monotonic()
+        if left_s < (math.inf if timeout_s is None else timeout_s):
+            return self._manager.events.wait(left_s) or self.scheduler.wake_s <= time.monotonic()
+        return self._manager.events.wait(timeout_s)
+
+    def drain(self, timeout_s: float = 0.0) -> bool:
+        """Take no new requests from now on (`add` raises DrainingError), and say whether all that lived has ended.
+
+        True once no request lives, nothing is left to pop, and no peer may still write here or read from here: then
+        `close` harms nobody. Waits for that up to `timeout_s`, but not while a `pop_*` has something: the engine's
+        loop goes on, and asks again. Pages in quarantine (`stats`) keep it from being True until they are fenced.
+        """
+        self.scheduler.draining = True
+        end_s = time.monotonic() + timeout_s
+        while True:
+            now_s = self._pump()
+            if self.scheduler.idle and not self._manager.endpoint.num_rooms:
+                return True
+            if self.scheduler.has_news or now_s >= end_s:
+                return False
+            # Also a look now and then: when a room that has ended is forgotten, no event says so.
+            self._manager.events.wait(min(end_s - now_s, 0.05))
 
     def fileno(self) -> int:
         """A descriptor that is readable while a `pop_*` may have something, for the engine's own poller.
 
-        Now and then it is readable once more when all has been popped already.
+        Now and then it is readable once more when all has been popped already. That a request has waited too long
+        it does not say: call `pop_preallocated` from time to time.
         """
         self._check_open()
         return self._manager.events.fd
@@ -245,12 +270,25 @@ class DecodeNode(_Node[DecodeManager]):
         )
 
     def add(self, request: Request) -> DecodeRequest:
-        """Queue a request. Raises RequestError, with nothing changed, for one that cannot be taken."""
+        """Queue a request. Raises RequestError, with nothing changed, for one that cannot be taken.
+
+        DrainingError is one of them. Prefill is not told of it: see `refuse`.
+        """
         if self._ranks is not None:
             self._ranks.check(request)
         req = self.scheduler.add(request, self._pump())
         self._tell()
         return req
+
+    def refuse(self, request: Request, reason: str = "refused") -> None:
+        """Tell prefill at once that this request will not be taken here, `add` having refused it, say.
+
+        Its room's number is in use here until prefill has answered. Raises RequestError, with nothing changed, if it
+        is in use already.
+        """
+        self._pump()
+        self.scheduler.refuse(request, AbortedError(reason))
+        self._tell()
 
     def pop_preallocated(self) -> list[DecodeRequest]:
         """Requests admitted now: prefix locked, pages taken, prefill told what to skip."""

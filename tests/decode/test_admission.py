@@ -1,0 +1,320 @@
+"""Who is admitted first: policies by name, the bound on being overtaken, and what a pass looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixkv.decode import admission
+from prefixkv.decode.admission import AdmissionPolicy, admission_names, register
+from prefixkv.decode.prealloc_queue import MAX_LOOKS
+from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.scheduler import DecodeScheduler, RefuseRoom
+from prefixkv.errors import AdmissionTimeoutError, ConfigError, RequestError
+from prefixkv.paging import pages_for
+from prefixkv.protocol.state import RoomKey
+from prefixkv.request_pages import PageBooks
+from tests.decode.desk import PAGE_SIZE, Desk
+
+POLICIES = ["fifo", "hit_aware", "priority"]
+
+
+def count_looks(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    looks: list[Any] = []
+    match = desk.books.match
+    monkeypatch.setattr(desk.books, "match", lambda *args: looks.append(args) or match(*args))
+    return looks
+
+
+def blocked_desk(num_pages: int = 16, free: int = 2, **settings: Any) -> tuple[Desk, DecodeRequest]:
+    """A desk whose pool one request has, but for `free` pages."""
+    desk = Desk(num_pages, rows=32, **settings)
+    return desk, desk.start("H", (num_pages - free) * PAGE_SIZE - 1, max_new=1, cacheable=False)
+
+
+# --- the order ------------------------------------------------------------------------------------
+
+
+def test_policies_are_named_and_an_unknown_one_is_refused_where_it_is_named() -> None:
+    assert set(POLICIES) <= set(admission_names())
+    with pytest.raises(ConfigError, match="admission 'luck' is not one of fifo, hit_aware"):
+        Desk(admission="luck")
+    assert isinstance(Desk(admission=AdmissionPolicy()).scheduler.waiting._policy, AdmissionPolicy)
+
+
+def test_fewest_new_pages_go_first_and_those_that_do_not_fit_are_overtaken() -> None:
+    desk, hog = blocked_desk(24, 0)
+    for rid, tokens in (("a", 16), ("b", 4), ("c", 12), ("d", 4)):
+        desk.add(rid, tokens, max_new=1)
+    assert desk.admit() == []
+    desk.finish(hog)
+    assert desk.admit() == ["b", "d", "c", "a"]
+
+
+def test_what_is_cached_counts_not_what_is_asked_for() -> None:
+    desk = Desk(24)
+    desk.finish(desk.start("x", list(range(32)), max_new=1))
+    desk.add("long", [*range(32), 7], max_new=1)
+    desk.add("short", 8, max_new=1)
+    assert desk.admit() == ["long", "short"], "one new page against two"
+
+
+def test_priority_goes_before_arrival_and_is_waited_for() -> None:
+    desk, hog = blocked_desk(16, 2, admission="priority")
+    for rid, tokens, priority in (("a", 4, 0), ("b", 12, 5), ("c", 4, 5), ("d", 4, -1)):
+        desk.add(rid, tokens, max_new=1, priority=priority)
+    assert desk.admit() == [], "the first one needs three pages"
+    desk.finish(hog)
+    assert desk.admit() == ["b", "c", "a", "d"]
+
+
+def test_one_of_your_own_is_registered_by_a_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_POLICIES", dict(admission._POLICIES))
+
+    @register
+    class ShortestPrompt(AdmissionPolicy):
+        name = "shortest_prompt"
+        overtakes = True
+
+        def rank(self, req: DecodeRequest, new_pages: int) -> int:
+            return req.prompt_len
+
+    desk, hog = blocked_desk(24, 0, admission="shortest_prompt")
+    for rid, tokens in (("a", 16), ("b", 5), ("c", 12), ("d", 4)):
+        desk.add(rid, tokens, max_new=1)
+    desk.finish(hog)
+    assert desk.admit() == ["d", "b", "c", "a"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_was_admitted_before_comes_first_of_all(policy: str) -> None:
+    desk = Desk(16, admission=policy)
+    old = desk.start("o", 4, max_new=20, outputs=1)
+    back = desk.start("r", 9, max_new=20, outputs=3)
+    desk.add("a", 4, max_new=1, priority=9)
+    desk.retract(back)
+    assert desk.admit()[0] == "r"
+    assert old.state is DecodeState.RUNNING
+
+
+# --- nobody starves -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["hit_aware", "priority"])
+def test_a_stream_of_small_ones_passes_a_large_one_only_until_its_patience_ends(policy: str) -> None:
+    desk = Desk(16, rows=32, admission=policy, patience_s=10.0)
+    small = [desk.start("s", 16, max_new=1, cacheable=False)]
+    large = desk.add("L", 56, max_new=1, priority=-1)
+    overtook = 0
+    for step in range(200):
+        desk.now_s = step * 1.0
+        desk.add(f"t{step}", 16, max_new=1, cacheable=False)
+        overtook += len([rid for rid in desk.admit() if rid != "L"])
+        if large.state is not DecodeState.QUEUED:
+            break
+        for req in [req for req in desk.scheduler.requests.values() if req.state is DecodeState.PREALLOCATED]:
+            desk.succeed(req.room_key)
+        small += [desk.scheduler.requests[rid] for rid in desk.transferred()]
+        if small:
+            desk.finish(small.pop(0))
+    assert large.state is DecodeState.PREALLOCATED
+    assert 10 <= desk.now_s <= 16, "nothing has overtaken it since it had waited for 10 s"
+    assert overtook >= 5
+
+
+def test_the_oldest_is_looked_at_when_its_patience_ends_though_nothing_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk, _ = blocked_desk(16, 4, patience_s=5.0)
+    late = desk.add("L", 40, max_new=1)
+    looks = count_looks(desk, monkeypatch)
+    assert desk.admit() == []
+    assert len(looks) == 1
+    desk.now_s = 6.0
+    desk.add("s", 4, max_new=1)
+    assert desk.admit() == [], "it would fit, but is overtaking"
+    assert late.state is DecodeState.QUEUED
+    desk.abort(late)
+    assert desk.admit() == ["s"]
+
+
+def test_without_patience_it_is_first_come_first_served() -> None:
+    desk, hog = blocked_desk(24, 0, patience_s=0.0)
+    for rid, tokens in (("a", 16), ("b", 4), ("c", 12)):
+        desk.add(rid, tokens, max_new=1)
+    desk.finish(hog)
+    assert desk.admit() == ["a", "b", "c"]
+
+
+# --- estimates ------------------------------------------------------------------------------------
+
+
+def test_an_estimate_that_was_too_high_is_found_out() -> None:
+    """What a request needs gets cached, and locked, while it waits: so its estimate is too high."""
+    desk = Desk(16)
+    desk.start("H", 27, max_new=1, cacheable=False)
+    grows = desk.start("r", [0, 1], max_new=24)
+    for token in range(2, 26):
+        desk.token(grows, token=token)
+    desk.add("y", [*range(24), 90, 91, 92, 93, 94], max_new=1)
+    assert desk.admit() == [], "eight pages"
+    desk.finish(grows)
+    desk.add("z", [*range(24), 80], max_new=1)
+    assert desk.admit() == ["z"], "which holds six of those pages now"
+    assert desk.books.available_pages == 2
+    assert desk.admit() == ["y"], "two new pages"
+
+
+def test_an_estimate_that_was_too_low_puts_it_behind_those_that_need_less() -> None:
+    desk = Desk(24)
+    desk.finish(desk.start("x", list(range(32)), max_new=1))
+    hog = desk.start("H", 60, max_new=1, cacheable=False)
+    desk.add("was cached", [*range(32), 7], max_new=1)
+    desk.add("b", 8, max_new=1)
+    books = desk.books
+    pages = books.cache.evict(8)
+    books.allocator.uncache(pages)
+    books.allocator.free(pages)
+    desk.finish(hog)
+    assert desk.admit() == ["b", "was cached"], "nine pages now, not one"
+
+
+def test_at_most_so_many_are_matched_in_vain_and_none_twice_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk, _ = blocked_desk(64, 2)
+    for number in range(100):
+        desk.add(f"{chr(300 + number)}", 20 + 4 * (number % 8), max_new=1)
+    looks = count_looks(desk, monkeypatch)
+    seen = set()
+    for _ in range(7):
+        looks.clear()
+        assert desk.admit() == []
+        assert len(looks) == MAX_LOOKS
+        seen |= {bytes(key.data) for key, _ in looks}
+        looks.clear()
+        assert desk.admit() == []
+        assert not looks, "neither the tree nor the free pages have changed"
+        desk.books.version += 1
+    assert len(seen) == 100, "the oldest estimates are renewed first"
+
+
+def test_those_that_may_grow_too_large_do_not_hide_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need few pages now, and come first; what keeps them out is all they may come to need."""
+    desk = Desk(64, rows=8)
+    in_transfer = desk.add("T", 200, max_new=1)  # of whose pages retraction could free none
+    assert desk.admit() == ["T"]
+    for number in range(100):
+        desk.add(chr(300 + number), 4, max_new=100)
+    desk.add("fits", 8, max_new=1)
+    looks = count_looks(desk, monkeypatch)
+    assert desk.admit() == ["fits"]
+    assert len(looks) == 1, "what cannot be is not looked at"
+    assert in_transfer.state is DecodeState.PREALLOCATED
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(-1, 1), st.sampled_from("abc")),
+        min_size=1, max_size=12,
+    ),
+    st.integers(6, 14),
+)  # fmt: skip
+def test_everybody_is_admitted_in_the_end(
+    policy: str, arrivals: list[tuple[int, int, int, str]], num_pages: int
+) -> None:
+    """Whatever comes, whatever it shares: with somebody finishing at each step, the queue runs dry."""
+    desk = Desk(num_pages, rows=4, admission=policy, patience_s=3.0)
+    for number, (length, max_new, priority, kind) in enumerate(arrivals):
+        if pages_for(length + max_new, PAGE_SIZE) <= num_pages:
+            tokens = [ord(kind) * 1000 + place for place in range(length)]
+            desk.add(f"{kind}{number}", tokens, max_new, priority=priority)
+    running: list[DecodeRequest] = []
+    for _ in range(10 * len(arrivals)):
+        desk.now_s += 1.0
+        desk.admit()
+        for req in list(desk.scheduler.requests.values()):
+            if req.state is DecodeState.PREALLOCATED and desk.scheduler.transfers.get(req.room_key) is not None:
+                desk.succeed(req.room_key)
+        running += [desk.scheduler.requests[rid] for rid in desk.transferred()]
+        if running:
+            desk.finish(running.pop(0))
+    assert not desk.scheduler.requests
+    desk.at_rest()
+
+
+# --- deadlines ------------------------------------------------------------------------------------
+
+
+def test_who_waits_too_long_fails_and_prefill_is_told() -> None:
+    desk, hog = blocked_desk(16, 2, waiting_timeout_s=20.0)
+    late = desk.add("L", 40, max_new=1)
+    own = desk.add("o", 40, max_new=1, deadline_s=5.0)
+    desk.now_s = 4.9
+    assert (desk.admit(), desk.pop_failed()) == ([], [])
+    assert desk.scheduler.waiting.wake_s == 5.0
+    desk.commands()
+    desk.now_s = 5.0
+    assert desk.admit() == []
+    assert desk.pop_failed() == [own]
+    assert isinstance(own.error, AdmissionTimeoutError)
+    assert str(own.error) == "request 'o' waited 5.000 s for pages"
+    assert desk.commands() == [RefuseRoom(own.room_key, 2, "p", own.error)]
+    desk.now_s = 20.0
+    desk.admit()
+    assert desk.pop_failed() == [late]
+    with pytest.raises(RequestError, match=f"room {late.room} is in use"):
+        desk.add("again", 4, room=late.room)
+    for req in (own, late):
+        desk.drain(req.room_key)
+    desk.finish(hog)
+    desk.at_rest()
+    assert desk.scheduler.wake_s == float("inf")
+
+
+def test_who_fits_when_its_time_is_over_is_admitted_and_who_was_admitted_has_no_deadline_any_more() -> None:
+    desk = Desk(16, waiting_timeout_s=20.0)
+    hog = desk.start("H", 40, max_new=20)
+    late = desk.add("L", 40, max_new=8)
+    assert desk.admit() == []
+    desk.now_s = 25.0
+    desk.finish(hog)
+    assert (desk.admit(), desk.pop_failed()) == (["L"], [])
+    desk.succeed(late.room_key)
+    desk.transferred()
+    desk.token(late)
+    second = desk.start("s", 4, max_new=12)
+    desk.token(second)
+    desk.retract(second)
+    desk.now_s = 1000.0
+    assert desk.admit() == ["s"]
+    assert desk.pop_failed() == []
+
+
+def test_a_room_of_its_own_is_refused_by_an_explicit_call_only_while_it_is_free() -> None:
+    desk = Desk()
+    req = desk.add("a")
+    before = desk.snapshot()
+    with pytest.raises(RequestError, match="room 1 is in use"):
+        desk.scheduler.refuse(req.request, AdmissionTimeoutError("no"))
+    assert desk.snapshot() == before
+    other = desk.request("b")
+    error = AdmissionTimeoutError("no")
+    desk.scheduler.refuse(other, error)
+    assert desk.commands() == [RefuseRoom(RoomKey(2, 0), 1, "p", error)]
+    with pytest.raises(RequestError, match="room 2 is in use"):
+        desk.scheduler.add(other, 0.0)
+    desk.drain(RoomKey(2, 0))
+    assert desk.scheduler.add(other, 0.0).state is DecodeState.QUEUED
+    assert not desk.scheduler.idle
+
+
+def test_many_deadlines_cost_nothing_while_none_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = DecodeScheduler(PageBooks(8, PAGE_SIZE, 4), waiting_timeout_s=9.0)
+    due: list[Callable[[float], Any]] = []
+    monkeypatch.setattr(scheduler.waiting._deadlines, "due", lambda now_s: due.append(now_s) or [])
+    scheduler.pop_preallocated(0.0)
+    assert not due
