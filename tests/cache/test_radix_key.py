@@ -134,3 +134,8 @@ def test_a_key_of_a_key_need_not_be_checked_again(monkeypatch):
     again = RadixKey(key)
     again.check()
     assert (again.data, again.namespace) == (key.data, "lora")
+
+
+def test_a_key_of_a_key_that_was_not_checked_is_checked():
+    with pytest.raises(TokenError):
+        RadixKey(RadixKey(np.array([1, -1], np.int32))).check()
