@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from sortedcontainers import SortedList
@@ -26,6 +26,7 @@ from prefixkv.decode.admission import DEFAULT_ADMISSION, AdmissionPolicy, Rank, 
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.errors import InternalError
 from prefixkv.paging import pages_for, whole_pages
 from prefixkv.protocol.timers import Timers
 from prefixkv.request_pages import PageBooks
@@ -159,6 +160,19 @@ class DecodePreallocQueue:
     def expired(self, now_s: float) -> list[DecodeRequest]:
         """Requests whose time to wait is over; they still have to be removed. O(1) if there are none."""
         return self._deadlines.due(now_s) if self._deadlines.next_s <= now_s else []
+
+    def check_invariants(self) -> None:
+        """Check the orders against each other. Raises InternalError."""
+        waiters = list(self._waiting.values())
+        laws = {
+            "every place is that of one who waits": list(self._order) == sorted(waiter.place for waiter in waiters),
+            "there is an estimate of each": set(self._estimated) == set(waiters),
+            "they stand by arrival": all(a.arrival < b.arrival for a, b in pairwise(waiters)),
+            "nobody waits twice": not self._waiting.keys() & self._returned.keys(),
+            "deadlines are of those who wait": len(self._deadlines) <= len(waiters),
+        }
+        if broken := [law for law, holds in laws.items() if not holds]:
+            raise InternalError(f"broken: {'; '.join(broken)}; {list(self._order)}, {list(self)}")
 
     # --- a pass -----------------------------------------------------------------------------------
 

@@ -374,6 +374,7 @@ class DecodeScheduler:
         """Check books, budget and requests against each other. Raises InternalError."""
         self.books.check_invariants()
         self.budget.check_invariants()
+        self.waiting.check_invariants()
         self.transfers.check_invariants()
         live = [*self.requests.values(), *(req for _, req, _, _ in self._deferred)]
         holding = {id(req): req for req in live if req.pages_held is not None}.values()

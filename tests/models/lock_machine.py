@@ -60,13 +60,23 @@ class LockMachine(RuleBasedStateMachine):
         reserve=st.sampled_from([0, 2]),
         policy=st.sampled_from(["fail", "retry"]),
         caching=st.sampled_from([True, True, True, False]),
+        admission=st.sampled_from(["hit_aware", "hit_aware", "fifo", "priority"]),
+        patience_s=st.sampled_from([0.0, 5.0, 1e9]),
+        waiting_timeout_s=st.sampled_from([20.0, 1e9]),
     )
-    def start(self, num_pages: int, rows: int, reserve: int, policy: str, caching: bool) -> None:
+    def start(
+        self, num_pages: int, rows: int, reserve: int, policy: str, caching: bool, admission: str, patience_s: float,
+        waiting_timeout_s: float,
+    ) -> None:  # fmt: skip
+        self.patience_s, self.waiting_timeout_s = patience_s, waiting_timeout_s
         self.replica = Replica(PageBooks(num_pages, PAGE_SIZE, rows, caching=caching))
         books = LoggedBooks(
             lambda op: self.replica.apply(decode_op(encode_op(op))), num_pages, PAGE_SIZE, rows, caching=caching
         )
-        self.scheduler = DecodeScheduler(books, reserve_tokens=reserve, failure_policy=policy)
+        self.scheduler = DecodeScheduler(
+            books, reserve_tokens=reserve, failure_policy=policy, admission=admission, patience_s=patience_s,
+            waiting_timeout_s=waiting_timeout_s,
+        )  # fmt: skip
 
     # --- the engine's side ------------------------------------------------------------------------
 
@@ -109,7 +119,7 @@ class LockMachine(RuleBasedStateMachine):
         self.count += 1
         request = Request(
             f"r{self.count}", tokens, max_new_tokens=max_new, room=self.count, prefill="p", namespace=namespace,
-            cacheable=cacheable,
+            cacheable=cacheable, priority=self.count % 3,
         )  # fmt: skip
         try:
             self.scheduler.add(request, self.now_s)
@@ -118,11 +128,23 @@ class LockMachine(RuleBasedStateMachine):
 
     @rule()
     def admit(self) -> None:
-        self.scheduler.pop_preallocated(self.now_s)
+        waited = {req: req.state for req in self.scheduler.waiting}
+        admitted = [req for req in self.scheduler.pop_preallocated(self.now_s) if waited[req] is DecodeState.QUEUED]
+        self._nobody_was_overtaken_for_too_long(admitted)
         self._carry_out()
         for ask in self.scheduler.pop_needs_prefill():
             assert RoomKey(ask.room, ask.generation) in self.rooms
             assert ask.known_token is None or ask.known_token == self.scheduler.requests[ask.rid].output[-1]
+
+    def _nobody_was_overtaken_for_too_long(self, admitted: list[DecodeRequest]) -> None:
+        waiting = list(self.scheduler.waiting)
+        if any(req.state is DecodeState.RETRACTED for req in waiting):
+            assert not admitted, "who was admitted before comes first of all"
+        for late in [req for req in waiting if req.state is DecodeState.QUEUED]:
+            waited_s = self.now_s - late.arrived_s
+            assert waited_s < self.waiting_timeout_s
+            if waited_s >= self.patience_s:
+                assert all(req.room < late.room for req in admitted), "nothing overtakes it any more"
 
     @rule()
     def commit(self) -> None:

@@ -363,7 +363,11 @@ class PairSim:
 
     def decode_scheduler(self, num_pages: int, failure_policy: str) -> DecodeScheduler:
         books = PageBooks(num_pages, PAGE_SIZE, 8, policy=self.policy)
-        return DecodeScheduler(books, reserve_tokens=self.random.choice([0, 4]), failure_policy=failure_policy)
+        return DecodeScheduler(
+            books, reserve_tokens=self.random.choice([0, 4]), failure_policy=failure_policy,
+            admission=("hit_aware", "fifo", "priority")[self.seed % 3], patience_s=2.0,
+            waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s,
+        )  # fmt: skip
 
     # --- chance and content -----------------------------------------------------------------------
 
