@@ -326,7 +326,7 @@ class PairSim:
     chaos: Chaos = field(default_factory=Chaos)
     decode_pages: int = 24
     prefill_pages: int = 32
-    num_requests: int = 14
+    num_requests: int = 10
     failure_policy: str = "fail"
     chance: random.Random | None = None
 
@@ -363,11 +363,7 @@ class PairSim:
 
     def decode_scheduler(self, num_pages: int, failure_policy: str) -> DecodeScheduler:
         books = PageBooks(num_pages, PAGE_SIZE, 8, policy=self.policy)
-        return DecodeScheduler(
-            books, reserve_tokens=self.random.choice([0, 4]), failure_policy=failure_policy,
-            admission=("hit_aware", "fifo", "priority")[self.seed % 3], patience_s=2.0,
-            waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s,
-        )  # fmt: skip
+        return DecodeScheduler(books, reserve_tokens=self.random.choice([0, 4]), failure_policy=failure_policy)
 
     # --- chance and content -----------------------------------------------------------------------
 
@@ -383,6 +379,12 @@ class PairSim:
         """A new conversation (all share a system prompt), submitted to decode and, some time, to prefill."""
         history = [1] * 6 + [self.random.randint(0, 1) for _ in range(self.random.randint(1, 14))]
         self._submit(history)
+
+    def add_burst(self) -> None:
+        """Conversations with one new system prompt, all at once; some go on with the same tokens for a while."""
+        system = [2 + self.random.randint(0, 2) for _ in range(self.random.randint(PAGE_SIZE, 4 * PAGE_SIZE))]
+        for _ in range(self.random.randint(2, 5)):
+            self._submit(system + [self.random.randint(0, 1)] * self.random.randint(0, 2 * PAGE_SIZE))
 
     def continue_conversation(self, req: DecodeRequest) -> None:
         self.finished += 1
@@ -521,7 +523,10 @@ class PairSim:
 
     def _abort_one(self) -> None:
         live = list(self.decode.scheduler.requests)
-        if live and self.random.random() < 0.7:
+        needed = [flight.owner.rid for flight in self.decode.scheduler.flights if flight.waiters and flight.owner]
+        if needed and self.random.random() < 0.3:
+            self.decode.scheduler.abort(self.random.choice(needed), self.now_s)
+        elif live and self.random.random() < 0.7:
             self.decode.scheduler.abort(self.random.choice(live), self.now_s)
         elif self.prefill.scheduler.requests:
             rid = self.random.choice(list(self.prefill.scheduler.requests))
@@ -544,7 +549,7 @@ class PairSim:
     def run(self, max_steps: int = 20_000) -> None:
         """Start all conversations in the storm, then let it calm down; at the end nothing may be left."""
         for _ in range(self.num_requests):
-            self.add_request()
+            self.random.choice([self.add_request, self.add_request, self.add_burst])()
             for _ in range(self.random.randint(0, 40)):
                 self.step()
         for _ in range(400):
