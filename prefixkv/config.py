@@ -102,7 +102,8 @@ class TransportConfig:
     """How the transport thread posts and polls.
 
     A post is at most `post_bytes` and `post_descriptors`; at most `window` posts are in flight a peer. With work
-    outstanding an empty poll spins `spin_s` in all, then sleeps `sleep_s`, later `idle_sleep_s`.
+    outstanding an empty poll spins `spin_s` in all, then sleeps `sleep_s`, later `idle_sleep_s`. When an agent is
+    replaced, so that what failed there cannot land any more, its other posts have `renew_grace_s` to end.
     """
 
     post_bytes: int = 2 << 20
@@ -111,11 +112,12 @@ class TransportConfig:
     spin_s: float = 50e-6
     sleep_s: float = 30e-6
     idle_sleep_s: float = 200e-6
+    renew_grace_s: float = 2.0
     memory_type: Literal["DRAM", "VRAM"] = "DRAM"
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "post_bytes", "post_descriptors", "window")
-        _at_least(self, 0, "spin_s", "sleep_s", "idle_sleep_s")
+        _at_least(self, 0, "spin_s", "sleep_s", "idle_sleep_s", "renew_grace_s")
         _one_of(self, ("DRAM", "VRAM"), "memory_type")
 
 

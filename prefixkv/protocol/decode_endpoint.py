@@ -8,7 +8,7 @@ A restarted worker knows nothing of its predecessor's writes, so its Drained wou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from prefixkv.config import ControlConfig
@@ -43,7 +43,23 @@ class Disconnect:
     address: str
 
 
-Action = SendFrame | Connect | Disconnect | RoomEnded | RoomDrained | RoomOverdue
+@dataclass(frozen=True, slots=True)
+class RankDrained:
+    """This rank's Drained for one use of a room."""
+
+    key: RoomKey
+    rank: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """A writer's agent is gone: read what kernels may still hold of it, then tell `settled` this token."""
+
+    token: PeerId | RankDrained
+
+
+Action = SendFrame | Connect | Disconnect | Settle | RoomEnded | RoomDrained | RoomOverdue
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +93,8 @@ class DecodeEndpoint:
         self._stamp = Stamper(me)
         self._links: dict[str, _Link] = {}
         self._rooms: dict[RoomKey, _Room] = {}
-        self._timers: Timers[str | RoomKey | PeerId] = Timers()
+        self._timers: Timers[str | RoomKey] = Timers()
+        self._settling: set[Hashable] = set()
         self._fenced: dict[str, int] = {}  # by name: incarnations up to this one are gone for good
         self._expected = 0
 
@@ -131,7 +148,7 @@ class DecodeEndpoint:
         """The caller knows that this incarnation can write no more: its rooms end now, and are drained soon after.
 
         Not at once: over TCP the kernels may still hold what it sent before, and that lands as our own transport
-        reads it. So rooms stay undrained, and notifications polled, for `fence_settle_s` more.
+        reads it. So rooms stay undrained until it has been at that for `fence_settle_s`.
         """
         out: list[Action] = []
         self._fenced[peer.name] = max(peer.incarnation, self._fenced.get(peer.name, 0))
@@ -142,15 +159,28 @@ class DecodeEndpoint:
             if link.peer == peer:
                 link.peer, link.ready = None, False
                 self._greet(link, now_s, out)
-        if self._timing.fence_settle_s:
-            self._timers.wake(peer, now_s + self._timing.fence_settle_s)
-        else:
-            self._fence_settled(peer, now_s, out)
+        self._settle(peer, now_s, out)
         return out
 
-    def _fence_settled(self, peer: PeerId, now_s: float, out: list[Action]) -> None:
-        for room in [room for room in self._rooms.values() if room.peer == peer]:
-            self._on(room, receiver.FencedOff(), now_s, out)
+    def settled(self, token: Hashable, now_s: float) -> list[Action]:
+        """The transport has been reading for long enough since that `Settle`."""
+        out: list[Action] = []
+        self._settling.discard(token)
+        if isinstance(token, PeerId):
+            for room in [room for room in self._rooms.values() if room.peer == token]:
+                self._on(room, receiver.FencedOff(), now_s, out)
+        elif isinstance(token, RankDrained):
+            drained = self._rooms.get(token.key)
+            if drained is not None and drained.machine.ticket == token.ticket:
+                self._on(drained, receiver.DrainedSaid(token.rank), now_s, out)
+        return out
+
+    def _settle(self, token: PeerId | RankDrained, now_s: float, out: list[Action]) -> None:
+        if not self._timing.fence_settle_s:
+            out.extend(self.settled(token, now_s))
+        elif token not in self._settling:
+            self._settling.add(token)
+            out.append(Settle(token))
 
     def unreachable(self, address: str, error: Exception, now_s: float) -> list[Action]:
         """There is no such address: its rooms fail."""
@@ -205,8 +235,6 @@ class DecodeEndpoint:
         for key in self._timers.due(now_s):
             if isinstance(key, str):
                 self._tick_link(self._links.get(key), now_s, out)
-            elif isinstance(key, PeerId):
-                self._fence_settled(key, now_s, out)
             elif (room := self._rooms.get(key)) is not None:
                 self._on(room, receiver.Tick(), now_s, out)
         return out
@@ -256,7 +284,7 @@ class DecodeEndpoint:
         elif isinstance(body, messages.PromiseAck):
             self._to_room(link, body, receiver.PromiseAcked(body.rank), now_s, out)
         elif isinstance(body, messages.Drained):
-            self._to_room(link, body, receiver.DrainedSaid(body.rank), now_s, out)
+            self._take_drained(link, body, now_s, out)
         elif not isinstance(body, messages.Heartbeat):
             raise ProtocolError(f"{type(body).__name__} is not for decode")
         self._promote(link, now_s, out)  # it speaks, so it is suspect no more
@@ -270,22 +298,30 @@ class DecodeEndpoint:
         else:
             self._to_room(link, outcome, receiver.OutcomeSaid(outcome), now_s, out)
 
+    def _take_drained(self, link: _Link, drained: messages.Drained, now_s: float, out: list[Action]) -> None:
+        room = self._room_of(link, drained)
+        if room is not None and drained.settle and room.machine.poll.ended:
+            self._settle(RankDrained(room.machine.key, drained.rank, drained.ticket), now_s, out)
+        elif room is not None:
+            self._on(room, receiver.DrainedSaid(drained.rank), now_s, out)
+
     def _to_room(
-        self,
-        link: _Link,
-        body: Outcome | messages.PromiseAck | messages.Drained,
-        event: receiver.Event,
-        now_s: float,
-        out: list[Action],
+        self, link: _Link, body: Outcome | messages.PromiseAck, event: receiver.Event, now_s: float, out: list[Action]
     ) -> None:
+        room = self._room_of(link, body)
+        if room is not None:
+            self._on(room, event, now_s, out)
+
+    def _room_of(self, link: _Link, body: Outcome | messages.PromiseAck | messages.Drained) -> _Room | None:
+        """The room that this is a word of, None if it is over. Raises ProtocolError for another's."""
         room = self._rooms.get(RoomKey(body.room, body.generation))
         if room is None:
-            return
+            return None
         if room.peer != link.peer:
             raise ProtocolError(f"room {body.room} was promised to {room.peer}, not to {link.peer}")
         if room.machine.ticket != body.ticket:
             raise ProtocolError(f"a word of an earlier use of room {body.room}")
-        self._on(room, event, now_s, out)
+        return room
 
     def _meet(self, link: _Link, frame: Frame, now_s: float, out: list[Action]) -> None:
         """A HelloReply, or a worker that does not know us (it was restarted, or has forgotten)."""

@@ -127,12 +127,16 @@ class Abort(Body, frozen=True, tag="abort"):
 
 
 class Drained(Body, frozen=True, tag="drained"):
-    """No write of this rank for this generation can land any more."""
+    """No write of this rank for this generation can land any more.
+
+    `settle`: an agent was destroyed for it, so what kernels held by then may land as decode polls, for a moment.
+    """
 
     room: U64
     generation: Count
     rank: Count
     ticket: U64 = 0
+    settle: bool = False
 
 
 class Outcome(Body, frozen=True, tag="outcome"):

@@ -70,6 +70,9 @@ class RemovePeer:
 Action = SendFrame | AddPeer | RemovePeer | PostWrite | CancelWrite | Bootstrapped | RoomEnded | SourceFree
 
 
+_NO_ROOM = RoomKey(0, -1)
+
+
 @dataclass(slots=True, eq=False)
 class _Peer:
     """One decode worker. `gone` once its rooms have ended because it left or was replaced."""
@@ -111,6 +114,7 @@ class PrefillEndpoint:
         self._unclaimed: set[RoomKey] = set()  # over for our engine; kept to answer a promise that is on its way
         self._jobs: dict[int, RoomKey] = {}
         self._job_ids = count(1)
+        self._renewed = False  # some Drained that was lost may have asked decode to let it settle
         self._timers: Timers[str | RoomKey] = Timers()
 
     # --- commands ---------------------------------------------------------------------------------
@@ -181,9 +185,20 @@ class PrefillEndpoint:
     def on_write_ended(self, job_id: int, error: Exception | None, drained: bool, now_s: float) -> list[Action]:
         """The transport's word on a job. Unknown: no-op."""
         out: list[Action] = []
-        machine = self._rooms.get(self._jobs.pop(job_id, RoomKey(0, -1)))
+        machine = self._rooms.get(self._jobs.get(job_id, _NO_ROOM))
+        if error is None or drained:
+            self._jobs.pop(job_id, None)
         if machine is not None:
             self._on(machine, sender.WriteEnded(job_id, error, drained), now_s, out)
+        return out
+
+    def on_write_drained(self, job_id: int, now_s: float) -> list[Action]:
+        """Of a job that had ended undrained, nothing can land any more. Unknown: no-op."""
+        out: list[Action] = []
+        self._renewed = True
+        machine = self._rooms.get(self._jobs.pop(job_id, _NO_ROOM))
+        if machine is not None:
+            self._on(machine, sender.WriteDrained(job_id), now_s, out)
         return out
 
     def tick(self, now_s: float) -> list[Action]:
@@ -347,7 +362,7 @@ class PrefillEndpoint:
             self._aborted_early[key] = (now_s + self._timing.parked_timeout_s, abort.reason)
         if machine is None or machine.peer not in (None, peer.id) or machine.is_other_use(abort.ticket):
             # Nothing of ours can land in that peer's pages for this room: its later frames outnumber this one.
-            self._send(peer, messages.Drained(*key, self._rank, abort.ticket), now_s, out)
+            self._send(peer, messages.Drained(*key, self._rank, abort.ticket, self._renewed), now_s, out)
             return
         self._owner.setdefault(key, peer)
         peer.rooms.add(key)

@@ -3,7 +3,8 @@
 Three ends are kept apart. *Ended* is for the engine: SUCCESS or FAILED, once. *Source free* is for our own
 pages: no write reads them any more. *Drained* is for decode's pages: said only when every write of the room
 has ended DONE or was refused at post, since a posted write cannot be called back. A write that ended in an
-error proves nothing, so such a room is never called drained; only the end of this agent drains it.
+error proves nothing: such a room is drained when the agent that posted it has been destroyed (`WriteDrained`),
+and decode is told to let settle what kernels hold.
 """
 
 from __future__ import annotations
@@ -60,6 +61,12 @@ class WriteEnded(NamedTuple):
     drained: bool = True
 
 
+class WriteDrained(NamedTuple):
+    """Of a job that had ended in an error, nothing can land any more: its agent was destroyed."""
+
+    job_id: int
+
+
 class AbortSaid(NamedTuple):
     """Decode wants no more of this room and waits for our Drained."""
 
@@ -83,7 +90,7 @@ class Tick(NamedTuple):
     pass
 
 
-Event = Added | Promised | ChunkQueued | WriteEnded | AbortSaid | Fail | OutcomeAcked | Tick
+Event = Added | Promised | ChunkQueued | WriteEnded | WriteDrained | AbortSaid | Fail | OutcomeAcked | Tick
 
 # --- actions --------------------------------------------------------------------------------------
 
@@ -163,7 +170,8 @@ class SenderMachine:
         self.prefix_len = 0
         self.ticket = 0  # of the promise, or of the abort that came without one
         self.in_flight: set[int] = set()
-        self.undrained = False  # a write ended in an error after it was posted
+        self.undrained: set[int] = set()  # jobs that ended in an error after they were posted
+        self.settle = False  # there were some
         self._rank = rank
         self._page_size = page_size
         self._next_job_id = next_job_id
@@ -247,6 +255,7 @@ class SenderMachine:
         KVPoll.FAILED: {
             Promised: "_promised_late",
             WriteEnded: "_write_ended_late",
+            WriteDrained: "_write_drained",
             AbortSaid: "_abort_said_late",
             Fail: "_fail_late",
             OutcomeAcked: "_acked",
@@ -345,7 +354,7 @@ class SenderMachine:
         if event.error is None:
             self._deadline_s = now_s + self._timing.transfer_timeout_s
             return self._maybe_success(now_s)
-        self.undrained |= not event.drained
+        self._note_undrained(event)
         return self._fail(Fail(event.error), now_s)
 
     def _maybe_success(self, now_s: float) -> list[Action]:
@@ -392,12 +401,9 @@ class SenderMachine:
         ok = self.poll is KVPoll.SUCCESS
         error = "" if ok else str(self.error)[:1000]
         aux = self._aux if ok else b""
-        return Say(
-            self.peer,
-            Outcome(
-                *self.key, self._rank, ok, self._num_chunks, self._pages_written, aux, error, self.drained, self.ticket
-            ),
-        )
+        drained = self.drained and not self.settle  # else Drained will say it
+        written = (self._num_chunks, self._pages_written)
+        return Say(self.peer, Outcome(*self.key, self._rank, ok, *written, aux, error, drained, self.ticket))
 
     def _repeat_outcome(self, event: Promised, now_s: float) -> list[Action]:
         return [] if self.peer is None else [self._outcome()]
@@ -424,7 +430,18 @@ class SenderMachine:
         if event.job_id not in self.in_flight:
             return []
         self.in_flight.discard(event.job_id)
-        self.undrained |= event.error is not None and not event.drained
+        self._note_undrained(event)
+        return self._say_drained()
+
+    def _note_undrained(self, event: WriteEnded) -> None:
+        if event.error is not None and not event.drained:
+            self.undrained.add(event.job_id)
+            self.settle = True
+
+    def _write_drained(self, event: WriteDrained, now_s: float) -> list[Action]:
+        if event.job_id not in self.undrained:
+            return []
+        self.undrained.discard(event.job_id)
         return self._say_drained()
 
     def _abort_said_late(self, event: AbortSaid, now_s: float) -> list[Action]:
@@ -435,7 +452,7 @@ class SenderMachine:
     def _say_drained(self) -> list[Action]:
         if not (self._abort_said and self.drained and self.peer is not None):
             return []
-        return [Say(self.peer, Drained(*self.key, self._rank, self.ticket))]
+        return [Say(self.peer, Drained(*self.key, self._rank, self.ticket, self.settle))]
 
     def _fail_late(self, event: Fail, now_s: float) -> list[Action]:
         # The peer is gone (or the engine aborts what has ended): nobody waits for the outcome.

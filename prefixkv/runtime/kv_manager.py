@@ -33,9 +33,11 @@ from prefixkv.runtime.threads import Inbox
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
+    Settled,
     Transport,
     TransportEvent,
     WriteDone,
+    WriteDrained,
     WriteFailed,
     WriteJob,
 )
@@ -168,6 +170,7 @@ class DecodeManager(_Manager):
     ) -> None:
         super().__init__(me.name, transport)
         self.endpoint = DecodeEndpoint(me, hello(self.transport.metadata), timing)
+        self._settle_s = timing.fence_settle_s
         self._channel = DealerChannel(timing, self.inbox.fd)
         self._expected = 0
         self._thread.start()
@@ -199,6 +202,8 @@ class DecodeManager(_Manager):
                 self._act(self.endpoint.on_arrival(item.tag, now_s))
             case Fence():
                 self._act(self.endpoint.fence(item.peer, now_s))
+            case Settled():
+                self._act(self.endpoint.settled(item.token, now_s))
             case PeerUnreachable():
                 self.counters["peers_unreachable"] += 1
 
@@ -220,6 +225,8 @@ class DecodeManager(_Manager):
                 self._channel.send(action.address, action.raw)
             case decode_endpoint.Connect():
                 self._connect(action.address)
+            case decode_endpoint.Settle():
+                self.transport.settle(action.token, self._settle_s)
             case decode_endpoint.Disconnect():
                 self._channel.disconnect(action.address)
 
@@ -293,6 +300,11 @@ class PrefillManager(_Manager):
             case WriteFailed():
                 self.counters["writes_failed"] += 1
                 self._act(endpoint.on_write_ended(item.job_id, item.error, item.drained, now_s))
+                if not item.drained:  # it holds decode's pages until the agent that posted it is gone
+                    self.transport.renew()
+            case WriteDrained():
+                self.counters["writes_drained_by_renewal"] += 1
+                self._act(endpoint.on_write_drained(item.job_id, now_s))
             case PeerUnreachable():
                 self.counters["peers_unreachable"] += 1
 

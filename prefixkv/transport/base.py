@@ -11,7 +11,7 @@ after posting is an end without proof of drain.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +36,7 @@ class WriteJob:
     """Copy page `src_pages[i]` of our pool to page `dst_pages[i]` of the peer's, for every i.
 
     The pages are int32, equally many, at least one; the arrays are the job's until it ends. `job_id` is unique
-    among the jobs that have not ended. The job is cut into parts of bounded size; every part notifies the peer
+    among the jobs that have not ended drained. The job is cut into parts of bounded size; every part notifies the peer
     with `tag` (its `part` and `num_parts` filled in). Nothing is posted before `ready`, and the jobs of one room
     (`tag.room`, `tag.generation`) are posted in the order they came.
     """
@@ -64,12 +64,22 @@ class WriteFailed:
     `drained` is True when every part either ended DONE or was never posted (cancelled, bad pages, unknown peer,
     refused before anything was handed on): nothing of the job can land from now on. False when a part ended in
     an error after it was posted, or in the post itself, which may have handed on some of its descriptors: it
-    may still land until this agent is destroyed.
+    may still land until this agent is destroyed. `renew` sees to that.
     """
 
     job_id: int
     error: Exception
     drained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDrained:
+    """After a WriteFailed that was not drained, and a `renew`: the agent that posted it is destroyed.
+
+    What kernels held of it by then may still land as the target polls, as after `close`.
+    """
+
+    job_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,13 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Settled:
+    """The answer to `settle`."""
+
+    token: Hashable
+
+
+@dataclass(frozen=True, slots=True)
 class PeerUnreachable:
     """`add_peer` failed, or a write found the peer gone. A later write tries to reconnect on its own."""
 
@@ -87,7 +104,7 @@ class PeerUnreachable:
     error: Exception
 
 
-TransportEvent = WriteDone | WriteFailed | Arrived | PeerUnreachable
+TransportEvent = WriteDone | WriteFailed | WriteDrained | Arrived | Settled | PeerUnreachable
 Sink = Callable[[TransportEvent], None]
 
 
@@ -119,12 +136,28 @@ class Transport(Protocol):
         """How many rooms peers may now be writing for. Notifications are polled while it is not 0."""
         ...
 
+    def settle(self, token: Hashable, for_s: float) -> None:
+        """Poll for `for_s`, then say Settled: what kernels still held of a writer that is gone has landed by then.
+
+        Only time in which this transport was at it counts: a process that was stopped meanwhile has read nothing.
+        """
+        ...
+
+    def renew(self) -> None:
+        """Put another agent in place of this one if any job ended undrained: WriteDrained follows for each of these.
+
+        New posts go through the new agent at once. The former one is destroyed when its posts have ended, or after
+        `renew_grace_s`; what it has not ended by then fails, drained. Calls meanwhile are good for one more renewal.
+        Only for a transport that peers do not write to: they know the former agent. Closed: no-op.
+        """
+        ...
+
     def close(self) -> None:
         """Destroy the agent and join the thread; jobs left end with ClosedError. Once it returns, no write of ours
         can start to land: a fence. May be called again.
 
         Over TCP the kernels may still hold bytes sent before; they land when the *target* polls next (measured:
-        2 MiB). So a target that learns of a fence goes on polling (`expect`) for a moment before it frees pages.
+        2 MiB). So a target that learns of a fence polls for a moment (`settle`) before it frees pages.
 
         Raises: InternalError when the agent could not be destroyed; then it is no fence.
         """

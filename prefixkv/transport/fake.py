@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,11 +22,20 @@ from prefixkv.errors import AbortedError, CallerError, ClosedError, HandshakeErr
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.protocol.state import PeerId, RoomKey
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.transport.base import Arrived, PeerUnreachable, Sink, TransportEvent, WriteJob
+from prefixkv.transport.base import (
+    Arrived,
+    PeerUnreachable,
+    Settled,
+    Sink,
+    TransportEvent,
+    WriteDrained,
+    WriteFailed,
+    WriteJob,
+)
 from prefixkv.transport.descriptors import Pages, Part, Runs, paired_runs, part_indices
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
 
-Kind = Literal["event", "connect", "post", "land", "complete", "fail", "notify"]
+Kind = Literal["event", "connect", "post", "land", "complete", "fail", "notify", "renew"]
 Guard = Callable[[PeerId, RoomKey, Pages], None]
 _DEFAULTS = TransportConfig()
 
@@ -316,6 +325,15 @@ class FakeFabric:
             return _Fault(lambda _: True, TransferError("failed by chance"), "check", lands, 1)
         return None
 
+    def end_former(self, transport: FakeTransport) -> None:
+        """What this transport has posted is over: nothing of it lands any more, and what has not ended fails."""
+        mine = [write for write in self._writes if write.writer is transport]
+        self._writes = [write for write in self._writes if write.writer is not transport]
+        for write in mine:
+            if not write.ended:
+                write.ended = True
+                transport.part_ended(write, TransferError("its agent was replaced"), may_land=False)
+
     def forget(self, transport: FakeTransport) -> None:
         """The fence: nothing that this transport has posted lands any more. Its notifications are out."""
         self._writes = [write for write in self._writes if write.writer is not transport]
@@ -339,7 +357,9 @@ class FakeTransport:
         self._memory = memory
         self._peers: dict[PeerId, _Peer] = {}
         self._events: list[TransportEvent] = []
-        self._jobs = JobTable(self._events.append, config.post_bytes, config.post_descriptors)
+        self._jobs = JobTable(self._report, config.post_bytes, config.post_descriptors)
+        self._unproven: set[int] = set()
+        self._renewing = False
 
     @property
     def metadata(self) -> bytes:
@@ -380,6 +400,14 @@ class FakeTransport:
         self._check_open()
         self.expected = num_rooms
 
+    def settle(self, token: Hashable, for_s: float) -> None:
+        self._check_open()
+        self._events.append(Settled(token))  # there are no kernels here
+
+    def renew(self) -> None:
+        if not self.closed:
+            self._renewing = bool(self._unproven)
+
     def close(self) -> None:
         if not self.closed:
             self.closed = True
@@ -396,6 +424,8 @@ class FakeTransport:
         found: list[tuple[Action, Callable[[], None]]] = []
         if self._events:
             found.append((Action("event", self.me), lambda: self._sink(self._events.pop(0))))
+        if self._renewing:
+            found.append((Action("renew", self.me), self._renew))
         for peer in self._peers.values():
             if peer.runs is None:
                 if peer.outbox.parked and not peer.in_flight:
@@ -429,8 +459,21 @@ class FakeTransport:
         if refused is not None:
             self._ended(peer, job, job.parts[number], refused, may_land=False)
 
-    def part_ended(self, write: _Write, error: Exception | None) -> None:
-        self._ended(write.peer, write.job, write.part, error, may_land=True)
+    def part_ended(self, write: _Write, error: Exception | None, may_land: bool = True) -> None:
+        self._ended(write.peer, write.job, write.part, error, may_land)
+
+    def _renew(self) -> None:
+        """The former agent's time is over: here, together with its posts."""
+        self._renewing = False
+        self._fabric.end_former(self)
+        for job_id in sorted(self._unproven):
+            self._events.append(WriteDrained(job_id))
+        self._unproven.clear()
+
+    def _report(self, event: TransportEvent) -> None:
+        if isinstance(event, WriteFailed) and not event.drained:
+            self._unproven.add(event.job_id)
+        self._events.append(event)
 
     def _ended(self, peer: _Peer, job: ActiveJob, part: Part, error: Exception | None, may_land: bool) -> None:
         peer.in_flight -= 1

@@ -150,6 +150,9 @@ class JobTable:
     def __bool__(self) -> bool:
         return bool(self._jobs)
 
+    def __contains__(self, job_id: int) -> bool:
+        return job_id in self._jobs
+
     def refuse(self, job: WriteJob, error: Exception) -> None:
         """End a job of which nothing was posted."""
         self._jobs.pop(job.job_id, None)

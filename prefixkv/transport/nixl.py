@@ -1,4 +1,4 @@
-"""The transport over NIXL. The only importer of nixl; one thread an agent makes every NIXL call.
+"""The transport over NIXL. One thread makes every NIXL call.
 
 Rules, each the answer to something measured:
 
@@ -7,28 +7,22 @@ Rules, each the answer to something measured:
   for the idle wait, but a poll on it cannot time out in microseconds; a lock can.)
 - On shared memory the copy runs inside the post, so posts are bounded, and between two posts to one peer
   every other peer gets one.
-- A posted write cannot be called back, and an error says nothing of its siblings: each handle is checked in
-  its own `try`, its error keeps its type, and only its job fails.
-- A post refused with an error may have begun: NIXL hands its descriptors on one by one and stops at the
-  first that fails. Only what NIXL refuses before that counts as never posted.
 - A lost peer does not heal: it is removed and added again, with new descriptor lists, at its next write.
-- Only destroying the agent fences our writes, and every handle that somebody keeps, also in the frames of a
-  traceback, keeps the agent: errors leave here without theirs, and logs get text.
+- A write that failed after its post may still land, until its agent is destroyed. So `renew` puts another
+  agent in its place, which posts from then on; the former one ends what it has posted, and is destroyed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, Final
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import (
@@ -38,7 +32,6 @@ from prefixkv.errors import (
     HandshakeError,
     InternalError,
     PeerLostError,
-    TransferError,
     TransferTimeoutError,
 )
 from prefixkv.pool.kv_layout import KVLayout
@@ -46,21 +39,24 @@ from prefixkv.protocol.state import PeerId
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
+    Settled,
     Sink,
     TransportEvent,
+    WriteDrained,
+    WriteFailed,
     WriteJob,
 )
 from prefixkv.transport.descriptors import Part, Runs, paired_runs, part_indices
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
-
-# Read when the libraries load. Faults are our daily bread and come back as exceptions with their type.
-os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-os.environ.setdefault("UCX_LOG_LEVEL", "FATAL")
-_raise_exceptions = logging.raiseExceptions
-import nixl._api as nixl_api  # noqa: E402
-from nixl import _bindings as nixl_errors  # noqa: E402  # pyright: ignore[reportAttributeAccessIssue]
-
-logging.raiseExceptions = _raise_exceptions  # nixl's logging turns it off for the whole process
+from prefixkv.transport.nixl_agent import (
+    CONNECTION_BROKEN,
+    FORGOTTEN,
+    NEVER_POSTED,
+    NixlAgent,
+    bare,
+    error_of,
+    nixl_name,
+)
 
 _log = logging.getLogger("prefixkv.transport")
 
@@ -70,21 +66,9 @@ _CLOSE_TIMEOUT_S: Final = 120.0
 _PATIENCE_S: Final = 2e-3  # of empty polls, before sleeps become long
 _LINGER_S: Final = 5e-3  # a notification may still sit in UCX's buffers when its write is DONE
 _COMMANDS_A_TURN: Final = 64  # then the posts get theirs
+_POLL_GAP_S: Final = 2e-3  # more than this between two polls does not count as polling
 _RECONNECT_S: Final = 0.1  # between two attempts, each of which may hold the thread for 20 ms
-
-# NIXL checks its arguments before it hands anything on, and says so with these
-_NEVER_POSTED: Final = (
-    nixl_errors.nixlInvalidParamError,
-    nixl_errors.nixlNotFoundError,
-    nixl_errors.nixlNotAllowedError,
-    nixl_errors.nixlMismatchError,
-    nixl_errors.nixlNotSupportedError,
-)
-_CONNECTION_BROKEN: Final = (
-    nixl_errors.nixlRemoteDisconnectError,
-    nixl_errors.nixlBackendError,
-    nixl_errors.nixlNotFoundError,  # NIXL forgot the peer
-)
+_RENEW_S: Final = 0.25  # between two renewals, each of which holds it for 70 ms
 
 _Command = Callable[["_Agent"], None]  # run by the thread
 
@@ -144,6 +128,12 @@ class NixlTransport:
     def expect(self, num_rooms: int) -> None:
         self._call(lambda agent: agent.expect(num_rooms))
 
+    def settle(self, token: Hashable, for_s: float) -> None:
+        self._call(lambda agent: agent.settle(token, for_s))
+
+    def renew(self) -> None:
+        self._call(lambda agent: agent.renew(), or_raise=False)
+
     def close(self) -> None:
         """See `base.Transport.close`. May be called again.
 
@@ -177,7 +167,7 @@ class NixlTransport:
             agent = _Agent(self._me, layout, sink, config)
             started.put(agent.metadata)
         except BaseException as error:
-            started.put(_bare(error))
+            started.put(bare(error))
             return
         agent.serve(self._inbox)
         self._close_error = agent.destroy()
@@ -224,7 +214,7 @@ class _Peer:
         self.local_list: Any = None
         self.remote_list: Any = None
         self.outbox = Outbox()
-        self.in_flight = 0
+        self.in_flight = 0  # of the agent that posts now
         self.retry_at = 0.0
         self.removed = False
 
@@ -233,11 +223,17 @@ class _Peer:
         return nixl_name(self.peer)
 
 
-class _Post(NamedTuple):
-    handle: Any
-    peer: _Peer
-    job: ActiveJob
-    part: Part
+class _Post:
+    """A part under way, and the agent that posted it."""
+
+    __slots__ = ("agent", "handle", "job", "part", "peer")
+
+    def __init__(self, agent: NixlAgent, handle: Any, peer: _Peer, job: ActiveJob, part: Part) -> None:
+        self.agent = agent
+        self.handle = handle
+        self.peer = peer
+        self.job = job
+        self.part = part
 
 
 class _Agent:
@@ -247,23 +243,23 @@ class _Agent:
         self.layout = layout
         self.sink = sink
         self.config = config
-        self.name = nixl_name(me)
-        self.nixl = nixl_api.nixl_agent(
-            self.name,
-            nixl_api.nixl_agent_config(
-                enable_prog_thread=False,
-                backends=["UCX"],
-                sync_mode=nixl_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
-            ),
-        )
-        regions = [(address, num_bytes, 0, "") for address, num_bytes in layout.regions]
-        self.nixl.register_memory(regions, config.memory_type, backends=["UCX"])
-        self.metadata = bytes(self.nixl.get_agent_metadata())
+        self.me = me
+        self.now = NixlAgent(nixl_name(me), layout, config.memory_type)
+        self.former: NixlAgent | None = None  # posts nothing more
+        self.former_until = 0.0
+        self.outlived: list[NixlAgent] = []  # that could not be destroyed: what failed there is never proven
+        self.num_renewed = 0
+        self.renew_wanted = False
+        self.renew_from = 0.0
+        self.metadata = self.now.metadata
         self.peers: dict[PeerId, _Peer] = {}
         self.jobs = JobTable(self._emit, config.post_bytes, config.post_descriptors)
         self.posts: list[_Post] = []
         self.expected = 0
         self.linger_until = 0.0
+        self.polled_s = 0.0  # time spent polling, without the gaps in which nobody did
+        self.last_poll = 0.0
+        self.settling: list[tuple[float, Hashable]] = []  # (`polled_s` to reach, token)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -297,7 +293,8 @@ class _Agent:
     def _wait_s(self, quiet_since: float | None) -> float | None:
         """How long to wait for a command: 0 to poll again at once, None when only a command brings work."""
         now = time.monotonic()
-        if not (self.jobs or self.expected or now < self.linger_until):
+        renewing = self.renew_wanted or self.former is not None
+        if not (self.jobs or self.expected or self.settling or renewing or now < self.linger_until):
             return None
         quiet_s = 0.0 if quiet_since is None else now - quiet_since
         if quiet_s < self.config.spin_s:
@@ -313,7 +310,11 @@ class _Agent:
                     moved |= self._serve_peer(peer)
             if self.posts:
                 moved |= self._check_posts()
-        if self.expected or (self.linger_until and not self.posts):
+        if self.former is not None:
+            self._end_former(self.former)
+        elif self.renew_wanted and time.monotonic() >= self.renew_from:
+            self._renew()
+        if self.expected or self.settling or (self.linger_until and not self.posts):
             moved |= self._poll_notifications()
         return moved
 
@@ -354,6 +355,12 @@ class _Agent:
     def expect(self, num_rooms: int) -> None:
         self.expected = num_rooms
 
+    def settle(self, token: Hashable, for_s: float) -> None:
+        self.settling.append((self.polled_s + for_s, token))
+
+    def renew(self) -> None:
+        self.renew_wanted = True
+
     # --- peers ------------------------------------------------------------------------------------
 
     def _connect(self, peer: _Peer) -> bool:
@@ -362,17 +369,17 @@ class _Agent:
         try:
             self._unload(peer)
             name = peer.nixl_name
-            if not self._is_metadata_of(name, peer.metadata):
+            if not self.now.is_metadata_of(name, peer.metadata):
                 raise HandshakeError("agent name in NIXL's metadata", name, bytes(peer.metadata[:64]))
-            self.nixl.add_remote_agent(peer.metadata)
+            self.now.api.add_remote_agent(peer.metadata)
             peer.loaded = True
             runs = paired_runs(self.layout, peer.layout)
             memory_type = self.config.memory_type
-            peer.local_list = self.nixl.prep_xfer_dlist("", runs.src, memory_type)
-            peer.remote_list = self.nixl.prep_xfer_dlist(name, runs.dst, memory_type)
+            peer.local_list = self.now.api.prep_xfer_dlist("", runs.src, memory_type)
+            peer.remote_list = self.now.api.prep_xfer_dlist(name, runs.dst, memory_type)
             peer.runs = runs
         except Exception as error:
-            self._lose(peer, _bare(error))
+            self._lose(peer, bare(error))
             return False
         self.jobs.start_parked(peer.outbox, runs)
         return True
@@ -385,15 +392,8 @@ class _Agent:
         peer.local_list = peer.remote_list = None
         if peer.loaded:
             peer.loaded = False
-            with contextlib.suppress(nixl_errors.nixlNotFoundError):  # NIXL forgot it by itself
-                self.nixl.remove_remote_agent(peer.nixl_name)
-
-    def _is_metadata_of(self, name: str, metadata: bytes) -> bool:
-        """Whether the agent named in the metadata is this one. Metadata under another peer's name would replace
-        that peer's inside NIXL. The name's place is taken from our own metadata, where we know it."""
-        mine, theirs = self.name.encode(), name.encode()
-        head, found, _ = self.metadata.partition(len(mine).to_bytes(8, "little") + mine)
-        return not found or metadata.startswith(head + len(theirs).to_bytes(8, "little") + theirs)
+            with contextlib.suppress(FORGOTTEN):  # NIXL forgot it by itself
+                self.now.api.remove_remote_agent(peer.nixl_name)
 
     def _lose(self, peer: _Peer, error: Exception) -> None:
         """The peer is gone as far as we know: what waits for it fails, a later write tries again."""
@@ -425,7 +425,7 @@ class _Agent:
             try:
                 ready = job.poll_ready()
             except BaseException as error:
-                self.jobs.stop(job, _bare(error))
+                self.jobs.stop(job, bare(error))
                 return True
             if ready:
                 self._post(peer, job)
@@ -442,15 +442,15 @@ class _Agent:
         may_land = False
         try:
             src, dst = part_indices(job.runs, part, job.src_pages, job.dst_pages)
-            handle = self.nixl.make_prepped_xfer("WRITE", peer.local_list, src, peer.remote_list, dst)
+            handle = self.now.api.make_prepped_xfer("WRITE", peer.local_list, src, peer.remote_list, dst)
             may_land = True
-            state = self.nixl.transfer(handle, job.tag(number))
+            state = self.now.api.transfer(handle, job.tag(number))
         except Exception as refusal:
-            state, error = "", _bare(refusal)
-            may_land = may_land and not isinstance(refusal, _NEVER_POSTED)
+            state, error = "", bare(refusal)
+            may_land = may_land and not isinstance(refusal, NEVER_POSTED)
         else:
-            error = _error_of(state)
-        post = _Post(handle, peer, job, part)
+            error = error_of(state)
+        post = _Post(self.now, handle, peer, job, part)
         if state == "PROC":
             self.posts.append(post)
         else:
@@ -461,14 +461,14 @@ class _Agent:
         going: list[_Post] = []
         for post in self.posts:
             try:
-                state = self.nixl.check_xfer_state(post.handle)
+                state = post.agent.api.check_xfer_state(post.handle)
             except Exception as failure:
-                ended.append((post, _bare(failure)))
+                ended.append((post, bare(failure)))
             else:
                 if state == "PROC":
                     going.append(post)
                 else:
-                    ended.append((post, _error_of(state)))
+                    ended.append((post, error_of(state)))
         self.posts = going
         for post, error in ended:
             self._part_ended(post, error, may_land=True)
@@ -476,12 +476,16 @@ class _Agent:
 
     def _part_ended(self, post: _Post, error: Exception | None, may_land: bool) -> None:
         peer = post.peer
-        peer.in_flight -= 1
+        current = post.agent is self.now
+        if current:
+            peer.in_flight -= 1
         self._release(post)
         if error is None:
             self.linger_until = time.monotonic() + _LINGER_S
+        elif may_land:
+            post.agent.unproven.add(post.job.job.job_id)
         self.jobs.part_ended(post.job, post.part, error, may_land)
-        if error is not None and isinstance(error, _CONNECTION_BROKEN) and peer.runs is not None:
+        if current and isinstance(error, CONNECTION_BROKEN) and peer.runs is not None:
             self._lose(peer, error)
         self._forget_if_unused(peer)
 
@@ -499,20 +503,84 @@ class _Agent:
         if self.linger_until and time.monotonic() >= self.linger_until:
             self.linger_until = 0.0
         try:
-            arrived = self.nixl.get_new_notifs()
+            arrived = self.now.api.get_new_notifs()
         except Exception as error:
             _log.warning("notifications could not be polled: %r", error)
             return False
         for tags in arrived.values():
             for tag in tags:
                 self._emit(Arrived(bytes(tag)))
+        now = time.monotonic()
+        self.polled_s += min(now - self.last_poll, _POLL_GAP_S)
+        self.last_poll = now
+        if self.settling:
+            self._tell_settled()
         return bool(arrived)
+
+    def _tell_settled(self) -> None:
+        due = [token for until_s, token in self.settling if until_s <= self.polled_s]
+        self.settling = [waiting for waiting in self.settling if waiting[0] > self.polled_s]
+        for token in due:
+            self._emit(Settled(token))
 
     def _emit(self, event: TransportEvent) -> None:
         try:
             self.sink(event)
         except BaseException:
             _log.error("the sink of the transport failed on %r\n%s", event, traceback.format_exc())
+        if isinstance(event, WriteFailed) and not event.drained:
+            self._tell_if_proven(event.job_id)
+
+    # --- another agent ----------------------------------------------------------------------------
+
+    def _renew(self) -> None:
+        """Another agent posts from now on. If it cannot be made, the one there is goes on, and it is tried again."""
+        self.renew_wanted = False
+        if not self.now.unproven:
+            return
+        try:
+            successor = NixlAgent(f"{nixl_name(self.me)}/{self.num_renewed + 1}", self.layout, self.config.memory_type)
+        except Exception as error:
+            _log.error("no new agent could be made: %r", error)
+            self.renew_wanted, self.renew_from = True, time.monotonic() + _RENEW_S
+            return
+        self.num_renewed += 1
+        self.former, self.now = self.now, successor
+        self.former_until = time.monotonic() + self.config.renew_grace_s
+        for peer in self.peers.values():
+            self.former.lists += [peer.local_list, peer.remote_list]
+            peer.local_list = peer.remote_list = peer.runs = None
+            peer.loaded, peer.in_flight, peer.retry_at = False, 0, 0.0
+        for peer in list(self.peers.values()):
+            self._forget_if_unused(peer)
+
+    def _end_former(self, former: NixlAgent) -> None:
+        """Destroy it once its posts have ended, or have had their time; then none of them can land any more."""
+        posts = [post for post in self.posts if post.agent is former]
+        if posts and time.monotonic() < self.former_until:
+            return
+        self.former = None
+        self.renew_from = time.monotonic() + _RENEW_S
+        self.posts = [post for post in self.posts if post.agent is not former]
+        for post in posts:
+            self._release(post)
+            post.handle = None
+        destroyed = former.destroy()
+        if not destroyed:
+            _log.error("an agent that was replaced could not be destroyed: what it wrote last is never proven to end")
+            self.outlived.append(former)
+        for job_id in sorted(former.unproven):
+            if job_id not in self.jobs:  # else it is told when the job ends
+                self._tell_if_proven(job_id)
+        for post in posts:
+            error = TransferTimeoutError(f"not done {self.config.renew_grace_s} s after its agent was replaced")
+            self._part_ended(post, error, may_land=not destroyed)
+
+    def _tell_if_proven(self, job_id: int) -> None:
+        """Say that the job is drained, once no agent is left that could still write for it."""
+        agents = [self.now, *self.outlived] + ([self.former] if self.former is not None else [])
+        if not any(job_id in agent.unproven for agent in agents):
+            self._emit(WriteDrained(job_id))
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -525,30 +593,8 @@ class _Agent:
             self._release(self.posts.pop())
         for peer in self.peers.values():
             peer.local_list = peer.remote_list = None
-        alive = weakref.ref(self.nixl.agent)
-        del self.nixl
-        fenced = alive() is None
+        fenced = not self.outlived
+        for agent in [self.now] + ([self.former] if self.former is not None else []):
+            fenced &= agent.destroy()
         self.jobs.close(fenced)
         return None if fenced else InternalError("the NIXL agent outlived its transport: writes are not fenced")
-
-
-def nixl_name(peer: PeerId) -> str:
-    """The agent's name: one a life, so that a restarted peer is never taken for its former self."""
-    return f"{peer.name}#{peer.incarnation}"
-
-
-def _error_of(state: str) -> Exception | None:
-    return None if state in ("DONE", "PROC") else TransferError(f"NIXL reports state {state}")
-
-
-def _bare(error: BaseException) -> Exception:
-    """The error without its traceback, whose frames would keep the agent alive after `close()`."""
-    seen: BaseException | None = error
-    while seen is not None:
-        seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
-    if isinstance(error, Exception):
-        return error
-    wrapped = TransferError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

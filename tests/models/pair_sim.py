@@ -35,7 +35,7 @@ from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.request import Request
 from prefixkv.request_pages import PageBooks
-from prefixkv.transport.base import Arrived, WriteDone, WriteFailed, WriteJob
+from prefixkv.transport.base import Arrived, Settled, WriteDone, WriteDrained, WriteFailed, WriteJob
 from prefixkv.transport.fake import FakeFabric
 from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
 
@@ -108,6 +108,10 @@ class PrefillSide:
                 self.act(self.endpoint.on_write_ended(job_id, None, True, now_s))
             case WriteFailed(job_id, error, drained):
                 self.act(self.endpoint.on_write_ended(job_id, error, drained, now_s))
+                if not drained:
+                    self.transport.renew()
+            case WriteDrained(job_id):
+                self.act(self.endpoint.on_write_drained(job_id, now_s))
 
     def act(self, actions: list[prefill_endpoint.Action]) -> None:
         for action in actions:
@@ -210,6 +214,8 @@ class DecodeSide:
                 self.act(self.endpoint.refuse(key, ticket, address, error, now_s))
             case Arrived(tag):
                 self.act(self.endpoint.on_arrival(tag, now_s))
+            case Settled(token):
+                self.act(self.endpoint.settled(token, now_s))
 
     def act(self, actions: list[decode_endpoint.Action]) -> None:
         for action in actions:
@@ -222,6 +228,8 @@ class DecodeSide:
                     self.events.append(action)
                 case receiver.RoomDrained() | receiver.RoomOverdue():
                     self.events.append(action)
+                case decode_endpoint.Settle(token):
+                    self.transport.settle(token, TIMING.fence_settle_s)
         self.transport.expect(self.endpoint.num_expected)
 
     def schedule(self) -> None:
@@ -363,7 +371,11 @@ class PairSim:
 
     def decode_scheduler(self, num_pages: int, failure_policy: str) -> DecodeScheduler:
         books = PageBooks(num_pages, PAGE_SIZE, 8, policy=self.policy)
-        return DecodeScheduler(books, reserve_tokens=self.random.choice([0, 4]), failure_policy=failure_policy)
+        return DecodeScheduler(
+            books, reserve_tokens=self.random.choice([0, 4]), failure_policy=failure_policy,
+            admission=("hit_aware", "fifo", "priority")[self.seed % 3], patience_s=2.0,
+            waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s,
+        )  # fmt: skip
 
     # --- chance and content -----------------------------------------------------------------------
 
@@ -562,9 +574,8 @@ class PairSim:
                 self.now_s += 0.5
             if steps in (2_000, 4_000, 6_000):
                 # Every deadline has passed by now: what is left is held for want of proof, which a fence gives.
+                # What the current prefill worker wrote last, it proves itself.
                 self._fence_old()
-                if steps > 2_000 and self.decode.scheduler.books.allocator.owners():
-                    self._fence_current()
             if self._quiet():
                 break
         for side in (self.decode, self.prefill):

@@ -10,7 +10,7 @@ import pytest
 
 from prefixkv.errors import AbortedError, HandshakeError, PeerLostError, RequestError, TransferError
 from prefixkv.protocol import messages
-from prefixkv.protocol.decode_endpoint import Connect, Disconnect
+from prefixkv.protocol.decode_endpoint import Connect, Disconnect, RankDrained, Settle
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
@@ -368,11 +368,37 @@ def test_late_words_of_an_earlier_use_of_a_room_number_are_nothing_to_the_next()
     assert RoomDrained(KEY) in peer.say(Drained(*KEY, 0, ticket=2))
 
 
+SETTLING = dataclasses.replace(TIMING, fence_settle_s=0.5)
+
+
 def test_after_a_fence_pages_wait_until_what_the_kernel_holds_has_been_read() -> None:
-    peer = PrefillPeer(dataclasses.replace(TIMING, fence_settle_s=0.5)).opened()
+    peer = PrefillPeer(SETTLING).opened()
     actions = peer.call("fence", PREFILL)
     assert ends(actions)
-    assert "RoomDrained" not in kinds(actions)
+    assert actions.count(Settle(PREFILL)) == 1
+    assert Settle(PREFILL) not in peer.call("fence", PREFILL), "it is at that already"
+    assert "RoomDrained" not in kinds(peer.after(100.0)), "time alone proves nothing: nobody may have read"
     assert peer.endpoint.num_expected == 1, "the transport goes on polling"
-    assert "RoomDrained" not in kinds(peer.after(0.49))
-    assert RoomDrained(KEY) in peer.after(0.02)
+    assert peer.call("settled", PREFILL) == [RoomDrained(KEY)]
+
+
+def test_a_drained_that_took_the_end_of_an_agent_waits_likewise() -> None:
+    peer = PrefillPeer(SETTLING).opened()
+    peer.say(peer.outcome(ok=False, drained=False))
+    token = RankDrained(KEY, 0, promise().ticket)
+    assert peer.say(Drained(*KEY, 0, settle=True)) == [Settle(token)]
+    assert peer.say(Drained(*KEY, 0, settle=True)) == []
+    assert peer.endpoint.num_expected == 1
+    assert peer.call("settled", token) == [RoomDrained(KEY)]
+    assert peer.call("settled", token) == []
+
+
+def test_what_has_settled_is_nothing_to_another_use_of_the_room_number() -> None:
+    peer = PrefillPeer(SETTLING).opened()
+    assert ends(peer.call("abort", KEY, WHY))
+    assert peer.say(Drained(*KEY, 0, settle=True)) == [Settle(RankDrained(KEY, 0, 0))]
+    assert RoomDrained(KEY) in peer.say(Drained(*KEY, 0)), "another word of it may be proof at once"
+    peer.open(msgspec.structs.replace(promise(), ticket=1))
+    assert ends(peer.call("abort", KEY, WHY))
+    assert peer.call("settled", RankDrained(KEY, 0, 0)) == []
+    assert peer.endpoint.num_expected == 1

@@ -236,8 +236,8 @@ def test_random_bytes_change_nothing(raw: bytes) -> None:
 def test_the_actions_seen_here_are_all_there_are() -> None:
     """A new action would need a law above."""
     seen = {
-        "SendFrame", "Connect", "Disconnect", "RoomEnded", "RoomDrained", "RoomOverdue", "AddPeer", "RemovePeer",
-        "PostWrite", "CancelWrite", "Bootstrapped", "SourceFree",
+        "SendFrame", "Connect", "Disconnect", "Settle", "RoomEnded", "RoomDrained", "RoomOverdue", "AddPeer",
+        "RemovePeer", "PostWrite", "CancelWrite", "Bootstrapped", "SourceFree",
     }  # fmt: skip
     actions = (*decode_endpoint.Action.__args__, *prefill_endpoint.Action.__args__)
     assert {action.__name__ for action in actions} == seen

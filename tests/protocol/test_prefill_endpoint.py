@@ -395,7 +395,7 @@ def test_decodes_abort_is_acknowledged_with_the_end_of_the_last_write() -> None:
     assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0)], "the acknowledgement was lost: said again"
 
 
-def test_a_write_that_proves_nothing_is_never_acknowledged() -> None:
+def test_a_write_that_proves_nothing_is_not_acknowledged_before_its_agent_is_destroyed() -> None:
     peer = DecodePeer().bootstrapped()
     [post] = peer.chunk(1, [30, 31])
     [ended, outcome, _] = peer.ended(post.job_id, OSError("reset"), drained=False)
@@ -405,6 +405,22 @@ def test_a_write_that_proves_nothing_is_never_acknowledged() -> None:
     for _ in range(3):
         assert peer.say(Abort(*KEY, "enough")) == []
         assert set(kinds(peer.after(100.0))) <= {"Heartbeat"}
+    assert peer.endpoint.num_rooms == 1
+    assert peer.call("on_write_drained", post.job_id) == [Drained(*KEY, 0, settle=True)]
+    assert peer.endpoint.num_rooms == 0
+    assert peer.call("on_write_drained", post.job_id) == []
+    assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0, settle=True)], "that it was lost is no reason to hurry"
+
+
+def test_the_end_of_an_agent_says_nothing_of_a_room_that_was_dropped_since() -> None:
+    """Its decode worker left, and another use of the room's number is open."""
+    peer = DecodePeer().bootstrapped()
+    [post] = peer.chunk(1, [30, 31])
+    peer.say(messages.Fenced())
+    assert peer.ended(post.job_id, OSError("reset"), drained=False) == [SourceFree(KEY)]
+    peer.say(HELLO, newer(DECODE))
+    peer.say(promise(), newer(DECODE))
+    assert peer.call("on_write_drained", post.job_id) == []
     assert peer.endpoint.num_rooms == 1
 
 

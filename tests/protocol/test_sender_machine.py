@@ -30,6 +30,7 @@ from prefixkv.protocol.sender_machine import (
     SenderMachine,
     SourceFree,
     Tick,
+    WriteDrained,
     WriteEnded,
 )
 from prefixkv.protocol.state import KVPoll
@@ -56,7 +57,8 @@ class Laws:
         self.ended: RoomEnded | None = None
         self.source_free = False
         self.in_flight: set[int] = set()
-        self.unproven = False
+        self.unproven: set[int] = set()  # jobs that failed after their post
+        self.settle = False  # there was one
         self.asked = False  # decode has sent an abort
         self.written: list[int] = []  # decode's pages in the order of the posts
 
@@ -65,7 +67,11 @@ class Laws:
         before = self.machine.poll
         if isinstance(event, WriteEnded) and event.job_id in self.in_flight:
             self.in_flight.remove(event.job_id)
-            self.unproven |= event.error is not None and not event.drained
+            if event.error is not None and not event.drained:
+                self.unproven.add(event.job_id)
+                self.settle = True
+        if isinstance(event, WriteDrained):
+            self.unproven.discard(event.job_id)
         self.asked |= isinstance(event, AbortSaid)
         actions = self.machine.on(event, self.now_s)
         for action in actions:
@@ -102,10 +108,11 @@ class Laws:
         if isinstance(body, Drained):
             assert safe, "Drained without proof"
             assert self.asked
+            assert body.settle == self.settle, "what kernels hold must be read when an agent was destroyed, only then"
         elif isinstance(body, Outcome):
             assert self.ended is not None, "an outcome before the end"
             assert body.ok == (self.ended.poll is KVPoll.SUCCESS)
-            assert body.drained == safe, "the outcome says drained without proof, or hides it"
+            assert body.drained == (safe and not self.settle), "the outcome says drained without proof, or hides it"
             assert body.rank == 2
             assert not body.ok or (body.num_pages == len(PAGES) and body.aux == b"first")
 
@@ -139,6 +146,11 @@ SCRIPTS: dict[str, list[Any]] = {
     "failed, write in flight": [*POSTED, Fail(AbortedError("enough"))],
     "failed, acknowledged, write in flight": [*POSTED, Fail(AbortedError("enough")), OutcomeAcked()],
     "failed by a write that proves nothing": [*POSTED, WriteEnded(1, BROKEN, drained=False)],
+    "failed by a write that proves nothing, its agent destroyed": [
+        *POSTED,
+        WriteEnded(1, BROKEN, drained=False),
+        WriteDrained(1),
+    ],
     "failed by a write refused at post": [*POSTED, WriteEnded(1, BROKEN)],
     "aborted by decode, write in flight": [*POSTED, AbortSaid(DECODE, "enough")],
     "aborted before the promise": [AbortSaid(DECODE, "enough")],
@@ -150,6 +162,7 @@ EVENTS: list[tuple[Any, float]] = [
     (chunk(3, 2, last=True), 0), (chunk(3, 1, last=True), 0), (chunk(5, 0, last=True), 0), (chunk(2, 1), 0),
     (chunk(1, 9), 0), (WriteEnded(1), 0), (WriteEnded(2), 0), (WriteEnded(99), 0),
     (WriteEnded(1, BROKEN), 0), (WriteEnded(1, BROKEN, drained=False), 0), (WriteEnded(2, BROKEN, drained=False), 0),
+    (WriteDrained(1), 0), (WriteDrained(2), 0),
     (AbortSaid(DECODE, "enough"), 0), (Fail(AbortedError("enough")), 0), (Fail(BROKEN, tell=False), 0),
     (OutcomeAcked(), 0), (Tick(), 0), (Tick(), TIMING.resend_s), (Tick(), 100.0),
 ]  # fmt: skip
@@ -163,7 +176,7 @@ def run(script: list[Any]) -> Laws:
 
 
 def finish(laws: Laws) -> None:
-    """All writes end, decode aborts, time passes: what is left is over, unless a write proved nothing."""
+    """All writes end, decode aborts, time passes, agents with writes that proved nothing are destroyed: all is over."""
     for job_id in sorted(laws.in_flight):
         laws.on(WriteEnded(job_id))
     laws.on(Tick(), 1000.0)
@@ -174,7 +187,10 @@ def finish(laws: Laws) -> None:
     said = laws.on(AbortSaid(DECODE, "enough")) + laws.on(AbortSaid(DECODE, "again"))
     drained = [say for say in said if isinstance(say, Say) and isinstance(say.body, Drained)]
     assert len(drained) == (0 if laws.unproven else 2), "each abort is answered, once it can be"
-    assert laws.machine.over == (not laws.unproven)
+    for job_id in sorted(laws.unproven):
+        drained += [say for say in laws.on(WriteDrained(job_id)) if isinstance(say, Say)]
+    assert drained, "an abort that had to wait is answered when the last agent is destroyed"
+    assert laws.machine.over
     assert laws.source_free
 
 
@@ -204,6 +220,7 @@ def test_any_two_events_in_any_state_keep_the_laws(script: list[Any]) -> None:
                 lambda first, num, last: (chunk(first, num, last), 0),
                 st.integers(0, 5), st.integers(0, 4), st.booleans(),
             ),
+            st.builds(lambda job_id: (WriteDrained(job_id), 0), st.integers(1, 5)),
             st.builds(lambda pause_s: (Tick(), pause_s), st.floats(0, 5)),
         ),
         max_size=30,
@@ -229,6 +246,9 @@ def test_no_acknowledgement_before_the_last_write_has_ended(order: list[int], do
         laws.on(Tick(), 50.0)
         said = laws.on(WriteEnded(job_id, *((BROKEN, False) if job_id == unproven else ())))
     assert [Say(DECODE, Drained(*KEY, 2))] * (not unproven) == [say for say in said if isinstance(say, Say)]
+    if unproven:
+        assert laws.on(WriteDrained(unproven)) == [Say(DECODE, Drained(*KEY, 2, settle=True))]
+        assert laws.on(WriteDrained(unproven)) == []
 
 
 @pytest.mark.parametrize("added_first", [True, False])

@@ -8,7 +8,7 @@ import pytest
 from prefixkv.config import TransportConfig
 from prefixkv.errors import AbortedError, ClosedError, HandshakeError, PageStateError, PeerLostError
 from prefixkv.protocol.state import PeerId
-from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed
+from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteDrained, WriteFailed
 from tests.models.transport_driver import NUM_PAGES, Driver, Node
 from tests.models.transport_pools import Shape
 
@@ -282,6 +282,27 @@ def test_metadata_of_another_peer_harms_nobody(driver: Driver) -> None:
     writer.transport.write(writer.job(3, liar, [4], [5]))
     driver.until(lambda: writer.ends(3))
     assert liar.pool.page(5) == writer.pool.page(4)
+
+
+def test_settle_is_answered_with_its_token_also_when_nothing_is_expected(driver: Driver) -> None:
+    writer, target = driver.pair()
+    target.transport.expect(0)
+    for node in (writer, target):
+        node.transport.settle(("a", 1), 0.001)
+        node.transport.settle("b", 0.0)
+    driver.until(lambda: all(len(node.of(Settled)) == 2 for node in (writer, target)))
+    assert {event.token for event in target.of(Settled)} == {("a", 1), "b"}
+
+
+def test_a_renewal_that_nothing_calls_for_changes_nothing(driver: Driver) -> None:
+    writer, target = driver.pair()
+    writer.transport.renew()
+    for job_id in (1, 2):
+        writer.transport.write(writer.job(job_id, target, [job_id], [job_id]))
+        driver.until(lambda n=job_id: writer.ends(n))
+        assert isinstance(writer.ends(job_id)[0], WriteDone)
+        writer.transport.renew()
+    assert not writer.of(WriteDrained)
 
 
 def test_close_ends_what_is_left_and_may_be_called_again(driver: Driver) -> None:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import CallerError, ClosedError, InternalError
+from prefixkv.errors import CallerError, ClosedError, InternalError, TransferTimeoutError
 from prefixkv.protocol.state import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport import nixl as nixl_module
-from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed
+from prefixkv.transport import nixl_agent
+from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteDrained, WriteFailed
 from prefixkv.transport.nixl import NixlTransport
 from tests.models.patience import PATIENCE_S
 from tests.models.transport_child import BIG, Child, children
@@ -70,14 +71,14 @@ def test_close_ends_the_thread_and_destroys_the_agent(nixl_driver: NixlDriver) -
 def test_close_says_so_when_the_agent_cannot_be_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else holds the agent: then its writes are not fenced, and no job is called drained."""
     held: list[Any] = []
-    create = nixl_module.nixl_api.nixl_agent
+    create = nixl_agent.nixl_api.nixl_agent
 
     def holding(*args: Any, **kwargs: Any) -> Any:
         agent = create(*args, **kwargs)
         held.append(agent.agent)
         return agent
 
-    monkeypatch.setattr(nixl_module.nixl_api, "nixl_agent", holding)
+    monkeypatch.setattr(nixl_agent.nixl_api, "nixl_agent", holding)
     driver = NixlDriver()
     writer, target = driver.pair()
 
@@ -246,13 +247,13 @@ def test_a_peer_that_stands_still_holds_its_window_and_nobody_else(
         tcp_driver.until(lambda: writer.ends(1))
 
         posts: list[bytes] = []
-        post = nixl_module.nixl_api.nixl_agent.transfer
+        post = nixl_agent.nixl_api.nixl_agent.transfer
 
         def counting(agent: Any, handle: Any, tag: bytes) -> Any:
             posts.append(tag)
             return post(agent, handle, tag)
 
-        monkeypatch.setattr(nixl_module.nixl_api.nixl_agent, "transfer", counting)
+        monkeypatch.setattr(nixl_agent.nixl_api.nixl_agent, "transfer", counting)
         child.stop()
         pages = list(range(16))
         writer.transport.write(writer.job(2, to, pages, pages))
@@ -316,3 +317,173 @@ def test_close_is_a_fence_for_what_a_stopped_peer_has_not_got(nixl_driver: NixlD
         for page, before in zip(child.pages(), old, strict=True):
             now = np.frombuffer(page, np.uint8)
             assert ((now == before) | (now == 0)).all()
+
+
+# --- another agent in place of one whose writes failed ----------------------------------------------
+
+
+class Renewal:
+    """A writer with a job that failed undrained, a peer that stands still with posts under way, and a friend."""
+
+    def __init__(self, driver: NixlDriver, cut: Child, stuck: Child, grace_s: float) -> None:
+        config = TransportConfig(renew_grace_s=grace_s)
+        self.driver = driver
+        self.writer = driver.node("prefill", "page_major", config, num_pages=16, shape=BIG)
+        self.friend = driver.node("friend", "page_major", num_pages=16, shape=BIG)
+        self.writer.add(self.friend)
+        self.friend.transport.expect(1)
+        self.to_stuck, self.to_cut = add_child(self.writer, stuck), add_child(self.writer, cut)
+        for job_id, to in ((1, self.to_stuck), (2, self.to_cut), (3, self.friend)):
+            self.write(job_id, to, [0])
+            self.until_done(job_id)
+        stuck.stop()
+        self.write(4, self.to_stuck, list(range(16)))
+        self.write(5, self.friend, [1])  # posted behind it
+        self.until_done(5)
+        assert cut.cut_connections() > 0
+        failed = write_until_failed(driver, self.writer, self.to_cut, 100, [1])
+        (self.failed,) = self.writer.ends(failed)
+        assert isinstance(self.failed, WriteFailed)
+        assert not self.failed.drained
+
+    def write(self, job_id: int, to: Node, pages: list[int]) -> None:
+        self.writer.transport.write(self.writer.job(job_id, to, pages, pages))
+
+    def until_done(self, job_id: int) -> None:
+        self.driver.until(lambda: self.writer.ends(job_id))
+        assert isinstance(self.writer.ends(job_id)[0], WriteDone), self.writer.ends(job_id)
+
+    @property
+    def drained(self) -> list[int]:
+        return [event.job_id for event in self.writer.of(WriteDrained)]
+
+
+@pytest.fixture
+def two_children() -> Iterator[list[Child]]:
+    with children(PeerId("cut", 1), PeerId("stuck", 1), num_pages=16) as both:
+        yield list(both)
+
+
+def test_a_renewed_agent_writes_at_once_and_the_former_ends_what_it_has_posted(
+    tcp_driver: NixlDriver, two_children: list[Child]
+) -> None:
+    cut, stuck = two_children
+    there = Renewal(tcp_driver, cut, stuck, grace_s=600.0)
+    there.writer.transport.renew()
+    there.write(6, there.friend, [2])
+    there.write(7, there.to_cut, [3])
+    there.until_done(6)
+    there.until_done(7)
+    assert cut.pages()[3] == there.writer.pool.page(3)
+    assert not there.drained, "the agent that posted it lives, for the sake of its other posts"
+    stuck.resume()
+    there.until_done(4)
+    tcp_driver.until(lambda: there.drained)
+    assert there.drained == [there.failed.job_id]
+    assert stuck.pages() == there.writer.pool.pages()
+    there.write(8, there.to_stuck, [5])
+    there.until_done(8)
+
+
+def test_what_a_former_agent_has_not_ended_in_time_never_lands(
+    tcp_driver: NixlDriver, two_children: list[Child]
+) -> None:
+    """Bytes that the kernel holds already may, so it is the old ones or none; and the job says that it is drained."""
+    cut, stuck = two_children
+    there = Renewal(tcp_driver, cut, stuck, grace_s=0.0)
+    before = stuck.layout.num_pages
+    there.writer.transport.renew()
+    tcp_driver.until(lambda: there.drained and there.writer.ends(4))
+    assert there.drained == [there.failed.job_id]
+    (end,) = there.writer.ends(4)
+    assert isinstance(end, WriteFailed)
+    assert isinstance(end.error, TransferTimeoutError)
+    assert end.drained
+    old = [np.frombuffer(page, np.uint8) for page in there.writer.pool.pages()]
+    for memory in there.writer.pool.memory:
+        np.invert(memory, out=memory)
+    stuck.resume()
+    pages = [np.frombuffer(page, np.uint8) for page in stuck.pages()]
+    assert len(pages) == before
+    assert all(((now == was) | (now == 0)).all() for now, was in zip(pages, old, strict=True))
+    there.write(6, there.to_stuck, [7])
+    there.until_done(6)
+    assert stuck.pages()[7] == there.writer.pool.page(7)
+
+
+def test_renewals_that_are_asked_for_meanwhile_are_made_up_for(
+    tcp_driver: NixlDriver, two_children: list[Child]
+) -> None:
+    cut, stuck = two_children
+    there = Renewal(tcp_driver, cut, stuck, grace_s=600.0)
+    there.writer.transport.renew()
+    there.write(6, there.to_cut, [3])
+    there.until_done(6)
+    assert cut.cut_connections() > 0
+    second = write_until_failed(tcp_driver, there.writer, there.to_cut, 1000, [1])
+    there.writer.transport.renew()
+    there.write(7, there.friend, [3])
+    there.until_done(7)
+    assert not there.drained
+    stuck.resume()
+    tcp_driver.until(lambda: len(there.drained) == 2)
+    assert there.drained == [there.failed.job_id, second]
+
+
+def test_an_agent_that_cannot_be_destroyed_proves_nothing(
+    tcp_driver: NixlDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = tcp_driver.node("prefill", "page_major", TransportConfig(), num_pages=4, shape=BIG)
+    agents: list[nixl_agent.NixlAgent] = []
+    held: list[Any] = []
+    destroy = nixl_agent.NixlAgent.destroy
+
+    def holding(agent: nixl_agent.NixlAgent) -> bool:
+        if not agents:
+            held.append(agent.api.agent)
+        agents.append(agent)
+        return destroy(agent)
+
+    monkeypatch.setattr(nixl_agent.NixlAgent, "destroy", holding)
+    with children(PeerId("decode", 8)) as (child,):
+        to = add_child(writer, child)
+        writer.transport.write(writer.job(1, to, [0], [0]))
+        tcp_driver.until(lambda: writer.ends(1))
+        assert child.cut_connections() > 0
+        write_until_failed(tcp_driver, writer, to, 10, [1])
+        writer.transport.renew()
+        writer.transport.write(writer.job(1000, to, [2], [2]))
+        tcp_driver.until(lambda: writer.ends(1000) and agents)
+        assert isinstance(writer.ends(1000)[0], WriteDone)
+        assert not writer.of(WriteDrained)
+    with pytest.raises(InternalError, match="outlived"):
+        writer.transport.close()
+    assert not writer.of(WriteDrained)
+    held.clear()
+    gc.collect()
+    tcp_driver.nodes.remove(writer)
+
+
+def test_only_time_spent_polling_lets_what_the_kernels_hold_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped, or kept from its processor, has read nothing meanwhile."""
+    now_s = [100.0]
+    events: list[object] = []
+    agent = nixl_module._Agent(
+        PeerId("decode", 9), make_pool("layer_major", 4).layout, events.append, TransportConfig()
+    )
+    monkeypatch.setattr(nixl_module.time, "monotonic", lambda: now_s[0])
+
+    def poll_after(seconds: float) -> None:
+        now_s[0] += seconds
+        agent._progress()
+
+    agent.settle("proof", 0.010)
+    poll_after(0.0)
+    poll_after(1000.0)
+    poll_after(1000.0)
+    assert not events
+    for _ in range(20):
+        poll_after(0.001)
+    assert events == [Settled("proof")]
+    assert agent._wait_s(None) is None, "nothing is left to poll for"
+    assert agent.destroy() is None

@@ -1,0 +1,106 @@
+"""One NIXL agent: made, its memory registered, destroyed. With `nixl.py`, which drives it, the only user of nixl.
+
+- An error says nothing of its siblings and keeps its type; `bare` takes its traceback.
+- A post refused with an error may have begun: NIXL hands its descriptors on one by one and stops at the
+  first that fails. Only what NIXL refuses before that counts as never posted.
+- Only destroying the agent fences its writes, and every handle that somebody keeps, also in the frames of a
+  traceback, keeps the agent: errors leave here without theirs, and logs get text.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from typing import Any, Final
+
+from prefixkv.errors import TransferError
+from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.protocol.state import PeerId
+
+# Read when the libraries load. Faults are our daily bread and come back as exceptions with their type.
+os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+os.environ.setdefault("UCX_LOG_LEVEL", "FATAL")
+_raise_exceptions = logging.raiseExceptions
+import nixl._api as nixl_api  # noqa: E402
+from nixl import _bindings as nixl_errors  # noqa: E402  # pyright: ignore[reportAttributeAccessIssue]
+
+logging.raiseExceptions = _raise_exceptions  # nixl's logging turns it off for the whole process
+
+FORGOTTEN: Final = nixl_errors.nixlNotFoundError  # NIXL does not know the peer (any more)
+
+# NIXL checks its arguments before it hands anything on, and says so with these
+NEVER_POSTED: Final = (
+    nixl_errors.nixlInvalidParamError,
+    nixl_errors.nixlNotFoundError,
+    nixl_errors.nixlNotAllowedError,
+    nixl_errors.nixlMismatchError,
+    nixl_errors.nixlNotSupportedError,
+)
+CONNECTION_BROKEN: Final = (
+    nixl_errors.nixlRemoteDisconnectError,
+    nixl_errors.nixlBackendError,
+    FORGOTTEN,
+)
+
+
+class NixlAgent:
+    """An agent with the pool's memory registered. Owned by the transport thread.
+
+    `lists` are descriptor lists that only live on for posts under way, `unproven` the jobs with a part that
+    failed after it was posted here: it may still land until `destroy`.
+    """
+
+    def __init__(self, name: str, layout: KVLayout, memory_type: str) -> None:
+        """Raises what NIXL raises."""
+        self.name = name
+        self.api: Any = nixl_api.nixl_agent(
+            name,
+            nixl_api.nixl_agent_config(
+                enable_prog_thread=False,
+                backends=["UCX"],
+                sync_mode=nixl_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
+            ),
+        )
+        regions = [(address, num_bytes, 0, "") for address, num_bytes in layout.regions]
+        self.api.register_memory(regions, memory_type, backends=["UCX"])
+        self.metadata = bytes(self.api.get_agent_metadata())
+        self.lists: list[Any] = []
+        self.unproven: set[int] = set()
+
+    def is_metadata_of(self, name: str, metadata: bytes) -> bool:
+        """Whether the agent named in the metadata is this one. Metadata under another peer's name would replace
+        that peer's inside NIXL. The name's place is taken from our own metadata, where we know it."""
+        mine, theirs = self.name.encode(), name.encode()
+        head, found, _ = self.metadata.partition(len(mine).to_bytes(8, "little") + mine)
+        return not found or metadata.startswith(head + len(theirs).to_bytes(8, "little") + theirs)
+
+    def destroy(self) -> bool:
+        """End it; every handle and list of it has to be dropped before. Whether it is gone: then it is a fence."""
+        self.lists.clear()
+        alive = weakref.ref(self.api.agent)
+        del self.api
+        return alive() is None
+
+
+def nixl_name(peer: PeerId) -> str:
+    """The agent's name: one a life, so that a restarted peer is never taken for its former self."""
+    return f"{peer.name}#{peer.incarnation}"
+
+
+def error_of(state: str) -> Exception | None:
+    """What a state that NIXL reports means, None for the good ones."""
+    return None if state in ("DONE", "PROC") else TransferError(f"NIXL reports state {state}")
+
+
+def bare(error: BaseException) -> Exception:
+    """The error without its traceback, whose frames would keep the agent alive after it was destroyed."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    if isinstance(error, Exception):
+        return error
+    wrapped = TransferError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
