@@ -27,10 +27,10 @@ from itertools import count
 from typing import Any
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
-from benchmarks.chaos_clients import Clients, Conversation, Ledger, Sizes, system_prompts
-from benchmarks.chaos_cluster import Cluster, Worker
-from benchmarks.chaos_worker import Spec
-from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
+from benchmarks.chaos_clients import Clients, Conversation, Ledger, Sizes, system_prompts  # noqa: E402
+from benchmarks.chaos_cluster import Cluster, Worker  # noqa: E402
+from benchmarks.chaos_worker import Spec  # noqa: E402
+from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig  # noqa: E402
 
 CONTROL = ControlConfig(
     heartbeat_s=0.1, suspect_after_s=1.0, forget_after_s=10.0, resend_s=0.1, bootstrap_timeout_s=2.0,
@@ -40,10 +40,10 @@ CONTROL = ControlConfig(
 POOL = {"page_size": 8, "num_layers": 4, "num_kv_heads": 2, "head_dim": 64}  # 16 KiB a page
 STOP_S = (0.3, 4.0)  # the longest is longer than any deadline
 DEADLINE_S = 20.0  # of a request, without what was taken from its own worker: every wait and retry at its worst
-STORM_OPEN = 24  # conversations at a time
+STORM_OPEN = 40  # conversations at a time
 CALM_OPEN = 12
 CALM_CONVERSATIONS = 60
-PASSES = 4
+NUM_PASSES = 4
 FULL = 0.85  # of the throughput before; less is more than the noise between passes
 _UP_S = 60.0
 _REST_S = 30.0
@@ -57,7 +57,7 @@ def specs_of(seed: int, tls: str) -> dict[str, Spec]:
     for number in range(2):
         for side in ("prefill", "decode"):
             name = f"{side}-{number}"
-            pool = {**POOL, "num_pages": chance.choice((260, 400)), "order": order}
+            pool = {**POOL, "num_pages": chance.choice((160, 240, 400)), "order": order}
             config: PrefillConfig | DecodeConfig
             if side == "prefill":
                 config = PrefillConfig(name=name, max_running=64, control=CONTROL)
@@ -148,9 +148,10 @@ class Run:
     def storm(self) -> None:
         """Clients and faults until the time is up; then everything stands, and whoever was replaced is dead."""
         systems = system_prompts(self.chance, Sizes())
-        endless = iter(lambda: Conversation(self.chance, systems, Sizes()), None)
+        sizes = Sizes(output=(2, 96))  # long answers: more than the pools have room for
+        endless = iter(lambda: Conversation(self.chance, systems, sizes), None)
         self.clients = Clients(
-            self.cluster, self.ledger, self.chance, endless, STORM_OPEN, Sizes(), trouble=0.15, prefix="s"
+            self.cluster, self.ledger, self.chance, endless, STORM_OPEN, sizes, trouble=0.15, prefix="s"
         )
         self.storming = True
         self.clients.fill()
@@ -322,18 +323,18 @@ class Run:
         """What is still open, locked, owned or held when it should not be; [] at rest."""
         if not self.wait(lambda: self.ledger.idle, DEADLINE_S + 5):
             for call in self.ledger.calls.values():
+                open_s = time.monotonic() - call.began_s
                 self.ledger.violations.append(
-                    f"{call.rid} room {call.room} is open after {time.monotonic() - call.began_s:.1f} s at {call.decode}"
+                    f"{call.rid} room {call.room} is open after {open_s:.1f} s at {call.decode}"
                 )
             for rid, (worker, _) in self.ledger.asks.items():
                 self.ledger.violations.append(f"{rid} is open at {worker}")
         give_up_s = time.monotonic() + _REST_S
         while True:
-            left = [text for worker, report in self.report() if (text := _left(worker, report["stats"]))]
+            left = [text for worker, report in self.report() if (text := _left(worker, report))]
             if not left or time.monotonic() > give_up_s or self.crashes:
                 return left
-            pause_s = time.monotonic() + 0.2
-            self.wait(lambda: time.monotonic() > pause_s, 1.0)
+            self.wait(lambda: False, 0.2)
 
     def collect(self) -> None:
         """The final word of the lives that are left, in `totals`."""
@@ -345,10 +346,11 @@ class Run:
             self.crashes += [f"{worker}: {text}" for text in report["findings"]]
 
 
-def _left(worker: Worker, stats: dict[str, int]) -> str:
+def _left(worker: Worker, report: dict[str, Any]) -> str:
+    stats = report["stats"]
     names = ("requests", "rooms", "locks", "protected_pages", "pages_owned", "pages_held", "pages_quarantined")
     left = {name: stats[name] for name in names if stats.get(name)}
-    return f"{worker} has {left}" if left else ""
+    return f"{worker} has {left}: {report['rooms'][:3]}, {report['peers']}" if left else ""
 
 
 _FAULTS: dict[str, tuple[float, Callable[[Run], bool]]] = {
@@ -364,7 +366,7 @@ _FAULTS: dict[str, tuple[float, Callable[[Run], bool]]] = {
 }
 
 
-def run(seed: int, duration_s: float, tls: str, verbose: bool) -> dict[str, Any]:
+def run(seed: int, duration_s: float, tls: str, passes: int, verbose: bool) -> dict[str, Any]:
     load_before = os.getloadavg()[0]
     storm = Run(seed, duration_s, tls, verbose)
     try:
@@ -373,12 +375,12 @@ def run(seed: int, duration_s: float, tls: str, verbose: bool) -> dict[str, Any]
         if not storm.wait(storm._all_up, _UP_S):
             raise RuntimeError(f"the workers do not come up: {storm.crashes}")
         storm.calm("warm-up")
-        before = [storm.calm(f"before-{i}") for i in range(PASSES)]
+        before = [storm.calm(f"before-{i}") for i in range(passes)]
         storm.storm()
         left = storm.settle()
         storm.calm("warm-up-2")
-        after = [storm.calm(f"after-{i}") for i in range(PASSES)]
-        while max(after) < FULL * max(before) and len(after) < 3 * PASSES:  # foreign load comes and goes; a loss stays
+        after = [storm.calm(f"after-{i}") for i in range(passes)]
+        while max(after) < FULL * max(before) and len(after) < 3 * passes:  # foreign load comes and goes; a loss stays
             after.append(storm.calm(f"after-{len(after)}"))
         left += storm.settle()
         storm.collect()
@@ -431,7 +433,8 @@ def verdict(result: dict[str, Any]) -> str:
     outcomes = ", ".join(f"{n} {kind}" for kind, n in sorted(result["outcomes"].items()))
     return (
         f"chaos seed {result['seed']} {result['tls']} {result['duration_s']:.0f} s: {'OK' if not off else 'OFF'}; "
-        f"{result['requests']} requests ({outcomes}), {sum(result['faults'].values())} faults, {result['lives']} lives; "
+        f"{result['requests']} requests ({outcomes}), {sum(result['faults'].values())} faults, {result['lives']} lives"
+        f"; "
         f"{result['mismatches']} mismatches in {result['pages_verified']} pages, {result['late_writes']} late writes, "
         f"{len(result['violations'])} without one outcome in time, {len(result['left'])} not at rest; "
         f"throughput after/before {result['throughput_ratio']:.2f}" + (f"; OFF: {'; '.join(off)}" if off else "")
@@ -443,11 +446,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--duration", type=float, default=60.0, help="of the storm, in seconds")
     parser.add_argument("--tls", choices=("tcp", "default"), help="UCX_TLS; by default tcp for odd seeds")
+    parser.add_argument("--passes", type=int, default=NUM_PASSES, help="of the measured workload, before and after")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     tls = options.tls or ("tcp" if options.seed % 2 else "default")
-    result = run(options.seed, options.duration, tls, options.verbose)
+    result = run(options.seed, options.duration, tls, options.passes, options.verbose)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     for name in ("violations", "left", "findings"):

@@ -3,7 +3,7 @@
 The orchestrator speaks over a pipe. To a worker go (name, *arguments), one of the `on_*` methods; from it come
 
     ("up", peer_id, endpoint)                      it is ready
-    ("ended", rid, kind, error, took_s, output)    a request's one outcome; kind: finished, sent, failed, aborted, refused
+    ("ended", rid, kind, error, took_s, output)    a request's one outcome: finished, sent, failed, aborted, refused
     ("ask", rid, room, generation, tokens, prefill)    decode wants prefill asked again
     ("report", dict)                               the answer to `report`
     ("crash", traceback)                           a bug
@@ -213,9 +213,16 @@ class _Engine:
                 "open": sorted(self.began),
                 "cpu_s": time.process_time(),
                 "peers": repr(node.peers()),
+                "rooms": self._rooms(),
                 "taken_s": self.taken_s,
             },
         )
+
+    def _rooms(self) -> list[str]:
+        """What the control plane still has; read from this thread, which is for people only."""
+        with contextlib.suppress(RuntimeError):  # it changed meanwhile
+            return [describe(machine) for machine in self.node._manager.endpoint.rooms()]
+        return ["changing"]
 
     def verify_tree(self) -> None:
         """Every page in the tree, found again by what was ever put there."""
@@ -421,6 +428,12 @@ class DecodeEngine(_Engine):
     @property
     def wait_s(self) -> float:
         return max(0.0, self.step_due_s - time.monotonic()) if self.running else 0.1
+
+
+def describe(machine: Any) -> str:
+    names = ("poll", "peer", "in_flight", "undrained", "added", "_undrained", "_answered", "error")
+    told = {name: getattr(machine, name) for name in names if hasattr(machine, name)}
+    return f"{machine.key}: {told}"
 
 
 def cut_sockets(control_ports: set[int], share: float, chance: random.Random) -> int:
