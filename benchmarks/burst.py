@@ -1,0 +1,247 @@
+"""Claim: a burst of 64 requests with one new 8k-token system prompt sends at most 1.05 of one prompt and the suffixes.
+
+    python benchmarks/burst.py > benchmarks/results/burst.json        (UCX_TLS=tcp for TCP)
+
+A prefill and a decode process over NIXL. All requests are submitted at once, nothing of them is cached anywhere.
+Three times, each with a system prompt of its own: nothing happens; the first request is aborted by decode when a
+quarter of its prompt is computed; it fails on prefill there. Bytes are those that prefill's transport wrote. Every
+byte of KV is compared, when a request may run. Exit status 1 if a byte is wrong, a request is lost, or the first
+two runs miss the claim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PAGE_SIZE = 16
+SHAPE = {"page_size": PAGE_SIZE, "num_layers": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+PREFILL_PAGES = 4096
+DECODE_PAGES = 4096
+CHUNK_TOKENS = 1024
+COMPUTING = 4  # requests that prefill computes side by side
+SALT = 5
+ENDS = ("nothing", "aborted by decode", "failed on prefill")
+TARGET = 1.05
+PATIENCE_S = 300.0
+
+Tokens = npt.NDArray[np.int32]
+
+
+def prompt_of(burst: int, number: int, system_tokens: int, suffix_tokens: int) -> Tokens:
+    system = np.random.default_rng([burst, 0]).integers(0, 50_000, system_tokens, dtype=np.int32)
+    suffix = np.random.default_rng([burst, 1, number]).integers(0, 50_000, suffix_tokens, dtype=np.int32)
+    return np.concatenate([system, suffix])
+
+
+class Prefill:
+    """The prefill process. Told of requests over a pipe; stops once where the first of a burst is midway."""
+
+    def __init__(self, pipe: Connection, midway: int) -> None:
+        from prefixkv.cli.hashing import PrefixHasher
+        from prefixkv.cli.pattern import KVPattern
+        from prefixkv.config import PrefillConfig
+        from prefixkv.pool.kv_pool import KVPool
+        from prefixkv.runtime.nodes import PrefillNode
+
+        self.pipe = pipe
+        self.midway = midway
+        self.pool = KVPool.create(PREFILL_PAGES, **SHAPE)
+        self.pattern = KVPattern(self.pool.layout, SALT, self.pool)
+        self.hasher = PrefixHasher()
+        self.node = PrefillNode(self.pool, PrefillConfig(max_running=COMPUTING))
+        self.first = ""
+        self.stopped = False
+        self.computed: dict[str, tuple[Any, int]] = {}
+
+    def run(self) -> None:
+        with self.node as node:
+            self.pipe.send(node.endpoint)
+            while True:
+                busy = bool(self.computed) and not self.stopped
+                for ready in wait([self.pipe, node.fileno()], 0.0 if busy else 1.0):
+                    if ready is self.pipe and not self.take(self.pipe.recv()):
+                        return
+                for req in node.pop_bootstrapped():
+                    self.computed[req.rid] = req, req.prefix_len
+                for req in node.pop_failed():
+                    self.computed.pop(req.rid, None)
+                node.pop_sent()
+                if not self.stopped:
+                    for rid in list(self.computed):
+                        self.compute(rid)
+
+    def take(self, message: Any) -> bool:
+        """False at the end."""
+        from prefixkv.request import Request
+
+        match message:
+            case ("first", rid):
+                self.first = rid
+            case ("add", rid, room, generation, tokens):
+                self.node.add(Request(rid, tokens, room=room, generation=generation))
+            case ("go", fails):
+                self.stopped = False
+                if fails:
+                    self.node.abort(self.first)
+            case "bytes":
+                self.pipe.send(self.node.stats()["bytes_sent"])
+        return message is not None
+
+    def compute(self, rid: str) -> None:
+        if self.stopped:
+            return
+        req, start = self.computed[rid]
+        hashes = self.hasher.prefixes(req.tokens)
+        end = min(start + CHUNK_TOKENS, req.num_tokens)
+        self.pattern.fill(req.pages, start, hashes[:end])
+        last = end == req.num_tokens
+        self.node.send_chunk(req, end, last=last, aux=b"token" if last else b"")
+        self.computed[rid] = req, end
+        if last:
+            del self.computed[rid]
+        elif rid == self.first and start < self.midway <= end:
+            self.stopped = True
+            self.pipe.send("midway")
+
+
+def prefill_process(pipe: Connection, midway: int) -> None:
+    Prefill(pipe, midway).run()
+
+
+class Decode:
+    """The decode side: one burst a call."""
+
+    def __init__(self, pipe: Connection, args: argparse.Namespace) -> None:
+        from prefixkv.cli.hashing import PrefixHasher
+        from prefixkv.cli.pattern import KVPattern
+        from prefixkv.config import DecodeConfig
+        from prefixkv.pool.kv_pool import KVPool
+        from prefixkv.runtime.nodes import DecodeNode
+
+        self.pipe, self.args = pipe, args
+        pool = KVPool.create(DECODE_PAGES, **SHAPE)
+        self.page_bytes = pool.layout.page_bytes
+        self.pattern = KVPattern(pool.layout, SALT, pool)
+        self.hasher = PrefixHasher()
+        self.node = DecodeNode(pool, DecodeConfig(reserve_tokens=PAGE_SIZE))
+        self.prefill = pipe.recv()
+
+    def burst(self, number: int, ends: str) -> dict[str, Any]:
+        from prefixkv.request import Request
+
+        args, node = self.args, self.node
+        before, sent_before = node.stats(), self.bytes_sent()
+        rids = [f"{number}.{at}" for at in range(args.requests)]
+        self.pipe.send(("first", rids[0]))
+        began_s = time.perf_counter()
+        for at, rid in enumerate(rids):
+            tokens = prompt_of(number, at, args.system_tokens, args.suffix_tokens)
+            room = number * args.requests + at
+            self.pipe.send(("add", rid, room, 0, tokens))
+            node.add(Request(rid, tokens, max_new_tokens=1, room=room, prefill=self.prefill))
+        node.pop_preallocated()
+        took_s: dict[str, float] = {}
+        wrong, failed, told = 0, 0, False
+        while len(took_s) + failed < len(rids):
+            assert time.perf_counter() - began_s < PATIENCE_S, node.stats()
+            for ready in wait([self.pipe, node.fileno()], 1.0):
+                if ready is self.pipe:
+                    assert self.pipe.recv() == "midway"
+                    if ends == "aborted by decode":
+                        node.abort(rids[0])
+                    self.pipe.send(("go", ends == "failed on prefill"))
+                    told = True
+            node.pop_preallocated()
+            for ask in node.pop_needs_prefill():
+                self.pipe.send(("add", f"{ask.rid}/{ask.generation}", ask.room, ask.generation, ask.tokens))
+            failed += len(node.pop_failed())
+            for req in node.pop_transferred():
+                took_s[req.rid] = time.perf_counter() - began_s
+                wrong += self.pattern.mismatches(req.pages, self.hasher.prefixes(req.key.tokens()))
+                node.append_many([req], [7])
+                node.finish(req)
+        assert told
+        node.audit()
+        after = node.stats()
+        suffix_pages = -(-args.suffix_tokens // PAGE_SIZE)
+        once = (args.system_tokens // PAGE_SIZE + args.requests * suffix_pages) * self.page_bytes
+        alone = args.requests * (args.system_tokens // PAGE_SIZE + suffix_pages) * self.page_bytes
+        sent = self.bytes_sent() - sent_before
+        names = ("shared_flights", "shared_tokens", "flight_fallbacks", "flights_adopted")
+        return {
+            "the_first": ends,
+            "bytes_sent": sent,
+            "bytes_of_one_prompt_and_the_suffixes": once,
+            "ratio": round(sent / once, 4),
+            "ratio_if_each_were_sent_whole": round(alone / once, 2),
+            "ran": len(took_s),
+            "failed": failed,
+            "pages_wrong": wrong,
+            "all_run_after_s": round(max(took_s.values()), 3),
+            **{name: after.get(name, 0) - before.get(name, 0) for name in names},
+        }
+
+    def bytes_sent(self) -> int:
+        self.pipe.send("bytes")
+        return int(self.pipe.recv())
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    child = context.Process(target=prefill_process, args=(theirs, args.system_tokens // 4), daemon=True)
+    child.start()
+    theirs.close()
+    decode = Decode(pipe, args)
+    try:
+        with decode.node:
+            return [decode.burst(number, ends) for number, ends in enumerate(ENDS, start=1)]
+    finally:
+        pipe.send(None)
+        child.join(10)
+        child.kill()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--system-tokens", type=int, default=8192, help="whole pages")
+    parser.add_argument("--suffix-tokens", type=int, default=200, help="of each request")
+    args = parser.parse_args()
+    if args.system_tokens % PAGE_SIZE:
+        parser.error(f"--system-tokens is {args.system_tokens}, a multiple of {PAGE_SIZE} is needed")
+    from prefixkv.cli.report import machine
+
+    recipe = {
+        "command": "benchmarks/burst.py",
+        **vars(args),
+        "pool": SHAPE,
+        "chunk_tokens": CHUNK_TOKENS,
+        "prefill_computes_side_by_side": COMPUTING,
+        "ucx_tls": os.environ.get("UCX_TLS", "default"),
+        **machine(),
+    }
+    rows = measure(args)
+    recipe["load_after"] = os.getloadavg()[0]
+    target = {
+        "most": TARGET,
+        "of": "nothing, aborted by decode",
+        "met": all(row["ratio"] <= TARGET for row in rows[:2]),
+    }
+    print(json.dumps({"recipe": recipe, "target": target, "bursts": rows}, indent=1))
+    lost = [row for row in rows if row["pages_wrong"] or row["ran"] < args.requests - 1]
+    return 1 if lost or not target["met"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
