@@ -13,6 +13,7 @@ if any figure in it is off. Timing decides what meets what, so a seed gives the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import heapq
 import json
 import os
@@ -24,13 +25,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
-sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
-from benchmarks.chaos_clients import Clients, Conversation, Ledger, Sizes, system_prompts  # noqa: E402
-from benchmarks.chaos_cluster import Cluster, Worker  # noqa: E402
-from benchmarks.chaos_worker import Spec  # noqa: E402
-from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig  # noqa: E402
+import psutil
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from benchmarks.chaos_clients import Clients, Conversation, Ledger, Sizes, system_prompts
+from benchmarks.chaos_cluster import Cluster, Worker
+from benchmarks.chaos_worker import Spec
+from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 
 CONTROL = ControlConfig(
     heartbeat_s=0.1, suspect_after_s=1.0, forget_after_s=10.0, resend_s=0.1, bootstrap_timeout_s=2.0,
@@ -68,6 +71,18 @@ def specs_of(seed: int, tls: str) -> dict[str, Spec]:
                 )  # fmt: skip
             specs[name] = Spec(side, pool, config, chance.getrandbits(32), env=env)
     return specs
+
+
+class Rate(NamedTuple):
+    """One pass of the measured workload.
+
+    `per_core` is requests a second and core, of the time that was left to us: other people's processes come and go,
+    and what they took is not counted. What we left idle is, so workers that wait for nothing are slow workers.
+    """
+
+    per_s: float
+    per_core: float
+    foreign_cores: float
 
 
 class Run:
@@ -284,8 +299,8 @@ class Run:
 
     # --- calm -------------------------------------------------------------------------------------
 
-    def calm(self, label: str) -> float:
-        """One pass of the workload that is measured: requests a second."""
+    def calm(self, label: str) -> Rate:
+        """One pass of the workload that is measured."""
         for worker in self.cluster.current.values():
             worker.tell("flush")
         chance = random.Random(self.seed)
@@ -296,16 +311,27 @@ class Run:
         self.clients = Clients(
             self.cluster, self.ledger, chance, iter(conversations), CALM_OPEN, Sizes(), prefix=f"{label}."
         )
-        began_s = time.monotonic()
+        began_s, busy_s, ours_s = time.monotonic(), _busy_s(), self._cpu_s()
         self.clients.fill()
         if not self.wait(lambda: self.clients is not None and self.clients.done, DEADLINE_S + 60):
             self.ledger.violations.append(f"the calm pass {label} did not end")
         took_s = time.monotonic() - began_s
+        foreign_s = max(0.0, _busy_s() - busy_s - (self._cpu_s() - ours_s))
+        cores = os.cpu_count() or 1
         calls = self.ledger.num_calls - before
         failed = calls - (self.ledger.outcomes["finished"] - finished)
         self.totals["failed_in_calm"] += failed
-        self.log(f"{label}: {calls / took_s:.0f} requests a second, {failed} failed")
-        return calls / took_s
+        rate = Rate(calls / took_s, calls / max(cores * took_s - foreign_s, 1e-3), foreign_s / took_s)
+        self.log(f"{label}: {rate}, {failed} failed")
+        return rate
+
+    def _cpu_s(self) -> float:
+        """Processor time of this process and of the workers that live."""
+        total = time.process_time()
+        for worker in self.cluster.lives:
+            with contextlib.suppress(psutil.Error):
+                total += sum(psutil.Process(worker.process.pid).cpu_times()[:2])
+        return total
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -346,6 +372,12 @@ class Run:
             self.crashes += [f"{worker}: {text}" for text in report["findings"]]
 
 
+def _busy_s() -> float:
+    """Processor time of all processes on this machine so far."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
+
+
 def _left(worker: Worker, report: dict[str, Any]) -> str:
     stats = report["stats"]
     names = ("requests", "rooms", "locks", "protected_pages", "pages_owned", "pages_held", "pages_quarantined")
@@ -380,7 +412,7 @@ def run(seed: int, duration_s: float, tls: str, passes: int, verbose: bool) -> d
         left = storm.settle()
         storm.calm("warm-up-2")
         after = [storm.calm(f"after-{i}") for i in range(passes)]
-        while max(after) < FULL * max(before) and len(after) < 3 * passes:  # foreign load comes and goes; a loss stays
+        while _ratio(before, after) < FULL and len(after) < 3 * passes:  # noise comes and goes; a loss stays
             after.append(storm.calm(f"after-{len(after)}"))
         left += storm.settle()
         storm.collect()
@@ -389,12 +421,17 @@ def run(seed: int, duration_s: float, tls: str, passes: int, verbose: bool) -> d
     return summary(storm, tls, before, after, left, load_before)
 
 
+def _ratio(before: list[Rate], after: list[Rate]) -> float:
+    """Throughput after over before, the best pass of each."""
+    return max(rate.per_core for rate in after) / max(rate.per_core for rate in before)
+
+
 def summary(
-    storm: Run, tls: str, before: list[float], after: list[float], left: list[str], load_before: float
+    storm: Run, tls: str, before: list[Rate], after: list[Rate], left: list[str], load_before: float
 ) -> dict[str, Any]:
     ledger = storm.ledger
     took = sorted(ledger.took_s)
-    ratio = max(after) / max(before)
+    ratio = _ratio(before, after)
     checks = {
         "no page is wrong": storm.totals["mismatches"] == 0,
         "no free page was written": storm.totals["late_writes"] == 0,
@@ -416,8 +453,8 @@ def summary(
         "lives": storm.cluster.num_started,
         **dict(storm.totals),
         "took_s": {"p50": took[len(took) // 2], "p99": took[len(took) * 99 // 100], "max": took[-1]} if took else {},
-        "throughput_before": [round(v, 1) for v in before],
-        "throughput_after": [round(v, 1) for v in after],
+        "throughput_before": [{k: round(v, 2) for k, v in rate._asdict().items()} for rate in before],
+        "throughput_after": [{k: round(v, 2) for k, v in rate._asdict().items()} for rate in after],
         "throughput_ratio": round(ratio, 3),
         "violations": ledger.violations[:20],
         "left": left,
