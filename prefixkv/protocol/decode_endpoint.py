@@ -72,7 +72,7 @@ class _Link:
     peer: PeerId | None = None
     ready: bool = False
     rooms: set[RoomKey] = field(default_factory=set)
-    waiting: set[RoomKey] = field(default_factory=set)
+    waiting: dict[RoomKey, None] = field(default_factory=dict)  # to be promised, in the order of admission
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +127,7 @@ class DecodeEndpoint:
             self._greet(link, now_s, out)
         self._rooms[key] = room = _Room(machine, link)
         link.rooms.add(key)
-        link.waiting.add(key)
+        link.waiting[key] = None
         self._timers.wake(key, room.machine.wake_s)
         self._promote(link, now_s, out)
         return out
@@ -384,7 +384,7 @@ class DecodeEndpoint:
         for key in list(link.waiting):
             room = self._rooms[key]
             room.peer = link.peer
-            link.waiting.discard(key)
+            link.waiting.pop(key, None)
             self._on(room, receiver.PeerReady(1), now_s, out)
 
     def _tick_link(self, link: _Link | None, now_s: float, out: list[Action]) -> None:
@@ -450,5 +450,5 @@ class DecodeEndpoint:
         key = room.machine.key
         del self._rooms[key]
         room.link.rooms.discard(key)
-        room.link.waiting.discard(key)
+        room.link.waiting.pop(key, None)
         self._timers.forget(key)

@@ -247,6 +247,16 @@ def test_what_waits_for_a_worker_is_promised_to_the_one_that_takes_its_place() -
     assert (ended.key, promised) == (KEY, promise(8))
 
 
+def test_what_waits_for_a_worker_is_promised_in_the_order_in_which_it_was_opened() -> None:
+    """Requests that share a prefix wait for the first of them."""
+    peer = PrefillPeer()
+    rooms = [17 * at % 101 for at in range(1, 40)]
+    for room in rooms:
+        peer.open(promise(room))
+    peer.greet()
+    assert [body.room for body in peer.take_said() if isinstance(body, Promise)] == rooms
+
+
 def test_a_fence_drains_the_rooms_of_its_incarnation_only_and_bars_it() -> None:
     peer = PrefillPeer().opened()
     peer.call("fence", BEFORE)
