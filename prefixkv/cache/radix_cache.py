@@ -254,7 +254,7 @@ class RadixCache(RadixTree):
         thinned: dict[Node, None] = {}  # lost a child, so may have become mergeable
         # All at once needs no order; but what is held is walked over then, so it has to be the lesser part.
         if num_pages == self._evictable_pages >= self._protected_pages and self._order_is_free():
-            taken = self._strip(thinned)
+            taken = self._strip(thinned, self._log)
         else:
             taken = self._evict_in_order(num_pages, thinned)
         for node in thinned:

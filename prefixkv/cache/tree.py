@@ -97,8 +97,8 @@ class RadixTree:
         return self._orphan_pages
 
     def oldest_lock(self) -> PrefixLock | None:
-        """The lock taken first, by `now_s`, of those still held. O(locks). Any thread may ask."""
-        return min(self._locks.copy(), key=_taken_s, default=None)
+        """Of the locks that hold pages the one taken first, by `now_s`. O(locks). Any thread may ask."""
+        return min((lock for lock in self._locks.copy() if lock.prefix_len), key=_taken_s, default=None)
 
     @property
     def num_nodes(self) -> int:
@@ -344,11 +344,14 @@ class RadixTree:
             self._queue.add(parent)
 
     def _order_is_free(self) -> bool:
-        """Whether nobody could tell in which order everything was evicted: there are no ghosts and no listeners."""
-        ghost_pages = self.policy.ghost_pages
-        return self._log is None and not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
+        """Whether nobody could tell in which order everything was evicted: there are no ghosts.
 
-    def _strip(self, thinned: dict[Node, None]) -> list[bytes | bytearray]:
+        A listener must not matter: only one of several ranks has one, and marks fold to other floats in another order.
+        """
+        ghost_pages = self.policy.ghost_pages
+        return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
+
+    def _strip(self, thinned: dict[Node, None], log: EventLog | None = None) -> list[bytes | bytearray]:
         """Take out everything that no lock covers; page ids of it. What was known of it goes to the page above."""
         freed: list[bytes | bytearray] = []
         fold = self.policy.fold
@@ -357,7 +360,11 @@ class RadixTree:
                 gone = [(page, child) for page, child in node.children.items() if not child.lock_ref]
                 for first_page, child in gone:
                     node.disown(first_page)
-                    for below in self._subtree(child) if child.children else (child,):
+                    branch = self._subtree(child) if child.children else [child]
+                    if log is not None:
+                        for below in reversed(branch):
+                            log.removed(np.frombuffer(below.pages, np.int32).tolist())
+                    for below in branch:
                         freed.append(below.pages)
                         if node is not root:
                             for _, mark in [*(below.steps or ()), (below.end, below.mark)]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +12,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from prefixkv.cache.eviction import policy_names
+from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.results import PrefixLock
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.oplog import LoggedBooks
 from prefixkv.decode.ranks import DecodeReplica, RankLog, digests, sizes
@@ -199,3 +203,37 @@ def test_a_message_is_the_operations_since_the_last() -> None:
     ranks.replica.apply(idle)
     assert len(idle) < 150
     assert ranks.equal()
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_a_listener_on_rank_0_leaves_no_trace(policy: str) -> None:
+    """What is remembered of pages that went may be a sum of floats: it has to be summed in one order."""
+    chance = random.Random(1)
+    ranks = [RadixCache(page_size=1, policy=policy, pool_pages=200) for _ in range(2)]
+    ranks[0].drain_events()  # a router reads rank 0's events
+    locks: list[list[PrefixLock]] = []
+    free = list(range(200))
+    for step in range(400):
+        now_s = 1000.0 + 37.3 * step
+        tokens = [chance.randint(0, 1) for _ in range(chance.randint(1, 6))]
+        action = chance.choice(["insert", "insert", "insert", "lock", "unlock", "evict all", "evict"])
+        if action == "insert":
+            there = ranks[0].match_prefix(tokens)
+            new = [free.pop() for _ in range(len(tokens) - there.prefix_len)]
+            for cache in ranks:
+                cache.insert(tokens, [*there.pages.tolist(), *new], priority=step % 3, now_s=now_s)
+        elif action == "lock":
+            locks.append([cache.lock(cache.match_prefix(tokens), now_s=now_s) for cache in ranks])
+        elif action == "unlock" and locks:
+            for cache, lock in zip(ranks, locks.pop(), strict=True):
+                cache.unlock(lock)
+        elif action.startswith("evict"):
+            num_pages = ranks[0].evictable_pages if action == "evict all" else 2
+            taken = [set(cache.evict(num_pages, now_s=now_s).tolist()) for cache in ranks]
+            assert taken[0] == taken[1]
+            free += taken[0]
+        assert _marks(ranks[0]) == _marks(ranks[1])
+
+
+def _marks(cache: RadixCache) -> list[tuple[bytes, str, str]]:
+    return sorted((bytes(node.pages), repr(node.mark), repr(node.steps)) for node in cache.nodes())
