@@ -40,15 +40,17 @@ from prefixkv.transport.nixl import NixlTransport
 M = TypeVar("M", DecodeManager, PrefillManager)
 
 _COUNTERS = (
-    "aborts_of_unknown", "control_errors", "failed", "frames_dropped", "hit_tokens", "peers_unreachable",
-    "prompt_tokens",
+    "aborts_of_unknown", "control_errors", "failed", "frames_dropped", "handshakes_refused", "hit_tokens",
+    "peers_unreachable", "prompt_tokens",
 )  # fmt: skip
 _DECODE_COUNTERS = (
-    *_COUNTERS, "aborted", "admitted", "finished", "flight_fallbacks", "flights_adopted", "handshakes_refused",
+    *_COUNTERS, "aborted", "admitted", "finished", "flight_fallbacks", "flights_adopted",
     "quarantined_pages", "refused", "retracted", "retries", "shared_flights", "shared_tokens", "tags_dropped",
     "transferred", "transfers_failed",
 )  # fmt: skip
-_PREFILL_COUNTERS = (*_COUNTERS, "bytes_sent", "decode_hit_tokens", "sent", "writes_done", "writes_failed")
+_PREFILL_COUNTERS = (
+    *_COUNTERS, "bytes_sent", "decode_hit_tokens", "sent", "writes_done", "writes_drained_by_renewal", "writes_failed",
+)  # fmt: skip
 
 
 class _Node(Generic[M]):
