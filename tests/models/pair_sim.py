@@ -20,7 +20,7 @@ from prefixkv.config import ControlConfig, TransportConfig
 from prefixkv.decode import scheduler as decode_scheduler
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.errors import OutOfPagesError, PrefixKVError
+from prefixkv.errors import OutOfPagesError, PrefixKVError, RequestError
 from prefixkv.pool.kv_pool import KVPool
 from prefixkv.prefill import scheduler as prefill_scheduler
 from prefixkv.prefill.request import PrefillRequest
@@ -95,7 +95,10 @@ class PrefillSide:
             return
         match self.commands.popleft():
             case prefill_scheduler.AddRoom(key, num_tokens):
-                self.act(self.endpoint.add(key, num_tokens, now_s))
+                try:
+                    self.act(self.endpoint.add(key, num_tokens, now_s))
+                except RequestError as error:  # as the control thread does: the number is in use still
+                    self.act([sender.RoomEnded(key, KVPoll.FAILED, error), sender.SourceFree(key)])
             case prefill_scheduler.SendChunk() as chunk:
                 self.act(
                     self.endpoint.chunk(

@@ -320,10 +320,13 @@ class SchedulerSim(PairSim):
             self._submit(req.tokens.tolist() + more, req.request.key.namespace)
 
     def abort(self) -> int:
-        live = list(self.decode.scheduler.requests)
-        if not live:
+        """Anybody; but those that run, and those that others wait for, more often than they are there."""
+        live = self.decode.scheduler.requests
+        waited_for = [req.rid for req in live.values() if req.flight is not None and req.flight.waiters]
+        groups = [group for group in (list(self.decode.running), waited_for, list(live)) if group]
+        if not groups:
             return _IDLE
-        rid = self.random.choice(live)
+        rid = self.random.choice(self.random.choice(groups))
         assert self.decode.scheduler.abort(rid, self.now_s, after=self.device_work())
         assert not self.decode.scheduler.abort(rid, self.now_s), "a second abort is a no-op"
         self.decode.running.pop(rid, None)
@@ -506,7 +509,7 @@ _WEIGHTS = {
     "nothing": 1, "arrive": 4, "burst": 2, "submit_one": 5, "deliver": 14, "fabric_step": 16, "decode_work": 8,
     "prefill_work": 8, "decode_schedule": 14, "prefill_schedule": 10, "follow": 4, "tick": 4, "device_is_done": 2,
     "scribble": 3, "reorder": 3, "duplicate": 2, "junk": 1, "drop": 1, "cut": 0.15, "deadline": 1, "silence": 0.1,
-    "abort": 1, "abort_at_prefill": 0.3, "retract": 2, "flush": 0.4, "flush_prefill": 0.2, "listen": 0.4,
+    "abort": 1.5, "abort_at_prefill": 0.3, "retract": 2, "flush": 0.4, "flush_prefill": 0.2, "listen": 0.4,
     "lose_peer": 0.2, "restart_prefill_dead": 0.15, "restart_prefill_stopped": 0.15, "fence": 0.25,
     "fence_current": 0.1, "restart_decode": 0.15,
 }  # fmt: skip
