@@ -43,11 +43,11 @@ def returned(call: Callable[[], T]) -> T:
 class SkippableClock:
     """The `time` of the modules that drive nodes: the real one, but for what the test has skipped."""
 
-    sleep = staticmethod(time.sleep)
-    time_ns = staticmethod(time.time_ns)
-
     def __init__(self) -> None:
         self._skipped_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
 
     def monotonic(self) -> float:
         return time.monotonic() + self._skipped_s

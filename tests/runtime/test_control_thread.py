@@ -81,7 +81,7 @@ def test_a_step_that_keeps_failing_is_no_busy_loop(pair: NodePair, monkeypatch: 
     step = pair.decode._manager._step
 
     class Clock(SkippableClock):
-        def sleep(self, seconds: float) -> None:  # type: ignore[override]
+        def sleep(self, seconds: float) -> None:
             naps.append(seconds)
 
     def broken(now_s: float) -> Any:
