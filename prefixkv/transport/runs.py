@@ -26,7 +26,7 @@ import numpy.typing as npt
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.mesh import Shard, check_page_sizes
-from prefixkv.pool.unit_pages import MAX_INDEX, Pages, check_unit_range
+from prefixkv.pool.unit_pages import MAX_INDEX, Pages
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -220,7 +220,6 @@ def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
 def _side(layout: KVLayout, firsts: _Pieces, lengths: Int64s, unit_tokens: int, device: int) -> tuple[Slots, RunTable]:
     """How one side's slots are counted, and its table [runs, rows, 5]."""
     num_runs, num_pages, fold = len(lengths), layout.num_pages, layout.page_size // unit_tokens
-    check_unit_range(num_pages, fold)
     slots = Slots.stepping(num_pages, fold, _slot_step(firsts, num_pages, fold, num_runs))
     check_index_range(num_runs, slots.num_slots)
     rows = 1 if slots.step else fold  # of each run
@@ -246,9 +245,9 @@ def _slot_step(firsts: _Pieces, num_pages: int, fold: int, num_runs: int) -> int
 
 
 def _is_dense(table: RunTable) -> Bools:
-    """Whether the blocks of neighbouring slots touch. Rows of single units, a page apart, never do."""
+    """Whether the blocks of neighbouring slots touch."""
     dense: Bools = table[:, 0, 3] == table[:, 0, 1]
-    return dense if table.shape[1] == 1 else np.zeros_like(dense)
+    return dense
 
 
 def _groups(lengths: Int64s, dense: Bools) -> Iterator[RunGroup]:

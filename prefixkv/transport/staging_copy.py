@@ -14,6 +14,7 @@ another's move KV between pools of any two layouts. `staging_copy` picks who doe
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from math import gcd
@@ -138,16 +139,28 @@ class StagePlan:
         return units
 
 
+class _Pattern(NamedTuple):
+    """How the rows of some slabs lie, in steps of their view."""
+
+    offsets: Int64s  # [slab, 1, row of a unit]
+    page_strides: Int64s  # [slab, 1]
+    unit_strides: Int64s  # [slab, 1]
+
+    def rows_of(self, page: Int64s, unit: Int64s) -> Int64s:
+        """The numbers of the rows, in the order of the stage."""
+        places = page * self.page_strides + unit * self.unit_strides
+        rows: Int64s = places[:, :, None] + self.offsets
+        return rows.reshape(-1)
+
+
 class _Group(NamedTuple):
-    """Neighbouring slabs of one region. Everything is counted in steps of the view."""
+    """Neighbouring slabs of one region."""
 
     first_slab: int
     num_slabs: int
     rows: npt.NDArray[Any]  # of the region's memory from the first slab on: opaque rows, a step apart
     whole_rows: bool  # the rows are a row apart, so none overlaps another
-    offsets: Int64s  # [slab, 1, row]
-    page_strides: Int64s  # [slab, 1]
-    unit_strides: Int64s  # [slab, 1]
+    pattern: int  # shared by all layers, where each is a tensor alike: their rows have the same numbers
 
 
 class CpuCopy:
@@ -158,7 +171,8 @@ class CpuCopy:
         self._row = np.dtype((np.void, plan.row_bytes))
         starts = sorted(plan.layout.regions)
         regions = [max(r for r in starts if r[0] <= slab.base) for slab in plan.slabs]
-        self._groups = []
+        self._groups: list[_Group] = []
+        self._patterns: list[_Pattern] = []
         first = 0
         for _, same in groupby(regions):
             count = len(list(same))
@@ -167,21 +181,27 @@ class CpuCopy:
 
     def _group(self, first: int, count: int) -> _Group:
         plan = self._plan
-        layout = plan.layout
+        num_pages = plan.layout.num_pages
         slabs = plan.slabs[first : first + count]
         origin = min(slab.base for slab in slabs)
         base = np.array([slab.base - origin for slab in slabs], dtype=np.int64)[:, None]
-        page = np.array([slab.page_stride if layout.num_pages > 1 else 0 for slab in slabs], dtype=np.int64)[:, None]
-        unit = np.array(plan.unit_strides[first : first + count], dtype=np.int64)[:, None]
-        unit = unit if plan.fold > 1 else np.zeros_like(unit)
+        page = np.array([slab.page_stride if num_pages > 1 else 0 for slab in slabs], dtype=np.int64)[:, None]
+        unit = np.array(plan.unit_strides[first : first + count] if plan.fold > 1 else [0] * count, dtype=np.int64)
+        unit = unit[:, None]
         offsets = base + plan.row_offsets[first : first + count]
-        steps = np.concatenate([column.ravel() for column in (offsets, page, unit)])
-        step = gcd(plan.row_bytes, *steps.tolist())
-        last = int((offsets + (layout.num_pages - 1) * page + (plan.fold - 1) * unit).max())
+        step = gcd(plan.row_bytes, *(stride for column in (offsets, page, unit) for stride in column.ravel().tolist()))
+        last = int((offsets + (num_pages - 1) * page + (plan.fold - 1) * unit).max())
         memory = memoryview((ctypes.c_char * (last + plan.row_bytes)).from_address(origin))
         rows: npt.NDArray[Any] = np.ndarray(last // step + 1, self._row, memory, strides=(step,))
-        whole = step == plan.row_bytes
-        return _Group(first, count, rows, whole, (offsets // step)[:, None], page // step, unit // step)
+        pattern = self._pattern(_Pattern((offsets // step)[:, None], page // step, unit // step))
+        return _Group(first, count, rows, step == plan.row_bytes, pattern)
+
+    def _pattern(self, new: _Pattern) -> int:
+        for number, known in enumerate(self._patterns):
+            if all(np.array_equal(a, b) for a, b in zip(known, new, strict=True)):
+                return number
+        self._patterns.append(new)
+        return len(self._patterns) - 1
 
     def num_bytes(self, num_units: int) -> int:
         return self._plan.num_bytes(num_units)
@@ -201,14 +221,11 @@ class CpuCopy:
         for group, index, part in self._parts(units):
             group.rows[index] = staged[part]
 
-    def _parts(self, units: Pages) -> list[tuple[_Group, Int64s, slice]]:
+    def _parts(self, units: Pages) -> Iterator[tuple[_Group, Int64s, slice]]:
         """For each group the numbers of its rows in the pool, and where they lie in the stage."""
         page, unit = (column.astype(np.int64) for column in np.divmod(units, np.int32(self._plan.fold)))
         rows_a_slab = len(units) * self._plan.row_offsets.shape[1]
-        parts = []
+        rows = [pattern.rows_of(page, unit) for pattern in self._patterns]
         for group in self._groups:
-            places = page * group.page_strides + unit * group.unit_strides
-            index = places[:, :, None] + group.offsets
             start = group.first_slab * rows_a_slab
-            parts.append((group, index.reshape(-1), slice(start, start + group.num_slabs * rows_a_slab)))
-        return parts
+            yield group, rows[group.pattern], slice(start, start + group.num_slabs * rows_a_slab)

@@ -120,6 +120,17 @@ def test_a_ring_of_one_and_a_half_chunks_serves_three_rooms_evenly() -> None:
     assert ring.num_waiting == 0
 
 
+def test_only_the_first_of_many_rooms_are_looked_at_for_a_smaller_chunk() -> None:
+    large = [RoomKey(room, 1) for room in range(16)]
+    ring = ring_of(10, A, B, *large)
+    ring.ask(A, 0, 4, ONE)
+    for room in large:
+        assert ring.ask(room, 0, 10, ONE) == []
+    assert ring.ask(B, 0, 4, ONE) == []  # it would fit, behind sixteen that do not
+    ring.close_room(large[3])
+    assert granted(ring.leases()) == [(0, 0, 0), (1, 0, 4)]
+
+
 # --- arrivals and ends ----------------------------------------------------------------------------
 
 

@@ -103,6 +103,21 @@ def test_gather_reads_and_scatter_writes_just_the_bytes_of_the_part(
         assert np.array_equal(memory.bytes(), before)
 
 
+def test_more_rows_and_longer_ones_than_a_tile(make: Make, device: str) -> None:
+    head_bytes = 8 * 257
+    memory = Memory(mesh_layout("heads before tokens", 7, 4, 2, 4, "mha", head_bytes), device)
+    part = Shard(0, 2, 0, 4)
+    copy = make(memory.layout, part, 4)
+    places = memory.places(PAGES, part, 4, 0, len(PAGES))
+    before = memory.bytes()
+    stage = torch.zeros(copy.num_bytes(len(PAGES)), dtype=torch.uint8, device=device)
+    copy.gather(np.array(PAGES, np.int32), stage)
+    assert np.array_equal(stage.cpu().numpy(), before[places])
+    copy.scatter(np.array(PAGES, np.int32), stage.flip(0))
+    before[places] = before[places][::-1]
+    assert np.array_equal(memory.bytes(), before)
+
+
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kv_of_any_dtype_moves_between_our_layouts(make: Make, device: str, dtype: str, attention: str) -> None:

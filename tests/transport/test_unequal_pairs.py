@@ -8,7 +8,7 @@ from itertools import product
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixkv.errors import ConfigError, HandshakeError
@@ -17,11 +17,12 @@ from prefixkv.pool.mesh import Mesh, Shard, check_meshes
 from prefixkv.pool.unit_pages import shared_prefix, unit_pages
 from prefixkv.transport.descriptors import Part, Runs, cut_parts, paired_runs, part_indices
 from prefixkv.transport.runs import Slots
-from tests.models.mesh_pools import BASE, ORDERS, STRIDED, Int64s, Side, elements, mesh_layout, routes, shards
+from tests.models.mesh_pools import BASE, STRIDED, Int64s, Side, elements, mesh_layout, routes, shards
 
 PAGE_SIZES = ((2, 2), (2, 4), (4, 2), (2, 8), (8, 2))
 PAGES = {2: (3, 4, 5, 0, 7, 1, 6), 4: (1, 2, 4, 0), 8: (2, 0)}  # of a request of 13 tokens; some are neighbours
 MODELS = [*((heads, "mha") for heads in (1, 2, 4, 8)), (1, "mla")]
+FRESH = {2: (1, 2, 3, 4, 5, 6, 7), 4: (1, 2, 3, 4), 8: (1, 2)}
 FILL = 13
 
 
@@ -117,8 +118,17 @@ def _copy(
     return to
 
 
+@pytest.mark.parametrize("sizes", PAGE_SIZES)
+@pytest.mark.parametrize(
+    "orders",
+    [
+        *product(("layer_major", "page_major"), repeat=2),
+        ("padded pages", "layer_major"),
+        ("page_major", "heads before pages"),
+    ],
+)
+@settings(max_examples=20)
 @given(
-    orders=st.tuples(st.sampled_from(list(ORDERS)), st.sampled_from(list(ORDERS))), sizes=st.sampled_from(PAGE_SIZES),
     heads=st.sampled_from([Shard(0, 2, 0, 4), Shard(1, 1, 1, 2), Shard(0, 2, 3, 1)]), data=st.data(),
     max_bytes=st.integers(1, 200), max_descriptors=st.integers(1, 12),
 )  # fmt: skip
@@ -126,6 +136,7 @@ def test_parts_keep_their_bounds_whatever_the_page_sizes(
     orders: tuple[str, str], sizes: tuple[int, int], heads: Shard, data: st.DataObject, max_bytes: int,
     max_descriptors: int,
 ) -> None:  # fmt: skip
+    pages_of = data.draw(st.sampled_from([PAGES, FRESH]))
     unit, total = min(sizes), 7 * 2 // min(sizes)
     start = data.draw(st.integers(0, total - 1))
     stop = data.draw(st.integers(start + 1, total))
@@ -133,7 +144,7 @@ def test_parts_keep_their_bounds_whatever_the_page_sizes(
     src = mesh_layout(orders[0], 9, sizes[0], 2, 4)[0]
     dst = mesh_layout(orders[1], 9, sizes[1], whole.num_layers, whole.num_heads)[0]
     runs = paired_runs(src, dst, src_part=heads)
-    pages = [unit_pages(np.array(PAGES[size], np.int32), size // unit, start, stop) for size in sizes]
+    pages = [unit_pages(np.array(pages_of[size], np.int32), size // unit, start, stop) for size in sizes]
     targets = []
     for part in cut_parts(runs, *pages, max_bytes, max_descriptors):
         i, j = part_indices(runs, part, *pages)
@@ -143,7 +154,7 @@ def test_parts_keep_their_bounds_whatever_the_page_sizes(
         assert len(i) - np.count_nonzero(merges) <= max_descriptors
         targets.append(_bytes(runs.dst, j))
     everything = np.concatenate(targets)
-    expected = elements(dst, PAGES[sizes[1]], stop * unit)[:, start * unit :]
+    expected = elements(dst, pages_of[sizes[1]], stop * unit)[:, start * unit :]
     assert np.array_equal(np.sort(everything), np.sort(expected.ravel()))
 
 
