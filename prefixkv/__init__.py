@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from prefixkv.config import ModelConfig as ModelConfig
     from prefixkv.config import PrefillConfig as PrefillConfig
     from prefixkv.config import TransportConfig as TransportConfig
+    from prefixkv.decode.ranks import DecodeReplica as DecodeReplica
+    from prefixkv.decode.ranks import RankLog as RankLog
     from prefixkv.decode.request import DecodeRequest as DecodeRequest
     from prefixkv.decode.request import PrefillAsk as PrefillAsk
     from prefixkv.decode.scheduler import DecodeScheduler as DecodeScheduler
@@ -41,6 +43,7 @@ _HOME = {
     "CurveConfig": "config",
     "DecodeConfig": "config",
     "DecodeNode": "runtime.nodes",
+    "DecodeReplica": "decode.ranks",
     "DecodeRequest": "decode.request",
     "DecodeScheduler": "decode.scheduler",
     "KVLayout": "pool.kv_layout",
@@ -57,6 +60,7 @@ _HOME = {
     "PrefixKVError": "errors",
     "RadixCache": "cache.radix_cache",
     "RadixKey": "cache.radix_key",
+    "RankLog": "decode.ranks",
     "Request": "request",
     "TransportConfig": "config",
     "plan_sends": "prefill.send_plan",

@@ -11,6 +11,7 @@ A request is named by its row of the page table, which is a replica's too.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult
-from prefixkv.errors import InternalError
+from prefixkv.errors import InternalError, OutOfPagesError
 from prefixkv.protocol.state import RoomKey
 from prefixkv.request_pages import PageBooks, RequestPages
 
@@ -42,6 +43,17 @@ class Opened(_Op, frozen=True, tag="open"):
     now_s: float
     joined_row: int = -1
     num_joined: int = 0
+
+
+class Refused(_Op, frozen=True, tag="refuse"):
+    """So many new pages were not to be had for these tokens; what the tree has of them counts as used all the same."""
+
+    tokens: bytes
+    namespace: Any
+    num_new_pages: int
+    now_s: float
+    joined_row: int
+    joined_end: int
 
 
 class Settled(_Op, frozen=True, tag="settle"):
@@ -98,7 +110,7 @@ class Flushed(_Op, frozen=True, tag="flush"):
     pass
 
 
-AnyOp = Opened | Settled | Grown | Cached | Hinted | Dropped | Held | Released | Quarantined | Flushed
+AnyOp = Opened | Refused | Settled | Grown | Cached | Hinted | Dropped | Held | Released | Quarantined | Flushed
 
 encode_op: Callable[[AnyOp], bytes] = msgspec.msgpack.Encoder().encode
 decode_op: Callable[[bytes], AnyOp] = msgspec.msgpack.Decoder(AnyOp).decode
@@ -124,7 +136,13 @@ class LoggedBooks(PageBooks):
         joined: RequestPages | None = None,
         joined_end: int = 0,
     ) -> RequestPages:
-        pages = super().open(key, match, num_new_pages, now_s, joined, joined_end)
+        try:
+            pages = super().open(key, match, num_new_pages, now_s, joined, joined_end)
+        except OutOfPagesError:
+            if match is not None:
+                row = joined.row if joined is not None else -1
+                self._publish(Refused(key.data, key.namespace, num_new_pages, now_s, row, joined_end))
+            raise
         prefix_len = -1 if match is None else pages.num_locked * self.page_size
         self._logged_tokens[pages.row] = len(key)
         of = (joined.row, pages.num_joined) if joined is not None else (-1, 0)
@@ -217,6 +235,13 @@ class Replica:
                 requests[pages.row] = (key, pages)
                 self._compare(op.row, pages.row, op)
                 self._compare(op.pages, books.pages(pages).astype("<i4").tobytes(), op)
+            case Refused():
+                key = RadixKey(np.frombuffer(op.tokens, "<i4"), _as_sent(op.namespace))
+                joined = requests[op.joined_row][1] if op.joined_row >= 0 else None
+                match = books.cache.match_prefix(key)
+                with suppress(OutOfPagesError):
+                    books.open(key, match, op.num_new_pages, op.now_s, joined, op.joined_end)
+                    raise InternalError(f"this rank had the pages that rank 0 had not: {op}")
             case Settled():
                 key, pages = requests[op.row]
                 books.settle(pages, key, op.now_s)

@@ -19,7 +19,7 @@ from prefixkv.cache.results import PrefixLock
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.oplog import LoggedBooks
 from prefixkv.decode.ranks import DecodeReplica, RankLog, digests, sizes
-from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError
+from prefixkv.errors import CallerError, ConfigError, InternalError, OutOfPagesError, RequestError
 from prefixkv.protocol.state import RoomKey
 from prefixkv.request import Request
 from prefixkv.request_pages import RequestPages
@@ -177,6 +177,17 @@ def test_a_rank_of_other_settings_is_refused(replica: Callable[[], DecodeReplica
     ranks = Ranks()
     with pytest.raises(ConfigError, match=name):
         replica().apply(ranks.log.take(ranks.books))
+
+
+def test_what_rank_0_could_not_get_counts_as_a_use_everywhere() -> None:
+    ranks = busy()
+    with pytest.raises(OutOfPagesError):
+        ranks.open(range(100, 140), 16)
+    ranks.pass_ends()
+    assert ranks.equal()
+    ranks.open(range(100, 140), 7)
+    ranks.pass_ends()
+    assert ranks.equal()
 
 
 def test_namespaces_travel_or_are_refused() -> None:
