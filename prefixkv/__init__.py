@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from prefixkv.prefill.send_plan import plan_sends as plan_sends
     from prefixkv.request import Request as Request
     from prefixkv.request_pages import PageBooks as PageBooks
+    from prefixkv.routing import BoundedAffinityRouter as BoundedAffinityRouter
     from prefixkv.runtime.nodes import DecodeNode as DecodeNode
     from prefixkv.runtime.nodes import PrefillNode as PrefillNode
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "BoundedAffinityRouter": "routing",
     "ControlConfig": "config",
     "CurveConfig": "config",
     "DecodeConfig": "config",
