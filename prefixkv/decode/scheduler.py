@@ -179,7 +179,7 @@ class DecodeScheduler:
             new_pages = req.pages[whole_pages(req.prefix_len, page_size) : pages_for(req.fill_len, page_size)]
             self.journal.admitted(req, len(new_pages), shared_tokens, now_s)
             page_ids = np.ascontiguousarray(new_pages, dtype="<i4").tobytes()
-            promise = Promise(*req.room_key, req.fill_len, req.prefix_len, page_ids, next(self._tickets))
+            promise = Promise(*flight.room_key, req.fill_len, req.prefix_len, page_ids, next(self._tickets))
             self._commands.append(OpenRoom(promise, req.request.prefill))
         return admitted
 
