@@ -18,7 +18,7 @@ from prefixkv.pool.kv_pool import KVPool
 from prefixkv.pool.mesh import Mesh, Shard, lease_sections, sent_share
 from prefixkv.pool.unit_pages import unit_pages
 from prefixkv.transport.staging_copy import CpuCopy, StagePlan, StagingCopy, staging_copy
-from tests.models.engine_tensors import DTYPES, ENGINES
+from tests.models.engine_tensors import DTYPES, ENGINES, distinct
 from tests.models.mesh_pools import ORDERS, elements, mesh_layout, moved, shards
 
 Make = Callable[[KVLayout, Shard, int], StagingCopy]
@@ -155,6 +155,23 @@ def test_an_engines_own_tensors(make: Make, device: str, name: str, dtype: str) 
     copy.scatter(np.array([0, 4], np.int32), stage)
     assert torch.equal(pool.read_pages([0, 4]), expected)
     assert torch.equal(pool.read_pages([3, 1]), expected)
+
+
+def test_layers_that_lie_differently(make: Make, device: str) -> None:
+    if device == "cuda":
+        pytest.skip("the views of these tensors would be copied to the device dense")
+    dense, padded, heads_first = (
+        distinct(shape, "bfloat16") for shape in ((2, 5, 4, 2, 8), (2, 5, 4, 3, 8), (2, 5, 2, 4, 8))
+    )
+    layers = [dense, padded[..., :2, :], heads_first.transpose(2, 3)]
+    pool = KVPool.from_tensors([layer[0] for layer in layers], [layer[1] for layer in layers])
+    copy = make(pool.layout, Shard.whole(pool.layout), 4)
+    expected = pool.read_pages([3, 1])
+    stage = torch.empty(copy.num_bytes(2), dtype=torch.uint8)
+    copy.gather(np.array([3, 1], np.int32), stage)
+    assert torch.equal(stage.view(6, 2, 4, 2, -1).transpose(0, 1), expected)
+    copy.scatter(np.array([0, 4], np.int32), stage)
+    assert torch.equal(pool.read_pages([0, 4, 3, 1]), torch.cat([expected, expected]))
 
 
 MESHES = [

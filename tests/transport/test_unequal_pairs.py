@@ -158,6 +158,17 @@ def test_parts_keep_their_bounds_whatever_the_page_sizes(
     assert np.array_equal(np.sort(everything), np.sort(expected.ravel()))
 
 
+def test_a_descriptor_ends_where_a_large_page_does() -> None:
+    """In a page_major pool the units of a page touch, but pages that follow each other do not."""
+    small, large = (mesh_layout(order, 9, size, 2, 4)[0] for order, size in (("layer_major", 2), ("page_major", 8)))
+    pages = {size: unit_pages(np.array(FRESH[size], np.int32), size // 2, 0, 7) for size in (2, 8)}
+    for pair in ((small, large), (large, small)):
+        src, dst = (pages[layout.page_size] for layout in pair)
+        runs = paired_runs(*pair)
+        parts = cut_parts(runs, src, dst, max_bytes=2**30, max_descriptors=1)
+        assert [part.stop - part.start for part in parts] == [4, 3] * 4
+
+
 # --- what is refused, and what a lie costs --------------------------------------------------------
 
 
