@@ -67,6 +67,8 @@ def assert_at_rest(scheduler: DecodeScheduler | PrefillScheduler) -> None:
     books = scheduler.books
     books.check_invariants()
     assert not scheduler.requests, f"requests left: {scheduler.requests}"
+    if isinstance(scheduler, DecodeScheduler):
+        assert not len(scheduler.flights), f"flights left: {list(scheduler.flights)}"
     assert books.cache.protected_pages == 0
     assert books.cache.stats().num_locks == 0
     assert books.allocator.owned_pages == 0
