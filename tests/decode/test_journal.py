@@ -81,6 +81,7 @@ def test_who_joins_a_flight_waits_for_it_and_its_tokens_are_shared() -> None:
         desk.finish(req)
     assert desk.times("a2") == [1.0, 2.0, 6.0, 7.0, 7.0]
     assert (desk.ended["a1"]["shared_tokens"], desk.ended["a2"]["shared_tokens"]) == (0, 12)
+    assert (desk.ended["a1"]["hit_tokens"], desk.ended["a2"]["hit_tokens"]) == (0, 0)
     assert (desk.ended["a1"]["asked_bytes"], desk.ended["a2"]["asked_bytes"]) == (3 * PAGE_BYTES, 0)
     assert desk.waited("flight") == (1, 4.0)
     assert desk.waited("engine") == (2, 2.0 + 1.0)  # the first one's pages were there at 5, but nobody popped them

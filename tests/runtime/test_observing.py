@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from prefixkv.routing import BoundedAffinityRouter
 from prefixkv.runtime import metrics
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from tests.decode.desk import Desk
+from tests.models.lock_machine import Event
 from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.runtime.conftest import QUICK, MakePair
 
@@ -108,6 +111,29 @@ def test_a_scrape_says_what_happened(make_pair: MakePair, monkeypatch: pytest.Mo
     assert scrape.get("decode", "wait_seconds_sum", reason="first_token") >= scrape.get(
         "decode", "wait_seconds_sum", reason="transfer"
     )
+
+
+def test_queues_by_what_is_waited_for() -> None:
+    desk = Desk(num_pages=9)
+    node: Any = SimpleNamespace(scheduler=desk.scheduler)
+
+    def queues() -> dict[str, float]:
+        return {queue: length for (queue,), length in metrics._decode_queues(node) if length}
+
+    first, second = desk.add("a1", 12), desk.add("a2", 12)
+    assert queues() == {"pages": 2}
+    desk.admit()
+    desk.add("large", 28)
+    desk.admit()
+    assert queues() == {"pages": 1, "transfer": 2}
+    desk.succeed(second.room_key)
+    assert queues() == {"pages": 1, "transfer": 1, "flight": 1}
+    desk.succeed(first.room_key)
+    assert queues() == {"pages": 1, "commit": 1, "flight": 1}
+    desk.transferred()
+    assert queues() == {"pages": 1, "running": 2}
+    desk.finish(first, after=Event())
+    assert queues() == {"pages": 1, "running": 1, "device": 1}
 
 
 def test_evictions_retractions_and_aborts_are_counted(make_pair: MakePair) -> None:
