@@ -151,6 +151,7 @@ class Run:
         self.log(f"{worker} is reaped")
         if not worker.killed:
             self.crashes.append(f"{worker} ended by itself, exit code {worker.process.exitcode}")
+            self._restart(worker)
         for call in self.ledger.lost(worker):
             if self.clients is not None:
                 self.clients.ended(call, "lost", [])

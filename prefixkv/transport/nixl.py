@@ -68,6 +68,7 @@ _LINGER_S: Final = 5e-3  # a notification may still sit in UCX's buffers when it
 _COMMANDS_A_TURN: Final = 64  # then the posts get theirs
 _POLL_GAP_S: Final = 2e-3  # more than this between two polls does not count as polling
 _RECONNECT_S: Final = 0.1  # between two attempts, each of which may hold the thread for 20 ms
+_REST_S: Final = 0.1  # between the last error of an agent and its end
 _RENEW_S: Final = 0.25  # between two renewals, each of which holds it for 70 ms
 
 _Command = Callable[["_Agent"], None]  # run by the thread
@@ -557,7 +558,10 @@ class _Agent:
     def _end_former(self, former: NixlAgent) -> None:
         """Destroy it once its posts have ended, or have had their time; then none of them can land any more."""
         posts = [post for post in self.posts if post.agent is former]
-        if posts and time.monotonic() < self.former_until:
+        now = time.monotonic()
+        if posts and now < self.former_until:
+            return
+        if not former.rest(now, _REST_S):
             return
         self.former = None
         self.renew_from = time.monotonic() + _RENEW_S
@@ -595,6 +599,8 @@ class _Agent:
             peer.local_list = peer.remote_list = None
         fenced = not self.outlived
         for agent in [self.now] + ([self.former] if self.former is not None else []):
+            while agent.unproven and not agent.rest(time.monotonic(), _REST_S):
+                time.sleep(self.config.idle_sleep_s)
             fenced &= agent.destroy()
         self.jobs.close(fenced)
         return None if fenced else InternalError("the NIXL agent outlived its transport: writes are not fenced")

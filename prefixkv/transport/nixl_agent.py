@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import weakref
@@ -27,6 +28,7 @@ from nixl import _bindings as nixl_errors  # noqa: E402  # pyright: ignore[repor
 
 logging.raiseExceptions = _raise_exceptions  # nixl's logging turns it off for the whole process
 
+_MIN_RESTS: Final = 50
 FORGOTTEN: Final = nixl_errors.nixlNotFoundError  # NIXL does not know the peer (any more)
 
 # NIXL checks its arguments before it hands anything on, and says so with these
@@ -67,6 +69,8 @@ class NixlAgent:
         self.metadata = bytes(self.api.get_agent_metadata())
         self.lists: list[Any] = []
         self.unproven: set[int] = set()
+        self._resting_since: float | None = None
+        self._rests = 0
 
     def is_metadata_of(self, name: str, metadata: bytes) -> bool:
         """Whether the agent named in the metadata is this one. Metadata under another peer's name would replace
@@ -74,6 +78,19 @@ class NixlAgent:
         mine, theirs = self.name.encode(), name.encode()
         head, found, _ = self.metadata.partition(len(mine).to_bytes(8, "little") + mine)
         return not found or metadata.startswith(head + len(theirs).to_bytes(8, "little") + theirs)
+
+    def rest(self, now: float, for_s: float) -> bool:
+        """Make progress once; True when that has been going on for `for_s`, and `destroy` is due.
+
+        UCX tidies up a broken connection bit by bit, as it makes progress. An agent that is destroyed while it is at
+        that takes the process with it: "Assertion `ucs_arbiter_group_is_empty(group)' failed", in 1 of 60.
+        """
+        if self._resting_since is None:
+            self._resting_since = now
+        self._rests += 1
+        with contextlib.suppress(Exception):
+            self.api.get_new_notifs()
+        return now - self._resting_since >= for_s and self._rests >= _MIN_RESTS
 
     def destroy(self) -> bool:
         """End it; every handle and list of it has to be dropped before. Whether it is gone: then it is a fence."""
