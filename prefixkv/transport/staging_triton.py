@@ -34,7 +34,7 @@ def _kernel(interpreted: bool) -> Any:
 
 
 def _copy_rows(
-    slabs: Any, offsets: Any, units: Any, stage: Any, num_rows: Any, row_words: Any,
+    slabs: tl.tensor, offsets: tl.tensor, units: tl.tensor, stage: tl.tensor, num_rows: tl.tensor, row_words: tl.tensor,
     fold: tl.constexpr, rows_a_unit: tl.constexpr, alignment: tl.constexpr, word: tl.constexpr,
     tile_rows: tl.constexpr, tile_width: tl.constexpr, to_stage: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -52,8 +52,8 @@ def _copy_rows(
     page_stride = tl.load(slabs + slab * 3 + 1)
     unit_stride = tl.load(slabs + slab * 3 + 2)
     address = base + unit // fold * page_stride + unit % fold * unit_stride + offset
-    address = tl.multiple_of(address, alignment)
-    pool = address.to(tl.pointer_type(word))[:, None] + column[None, :]
+    start = tl.multiple_of(address.to(tl.pointer_type(word)), alignment)  # lets words be loaded in pairs
+    pool = start[:, None] + column[None, :]
     staged = stage + (slab * num_rows + row)[:, None] * row_words + column[None, :]
     mask = there[:, None] & (column < row_words)[None, :]
     if to_stage:

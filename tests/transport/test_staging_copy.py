@@ -6,7 +6,11 @@ Triton's kernels run on CUDA where there is one, else on the CPU under its inter
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -302,3 +306,34 @@ def test_rows_are_as_long_as_they_are_contiguous() -> None:
     assert row_bytes("heads before tokens", PARTS[0]) == 16
     assert row_bytes("heads before tokens", PARTS[2]) == 4 * 16
     assert row_bytes("padded tokens", PARTS[0]) == 4 * 16
+
+
+_COMPILE = """
+import sys, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from prefixkv.transport import staging_triton
+
+kernel = triton.jit(staging_triton._copy_rows)
+constants = dict(fold=4, rows_a_unit=16, alignment=16, word=tl.int64, tile_rows=16, tile_width=64)
+types = dict(slabs="*i64", offsets="*i64", units="*i32", stage="*i64", num_rows="i32", row_words="i32")
+for to_stage in (True, False):
+    values = dict(constants, to_stage=to_stage)
+    signature = dict(types, **dict.fromkeys(values, "constexpr"))
+    names = list(signature)
+    source = triton.compiler.ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in values.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("slabs", "stage", "row_words")},
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx, ptx
+"""
+
+
+def test_the_kernel_compiles_for_a_gpu_and_moves_16_bytes_at_a_time(tmp_path: Path) -> None:
+    """The interpreter takes what the compiler refuses. Compiling needs no GPU, and says nothing of running on one."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", _COMPILE], env=environment, check=True, timeout=600)
