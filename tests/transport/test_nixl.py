@@ -453,7 +453,8 @@ def test_an_agent_that_cannot_be_destroyed_proves_nothing(
         write_until_failed(tcp_driver, writer, to, 10, [1])
         writer.transport.renew()
         writer.transport.write(writer.job(1000, to, [2], [2]))
-        tcp_driver.until(lambda: writer.ends(1000) and agents)
+        tcp_driver.until(lambda: writer.ends(1000))
+        until(lambda: agents)
         assert isinstance(writer.ends(1000)[0], WriteDone)
         assert not writer.of(WriteDrained)
     with pytest.raises(InternalError, match="outlived"):
