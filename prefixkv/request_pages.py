@@ -60,7 +60,8 @@ class RequestPages:
 class PageBooks:
     """One worker's tree, allocator and page table, kept in agreement. Owned by the scheduler's thread.
 
-    With `caching` off nothing is matched and nothing kept.
+    With `caching` off nothing is matched and nothing kept. Where pages have to be evicted, `evict_reserve_pages` more
+    are than are missing: they come free side by side, so that what is taken later forms fewer runs.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class PageBooks:
         max_pages_per_request: int | None = None,
         caching: bool = True,
         policy: str = DEFAULT_POLICY,
+        evict_reserve_pages: int = 0,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
+        self.evict_reserve_pages = evict_reserve_pages
         self.caching = caching
         self.cache = RadixCache(page_size=page_size, policy=policy, pool_pages=num_pages)
         self.allocator = PageAllocator(num_pages)
@@ -243,7 +246,7 @@ class PageBooks:
     # --- pages ------------------------------------------------------------------------------------
 
     def _take(self, num_pages: int, now_s: float) -> Pages:
-        """Allocate pages, evicting exactly what is missing. Raises OutOfPagesError; nothing is evicted then."""
+        """Allocate pages, evicting what is missing and the reserve. Raises OutOfPagesError; nothing is evicted then."""
         free = self.allocator.free_pages
         missing = num_pages - free
         if missing <= 0:
@@ -251,10 +254,13 @@ class PageBooks:
         evictable = self.cache.evictable_pages
         if missing > evictable:
             raise OutOfPagesError(num_pages, free, evictable)
-        evicted = self.evict(missing, now_s)
+        evicted = self.evict(min(missing + self.evict_reserve_pages, evictable), now_s)
         self.evicted_pages += len(evicted)
-        # Every free page and every evicted one is wanted, so these need not become free in between.
         self.allocator.uncache(evicted)
+        if len(evicted) > missing:
+            self.allocator.free(evicted)
+            return self.allocator.alloc(num_pages)
+        # Every free page and every evicted one is wanted, so these need not become free in between.
         taken = np.concatenate([self.allocator.alloc(free), evicted])
         taken.sort()
         return taken

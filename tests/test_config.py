@@ -26,12 +26,12 @@ TOO_LOW: dict[type, dict[str, Any]] = {
     },
     TransportConfig: {
         **dict.fromkeys(["post_bytes", "post_descriptors", "window"], 0),
-        **dict.fromkeys(["spin_s", "sleep_s", "idle_sleep_s"], -1e-9),
+        **dict.fromkeys(["spin_s", "sleep_s", "idle_sleep_s", "renew_grace_s"], -1e-9),
         "memory_type": "DISK",
     },
     DecodeConfig: {
         "max_running": 0, "reserve_tokens": -1, "failure_policy": "hope", "name": "", "patience_s": -1e-9,
-        "waiting_timeout_s": 0,
+        "waiting_timeout_s": 0, "evict_reserve": -1e-9,
     },
     PrefillConfig: {"max_running": 0, "name": "x" * 257},
     ModelConfig: {},
@@ -100,3 +100,10 @@ def test_decode_stops_waiting_for_memory_before_prefill_stops_waiting_for_decode
     assert DecodeConfig(control=control, waiting_timeout_s=math.inf).longest_wait_s == math.inf
     with pytest.raises(ConfigError, match=r"waiting_timeout_s is 10.0, it has to be below control.bootstrap_timeout_s"):
         DecodeConfig(control=control, waiting_timeout_s=10.0)
+
+
+def test_the_reserve_is_a_part_of_the_pool() -> None:
+    assert DecodeConfig().for_books(65_536)["evict_reserve_pages"] == 256
+    assert DecodeConfig(evict_reserve=0).for_books(65_536)["evict_reserve_pages"] == 0
+    with pytest.raises(ConfigError, match=r"evict_reserve is 1.5"):
+        DecodeConfig(evict_reserve=1.5)

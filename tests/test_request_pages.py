@@ -55,6 +55,27 @@ def test_whole_pages_become_the_trees_and_the_tail_stays() -> None:
     assert (books.cache.protected_pages, states(books)) == (0, {"FREE": 6, "CACHED": 2})
 
 
+@pytest.mark.parametrize(("reserve", "free"), [(0, 0), (2, 2), (100, 6)])
+def test_where_pages_are_missing_a_reserve_is_evicted_with_them(reserve: int, free: int) -> None:
+    books = PageBooks(12, PAGE_SIZE, 4, evict_reserve_pages=reserve)
+    for start in (10, 30):
+        books.cache_finished(*opened(books, list(range(start, start + 10))), 0.0)
+    assert states(books) == {"FREE": 2, "CACHED": 10}
+    small, _ = opened(books, [1, 2, 3, 4])
+    assert books.evicted_pages == 0, "nothing is evicted while nothing is missing"
+    version = books.version
+    pages, _ = opened(books, list(range(50, 58)))
+    assert (len(books.pages(pages)), books.evicted_pages) == (4, 4 + free)
+    assert states(books) == {"OWNED": 6} | ({"FREE": free} if free else {}) | ({"CACHED": 6 - free} if free < 6 else {})
+    assert books.version == version, "which makes no room that was not there"
+    with pytest.raises(OutOfPagesError):
+        opened(books, list(range(70, 84)))
+    assert books.evicted_pages == 4 + free, "nothing is evicted in vain"
+    books.drop(pages)
+    books.drop(small)
+    books.check_invariants()
+
+
 @pytest.mark.parametrize("being_read", [False, True])
 def test_duplicates_are_repointed_and_freed_when_nothing_reads_them(being_read: bool) -> None:
     books = PageBooks(12, PAGE_SIZE, 4)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
 from sortedcontainers import SortedList
@@ -32,7 +32,7 @@ from prefixkv.protocol.timers import Timers
 from prefixkv.request_pages import PageBooks
 
 MAX_LOOKS = 16
-MAX_WALK = 256  # places of the order that a pass goes through
+MAX_WALK = 128  # places of the order that a pass goes through
 
 INFINITY = float("inf")
 
@@ -58,14 +58,15 @@ _UNKNOWN = _Need(0, 0, 0)
 
 
 class _Waiter:
-    """A request's place in the queue; `need` is as of its last match, in vain at version `seen_at`."""
+    """A request's place in the queue. `room` and `most` are of its last match, which was in vain at `seen_at`."""
 
-    __slots__ = ("arrival", "need", "rank", "req", "seen_at")
+    __slots__ = ("arrival", "most", "rank", "req", "room", "seen_at")
 
     def __init__(self, req: DecodeRequest, arrival: int, need: _Need, rank: Rank) -> None:
         self.req = req
         self.arrival = arrival
-        self.need = need
+        self.room = need.room
+        self.most = need.most
         self.rank = rank
         self.seen_at = -1
 
@@ -205,37 +206,35 @@ class DecodePreallocQueue:
 
     def _admit_in_order(self, admitted: list[DecodeRequest], now_s: float) -> None:
         """Those that overtake, and where nobody does, who could: the estimates that are oldest are made anew."""
-        version, order, looks, at = self._version, self._order, MAX_LOOKS, 0
-        room, most = self._limits()
-        while at < min(len(order), MAX_WALK) and looks:
-            waiter: _Waiter = order[at][-1]
-            if waiter.seen_at == version or waiter.need.room > room or waiter.need.most > most:
-                at += 1
-                continue
+        looks = MAX_LOOKS
+        while looks and self.may_admit and (waiter := self._first_that_may_fit()) is not None:
             found, need = self._measure(waiter.req)
-            if self._falls_back(waiter, need) and order[at][-1] is not waiter:
+            if self._falls_back(waiter, need) and self._first_that_may_fit() is not waiter:
                 looks -= 1  # another one comes first now
             elif self._admit(waiter, found, need, now_s):
                 admitted.append(waiter.req)
-                if not self._books.table.free_rows:
-                    return
-                room, most = self._limits()
             else:
                 looks -= 1
-                at += 1
-        if not admitted:
-            self._renew_estimates(looks, admitted, now_s)
-
-    def _renew_estimates(self, looks: int, admitted: list[DecodeRequest], now_s: float) -> None:
-        for _ in range(looks):
-            waiter = next(iter(self._estimated), None)
-            if waiter is None or waiter.seen_at == self._version:
+        while looks and not admitted:
+            waiter = next(iter(self._estimated))
+            if waiter.seen_at == self._version:
                 return
             found, need = self._measure(waiter.req)
             self._falls_back(waiter, need)
             if self._admit(waiter, found, need, now_s):
                 admitted.append(waiter.req)
-                return
+            looks -= 1
+
+    def _first_that_may_fit(self) -> _Waiter | None:
+        """The first of the order that has not been seen in vain, and fits by its estimate."""
+        if len(self._order) == 1:  # nobody to choose between
+            waiter: _Waiter = self._order[0][-1]
+            return waiter if waiter.seen_at != self._version else None
+        version, (room, most) = self._version, self._limits()
+        for _, _, waiter in islice(self._order, MAX_WALK):
+            if waiter.most <= most and waiter.room <= room and waiter.seen_at != version:
+                return waiter
+        return None
 
     @property
     def _version(self) -> int:
@@ -248,11 +247,11 @@ class DecodePreallocQueue:
         return available - self._budget.kept_back, available + self._budget.private_pages
 
     def _measure(self, req: DecodeRequest) -> tuple[_Found, _Need]:
-        page_size = self._books.page_size
-        match = self._books.match(req.key, req.request.cacheable)
+        page_size, key = self._books.page_size, req.key
+        match = self._books.match(key, req.request.cacheable)
         found, unprotected = _NOTHING, 0
         if match is not None:
-            found = _Found(match, *self._flights.find(req.key, whole_pages(match.prefix_len, page_size)))
+            found = _Found(match, *self._flights.find(key, whole_pages(match.prefix_len, page_size)))
             unprotected = match.unprotected_pages
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
         first_len = req.fill_len + req.resumed  # the token sampled last is written by the first step after return
@@ -262,7 +261,7 @@ class DecodePreallocQueue:
 
     def _falls_back(self, waiter: _Waiter, need: _Need) -> bool:
         """Enter a new estimate; True if its place in the order is behind the old one."""
-        before, waiter.need = waiter.rank, need
+        before, waiter.room, waiter.most = waiter.rank, need.room, need.most
         self._estimated.move_to_end(waiter)
         rank = self._policy.rank(waiter.req, need.new)
         falls_back = bool(before < rank)

@@ -75,6 +75,7 @@ def _settings(books: PageBooks) -> dict[str, int | str | bool]:
     return {
         "num_pages": books.num_pages, "page_size": books.page_size, "max_running": max_requests,
         "max_pages_per_request": max_pages, "cache": books.caching, "policy": books.cache.policy.name,
+        "evict_reserve_pages": books.evict_reserve_pages,
     }  # fmt: skip
 
 
@@ -124,7 +125,7 @@ class DecodeReplica:
     """
 
     def __init__(self, num_pages: int, page_size: int, config: DecodeConfig) -> None:
-        self.books = PageBooks(num_pages, page_size, config.max_running, caching=config.cache, policy=config.policy)
+        self.books = PageBooks(num_pages, page_size, config.max_running, **config.for_books(num_pages))
         self.num_batches = 0
         self._replica = Replica(self.books)
         self._broken: InternalError | None = None

@@ -246,12 +246,12 @@ class DecodeNode(_Node[DecodeManager]):
         super().__init__(pool)
         config = config or DecodeConfig()
         layout = pool.layout
-        sizes = (layout.num_pages, layout.page_size, config.max_running)
+        sizes, settings = (layout.num_pages, layout.page_size, config.max_running), config.for_books(layout.num_pages)
         books: PageBooks
         if ranks is None:
-            books = PageBooks(*sizes, caching=config.cache, policy=config.policy)
+            books = PageBooks(*sizes, **settings)
         else:
-            books = LoggedBooks(ranks.append, *sizes, caching=config.cache, policy=config.policy)
+            books = LoggedBooks(ranks.append, *sizes, **settings)
         self._ranks = ranks
         self.config = config
         self.peer_id = PeerId(config.name, time.time_ns())

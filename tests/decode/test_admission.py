@@ -161,7 +161,8 @@ def test_an_estimate_that_was_too_high_is_found_out() -> None:
     for token in range(2, 26):
         desk.token(grows, token=token)
     desk.add("y", [*range(24), 90, 91, 92, 93, 94], max_new=1)
-    assert desk.admit() == [], "eight pages"
+    desk.add("x", 40, max_new=1)
+    assert desk.admit() == [], "eight pages, and ten"
     desk.finish(grows)
     desk.add("z", [*range(24), 80], max_new=1)
     assert desk.admit() == ["z"], "which holds six of those pages now"

@@ -54,7 +54,9 @@ def dump(books: PageBooks) -> bytes:
 
 
 class BroadcastSim(SchedulerSim):
-    """Rank 0: its replicas are other processes."""
+    """Rank 0: its replicas are other processes. `sent` counts over its restarts."""
+
+    sent = 0
 
     def decode_scheduler(self, num_pages: int, failure_policy: str) -> DecodeScheduler:
         self.num_ranks, self.digest_every = 1, 1
@@ -63,6 +65,7 @@ class BroadcastSim(SchedulerSim):
         return scheduler
 
     def _publish(self) -> None:
+        self.sent += 1
         broadcast(BATCH, self.log.take(self.decode.scheduler.books))
 
     def _compare_ranks(self) -> None:
@@ -78,7 +81,7 @@ def lead(runs: int) -> None:
         for _ in range(250):
             sim.spell(chance.getrandbits(32))
         sim.settle()
-        batches += sim.log.num_batches
+        batches += sim.sent
     broadcast(END)
     print(f"rank 0 sent {batches} batches")
 
