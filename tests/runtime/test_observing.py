@@ -211,7 +211,7 @@ def test_one_record_a_request_on_either_side(pair: NodePair, caplog: pytest.LogC
         submit(pair, "b", tokens_of(2, 20))
         pair.until(lambda: "b" in pair.p.computing)
         pair.decode.abort("b")
-        pair.p.hold = False
+        pair.until(lambda: "b" in pair.p.failed)  # else it may be sent before prefill hears of it
         pair.run("b")
     records = [json.loads(record.getMessage()) for record in caplog.records]
     assert [record.request for record in caplog.records] == records  # type: ignore[attr-defined]
