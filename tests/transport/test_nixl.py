@@ -20,7 +20,7 @@ from prefixkv.transport import nixl as nixl_module
 from prefixkv.transport import nixl_agent
 from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteDrained, WriteFailed
 from prefixkv.transport.nixl import NixlTransport
-from tests.models.patience import PATIENCE_S
+from tests.models.patience import PATIENCE_S, until
 from tests.models.transport_child import BIG, Child, children
 from tests.models.transport_driver import NixlDriver, Node
 from tests.models.transport_pools import make_pool
