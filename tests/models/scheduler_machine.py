@@ -25,6 +25,7 @@ from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import PrefixKVError
 from prefixkv.protocol.state import KVPoll, PeerId
 from prefixkv.request import Request
+from prefixkv.transport.fake import Hold
 from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.models.pair_sim import ADDRESS, PAGE_SIZE, Chaos, DecodeSide, PairSim
 
@@ -110,6 +111,7 @@ class SchedulerSim(PairSim):
         self.digest_every = chance.choice([4, 0, 1])
         self.spared = {fault for fault in _FAULTS if chance.randrange(2)}
         self.lost: list[PeerId] = []
+        self.stalls: list[Hold] = []
         super().__init__(
             seed=0,
             chaos=Chaos(**{fault: chance.choice([0.0, 0.05, 0.2])
@@ -426,6 +428,19 @@ class SchedulerSim(PairSim):
             self.fabric.lose(self.decode.me)
         return _DONE
 
+    def stall(self) -> int:
+        """What is posted neither lands nor is known to have ended, until the next of these."""
+        if not self._go_on():
+            self.stalls.append(self.fabric.hold(lambda action: action.kind in ("land", "complete", "fail")))
+        return _DONE
+
+    def _go_on(self) -> bool:
+        for stall in self.stalls:
+            stall.release()
+        was_stalled = bool(self.stalls)
+        self.stalls.clear()
+        return was_stalled
+
     def restart_prefill_dead(self) -> int:
         self.restart_prefill(stop=False)
         return _PREFILL
@@ -465,7 +480,10 @@ class SchedulerSim(PairSim):
         started_s, fenced = self.now_s, 0
         for _ in range(max_rounds):
             if not self._round():
-                if self._quiet() and not self.decode.scheduler.num_deferred:
+                is_quiet = self._quiet() and not self.decode.scheduler.num_deferred
+                if (is_quiet or self.now_s - started_s > 60.0) and self._go_on():
+                    continue  # writes that stood still land long after every deadline
+                if is_quiet:
                     break
                 self.now_s = max(self.now_s + 0.01, min(self._next_s(), self.now_s + 10.0))
             if self.now_s - started_s > 100.0 * (fenced + 1) and fenced < 2:
@@ -510,12 +528,12 @@ _WEIGHTS = {
     "prefill_work": 8, "decode_schedule": 14, "prefill_schedule": 10, "follow": 4, "tick": 4, "device_is_done": 2,
     "scribble": 3, "reorder": 3, "duplicate": 2, "junk": 1, "drop": 1, "cut": 0.15, "deadline": 1, "silence": 0.1,
     "abort": 1.5, "abort_at_prefill": 0.3, "retract": 2, "flush": 0.4, "flush_prefill": 0.2, "listen": 0.4,
-    "lose_peer": 0.2, "restart_prefill_dead": 0.15, "restart_prefill_stopped": 0.15, "fence": 0.25,
+    "lose_peer": 0.2, "stall": 0.3, "restart_prefill_dead": 0.15, "restart_prefill_stopped": 0.15, "fence": 0.25,
     "fence_current": 0.1, "restart_decode": 0.15,
 }  # fmt: skip
 _FAULTS = (  # each is spared in half of the runs
     "reorder", "duplicate", "junk", "drop", "cut", "silence", "abort", "abort_at_prefill", "retract", "flush",
-    "lose_peer", "restart_prefill_dead", "restart_prefill_stopped", "fence_current", "restart_decode",
+    "lose_peer", "stall", "restart_prefill_dead", "restart_prefill_stopped", "fence_current", "restart_decode",
 )  # fmt: skip
 _WHEEL: Sequence[str] = [name for name, weight in _WEIGHTS.items() for _ in range(round(20 * weight))]
 
