@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import triton
 import triton.language as tl
+from triton import knobs
 
 from prefixkv.errors import ConfigError
 from prefixkv.transport.staging_copy import StagePlan
@@ -52,7 +53,8 @@ def _copy_rows(
     page_stride = tl.load(slabs + slab * 3 + 1)
     unit_stride = tl.load(slabs + slab * 3 + 2)
     address = base + unit // fold * page_stride + unit % fold * unit_stride + offset
-    start = tl.multiple_of(address.to(tl.pointer_type(word)), alignment)  # lets words be loaded in pairs
+    pointer = tl.pointer_type(word)  # pyright: ignore[reportArgumentType]
+    start = tl.multiple_of(address.to(pointer), alignment)  # lets words be loaded in pairs
     pool = start[:, None] + column[None, :]
     staged = stage + (slab * num_rows + row)[:, None] * row_words + column[None, :]
     mask = there[:, None] & (column < row_words)[None, :]
@@ -104,7 +106,7 @@ class TritonCopy:
         width = min(triton.next_power_of_2(row_words), _MOST_WORDS_WIDE)
         tile_rows = max(1, _TILE_WORDS // width)
         grid = (triton.cdiv(num_rows, tile_rows), len(plan.slabs), triton.cdiv(row_words, width))
-        _kernel(triton.knobs.runtime.interpret)[grid](
+        _kernel(knobs.runtime.interpret)[grid](
             self._slabs, self._offsets, torch.from_numpy(np.ascontiguousarray(units)).to(self._device),
             stage.view(self._dtype), num_rows, row_words,
             fold=plan.fold, rows_a_unit=rows_a_unit, alignment=self._alignment, word=self._word,
