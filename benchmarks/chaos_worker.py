@@ -19,6 +19,7 @@ import signal
 import socket
 import stat
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -73,6 +74,21 @@ class Delay:
         return time.monotonic() >= self._due_s
 
 
+class Trap:
+    """A device event that sends its own process a signal the first time it is asked.
+
+    The transport's thread asks, between two writes: what was posted before is under way, and what is posted
+    next is posted after whatever the signal did.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def query(self) -> bool:
+        signal.pthread_kill(threading.get_ident(), self._number)  # to this thread, which cannot go on meanwhile
+        return True
+
+
 class _Engine:
     """What both sides share. `plans`: by request, the state at which it is aborted."""
 
@@ -99,6 +115,7 @@ class _Engine:
         self.findings: list[str] = []
         self.pages_verified = 0
         self.history: list[Tokens] = []
+        self.trap = 0
 
     def say(self, *message: Any) -> None:
         self.pipe.send(message)
@@ -186,6 +203,10 @@ class _Engine:
                 pass
         else:
             time.sleep(seconds)
+
+    def on_trap(self, number: int) -> None:
+        """On prefill: the next second chunk of a request meets this signal between two writes; 0: none does."""
+        self.trap = number
 
     def on_flush(self) -> None:
         self.node.flush()
@@ -291,7 +312,9 @@ class PrefillEngine(_Engine):
         self.pattern.fill(req.pages, start, hashes[:end])
         last = end == len(hashes)
         aux = int(sample(hashes[-1:])[0]).to_bytes(4, "little") if last else b""
-        ready = Delay(self.chance.uniform(0.001, 0.1)) if self.chance.random() < 0.1 else None
+        ready: Any = Delay(self.chance.uniform(0.001, 0.1)) if self.chance.random() < 0.1 else None
+        if self.trap and start > req.prefix_len:
+            ready, self.trap = Trap(self.trap), 0
         self.node.send_chunk(req, end, last, aux, ready)
         self.computed[rid] = end
         self.reached(rid, "chunk")
