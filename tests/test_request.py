@@ -64,7 +64,15 @@ def test_what_is_out_of_range_is_named(fields: dict[str, Any], text: str) -> Non
         Request("a", **{"tokens": [1], **fields})
 
 
+@pytest.mark.parametrize("deadline_s", [-1, -1e-9, float("nan"), "5", True, [1.0]])
+def test_a_deadline_is_a_time_that_can_pass(deadline_s: Any) -> None:
+    with pytest.raises(RequestError, match="deadline_s is"):
+        Request("a", [1], deadline_s=deadline_s)
+
+
 def test_the_ends_of_the_ranges_are_taken() -> None:
+    for deadline_s in (None, 0, 0.5, np.float32(2.0), float("inf")):
+        Request("a", [1], deadline_s=deadline_s)
     for fields in ({"room": 2**64 - 1, "generation": 2**31 - 1}, {"room": 0, "max_new_tokens": 1}):
         request = Request("a", [2**31 - 1, 0], **fields)
         assert len(request.key) == 2

@@ -147,9 +147,9 @@ class DecodeScheduler:
         if len(self.waiting) >= self._max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
         req = DecodeRequest(request, self.books, now_s)
+        self.waiting.add(req)  # first, since a user's policy may raise
         self.requests[req.rid] = req
         self._rooms.add(req.room)
-        self.waiting.add(req)
         return req
 
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:

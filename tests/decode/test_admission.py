@@ -101,6 +101,23 @@ def test_who_was_admitted_before_comes_first_of_all(policy: str) -> None:
     assert old.state is DecodeState.RUNNING
 
 
+def test_a_policy_that_raises_leaves_nothing_of_the_request() -> None:
+    class Broken(AdmissionPolicy):
+        def rank(self, req: DecodeRequest, new_pages: int) -> Any:
+            if req.rid == "c":
+                raise ZeroDivisionError
+            return "text" if req.rid == "b" else 1
+
+    desk, _ = blocked_desk(16, 2, admission=Broken())
+    desk.add("a", 40)
+    before = desk.snapshot()
+    for rid, error in (("b", TypeError), ("c", ZeroDivisionError)):
+        with pytest.raises(error):
+            desk.scheduler.add(desk.request(rid, room=50), 0.0)
+        assert desk.snapshot() == before
+        desk.scheduler.check_invariants()
+
+
 # --- nobody starves -------------------------------------------------------------------------------
 
 

@@ -210,7 +210,13 @@ def test_an_abort_while_it_is_being_retracted_waits_for_the_same_device() -> Non
 
 def test_an_unknown_request_is_no_error() -> None:
     desk = Desk()
+    desk.finish(desk.start("a"))
+    desk.add("b")
+    before = desk.snapshot()
     assert not desk.scheduler.abort("nobody", 0.0)
+    del desk.scheduler.counters["aborts_of_unknown"]
+    assert desk.snapshot() == before
+    assert not desk.scheduler.abort("a", 0.0), "it has finished"
     assert desk.scheduler.counters["aborts_of_unknown"] == 1
 
 
