@@ -61,7 +61,8 @@ class BroadcastSim(SchedulerSim):
     def decode_scheduler(self, num_pages: int, failure_policy: str) -> DecodeScheduler:
         self.num_ranks, self.digest_every = 1, 1
         scheduler = super().decode_scheduler(num_pages, failure_policy)
-        broadcast(BEGIN, json.dumps([num_pages, self.eviction]).encode())
+        config = self.config
+        broadcast(BEGIN, json.dumps([num_pages, config.policy, config.evict_reserve, config.cache]).encode())
         return scheduler
 
     def _publish(self) -> None:
@@ -102,8 +103,9 @@ def follow(rank: int) -> None:
             applied += 1
         latest = max(latest, len(unread))
         if kind == BEGIN:
-            num_pages, policy = json.loads(raw)
-            replica = DecodeReplica(num_pages, PAGE_SIZE, DecodeConfig(max_running=ROWS, policy=policy))
+            num_pages, policy, evict_reserve, cache = json.loads(raw)
+            config = DecodeConfig(max_running=ROWS, policy=policy, evict_reserve=evict_reserve, cache=cache)
+            replica = DecodeReplica(num_pages, PAGE_SIZE, config)
         elif kind == COMPARE:
             assert replica is not None
             replica.audit()

@@ -105,8 +105,13 @@ class SchedulerSim(PairSim):
         self.events: list[Event] = []
         self.trace: list[str] = []
         self.counts: Counter[str] = Counter()
-        self.eviction = chance.choice(["gated-quick", *policy_names()])
-        self.admission = chance.choice([DEFAULT_ADMISSION, *admission_names()])
+        self.config = DecodeConfig(
+            max_running=ROWS,
+            policy=chance.choice(["gated-quick", *policy_names()]),
+            admission=chance.choice([DEFAULT_ADMISSION, *admission_names()]),
+            evict_reserve=chance.choice([0.0, 0.2]),
+            cache=chance.randrange(8) < 7,
+        )
         self.num_ranks = chance.choice([2, 1, 3, 4])
         self.digest_every = chance.choice([4, 0, 1])
         self.spared = {fault for fault in _FAULTS if chance.randrange(2)}
@@ -129,15 +134,14 @@ class SchedulerSim(PairSim):
 
     def decode_scheduler(self, num_pages: int, failure_policy: str) -> DecodeScheduler:
         self.log = RankLog(self.digest_every)
-        books = LoggedBooks(self.log.append, num_pages, PAGE_SIZE, ROWS, policy=self.eviction)
-        config = DecodeConfig(max_running=ROWS, policy=self.eviction)
-        self.replicas = [DecodeReplica(num_pages, PAGE_SIZE, config) for _ in range(self.num_ranks - 1)]
+        books = LoggedBooks(self.log.append, num_pages, PAGE_SIZE, ROWS, **self.config.for_books(num_pages))
+        self.replicas = [DecodeReplica(num_pages, PAGE_SIZE, self.config) for _ in range(self.num_ranks - 1)]
         self.unread: list[deque[bytes]] = [deque() for _ in self.replicas]
         return DecodeScheduler(
             books,
             reserve_tokens=self.random.choice([0, 4]),
             failure_policy=failure_policy,
-            admission=self.admission,
+            admission=self.config.admission,
             patience_s=self.random.choice([5.0, 0.0, 0.5]),
             waiting_timeout_s=self.random.choice([16.0, 2.0]),
         )
@@ -547,9 +551,7 @@ def run(setup: int, steps: Sequence[int]) -> SchedulerSim:
             sim.spell(value)
         sim.settle()
     except BaseException as error:
-        error.add_note(
-            f"{sim.num_ranks} ranks, {sim.eviction}, {sim.admission}, {sim.decode_pages} pages, {sim.failure_policy}"
-        )
+        error.add_note(f"{sim.num_ranks} ranks, {sim.decode_pages} pages, {sim.failure_policy}, {sim.config}")
         error.add_note(f"steps: {' '.join(name for name in sim.trace if name != 'nothing')}")
         raise
     return sim
