@@ -12,8 +12,10 @@ import json
 import os
 import platform
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -29,6 +31,7 @@ from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import Command, DecodeScheduler, OpenRoom
 from prefixkv.errors import ConfigError
 from prefixkv.paging import pages_for, whole_pages
+from prefixkv.pool.page_allocator import PageAllocator
 from prefixkv.protocol.state import KVPoll
 from prefixkv.request import Request
 from prefixkv.request_pages import PageBooks
@@ -45,6 +48,7 @@ MOST_RUNNING = 1_100
 NUM_PAGES = 1 << 16
 MOST_PAGES = 1 << 14  # of one request
 BATCH = 256
+OLD = 50  # an eviction of the allocator's case picks among this many of the oldest
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -89,10 +93,12 @@ class Samples:
 class Worker:
     """A decode scheduler and the other side, played by hand."""
 
-    def __init__(self, seed: int, policy: str, rows: int = MOST_RUNNING) -> None:
+    def __init__(self, seed: int, config: DecodeConfig, rows: int = MOST_RUNNING) -> None:
         self._rng = np.random.default_rng(seed)
-        self.books = PageBooks(NUM_PAGES, PAGE_SIZE, rows, MOST_PAGES, policy=policy)
-        self.scheduler = DecodeScheduler(self.books, reserve_tokens=PAGE_SIZE)
+        self.books = PageBooks(NUM_PAGES, PAGE_SIZE, rows, MOST_PAGES, **config.for_books(NUM_PAGES))
+        self.scheduler = DecodeScheduler(
+            self.books, reserve_tokens=PAGE_SIZE, admission=config.admission, patience_s=config.patience_s
+        )
         self._num_requests = 0
         self._now_s = 0.0
         self.system = self.tokens(SYSTEM_TOKENS)
@@ -162,21 +168,24 @@ class Bench:
     def __init__(self, seed: int, quick: bool, policy: str, tell: Callable[[Row], None]) -> None:
         self._seed = seed
         self._quick = quick
-        self._policy = policy
+        self._config = DecodeConfig(policy=policy, evict_reserve=0.0)
         self._tell = tell
         self.rows: list[Row] = []
 
     def run(self) -> None:
         self.life()
         self.life(full=True)
+        self.life(full=True, evict_reserve=DecodeConfig().evict_reserve)
         sizes = [(10, 10), (10_000, 10), (10, 1_000), (10_000, 1_000)]
         took = [self.life(waiting=waiting, running=running)["cpu_us_p50"] for waiting, running in sizes]
         ratio = round(max(took) / took[0], 2)
         self._tell(row := {"name": "admit_ratio", "sizes": sizes, "ratio": ratio, "target": 1.3, "met": ratio <= 1.3})
         self.rows.append(row)
-        self.blocked_pass()
+        for admission in ("hit_aware", "fifo", "priority"):
+            self.blocked_pass(admission)
         self.append()
         self.abort()
+        self.allocator()
 
     def _add(self, name: str, samples: Samples, p50: float | None = None, p99: float | None = None, **more: Any) -> Row:
         row: Row = {"name": name, **more, **samples.figures()}
@@ -191,13 +200,13 @@ class Bench:
     def _rounds(self, many: int) -> int:
         return max(20, many // 10) if self._quick else many
 
-    def life(self, *, full: bool = False, waiting: int = 0, running: int = 0) -> Row:
+    def life(self, *, full: bool = False, waiting: int = 0, running: int = 0, evict_reserve: float = 0.0) -> Row:
         """One request after the other through all of its life; its prompt is cached up to `CACHED_TOKENS`.
 
-        `full`: no page is free, so that an admission evicts what it takes. Of those that wait the first does not
-        fit; an admission looks at it once.
+        `full`: no page is free, so that an admission evicts what it takes, or, with a reserve, one of several does.
+        Nobody of those that wait fits.
         """
-        worker = Worker(self._seed, self._policy)
+        worker = Worker(self._seed, replace(self._config, evict_reserve=evict_reserve))
         scheduler, books = worker.scheduler, worker.books
         pasts = worker.fill_cache()
         worker.run([worker.request(worker.tokens(20)) for _ in range(running)])
@@ -221,7 +230,7 @@ class Bench:
             finish.take(scheduler.finish, req, now_s)
             return left
 
-        for past in pasts:
+        for past in pasts * (4 if evict_reserve else 1):  # so that a batch finds enough that nobody comes back to
             one_life(past)
         worker.leave_free(0 if full else 2 * MOST_RUNNING)
         too_long = RadixKey(worker.tokens(PROMPT_TOKENS))
@@ -234,12 +243,12 @@ class Bench:
             for number in range(self._rounds(1_000)):
                 evicted = books.evicted_pages
                 left = one_life(pasts[number % len(pasts)])
-                assert (books.evicted_pages > evicted) == full
+                assert evict_reserve or (books.evicted_pages > evicted) == full
                 if not full:
                     pages = books.cache.evict(left)
                     books.allocator.uncache(pages)
                     books.allocator.free(pages)
-        where = {"waiting": waiting, "running": running, "free_pages": books.allocator.free_pages}
+        where = {"waiting": waiting, "running": running, "full": full, "evict_reserve": evict_reserve}
         if waiting:
             return self._add("admit", admit, **where)
         self._add("encode_promise", encode, **where)
@@ -248,9 +257,9 @@ class Bench:
         self._add("add", add, **where)
         return self._add("admit", admit, 60.0, 150.0, **where)
 
-    def blocked_pass(self) -> None:
-        """A pass over 10,000 that wait and do not fit, after one page was freed."""
-        worker = Worker(self._seed, self._policy)
+    def blocked_pass(self, admission: str) -> None:
+        """A pass over 10,000 that wait and do not fit, after one page was freed; nobody is overdue."""
+        worker = Worker(self._seed, replace(self._config, admission=admission, patience_s=1e9))
         pasts = worker.fill_cache()
         worker.leave_free(100)
         for number in range(10_000):
@@ -264,8 +273,8 @@ class Bench:
                 books.drop(books.open(nothing, None, 1, now_s))
                 assert not blocked.take(worker.scheduler.pop_preallocated, now_s)
                 assert not unchanged.take(worker.scheduler.pop_preallocated, now_s)
-        self._add("blocked_pass", blocked, 500.0, waiting=10_000)
-        self._add("blocked_pass_nothing_new", unchanged, waiting=10_000)
+        self._add("blocked_pass", blocked, 500.0, waiting=10_000, admission=admission)
+        self._add("blocked_pass_nothing_new", unchanged, waiting=10_000, admission=admission)
 
     def append(self) -> None:
         """Many requests of one length grow together: each sixteenth step takes a page for every one of them."""
@@ -273,7 +282,7 @@ class Bench:
         for full in (False, True):
             num_tokens = 300 if full else 2_000
             for _ in range(self._rounds(5) // 4):
-                worker = Worker(self._seed, self._policy)
+                worker = Worker(self._seed, self._config)
                 worker.fill_cache()
                 if full:
                     worker.leave_free(BATCH)
@@ -291,7 +300,7 @@ class Bench:
 
     def abort(self) -> None:
         """Aborts of any of 10,000 that wait behind one that does not fit."""
-        worker = Worker(self._seed, self._policy)
+        worker = Worker(self._seed, self._config)
         key = RadixKey(worker.tokens(PROMPT_TOKENS))
         worker.leave_free(100)
         rids = [worker.scheduler.add(worker.request(key), worker.now_s).rid for _ in range(10_000)]
@@ -301,6 +310,37 @@ class Bench:
             for rid in np.random.default_rng(self._seed).permutation(rids)[: self._rounds(1_000)].tolist():
                 assert times.take(worker.scheduler.abort, rid, worker.now_s)
         self._add("abort", times, waiting=10_000)
+
+    def allocator(self) -> None:
+        """100 pages there and back, after a full pool has seen 100,000 random allocations, each with what was missing
+        for it taken exactly off the tails of old ones."""
+        random, allocator = np.random.default_rng(self._seed), PageAllocator(NUM_PAGES)
+        live: deque[npt.NDArray[np.int32]] = deque()
+
+        def take(num_pages: int) -> npt.NDArray[np.int32]:
+            while (missing := num_pages - allocator.free_pages) > 0:
+                at = int(random.integers(0, min(len(live), OLD)))
+                allocator.free(live[at][-missing:])
+                if len(live[at]) > missing:
+                    live[at] = live[at][:-missing]
+                else:
+                    del live[at]
+            return allocator.alloc(num_pages)
+
+        for size in random.integers(1, 201, self._rounds(100_000)).tolist():
+            live.append(take(size))
+        allocator.free(take(100))
+        times, runs = Samples(), []
+
+        def there_and_back() -> npt.NDArray[np.int32]:
+            pages = allocator.alloc(100)
+            allocator.free(pages)
+            return pages
+
+        with _no_collector():
+            for _ in range(self._rounds(5_000)):
+                runs.append(1 + int(np.count_nonzero(np.diff(times.take(there_and_back)) != 1)))
+        self._add("alloc_free_100", times, 50.0, runs_a_request=round(float(np.mean(runs)), 1))
 
 
 @contextmanager

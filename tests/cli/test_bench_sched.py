@@ -8,17 +8,34 @@ from prefixkv.cli import bench_sched
 from prefixkv.cli.main import run_command
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_a_life_is_measured_call_by_call(full, monkeypatch):
+@pytest.mark.parametrize(("full", "reserve"), [(False, 0.0), (True, 0.0), (True, 1 / 256)])
+def test_a_life_is_measured_call_by_call(full, reserve, monkeypatch):
     monkeypatch.setattr(bench_sched.Bench, "_rounds", lambda self, many: 20)
     rows = []
     bench = bench_sched.Bench(0, True, "lru", rows.append)
-    bench.life(full=full)
+    bench.life(full=full, evict_reserve=reserve)
     assert [row["name"] for row in rows] == ["encode_promise", "commit", "finish", "add", "admit"]
     for row in rows:
         assert row["samples"] == 20
         assert 0 < row["us_p50"] <= row["us_p99"]
-        assert (row["free_pages"] < 10) == full
+        assert (row["full"], row["evict_reserve"]) == (full, reserve)
+
+
+@pytest.mark.parametrize("admission", ["hit_aware", "fifo", "priority"])
+def test_a_blocked_pass_admits_nobody(admission, monkeypatch):
+    monkeypatch.setattr(bench_sched.Bench, "_rounds", lambda self, many: 2)
+    rows = []
+    bench_sched.Bench(0, True, "lru", rows.append).blocked_pass(admission)
+    assert [row["name"] for row in rows] == ["blocked_pass", "blocked_pass_nothing_new"]
+    assert {row["admission"] for row in rows} == {admission}
+
+
+def test_the_allocator_is_measured_after_it_has_been_through_a_lot(monkeypatch):
+    monkeypatch.setattr(bench_sched.Bench, "_rounds", lambda self, many: 2_000)
+    rows = []
+    bench_sched.Bench(0, True, "lru", rows.append).allocator()
+    assert rows[0]["samples"] == 2_000
+    assert rows[0]["runs_a_request"] >= 1
 
 
 def test_figures_are_percentiles_in_microseconds(monkeypatch):
