@@ -61,6 +61,7 @@ class PrefillDriver:
         self.pattern = KVPattern(node.pool.layout, SALT, node.pool)
         self.computing: dict[str, PrefillRequest] = {}
         self.computed: dict[str, int] = {}
+        self.added: list[str] = []
         self.chunks: dict[str, int] = {}
         self.sent: list[str] = []
         self.failed: dict[str, Exception | None] = {}
@@ -68,6 +69,7 @@ class PrefillDriver:
 
     def add(self, rid: str, tokens: Tokens, room: int, generation: int = 0) -> None:
         self.node.add(Request(rid, tokens, room=room, generation=generation))
+        self.added.append(rid)
 
     def step(self) -> None:
         for req in self.node.pop_bootstrapped():
@@ -218,6 +220,11 @@ class NodePair:
         assert self.d.mismatches == self.d.wrong_aux == self.p.mismatches == 0
         for node in (self.decode, self.prefill):
             node_at_rest(node)
+
+
+def asked_for(rids: Iterable[str]) -> set[str]:
+    """The requests on decode behind these on prefill, whose ids name the attempt from the second on."""
+    return {rid.partition(".")[0] for rid in rids}
 
 
 def left(node: DecodeNode | PrefillNode) -> dict[str, int]:
