@@ -28,7 +28,13 @@ class Air:
         self.count = 0
 
     def start(
-        self, tokens: str | list[int], cached_pages: int = 0, namespace: Any = None, *, shareable: bool = True
+        self,
+        tokens: str | list[int],
+        cached_pages: int = 0,
+        namespace: Any = None,
+        *,
+        shareable: bool = True,
+        check: bool = True,
     ) -> Flight:
         """Of tokens of which the tree has `cached_pages`; what is on its way already is joined."""
         key = RadixKey([ord(letter) for letter in tokens] if isinstance(tokens, str) else tokens, namespace)
@@ -37,7 +43,8 @@ class Air:
         req = DecodeRequest(Request(str(self.count), key, room=self.count), BOOKS, 0.0)
         req.pages_held = RequestPages(0, None, cached_pages, end - cached_pages, len(key), 0)
         req.flight = self.flights.start(req, joined, shareable)
-        self.flights.check_invariants()
+        if check:
+            self.flights.check_invariants()
         return req.flight
 
     def find(self, tokens: str, cached_pages: int = 0, namespace: Any = None) -> tuple[Flight | None, int]:
@@ -158,7 +165,7 @@ def test_after_a_flush_nobody_waits_and_nobody_is_found() -> None:
 
 def test_a_long_chain_needs_no_deep_stack() -> None:
     air = Air()
-    flights = [air.start("ab" * length) for length in range(1, 1_200)]
+    flights = [air.start("ab" * length, check=False) for length in range(1, 1_200)]
     assert all(later.joined is before for before, later in pairwise(flights))
     assert len(air.flights.remove(flights[0])) == len(flights) - 1
 
