@@ -26,6 +26,7 @@ from tests.models.node_pair import (
 from tests.models.node_process import Never, NodeProcess, node_processes
 from tests.models.node_stages import Gate
 from tests.models.patience import NEVER_S, SkippableClock, lasting_address, until
+from tests.models.transport_child import cut_connections
 from tests.runtime.conftest import QUICK, node_threads
 
 POOL = {"num_pages": 160, "num_layers": 4, "head_dim": 64}  # 4 KiB a page: 128 KiB a chunk
@@ -154,6 +155,24 @@ def test_prefill_stands_still_past_every_deadline_and_goes_on(
     there.run("again", 2)
     there.check_at_rest()
     until(lambda: not left_there(there.child))
+    there.child.call("check_at_rest")
+
+
+@pytest.mark.parametrize("_wire", ["tcp"], indirect=True)
+def test_a_data_plane_that_is_cut_costs_a_request_and_no_page(start: Any, stack: ExitStack) -> None:
+    """Both processes live on. What failed to be written is proved to be over by prefill itself: nobody is fenced."""
+    there = WithPrefillChild(start, stack)
+    for number in range(3):
+        rid = f"cut {number}"
+        there.submit(rid, 1 + number, 2, "stop")
+        there.until(lambda: there.child.stopped)
+        assert cut_connections(spared=-1) > 0
+        there.child.resume()
+        there.until(lambda rid=rid: rid in there.d.ended and not left(there.node))
+        until(lambda: not left_there(there.child))
+    assert any(there.d.ended.values()), "no write has failed: the test has shown nothing"
+    there.run("again", 9)
+    there.check_at_rest()
     there.child.call("check_at_rest")
 
 
