@@ -234,6 +234,19 @@ def test_those_that_may_grow_too_large_do_not_hide_one_that_fits(monkeypatch: py
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_who_may_come_to_need_more_than_there_will_be_is_not_admitted(policy: str) -> None:
+    desk = Desk(64, rows=8, admission=policy)
+    in_transfer = desk.add("T", 200, max_new=1)
+    assert desk.admit() == ["T"]
+    desk.add("g", 4, max_new=100)
+    assert desk.admit() == [], "no retraction would free any of its pages"
+    desk.succeed(in_transfer.room_key)
+    desk.transferred()
+    desk.finish(in_transfer)
+    assert desk.admit() == ["g"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @given(
     st.lists(
         st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(-1, 1), st.sampled_from("abc")),
@@ -328,6 +341,27 @@ def test_a_room_of_its_own_is_refused_by_an_explicit_call_only_while_it_is_free(
     desk.drain(RoomKey(2, 0))
     assert desk.scheduler.add(other, 0.0).state is DecodeState.QUEUED
     assert not desk.scheduler.idle
+
+
+def test_what_is_idle_has_nothing_to_pop_and_no_room_that_a_peer_may_write_for() -> None:
+    desk = Desk()
+    assert desk.scheduler.idle
+    req = desk.add("a")
+    desk.admit()
+    assert not desk.scheduler.idle
+    desk.abort(req)
+    assert not desk.scheduler.idle
+    desk.pop_failed()
+    assert not desk.scheduler.idle, "its room is not drained"
+    desk.fail(req.room_key)
+    desk.drain(req.room_key)
+    assert desk.scheduler.idle
+    desk.fail(desk.start("b").room_key)
+    [running] = desk.scheduler.requests.values()
+    desk.abort(running)
+    assert not desk.scheduler.idle, "nobody has popped it"
+    desk.pop_failed()
+    assert desk.scheduler.idle
 
 
 def test_many_deadlines_cost_nothing_while_none_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
