@@ -35,6 +35,11 @@ def sent_pages(pair: NodePair) -> int:
     return pair.prefill.stats()["bytes_sent"] // pair.prefill.pool.layout.page_bytes
 
 
+def prefill_has_heard(pair: NodePair, rids: list[str]) -> None:
+    """That the first attempts at these are over: it would go on with them, on a machine that is slow to tell."""
+    pair.until(lambda: all(rid in pair.p.failed for rid in rids))
+
+
 def go_on(pair: NodePair) -> None:
     pair.p.hold = False
     pair.run(*RIDS)
@@ -65,6 +70,7 @@ def test_and_once_if_the_first_is_aborted_on_its_way(burst: NodePair) -> None:
 @pytest.mark.usefixtures("_wire")
 def test_if_the_first_fails_another_brings_what_all_lack(burst: NodePair) -> None:
     assert burst.prefill.abort("r0")
+    prefill_has_heard(burst, RIDS)
     go_on(burst)
     assert isinstance(burst.d.ended["r0"], TransferError)
     assert all(burst.d.ended[rid] is None for rid in RIDS[1:])
@@ -82,6 +88,7 @@ def test_when_nobody_is_left_nothing_is(burst: NodePair) -> None:
 
 def test_a_flush_in_the_middle_sends_the_new_weights_kv_to_those_that_waited(burst: NodePair) -> None:
     burst.decode.flush()
+    prefill_has_heard(burst, RIDS[1:])
     go_on(burst)
     assert all(burst.d.ended[rid] is None for rid in RIDS)
     assert burst.decode.stats()["flight_fallbacks"] == len(RIDS) - 1
