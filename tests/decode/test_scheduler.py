@@ -370,6 +370,20 @@ def test_too_few_pages_name_whom_to_retract_and_never_the_oldest() -> None:
 # --- retraction -----------------------------------------------------------------------------------
 
 
+def test_whom_to_retract_goes_by_the_pages_that_this_frees_not_by_those_it_shares() -> None:
+    desk = Desk(20)
+    desk.finish(desk.start("x", list(range(24)), max_new=1))
+    oldest = desk.start("o", 4, max_new=20)
+    shares = desk.start("s", [*range(24), 7], max_new=20)
+    own = desk.start("t", 13, max_new=20, cacheable=False)
+    assert (len(shares.pages), len(own.pages)) == (7, 4)
+    with pytest.raises(OutOfPagesError) as caught:
+        for _ in range(20):
+            desk.token(oldest, shares, own)
+    assert caught.value.retract == ("t", "s"), "more of its pages are its own, though it has fewer"
+    assert len(shares.pages) > len(own.pages)
+
+
 def test_back_from_retraction_with_all_its_kv_nothing_is_transferred_or_sampled_again() -> None:
     desk = Desk()
     req = _resumed(desk)

@@ -77,6 +77,8 @@ def test_an_abort_before_prefill_is_there_frees_the_pages_at_once_and_is_told_la
     assert kinds(peer.call("abort", KEY, WHY)) == ["RoomEnded", "RoomDrained"]
     assert peer.call("abort", KEY, WHY) == [], "again: no-op; the refusal goes on"
     assert peer.greet() == [Abort(*KEY, "no room for it", promise().ticket)]
+    assert peer.call("abort", KEY, WHY) == []
+    assert peer.endpoint.num_rooms == 1, "it waits for the answer"
     assert peer.say(Drained(*KEY, 0, promise().ticket)) == [], "which is no news: the number was free already"
     assert peer.endpoint.num_rooms == 0
 
