@@ -377,9 +377,13 @@ def test_whom_to_retract_goes_by_the_pages_that_this_frees_not_by_those_it_share
     shares = desk.start("s", [*range(24), 7], max_new=20)
     own = desk.start("t", 13, max_new=20, cacheable=False)
     assert (len(shares.pages), len(own.pages)) == (7, 4)
-    with pytest.raises(OutOfPagesError) as caught:
+
+    def grow() -> None:
         for _ in range(20):
             desk.token(oldest, shares, own)
+
+    with pytest.raises(OutOfPagesError) as caught:
+        grow()
     assert caught.value.retract == ("t", "s"), "more of its pages are its own, though it has fewer"
     assert len(shares.pages) > len(own.pages)
 
