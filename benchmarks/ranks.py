@@ -1,4 +1,4 @@
-"""Claim: publishing rank 0's operations costs it 50 to 80 us a pass (a tenth of it, on a loaded machine), in one message of 40 KB.
+"""Claim: publishing its operations costs rank 0 50 to 80 us of a busy pass, a tenth of it, and one message of 40 KB.
 
     python benchmarks/ranks.py --json benchmarks/results/ranks.json
 
