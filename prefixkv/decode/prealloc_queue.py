@@ -275,6 +275,10 @@ class DecodePreallocQueue:
         books, req = self._books, waiter.req
         match, joined, shared_pages = found
         room, most = self._limits()
+        if req in self._returned:
+            # All it had may be cached still, so that it needs next to nothing: then it would return at once, and be
+            # taken back for the same page again. So it leaves a page for each of the others, and they go on by a step.
+            room = min(room, books.available_pages - self._budget.active)
         if need.room > room or need.most > most:
             waiter.seen_at = self._version
             return False
