@@ -410,7 +410,7 @@ class _Agent:
             try:
                 self._unload(peer)
             except Exception as error:
-                _log.warning("peer %s could not be unloaded: %r", peer.peer.name, error)
+                _log.warning("peer %s could not be unloaded: %s", peer.peer.name, repr(error))
 
     # --- writes -----------------------------------------------------------------------------------
 
@@ -495,7 +495,7 @@ class _Agent:
             try:
                 post.handle.release()
             except Exception as error:
-                _log.warning("a handle of job %d could not be released: %r", post.job.job.job_id, error)
+                _log.warning("a handle of job %d could not be released: %s", post.job.job.job_id, repr(error))
 
     # --- notifications and events -----------------------------------------------------------------
 
@@ -506,7 +506,7 @@ class _Agent:
         try:
             arrived = self.now.api.get_new_notifs()
         except Exception as error:
-            _log.warning("notifications could not be polled: %r", error)
+            _log.warning("notifications could not be polled: %s", repr(error))
             return False
         for tags in arrived.values():
             for tag in tags:
@@ -542,7 +542,7 @@ class _Agent:
         try:
             successor = NixlAgent(f"{nixl_name(self.me)}/{self.num_renewed + 1}", self.layout, self.config.memory_type)
         except Exception as error:
-            _log.error("no new agent could be made: %r", error)
+            _log.error("no new agent could be made: %s", repr(error))
             self.renew_wanted, self.renew_from = True, time.monotonic() + _RENEW_S
             return
         self.num_renewed += 1

@@ -326,7 +326,7 @@ class Renewal:
     """A writer with a job that failed undrained, a peer that stands still with posts under way, and a friend."""
 
     def __init__(self, driver: NixlDriver, cut: Child, stuck: Child, grace_s: float) -> None:
-        config = TransportConfig(renew_grace_s=grace_s)
+        config = TransportConfig(renew_grace_s=grace_s, post_bytes=32 << 20)  # job 4 is posted whole, by one agent
         self.driver = driver
         self.writer = driver.node("prefill", "page_major", config, num_pages=16, shape=BIG)
         self.friend = driver.node("friend", "page_major", num_pages=16, shape=BIG)
