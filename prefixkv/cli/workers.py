@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -56,8 +56,7 @@ class Workers:
         # A worker inherits the mask, so that Ctrl-C reaches the parent alone, also while the worker starts. The
         # tracker has to run before: starting it would take SIGINT out of the mask again.
         resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with _ctrl_c_waits(), contextlib.closing(asks_in), contextlib.closing(asks_out):
             for name, target, args in (
                 ("prefill", _prefill_worker, (options, asks_in)),
                 ("decode", _decode_worker, (options, asks_out, workload)),
@@ -70,10 +69,6 @@ class Workers:
                 theirs.close()  # so that the worker's end is the only one, and its death is seen as EOF
                 self._ends[name] = ours
                 self._processes[name] = process
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            asks_in.close()
-            asks_out.close()
 
     def __enter__(self) -> Workers:
         return self
@@ -118,8 +113,7 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a second Ctrl-C waits for us
-        try:
+        with _ctrl_c_waits():  # a second one
             for name, process in self._processes.items():
                 if kind is None:
                     with contextlib.suppress(OSError):
@@ -133,10 +127,27 @@ class Workers:
                 if process.is_alive():
                     process.kill()
                     process.join()
-        finally:
             for end in self._ends.values():
                 end.close()
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Ctrl-C interrupts what follows the block, not the block. On the main thread.
+
+    The mask alone would not do: the signal then goes to any other thread of the process (numpy has some), and Python
+    interrupts the main thread all the same.
+    """
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 # --- in the worker ------------------------------------------------------------------------------

@@ -152,6 +152,32 @@ def test_ctrl_c_ends_all_with_one_line(start, moment):
     assert_gone(workers)
 
 
+INTERRUPTED_WHILE_A_WORKER_STARTS = """
+import os, signal, sys, threading, time
+from multiprocessing import util
+from prefixkv.cli.main import main
+
+def spawn(*args, real=util.spawnv_passfds):
+    pid = real(*args)
+    if "spawn_main" in str(args):  # a worker, not the tracker
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+    return pid
+
+util.spawnv_passfds = spawn
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()  # one that does not mask the signal
+sys.argv[1:] = ["demo"] + sys.argv[1:]
+main()
+"""
+
+
+def test_ctrl_c_waits_until_a_worker_has_been_started():
+    """Else it would find nobody who tells it what to do, and say so in a traceback of its own."""
+    command = [sys.executable, "-c", INTERRUPTED_WHILE_A_WORKER_STARTS, *SMALL.split()]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=WHOLE_TIMEOUT_S, check=False)
+    assert (run.returncode, run.stderr) == (130, "prefixkv: interrupted\n")
+
+
 def test_a_killed_parent_takes_its_workers_along(start):
     process = start(*LONG)
     workers = wait_for(process, "verified, cache on")
