@@ -165,6 +165,7 @@ def spawn(*args, real=util.spawnv_passfds):
     return pid
 
 util.spawnv_passfds = spawn
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the test run is in the background
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()  # one that does not mask the signal
 sys.argv[1:] = ["demo"] + sys.argv[1:]
 main()
