@@ -17,9 +17,10 @@ from typing import Final, NamedTuple
 
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.pool.staging_area import BLOCK_BYTES
 
 MAX_RANKS: Final = 4096
-SECTION_ALIGNMENT: Final = 256
+SECTION_ALIGNMENT: Final = BLOCK_BYTES
 MAX_FOLD: Final = 1024  # of page sizes: a table has this many rows for a run, at a peer's word
 
 
@@ -193,7 +194,7 @@ def lease_sections(writers: Mesh, readers: Mesh, reader: int, head_bytes: int) -
     this, so an offset never travels.
 
     >>> lease_sections(Mesh(2, 4, tp_size=2), Mesh(2, 4), reader=0, head_bytes=100)
-    {0: (0, 400), 1: (512, 400)}
+    {0: (0, 400), 1: (4096, 400)}
     """
     sections: dict[int, tuple[int, int]] = {}
     offset = 0

@@ -10,6 +10,7 @@ a new number, until it is answered:
     Promise (decode)      PromiseAck, or an Outcome
     Abort (decode)        Drained, once no write of the room can land any more
     Outcome (prefill)     OutcomeAck
+    LeaseAsk (prefill)    LeaseGrant
 
 A promise bears a ticket, which decode never uses twice, and all that is said of its room repeats it: so what is
 said late of a room cannot be taken for the next use of its number.
@@ -161,6 +162,32 @@ class OutcomeAck(Body, frozen=True, tag="outcome-ack"):
     ticket: U64 = 0
 
 
+class LeaseAsk(Body, frozen=True, tag="lease-ask"):
+    """A writer wants to stage units `first_unit`.. of a room, counted from the first one behind the promised prefix.
+
+    `piece` counts the asks of a room from 0; all writers of a room cut it into the same pieces.
+    """
+
+    room: U64
+    generation: Count
+    rank: Count
+    piece: Count
+    first_unit: Count
+    num_units: Count
+    ticket: U64 = 0
+
+
+class LeaseGrant(Body, frozen=True, tag="lease-grant"):
+    """The piece may be written at `offset` of decode's staging area, each rank its section (`lease_sections`)."""
+
+    room: U64
+    generation: Count
+    piece: Count
+    lease_id: Count
+    offset: U64
+    ticket: U64 = 0
+
+
 class Heartbeat(Body, frozen=True, tag="heartbeat"):
     """Nothing to say, but alive."""
 
@@ -179,6 +206,8 @@ AnyBody = (
     | Drained
     | Outcome
     | OutcomeAck
+    | LeaseAsk
+    | LeaseGrant
     | Heartbeat
     | Fenced
 )
