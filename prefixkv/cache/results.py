@@ -45,6 +45,11 @@ class MatchResult:
         return self.depth * self.cache.page_size
 
     @property
+    def is_current(self) -> bool:
+        """Whether no page came or went since: to match again would give the same."""
+        return self.version == self.cache.version
+
+    @property
     def pages(self) -> Pages:
         """int32 [prefix_len / page_size] page ids, the caller's; of a stale match, those still there. O(pages)."""
         return self.cache.result_pages(self)

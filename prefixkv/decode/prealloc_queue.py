@@ -7,9 +7,10 @@ Three groups are tried, each only if nobody is left to wait for in the one befor
     the rest    in the order of an `AdmissionPolicy`, which may let some overtake one that does not fit
 
 The order rests on estimates: what a match said when the request came, or was last looked at. Admission itself
-always matches anew, at most `MAX_LOOKS` times in vain a pass, and never one that did not fit before tree or free
-list changed (`PageBooks.version`). Who cannot fit by its estimate is not matched at all; where that leaves looks
-over, they go to the oldest estimates, so that none stays wrong for long.
+always looks again, at most `MAX_LOOKS` times in vain a pass, and never at one that did not fit before tree or free
+list changed (`PageBooks.version`). Who cannot fit by its estimate is not looked at at all; where that leaves looks
+over, they go to the oldest estimates, so that none stays wrong for long. To look is to match anew if the tree has
+changed since; else the match is what it was, and only what it would take out of the evictable is counted again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain, islice, pairwise
-from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
@@ -27,7 +27,7 @@ from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import InternalError
-from prefixkv.paging import pages_for, whole_pages
+from prefixkv.paging import pages_for
 from prefixkv.protocol.timers import Timers
 from prefixkv.request_pages import PageBooks
 
@@ -37,37 +37,21 @@ MAX_WALK = 128  # places of the order that a pass goes through
 INFINITY = float("inf")
 
 
-class _Found(NamedTuple):
-    """What is there of a request already: in the tree, and behind that on its way in the flight `joined`."""
-
-    match: MatchResult | None
-    joined: Flight | None
-    pages: int  # both together
-
-
-class _Need(NamedTuple):
-    """What admitting a request takes, in pages; all but `new` with what its match takes out of the evictable."""
-
-    new: int  # taken at once
-    room: int  # that have to be there, with the reserve
-    most: int  # that it may come to take in the end
-
-
-_NOTHING = _Found(None, None, 0)
-_UNKNOWN = _Need(0, 0, 0)
-
-
 class _Waiter:
-    """A request's place in the queue. `room` and `most` are of its last match, which was in vain at `seen_at`."""
+    """A request's place in the queue, and what the last look at it said; that was in vain at `seen_at`.
 
-    __slots__ = ("arrival", "most", "rank", "req", "room", "seen_at")
+    `new`, `room` and `most` are what admitting it takes, in pages: taken at once; that have to be there, with the
+    reserve; that it may come to take in the end. The last two are with what its match takes out of the evictable.
+    """
 
-    def __init__(self, req: DecodeRequest, arrival: int, need: _Need, rank: Rank) -> None:
+    __slots__ = ("arrival", "match", "most", "new", "rank", "req", "room", "seen_at")
+
+    def __init__(self, req: DecodeRequest, arrival: int) -> None:
         self.req = req
         self.arrival = arrival
-        self.room = need.room
-        self.most = need.most
-        self.rank = rank
+        self.match: MatchResult | None = None
+        self.new = self.room = self.most = 0
+        self.rank: Rank = None
         self.seen_at = -1
 
     @property
@@ -109,6 +93,7 @@ class DecodePreallocQueue:
         self._order: SortedList = SortedList()  # their places
         self._estimated: OrderedDict[_Waiter, None] = OrderedDict()  # the oldest estimate first
         self._deadlines: Timers[DecodeRequest] = Timers()
+        self._admitted: list[DecodeRequest] = []  # and not taken yet
         self._num_arrivals = 0
         self._num_started = 0
         self._spent_at = -1  # the version at which nobody is left to look at
@@ -117,12 +102,14 @@ class DecodePreallocQueue:
         """Queue a request, before all others with `first`."""
         self._num_arrivals += 1
         self._spent_at = -1
+        waiter = _Waiter(req, self._num_arrivals)
         if first:
-            self._returned[req] = _Waiter(req, self._num_arrivals, _UNKNOWN, None)
+            self._returned[req] = waiter
             self._returned.move_to_end(req, last=False)
             return
-        need = self._measure(req)[1] if self._policy.overtakes else _UNKNOWN
-        waiter = _Waiter(req, self._num_arrivals, need, self._policy.rank(req, need.new))
+        if self._policy.overtakes:
+            self._look(waiter)
+        waiter.rank = self._policy.rank(req, waiter.new)
         self._order.add(waiter.place)
         self._waiting[req] = waiter
         self._estimated[waiter] = None
@@ -177,19 +164,24 @@ class DecodePreallocQueue:
 
     # --- a pass -----------------------------------------------------------------------------------
 
-    def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
-        """Admit what fits: its prefix is locked, its pages are taken, its row is written."""
-        admitted: list[DecodeRequest] = []
+    def admit(self, now_s: float) -> None:
+        """Admit what fits: its prefix is locked, its pages are taken, its row is written; `take_admitted` has it.
+
+        If a user's policy raises, the pass ends with that. Who was admitted before is admitted all the same.
+        """
         books = self._books
         while (first := self._first_of_all(now_s)) is not None and books.table.free_rows:
-            if first.seen_at == self._version or not self._admit(first, *self._measure(first.req), now_s):
+            if first.seen_at == self._version or not self._try(first, *self._look(first), now_s):
                 self._spent_at = self._version
-                return admitted
-            admitted.append(first.req)
+                return
         if self._waiting and self._spent_at != self._version and books.table.free_rows:
-            self._admit_in_order(admitted, now_s)
-            if not admitted:  # else the next pass looks whether somebody shares what is on its way now
+            self._admit_in_order(now_s)
+            if not self._admitted:  # else the next pass looks whether somebody shares what is on its way now
                 self._spent_at = self._version
+
+    def take_admitted(self) -> list[DecodeRequest]:
+        """Who was admitted since the last call, in that order."""
+        admitted, self._admitted = self._admitted, []
         return admitted
 
     def _first_of_all(self, now_s: float) -> _Waiter | None:
@@ -204,25 +196,22 @@ class DecodePreallocQueue:
                 return self._order[0][-1]  # type: ignore[no-any-return]
         return None
 
-    def _admit_in_order(self, admitted: list[DecodeRequest], now_s: float) -> None:
+    def _admit_in_order(self, now_s: float) -> None:
         """Those that overtake, and where nobody does, who could: the estimates that are oldest are made anew."""
         looks = MAX_LOOKS
         while looks and self.may_admit and (waiter := self._first_that_may_fit()) is not None:
-            found, need = self._measure(waiter.req)
-            if self._falls_back(waiter, need) and self._first_that_may_fit() is not waiter:
-                looks -= 1  # another one comes first now
-            elif self._admit(waiter, found, need, now_s):
-                admitted.append(waiter.req)
-            else:
-                looks -= 1
-        while looks and not admitted:
+            found = self._look(waiter)
+            if (self._falls_back(waiter) and self._first_that_may_fit() is not waiter) or not self._try(
+                waiter, *found, now_s
+            ):
+                looks -= 1  # another one comes first now, or this one does not fit
+        while looks and not self._admitted:
             waiter = next(iter(self._estimated))
             if waiter.seen_at == self._version:
                 return
-            found, need = self._measure(waiter.req)
-            self._falls_back(waiter, need)
-            if self._admit(waiter, found, need, now_s):
-                admitted.append(waiter.req)
+            found = self._look(waiter)
+            self._falls_back(waiter)
+            self._try(waiter, *found, now_s)
             looks -= 1
 
     def _first_that_may_fit(self) -> _Waiter | None:
@@ -246,45 +235,51 @@ class DecodePreallocQueue:
         available = self._books.available_pages
         return available - self._budget.kept_back, available + self._budget.private_pages
 
-    def _measure(self, req: DecodeRequest) -> tuple[_Found, _Need]:
-        page_size, key = self._books.page_size, req.key
-        match = self._books.match(key, req.request.cacheable)
-        found, unprotected = _NOTHING, 0
+    def _look(self, waiter: _Waiter) -> tuple[Flight | None, int]:
+        """Find out what admitting a request takes now.
+
+        Returns the flight that it would join, behind what is in the tree, and how many pages both are together.
+        """
+        req, match, page_size = waiter.req, waiter.match, self._books.page_size
+        if match is None or not match.is_current:
+            match = waiter.match = self._books.match(req.key, req.request.cacheable)
+        joined, shared_pages, unprotected = None, 0, 0
         if match is not None:
-            found = _Found(match, *self._flights.find(key, whole_pages(match.prefix_len, page_size)))
+            joined, shared_pages = self._flights.find(req.key, match.depth)
             unprotected = match.unprotected_pages
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
         first_len = req.fill_len + req.resumed  # the token sampled last is written by the first step after return
         kept = pages_for(max(first_len, req.fill_len + reserve), page_size)
-        less = found.pages - unprotected
-        return found, _Need(pages_for(first_len, page_size) - found.pages, kept - less, req.max_pages - less)
+        less = shared_pages - unprotected
+        waiter.new = pages_for(first_len, page_size) - shared_pages
+        waiter.room, waiter.most = kept - less, req.max_pages - less
+        return joined, shared_pages
 
-    def _falls_back(self, waiter: _Waiter, need: _Need) -> bool:
+    def _falls_back(self, waiter: _Waiter) -> bool:
         """Enter a new estimate; True if its place in the order is behind the old one."""
-        before, waiter.room, waiter.most = waiter.rank, need.room, need.most
         self._estimated.move_to_end(waiter)
-        rank = self._policy.rank(waiter.req, need.new)
+        before, rank = waiter.rank, self._policy.rank(waiter.req, waiter.new)
         falls_back = bool(before < rank)
         if falls_back or rank < before:
+            self._order.add((rank, waiter.arrival, waiter))  # first, since a user's ranks may not compare
             self._order.remove(waiter.place)
             waiter.rank = rank
-            self._order.add(waiter.place)
         return falls_back
 
-    def _admit(self, waiter: _Waiter, found: _Found, need: _Need, now_s: float) -> bool:
-        books, req = self._books, waiter.req
-        match, joined, shared_pages = found
+    def _try(self, waiter: _Waiter, joined: Flight | None, shared_pages: int, now_s: float) -> bool:
+        """Admit a request that was just looked at, if it fits."""
+        books, req, match = self._books, waiter.req, waiter.match
         room, most = self._limits()
         if req in self._returned:
             # All it had may be cached still, so that it needs next to nothing: then it would return at once, and be
             # taken back for the same page again. So it leaves a page for each of the others, and they go on by a step.
             room = min(room, books.available_pages - self._budget.active)
-        if need.room > room or need.most > most:
+        if waiter.room > room or waiter.most > most:
             waiter.seen_at = self._version
             return False
         # The match told what locking costs, so this cannot fail, and there is nothing to undo.
         joined_pages = joined.pages if joined is not None else None
-        req.pages_held = books.open(req.key, match, need.new, now_s, joined_pages, shared_pages)
+        req.pages_held = books.open(req.key, match, waiter.new, now_s, joined_pages, shared_pages)
         req.prefix_len = shared_pages * books.page_size
         req.flight = self._flights.start(req, joined, shareable=match is not None)
         self._num_started += 1
@@ -292,4 +287,5 @@ class DecodePreallocQueue:
         self.remove(req)
         self._budget.active += 1
         self._budget.start(req.rid, req.max_pages - req.pages_held.num_pages, 0)
+        self._admitted.append(req)
         return True

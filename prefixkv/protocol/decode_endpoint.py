@@ -168,7 +168,7 @@ class DecodeEndpoint:
         self._settling.discard(token)
         if isinstance(token, PeerId):
             for room in [room for room in self._rooms.values() if room.peer == token]:
-                self._on(room, receiver.FencedOff(), now_s, out)
+                self._on(room, receiver.FencedOff(0), now_s, out)
         elif isinstance(token, RankDrained):
             drained = self._rooms.get(token.key)
             if drained is not None and drained.machine.ticket == token.ticket:
@@ -385,7 +385,7 @@ class DecodeEndpoint:
             room = self._rooms[key]
             room.peer = link.peer
             link.waiting.pop(key, None)
-            self._on(room, receiver.PeerReady(1), now_s, out)
+            self._on(room, receiver.PeerReady((0,)), now_s, out)
 
     def _tick_link(self, link: _Link | None, now_s: float, out: list[Action]) -> None:
         if link is None:

@@ -20,9 +20,9 @@ from prefixkv.protocol.state import KVPoll, RoomKey
 
 
 class PeerReady(NamedTuple):
-    """The prefill worker is known; this many ranks will write."""
+    """The prefill worker is known; these ranks of it are told of the pages."""
 
-    num_ranks: int
+    ranks: tuple[int, ...]
 
 
 class PromiseAcked(NamedTuple):
@@ -53,7 +53,9 @@ class Fail(NamedTuple):
 
 
 class FencedOff(NamedTuple):
-    """Proof from outside that no writer of this room can write any more."""
+    """Proof from outside that this rank can write no more."""
+
+    rank: int
 
 
 class Tick(NamedTuple):
@@ -75,7 +77,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class RoomEnded:
-    """The room's one terminal state. `aux` is the first rank's on SUCCESS, `error` is set on FAILED."""
+    """The room's one terminal state. `aux` is the lowest rank's on SUCCESS, `error` is set on FAILED."""
 
     key: RoomKey
     poll: KVPoll
@@ -111,7 +113,7 @@ class ReceiverMachine:
         self.error: Exception | None = None
         self.chunks_landed: set[tuple[int, int, int]] = set()
         self._timing = timing
-        self._num_ranks = 0
+        self.ranks: frozenset[int] = frozenset()  # that have been told of the pages
         self._unacked: set[int] = set()  # ranks that may not have the promise yet
         self._undrained: set[int] = set()  # ranks that may write, or be writing
         self._outcomes: dict[int, Outcome] = {}
@@ -194,19 +196,19 @@ class ReceiverMachine:
 
     def _promise(self, event: PeerReady, now_s: float) -> list[Action]:
         self.poll = KVPoll.WAITING_FOR_INPUT
-        self._num_ranks = event.num_ranks
-        self._unacked = set(range(event.num_ranks))
-        self._undrained = set(range(event.num_ranks))
+        self.ranks = frozenset(event.ranks)
+        self._unacked = set(event.ranks)
+        self._undrained = set(event.ranks)
         self._deadline_s = now_s + self._timing.waiting_timeout_s
         self._resend.start(now_s)
-        return [Say(rank, self.promise) for rank in range(event.num_ranks)]
+        return [Say(rank, self.promise) for rank in event.ranks]
 
     def _acked(self, event: PromiseAcked, now_s: float) -> list[Action]:
         self._unacked.discard(event.rank)
         return []
 
     def _landed(self, event: ChunkLanded, now_s: float) -> list[Action]:
-        if event.rank >= self._num_ranks:
+        if event.rank not in self.ranks:
             return []
         self.chunks_landed.add(event)
         self._unacked.discard(event.rank)
@@ -216,7 +218,7 @@ class ReceiverMachine:
 
     def _outcome(self, event: OutcomeSaid, now_s: float) -> list[Action]:
         outcome = event.outcome
-        if outcome.rank >= self._num_ranks:
+        if outcome.rank not in self.ranks:
             return []
         ack = Say(outcome.rank, OutcomeAck(*self.key, outcome.rank, self.promise.ticket))
         self._unacked.discard(outcome.rank)
@@ -228,15 +230,17 @@ class ReceiverMachine:
             error = TransferError(f"{outcome.num_pages} pages were written where {self.num_pages} were promised")
             return [ack, *self._fail(Fail(error), now_s)]
         self._outcomes[outcome.rank] = outcome
-        if len(self._outcomes) < self._num_ranks:
+        if len(self._outcomes) < len(self.ranks):
             return [ack]
         self.poll = KVPoll.SUCCESS
         self._undrained.clear()
-        return [ack, RoomEnded(self.key, self.poll, aux=self._outcomes[0].aux)]
+        return [ack, RoomEnded(self.key, self.poll, aux=self._outcomes[min(self.ranks)].aux)]
 
     def _fenced(self, event: FencedOff, now_s: float) -> list[Action]:
-        self._undrained.clear()
-        return self._fail(Fail(TransferError("the prefill worker was fenced"), tell=False), now_s)
+        if event.rank not in self.ranks:
+            return []
+        self._undrained.discard(event.rank)
+        return self._fail(Fail(TransferError(f"prefill rank {event.rank} was fenced")), now_s)
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
         if now_s >= self._deadline_s:
@@ -271,7 +275,7 @@ class ReceiverMachine:
         return []
 
     def _fenced_late(self, event: FencedOff, now_s: float) -> list[Action]:
-        self._undrained.clear()
+        self._undrained.discard(event.rank)
         return []
 
     def _tick_draining(self, event: Tick, now_s: float) -> list[Action]:

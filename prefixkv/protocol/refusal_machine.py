@@ -54,14 +54,14 @@ class RefusalMachine:
     def on(self, event: Event, now_s: float) -> list[Action]:
         """Take one event. What is not named here means nothing to it."""
         match event:
-            case PeerReady(num_ranks):
-                self._unanswered = set(range(num_ranks))
+            case PeerReady(ranks):
+                self._unanswered = set(ranks)
                 self._resend.start(now_s)
                 return self._aborts()
-            case DrainedSaid(rank) if rank in self._unanswered:
+            case (DrainedSaid(rank) | FencedOff(rank)) if rank in self._unanswered:
                 self._unanswered.discard(rank)
                 return [] if self._unanswered else self._end()
-            case Fail() | FencedOff():
+            case Fail():
                 return self._end()
             case Tick() if now_s >= self._deadline_s:
                 return self._end()

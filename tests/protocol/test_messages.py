@@ -27,6 +27,8 @@ BODIES = [
     messages.Drained(7, 0, 1),
     messages.Outcome(7, 0, 1, True, 2, 3, b"\x00\xff", "", False),
     messages.OutcomeAck(7, 0, 1),
+    messages.LeaseAsk(7, 0, 1, 2, 3, 4),
+    messages.LeaseGrant(7, 0, 2, 3, 2**40),
     messages.Heartbeat(),
     messages.Fenced(),
 ]

@@ -95,17 +95,17 @@ def test_a_number_that_is_used_again_before_that_is_not_refused_any_more() -> No
 @pytest.mark.parametrize("event", [ChunkLanded(0, 0, 0), PromiseAcked(0), DrainedSaid(1), Tick()])
 def test_what_means_nothing_to_a_refusal_changes_nothing(event: Any) -> None:
     machine = RefusalMachine(KEY, 9, "why", TIMING, 0.0)
-    assert machine.on(PeerReady(1), 0.0) == [Say(0, Abort(*KEY, "why", 9))]
+    assert machine.on(PeerReady((0,)), 0.0) == [Say(0, Abort(*KEY, "why", 9))]
     assert machine.on(event, 0.1) == []
     assert not machine.over
 
 
 def test_each_rank_is_told_and_each_must_answer() -> None:
     machine = RefusalMachine(KEY, 9, "why", TIMING, 0.0)
-    assert [say.rank for say in machine.on(PeerReady(2), 0.0)] == [0, 1]
+    assert [say.rank for say in machine.on(PeerReady((0, 1)), 0.0)] == [0, 1]
     assert machine.on(DrainedSaid(0), 0.1) == []
     assert [say.rank for say in machine.on(Tick(), TIMING.resend_s)] == [1]
     assert machine.on(DrainedSaid(1), 0.1) == [RoomDrained(KEY)]
     assert machine.over
-    assert machine.on(Fail(WHY), 0.2) == machine.on(FencedOff(), 0.2) == [], "it ends once"
+    assert machine.on(Fail(WHY), 0.2) == machine.on(FencedOff(0), 0.2) == [], "it ends once"
     assert machine.wake_s == float("inf")
