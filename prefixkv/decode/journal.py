@@ -34,7 +34,7 @@ class DecodeJournal(Journal):
         req.hit_tokens = req.prefix_len - shared_tokens
         req.shared_tokens = shared_tokens
         self.waited("pages", req.arrived_s, now_s)
-        self.found(req.key.namespace, req.fill_len, req.hit_tokens, shared_tokens)
+        self.found(req.request.key.namespace, req.fill_len, req.hit_tokens, shared_tokens)
 
     def arrived(self, flight: Flight, now_s: float) -> None:
         """All that the flight brings is there."""

@@ -201,10 +201,10 @@ class DecodePreallocQueue:
         looks = MAX_LOOKS
         while looks and self.may_admit and (waiter := self._first_that_may_fit()) is not None:
             found = self._look(waiter)
-            if (self._falls_back(waiter) and self._first_that_may_fit() is not waiter) or not self._try(
-                waiter, *found, now_s
-            ):
-                looks -= 1  # another one comes first now, or this one does not fit
+            if self._falls_back(waiter) and self._first_that_may_fit() is not waiter:
+                looks -= 1  # another one comes first now
+            elif not self._try(waiter, *found, now_s):
+                looks -= 1
         while looks and not self._admitted:
             waiter = next(iter(self._estimated))
             if waiter.seen_at == self._version:

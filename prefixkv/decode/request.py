@@ -127,10 +127,10 @@ class DecodeRequest:
     @property
     def key(self) -> RadixKey:
         """The tokens whose KV is written, or promised. O(1), but for output since it was last asked for."""
-        missing = self.kv_len - len(self._key)
-        if missing > 0:  # packed all at once: a step of the batch should cost a request no more than its token
-            self._key.extend(self.output[-1 - missing : -1])
-        return self._key
+        key, output = self._key, self.output
+        if len(output) > 1 and (missing := self.kv_len - len(key)) > 0:
+            key.extend(output[-1 - missing : -1])  # all at once: a step of the batch costs a request only its token
+        return key
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:

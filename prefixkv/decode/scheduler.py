@@ -39,7 +39,7 @@ from prefixkv.errors import (
     OutOfPagesError,
     RequestError,
 )
-from prefixkv.paging import pages_for, whole_pages
+from prefixkv.paging import pages_for
 from prefixkv.protocol.messages import Promise
 from prefixkv.protocol.state import KVPoll, RoomKey
 from prefixkv.request import Request
@@ -124,6 +124,7 @@ class DecodeScheduler:
         self._commands: list[Command] = []
         self._tickets = count(1)
         self._deferred: list[tuple[DeviceEvent, DecodeRequest, DecodeState, bool | None]] = []
+        self._untold: list[DecodeRequest] = []  # admitted, and not returned by `pop_preallocated`
 
     # --- what the engine calls --------------------------------------------------------------------
 
@@ -153,34 +154,23 @@ class DecodeScheduler:
         return req
 
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
-        """Admit what fits: prefix locked, pages taken, prefill told what to skip."""
+        """Admit what fits: prefix locked, pages taken, prefill told what to skip.
+
+        What a user's policy raises ends the pass, and is raised once all is in order again. Who was admitted before
+        that is on its way, and returned by the next call.
+        """
         self.settle_deferred(now_s)
-        admitted = self.waiting.pop_preallocated(now_s)
-        for req in self.waiting.expired(now_s):
-            error = AdmissionTimeoutError(f"request {req.rid!r} waited {now_s - req.arrived_s:.3f} s for pages")
-            self._end(req, DecodeState.FAILED, error, now_s, None)
-        page_size = self.books.page_size
-        for req in admitted:
-            self.counters["admitted"] += 1
-            self.counters["prompt_tokens"] += req.fill_len
-            self.counters["hit_tokens"] += req.prefix_len
-            flight = req.flight
-            assert flight is not None
-            shared_tokens = flight.pages.num_joined * page_size
-            if flight.joined is not None:
-                self.counters["shared_flights"] += 1
-                self.counters["shared_tokens"] += shared_tokens
-            if req.resumed and req.prefix_len == req.fill_len:
-                self.transfers.arrived(flight)
-                continue
-            if req.generation > req.request.generation:
-                self._asks.append(PrefillAsk(req))
-            self.transfers.add(flight)
-            new_pages = req.pages[whole_pages(req.prefix_len, page_size) : pages_for(req.fill_len, page_size)]
-            self.journal.admitted(req, len(new_pages), shared_tokens, now_s)
-            page_ids = np.ascontiguousarray(new_pages, dtype="<i4").tobytes()
-            promise = Promise(*flight.room_key, req.fill_len, req.prefix_len, page_ids, next(self._tickets))
-            self._commands.append(OpenRoom(promise, req.request.prefill))
+        self._untold = [req for req in self._untold if req.state is DecodeState.PREALLOCATED]
+        try:
+            self.waiting.admit(now_s)
+        finally:
+            for req in self.waiting.expired(now_s):
+                error = AdmissionTimeoutError(f"request {req.rid!r} waited {now_s - req.arrived_s:.3f} s for pages")
+                self._end(req, DecodeState.FAILED, error, now_s, None)
+            for req in self.waiting.take_admitted():
+                self._ask(req, now_s)
+                self._untold.append(req)
+        admitted, self._untold = self._untold, []
         return admitted
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
@@ -418,6 +408,33 @@ class DecodeScheduler:
         }
         if broken := [law for law, holds in laws.items() if not holds]:
             raise InternalError(f"broken: {'; '.join(broken)}; {own} own, {allocator!r}, {self.requests}")
+
+    # --- admission --------------------------------------------------------------------------------
+
+    def _ask(self, req: DecodeRequest, now_s: float) -> None:
+        """A request was admitted: prefill is to send what it lacks."""
+        flight, pages, counters = req.flight, req.pages_held, self.counters
+        assert flight is not None
+        assert pages is not None
+        shared_tokens = pages.num_joined * self.books.page_size
+        counters["admitted"] += 1
+        counters["prompt_tokens"] += req.fill_len
+        counters["hit_tokens"] += req.prefix_len
+        if flight.joined is not None:
+            counters["shared_flights"] += 1
+            counters["shared_tokens"] += shared_tokens
+        if req.resumed and req.prefix_len == req.fill_len:
+            self.transfers.arrived(flight)
+            return
+        if req.generation > req.request.generation:
+            self._asks.append(PrefillAsk(req))
+        self.transfers.add(flight)
+        new_pages = req.pages[pages.num_shared : pages_for(req.fill_len, self.books.page_size)]
+        self.journal.admitted(req, len(new_pages), shared_tokens, now_s)
+        page_ids = np.ascontiguousarray(new_pages, dtype="<i4").tobytes()
+        room, generation = flight.room_key
+        promise = Promise(room, generation, req.fill_len, req.prefix_len, page_ids, next(self._tickets))
+        self._commands.append(OpenRoom(promise, req.request.prefill))
 
     # --- growth -----------------------------------------------------------------------------------
 

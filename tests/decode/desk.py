@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import AbortRoom, Command, DecodeScheduler, OpenRoom, RefuseRoom
 from prefixkv.errors import TransferError
@@ -94,6 +96,14 @@ class Desk:
                 self.fail(command.key, drained=True)
             elif isinstance(command, RefuseRoom):
                 self.drain(command.key)
+
+    def count_looks(self, monkeypatch: pytest.MonkeyPatch) -> list[DecodeRequest]:
+        """The requests that are looked at from now on, whether they fit, in order; it grows as that goes on."""
+        looks: list[DecodeRequest] = []
+        waiting = self.scheduler.waiting
+        look = waiting._look
+        monkeypatch.setattr(waiting, "_look", lambda waiter: looks.append(waiter.req) or look(waiter))
+        return looks
 
     def snapshot(self) -> Any:
         """All that a call which changes nothing leaves as it was."""

@@ -13,7 +13,7 @@ from prefixkv.decode import admission
 from prefixkv.decode.admission import AdmissionPolicy, admission_names, register
 from prefixkv.decode.prealloc_queue import MAX_LOOKS
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler, RefuseRoom
+from prefixkv.decode.scheduler import DecodeScheduler, OpenRoom, RefuseRoom
 from prefixkv.errors import AdmissionTimeoutError, ConfigError, RequestError
 from prefixkv.paging import pages_for
 from prefixkv.protocol.state import RoomKey
@@ -21,13 +21,6 @@ from prefixkv.request_pages import PageBooks
 from tests.decode.desk import PAGE_SIZE, Desk
 
 POLICIES = ["fifo", "hit_aware", "priority"]
-
-
-def count_looks(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    looks: list[Any] = []
-    match = desk.books.match
-    monkeypatch.setattr(desk.books, "match", lambda *args: looks.append(args) or match(*args))
-    return looks
 
 
 def blocked_desk(num_pages: int = 16, free: int = 2, **settings: Any) -> tuple[Desk, DecodeRequest]:
@@ -118,6 +111,84 @@ def test_a_policy_that_raises_leaves_nothing_of_the_request() -> None:
         desk.scheduler.check_invariants()
 
 
+class RaisesOf(AdmissionPolicy):
+    """The fewest new pages first; of the requests named it raises once the tree is not empty."""
+
+    overtakes = True
+    rids = ""
+    cache: Any = None
+
+    def rank(self, req: DecodeRequest, new_pages: int) -> Any:
+        if req.rid in self.rids and self.cache.num_pages:
+            raise ZeroDivisionError
+        return new_pages
+
+
+def desk_halfway() -> tuple[Desk, DecodeRequest, DecodeRequest]:
+    """A pass has admitted "a", and was ended by a policy that raised when it looked at "b"."""
+    policy = RaisesOf()
+    desk = Desk(24, rows=32, admission=policy)
+    hog = desk.start("H", 20, max_new=1)
+    first, second = desk.add("a", 4, max_new=1), desk.add("b", 8, max_new=1)
+    desk.finish(hog)
+    policy.rids, policy.cache = "b", desk.books.cache
+    desk.commands()
+    with pytest.raises(ZeroDivisionError):
+        desk.admit()
+    desk.scheduler.check_invariants()
+    policy.rids = ""
+    return desk, first, second
+
+
+def test_who_was_admitted_before_a_policy_raised_is_on_its_way() -> None:
+    desk, first, second = desk_halfway()
+    assert first.state is DecodeState.PREALLOCATED
+    assert [command.promise.room for command in desk.commands() if isinstance(command, OpenRoom)] == [first.room]
+    assert desk.admit() == ["a", "b"], "the caller hears of it with the next call"
+    assert [command.promise.room for command in desk.commands() if isinstance(command, OpenRoom)] == [second.room]
+    assert desk.admit() == []
+    for req in (first, second):
+        desk.succeed(req.room_key)
+    assert desk.transferred() == ["a", "b"]
+    for req in (first, second):
+        desk.finish(req)
+    desk.at_rest()
+
+
+@pytest.mark.parametrize("end", ["abort", "fail", "succeed"])
+def test_who_was_admitted_before_a_policy_raised_may_end_before_the_caller_hears_of_it(end: str) -> None:
+    desk, first, second = desk_halfway()
+    if end == "abort":
+        desk.abort(first)
+        desk.carry_out_aborts()
+    elif end == "fail":
+        desk.fail(first.room_key, drained=True)
+    else:
+        desk.succeed(first.room_key)
+        assert desk.transferred() == ["a"]
+        desk.finish(first)
+    assert desk.admit() == ["b"]
+    desk.succeed(second.room_key)
+    desk.transferred()
+    desk.finish(second)
+    desk.pop_failed()
+    desk.at_rest()
+
+
+def test_a_policy_that_raises_at_every_pass_stops_no_deadline() -> None:
+    desk, _, second = desk_halfway()
+    policy = desk.scheduler.waiting._policy
+    assert isinstance(policy, RaisesOf)
+    policy.rids = "b"
+    late = desk.add("L", 80, max_new=1, deadline_s=1.0)
+    desk.now_s = 2.0
+    with pytest.raises(ZeroDivisionError):
+        desk.admit()
+    assert [req.rid for req in desk.pop_failed()] == ["L"]
+    assert isinstance(late.error, AdmissionTimeoutError)
+    assert second.state is DecodeState.QUEUED
+
+
 # --- nobody starves -------------------------------------------------------------------------------
 
 
@@ -148,7 +219,7 @@ def test_the_oldest_is_looked_at_when_its_patience_ends_though_nothing_has_chang
 ) -> None:
     desk, _ = blocked_desk(16, 4, patience_s=5.0)
     late = desk.add("L", 40, max_new=1)
-    looks = count_looks(desk, monkeypatch)
+    looks = desk.count_looks(monkeypatch)
     assert desk.admit() == []
     assert len(looks) == 1
     desk.now_s = 6.0
@@ -205,13 +276,13 @@ def test_at_most_so_many_are_matched_in_vain_and_none_twice_for_nothing(monkeypa
     desk, _ = blocked_desk(64, 2)
     for number in range(100):
         desk.add(f"{chr(300 + number)}", 20 + 4 * (number % 8), max_new=1)
-    looks = count_looks(desk, monkeypatch)
+    looks = desk.count_looks(monkeypatch)
     seen = set()
     for _ in range(7):
         looks.clear()
         assert desk.admit() == []
         assert len(looks) == MAX_LOOKS
-        seen |= {bytes(key.data) for key, _ in looks}
+        seen |= set(looks)
         looks.clear()
         assert desk.admit() == []
         assert not looks, "neither the tree nor the free pages have changed"
@@ -227,7 +298,7 @@ def test_those_that_may_grow_too_large_do_not_hide_one_that_fits(monkeypatch: py
     for number in range(100):
         desk.add(chr(300 + number), 4, max_new=100)
     desk.add("fits", 8, max_new=1)
-    looks = count_looks(desk, monkeypatch)
+    looks = desk.count_looks(monkeypatch)
     assert desk.admit() == ["fits"]
     assert len(looks) == 1, "what cannot be is not looked at"
     assert in_transfer.state is DecodeState.PREALLOCATED

@@ -15,13 +15,6 @@ from prefixkv.protocol.messages import Promise
 from tests.decode.desk import PAGE_SIZE, Desk, OpenRoom
 
 
-def count_matches(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    looks: list[Any] = []
-    match = desk.books.match
-    monkeypatch.setattr(desk.books, "match", lambda *args: looks.append(args) or match(*args))
-    return looks
-
-
 def test_first_come_first_served_and_a_head_that_does_not_fit_is_waited_for() -> None:
     desk = Desk(8, admission="fifo")
     first = desk.start("a", 16)
@@ -37,7 +30,7 @@ def test_a_blocked_head_is_not_matched_again_while_nothing_has_changed(monkeypat
     desk = Desk(8, admission="fifo")
     running = desk.start("a", 16, 8, outputs=1)
     head = desk.add("big", 20)
-    looks = count_matches(desk, monkeypatch)
+    looks = desk.count_looks(monkeypatch)
     for _ in range(5):
         assert desk.admit() == []
         assert not desk.scheduler.waiting.may_admit
@@ -61,7 +54,7 @@ def test_whatever_makes_room_lets_the_head_be_looked_at_again(change: str, monke
     running = desk.start("a", 12, max_new=1)
     desk.add("big", 28, max_new=1)
     assert desk.admit() == []
-    looks = count_matches(desk, monkeypatch)
+    looks = desk.count_looks(monkeypatch)
     {
         "finish": lambda: desk.finish(running),
         "flush": desk.scheduler.flush,
@@ -72,12 +65,33 @@ def test_whatever_makes_room_lets_the_head_be_looked_at_again(change: str, monke
     assert len(looks) == 1
 
 
+@pytest.mark.parametrize("flushed", [False, True])
+def test_it_is_matched_anew_only_if_the_tree_has_changed(flushed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(16)
+    desk.finish(desk.start("x", 12, max_new=1))
+    hog = desk.start("H", 40, max_new=1, cacheable=False)
+    waits = desk.add("xy", 24, max_new=1)
+    matches: list[Any] = []
+    match = desk.books.match
+    monkeypatch.setattr(desk.books, "match", lambda *args: matches.append(args) or match(*args))
+    assert desk.admit() == []
+    assert not matches, "what `add` found holds"
+    desk.start("xz", 13, max_new=1)  # its match is locked by another now, which is no change of the tree
+    assert len(matches) == 1, "of the other"
+    if flushed:
+        desk.scheduler.flush()
+    desk.finish(hog)
+    assert desk.admit() == ["xy"]
+    assert len(matches) == 1 + flushed
+    assert waits.prefix_len == (0 if flushed else 12)
+
+
 def test_rows_are_a_limit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(rows=1)
     first = desk.add("a", 4)
     desk.add("b", 4)
     assert desk.admit() == ["a"]
-    looks = count_matches(desk, monkeypatch)
+    looks = desk.count_looks(monkeypatch)
     assert desk.admit() == []
     assert not looks, "without a row there is nothing to look for"
     desk.abort(first)

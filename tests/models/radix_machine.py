@@ -125,6 +125,16 @@ class RadixMachine(RuleBasedStateMachine):
         assert self.cache.num_nodes == nodes
         return result, key, True
 
+    @rule(result=results)
+    def match_again(self, result: Any) -> None:
+        """Until pages come or go, a match is as good as a new one, whatever is locked, split or merged meanwhile."""
+        old, (tokens, namespace), is_match = result
+        if is_match and old.is_current:
+            new = self.cache.match_prefix(tokens, namespace)
+            assert old.prefix_len == new.prefix_len
+            assert old.pages.tolist() == new.pages.tolist()
+            assert old.unprotected_pages == new.unprotected_pages
+
     @rule(target=results, key=keys, priority=st.integers(-2, 2))
     def insert(self, key: Any, priority: int) -> Any:
         tokens, namespace = key
