@@ -1,4 +1,5 @@
-"""The contract of a transport: writes of pages from our pool into a peer's, and word of how they ended.
+"""The contract of a transport: writes from our pool into a peer's, or from our staging area into a peer's, and
+word of how they ended.
 
 `transport/nixl.py` and `transport/fake.py` keep it, and one test suite holds both to it. A call queues
 and returns at once, from any thread. What happened comes back through the `sink` given at construction,
@@ -19,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.pool.mesh import Shard
+from prefixkv.pool.staging_area import StagingArea
 from prefixkv.protocol.state import PeerId
 from prefixkv.protocol.tags import ChunkTag
 
@@ -35,7 +38,9 @@ class ReadyEvent(Protocol):
 class WriteJob:
     """Copy page `src_pages[i]` of our pool to page `dst_pages[i]` of the peer's, for every i.
 
-    The pages are int32, equally many, at least one; the arrays are the job's until it ends. `job_id` is unique
+    The pages are int32, equally many, at least one; the arrays are the job's until it ends. Where page sizes differ
+    they are unit pages (`pool/unit_pages.py`). Of a `staged` job they are numbers of blocks of BLOCK_BYTES in our
+    staging area and in the peer's; without an area on both sides it fails with a ConfigError. `job_id` is unique
     among the jobs that have not ended drained. The job is cut into parts of bounded size; every part notifies the peer
     with `tag` (its `part` and `num_parts` filled in). Nothing is posted before `ready`, and the jobs of one room
     (`tag.room`, `tag.generation`) are posted in the order they came.
@@ -47,6 +52,7 @@ class WriteJob:
     dst_pages: Pages
     tag: ChunkTag
     ready: ReadyEvent | None = None
+    staged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +122,20 @@ class Transport(Protocol):
         """What a peer's `add_peer` needs to reach this agent; opaque, sent in HELLO."""
         ...
 
-    def add_peer(self, peer: PeerId, metadata: bytes, layout: KVLayout) -> None:
-        """Make the peer's pool a target: load its metadata, prepare descriptor lists once."""
+    def add_peer(
+        self, peer: PeerId, metadata: bytes, layout: KVLayout,
+        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
+    ) -> None:  # fmt: skip
+        """Make the peer's memory a target: load its metadata, prepare descriptor lists once.
+
+        Of a peer that is known already, new metadata lets its jobs wait for the new connection; jobs for another
+        memory than before fail.
+
+        Args:
+            parts: which layers and heads of our pool go to which of the peer's, each in its pool's own numbers;
+                all of both by default.
+            staging: the peer's staging area; needed for staged jobs, as is one of our own.
+        """
         ...
 
     def remove_peer(self, peer: PeerId) -> None:

@@ -37,16 +37,16 @@ class Part(NamedTuple):
 # --- indices ------------------------------------------------------------------------------------
 
 
-def checked_pages(pages: npt.NDArray[np.integer], num_pages: int, side: str) -> Pages:
+def checked_pages(pages: npt.NDArray[np.integer], num_pages: int, side: str, what: str = "page") -> Pages:
     """`pages` as int32, after each id was found to lie in [0, num_pages). The only way to an address.
 
-    Raises: PageStateError naming the side and the id or the shape.
+    Raises: PageStateError naming the side, what is counted, and the id or the shape.
     """
     if not isinstance(pages, np.ndarray) or pages.ndim != 1 or pages.dtype.kind not in "iu" or not len(pages):
-        raise PageStateError(f"{side} pages: a one-dimensional array of at least one integer is needed")
+        raise PageStateError(f"{side} {what}s: a one-dimensional array of at least one integer is needed")
     low, high = int(pages.min()), int(pages.max())
     if low < 0 or high >= num_pages:
-        raise PageStateError(f"{side} page {low if low < 0 else high} is not in [0, {num_pages})")
+        raise PageStateError(f"{side} {what} {low if low < 0 else high} is not in [0, {num_pages})")
     return pages.astype(np.int32, copy=False)
 
 

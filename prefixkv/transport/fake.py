@@ -4,7 +4,8 @@ A `FakeFabric` joins `FakeTransport`s of one process. Nothing happens by itself:
 things that could happen now, at random, and does it. A posted write is an object of its own; any of its blocks
 may land at any later step, with the bytes that the source holds at that moment, also after the write failed,
 also when the target was closed. Only the end of the writer's transport stops it. Each landing is shown to
-`guard` first, so a test can say that no page is ever written that its room does not own.
+`guard` first, so a test can say that no page is ever written that its room does not own; one in a staging area to
+`staging_guard`, with the tag of its write, which names the lease.
 """
 
 from __future__ import annotations
@@ -18,8 +19,18 @@ from typing import Literal
 import numpy as np
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import AbortedError, CallerError, ClosedError, HandshakeError, PeerLostError, TransferError
+from prefixkv.errors import (
+    AbortedError,
+    CallerError,
+    ClosedError,
+    HandshakeError,
+    InternalError,
+    PeerLostError,
+    TransferError,
+)
 from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.pool.mesh import Shard
+from prefixkv.pool.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol.state import PeerId, RoomKey
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import (
@@ -32,11 +43,13 @@ from prefixkv.transport.base import (
     WriteFailed,
     WriteJob,
 )
-from prefixkv.transport.descriptors import Pages, Part, Runs, paired_runs, part_indices
+from prefixkv.transport.descriptors import Pages, Part, part_indices
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
+from prefixkv.transport.routes import PeerMemory, Routes, routes_to
 
 Kind = Literal["event", "connect", "post", "land", "complete", "fail", "notify", "renew"]
 Guard = Callable[[PeerId, RoomKey, Pages], None]
+StagingGuard = Callable[[PeerId, ChunkTag, Pages], None]
 _DEFAULTS = TransportConfig()
 
 
@@ -82,7 +95,10 @@ class _Fault:
 
 @dataclass(eq=False, slots=True)
 class _Write:
-    """One posted part. `blocks` are those not landed yet: (source address, target address, bytes, target page)."""
+    """One posted part. `blocks` are those not landed yet: (source address, target address, bytes, target page).
+
+    Where the job is staged, the page is the number of a block of the peer's area.
+    """
 
     number: int
     writer: FakeTransport
@@ -100,8 +116,8 @@ class _Write:
 class _Peer:
     peer: PeerId
     metadata: bytes
-    layout: KVLayout
-    runs: Runs | None = None
+    memory: PeerMemory
+    routes: Routes | None = None
     outbox: Outbox = field(default_factory=Outbox)
     in_flight: int = 0
     removed: bool = False
@@ -126,6 +142,7 @@ class FakeFabric:
         lands_late: float = 0.5,
         lose_notification: float = 0.0,
         guard: Guard | None = None,
+        staging_guard: StagingGuard | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self.fail_at_post = fail_at_post
@@ -133,6 +150,7 @@ class FakeFabric:
         self.lands_late = lands_late
         self.lose_notification = lose_notification
         self.guard = guard
+        self.staging_guard = staging_guard
         self.steps = 0
         self.transports: dict[PeerId, FakeTransport] = {}
         self._lost: list[PeerId] = []
@@ -151,11 +169,13 @@ class FakeFabric:
         sink: Sink,
         config: TransportConfig = _DEFAULTS,
         memory: object = None,
+        staging: StagingArea | None = None,
     ) -> FakeTransport:
-        """A transport on this fabric. `memory` is what `layout` describes; kept alive, since writes land late."""
+        """A transport on this fabric. `memory` is what `layout` and `staging` describe; kept alive, since writes land
+        late."""
         if me in self.transports:
             raise CallerError(f"{me} is on this fabric already")
-        self.transports[me] = FakeTransport(self, me, layout, sink, config, memory)
+        self.transports[me] = FakeTransport(self, me, layout, sink, config, memory, staging)
         return self.transports[me]
 
     def step(self) -> bool:
@@ -258,13 +278,27 @@ class FakeFabric:
         else:
             count = self.random.randint(1, len(write.blocks))
         blocks, write.blocks = write.blocks[:count], write.blocks[count:]
-        if self.guard is not None:
-            pages = np.unique(np.array([page for *_, page in blocks], dtype=np.int32))
-            self.guard(write.peer.peer, write.job.room, pages)
+        self._check_landing(write, blocks)
         for source, target, num_bytes, _ in blocks:
             ctypes.memmove(target, source, num_bytes)
         if write.ended and not write.blocks:
             self._writes.remove(write)
+
+    def _check_landing(self, write: _Write, blocks: list[tuple[int, int, int, int]]) -> None:
+        """Ask the guards. Of a staged write see also that the area is still the target's, and the blocks the job's."""
+        pages = np.unique(np.array([page for *_, page in blocks], dtype=np.int32))
+        peer, job = write.peer.peer, write.job.job
+        if not job.staged:
+            if self.guard is not None:
+                self.guard(peer, write.job.room, pages)
+            return
+        area = self.transports[peer].staging
+        first = {area.base + BLOCK_BYTES * block for block in job.dst_pages.tolist()} if area is not None else set()
+        for _, target, num_bytes, _ in blocks:
+            if target not in first or num_bytes != BLOCK_BYTES:
+                raise InternalError(f"job {job.job_id} lands at {target}, its blocks in {area} are {job.dst_pages}")
+        if self.staging_guard is not None:
+            self.staging_guard(peer, write.tag, pages)
 
     def _complete(self, write: _Write) -> None:
         self._writes.remove(write)
@@ -344,11 +378,15 @@ class FakeTransport:
     """Keeps the contract of `base.Transport` on a `FakeFabric`; events go to the sink inside `step()`."""
 
     def __init__(
-        self, fabric: FakeFabric, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig, memory: object
-    ) -> None:
+        self, fabric: FakeFabric, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig, memory: object,
+        staging: StagingArea | None,
+    ) -> None:  # fmt: skip
         layout.validate()
+        if staging is not None:
+            staging.validate()
         self.me = me
         self.layout = layout
+        self.staging = staging
         self.expected = 0
         self.closed = False
         self._fabric = fabric
@@ -365,14 +403,18 @@ class FakeTransport:
     def metadata(self) -> bytes:
         return f"fake {self.me.name}#{self.me.incarnation}".encode()
 
-    def add_peer(self, peer: PeerId, metadata: bytes, layout: KVLayout) -> None:
+    def add_peer(
+        self, peer: PeerId, metadata: bytes, layout: KVLayout,
+        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
+    ) -> None:  # fmt: skip
         self._check_open()
+        memory = PeerMemory(layout, parts, staging)
         known = self._peers.get(peer)
-        if known is not None and not known.removed and (known.metadata, known.layout) == (metadata, layout):
+        if known is not None and not known.removed and (known.metadata, known.memory) == (metadata, memory):
             return
         if known is not None:
-            self._jobs.drop(known.outbox, PeerLostError(f"the pool of {peer.name} is another now"))
-        self._peers[peer] = _Peer(peer, metadata, layout)
+            self._jobs.drop(known.outbox, PeerLostError(f"the memory of {peer.name} is another now"))
+        self._peers[peer] = _Peer(peer, metadata, memory)
         self._connect(self._peers[peer])
 
     def remove_peer(self, peer: PeerId) -> None:
@@ -387,10 +429,10 @@ class FakeTransport:
         peer = self._peers.get(job.peer)
         if peer is None or peer.removed:
             self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
-        elif peer.runs is None:
+        elif peer.routes is None:
             self._jobs.park(peer.outbox, job)
         else:
-            self._jobs.start(peer.outbox, peer.runs, job)
+            self._jobs.start(peer.outbox, peer.routes, job)
 
     def cancel(self, job_id: int) -> None:
         if not self.closed:
@@ -427,7 +469,7 @@ class FakeTransport:
         if self._renewing:
             found.append((Action("renew", self.me), self._renew))
         for peer in self._peers.values():
-            if peer.runs is None:
+            if peer.routes is None:
                 if peer.outbox.parked and not peer.in_flight:
                     found.append((Action("connect", self.me, peer.peer), lambda p=peer: self._connect(p)))  # type: ignore[misc]
             elif peer.in_flight < self._config.window:
@@ -478,27 +520,29 @@ class FakeTransport:
     def _ended(self, peer: _Peer, job: ActiveJob, part: Part, error: Exception | None, may_land: bool) -> None:
         peer.in_flight -= 1
         self._jobs.part_ended(job, part, error, may_land)
-        if isinstance(error, FakeDisconnectError) and peer.runs is not None:
+        if isinstance(error, FakeDisconnectError) and peer.routes is not None:
             self._lose(peer, error)
         self._forget_if_unused(peer)
 
     def _connect(self, peer: _Peer) -> None:
-        peer.runs = None
+        peer.routes = None
         try:
             target = self._fabric.transports.get(peer.peer)
             if target is None or not self._fabric.is_reachable(peer.peer):
                 raise FakeDisconnectError(f"{peer.peer.name} is gone")
             if peer.metadata != target.metadata:
                 raise HandshakeError("agent name in the metadata", target.metadata, peer.metadata)
-            runs = paired_runs(self.layout, peer.layout)
+            routes = routes_to(peer.memory, self.layout, self.staging)
+            if routes.staging is not None and peer.memory.staging != target.staging:
+                raise HandshakeError("staging", target.staging, peer.memory.staging, "is not registered")
         except Exception as error:
             self._lose(peer, error)
             return
-        peer.runs = runs
-        self._jobs.start_parked(peer.outbox, runs)
+        peer.routes = routes
+        self._jobs.start_parked(peer.outbox, routes)
 
     def _lose(self, peer: _Peer, error: Exception) -> None:
-        peer.runs = None
+        peer.routes = None
         self._jobs.drop(peer.outbox, error)
         if not peer.removed:
             self._events.append(PeerUnreachable(peer.peer, error))

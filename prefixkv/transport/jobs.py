@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from prefixkv.errors import AbortedError, ClosedError, PageStateError
+from prefixkv.errors import AbortedError, CallerError, ClosedError, PageStateError
 from prefixkv.protocol.state import RoomKey
 from prefixkv.transport.base import Sink, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.descriptors import Pages, Part, Runs, checked_pages, cut_parts
+from prefixkv.transport.routes import Routes
 
 _MAX_PARTS = 2**16 - 1  # a tag counts parts in 16 bits
 
@@ -30,10 +31,11 @@ class ActiveJob:
         self.job = job
         self.outbox = outbox
         self.runs = runs
-        self.src_pages: Pages = checked_pages(job.src_pages, runs.src_num_pages, "source")
-        self.dst_pages: Pages = checked_pages(job.dst_pages, runs.dst_num_pages, "target")
+        what = "block" if job.staged else "page"
+        self.src_pages: Pages = checked_pages(job.src_pages, runs.src_num_pages, "source", what)
+        self.dst_pages: Pages = checked_pages(job.dst_pages, runs.dst_num_pages, "target", what)
         if len(self.src_pages) != len(self.dst_pages):
-            raise PageStateError(f"{len(self.src_pages)} source pages for {len(self.dst_pages)} target pages")
+            raise PageStateError(f"{len(self.src_pages)} source {what}s for {len(self.dst_pages)} target {what}s")
         self.parts: list[Part] = cut_parts(runs, self.src_pages, self.dst_pages, max_bytes, max_descriptors)
         while len(self.parts) > _MAX_PARTS:
             max_bytes, max_descriptors = 2 * max_bytes, 2 * max_descriptors
@@ -163,20 +165,20 @@ class JobTable:
         self._jobs[job.job_id] = (outbox, job)
         outbox.parked.append(job)
 
-    def start(self, outbox: Outbox, runs: Runs, job: WriteJob) -> None:
-        """Cut the job and queue it; bad pages end it."""
+    def start(self, outbox: Outbox, routes: Routes, job: WriteJob) -> None:
+        """Cut the job and queue it; bad pages or blocks, or staging that is not there, end it."""
         try:
-            active = ActiveJob(job, outbox, runs, self._max_bytes, self._max_descriptors)
-        except PageStateError as error:
+            active = ActiveJob(job, outbox, routes.of(job), self._max_bytes, self._max_descriptors)
+        except CallerError as error:
             self.refuse(job, error.with_traceback(None))
             return
         self._jobs[job.job_id] = (outbox, active)
         outbox.add(active)
 
-    def start_parked(self, outbox: Outbox, runs: Runs) -> None:
+    def start_parked(self, outbox: Outbox, routes: Routes) -> None:
         parked, outbox.parked = outbox.parked, []
         for job in parked:
-            self.start(outbox, runs, job)
+            self.start(outbox, routes, job)
 
     def cancel(self, job_id: int) -> None:
         outbox, job = self._jobs.get(job_id, (None, None))

@@ -1,4 +1,4 @@
-"""One NIXL agent: made, its memory registered, destroyed. With `nixl.py`, which drives it, the only user of nixl.
+"""One NIXL agent: made, its memory registered, destroyed. With `nixl_loop.py`, which drives it, the only user of nixl.
 
 - An error says nothing of its siblings and keeps its type; `bare` takes its traceback.
 - A post refused with an error may have begun: NIXL hands its descriptors on one by one and stops at the
@@ -15,9 +15,11 @@ import os
 import weakref
 from typing import Any, Final
 
-from prefixkv.errors import TransferError
+from prefixkv.errors import HandshakeError, TransferError
 from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.pool.staging_area import StagingArea
 from prefixkv.protocol.state import PeerId
+from prefixkv.transport.runs import Runs
 
 # Read when the libraries load. Faults are our daily bread and come back as exceptions with their type.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
@@ -47,15 +49,16 @@ CONNECTION_BROKEN: Final = (
 
 
 class NixlAgent:
-    """An agent with the pool's memory registered. Owned by the transport thread.
+    """An agent with the memory of the pool and of the staging area registered. Owned by the transport thread.
 
     `lists` are descriptor lists that only live on for posts under way, `unproven` the jobs with a part that
     failed after it was posted here: it may still land until `destroy`.
     """
 
-    def __init__(self, name: str, layout: KVLayout, memory_type: str) -> None:
+    def __init__(self, name: str, layout: KVLayout, memory_type: str, staging: StagingArea | None = None) -> None:
         """Raises what NIXL raises."""
         self.name = name
+        self._memory_type = memory_type
         self.api: Any = nixl_api.nixl_agent(
             name,
             nixl_api.nixl_agent_config(
@@ -65,6 +68,8 @@ class NixlAgent:
             ),
         )
         regions = [(address, num_bytes, 0, "") for address, num_bytes in layout.regions]
+        if staging is not None:
+            regions.append((staging.base, staging.num_bytes, 0, ""))
         self.api.register_memory(regions, memory_type, backends=["UCX"])
         self.metadata = bytes(self.api.get_agent_metadata())
         self.lists: list[Any] = []
@@ -72,7 +77,18 @@ class NixlAgent:
         self._resting_since: float | None = None
         self._rests = 0
 
-    def is_metadata_of(self, name: str, metadata: bytes) -> bool:
+    def load(self, name: str, metadata: bytes) -> None:
+        """Take a peer's metadata. Raises HandshakeError for another's, else what NIXL raises."""
+        if not self._is_metadata_of(name, metadata):
+            raise HandshakeError("agent name in NIXL's metadata", name, bytes(metadata[:64]))
+        self.api.add_remote_agent(metadata)
+
+    def prepare(self, name: str, runs: Runs) -> tuple[Any, Any]:
+        """The descriptor lists of both sides. Raises what NIXL raises, e.g. for memory that is not registered."""
+        local = self.api.prep_xfer_dlist("", runs.src, self._memory_type)
+        return local, self.api.prep_xfer_dlist(name, runs.dst, self._memory_type)
+
+    def _is_metadata_of(self, name: str, metadata: bytes) -> bool:
         """Whether the agent named in the metadata is this one. Metadata under another peer's name would replace
         that peer's inside NIXL. The name's place is taken from our own metadata, where we know it."""
         mine, theirs = self.name.encode(), name.encode()

@@ -11,15 +11,32 @@ from typing import Any
 import numpy as np
 
 from prefixkv.config import TransportConfig
+from prefixkv.pool.mesh import Shard
+from prefixkv.pool.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol.state import PeerId
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.transport.base import Arrived, Transport, TransportEvent, WriteDone, WriteFailed, WriteJob
+from prefixkv.transport.base import Arrived, Sink, Transport, TransportEvent, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.fake import FakeFabric
 from tests.models.patience import PATIENCE_S
 from tests.models.transport_pools import NumpyPool, make_pool
 
 NUM_PAGES = 24
+NUM_BLOCKS = 20  # of a staging area
 _incarnations = itertools.count(1000)
+
+
+class Staging:
+    """A staging area with a block of canaries on either side."""
+
+    def __init__(self, num_blocks: int, seed: int) -> None:
+        self.memory = np.random.default_rng(seed).integers(1, 256, (num_blocks + 2, BLOCK_BYTES), np.uint8)
+        num_bytes = num_blocks * BLOCK_BYTES
+        self.area = StagingArea(self.memory[1:].ctypes.data, num_bytes, lease_bytes=num_bytes)
+
+    @property
+    def blocks(self) -> Any:
+        """[block, byte], without the canaries."""
+        return self.memory[1:-1]
 
 
 @dataclass(eq=False)
@@ -28,6 +45,11 @@ class Node:
     pool: NumpyPool
     transport: Any
     events: list[TransportEvent] = field(default_factory=list)
+    staging: Staging | None = None
+
+    @property
+    def area(self) -> StagingArea | None:
+        return None if self.staging is None else self.staging.area
 
     def ends(self, *job_ids: int) -> list[WriteDone | WriteFailed]:
         """The end events, of these jobs only where some are named."""
@@ -48,9 +70,9 @@ class Node:
         dst_pages = np.asarray(dst) if isinstance(dst, np.ndarray) else np.array(dst, np.int32)
         return WriteJob(job_id, to.me, src_pages, dst_pages, tag, **more)
 
-    def add(self, *others: Node) -> None:
+    def add(self, *others: Node, parts: tuple[Shard, Shard] | None = None) -> None:
         for other in others:
-            self.transport.add_peer(other.me, other.transport.metadata, other.pool.layout)
+            self.transport.add_peer(other.me, other.transport.metadata, other.pool.layout, parts, other.area)
 
 
 class Driver:
@@ -62,16 +84,17 @@ class Driver:
 
     def node(self, name: str, order: str = "layer_major", config: TransportConfig | None = None, **pool: Any) -> Node:
         me = PeerId(name, next(_incarnations))
+        blocks = pool.pop("num_blocks", 0)
         memory = make_pool(order, pool.pop("num_pages", NUM_PAGES), **pool)
         memory.fill(me.incarnation)
-        node = Node(me, memory, None)
+        node = Node(me, memory, None, staging=Staging(blocks, me.incarnation) if blocks else None)
 
         def sink(event: TransportEvent) -> None:
             with self._changed:
                 node.events.append(event)
                 self._changed.notify_all()
 
-        node.transport = self.make(me, memory, sink, config or TransportConfig(post_bytes=512))
+        node.transport = self.make(node, sink, config or TransportConfig(post_bytes=512))
         self.nodes.append(node)
         return node
 
@@ -86,7 +109,8 @@ class Driver:
         with self._changed:
             self._changed.notify_all()
 
-    def make(self, me: PeerId, pool: NumpyPool, sink: Callable[[TransportEvent], None], config: Any) -> Transport:
+    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
+        """The transport of a node that has all the rest."""
         raise NotImplementedError
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -102,8 +126,8 @@ class FakeDriver(Driver):
         super().__init__()
         self.fabric = FakeFabric(seed=1)
 
-    def make(self, me: PeerId, pool: NumpyPool, sink: Callable[[TransportEvent], None], config: Any) -> Transport:
-        return self.fabric.transport(me, pool.layout, sink, config, memory=pool)
+    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
+        return self.fabric.transport(node.me, node.pool.layout, sink, config, memory=node, staging=node.area)
 
     def until(self, condition: Callable[[], object]) -> None:
         while not condition():
@@ -111,10 +135,10 @@ class FakeDriver(Driver):
 
 
 class NixlDriver(Driver):
-    def make(self, me: PeerId, pool: NumpyPool, sink: Callable[[TransportEvent], None], config: Any) -> Transport:
+    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
         from prefixkv.transport.nixl import NixlTransport
 
-        return NixlTransport(me, pool.layout, sink, config)
+        return NixlTransport(node.me, node.pool.layout, sink, config, node.area)
 
     def until(self, condition: Callable[[], object]) -> None:
         with self._changed:

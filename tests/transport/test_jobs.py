@@ -11,10 +11,11 @@ from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import TransportEvent, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.descriptors import paired_runs
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
+from prefixkv.transport.routes import Routes
 from tests.models.transport_pools import make_pool
 
 LAYOUT = make_pool("page_major", 8).layout
-RUNS = paired_runs(LAYOUT, LAYOUT)
+ROUTES = Routes(paired_runs(LAYOUT, LAYOUT))
 PAGE_BYTES = LAYOUT.page_bytes
 
 
@@ -33,7 +34,7 @@ class Desk:
 
     def start(self, *jobs: WriteJob) -> None:
         for job in jobs:
-            self.table.start(self.outbox, RUNS, job)
+            self.table.start(self.outbox, ROUTES, job)
 
     def post(self) -> tuple[ActiveJob, int]:
         job = next(iter(self.outbox.round()))
@@ -110,7 +111,7 @@ def test_parked_jobs_are_cut_once_there_is_a_peer_or_dropped_or_cancelled() -> N
         desk.table.park(desk.outbox, job)
     desk.table.cancel(0)
     assert len(desk.events) == 1
-    desk.table.start_parked(desk.outbox, RUNS)
+    desk.table.start_parked(desk.outbox, ROUTES)
     job, number = desk.post()
     assert job.job is jobs[1]
     gone = ValueError("gone")

@@ -16,9 +16,9 @@ from prefixkv.config import TransportConfig
 from prefixkv.errors import CallerError, ClosedError, InternalError, TransferTimeoutError
 from prefixkv.protocol.state import PeerId
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.transport import nixl as nixl_module
-from prefixkv.transport import nixl_agent
+from prefixkv.transport import nixl_agent, nixl_loop
 from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteDrained, WriteFailed
+from prefixkv.transport.inbox import Inbox
 from prefixkv.transport.nixl import NixlTransport
 from tests.models.patience import PATIENCE_S, until
 from tests.models.transport_child import BIG, Child, children
@@ -270,7 +270,7 @@ def test_a_peer_that_stands_still_holds_its_window_and_nobody_else(
 
 def test_the_inbox_never_waits_longer_than_asked() -> None:
     """A ring left over from a command already taken must not turn a short wait into one without end."""
-    inbox = nixl_module._Inbox()
+    inbox: Inbox[int] = Inbox()
     inbox.put(None)
     inbox.put(None)
     assert [inbox.take(), inbox.take()] == [None, None]
@@ -469,10 +469,9 @@ def test_only_time_spent_polling_lets_what_the_kernels_hold_settle(monkeypatch: 
     """A process that was stopped, or kept from its processor, has read nothing meanwhile."""
     now_s = [100.0]
     events: list[object] = []
-    agent = nixl_module._Agent(
-        PeerId("decode", 9), make_pool("layer_major", 4).layout, events.append, TransportConfig()
-    )
-    monkeypatch.setattr(nixl_module.time, "monotonic", lambda: now_s[0])
+    layout = make_pool("layer_major", 4).layout
+    agent = nixl_loop.NixlLoop(PeerId("decode", 9), layout, events.append, TransportConfig())
+    monkeypatch.setattr(nixl_loop.time, "monotonic", lambda: now_s[0])
 
     def poll_after(seconds: float) -> None:
         now_s[0] += seconds

@@ -1,0 +1,73 @@
+"""A peer as one agent knows it, and a post to it. Owned by the transport thread."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from prefixkv.protocol.state import PeerId
+from prefixkv.transport.descriptors import Part
+from prefixkv.transport.jobs import ActiveJob, Outbox
+from prefixkv.transport.nixl_agent import FORGOTTEN, NixlAgent, nixl_name
+from prefixkv.transport.routes import PeerMemory, Routes
+
+
+class Peer:
+    """A peer, the descriptor lists for it, and the jobs that go there.
+
+    `lists` holds (ours, theirs) for pages under False, for staging under True, as `WriteJob.staged` asks.
+    """
+
+    def __init__(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
+        self.peer = peer
+        self.metadata = metadata
+        self.memory = memory
+        self.loaded = False  # NIXL has its metadata
+        self.routes: Routes | None = None  # None: to be connected before its next post
+        self.lists: dict[bool, tuple[Any, Any]] = {}
+        self.outbox = Outbox()
+        self.in_flight = 0  # of the agent that posts now
+        self.retry_at = 0.0
+        self.removed = False
+
+    def load(self, agent: NixlAgent, routes: Routes) -> None:
+        """Make it known to the agent and prepare its lists. Raises HandshakeError, or what NIXL raises."""
+        name = nixl_name(self.peer)
+        agent.load(name, self.metadata)
+        self.loaded = True
+        self.lists[False] = agent.prepare(name, routes.pages)
+        if routes.staging is not None:
+            self.lists[True] = agent.prepare(name, routes.staging)
+        self.routes = routes
+
+    def unload(self, agent: NixlAgent) -> None:
+        """Undo `load`, or as much of it as was done."""
+        self.routes = None
+        while self.lists:
+            _, pair = self.lists.popitem()
+            for prepared in pair:
+                prepared.release()
+        if self.loaded:
+            self.loaded = False
+            with contextlib.suppress(FORGOTTEN):  # NIXL forgot it by itself
+                agent.api.remove_remote_agent(nixl_name(self.peer))
+
+    def part_from_agent(self) -> list[Any]:
+        """Forget what hangs on the agent, which somebody else ends. Returns the lists, which its posts may need."""
+        lists = [prepared for pair in self.lists.values() for prepared in pair]
+        self.lists.clear()
+        self.routes, self.loaded, self.in_flight, self.retry_at = None, False, 0, 0.0
+        return lists
+
+
+class Post:
+    """A part under way, and the agent that posted it."""
+
+    __slots__ = ("agent", "handle", "job", "part", "peer")
+
+    def __init__(self, agent: NixlAgent, handle: Any, peer: Peer, job: ActiveJob, part: Part) -> None:
+        self.agent = agent
+        self.handle = handle
+        self.peer = peer
+        self.job = job
+        self.part = part
