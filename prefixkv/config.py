@@ -104,11 +104,15 @@ class TransportConfig:
     A post is at most `post_bytes` and `post_descriptors`; at most `window` posts are in flight a peer. With work
     outstanding an empty poll spins `spin_s` in all, then sleeps `sleep_s`, later `idle_sleep_s`. When an agent is
     replaced, so that what failed there cannot land any more, its other posts have `renew_grace_s` to end.
+
+    Of more than one, each of `posting_threads` has an agent of its own and serves its share of the rooms; `window` is
+    then a peer and thread. They part rooms from each other; they add no bandwidth.
     """
 
     post_bytes: int = 2 << 20
     post_descriptors: int = 1024
     window: int = 8
+    posting_threads: int = 1
     spin_s: float = 50e-6
     sleep_s: float = 30e-6
     idle_sleep_s: float = 200e-6
@@ -116,7 +120,7 @@ class TransportConfig:
     memory_type: Literal["DRAM", "VRAM"] = "DRAM"
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "post_bytes", "post_descriptors", "window")
+        _at_least(self, 1, "post_bytes", "post_descriptors", "window", "posting_threads")
         _at_least(self, 0, "spin_s", "sleep_s", "idle_sleep_s", "renew_grace_s")
         _one_of(self, ("DRAM", "VRAM"), "memory_type")
 

@@ -25,7 +25,7 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "fence_settle_s": -1e-9,
     },
     TransportConfig: {
-        **dict.fromkeys(["post_bytes", "post_descriptors", "window"], 0),
+        **dict.fromkeys(["post_bytes", "post_descriptors", "window", "posting_threads"], 0),
         **dict.fromkeys(["spin_s", "sleep_s", "idle_sleep_s", "renew_grace_s"], -1e-9),
         "memory_type": "DISK",
     },

@@ -60,15 +60,17 @@ class NixlLoop:
     """
 
     def __init__(
-        self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig, staging: StagingArea | None = None
-    ) -> None:
+        self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig, staging: StagingArea | None = None,
+        shard: int = 0,
+    ) -> None:  # fmt: skip
         """Raises what NIXL raises."""
         self.layout = layout
         self.staging = staging
         self.sink = sink
         self.config = config
-        self.me = me
-        self.now = self._new_agent(nixl_name(me))
+        self.shard = shard
+        self.name = nixl_name(me) + (f"+{shard}" if shard else "")
+        self.now = self._new_agent(self.name)
         self.former: NixlAgent | None = None  # posts nothing more
         self.former_until = 0.0
         self.outlived: list[NixlAgent] = []  # that could not be destroyed: what failed there is never proven
@@ -148,7 +150,8 @@ class NixlLoop:
         peer = self.peers.get(peer_id)
         if peer is None:
             peer = self.peers[peer_id] = Peer(peer_id, metadata, memory)
-            self._connect(peer)
+            if self.shard == 0:
+                self._connect(peer)
         elif peer.removed or (peer.metadata, peer.memory) != (metadata, memory):
             if peer.memory != memory:
                 self.jobs.drop(peer.outbox, PeerLostError(f"the memory of {peer_id.name} is another now"))
@@ -348,7 +351,7 @@ class NixlLoop:
         if not self.now.unproven:
             return
         try:
-            successor = self._new_agent(f"{nixl_name(self.me)}/{self.num_renewed + 1}")
+            successor = self._new_agent(f"{self.name}/{self.num_renewed + 1}")
         except Exception as error:
             _log.error("no new agent could be made: %s", repr(error))
             self.renew_wanted, self.renew_from = True, time.monotonic() + _RENEW_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable
@@ -135,10 +136,15 @@ class FakeDriver(Driver):
 
 
 class NixlDriver(Driver):
-    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        from prefixkv.transport.nixl import NixlTransport
+    def __init__(self, posting_threads: int = 1) -> None:
+        super().__init__()
+        self.posting_threads = posting_threads
 
-        return NixlTransport(node.me, node.pool.layout, sink, config, node.area)
+    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
+        from prefixkv.transport.sharded import make_transport
+
+        config = dataclasses.replace(config, posting_threads=self.posting_threads)
+        return make_transport(node.me, node.pool.layout, sink, config, node.area)
 
     def until(self, condition: Callable[[], object]) -> None:
         with self._changed:

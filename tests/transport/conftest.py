@@ -1,4 +1,4 @@
-"""The contract suite runs on each of these: the fake, NIXL in shared memory, NIXL over TCP."""
+"""The contract suite runs on each of these: the fake, NIXL in shared memory, over TCP, and with more threads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from tests.models.transport_driver import Driver, FakeDriver, NixlDriver
 
 
-@pytest.fixture(params=["fake", "nixl", "nixl-tcp"])
+@pytest.fixture(params=["fake", "nixl", "nixl-tcp", "nixl-3-threads"])
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     if request.param == "nixl-tcp":
         monkeypatch.setenv("UCX_TLS", "tcp")  # read when an agent is created
-    made = FakeDriver() if request.param == "fake" else NixlDriver()
+    made = FakeDriver() if request.param == "fake" else NixlDriver(3 if "threads" in request.param else 1)
     try:
         yield made
     finally:

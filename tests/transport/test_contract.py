@@ -1,4 +1,4 @@
-"""What every transport keeps: the fake, NIXL in shared memory, NIXL over TCP."""
+"""What every transport keeps: the fake, NIXL in shared memory, over TCP, and with more posting threads."""
 
 from __future__ import annotations
 
