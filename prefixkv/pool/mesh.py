@@ -187,6 +187,21 @@ def readers_of(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
     return tuple(rank for rank in range(readers.num_ranks) if sent_share(writers, writer, readers, rank))
 
 
+def ranks_told(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
+    """The ranks that `reader` promises its pages to: those that write to it. Rank 0 also tells those that write to
+    nobody, since their engine waits for the room as well.
+
+    >>> ranks_told(Mesh(4, 1, tp_size=2), Mesh(4, 1), reader=0)
+    (0, 1)
+    """
+    return tuple(rank for rank in range(writers.num_ranks) if reader in readers_awaited(writers, rank, readers))
+
+
+def readers_awaited(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
+    """The ranks whose promises `writer` awaits; see `ranks_told`."""
+    return readers_of(writers, writer, readers) or (0,)
+
+
 def lease_sections(writers: Mesh, readers: Mesh, reader: int, head_bytes: int) -> dict[int, tuple[int, int]]:
     """What each writer writes of a staging lease, as (offset, bytes): sections one behind the other, by rank.
 

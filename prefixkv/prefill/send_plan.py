@@ -20,7 +20,8 @@ class SendPlan:
     """The cursor of one request.
 
     A chunk inside what decode has sends nothing; a page partly computed waits for its rest; the last send is
-    always made, with no pages if need be, since the outcome and aux travel with it.
+    always made, with no pages if need be, since the outcome and aux travel with it. Where decode's pages are smaller
+    it may have the first part of a page: that page is in the span, and `SenderMachine` sends its rest.
 
     >>> plan = SendPlan(num_tokens=100, decode_prefix_len=32, page_size=16)
     >>> plan.send(20), plan.send(70), plan.send(100, last=True)
@@ -30,8 +31,8 @@ class SendPlan:
     __slots__ = ("computed", "cursor_page", "ended", "num_tokens", "page_size")
 
     def __init__(self, num_tokens: int, decode_prefix_len: int, page_size: int) -> None:
-        if decode_prefix_len % page_size or not 0 <= decode_prefix_len <= num_tokens:
-            raise RequestError(f"decode_prefix_len is {decode_prefix_len}, {num_tokens} tokens, pages of {page_size}")
+        if not 0 <= decode_prefix_len <= num_tokens:
+            raise RequestError(f"decode_prefix_len is {decode_prefix_len}, the request has {num_tokens} tokens")
         self.num_tokens = num_tokens
         self.page_size = page_size
         self.cursor_page = whole_pages(decode_prefix_len, page_size)

@@ -1,4 +1,7 @@
-"""Decode's side of the control plane: its links to prefill workers and the rooms open on them. Sans-IO.
+"""A decode rank's side of the control plane: its links to prefill workers and the rooms open on them. Sans-IO.
+
+A request names the address of a prefill worker's rank 0, its *leader*, which tells how many ranks there are and
+where. A room waits at the leader's link until all ranks that are to be told of its pages have been greeted.
 
 Frames, notifications, commands and time go in; frames to send and what became of rooms come out. The endpoint
 owns what machines cannot know: which incarnation a room was promised to, and that only this one's word counts.
@@ -12,7 +15,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from prefixkv.config import ControlConfig
-from prefixkv.errors import HandshakeError, PeerLostError, ProtocolError, RequestError
+from prefixkv.errors import ConfigError, HandshakeError, PeerLostError, ProtocolError, RequestError
+from prefixkv.pool.mesh import ranks_told
 from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol.backoff import Backoff
@@ -64,13 +68,20 @@ Action = SendFrame | Connect | Disconnect | Settle | RoomEnded | RoomDrained | R
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One prefill worker's address. `peer` is who answered there last; ready once the handshake is through."""
+    """One prefill rank's address. `peer` is who answered there last; ready once the handshake is through.
+
+    `told` are the addresses of the ranks that a room of this leader is promised to, by rank; `leaders` are the links
+    that have this one among theirs.
+    """
 
     address: str
     live: Liveness
     hello: Backoff
     peer: PeerId | None = None
     ready: bool = False
+    reply: HelloReply | None = None
+    told: dict[int, str] = field(default_factory=dict)
+    leaders: set[str] = field(default_factory=set)
     rooms: set[RoomKey] = field(default_factory=set)
     waiting: dict[RoomKey, None] = field(default_factory=dict)  # to be promised, in the order of admission
 
@@ -78,8 +89,12 @@ class _Link:
 @dataclass(slots=True, eq=False)
 class _Room:
     machine: ReceiverMachine | RefusalMachine
-    link: _Link
-    peer: PeerId | None = None  # the incarnation that was promised the pages
+    link: _Link  # the leader's
+    links: dict[int, _Link] = field(default_factory=dict)  # of the ranks that were promised the pages
+    peers: dict[int, PeerId] = field(default_factory=dict)  # and in which incarnation
+
+    def rank_of(self, peer: PeerId) -> int:
+        return next(rank for rank, known in self.peers.items() if known == peer)
 
 
 class DecodeEndpoint:
@@ -89,6 +104,7 @@ class DecodeEndpoint:
         self.me = me
         self.counters: Counter[str] = Counter()
         self._hello = hello
+        self._mesh = hello.topology.mesh(hello.digest)
         self._timing = timing
         self._stamp = Stamper(me)
         self._links: dict[str, _Link] = {}
@@ -119,12 +135,7 @@ class DecodeEndpoint:
                 raise RequestError(f"room {key.room} generation {key.generation} is open already")
             self._drop(known)  # the number is in use again
         out: list[Action] = []
-        link = self._links.get(address)
-        if link is None:
-            link = _Link(address, Liveness(now_s, now_s), Backoff(self._timing.resend_s))
-            self._links[address] = link
-            out.append(Connect(address))
-            self._greet(link, now_s, out)
+        link = self._links.get(address) or self._new_link(address, now_s, out)
         self._rooms[key] = room = _Room(machine, link)
         link.rooms.add(key)
         link.waiting[key] = None
@@ -138,7 +149,7 @@ class DecodeEndpoint:
         room = self._rooms.get(key)
         if room is not None and isinstance(room.machine, ReceiverMachine):
             self._on(room, receiver.Fail(error), now_s, out)
-            if room.peer is None:
+            if not room.peers:
                 # Prefill has not heard of the room, but may have the request, and wait. Its answer is no news here.
                 refusal = RefusalMachine(key, room.machine.ticket, str(error), self._timing, now_s, is_news=False)
                 out += self._enter(refusal, room.link.address, now_s)
@@ -153,8 +164,8 @@ class DecodeEndpoint:
         out: list[Action] = []
         self._fenced[peer.name] = max(peer.incarnation, self._fenced.get(peer.name, 0))
         error = PeerLostError(f"{peer} was fenced")
-        for room in [room for room in self._rooms.values() if room.peer == peer]:
-            self._on(room, receiver.Fail(error, tell=False), now_s, out)
+        for room in [room for room in self._rooms.values() if peer in room.peers.values()]:
+            self._on(room, receiver.Fail(error, lost=room.rank_of(peer)), now_s, out)
         for link in self._links.values():
             if link.peer == peer:
                 link.peer, link.ready = None, False
@@ -167,8 +178,8 @@ class DecodeEndpoint:
         out: list[Action] = []
         self._settling.discard(token)
         if isinstance(token, PeerId):
-            for room in [room for room in self._rooms.values() if room.peer == token]:
-                self._on(room, receiver.FencedOff(0), now_s, out)
+            for room in [room for room in self._rooms.values() if token in room.peers.values()]:
+                self._on(room, receiver.FencedOff(room.rank_of(token)), now_s, out)
         elif isinstance(token, RankDrained):
             drained = self._rooms.get(token.key)
             if drained is not None and drained.machine.ticket == token.ticket:
@@ -223,7 +234,8 @@ class DecodeEndpoint:
             self.counters["tags_dropped"] += 1
             return out
         room = self._rooms.get(RoomKey(tag.room, tag.generation))
-        if room is None or room.peer is None or room.peer.incarnation != tag.incarnation:
+        peer = None if room is None else room.peers.get(tag.rank)
+        if room is None or peer is None or peer.incarnation != tag.incarnation:
             self.counters["tags_dropped"] += 1
         else:
             self._on(room, receiver.ChunkLanded(tag.rank, tag.chunk, tag.part), now_s, out)
@@ -317,8 +329,8 @@ class DecodeEndpoint:
         room = self._rooms.get(RoomKey(body.room, body.generation))
         if room is None:
             return None
-        if room.peer != link.peer:
-            raise ProtocolError(f"room {body.room} was promised to {room.peer}, not to {link.peer}")
+        if link.peer is None or room.peers.get(body.rank) != link.peer:
+            raise ProtocolError(f"room {body.room} was promised to {room.peers}, {link.peer} speaks as {body.rank}")
         if room.machine.ticket != body.ticket:
             raise ProtocolError(f"a word of an earlier use of room {body.room}")
         return room
@@ -341,12 +353,14 @@ class DecodeEndpoint:
         assert isinstance(frame.body, HelloReply)
         try:
             self._check(frame.body)
-        except HandshakeError as error:
+            link.told = self._ranks_told(link.address, frame.body) if frame.body.rank == 0 else {}
+        except (HandshakeError, ConfigError) as error:
             self.counters["handshakes_refused"] += 1
             self._refuse_link(link, error, now_s, out)
             return
         link.peer = frame.sender
         link.ready = True
+        link.reply = frame.body
         link.hello.due_s = float("inf")
         self._timers.wake(link.address, link.live.heartbeat_due_s(self._timing))
         self._promote(link, now_s, out)
@@ -355,6 +369,14 @@ class DecodeEndpoint:
         check_pair(self._hello.digest, self._hello.topology, reply.digest, reply.topology)
         if reply.refused:
             raise HandshakeError("refused by prefill", "", reply.refused)
+
+    def _ranks_told(self, address: str, reply: HelloReply) -> dict[int, str]:
+        """The address of each rank of this leader that our pages are promised to."""
+        theirs = reply.topology.mesh(reply.digest)
+        if len(reply.endpoints) < theirs.num_ranks:
+            raise HandshakeError("endpoints", theirs.num_ranks, len(reply.endpoints), "are fewer than its ranks")
+        ranks = ranks_told(theirs, self._mesh, self._hello.rank)
+        return {rank: reply.endpoints[rank] if rank else address for rank in ranks}
 
     def _lose_peer(self, link: _Link, newer: PeerId, now_s: float, out: list[Action]) -> None:
         """Another process answers at this address: whatever was promised to the one before has ended.
@@ -367,10 +389,16 @@ class DecodeEndpoint:
         error = PeerLostError(f"{lost} was replaced by {newer}")
         for key in list(link.rooms):
             room = self._rooms[key]
-            if room.peer == lost:
-                self._on(room, receiver.Fail(error, tell=False), now_s, out)
+            if lost in room.peers.values():
+                self._on(room, receiver.Fail(error, lost=room.rank_of(lost)), now_s, out)
 
     # --- links ------------------------------------------------------------------------------------
+
+    def _new_link(self, address: str, now_s: float, out: list[Action]) -> _Link:
+        link = self._links[address] = _Link(address, Liveness(now_s, now_s), Backoff(self._timing.resend_s))
+        out.append(Connect(address))
+        self._greet(link, now_s, out)
+        return link
 
     def _greet(self, link: _Link, now_s: float, out: list[Action]) -> None:
         link.hello.start(now_s)
@@ -378,14 +406,42 @@ class DecodeEndpoint:
         self._timers.wake(link.address, link.hello.due_s)
 
     def _promote(self, link: _Link, now_s: float, out: list[Action]) -> None:
-        """Promise the pages of the rooms that wait for this worker, if it is there and answers."""
-        if not link.waiting or not link.ready or link.live.suspect(self._timing, now_s):
+        """A rank is there and answers: promise the pages of the rooms that waited only for that."""
+        for address in (link.address, *sorted(link.leaders)):
+            leader = self._links.get(address)
+            if leader is not None and leader.waiting and leader.ready:
+                self._promote_rooms(leader, now_s, out)
+
+    def _promote_rooms(self, leader: _Link, now_s: float, out: list[Action]) -> None:
+        links: dict[int, _Link] = {}
+        for rank, address in leader.told.items():
+            links[rank] = self._links.get(address) or self._new_link(address, now_s, out)
+            links[rank].leaders.add(leader.address)
+        try:
+            for rank, link in links.items():
+                self._check_rank(leader, rank, link)
+        except HandshakeError as error:
+            self.counters["handshakes_refused"] += 1
+            self._refuse_link(leader, error, now_s, out)
             return
-        for key in list(link.waiting):
+        if not all(link.ready and not link.live.suspect(self._timing, now_s) for link in links.values()):
+            return
+        for key in list(leader.waiting):
             room = self._rooms[key]
-            room.peer = link.peer
-            link.waiting.pop(key, None)
-            self._on(room, receiver.PeerReady((0,)), now_s, out)
+            leader.waiting.pop(key, None)
+            room.links = links
+            for rank, link in links.items():
+                assert link.peer is not None
+                room.peers[rank] = link.peer
+                link.rooms.add(key)
+            self._on(room, receiver.PeerReady(tuple(links)), now_s, out)
+
+    def _check_rank(self, leader: _Link, rank: int, link: _Link) -> None:
+        """Raises HandshakeError where another rank answers than the leader said, or one that goes another way."""
+        if link.ready and link.reply is not None and leader.reply is not None:
+            for name, expected in (("rank", rank), ("topology", leader.reply.topology)):
+                if getattr(link.reply, name) != expected:
+                    raise HandshakeError(name, expected, getattr(link.reply, name), f"of {link.address} differs")
 
     def _tick_link(self, link: _Link | None, now_s: float, out: list[Action]) -> None:
         if link is None:
@@ -402,9 +458,11 @@ class DecodeEndpoint:
         self._timers.wake(link.address, next_s)
 
     def _refuse_link(self, link: _Link, error: Exception, now_s: float, out: list[Action]) -> None:
-        for key in list(link.waiting):
-            self._on(self._rooms[key], receiver.Fail(error), now_s, out)
-        if any(self._rooms[key].peer == link.peer for key in link.rooms):
+        leaders = [self._links[address] for address in sorted(link.leaders) if address in self._links]
+        for leader in dict.fromkeys((link, *leaders)):
+            for key in list(leader.waiting):
+                self._on(self._rooms[key], receiver.Fail(error), now_s, out)
+        if any(link.peer in self._rooms[key].peers.values() for key in link.rooms):
             # It has pages of ours, and its word on them is still wanted: no new rooms, but the link stays.
             if link.ready:
                 link.ready = False
@@ -438,8 +496,8 @@ class DecodeEndpoint:
         for action in machine.on(event, now_s):
             if not isinstance(action, Say):
                 out.append(action)
-            elif room.link.peer == room.peer:  # the incarnation it is meant for still listens there
-                self._send(room.link, action.body, now_s, out)
+            elif room.links[action.rank].peer == room.peers[action.rank]:  # whom it is meant for still listens there
+                self._send(room.links[action.rank], action.body, now_s, out)
         self._expected += (not machine.drained) - expected
         if machine.over:
             self._drop(room)
@@ -449,6 +507,7 @@ class DecodeEndpoint:
     def _drop(self, room: _Room) -> None:
         key = room.machine.key
         del self._rooms[key]
-        room.link.rooms.discard(key)
+        for link in (room.link, *room.links.values()):
+            link.rooms.discard(key)
         room.link.waiting.pop(key, None)
         self._timers.forget(key)

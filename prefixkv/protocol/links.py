@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import count
 
 from prefixkv.config import ControlConfig
-from prefixkv.errors import HandshakeError, ProtocolError
+from prefixkv.errors import ProtocolError
+from prefixkv.pool.mesh import check_meshes, check_page_sizes
 from prefixkv.protocol.messages import AnyBody, Frame, ModelDigest, Topology, encode
 from prefixkv.protocol.state import PeerId
 
@@ -51,14 +52,8 @@ class Liveness:
         return now_s - self.heard_s > timing.forget_after_s
 
 
-def check_topology(ours: Topology, theirs: Topology) -> None:
-    """Raises HandshakeError, naming the field, for a pair whose pages cannot be written one to one."""
-    for field in ("page_size", "tensor_parallel", "pipeline_parallel"):
-        if getattr(ours, field) != getattr(theirs, field):
-            raise HandshakeError(field, getattr(ours, field), getattr(theirs, field))
-
-
 def check_pair(ours: ModelDigest, our_topology: Topology, theirs: ModelDigest, their_topology: Topology) -> None:
-    """Raises HandshakeError for the first thing that keeps two nodes from working together."""
+    """Raises HandshakeError for the first thing that keeps two workers apart, ConfigError for a mesh that cannot be."""
     ours.check(theirs)
-    check_topology(our_topology, their_topology)
+    check_meshes(our_topology.mesh(ours), their_topology.mesh(theirs))
+    check_page_sizes(our_topology.page_size, their_topology.page_size)

@@ -26,9 +26,11 @@ import numpy.typing as npt
 
 from prefixkv.errors import HandshakeError, ProtocolError
 from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.pool.mesh import Mesh
+from prefixkv.pool.staging_area import StagingArea
 from prefixkv.protocol.state import PeerId
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 << 20
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -62,10 +64,12 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
     page_size: Count
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
+    stage_layers: tuple[Count, ...] = ()
 
-    @property
-    def num_ranks(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel
+    def mesh(self, digest: ModelDigest) -> Mesh:
+        """How the model of `digest` is shared out; a peer's still has to be checked (`check_meshes`)."""
+        sizes = (self.tensor_parallel, self.pipeline_parallel)
+        return Mesh(digest.num_layers, digest.num_kv_heads, *sizes, self.stage_layers)
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
@@ -73,21 +77,32 @@ class Body(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
 
 
 class Hello(Body, frozen=True, tag="hello"):
-    """Decode introduces itself: what it runs, and how to write to its pool."""
+    """A decode rank introduces itself: what it runs, and how to write to its pool.
+
+    `worker` is rank 0's identity: the ranks of one worker name the same. `staging` is where slices may be staged.
+    """
 
     digest: ModelDigest
     topology: Topology
     layout: KVLayout
     agent_metadata: bytes
+    rank: Count = 0
+    worker: PeerId | None = None
+    staging: StagingArea | None = None
 
 
 class HelloReply(Body, frozen=True, tag="hello-reply"):
-    """Prefill's answer. `refused` is empty, or says why the two cannot work together."""
+    """A prefill rank's answer. `refused` is empty, or says why the two cannot work together.
+
+    `endpoints` are the addresses of all ranks, by rank; "" for one's own. `staged`: what it writes is staged.
+    """
 
     digest: ModelDigest
     topology: Topology
     endpoints: tuple[str, ...]
     refused: Text = ""
+    rank: Count = 0
+    staged: bool = False
 
 
 class HelloWanted(Body, frozen=True, tag="hello-wanted"):

@@ -27,6 +27,8 @@ from prefixkv.errors import (
 )
 from prefixkv.paging import pages_for
 from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.pool.mesh import Shard, check_holds, readers_awaited, sent_share
+from prefixkv.pool.unit_pages import unit_pages
 from prefixkv.protocol import messages
 from prefixkv.protocol import sender_machine as sender
 from prefixkv.protocol.links import Liveness, Stamper, check_pair
@@ -55,11 +57,12 @@ class SendFrame:
 
 @dataclass(frozen=True, slots=True)
 class AddPeer:
-    """Make the peer's pool a target of our transport."""
+    """Make the peer's pool a target of our transport: `parts` are what of ours goes where in it."""
 
     peer: PeerId
     metadata: bytes
     layout: KVLayout
+    parts: tuple[Shard, Shard]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +74,30 @@ Action = SendFrame | AddPeer | RemovePeer | PostWrite | CancelWrite | Bootstrapp
 
 
 _NO_ROOM = RoomKey(0, -1)
+_NO_CLAIMS: dict[PeerId, Any] = {}
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """One decode worker. `gone` once its rooms have ended because it left or was replaced."""
+    """A rank of a decode worker. `gone` once its rooms have ended because it left or was replaced.
+
+    `readers` are the ranks of its worker that promise us pages, `writes` says whether anything of ours goes to it.
+    """
 
     id: PeerId
     route: bytes
     credential: str
     hello: Hello
     live: Liveness
+    readers: tuple[int, ...]
+    writes: bool
     rooms: set[RoomKey] = field(default_factory=set)
     num_parked: int = 0
     gone: bool = False
+
+    @property
+    def worker(self) -> PeerId:
+        return self.hello.worker or self.id
 
 
 class PrefillEndpoint:
@@ -104,12 +117,13 @@ class PrefillEndpoint:
         self.endpoints = endpoints
         self._digest = digest
         self._topology = topology
+        self._mesh = topology.mesh(digest)
         self._timing = timing
         self._rank = rank
         self._stamp = Stamper(me)
         self._peers: dict[str, _Peer] = {}
         self._rooms: dict[RoomKey, SenderMachine] = {}
-        self._owner: dict[RoomKey, _Peer] = {}
+        self._claims: dict[RoomKey, dict[PeerId, _Peer]] = {}  # the ranks of one worker that have named the room
         self._aborted_early: dict[RoomKey, tuple[float, str]] = {}
         self._unclaimed: set[RoomKey] = set()  # over for our engine; kept to answer a promise that is on its way
         self._jobs: dict[int, RoomKey] = {}
@@ -131,9 +145,8 @@ class PrefillEndpoint:
         elif machine.added:
             raise RequestError(f"room {key.room} generation {key.generation} was added already")
         early = self._aborted_early.pop(key, None)
-        owner = self._owner.get(key)
-        if owner is not None and not machine.poll.ended:
-            owner.num_parked -= 1
+        if not machine.poll.ended:
+            self._unpark(key)
         ended_before = machine.poll.ended
         self._on(machine, sender.Added(num_tokens), now_s, out)
         if ended_before:  # it ended while it was parked
@@ -258,9 +271,10 @@ class PrefillEndpoint:
         elif isinstance(body, messages.Abort):
             self._take_abort(peer, body, now_s, out)
         elif isinstance(body, messages.OutcomeAck):
-            machine = self._rooms.get(RoomKey(body.room, body.generation))
-            if machine is not None and machine.peer == peer.id and machine.ticket == body.ticket:
-                self._on(machine, sender.OutcomeAcked(), now_s, out)
+            key = RoomKey(body.room, body.generation)
+            machine = self._rooms.get(key)
+            if machine is not None and peer.id in self._claimants(key) and machine.ticket == body.ticket:
+                self._on(machine, sender.OutcomeAcked(peer.hello.rank), now_s, out)
         elif isinstance(body, messages.Fenced):
             self._lose_peer(peer, PeerLostError(f"{peer.id} has left"), now_s, out)
         elif not isinstance(body, messages.Heartbeat):
@@ -285,26 +299,28 @@ class PrefillEndpoint:
             self._answer_hello(route, f"{len(self._peers)} decode workers are known, the limit is reached", out)
             return
         live = Liveness(now_s, now_s, frame.seq)
-        self._peers[frame.name] = _Peer(frame.sender, route, credential, hello, live)
+        mesh = hello.topology.mesh(hello.digest)
+        share = sent_share(self._mesh, self._rank, mesh, hello.rank)
+        readers = readers_awaited(self._mesh, self._rank, mesh)
+        self._peers[frame.name] = _Peer(frame.sender, route, credential, hello, live, readers, share is not None)
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
-        out.append(AddPeer(frame.sender, hello.agent_metadata, hello.layout))
+        if share is not None:
+            parts = share.inside(self._mesh.shard(self._rank)), share.inside(mesh.shard(hello.rank))
+            out.append(AddPeer(frame.sender, hello.agent_metadata, hello.layout, parts))
         self._answer_hello(route, "", out)
 
     def _check(self, hello: Hello) -> None:
         check_pair(self._digest, self._topology, hello.digest, hello.topology)
-        layout = hello.layout
+        layout, digest = hello.layout, self._digest
         layout.validate()
-        described = (
-            layout.dtype, layout.attention, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_size
-        )  # fmt: skip
-        digest, topology = self._digest, self._topology
-        heads = max(1, digest.num_kv_heads // topology.tensor_parallel)  # on each rank
-        ours = (digest.dtype, digest.attention, digest.num_layers, heads, digest.head_dim, topology.page_size)
+        check_holds(layout, hello.topology.mesh(digest).shard(hello.rank))
+        described = layout.dtype, layout.attention, layout.head_dim, layout.page_size
+        ours = digest.dtype, digest.attention, digest.head_dim, hello.topology.page_size
         if described != ours:
             raise HandshakeError("layout", ours, described)
 
     def _answer_hello(self, route: bytes, refused: str, out: list[Action]) -> None:
-        reply = HelloReply(self._digest, self._topology, self.endpoints, refused)
+        reply = HelloReply(self._digest, self._topology, self.endpoints, refused, self._rank)
         out.append(SendFrame(route, self._stamp.frame(reply)))
 
     def _take_promise(self, peer: _Peer, promise: Promise, now_s: float, out: list[Action]) -> None:
@@ -312,34 +328,52 @@ class PrefillEndpoint:
         try:
             event = self._checked(peer, promise)
             machine = self._rooms.get(key)
-            if machine is not None and machine.peer not in (None, peer.id):
-                raise ProtocolError(f"room {key.room} belongs to {machine.peer}")
+            self._check_owner(machine, peer, key)
             if machine is not None and machine.drained and 0 < machine.ticket < promise.ticket:
                 self._drop_room(machine)  # decode has done with that use of the room, if it uses its number again
                 machine = None
             if machine is not None and not machine.same_promise(event):
                 raise ProtocolError(f"another promise for room {key.room} generation {key.generation}")
+            parks = peer.id not in self._claimants(key) and not (machine is not None and machine.added)
+            if parks and peer.num_parked >= self._timing.max_parked_per_peer:
+                raise ProtocolError(f"{peer.num_parked} promises wait for their requests, the limit is reached")
             if machine is None:
-                if peer.num_parked >= self._timing.max_parked_per_peer:
-                    raise ProtocolError(f"{peer.num_parked} promises wait for their requests, the limit is reached")
                 machine = self._new_machine(key, now_s)
-                peer.num_parked += 1
         except ProtocolError as error:
             # Nothing was written for this promise, so its pages are drained as far as it is concerned. If another
             # promise of this room stands, decode has already ended or will end that one by its own rules.
             known = self._rooms.get(key)
-            if known is None or known.peer != peer.id or known.ticket != promise.ticket:
+            if known is None or peer.id not in self._claimants(key) or known.ticket != promise.ticket:
                 refusal = Outcome(*key, self._rank, False, 0, 0, b"", str(error)[:1000], True, promise.ticket)
                 self._send(peer, refusal, now_s, out)
             raise
+        if not machine.poll.ended:
+            peer.num_parked += parks
         self._aborted_early.pop(key, None)  # its number is in use again
-        self._owner.setdefault(key, peer)
-        peer.rooms.add(key)
+        self._claim(key, peer)
         self._on(machine, event, now_s, out)
+
+    def _check_owner(self, machine: SenderMachine | None, peer: _Peer, key: RoomKey) -> None:
+        """Raises ProtocolError unless the room is nobody's, or of the peer's worker, and it speaks for itself there."""
+        for claimant in self._claimants(key).values():
+            if claimant.worker != peer.worker or (machine is not None and machine.is_strange(peer.id, peer.hello.rank)):
+                raise ProtocolError(f"room {key.room} belongs to {claimant.worker}")
+
+    def _claimants(self, key: RoomKey) -> dict[PeerId, _Peer]:
+        return self._claims.get(key, _NO_CLAIMS)
+
+    def _claim(self, key: RoomKey, peer: _Peer) -> None:
+        self._claims.setdefault(key, {})[peer.id] = peer
+        peer.rooms.add(key)
+
+    def _unpark(self, key: RoomKey) -> None:
+        """The room has ended, or its request has come: its promises are parked no more."""
+        for peer in self._claimants(key).values():
+            peer.num_parked -= 1
 
     def _checked(self, peer: _Peer, promise: Promise) -> sender.Promised:
         """The promise with page ids that are safe to turn into addresses."""
-        page_size = self._topology.page_size
+        page_size = peer.hello.topology.page_size
         pages = promise.page_ids()
         if promise.prefix_len % page_size or promise.prefix_len > promise.fill_len:
             raise ProtocolError(f"prefix of {promise.prefix_len} tokens of {promise.fill_len}, pages of {page_size}")
@@ -351,29 +385,40 @@ class PrefillEndpoint:
             raise ProtocolError(f"page ids {pages.min()} to {pages.max()}, the pool has {num_pages}")
         if len(np.unique(pages)) != len(pages):
             raise ProtocolError("a page id twice in one promise")
-        return sender.Promised(peer.id, promise.fill_len, promise.prefix_len, pages, promise.ticket)
+        unit_tokens = min(page_size, self._topology.page_size)
+        fold = page_size // unit_tokens
+        num_units = pages_for(promise.fill_len - promise.prefix_len, unit_tokens)
+        return sender.Promised(
+            peer.id, promise.fill_len, promise.prefix_len, unit_pages(pages, fold, 0, num_units), promise.ticket,
+            peer.hello.rank, peer.readers, peer.writes, unit_tokens, fold,
+        )  # fmt: skip
 
     def _take_abort(self, peer: _Peer, abort: messages.Abort, now_s: float, out: list[Action]) -> None:
         key = RoomKey(abort.room, abort.generation)
         machine = self._rooms.get(key)
-        to_come = machine is None or (not machine.added and machine.peer in (None, peer.id))
+        claims = self._claimants(key)
+        theirs = not claims or peer.worker in {claimant.worker for claimant in claims.values()}
+        to_come = machine is None or (not machine.added and theirs)
         if to_come and len(self._aborted_early) < self._timing.max_parked_per_peer:
             # The engine's request is still to come; the room itself will be over by then.
             self._aborted_early[key] = (now_s + self._timing.parked_timeout_s, abort.reason)
-        if machine is None or machine.peer not in (None, peer.id) or machine.is_other_use(abort.ticket):
+        strange = not theirs or (machine is not None and machine.is_strange(peer.id, peer.hello.rank))
+        if machine is None or strange or machine.is_other_use(abort.ticket):
             # Nothing of ours can land in that peer's pages for this room: its later frames outnumber this one.
             self._send(peer, messages.Drained(*key, self._rank, abort.ticket, self._renewed), now_s, out)
             return
-        self._owner.setdefault(key, peer)
-        peer.rooms.add(key)
-        self._on(machine, sender.AbortSaid(peer.id, abort.reason, abort.ticket), now_s, out)
+        said = sender.AbortSaid(peer.id, abort.reason, abort.ticket, peer.hello.rank, peer.readers)
+        if peer.id not in claims and not machine.added and not machine.poll.ended:
+            peer.num_parked += 1  # until it has ended, which it does at once
+        self._claim(key, peer)
+        self._on(machine, said, now_s, out)
 
     # --- peers ------------------------------------------------------------------------------------
 
     def _lose_peer(self, peer: _Peer, error: Exception, now_s: float, out: list[Action]) -> None:
         peer.gone = True
         for key in list(peer.rooms):
-            self._on(self._rooms[key], sender.Fail(error, tell=False), now_s, out)
+            self._on(self._rooms[key], sender.Fail(error, gone=peer.hello.rank), now_s, out)
         self._forget_peer(peer, out)
 
     def _forget_peer(self, peer: _Peer, out: list[Action]) -> None:
@@ -411,22 +456,23 @@ class PrefillEndpoint:
         open_before = not machine.poll.ended
         for action in machine.on(event, now_s):
             if isinstance(action, Say):
-                self._send(self._owner[key], action.body, now_s, out)
+                self._send(self._claims[key][action.peer], action.body, now_s, out)
             elif isinstance(action, RoomEnded | SourceFree) and not machine.added:
                 continue  # the engine has never heard of it
             else:
                 if isinstance(action, PostWrite):
                     self._jobs[action.job_id] = key
                 out.append(action)
-        owner = self._owner.get(key)
-        if owner is not None and open_before and machine.poll.ended and not machine.added:
-            owner.num_parked -= 1
-        # A peer that is gone drains its own pages, or never: only our writes' ends are waited for.
-        if machine.over or (owner is not None and owner.gone and machine.poll.ended and not machine.in_flight):
+        if open_before and machine.poll.ended and not machine.added:
+            self._unpark(key)
+        # Peers that are gone drain their own pages, or never: only our writes' ends are waited for.
+        claims = self._claimants(key)
+        all_gone = bool(claims) and all(peer.gone for peer in claims.values())
+        if machine.over or (all_gone and machine.poll.ended and not machine.in_flight):
             self._drop_room(machine)
         else:
             self._timers.wake(key, machine.wake_s)
-            if machine.poll.ended and machine.peer is None:
+            if machine.poll.ended and not machine.readers:
                 self._unclaimed.add(key)
             else:
                 self._unclaimed.discard(key)
@@ -435,6 +481,5 @@ class PrefillEndpoint:
         self._rooms.pop(machine.key, None)
         self._unclaimed.discard(machine.key)
         self._timers.forget(machine.key)
-        owner = self._owner.pop(machine.key, None)
-        if owner is not None:
-            owner.rooms.discard(machine.key)
+        for peer in self._claims.pop(machine.key, _NO_CLAIMS).values():
+            peer.rooms.discard(machine.key)

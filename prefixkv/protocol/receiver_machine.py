@@ -46,10 +46,11 @@ class DrainedSaid(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """End the room from this side: aborted, refused, or its peer lost. `tell` is False where nobody listens."""
+    """End the room from this side: aborted, refused, or the rank `lost`. `tell` is False where nobody listens."""
 
     error: Exception
     tell: bool = True
+    lost: int | None = None
 
 
 class FencedOff(NamedTuple):
@@ -240,7 +241,7 @@ class ReceiverMachine:
         if event.rank not in self.ranks:
             return []
         self._undrained.discard(event.rank)
-        return self._fail(Fail(TransferError(f"prefill rank {event.rank} was fenced")), now_s)
+        return self._fail(Fail(TransferError(f"prefill rank {event.rank} was fenced"), lost=event.rank), now_s)
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
         if now_s >= self._deadline_s:
@@ -256,14 +257,14 @@ class ReceiverMachine:
         self._resend.start(now_s)
         actions: list[Action] = [RoomEnded(self.key, self.poll, error=event.error)]
         if event.tell:
-            actions += self._aborts()
+            actions += self._aborts(event.lost)
         return actions
 
     # --- after the end ----------------------------------------------------------------------------
 
-    def _aborts(self) -> list[Action]:
-        reason = str(self.error)[:1000]
-        return [Say(rank, Abort(*self.key, reason, self.promise.ticket)) for rank in sorted(self._undrained)]
+    def _aborts(self, lost: int | None = None) -> list[Action]:
+        word = Abort(*self.key, str(self.error)[:1000], self.promise.ticket)
+        return [Say(rank, word) for rank in sorted(self._undrained) if rank != lost]
 
     def _outcome_again(self, event: OutcomeSaid, now_s: float) -> list[Action]:
         if event.outcome.drained:

@@ -58,7 +58,7 @@ class RefusalMachine:
                 self._unanswered = set(ranks)
                 self._resend.start(now_s)
                 return self._aborts()
-            case (DrainedSaid(rank) | FencedOff(rank)) if rank in self._unanswered:
+            case DrainedSaid(rank) | FencedOff(rank) if rank in self._unanswered:
                 self._unanswered.discard(rank)
                 return [] if self._unanswered else self._end()
             case Fail():

@@ -1,4 +1,7 @@
-"""Prefill's side of one room: take decode's promise, post what the engine hands over, say how it ended.
+"""Prefill's side of one room: take decode's promises, post what the engine hands over, say how it ended.
+
+Each decode rank that takes a part of our KV (a *reader*) promises its pages, all of them the same; the room begins
+when all have, and ends for all of them alike.
 
 Three ends are kept apart. *Ended* is for the engine: SUCCESS or FAILED, once. *Source free* is for our own
 pages: no write reads them any more. *Drained* is for decode's pages: said only when every write of the room
@@ -9,7 +12,7 @@ and decode is told to let settle what kernels hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,6 +21,8 @@ import numpy.typing as npt
 
 from prefixkv.config import ControlConfig
 from prefixkv.errors import AbortedError, RequestError, TransferError, TransferTimeoutError
+from prefixkv.paging import pages_for
+from prefixkv.pool.unit_pages import unit_pages
 from prefixkv.protocol.backoff import Backoff
 from prefixkv.protocol.messages import AnyBody, Drained, Outcome, PromiseAck
 from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
@@ -34,13 +39,22 @@ class Added(NamedTuple):
 
 
 class Promised(NamedTuple):
-    """Decode has `prefix_len` tokens and wants the rest of `fill_len` in `pages` (checked by the endpoint)."""
+    """Rank `reader` of decode has `prefix_len` tokens and wants the rest of `fill_len` in `units` of its pool.
+
+    Checked by the endpoint. `units` are unit pages of `unit_tokens` (pool/unit_pages.py), `fold` of them a page of
+    decode's. `readers` are all ranks that will promise. `writes`: False for one that only has to know how it ends.
+    """
 
     peer: PeerId
     fill_len: int
     prefix_len: int
-    pages: Pages
+    units: Pages
     ticket: int = 0
+    reader: int = 0
+    readers: tuple[int, ...] = (0,)
+    writes: bool = True
+    unit_tokens: int = 0  # 0: a page of ours
+    fold: int = 1
 
 
 class ChunkQueued(NamedTuple):
@@ -68,22 +82,25 @@ class WriteDrained(NamedTuple):
 
 
 class AbortSaid(NamedTuple):
-    """Decode wants no more of this room and waits for our Drained."""
+    """This reader wants no more of this room and waits for our Drained."""
 
     peer: PeerId
     reason: str
     ticket: int = 0
+    reader: int = 0
+    readers: tuple[int, ...] = (0,)
 
 
 class Fail(NamedTuple):
-    """End the room from this side: aborted by the engine, or the peer is gone."""
+    """End the room from this side: aborted by the engine, or the reader `gone` has left. `tell`: False tells nobody."""
 
     error: Exception
     tell: bool = True
+    gone: int | None = None
 
 
 class OutcomeAcked(NamedTuple):
-    pass
+    reader: int = 0
 
 
 class Tick(NamedTuple):
@@ -97,7 +114,7 @@ Event = Added | Promised | ChunkQueued | WriteEnded | WriteDrained | AbortSaid |
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Send `body` to the room's peer."""
+    """Send `body` to this reader of the room."""
 
     peer: PeerId
     body: AnyBody
@@ -105,7 +122,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PostWrite:
-    """Queue this write with the transport."""
+    """Queue this write with the transport: of unit pages, the first of them `first_unit` behind the prefix."""
 
     job_id: int
     key: RoomKey
@@ -114,6 +131,8 @@ class PostWrite:
     src_pages: Pages
     dst_pages: Pages
     ready: Any
+    first_unit: int
+    ticket: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +144,7 @@ class CancelWrite:
 
 @dataclass(frozen=True, slots=True)
 class Bootstrapped:
-    """Engine and decode have both named the room: computing may start."""
+    """Engine and all readers have named the room: computing may start. `peer` is the lowest reader."""
 
     key: RoomKey
     peer: PeerId
@@ -151,6 +170,18 @@ class SourceFree:
 Action = Say | PostWrite | CancelWrite | Bootstrapped | RoomEnded | SourceFree
 
 
+class _Reader:
+    """A decode rank of the room. `answered`: it knows the outcome, or waits for none."""
+
+    __slots__ = ("abort_said", "answered", "peer", "promise")
+
+    def __init__(self, peer: PeerId) -> None:
+        self.peer = peer
+        self.promise: Promised | None = None
+        self.abort_said = False
+        self.answered = False
+
+
 class SenderMachine:
     """One (room, generation) on one prefill rank. Pure; owned by the endpoint that holds it."""
 
@@ -166,8 +197,7 @@ class SenderMachine:
         self.key = key
         self.poll = KVPoll.BOOTSTRAPPING
         self.error: Exception | None = None
-        self.peer: PeerId | None = None
-        self.prefix_len = 0
+        self.readers: dict[int, _Reader] = {}  # that have spoken
         self.ticket = 0  # of the promise, or of the abort that came without one
         self.in_flight: set[int] = set()
         self.undrained: set[int] = set()  # jobs that ended in an error after they were posted
@@ -177,13 +207,13 @@ class SenderMachine:
         self._next_job_id = next_job_id
         self._timing = timing
         self._num_tokens: int | None = None
-        self._promise: Promised | None = None
+        self._expected: tuple[int, ...] = ()  # the readers, once one has spoken
+        self._promise: Promised | None = None  # the first: all are alike but for the peer
         self._num_chunks = 0
-        self._pages_written = 0
+        self._units_written = 0
         self._last_queued = False
         self._aux = b""
-        self._abort_said = False
-        self._answered = False  # decode knows the outcome, or nobody is left to tell
+        self._nobody = False  # is left to tell how it ended
         self._source_freed = False
         self._resend = Backoff(timing.resend_s)
         self._deadline_s = now_s + timing.bootstrap_timeout_s
@@ -197,6 +227,16 @@ class SenderMachine:
     def drained(self) -> bool:
         """No write of ours for this room can land any more."""
         return self.poll.ended and not self.in_flight and not self.undrained
+
+    @property
+    def _complete(self) -> bool:
+        """All readers have spoken."""
+        return bool(self.readers) and len(self.readers) == len(self._expected)
+
+    @property
+    def _answered(self) -> bool:
+        """All readers know the outcome, or nobody is left to tell."""
+        return self._nobody or (self._complete and all(reader.answered for reader in self.readers.values()))
 
     @property
     def over(self) -> bool:
@@ -270,36 +310,47 @@ class SenderMachine:
         return self._maybe_bootstrapped(now_s)
 
     def _promised(self, event: Promised, now_s: float) -> list[Action]:
-        if self._promise is not None:
-            return self._promised_again(event, now_s)
-        self._promise = event
-        self.peer = event.peer
-        self.ticket = event.ticket
-        self.prefix_len = event.prefix_len
-        if not self.added:
-            self._deadline_s = now_s + self._timing.parked_timeout_s
-        return [self._promise_ack(event.peer), *self._maybe_bootstrapped(now_s)]
+        reader = self._enter(event)
+        if reader.promise is None:
+            reader.promise = event
+            self._promise = self._promise or event
+            self.ticket = event.ticket
+            if not self.added:
+                self._deadline_s = now_s + self._timing.parked_timeout_s
+            return [self._promise_ack(event), *self._maybe_bootstrapped(now_s)]
+        return self._promised_again(event, now_s)
+
+    def _enter(self, event: Promised | AbortSaid) -> _Reader:
+        self._expected = event.readers
+        return self.readers.setdefault(event.reader, _Reader(event.peer))
 
     def _promised_again(self, event: Promised, now_s: float) -> list[Action]:
         # Within a generation the promise stands: a repeat is answered, a different one is not taken.
-        assert self._promise is not None
-        return [self._promise_ack(event.peer)]
+        return [self._promise_ack(event)]
 
     def is_other_use(self, ticket: int) -> bool:
         """Whether a frame with this ticket is about another use of the room's number than the one promised here."""
         return self._promise is not None and self.ticket != ticket
 
+    def is_strange(self, peer: PeerId, reader: int) -> bool:
+        """Whether another peer than this has spoken as this reader of the room."""
+        known = self.readers.get(reader)
+        return known is not None and known.peer != peer
+
     def same_promise(self, event: Promised) -> bool:
-        """Whether this is the promise we have (or the first)."""
-        ours = self._promise
-        return ours is None or (
-            (ours.peer, ours.ticket, ours.fill_len, ours.prefix_len)
-            == (event.peer, event.ticket, event.fill_len, event.prefix_len)
-            and np.array_equal(ours.pages, event.pages)
+        """Whether this is the promise we have (or the reader's first, and like the others')."""
+        reader, first = self.readers.get(event.reader), self._promise
+        ours = reader.promise if reader is not None else None
+        return (ours is None or (ours.peer == event.peer and np.array_equal(ours.units, event.units))) and (
+            first is None
+            or (
+                (first.ticket, first.fill_len, first.prefix_len) == (event.ticket, event.fill_len, event.prefix_len)
+                and len(first.units) == len(event.units)
+            )
         )
 
-    def _promise_ack(self, peer: PeerId) -> Say:
-        return Say(peer, PromiseAck(*self.key, self._rank, self.ticket))
+    def _promise_ack(self, event: Promised) -> Say:
+        return Say(event.peer, PromiseAck(*self.key, self._rank, self.ticket))
 
     def _maybe_bootstrapped(self, now_s: float) -> list[Action]:
         promise = self._promise
@@ -308,9 +359,11 @@ class SenderMachine:
         if promise.fill_len != self._num_tokens:
             error = RequestError(f"decode waits for {promise.fill_len} tokens, the request here has {self._num_tokens}")
             return self._fail(Fail(error), now_s)
+        if not self._complete:
+            return []
         self.poll = KVPoll.WAITING_FOR_INPUT
         self._deadline_s = now_s + self._timing.waiting_timeout_s
-        return [Bootstrapped(self.key, promise.peer, promise.prefix_len)]
+        return [Bootstrapped(self.key, self.readers[min(self.readers)].peer, promise.prefix_len)]
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -322,30 +375,43 @@ class SenderMachine:
         self.poll = KVPoll.TRANSFERRING
         self._deadline_s = now_s + self._timing.transfer_timeout_s
         actions: list[Action] = []
-        first = event.first_page - promise.prefix_len // self._page_size
-        count = len(event.src_pages)
-        if count:
-            if first != self._pages_written or first + count > len(promise.pages):
+        num_units = len(promise.units)
+        if len(event.src_pages):
+            # In units behind the prefix. The first page may hold units that decode has, the last some beyond the end.
+            unit_tokens = promise.unit_tokens or self._page_size
+            fold = self._page_size // unit_tokens
+            first = event.first_page * fold - promise.prefix_len // unit_tokens
+            end = first + len(event.src_pages) * fold
+            start, stop = max(first, 0), min(end, num_units)
+            if first > start or start - first >= fold or end - stop >= fold or start != self._units_written:
                 error = TransferError(
-                    f"pages {first} to {first + count} handed over where page {self._pages_written} of "
-                    f"{len(promise.pages)} is next"
+                    f"units {first} to {end} handed over where unit {self._units_written} of {num_units} is next"
                 )
                 return self._fail(Fail(error), now_s)
-            job_id = self._next_job_id()
-            self.in_flight.add(job_id)
-            dst = promise.pages[first : first + count]
-            actions.append(
-                PostWrite(job_id, self.key, promise.peer, self._num_chunks, event.src_pages, dst, event.ready)
-            )
-            self._num_chunks += 1
-            self._pages_written += count
+            if start < stop:
+                src = unit_pages(event.src_pages, fold, start - first, stop - first)
+                actions += self._post(src, start, event.ready)
+                self._units_written = stop
         if event.last:
             self._last_queued = True
             self._aux = event.aux
-            if self._pages_written != len(promise.pages):
-                error = TransferError(f"{self._pages_written} of {len(promise.pages)} pages handed over")
+            if self._units_written != num_units:
+                error = TransferError(f"{self._units_written} of {num_units} units handed over")
                 return actions + self._fail(Fail(error), now_s)
         return actions + self._maybe_success(now_s)
+
+    def _post(self, src: Pages, first_unit: int, ready: Any) -> Iterator[Action]:
+        """A write to each reader that has a share in ours."""
+        for reader in self.readers.values():
+            promise = reader.promise
+            assert promise is not None
+            if promise.writes:
+                job_id = self._next_job_id()
+                self.in_flight.add(job_id)
+                dst = promise.units[first_unit : first_unit + len(src)]
+                chunk = self._num_chunks
+                yield PostWrite(job_id, self.key, reader.peer, chunk, src, dst, ready, first_unit, self.ticket)
+        self._num_chunks += 1
 
     def _write_ended(self, event: WriteEnded, now_s: float) -> list[Action]:
         if event.job_id not in self.in_flight:
@@ -370,18 +436,14 @@ class SenderMachine:
         self.error = event.error
         actions: list[Action] = [RoomEnded(self.key, self.poll, error=event.error)]
         actions += [CancelWrite(job_id) for job_id in sorted(self.in_flight)]
-        if not event.tell:
-            self._answered = True
-        elif self.peer is not None:
-            actions += self._tell(now_s)
-        else:
-            self._deadline_s = now_s + self._timing.parked_timeout_s  # for a promise that is on its way
-        return actions
+        self._fail_late(event, now_s)
+        return actions + self._tell(now_s)
 
     def _abort_said_open(self, event: AbortSaid, now_s: float) -> list[Action]:
-        # Decode ended the room itself, so it waits for no outcome, only for our Drained.
-        self.peer, self.ticket = event.peer, event.ticket
-        actions = self._fail(Fail(AbortedError(f"decode: {event.reason}"), tell=False), now_s)
+        # Decode ended the room itself, so this reader waits for no outcome, only for our Drained.
+        self.ticket = event.ticket
+        self._enter(event)
+        actions = self._fail(Fail(AbortedError(f"decode: {event.reason}"), gone=event.reader), now_s)
         return actions + self._abort_said_late(event, now_s)
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
@@ -391,40 +453,49 @@ class SenderMachine:
         return self._fail(Fail(TransferTimeoutError(what)), now_s)
 
     def _tell(self, now_s: float) -> list[Action]:
-        assert self.peer is not None
-        self._resend.start(now_s)
-        self._deadline_s = now_s + self._timing.ack_timeout_s
-        return [self._outcome()]
+        """Say the outcome to all who have not answered it yet, and wait: also for promises that are on their way."""
+        if self._answered:
+            return []
+        wait_s = self._timing.ack_timeout_s if self._complete else self._timing.parked_timeout_s
+        self._deadline_s = now_s + wait_s
+        if self.readers:
+            self._resend.start(now_s)
+        return self._outcomes()
 
-    def _outcome(self) -> Say:
-        assert self.peer is not None
+    def _outcomes(self) -> list[Action]:
+        return [self._outcome(reader) for reader in self.readers.values() if not reader.answered]
+
+    def _outcome(self, reader: _Reader) -> Say:
         ok = self.poll is KVPoll.SUCCESS
         error = "" if ok else str(self.error)[:1000]
         aux = self._aux if ok else b""
         drained = self.drained and not self.settle  # else Drained will say it
-        written = (self._num_chunks, self._pages_written)
-        return Say(self.peer, Outcome(*self.key, self._rank, ok, *written, aux, error, drained, self.ticket))
+        num_pages = pages_for(self._units_written, self._promise.fold) if self._promise is not None else 0
+        written = (self._num_chunks, num_pages)
+        return Say(reader.peer, Outcome(*self.key, self._rank, ok, *written, aux, error, drained, self.ticket))
 
     def _repeat_outcome(self, event: Promised, now_s: float) -> list[Action]:
-        return [] if self.peer is None else [self._outcome()]
+        return [self._outcome(self.readers[event.reader])]
 
     def _promised_late(self, event: Promised, now_s: float) -> list[Action]:
-        if self.peer is not None:
+        if event.reader in self.readers:
             return self._repeat_outcome(event, now_s)
-        self._promise, self.peer, self.ticket = event, event.peer, event.ticket
+        self._enter(event).promise = event
+        self._promise, self.ticket = self._promise or event, event.ticket
         return self._tell(now_s)
 
     def _acked(self, event: OutcomeAcked, now_s: float) -> list[Action]:
-        self._answered = True
+        if event.reader in self.readers:
+            self.readers[event.reader].answered = True
         return []
 
     def _tick_unanswered(self, event: Tick, now_s: float) -> list[Action]:
         if self._answered:
             return []
         if now_s >= self._deadline_s:
-            self._answered = True  # decode will ask with an Abort if it still cares
+            self._nobody = True  # decode will ask with an Abort if it still cares
             return []
-        return [self._outcome()] if self._resend.take(now_s) else []
+        return self._outcomes() if self._resend.take(now_s) else []
 
     def _write_ended_late(self, event: WriteEnded, now_s: float) -> list[Action]:
         if event.job_id not in self.in_flight:
@@ -445,17 +516,20 @@ class SenderMachine:
         return self._say_drained()
 
     def _abort_said_late(self, event: AbortSaid, now_s: float) -> list[Action]:
-        self._abort_said = True
-        self._answered = True
-        return self._say_drained()
+        reader = self._enter(event)
+        reader.abort_said = reader.answered = True
+        return self._say_drained(reader)
 
-    def _say_drained(self) -> list[Action]:
-        if not (self._abort_said and self.drained and self.peer is not None):
+    def _say_drained(self, only: _Reader | None = None) -> list[Action]:
+        if not self.drained:
             return []
-        return [Say(self.peer, Drained(*self.key, self._rank, self.ticket, self.settle))]
+        word = Drained(*self.key, self._rank, self.ticket, self.settle)
+        asked = [reader for reader in self.readers.values() if reader.abort_said and only in (None, reader)]
+        return [Say(reader.peer, word) for reader in asked]
 
     def _fail_late(self, event: Fail, now_s: float) -> list[Action]:
-        # The peer is gone (or the engine aborts what has ended): nobody waits for the outcome.
-        if not event.tell:
-            self._answered = True
+        # Who is gone waits for no outcome; nor does anybody, where all are.
+        if event.gone in self.readers:
+            self.readers[event.gone].answered = True
+        self._nobody |= not event.tell
         return []

@@ -87,7 +87,7 @@ def test_a_room_whose_worker_never_answers_fails_and_the_link_is_forgotten() -> 
 
 REFUSALS = {
     "another model": ({"digest": msgspec.structs.replace(DIGEST, weights_version="2")}, "weights_version differs"),
-    "another page size": ({"topology": Topology(8)}, "page_size differs"),
+    "another page size": ({"topology": Topology(6)}, "page_size"),
     "refused by prefill": ({"refused": "no room"}, "no room"),
 }
 
@@ -150,7 +150,7 @@ def test_a_frame_that_is_overtaken_or_repeated_is_dropped() -> None:
 
 def test_a_restarted_worker_counts_its_frames_from_one() -> None:
     peer = PrefillPeer().opened()
-    reply = messages.HelloReply(DIGEST, Topology(4), ())
+    reply = messages.HelloReply(DIGEST, Topology(4), ("",))
     peer.call("on_frame", ADDRESS, peer.raw(reply, newer(PREFILL), seq=1))
     assert peer.endpoint.peers(peer.now_s) == {ADDRESS: (newer(PREFILL), "ready")}
 

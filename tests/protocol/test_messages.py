@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.errors import HandshakeError, ProtocolError
+from prefixkv.errors import ConfigError, HandshakeError, ProtocolError
 from prefixkv.protocol import messages
 from prefixkv.protocol.links import check_pair
 from prefixkv.protocol.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Frame, Promise, Topology, decode, encode
@@ -111,11 +111,25 @@ def test_a_digest_that_differs_names_the_field(field: str) -> None:
     check_pair(DIGEST, TOPOLOGY, DIGEST, TOPOLOGY)
 
 
-@pytest.mark.parametrize("field", Topology.__struct_fields__)
-def test_a_topology_that_does_not_fit_names_the_field(field: str) -> None:
-    theirs = msgspec.structs.replace(TOPOLOGY, **{field: 8})
-    with pytest.raises(HandshakeError, match=field):
-        check_pair(DIGEST, TOPOLOGY, DIGEST, theirs)
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"page_size": 6}, "page_size"),
+        ({"tensor_parallel": 3}, "tp_size"),
+        ({"pipeline_parallel": 8}, "pp_size"),
+        ({"pipeline_parallel": 2, "stage_layers": (1, 2)}, "stage_layers"),
+    ],
+)
+def test_a_topology_that_does_not_fit_names_the_field(changes: dict[str, Any], field: str) -> None:
+    digest = msgspec.structs.replace(DIGEST, num_layers=4, num_kv_heads=6)
+    ours = msgspec.structs.replace(TOPOLOGY, tensor_parallel=2)
+    with pytest.raises((HandshakeError, ConfigError), match=field):
+        check_pair(digest, ours, digest, msgspec.structs.replace(TOPOLOGY, **changes))
+
+
+def test_a_topology_that_fits_may_differ() -> None:
+    digest = msgspec.structs.replace(DIGEST, num_layers=4, num_kv_heads=6)
+    check_pair(digest, TOPOLOGY, digest, Topology(TOPOLOGY.page_size * 4, 2, 2, (1, 3)))
 
 
 TAGS = st.builds(

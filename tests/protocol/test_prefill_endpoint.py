@@ -11,6 +11,7 @@ import pytest
 from prefixkv.config import CurveConfig
 from prefixkv.errors import AbortedError, PeerLostError, RequestError, TransferTimeoutError
 from prefixkv.pool.kv_layout import Slab
+from prefixkv.pool.mesh import Shard
 from prefixkv.protocol import messages
 from prefixkv.protocol.messages import (
     Abort,
@@ -34,7 +35,6 @@ from tests.protocol.wire import (
     KEY,
     LAYOUT,
     NUM_PAGES,
-    PAGE_SIZE,
     PREFILL,
     ROUTE,
     TIMING,
@@ -61,7 +61,7 @@ def refusal(actions: list[Any]) -> str:
 
 def test_the_path_of_one_room() -> None:
     peer = DecodePeer()
-    assert peer.say(HELLO) == [AddPeer(DECODE, b"agent", LAYOUT), WELCOME]
+    assert peer.say(HELLO) == [AddPeer(DECODE, b"agent", LAYOUT, (Shard.whole(LAYOUT),) * 2), WELCOME]
     assert peer.say(promise()) == [ACK]
     assert peer.call("add", KEY, 10) == [Bootstrapped(KEY, DECODE, 4)]
     [post] = peer.chunk(1, [30, 31])
@@ -91,12 +91,12 @@ TWO_HEADS = msgspec.structs.replace(
 )  # fmt: skip
 REFUSALS = {
     "another model": ({"digest": msgspec.structs.replace(DIGEST, model="qwen")}, "model differs"),
-    "another page size": ({"topology": Topology(PAGE_SIZE * 2)}, "page_size differs"),
-    "another tp": ({"topology": Topology(PAGE_SIZE, 2)}, "tensor_parallel differs"),
+    "another page size": ({"topology": Topology(6)}, "page_size"),
+    "a rank that cannot be": ({"rank": 1}, "rank is 1"),
     "a layout outside its memory": ({"layout": msgspec.structs.replace(LAYOUT, num_pages=NUM_PAGES + 1)}, "region"),
     "a layout whose pages overlap": ({"layout": msgspec.structs.replace(LAYOUT, slabs=(STRIDED,) * 2)}, "stride"),
     "a layout of other pages": ({"layout": msgspec.structs.replace(LAYOUT, page_size=2)}, "layout differs"),
-    "a layout of other heads": ({"layout": TWO_HEADS}, "layout differs"),
+    "a layout of other heads": ({"layout": TWO_HEADS}, "layout.num_kv_heads"),
     "an unknown dtype": ({"layout": msgspec.structs.replace(LAYOUT, dtype="int3")}, "int3"),
 }
 
@@ -209,7 +209,7 @@ def test_a_bad_promise_is_refused_and_writes_nothing(bad: messages.Promise, text
     assert text in refusal(peer.say(bad))
     assert peer.endpoint.counters["dropped: ProtocolError"] == 1
     assert peer.endpoint.num_rooms == added
-    assert all(machine.peer is None for machine in peer.endpoint.rooms()), "the room is still anybody's"
+    assert all(not machine.readers for machine in peer.endpoint.rooms()), "the room is still anybody's"
     assert peer.chunk(1, [30, 31], last=True) == []
 
 

@@ -180,7 +180,7 @@ def finish(laws: Laws) -> None:
     for job_id in sorted(laws.in_flight):
         laws.on(WriteEnded(job_id))
     laws.on(Tick(), 1000.0)
-    if laws.machine.peer is None:  # no decode worker has ever named the room: the endpoint answers for it
+    if not laws.machine.readers:  # no decode worker has ever named the room: the endpoint answers for it
         laws.on(Tick(), 1000.0)  # nor has one since it failed
         assert laws.machine.over
         return
@@ -289,10 +289,10 @@ def test_a_full_hit_sends_no_page_and_still_says_its_outcome() -> None:
     [
         ([Added(17), promised()], RequestError, "18 tokens, the request here has 17"),
         ([*POSTED, chunk(3, 2, last=True), chunk(5, 0)], RequestError, "after the last"),
-        ([*POSTED, chunk(1, 2)], TransferError, "pages 0 to 2 .* page 2 of 4 is next"),
-        ([*POSTED, chunk(4, 1)], TransferError, "pages 3 to 4 .* page 2 of 4 is next"),
-        ([*POSTED, chunk(3, 3)], TransferError, "pages 2 to 5"),
-        ([*POSTED, chunk(3, 1, last=True)], TransferError, "3 of 4 pages"),
+        ([*POSTED, chunk(1, 2)], TransferError, "units 0 to 2 .* unit 2 of 4 is next"),
+        ([*POSTED, chunk(4, 1)], TransferError, "units 3 to 4 .* unit 2 of 4 is next"),
+        ([*POSTED, chunk(3, 3)], TransferError, "units 2 to 5"),
+        ([*POSTED, chunk(3, 1, last=True)], TransferError, "3 of 4 units"),
         ([*POSTED, AbortSaid(DECODE, "why")], AbortedError, "why"),
     ],
 )

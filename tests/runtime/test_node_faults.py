@@ -92,7 +92,7 @@ def test_an_engine_that_never_comes(clock: SkippableClock, make_pair: MakePair, 
     [
         ("dtype", {"dtype": "float16"}), ("attention", {"attention": "mla", "num_kv_heads": 1}),
         ("num_layers", {"num_layers": 3}), ("num_kv_heads", {"num_kv_heads": 4}), ("head_dim", {"head_dim": 8}),
-        ("page_size", {"page_size": 8}), ("model", ModelConfig(model="other")),
+        ("page_size", {"page_size": 6}), ("model", ModelConfig(model="other")),
         ("weights_version", ModelConfig(weights_version="2")), ("kv_scales", ModelConfig(kv_scales="per-head")),
     ],
 )  # fmt: skip
