@@ -46,6 +46,7 @@ from prefixkv.transport.base import (
 from prefixkv.transport.descriptors import Pages, Part, part_indices
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
 from prefixkv.transport.routes import PeerMemory, Routes, routes_to
+from prefixkv.transport.runs import RunTable
 
 Kind = Literal["event", "connect", "post", "land", "complete", "fail", "notify", "renew"]
 Guard = Callable[[PeerId, RoomKey, Pages], None]
@@ -566,14 +567,18 @@ class FakeTransport:
 
 
 def _blocks(job: ActiveJob, part: Part) -> list[tuple[int, int, int, int]]:
-    """The blocks of a part: (source address, target address, bytes, target page)."""
+    """The blocks of a part: (source address, target address, bytes, the target's own page)."""
     runs = job.runs
-    found = []
     src, dst = part_indices(runs, part, job.src_pages, job.dst_pages)
-    for i, j in zip(src.tolist(), dst.tolist(), strict=True):
-        run, src_page = divmod(i, runs.src_num_pages)
-        dst_page = j % runs.dst_num_pages
-        from_, num_bytes, _, from_stride, _ = (int(x) for x in runs.src[run])
-        to, _, _, to_stride, _ = (int(x) for x in runs.dst[run])
-        found.append((from_ + src_page * from_stride, to + dst_page * to_stride, num_bytes, dst_page))
-    return found
+    units = job.dst_pages[np.arange(part.start, part.stop) % len(job.dst_pages)]
+    pages = units // runs.dst_slots.fold
+    return [
+        (_address(runs.src, i), _address(runs.dst, j), part.group.block_bytes, page)
+        for i, j, page in zip(src.tolist(), dst.tolist(), pages.tolist(), strict=True)
+    ]
+
+
+def _address(table: RunTable, index: int) -> int:
+    """Of a block as NIXL counts them: row by row, equally many in each."""
+    row, block = divmod(index, int(table[0, 4]))
+    return int(table[row, 0]) + block * int(table[row, 3])

@@ -56,11 +56,14 @@ def routes_to(peer: PeerMemory, layout: KVLayout, staging: StagingArea | None) -
 
 def staging_runs(src: StagingArea, dst: StagingArea) -> Runs:
     """One run: block i of either area. Raises ConfigError for an area with more blocks than an int32 can name."""
-    tables = [_table(area) for area in (src, dst)]
-    slots = [Slots.stepping(area.num_blocks, fold=1, step=1) for area in (src, dst)]
-    return Runs(*tables, (RunGroup(0, 1, BLOCK_BYTES, dense=True),), 1, *slots)
+    group = RunGroup(0, 1, BLOCK_BYTES, dense=True)
+    return Runs(_table(src), _table(dst), (group,), 1, _slots(src), _slots(dst))
 
 
 def _table(area: StagingArea) -> RunTable:
     check_index_range(1, area.num_blocks)
     return np.array([[area.base, BLOCK_BYTES, 0, BLOCK_BYTES, area.num_blocks]], dtype=np.uint64)
+
+
+def _slots(area: StagingArea) -> Slots:
+    return Slots.stepping(area.num_blocks, fold=1, step=1)

@@ -24,6 +24,7 @@ from tests.models.transport_pools import NumpyPool, make_pool
 NUM_PAGES = 24
 NUM_BLOCKS = 20  # of a staging area
 _incarnations = itertools.count(1000)
+_seeds = itertools.count()
 
 
 class Staging:
@@ -84,11 +85,17 @@ class Driver:
         self._changed = threading.Condition()
 
     def node(self, name: str, order: str = "layer_major", config: TransportConfig | None = None, **pool: Any) -> Node:
-        me = PeerId(name, next(_incarnations))
         blocks = pool.pop("num_blocks", 0)
         memory = make_pool(order, pool.pop("num_pages", NUM_PAGES), **pool)
-        memory.fill(me.incarnation)
-        node = Node(me, memory, None, staging=Staging(blocks, me.incarnation) if blocks else None)
+        memory.fill(next(_seeds))
+        return self.node_of(name, memory, config, Staging(blocks, next(_seeds)) if blocks else None)
+
+    def node_of(
+        self, name: str, pool: Any, config: TransportConfig | None = None, staging: Staging | None = None
+    ) -> Node:
+        """A node of a pool that there is. It has a `layout`, and lives as long as the node."""
+        me = PeerId(name, next(_incarnations))
+        node = Node(me, pool, None, staging=staging)
 
         def sink(event: TransportEvent) -> None:
             with self._changed:
@@ -149,3 +156,19 @@ class NixlDriver(Driver):
     def until(self, condition: Callable[[], object]) -> None:
         with self._changed:
             assert self._changed.wait_for(condition, timeout=PATIENCE_S), [node.events for node in self.nodes]
+
+
+class Gate:
+    """A `ready=`: what `query` answers is up to the test."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.answer: bool | BaseException = False
+        self.queries = 0
+
+    def query(self) -> bool:
+        self.queries += 1
+        self.driver.touch()
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer

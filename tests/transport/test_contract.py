@@ -9,26 +9,10 @@ from prefixkv.config import TransportConfig
 from prefixkv.errors import AbortedError, ClosedError, HandshakeError, PageStateError, PeerLostError
 from prefixkv.protocol.state import PeerId
 from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteDrained, WriteFailed
-from tests.models.transport_driver import NUM_PAGES, Driver, Node
+from tests.models.transport_driver import NUM_PAGES, Driver, Gate, Node
 from tests.models.transport_pools import Shape
 
 RNG = np.random.default_rng(7)
-
-
-class Gate:
-    """A `ready=`: what `query` answers is up to the test."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-        self.answer: bool | BaseException = False
-        self.queries = 0
-
-    def query(self) -> bool:
-        self.queries += 1
-        self.driver.touch()
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        return self.answer
 
 
 def expected(writer: Node, target: Node, src: list[int], dst: list[int]) -> list[bytes]:
