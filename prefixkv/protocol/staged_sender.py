@@ -23,14 +23,10 @@ An exception from `ready.query()` is the error of its job.
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
-
-import numpy as np
-import numpy.typing as npt
 
 from prefixkv.errors import AbortedError, ConfigError, InternalError, PeerLostError
 from prefixkv.pool.staging_area import BLOCK_BYTES
@@ -38,10 +34,9 @@ from prefixkv.protocol.backoff import Backoff
 from prefixkv.protocol.lease_cut import LeaseCut
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
 from prefixkv.protocol.sender_machine import Say
+from prefixkv.protocol.staged_pieces import At, Job, Pages, Piece, Stream
 from prefixkv.protocol.state import PeerId, RoomKey
 from prefixkv.protocol.timers import Timers
-
-Pages = npt.NDArray[np.int32]
 
 READY_POLL_S: Final = 0.001
 
@@ -101,57 +96,6 @@ class JobDrained:
 
 Action = Say | Gather | PostStaged | CancelStaged | JobEnded | JobDrained
 
-# --- what is kept ---------------------------------------------------------------------------------
-
-
-class _At(enum.Enum):
-    QUEUED = enum.auto()
-    ASKED = enum.auto()
-    GRANTED = enum.auto()
-    GATHERING = enum.auto()
-    WRITING = enum.auto()
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """The pieces of one room for one reader."""
-
-    key: RoomKey
-    peer: PeerId
-    ticket: int
-    cut: LeaseCut
-    resend: Backoff
-    next_piece: int = 0
-    next_unit: int = 0
-    queued: deque[_Piece] = field(default_factory=deque)
-    open: dict[int, _Piece] = field(default_factory=dict)  # by number: asked, and not done
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    job_id: int
-    stream: _Stream
-    ready: Any
-    pieces: list[_Piece]  # of which some bytes are not DONE
-    error: Exception | None = None
-    num_undrained: int = 0  # writes that may still land
-    undrained: bool = False  # there were some
-    ended: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    job: _Job
-    number: int
-    first_unit: int
-    src_units: Pages
-    num_bytes: int  # of our section
-    at: _At = _At.QUEUED
-    lease_id: int = -1
-    dst_offset: int = -1
-    slot: int = -1
-    action_id: int = -1  # of the gather or write under way
-
 
 class StagedSender:
     """See the module's text. Owned by the control thread; every method returns the actions to carry out, in order."""
@@ -175,15 +119,15 @@ class StagedSender:
         self._resend_s = resend_s
         self._next_id = next_id
         self._peers: dict[PeerId, LeaseCut] = {}
-        self._streams: dict[RoomKey, dict[PeerId, _Stream]] = {}
-        self._jobs: dict[int, _Job] = {}  # that have not ended
-        self._granted: dict[_Piece, None] = {}  # that wait for a slot, in order
-        self._gathers: dict[int, _Piece] = {}
-        self._writes: dict[int, _Piece] = {}
-        self._undrained: dict[int, _Piece] = {}  # by write: ended, and holding their slots
+        self._streams: dict[RoomKey, dict[PeerId, Stream]] = {}
+        self._jobs: dict[int, Job] = {}  # that have not ended
+        self._granted: dict[Piece, None] = {}  # that wait for a slot, in order
+        self._gathers: dict[int, Piece] = {}
+        self._writes: dict[int, Piece] = {}
+        self._undrained: dict[int, Piece] = {}  # by write: ended, and holding their slots
         self._free_slots = list(range(slots))
         self._slots_of: Counter[PeerId] = Counter()
-        self._unready: dict[_Stream, None] = {}  # whose next piece's KV is not computed yet
+        self._unready: dict[Stream, None] = {}  # whose next piece's KV is not computed yet
         self._poll_s = float("inf")
         self._timers: Timers[tuple[RoomKey, PeerId]] = Timers()
 
@@ -227,19 +171,19 @@ class StagedSender:
             return [JobEnded(job_id, PeerLostError(f"{peer} takes no staged writes"))]
         stream = self._streams.setdefault(key, {}).get(peer)
         if stream is None:
-            stream = self._streams[key][peer] = _Stream(key, peer, ticket, cut, Backoff(self._resend_s))
+            stream = self._streams[key][peer] = Stream(key, peer, ticket, cut, Backoff(self._resend_s))
         if stream.ticket != ticket or stream.next_unit != first_unit:
             raise InternalError(
                 f"units {first_unit}.. of {key} under ticket {ticket}, where unit {stream.next_unit} under "
                 f"{stream.ticket} is next"
             )
         out: list[Action] = []
-        self._jobs[job_id] = job = _Job(job_id, stream, ready, [])
-        for first, count in cut.pieces(len(src_units)):
+        pieces = list(cut.pieces(len(src_units)))
+        self._jobs[job_id] = job = Job(job_id, stream, ready, len(pieces))
+        for first, count in pieces:
             num_bytes = cut.sections(count)[self._rank][1]
-            piece = _Piece(job, stream.next_piece, first_unit + first, src_units[first : first + count], num_bytes)
+            piece = Piece(job, stream.next_piece, first_unit + first, src_units[first : first + count], num_bytes)
             stream.next_piece += 1
-            job.pieces.append(piece)
             stream.queued.append(piece)
         stream.next_unit += len(src_units)
         self._maybe_end(job, out)
@@ -275,14 +219,14 @@ class StagedSender:
         out: list[Action] = []
         stream = self._streams.get(RoomKey(grant.room, grant.generation), {}).get(peer)
         piece = stream.open.get(grant.piece) if stream is not None and stream.ticket == grant.ticket else None
-        if stream is None or piece is None or piece.at is not _At.ASKED:
+        if stream is None or piece is None or piece.at is not At.ASKED:
             self.counters["grants_not_awaited"] += 1
             return out
         num_units = len(piece.src_units)
         if grant.offset % BLOCK_BYTES or grant.offset + stream.cut.lease_bytes(num_units) > stream.cut.area_bytes:
             self.counters["grants_outside"] += 1
             return out
-        piece.at = _At.GRANTED
+        piece.at = At.GRANTED
         piece.lease_id = grant.lease_id
         piece.dst_offset = grant.offset + stream.cut.sections(num_units)[self._rank][0]
         self._granted[piece] = None
@@ -296,7 +240,7 @@ class StagedSender:
         if piece is None:
             return out
         if error is None and piece.job.error is None:
-            piece.at = _At.WRITING
+            piece.at = At.WRITING
             piece.action_id = self._next_id()
             self._writes[piece.action_id] = piece
             out.append(self._post(piece))
@@ -322,7 +266,7 @@ class StagedSender:
             job.num_undrained += 1
             job.undrained = True
         if error is None:
-            job.pieces.remove(piece)
+            job.num_left -= 1
             self.counters["pieces_written"] += 1
             self.counters["bytes_staged"] += piece.num_bytes
             self._maybe_end(job, out)
@@ -365,19 +309,19 @@ class StagedSender:
 
     # --- pieces -----------------------------------------------------------------------------------
 
-    def _ask(self, stream: _Stream, now_s: float, out: list[Action]) -> None:
+    def _ask(self, stream: Stream, now_s: float, out: list[Action]) -> None:
         """Ask for as many pieces as the window has room for."""
         while stream.queued and len(stream.open) < self._window and self._ready(stream.queued[0].job, now_s, out):
             piece = stream.queued.popleft()
-            if not any(other.at is _At.ASKED for other in stream.open.values()):
+            if not any(other.at is At.ASKED for other in stream.open.values()):
                 stream.resend.start(now_s)
                 self._timers.wake((stream.key, stream.peer), stream.resend.due_s)
-            piece.at = _At.ASKED
+            piece.at = At.ASKED
             stream.open[piece.number] = piece
             self.counters["pieces_asked"] += 1
             out.append(self._lease_ask(piece))
 
-    def _ready(self, job: _Job, now_s: float, out: list[Action]) -> bool:
+    def _ready(self, job: Job, now_s: float, out: list[Action]) -> bool:
         if job.ready is None:
             return True
         try:
@@ -392,8 +336,8 @@ class StagedSender:
         self._poll_s = min(self._poll_s, now_s + READY_POLL_S)
         return False
 
-    def _repeat_asks(self, stream: _Stream, now_s: float, out: list[Action]) -> None:
-        asked = [piece for piece in stream.open.values() if piece.at is _At.ASKED]
+    def _repeat_asks(self, stream: Stream, now_s: float, out: list[Action]) -> None:
+        asked = [piece for piece in stream.open.values() if piece.at is At.ASKED]
         if not asked:
             return
         if stream.resend.take(now_s):
@@ -401,7 +345,7 @@ class StagedSender:
             out += [self._lease_ask(piece) for piece in asked]
         self._timers.wake((stream.key, stream.peer), stream.resend.due_s)
 
-    def _lease_ask(self, piece: _Piece) -> Say:
+    def _lease_ask(self, piece: Piece) -> Say:
         stream = piece.job.stream
         units = (piece.number, piece.first_unit, len(piece.src_units))
         return Say(stream.peer, LeaseAsk(*stream.key, self._rank, *units, stream.ticket))
@@ -412,55 +356,55 @@ class StagedSender:
             del self._granted[piece]
             piece.slot = self._free_slots.pop()
             self._slots_of[piece.job.stream.peer] += 1
-            piece.at = _At.GATHERING
+            piece.at = At.GATHERING
             piece.action_id = self._next_id()
             self._gathers[piece.action_id] = piece
             out.append(Gather(piece.action_id, piece.job.stream.peer, piece.src_units, piece.slot, piece.num_bytes))
 
-    def _next_to_gather(self) -> _Piece | None:
+    def _next_to_gather(self) -> Piece | None:
         limit = self._num_slots if len(self._peers) == 1 else (self._num_slots + 1) // 2
         return next((piece for piece in self._granted if self._slots_of[piece.job.stream.peer] < limit), None)
 
-    def _post(self, piece: _Piece) -> PostStaged:
+    def _post(self, piece: Piece) -> PostStaged:
         stream = piece.job.stream
         where = (piece.number, piece.lease_id, piece.slot, piece.dst_offset, piece.num_bytes)
         return PostStaged(piece.action_id, stream.key, stream.peer, *where)
 
-    def _free_slot(self, piece: _Piece) -> None:
+    def _free_slot(self, piece: Piece) -> None:
         self._free_slots.append(piece.slot)
         peer = piece.job.stream.peer
         self._slots_of[peer] -= 1
         if not self._slots_of[peer]:
             del self._slots_of[peer]
 
-    def _close(self, piece: _Piece) -> None:
+    def _close(self, piece: Piece) -> None:
         """Nothing of the piece is under way any more."""
         del piece.job.stream.open[piece.number]
 
     # --- jobs' ends -------------------------------------------------------------------------------
 
-    def _fail(self, job: _Job, error: Exception, out: list[Action]) -> None:
+    def _fail(self, job: Job, error: Exception, out: list[Action]) -> None:
         """Start nothing more of the job, end it if nothing is under way. `error` counts if it is the first."""
         if job.error is None:
             job.error = error
             stream = job.stream
             stream.queued = deque(piece for piece in stream.queued if piece.job is not job)
             for piece in [piece for piece in stream.open.values() if piece.job is job]:
-                if piece.at is _At.WRITING:
+                if piece.at is At.WRITING:
                     out.append(CancelStaged(piece.action_id))
-                elif piece.at is not _At.GATHERING:
+                elif piece.at is not At.GATHERING:
                     self._granted.pop(piece, None)
                     self._close(piece)
         self._maybe_end(job, out)
 
-    def _maybe_end(self, job: _Job, out: list[Action]) -> None:
-        if job.ended or (job.pieces and job.error is None):
+    def _maybe_end(self, job: Job, out: list[Action]) -> None:
+        if job.ended or (job.num_left and job.error is None):
             return
         if any(piece.job is job for piece in job.stream.open.values()):
             return
         job.ended = True
         del self._jobs[job.job_id]
-        out.append(JobEnded(job.job_id, job.error if job.pieces else None, not job.undrained))
+        out.append(JobEnded(job.job_id, job.error if job.num_left else None, not job.undrained))
         if job.undrained and not job.num_undrained:
             out.append(JobDrained(job.job_id))
 
@@ -492,25 +436,25 @@ class StagedSender:
             "slots are counted by reader": self._slots_of == Counter(piece.job.stream.peer for piece in holding),
             "an open piece is where its state says": {id(piece) for piece in open_pieces}
             == {id(piece) for piece in [*self._granted, *self._gathers.values(), *self._writes.values()]}
-            | {id(piece) for piece in open_pieces if piece.at is _At.ASKED}
-            and all(piece.at is _At.GRANTED for piece in self._granted)
-            and all(piece.at is _At.GATHERING for piece in self._gathers.values())
-            and all(piece.at is _At.WRITING for piece in self._writes.values())
-            and all(piece.at is _At.QUEUED for piece in queued),
+            | {id(piece) for piece in open_pieces if piece.at is At.ASKED}
+            and all(piece.at is At.GRANTED for piece in self._granted)
+            and all(piece.at is At.GATHERING for piece in self._gathers.values())
+            and all(piece.at is At.WRITING for piece in self._writes.values())
+            and all(piece.at is At.QUEUED for piece in queued),
             "windows hold": all(len(stream.open) <= self._window for stream in streams),
             "pieces belong to jobs that have not ended": all(
                 not piece.job.ended and self._jobs.get(piece.job.job_id) is piece.job
                 for piece in [*open_pieces, *queued]
             ),
             "a job lives while it has pieces to go": all(
-                job.pieces and (job.error is None or any(piece.job is job for piece in open_pieces))
+                job.num_left and (job.error is None or any(piece.job is job for piece in open_pieces))
                 for job in self._jobs.values()
             ),
             "a failed job starts nothing": all(
-                piece.job.error is None or piece.at in (_At.GATHERING, _At.WRITING) for piece in [*open_pieces, *queued]
+                piece.job.error is None or piece.at in (At.GATHERING, At.WRITING) for piece in [*open_pieces, *queued]
             ),
             "asks are repeated": self._timers.next_s < float("inf")
-            or all(piece.at is not _At.ASKED for piece in open_pieces),
+            or all(piece.at is not At.ASKED for piece in open_pieces),
             "nobody waits for a slot that may have it": not self._free_slots or self._next_to_gather() is None,
             "unready KV is looked at again": not self._unready or self._poll_s < float("inf"),
         }
