@@ -10,19 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import CallerError
+from prefixkv.errors import CallerError, InternalError
+from prefixkv.pool.staging_area import BLOCK_BYTES
 from prefixkv.protocol.state import PeerId, RoomKey
-from prefixkv.transport.base import Arrived, PeerUnreachable, WriteDone, WriteFailed
+from prefixkv.transport.base import Arrived, PeerUnreachable, WriteDone, WriteDrained, WriteFailed
 from prefixkv.transport.fake import FakeDisconnectError, FakeFabric
-from tests.models.transport_driver import Node
-from tests.models.transport_pools import make_pool
+from tests.models.transport_driver import Node, Staging
+from tests.models.transport_pools import Shape, make_pool
 
 CONFIG = TransportConfig(post_bytes=256, window=4)  # a page a part
 
 
-def make_node(fabric: FakeFabric, name: str, order: str = "page_major", incarnation: int = 1) -> Node:
+SHAPE = Shape()
+
+
+def make_node(
+    fabric: FakeFabric, name: str, order: str = "page_major", incarnation: int = 1, shape: Shape = SHAPE
+) -> Node:
     me = PeerId(name, incarnation)
-    pool = make_pool(order, 16)
+    pool = make_pool(order, 16, shape)
     pool.fill(len(name))
     node = Node(me, pool, None)
     node.transport = fabric.transport(me, pool.layout, node.events.append, CONFIG, memory=pool)
@@ -260,3 +266,85 @@ def test_a_run_that_never_ends_and_a_second_self_are_refused() -> None:
         fabric.run(max_steps=1)
     with pytest.raises(CallerError):
         make_node(fabric, "prefill")
+
+
+# --- staged writes ----------------------------------------------------------------------------------
+
+
+def staged_pair(fabric: FakeFabric) -> tuple[Node, Node]:
+    nodes = []
+    for name in ("prefill", "decode"):
+        me, pool, staging = PeerId(name, 1), make_pool("page_major", 16), Staging(8, len(name))
+        node = Node(me, pool, None, staging=staging)
+        config = TransportConfig(post_bytes=2 * BLOCK_BYTES)
+        node.transport = fabric.transport(me, pool.layout, node.events.append, config, node, staging.area)
+        nodes.append(node)
+    nodes[0].add(nodes[1])
+    nodes[1].transport.expect(1)
+    return nodes[0], nodes[1]
+
+
+def test_each_landing_in_staging_is_shown_to_its_guard_with_the_tag() -> None:
+    shown: list[tuple[PeerId, int, int, list[int]]] = []
+    refused: list[object] = []
+    fabric = FakeFabric(1, guard=lambda *args: refused.append(args))
+    fabric.staging_guard = lambda peer, tag, blocks: shown.append((peer, tag.room, tag.part, blocks.tolist()))
+    writer, target = staged_pair(fabric)
+    writer.transport.write(writer.job(1, target, [0, 1, 2], [7, 3, 5], room=9, staged=True))
+    fabric.run()
+    assert not refused
+    assert {(peer, room) for peer, room, *_ in shown} == {(target.me, 9)}
+    assert sorted((part, block) for _, _, part, blocks in shown for block in blocks) == [(0, 3), (0, 7), (1, 5)]
+    writer.transport.write(writer.job(2, target, [0], [0]))
+    fabric.run()
+    assert len(refused) == 1, "pages go to the guard of pages"
+
+
+def test_a_staged_write_may_land_late_until_its_writer_is_renewed() -> None:
+    fabric = FakeFabric(1)
+    writer, target = staged_pair(fabric)
+    assert target.staging is not None
+    before = target.staging.memory.copy()
+    hold = fabric.hold(lambda a: a.kind == "land")
+    fabric.fail(lambda a: a.job_id == 1, OSError("late"), at="check")
+    writer.transport.write(writer.job(1, target, [1], [2], staged=True))
+    fabric.run()
+    (end,) = writer.ends()
+    assert isinstance(end, WriteFailed)
+    assert not end.drained
+    writer.transport.renew()
+    fabric.run()
+    hold.release()
+    fabric.run()
+    assert writer.of(WriteDrained) == [WriteDrained(1)]
+    assert np.array_equal(target.staging.memory, before)
+
+
+@pytest.mark.parametrize("wrong", ["area", "block"])
+def test_a_staged_write_that_lands_where_it_must_not_fails_the_run(wrong: str) -> None:
+    fabric = FakeFabric(1)
+    writer, target = staged_pair(fabric)
+    hold = fabric.hold(lambda a: a.kind == "land")
+    job = writer.job(1, target, [1], [2], staged=True)
+    writer.transport.write(job)
+    fabric.run()
+    hold.release()
+    if wrong == "block":
+        job.dst_pages[0] = 3
+    else:
+        target.transport.staging = None
+    with pytest.raises(InternalError, match="lands at"):
+        fabric.run()
+
+
+def test_pages_are_named_to_the_guard_as_their_owner_counts_them() -> None:
+    """Not as units of the smaller pages on the other side."""
+    landed: set[int] = set()
+    fabric = FakeFabric(1, guard=lambda peer, room, pages: landed.update(pages.tolist()))
+    writer, target = make_node(fabric, "prefill"), make_node(fabric, "decode", shape=Shape(page_size=8))
+    writer.add(target)
+    writer.transport.write(writer.job(1, target, [0, 1, 2], [6, 7, 21]))  # two units a page
+    fabric.run()
+    assert isinstance(writer.ends()[0], WriteDone)
+    assert landed == {3, 10}
+    assert target.pool.page(3)[:32] == writer.pool.page(0)[:32]
