@@ -54,13 +54,13 @@ def written(driver: NixlDriver, job_id: int, writer: Node, target: Node, staged:
         (list(range(10)), list(range(10, 20)), [1, 1, 1]),
         ([0, 1, 2, 3, 8, 9, 10, 11, 16, 17], list(range(10)), [1, 1, 1]),
         ([0, 1, 5, 6], [4, 5, 6, 7], [2]),
-        ([3, 2, 1, 0], [0, 1, 2, 3], [4]),
+        ([3, 2, 1, 0], [0, 1, 2, 3], [2, 2]),
     ],
 )
 def test_neighbouring_blocks_reach_nixl_as_one_descriptor(
     nixl_driver: NixlDriver, monkeypatch: pytest.MonkeyPatch, src: list[int], dst: list[int], descriptors: list[int]
 ) -> None:
-    """Also over the bounds of a page: a part is as large as `post_bytes` allows, and a single descriptor."""
+    """And are counted as one: a part holds as many bytes as `post_bytes` allows, in at most `post_descriptors`."""
     counted: list[int] = []
 
     def counting(transfer: Any, agent: Any, handle: Any, tag: bytes) -> Any:
@@ -73,7 +73,9 @@ def test_neighbouring_blocks_reach_nixl_as_one_descriptor(
     config = Api.nixl_agent_config
     monkeypatch.setattr(Api, "nixl_agent_config", lambda **more: config(capture_telemetry=True, **more))
     wrap_posts(monkeypatch, counting)
-    writer, target = nixl_driver.pair(config=TransportConfig(post_bytes=4 * BLOCK_BYTES), num_blocks=20)
+    writer, target = nixl_driver.pair(
+        config=TransportConfig(post_bytes=4 * BLOCK_BYTES, post_descriptors=2), num_blocks=20
+    )
     writer.transport.write(staged_job(writer, 1, target, src, dst))
     nixl_driver.until(writer.ends)
     assert writer.ends() == [WriteDone(1, len(src) * BLOCK_BYTES)]
