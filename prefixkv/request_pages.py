@@ -22,7 +22,7 @@ import numpy.typing as npt
 from prefixkv.cache.eviction import DEFAULT_POLICY
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.cache.results import MatchResult, PrefixLock
+from prefixkv.cache.results import MatchResult, PrefixLock, page_ids
 from prefixkv.errors import InternalError, OutOfPagesError
 from prefixkv.pool.page_allocator import PageAllocator
 from prefixkv.pool.page_table import PageTable
@@ -128,15 +128,15 @@ class PageBooks:
             self._unlock(lock)
             self.table.free_row(row)
             raise
+        parts = [new]
         num_joined = 0
         if joined is not None:
             theirs = self.table.pages(joined.row)[num_locked:joined_end]
             num_joined = len(theirs)
-            new = np.concatenate([theirs, new])
+            parts.insert(0, theirs)
         if lock is not None and num_locked:
-            new = np.concatenate([lock.pages, new])
-        self.table.write(row, 0, new)
-        return RequestPages(row, lock, num_locked, num_joined, len(new), self.epoch)
+            parts.insert(0, page_ids(lock.node, num_locked))
+        return RequestPages(row, lock, num_locked, num_joined, self.table.fill(row, *parts), self.epoch)
 
     def settle(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
         """What the request joined has gone to the tree: it is held by a lock from now on, and no longer joined.

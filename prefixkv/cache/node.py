@@ -148,9 +148,10 @@ class Node:
         """
         num_pages = depth - self.start
         cut = num_pages * page_bytes
-        upper = Node(bytes(self.key[:cut]), bytes(self.pages[: num_pages * PAGE_ID_BYTES]), depth, self.parent)
-        self.key = bytes(self.key[cut:])
-        self.pages = bytes(self.pages[num_pages * PAGE_ID_BYTES :])
+        key, pages = memoryview(self.key), memoryview(self.pages)
+        upper = Node(bytes(key[:cut]), bytes(pages[: num_pages * PAGE_ID_BYTES]), depth, self.parent)
+        self.key = bytes(key[cut:])
+        self.pages = bytes(pages[num_pages * PAGE_ID_BYTES :])
         self.parent = upper
         upper.adopt(bytes(self.key[:page_bytes]), self)
         upper.lock_ref = 1 if self.lock_ref else 0

@@ -56,9 +56,10 @@ class Flight:
         number: int,
     ) -> None:
         self.owner: DecodeRequest | None = owner
-        self.room_key: RoomKey = owner.room_key
-        self.peer = owner.request.prefill
-        self.priority = owner.request.priority
+        request = owner.request
+        self.room_key = RoomKey(request.room, owner.generation)
+        self.peer = request.prefill
+        self.priority = request.priority
         self.key = key
         self.pages = pages
         self.start_pages = pages.num_shared
@@ -149,15 +150,15 @@ class InFlight:
         key, pages = owner.key, owner.pages_held
         assert pages is not None
         data = key.data
-        flight = Flight(owner, key, pages, len(data) // page_bytes, joined, self._count)
+        end = len(data) // page_bytes
+        flight = Flight(owner, key, pages, end, joined, self._count)
         self._flights[flight] = None
         if joined is not None:
             joined.waiters[flight] = None
         start = flight.start_pages
-        if shareable and start < flight.end_pages:
-            place = (key.namespace, start, data[start * page_bytes : (start + 1) * page_bytes])
+        if shareable and start < end:
+            flight.place = place = (key.namespace, start, data[start * page_bytes : (start + 1) * page_bytes])
             self._by_start.setdefault(place, []).append(flight)
-            flight.place = place
         return flight
 
     def commit(self, flight: Flight) -> list[Flight]:

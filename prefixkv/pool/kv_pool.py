@@ -106,6 +106,11 @@ class KVPool:
 
     # --- views ------------------------------------------------------------------------------------
 
+    @property
+    def device(self) -> str:
+        """Where the tensors are, as torch names it."""
+        return str(self._slabs[0].device)
+
     def k(self, layer: int) -> torch.Tensor:
         """K of one layer: a view [num_pages, page_size, num_kv_heads, head_dim]. MLA: the latent, one head."""
         return self._slab(layer, 0)

@@ -202,7 +202,7 @@ class PageAllocator:
             ascending[0] < 0
             or ascending[-1] >= self._num_pages
             or np.count_nonzero(ascending[1:] == ascending[:-1])
-            or np.count_nonzero(self._state[ascending] != state)
+            or self._state[ascending].tobytes().count(state) != len(ascending)
         ):
             raise self._fault(pages, state)
         return ascending

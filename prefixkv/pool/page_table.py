@@ -65,6 +65,22 @@ class PageTable:
         view.flags.writeable = False
         return view
 
+    def fill(self, row: int, *parts: Pages) -> int:
+        """Give a row that has no pages these, one part after the other; returns how many that are.
+
+        The ids are not looked at: they come from the allocator and the tree. Raises RequestError, with nothing
+        changed, when they reach beyond the row's end.
+        """
+        num_pages = sum(map(len, parts))
+        if num_pages > self.array.shape[1]:
+            raise RequestError(f"row {row} would have {num_pages} pages, the limit is {self.array.shape[1]}")
+        target, end = self.array[row], 0
+        for part in parts:
+            start, end = end, end + len(part)
+            target[start:end] = part
+        self._length[row] = num_pages
+        return num_pages
+
     def write(self, row: int, start_page: int, pages: PageIds) -> None:
         """Put `pages` at positions start_page, start_page + 1, ... of the row, over what was there.
 
