@@ -180,7 +180,9 @@ class OutcomeAck(Body, frozen=True, tag="outcome-ack"):
 class LeaseAsk(Body, frozen=True, tag="lease-ask"):
     """A writer wants to stage units `first_unit`.. of a room, counted from the first one behind the promised prefix.
 
-    `piece` counts the asks of a room from 0; all writers of a room cut it into the same pieces.
+    `piece` counts the asks of a room from 0; all writers of a room cut it into the same pieces. The
+    writer's writes of all pieces below `written` are DONE: their notifications may have been lost, and their leases be
+    what this one waits for.
     """
 
     room: U64
@@ -190,6 +192,7 @@ class LeaseAsk(Body, frozen=True, tag="lease-ask"):
     first_unit: Count
     num_units: Count
     ticket: U64 = 0
+    written: Count = 0
 
 
 class LeaseGrant(Body, frozen=True, tag="lease-grant"):

@@ -40,6 +40,12 @@ class Stream:
     next_unit: int = 0
     queued: deque[Piece] = field(default_factory=deque)
     open: dict[int, Piece] = field(default_factory=dict)  # by number: asked, and not done
+    failed: bool = False  # a job of it was, so there is a gap in what was written
+
+    @property
+    def num_written(self) -> int:
+        """The first piece whose write is not DONE; only where nothing has failed."""
+        return min(self.open, default=self.queued[0].number if self.queued else self.next_piece)
 
 
 @dataclass(slots=True, eq=False)

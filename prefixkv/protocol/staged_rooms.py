@@ -8,8 +8,8 @@ A room is promised to its writers with so many unit pages, which all writers cut
 The ring is asked when all writers have asked: a lease then waits for nobody who has nothing to write yet. A writer
 that asks again for what is granted and not written by it is answered again; so a lost ask or grant does no harm.
 
-A writer has arrived when every part of its write was notified, or when it said that all its writes are DONE
-(`on_written`), so a lost notification does no harm either.
+A writer has arrived when every part of its write was notified, or when it said that the write is DONE: with a later
+ask, or at the end of the room (`on_written`). So a lost notification does no harm either.
 
 **Two things hold an end back.** SUCCESS waits for the last scatter (`complete`, then RoomScattered). After a failure
 nothing is scattered any more, but a copy that runs still writes our pages: they are not drained until it has ended
@@ -196,6 +196,7 @@ class StagedRooms:
             self.counters["asks_of_no_room"] += 1
             return out
         _check_ask(room, rank, ask)
+        self._written(room, rank, ask.written, out)
         piece = room.pieces.setdefault(ask.piece, _Piece(ask.first_unit, ask.num_units))
         if rank in piece.asked:
             self.counters["asked_again"] += 1
@@ -230,9 +231,7 @@ class StagedRooms:
         if room is None or room.closed:
             return out
         room.written.add(rank)
-        for live in [live for live in room.live.values() if rank in live.lease.missing]:
-            self.counters["arrivals_by_outcome"] += 1
-            self._arrived(live, rank, out)
+        self._written(room, rank, room.next_piece, out)
         self._break_if_short(room, out)
         return out
 
@@ -283,6 +282,12 @@ class StagedRooms:
     def _grant(self, room: _Room, lease: Lease, rank: int) -> SayGrant:
         grant = LeaseGrant(*room.key, lease.chunk, lease.lease_id, lease.offset, room.ticket)
         return SayGrant(room.key, rank, grant)
+
+    def _written(self, room: _Room, rank: int, stop: int, out: list[Action]) -> None:
+        """The writer's writes of all pieces below `stop` are DONE."""
+        for live in [live for piece, live in room.live.items() if piece < stop and rank in live.lease.missing]:
+            self.counters["arrivals_not_notified"] += 1
+            self._arrived(live, rank, out)
 
     def _arrived(self, live: _Live, rank: int, out: list[Action]) -> None:
         """All of a writer's bytes are in the lease."""
@@ -395,5 +400,7 @@ def _check_ask(room: _Room, rank: int, ask: LeaseAsk) -> None:
     starts = first == 0 if ask.piece == 0 else first >= ask.piece
     if not starts or (before and before.end != first) or (after and after.first_unit != end):
         raise ProtocolError(f"piece {ask.piece} is units {first} to {end}, between {before} and {after}")
+    if ask.written > ask.piece:
+        raise ProtocolError(f"rank {rank} asks for piece {ask.piece} and has written all below {ask.written}")
     if rank in room.written and not (known and rank in known.asked):
         raise ProtocolError(f"rank {rank} asks for piece {ask.piece} and has said that all is written")

@@ -15,8 +15,11 @@ computed. Slots go to pieces in the order of their grants; where there are sever
 of the slots, rounded up, lest one that is stuck stall them all (two slots at least are needed for that).
 
 **Ends.** A job whose first error came, or that was cancelled, starts nothing more, and ends once nothing of it is
-being gathered or written. A lease into which a write failed is never written again. After an error the rest of the
-room's jobs cannot go on, since pieces are granted in order: whoever owns the room cancels them.
+being gathered or written. A lease into which a write failed is never written again. After an error nothing more is
+asked for the room and reader, since pieces are granted in order: whoever owns the room cancels its other jobs.
+
+An ask says below which piece all is written. A notification that was lost would else hold its lease until the room's
+end, for which the very pieces that are asked for may have to be granted.
 
 An exception from `ready.query()` is the error of its job.
 """
@@ -177,6 +180,8 @@ class StagedSender:
                 f"units {first_unit}.. of {key} under ticket {ticket}, where unit {stream.next_unit} under "
                 f"{stream.ticket} is next"
             )
+        if stream.failed:
+            return [JobEnded(job_id, AbortedError(f"an earlier chunk of {key} failed"))]
         out: list[Action] = []
         pieces = list(cut.pieces(len(src_units)))
         self._jobs[job_id] = job = Job(job_id, stream, ready, len(pieces))
@@ -311,7 +316,9 @@ class StagedSender:
 
     def _ask(self, stream: Stream, now_s: float, out: list[Action]) -> None:
         """Ask for as many pieces as the window has room for."""
-        while stream.queued and len(stream.open) < self._window and self._ready(stream.queued[0].job, now_s, out):
+        while not stream.failed and stream.queued and len(stream.open) < self._window:
+            if not self._ready(stream.queued[0].job, now_s, out):
+                return
             piece = stream.queued.popleft()
             if not any(other.at is At.ASKED for other in stream.open.values()):
                 stream.resend.start(now_s)
@@ -338,7 +345,7 @@ class StagedSender:
 
     def _repeat_asks(self, stream: Stream, now_s: float, out: list[Action]) -> None:
         asked = [piece for piece in stream.open.values() if piece.at is At.ASKED]
-        if not asked:
+        if not asked or stream.failed:
             return
         if stream.resend.take(now_s):
             self.counters["asks_repeated"] += len(asked)
@@ -348,7 +355,7 @@ class StagedSender:
     def _lease_ask(self, piece: Piece) -> Say:
         stream = piece.job.stream
         units = (piece.number, piece.first_unit, len(piece.src_units))
-        return Say(stream.peer, LeaseAsk(*stream.key, self._rank, *units, stream.ticket))
+        return Say(stream.peer, LeaseAsk(*stream.key, self._rank, *units, stream.ticket, stream.num_written))
 
     def _take_slots(self, out: list[Action]) -> None:
         """Gather the pieces next in order whose readers may have one more slot."""
@@ -388,6 +395,7 @@ class StagedSender:
         if job.error is None:
             job.error = error
             stream = job.stream
+            stream.failed = True
             stream.queued = deque(piece for piece in stream.queued if piece.job is not job)
             for piece in [piece for piece in stream.open.values() if piece.job is job]:
                 if piece.at is At.WRITING:
@@ -454,7 +462,7 @@ class StagedSender:
                 piece.job.error is None or piece.at in (At.GATHERING, At.WRITING) for piece in [*open_pieces, *queued]
             ),
             "asks are repeated": self._timers.next_s < float("inf")
-            or all(piece.at is not At.ASKED for piece in open_pieces),
+            or all(piece.at is not At.ASKED or piece.job.stream.failed for piece in open_pieces),
             "nobody waits for a slot that may have it": not self._free_slots or self._next_to_gather() is None,
             "unready KV is looked at again": not self._unready or self._poll_s < float("inf"),
         }

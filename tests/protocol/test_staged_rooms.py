@@ -223,6 +223,21 @@ def test_a_scatter_that_failed_breaks_the_room_once() -> None:
     assert rooms.bytes_in(LeaseState.LANDED) == 0
 
 
+def test_a_later_ask_stands_for_notifications_that_were_lost() -> None:
+    rooms = rooms_of(12, A, leases=1)
+    lease = granted(rooms, A, 0, 0)
+    arrive(rooms, A, 2, 0, lease)
+    assert ask(rooms, A, 0, 1, 4) == []  # it has not said that piece 0 is written
+    (scatter,) = rooms.on_ask(0, LeaseAsk(*A, 0, 1, 4, 4, TICKET, written=1))
+    assert isinstance(scatter, Scatter)
+    assert rooms.counters == {"arrivals_not_notified": 1, "asked_again": 1}
+    assert rooms.on_ask(2, LeaseAsk(*A, 2, 1, 4, 4, TICKET, written=1)) == []
+    assert grants(rooms.on_scattered(lease, None)) == [(1, 0, 1, 0), (1, 2, 1, 0)]
+    with pytest.raises(ProtocolError, match="all below 3"):
+        rooms.on_ask(0, LeaseAsk(*A, 0, 2, 8, 4, TICKET, written=3))
+    rooms.check_invariants()
+
+
 # --- outcomes -------------------------------------------------------------------------------------
 
 
@@ -232,7 +247,7 @@ def test_an_outcome_stands_for_notifications_that_were_lost() -> None:
     arrive(rooms, A, 0, 0, first)
     assert rooms.on_written(A, 0) == []
     assert [a.lease_id for a in rooms.on_written(A, 2) if isinstance(a, Scatter)] == [first, second]
-    assert rooms.counters["arrivals_by_outcome"] == 3
+    assert rooms.counters["arrivals_not_notified"] == 3
     assert arrive(rooms, A, 2, 0, first) == []
     rooms.on_scattered(first, None)
     assert rooms.on_scattered(second, None) == [RoomScattered(A)]

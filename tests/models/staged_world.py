@@ -1,0 +1,544 @@
+"""Writers and readers of staged rooms in memory: the machines under test, around them what an endpoint, a transport,
+a copy pool and a wire would do, one small step at a time and in any order.
+
+Laws that are looked at as things happen: a write lands in its own section of a live lease and finds its slot as it
+was gathered; a gather reads for a job that lives; a scatter writes pages of a room that is not over; each job and each
+room ends once; what succeeded has the bytes of all writers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from prefixkv.pool.staging_area import BLOCK_BYTES
+from prefixkv.protocol.lease_cut import LeaseCut
+from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
+from prefixkv.protocol.sender_machine import Say
+from prefixkv.protocol.staged_rooms import (
+    RoomBroken,
+    RoomQuiet,
+    RoomScattered,
+    SayGrant,
+    Scatter,
+    StagedRooms,
+)
+from prefixkv.protocol.staged_sender import (
+    CancelStaged,
+    Gather,
+    JobDrained,
+    JobEnded,
+    PostStaged,
+    StagedSender,
+)
+from prefixkv.protocol.state import PeerId, RoomKey
+from prefixkv.protocol.tags import ChunkTag
+
+UNIT_BYTES = {0: 700, 1: 2048, 2: 1024}
+UNITS_PER_PIECE = 4
+RESEND_S = 1.0
+
+
+def content(rank: int, unit: int) -> bytes:
+    """What a writer's unit page holds: no two alike."""
+    mark = bytes([rank + 1, unit & 255, unit >> 8 & 255, unit >> 16])
+    return (mark * (UNIT_BYTES[rank] // 4 + 1))[: UNIT_BYTES[rank]]
+
+
+def rounded(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+class Event:
+    def __init__(self) -> None:
+        self.answer = False
+
+    def query(self) -> bool:
+        return self.answer
+
+
+@dataclass(eq=False)
+class Use:
+    """One use of a room's number, at its reader."""
+
+    reader: Reader
+    key: RoomKey
+    ticket: int
+    chunks: list[tuple[int, bool]]  # units, and whether their KV is ready at once
+    writers: dict[int, Writer]
+    pages: dict[int, bytearray]
+    undrained: set[int]
+    ok: set[int] = field(default_factory=set)
+    state: str = "open"
+    scattered: bool = False
+
+    @property
+    def num_units(self) -> int:
+        return sum(units for units, _ in self.chunks)
+
+
+@dataclass(eq=False)
+class Sending:
+    """A use of a room's number, at one of its writers."""
+
+    use: Use
+    next_chunk: int = 0
+    live: set[int] = field(default_factory=set)  # jobs
+    undrained: set[int] = field(default_factory=set)
+    events: list[Event] = field(default_factory=list)
+    state: str = "open"
+    aborted: bool = False
+    forgotten: bool = False
+
+    @property
+    def handed_over(self) -> bool:
+        return self.next_chunk == len(self.use.chunks)
+
+
+@dataclass(eq=False)
+class Write:
+    """What the transport has of a PostStaged. `parts` have not landed."""
+
+    reader: Reader
+    post: PostStaged
+    data: bytes  # of the slot when it was posted
+    parts: list[int]
+    num_parts: int
+    cancelled: bool = False
+    undrained: bool = False  # ended in an error, and may still land
+
+
+@dataclass(eq=False)
+class Mail:
+    to: Any
+    sender: Any
+    body: Any
+    lossy: bool = False
+
+
+class Writer:
+    """A prefill rank."""
+
+    def __init__(self, world: World, rank: int, slots: int, window: int) -> None:
+        self.world, self.rank, self.alive = world, rank, True
+        self.slot_bytes = rounded(UNITS_PER_PIECE * UNIT_BYTES[rank])
+        self.num_slots = slots
+        self.memory = bytearray(slots * self.slot_bytes)
+        self.sender = StagedSender(rank, slots, self.slot_bytes, window, RESEND_S, lambda: next(world.ids))
+        self.rooms: dict[RoomKey, Sending] = {}
+        self.jobs: dict[int, Sending] = {}  # until drained
+        self.gathers: dict[int, Gather] = {}
+        self.writes: dict[int, Write] = {}  # until drained
+        self.refused: set[int] = set()
+
+    # what the control thread does
+
+    def take(self, reader: Reader, body: Any) -> None:
+        if isinstance(body, LeaseGrant):
+            self.do(self.sender.on_grant(reader.peer, body))
+        elif isinstance(body, Use) and body.ticket not in self.refused:
+            self.rooms[body.key] = Sending(body)
+            self.progress(self.rooms[body.key])
+        elif isinstance(body, tuple):
+            _, use = body
+            self.refused.add(use.ticket)
+            sending = self.rooms.get(use.key)
+            if sending is None or sending.use is not use:
+                self.world.say(use.reader, self, ("drained", use))
+            else:
+                sending.aborted = True
+                self.fail(sending, tell=False)
+                self.progress(sending)
+
+    def may_take(self, use: Use) -> bool:
+        """The number's last use has ended here."""
+        before = self.rooms.get(use.key)
+        return before is None or before.forgotten
+
+    def hand_over(self, sending: Sending) -> None:
+        """The engine's next chunk."""
+        use = sending.use
+        first = sum(units for units, _ in use.chunks[: sending.next_chunk])
+        units, at_once = use.chunks[sending.next_chunk]
+        sending.next_chunk += 1
+        event = None if at_once else Event()
+        if event is not None:
+            sending.events.append(event)
+        job_id = next(self.world.ids)
+        sending.live.add(job_id)
+        self.jobs[job_id] = sending
+        src = np.arange(use.ticket * 256 + first, use.ticket * 256 + first + units, dtype=np.int32)
+        self.do(self.sender.write(job_id, use.key, use.ticket, use.reader.peer, first, src, event, self.world.now_s))
+
+    def fail(self, sending: Sending, tell: bool = True) -> None:
+        if sending.state == "open":
+            sending.state = "failed"
+            sending.events.clear()
+            if tell:
+                self.world.say(sending.use.reader, self, ("failed", sending.use))
+            for job_id in sorted(sending.live):
+                self.do(self.sender.cancel(job_id))
+
+    def progress(self, sending: Sending) -> None:
+        use = sending.use
+        if sending.state == "open" and sending.handed_over and not sending.live:
+            sending.state = "done"
+            self.world.say(use.reader, self, ("ok", use))
+        if sending.state != "open" and not sending.live and not sending.forgotten:
+            sending.forgotten = True
+            self.sender.forget(use.key)
+        if sending.aborted and not sending.live and not sending.undrained:
+            sending.aborted = False
+            assert not any(write.post.key == use.key for write in self.writes.values())
+            self.world.say(use.reader, self, ("drained", use))
+
+    def do(self, actions: list[Any]) -> None:
+        for action in actions:
+            if isinstance(action, Say):
+                (reader,) = [reader for reader in self.world.readers if reader.peer == action.peer]
+                self.world.say(reader, self, action.body, lossy=True)
+            elif isinstance(action, Gather):
+                self.gathers[action.gather_id] = action
+            elif isinstance(action, PostStaged):
+                self.post(action)
+            elif isinstance(action, CancelStaged):
+                self.writes[action.write_id].cancelled = True
+            elif isinstance(action, JobEnded):
+                sending = self.jobs[action.job_id]
+                sending.live.remove(action.job_id)
+                if action.drained:
+                    del self.jobs[action.job_id]
+                else:
+                    sending.undrained.add(action.job_id)
+                if action.error is not None:
+                    self.fail(sending)
+                self.progress(sending)
+            else:
+                assert isinstance(action, JobDrained)
+                sending = self.jobs.pop(action.job_id)
+                sending.undrained.remove(action.job_id)
+                self.progress(sending)
+
+    # what the copy pool does
+
+    def gather(self, gather_id: int, error: Exception | None = None) -> None:
+        gather = self.gathers.pop(gather_id)
+        data = b"".join(content(self.rank, int(unit)) for unit in gather.src_units)
+        assert len(data) == gather.num_bytes <= self.slot_bytes
+        owners = [s for s in self.jobs.values() if s.live and s.use.ticket == int(gather.src_units[0]) // 256]
+        assert owners, "a gather reads pages that its room has let go of"
+        start = gather.slot * self.slot_bytes
+        self.memory[start : start + len(data)] = data if error is None else b"\xee" * len(data)
+        self.do(self.sender.on_gathered(gather_id, error, self.world.now_s))
+
+    # what the transport does
+
+    def post(self, post: PostStaged) -> None:
+        (reader,) = [reader for reader in self.world.everybody if reader.peer == post.peer]
+        num_parts = 1 + post.write_id % 3
+        data = self.slot(post)
+        self.writes[post.write_id] = Write(reader, post, data, list(range(num_parts)), num_parts)
+
+    def slot(self, post: PostStaged) -> bytes:
+        start = post.slot * self.slot_bytes
+        return bytes(self.memory[start : start + rounded(post.num_bytes)])
+
+    def land(self, write: Write, part: int) -> None:
+        write.parts.remove(part)
+        post, reader = write.post, write.reader
+        assert self.slot(post) == write.data, "the slot was used again"
+        (lease,) = [lease for lease in reader.rooms._ring.leases() if lease.lease_id == post.lease_id]
+        assert (lease.room, lease.chunk) == (post.key, post.piece)
+        assert self.rank in lease.missing
+        offset, _ = reader.cut.sections(UNITS_PER_PIECE)[self.rank]
+        assert post.dst_offset >= lease.offset
+        assert post.dst_offset + len(write.data) <= lease.end
+        assert offset == 0 or post.dst_offset > lease.offset
+        step = -(-len(write.data) // write.num_parts)
+        start, end = part * step, min((part + 1) * step, len(write.data))
+        reader.memory[post.dst_offset + start : post.dst_offset + end] = write.data[start:end]
+        if not write.undrained:
+            tag = ChunkTag(1, *post.key, self.rank, post.piece, part, write.num_parts, post.lease_id)
+            self.world.say(reader, self, tag, lossy=True)
+
+    def end_write(self, write: Write, error: Exception | None = None, drained: bool = True) -> None:
+        write_id = write.post.write_id
+        assert self.sender.owns(write_id)
+        if drained:
+            del self.writes[write_id]
+        else:
+            write.undrained = True
+        self.do(self.sender.on_write_ended(write_id, error, drained, self.world.now_s))
+
+    def drain(self, write: Write) -> None:
+        del self.writes[write.post.write_id]
+        self.do(self.sender.on_write_drained(write.post.write_id))
+
+    # what may happen next
+
+    def steps(self) -> list[Callable[[], None]]:
+        steps: list[Callable[[], None]] = []
+        for sending in self.rooms.values():
+            if sending.state == "open" and not sending.handed_over:
+                steps.append(lambda s=sending: self.hand_over(s))
+            steps += [lambda e=event: setattr(e, "answer", True) for event in sending.events if not event.answer]
+        steps += [lambda g=gather: self.gather(g) for gather in self.gathers]
+        for write in self.writes.values():
+            steps += [lambda w=write, p=part: self.land(w, p) for part in write.parts]
+            if write.undrained:
+                steps.append(lambda w=write: self.drain(w))
+            elif not write.parts:
+                steps.append(lambda w=write: self.end_write(w))
+            elif write.cancelled:
+                steps.append(lambda w=write: self.end_write(w, OSError("cancelled")))
+        return steps
+
+
+class Reader:
+    """A decode rank."""
+
+    def __init__(self, world: World, name: str, incarnation: int, cut: LeaseCut) -> None:
+        self.world, self.alive = world, True
+        self.peer = PeerId(name, incarnation)
+        self.cut = cut
+        self.rooms = StagedRooms(cut.area_bytes)
+        self.memory = bytearray(cut.area_bytes)
+        self.uses: dict[RoomKey, Use] = {}
+        self.scatters: dict[int, tuple[Use, Scatter]] = {}
+
+    # what the control thread does
+
+    def open(self, key: RoomKey, chunks: list[tuple[int, bool]]) -> None:
+        use = Use(self, key, next(self.world.tickets), chunks, dict(self.world.writers), {}, set(self.cut.ranks))
+        use.pages = {rank: bytearray(use.num_units * UNIT_BYTES[rank]) for rank in self.cut.ranks}
+        self.uses[key] = use
+        self.world.uses.append(use)
+        self.do(self.rooms.open(key, use.ticket, use.num_units, self.cut))
+        for writer in use.writers.values():
+            self.world.say(writer, self, use)
+
+    def take(self, writer: Writer, body: Any) -> None:
+        if isinstance(body, LeaseAsk):
+            self.do(self.rooms.on_ask(writer.rank, body))
+            return
+        if isinstance(body, ChunkTag):
+            self.do(self.rooms.on_arrival(body))
+            return
+        what, use = body
+        if what in ("ok", "drained"):
+            use.undrained.discard(writer.rank)
+        if use.state == "open" and what == "ok":
+            use.ok.add(writer.rank)
+            self.do(self.rooms.on_written(use.key, writer.rank))
+            self.progress(use)
+        elif what == "failed":
+            self.fail(use)
+        self.maybe_over(use)
+
+    def fail(self, use: Use) -> None:
+        if use.state == "open":
+            use.state = "failed"
+            self.do(self.rooms.close(use.key))
+            for rank in sorted(use.undrained):
+                self.world.say(use.writers[rank], self, ("abort", use))
+            self.maybe_over(use)
+
+    def fenced(self, rank: int, use: Use) -> None:
+        use.undrained.discard(rank)
+        if rank not in use.ok:
+            self.fail(use)
+        self.maybe_over(use)
+
+    def progress(self, use: Use) -> None:
+        assert not use.scattered or self.rooms.complete(use.key)
+        if use.state == "open" and use.ok == self.cut.ranks and self.rooms.complete(use.key):
+            assert use.scattered
+            use.state = "succeeded"
+            for rank, pages in use.pages.items():
+                units = range(use.ticket * 256, use.ticket * 256 + use.num_units)
+                assert bytes(pages) == b"".join(content(rank, unit) for unit in units)
+            self.do(self.rooms.close(use.key))
+            self.over(use)
+
+    def maybe_over(self, use: Use) -> None:
+        if use.state == "failed" and not use.undrained and self.uses.get(use.key) is use:
+            self.do(self.rooms.drained(use.key))
+            if self.rooms.may_drain(use.key) and self.uses.get(use.key) is use:
+                self.over(use)
+
+    def over(self, use: Use) -> None:
+        assert not any(other is use for other, _ in self.scatters.values())
+        for writer in self.world.writers.values():
+            assert not any(write.post.key == use.key and write.reader is self for write in writer.writes.values())
+        del self.uses[use.key]
+
+    def do(self, actions: list[Any]) -> None:
+        for action in actions:
+            if isinstance(action, SayGrant):
+                use = self.uses[action.key]
+                assert (action.grant.ticket, use.state) == (use.ticket, "open")
+                self.world.say(use.writers[action.rank], self, action.grant, lossy=True)
+            elif isinstance(action, Scatter):
+                self.scatters[action.lease_id] = (self.uses[action.key], action)
+            elif isinstance(action, RoomScattered):
+                use = self.uses[action.key]
+                assert not use.scattered
+                use.scattered = True
+                self.progress(use)
+            elif isinstance(action, RoomBroken):
+                assert not self.uses[action.key].scattered
+                self.fail(self.uses[action.key])
+            else:
+                assert isinstance(action, RoomQuiet)
+                assert self.rooms.may_drain(action.key)
+                self.maybe_over(self.uses[action.key])
+
+    # what the copy pool does
+
+    def scatter(self, lease_id: int, error: Exception | None = None) -> None:
+        use, scatter = self.scatters.pop(lease_id)
+        assert self.uses.get(use.key) is use, "a copy writes pages of a room that is over"
+        for rank, offset, num_bytes in scatter.sections:
+            start = scatter.first_unit * UNIT_BYTES[rank]
+            assert num_bytes == scatter.num_units * UNIT_BYTES[rank]
+            if error is None:
+                use.pages[rank][start : start + num_bytes] = self.memory[offset : offset + num_bytes]
+        self.do(self.rooms.on_scattered(lease_id, error))
+
+    def steps(self) -> list[Callable[[], None]]:
+        return [lambda lease=lease_id: self.scatter(lease) for lease_id in self.scatters]
+
+
+class World:
+    """All of it. `pieces` is how many of the largest leases the readers' areas take, halves allowed."""
+
+    def __init__(self, num_writers: int, num_readers: int, pieces: float, slots: int, window: int) -> None:
+        self.ids, self.tickets = count(1), count(1)
+        self.now_s = 0.0
+        self.mail: list[Mail] = []
+        self.uses: list[Use] = []
+        self.slots, self.window = slots, window
+        shares = tuple((rank, UNIT_BYTES[rank]) for rank in range(num_writers))
+        lease = sum(rounded(UNITS_PER_PIECE * num_bytes) for _, num_bytes in shares)
+        self.cut = LeaseCut(shares, UNITS_PER_PIECE, rounded(int(pieces * lease)))
+        self.everybody = [Reader(self, f"decode-{i}", 1, self.cut) for i in range(num_readers)]
+        self.readers = list(self.everybody)
+        self.writers: dict[int, Writer] = {}
+        for rank in range(num_writers):
+            self.start_writer(rank)
+
+    def start_writer(self, rank: int) -> None:
+        self.writers[rank] = Writer(self, rank, self.slots, self.window)
+        for reader in self.readers:
+            self.writers[rank].sender.add_peer(reader.peer, self.cut)
+
+    def open(self, room: int, chunks: list[tuple[int, bool]]) -> bool:
+        """Open a room, unless its number is in use. Rooms are shared out among the readers."""
+        key, reader = RoomKey(room, 0), self.readers[room % len(self.readers)]
+        if key in reader.uses:
+            return False
+        reader.open(key, chunks)
+        return True
+
+    def say(self, to: Any, sender: Any, body: Any, lossy: bool = False) -> None:
+        self.mail.append(Mail(to, sender, body, lossy))
+
+    def deliver(self, mail: Mail, again: bool = False) -> None:
+        if not again:
+            self.mail.remove(mail)
+        if mail.to.alive and mail.sender.alive:
+            mail.to.take(mail.sender, mail.body)
+
+    # faults
+
+    def restart_writer(self, rank: int) -> None:
+        """The rank's process is gone, its writes with it, and everybody knows."""
+        gone = self.writers[rank]
+        gone.alive = False
+        self.start_writer(rank)
+        for reader in self.readers:
+            for use in [use for use in reader.uses.values() if use.writers[rank] is gone]:
+                reader.fenced(rank, use)
+
+    def restart_reader(self, number: int) -> None:
+        gone = self.readers[number]
+        gone.alive = False
+        for use in gone.uses.values():
+            use.state = "lost"
+        self.readers[number] = Reader(self, gone.peer.name, gone.peer.incarnation + 1, self.cut)
+        self.everybody.append(self.readers[number])
+        for writer in self.writers.values():
+            for sending in writer.rooms.values():
+                if sending.use.reader is gone:
+                    writer.fail(sending, tell=False)
+            writer.do(writer.sender.remove_peer(gone.peer))
+            for sending in list(writer.rooms.values()):
+                writer.progress(sending)
+            writer.sender.add_peer(self.readers[number].peer, self.cut)
+
+    # time passes
+
+    def steps(self) -> list[Callable[[], None]]:
+        """All that may happen now, but for faults and for time."""
+        steps: list[Callable[[], None]] = []
+        for mail in self.mail:
+            if not isinstance(mail.body, Use) or not mail.to.alive or mail.to.may_take(mail.body):
+                steps.append(lambda m=mail: self.deliver(m))
+        for writer in self.writers.values():
+            steps += writer.steps()
+        for reader in self.readers:
+            steps += reader.steps()
+        return steps
+
+    def tick(self) -> bool:
+        """Time passes up to the next wake-up. False if nobody wants one."""
+        wake_s = min(writer.sender.wake_s for writer in self.writers.values())
+        if wake_s == float("inf"):
+            return False
+        self.now_s = max(self.now_s, wake_s)
+        for writer in self.writers.values():
+            writer.do(writer.sender.tick(self.now_s))
+        return True
+
+    def step(self, pick: int) -> None:
+        """One of the steps, or time, as `pick` says."""
+        steps = self.steps()
+        if pick % 8 == 0 or not steps:
+            self.tick()
+        else:
+            steps[pick // 8 % len(steps)]()
+
+    def finish(self, seed: int = 1, limit: int = 50_000) -> None:
+        """Without any fault: everything ends, and nothing is held."""
+        pick = seed
+        for _ in range(limit):
+            steps = self.steps()
+            if not steps and not any(reader.uses for reader in self.readers):
+                break
+            pick = (pick * 1103515245 + 12345) % 2**31
+            if steps:
+                steps[(pick >> 8) % len(steps)]()
+            else:
+                assert self.tick(), "stuck"
+        else:
+            raise AssertionError("it goes on for ever")
+        self.check()
+        for writer in self.writers.values():
+            sender = writer.sender
+            assert (sender.num_jobs, sender.num_rooms, sender.free_slots) == (0, 0, writer.num_slots)
+            assert writer.jobs == {}
+        for reader in self.readers:
+            assert reader.rooms.num_rooms == 0
+            assert reader.rooms._ring.leases() == []
+        assert all(use.state in ("succeeded", "failed", "lost") for use in self.uses)
+
+    def check(self) -> None:
+        for writer in self.writers.values():
+            writer.sender.check_invariants()
+            assert writer.sender.num_jobs == sum(len(sending.live) for sending in writer.rooms.values())
+        for reader in self.readers:
+            reader.rooms.check_invariants()

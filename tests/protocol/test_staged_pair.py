@@ -1,0 +1,32 @@
+"""Staged senders and rooms joined, over memory: whole, with little room, and with faults everywhere."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+from tests.models.staged_machine import StagedMachine
+from tests.models.staged_world import World
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("num_writers", "num_readers", "pieces", "slots", "window"),
+    [(1, 1, 3, 4, 4), (2, 1, 1.5, 1, 4), (3, 2, 1.5, 2, 2), (3, 1, 1, 1, 1), (2, 2, 8, 3, 3)],
+)
+def test_three_rooms_arrive_whole_however_little_room_there_is(
+    num_writers: int, num_readers: int, pieces: float, slots: int, window: int, seed: int
+) -> None:
+    world = World(num_writers, num_readers, pieces, slots, window)
+    chunks = [[(9, True), (1, False), (13, True)], [(4, False)], [(5, True), (6, True)]]
+    for again in range(3):
+        for room in range(3):
+            assert world.open(room, chunks[(room + again) % 3])
+        world.finish(seed=3 * seed + again + 1)
+    assert [use.state for use in world.uses] == ["succeeded"] * 9
+    written = sum(writer.sender.counters["pieces_written"] for writer in world.writers.values())
+    assert written == 3 * num_writers * (8 + 1 + 4)
+
+
+StagedMachine.TestCase.settings = settings(stateful_step_count=25)
+TestStagedPair = StagedMachine.TestCase
