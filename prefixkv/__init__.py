@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from prefixkv.errors import PrefixKVError as PrefixKVError
     from prefixkv.pool.kv_layout import KVLayout as KVLayout
     from prefixkv.pool.kv_pool import KVPool as KVPool
+    from prefixkv.pool.mesh import Mesh as Mesh
     from prefixkv.pool.page_allocator import PageAllocator as PageAllocator
     from prefixkv.prefill.request import PrefillRequest as PrefillRequest
     from prefixkv.prefill.scheduler import PrefillScheduler as PrefillScheduler
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from prefixkv.request import Request as Request
     from prefixkv.request_pages import PageBooks as PageBooks
     from prefixkv.routing import BoundedAffinityRouter as BoundedAffinityRouter
+    from prefixkv.runtime.decode_rank import DecodeRank as DecodeRank
     from prefixkv.runtime.nodes import DecodeNode as DecodeNode
     from prefixkv.runtime.nodes import PrefillNode as PrefillNode
 
@@ -45,11 +47,13 @@ _HOME = {
     "CurveConfig": "config",
     "DecodeConfig": "config",
     "DecodeNode": "runtime.nodes",
+    "DecodeRank": "runtime.decode_rank",
     "DecodeReplica": "decode.ranks",
     "DecodeRequest": "decode.request",
     "DecodeScheduler": "decode.scheduler",
     "KVLayout": "pool.kv_layout",
     "KVPool": "pool.kv_pool",
+    "Mesh": "pool.mesh",
     "ModelConfig": "config",
     "OutOfPagesError": "errors",
     "PageAllocator": "pool.page_allocator",

@@ -107,6 +107,11 @@ class TransportConfig:
 
     Of more than one, each of `posting_threads` has an agent of its own and serves its share of the rooms; `window` is
     then a peer and thread. They part rooms from each other; they add no bandwidth.
+
+    With `staging_bytes` on both sides, slices of heads (tensor parallelism that differs) are gathered, written whole
+    and scattered, in leases of at most `lease_bytes` of the decode rank's memory; a prefill rank has
+    `staging_bytes // lease_bytes` slots. At most `staging_window` leases of a room and pair are under way,
+    `copy_threads` copy. 0 bytes: slices are written one by one, straight into pages.
     """
 
     post_bytes: int = 2 << 20
@@ -118,9 +123,16 @@ class TransportConfig:
     idle_sleep_s: float = 200e-6
     renew_grace_s: float = 2.0
     memory_type: Literal["DRAM", "VRAM"] = "DRAM"
+    staging_bytes: int = 0
+    lease_bytes: int = 4 << 20
+    staging_window: int = 4
+    copy_threads: int = 1
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "post_bytes", "post_descriptors", "window", "posting_threads")
+        _at_least(self, 1, "lease_bytes", "staging_window", "copy_threads")
+        if self.staging_bytes and self.staging_bytes < self.lease_bytes:
+            raise ConfigError(f"staging_bytes is {self.staging_bytes}, a lease alone takes {self.lease_bytes}")
         _at_least(self, 0, "spin_s", "sleep_s", "idle_sleep_s", "renew_grace_s")
         _one_of(self, ("DRAM", "VRAM"), "memory_type")
 

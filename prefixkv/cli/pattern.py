@@ -18,6 +18,7 @@ from prefixkv.cli.hashing import Words, splitmix64
 from prefixkv.errors import CallerError
 from prefixkv.paging import pages_for
 from prefixkv.pool.kv_layout import KVLayout, Slab
+from prefixkv.pool.mesh import Mesh
 
 Pages = npt.NDArray[np.int32]
 WordArray = npt.NDArray[Any]  # of unsigned words, 1 to 8 bytes
@@ -39,16 +40,22 @@ class KVPattern:
     i % page_size of `pages[i // page_size]`.
     """
 
-    def __init__(self, layout: KVLayout, salt: int, owner: object) -> None:
+    def __init__(self, layout: KVLayout, salt: int, owner: object, place: tuple[Mesh, int] | None = None) -> None:
+        """`place`: the pool holds the share of this rank of the mesh; all of the model by default."""
         self._owner = owner
         self._page_size = layout.page_size
         self._salt = splitmix64(np.array([salt], dtype=np.uint64))
         self._dtype = _word_dtype(layout)
         lanes = layout.head_bytes // self._dtype.itemsize
         self._check_pages = max(1, _CHECK_BYTES // (layout.slab_page_bytes * layout.slabs_per_layer))
-        count = len(layout.slabs) * layout.num_kv_heads * lanes
+        kinds = layout.slabs_per_layer
+        mesh, rank = place or (Mesh(layout.num_layers, layout.num_kv_heads), 0)
+        shard = mesh.shard(rank)
+        count = mesh.num_layers * kinds * mesh.num_kv_heads * lanes
         places = splitmix64(np.arange(count, dtype=np.uint64)).astype(self._dtype)
-        places = places.reshape(len(layout.slabs), 1, 1, layout.num_kv_heads, lanes)
+        places = places.reshape(mesh.num_layers * kinds, 1, 1, mesh.num_kv_heads, lanes)
+        places = places[shard.first_layer * kinds :, :, :, shard.first_head : shard.first_head + shard.num_heads]
+        places = np.ascontiguousarray(places[: len(layout.slabs)])
         self._groups = [
             _Group(_as_array(layout, first, step, end - start, self._dtype), places[start:end])
             for start, end, first, step in _even_runs(layout)

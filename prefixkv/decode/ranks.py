@@ -1,7 +1,11 @@
 """Tensor-parallel decode ranks: rank 0's operation log as one message a scheduler pass, and the ranks that follow it.
 
-    rank 0       node = DecodeNode(pool, config, ranks=RankLog()); ...; broadcast(node.take_log())
-    rank 1 ...   replica = DecodeReplica(num_pages, page_size, config); replica.apply(receive())
+    rank 0       node = DecodeNode(pool, config, ranks=RankLog(), mesh=mesh); ...; broadcast(node.take_log())
+    rank 1 ...   rank = DecodeRank(pool, config, mesh, 1, worker); rank.apply(receive()); send(rank.take_news())
+    rank 0       for raw in received: node.apply_news(raw)
+
+A `DecodeRank` (runtime/decode_rank.py) is a `DecodeReplica` that also receives its part of the KV: the log tells it
+which rooms to open, and its news go back to rank 0.
 
 How the bytes travel is the engine's: its own broadcast, once a pass, after the pops and `append_many` and before the
 step whose attention reads the rows. Ranks may apply late and at different times: nothing that they know decides
@@ -23,6 +27,7 @@ import numpy.typing as npt
 
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.oplog import AnyOp, Replica
+from prefixkv.decode.rank_rooms import RoomOrder
 from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError
 from prefixkv.pool.page_allocator import PageState
 from prefixkv.request import Request
@@ -37,6 +42,7 @@ class _Batch(msgspec.Struct, frozen=True, array_like=True):
     sizes: dict[str, int]
     digests: dict[str, bytes]
     settings: dict[str, int | str | bool]
+    rooms: list[RoomOrder] = []
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -91,6 +97,11 @@ class RankLog:
         self._digest_every = digest_every
         self._ops: list[AnyOp] = []
         self.append = self._ops.append
+        self.rooms: list[RoomOrder] = []  # what every rank's control plane is to do
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self._ops or self.rooms)
 
     def check(self, request: Request) -> None:
         """Raise RequestError if the request's namespace cannot travel: None, str, int, bytes and tuples of them can."""
@@ -107,10 +118,12 @@ class RankLog:
                 sizes(books),
                 digests(books) if with_digests else {},
                 {} if self.num_batches else _settings(books),
+                self.rooms,
             )
         )
         self.num_batches += 1
         self._ops.clear()
+        self.rooms.clear()
         return raw
 
 
@@ -139,8 +152,8 @@ class DecodeReplica:
         """The page ids of the request in this row, in order: a view that is valid until the next `apply`."""
         return self._replica.pages(row)
 
-    def apply(self, raw: bytes) -> None:
-        """Do what rank 0 did in one pass.
+    def apply(self, raw: bytes) -> list[RoomOrder]:
+        """Do what rank 0 did in one pass. Returns what this rank's control plane is to do.
 
         Raises:
             CallerError: a message that is no message, was left out, or comes twice. Nothing was changed.
@@ -167,6 +180,7 @@ class DecodeReplica:
             self._broken = InternalError(f"this rank differs from rank 0 in message {batch.number}: {error!r}")
             raise self._broken from error
         self.num_batches += 1
+        return batch.rooms
 
     def audit(self) -> None:
         """Check every law of tree, allocator and page table. Slow. Raises InternalError."""

@@ -16,14 +16,16 @@ from dataclasses import dataclass, field
 
 from prefixkv.config import ControlConfig
 from prefixkv.errors import ConfigError, HandshakeError, PeerLostError, ProtocolError, RequestError
-from prefixkv.pool.mesh import ranks_told
-from prefixkv.protocol import messages
+from prefixkv.pool.mesh import ranks_told, writers_to
+from prefixkv.protocol import messages, room_staging
 from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol.backoff import Backoff
 from prefixkv.protocol.links import Liveness, Stamper, check_pair
 from prefixkv.protocol.messages import Frame, Hello, HelloReply, Outcome, OutcomeAck, Promise
 from prefixkv.protocol.receiver_machine import ReceiverMachine, RoomDrained, RoomEnded, RoomOverdue, Say
 from prefixkv.protocol.refusal_machine import RefusalMachine
+from prefixkv.protocol.room_staging import BreakRoom, RoomStaging, ScatterLease, StagingPlan
+from prefixkv.protocol.staged_rooms import SayGrant
 from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.protocol.timers import Timers
@@ -63,7 +65,7 @@ class Settle:
     token: PeerId | RankDrained
 
 
-Action = SendFrame | Connect | Disconnect | Settle | RoomEnded | RoomDrained | RoomOverdue
+Action = SendFrame | Connect | Disconnect | Settle | RoomEnded | RoomDrained | RoomOverdue | ScatterLease
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +83,8 @@ class _Link:
     ready: bool = False
     reply: HelloReply | None = None
     told: dict[int, str] = field(default_factory=dict)
+    plan: StagingPlan | None = None  # of a leader whose ranks stage what they write to us, once `planned`
+    planned: bool = False
     leaders: set[str] = field(default_factory=set)
     rooms: set[RoomKey] = field(default_factory=set)
     waiting: dict[RoomKey, None] = field(default_factory=dict)  # to be promised, in the order of admission
@@ -111,6 +115,7 @@ class DecodeEndpoint:
         self._rooms: dict[RoomKey, _Room] = {}
         self._timers: Timers[str | RoomKey] = Timers()
         self._settling: set[Hashable] = set()
+        self.staging = None if hello.staging is None else RoomStaging(hello.staging)
         self._fenced: dict[str, int] = {}  # by name: incarnations up to this one are gone for good
         self._expected = 0
 
@@ -239,6 +244,15 @@ class DecodeEndpoint:
             self.counters["tags_dropped"] += 1
         else:
             self._on(room, receiver.ChunkLanded(tag.rank, tag.chunk, tag.part), now_s, out)
+            if tag.slot >= 0 and self.staging is not None:
+                self._act_staged(self.staging.on_arrival(tag), now_s, out)
+        return out
+
+    def on_scattered(self, lease_id: int, error: Exception | None, now_s: float) -> list[Action]:
+        """A `ScatterLease` has ended."""
+        out: list[Action] = []
+        if self.staging is not None:
+            self._act_staged(self.staging.on_scattered(lease_id, error), now_s, out)
         return out
 
     def tick(self, now_s: float) -> list[Action]:
@@ -297,6 +311,8 @@ class DecodeEndpoint:
             self._to_room(link, body, receiver.PromiseAcked(body.rank), now_s, out)
         elif isinstance(body, messages.Drained):
             self._take_drained(link, body, now_s, out)
+        elif isinstance(body, messages.LeaseAsk):
+            self._take_ask(link, body, now_s, out)
         elif not isinstance(body, messages.Heartbeat):
             raise ProtocolError(f"{type(body).__name__} is not for decode")
         self._promote(link, now_s, out)  # it speaks, so it is suspect no more
@@ -309,6 +325,31 @@ class DecodeEndpoint:
             self._send(link, OutcomeAck(*key, outcome.rank, outcome.ticket), now_s, out)
         else:
             self._to_room(link, outcome, receiver.OutcomeSaid(outcome), now_s, out)
+            if outcome.ok and self.staging is not None:
+                self._act_staged(self.staging.on_written(key, outcome.rank), now_s, out)
+
+    def _take_ask(self, link: _Link, ask: messages.LeaseAsk, now_s: float, out: list[Action]) -> None:
+        room = self._room_of(link, ask)
+        if room is None:
+            return
+        if self.staging is None:
+            raise ProtocolError("a lease is asked for where there is no staging")
+        try:
+            self._act_staged(self.staging.on_ask(ask.rank, ask), now_s, out)
+        except ProtocolError as error:
+            self._on(room, receiver.Fail(error), now_s, out)
+            raise
+
+    def _act_staged(self, actions: list[room_staging.Action], now_s: float, out: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, SayGrant):
+                room = self._rooms.get(action.key)
+                if room is not None:
+                    self._say(room, action.rank, action.grant, now_s, out)
+            elif isinstance(action, BreakRoom):
+                self._on(self._rooms[action.key], receiver.Fail(action.error), now_s, out)
+            else:
+                out.append(action)
 
     def _take_drained(self, link: _Link, drained: messages.Drained, now_s: float, out: list[Action]) -> None:
         room = self._room_of(link, drained)
@@ -324,7 +365,9 @@ class DecodeEndpoint:
         if room is not None:
             self._on(room, event, now_s, out)
 
-    def _room_of(self, link: _Link, body: Outcome | messages.PromiseAck | messages.Drained) -> _Room | None:
+    def _room_of(
+        self, link: _Link, body: Outcome | messages.PromiseAck | messages.Drained | messages.LeaseAsk
+    ) -> _Room | None:
         """The room that this is a word of, None if it is over. Raises ProtocolError for another's."""
         room = self._rooms.get(RoomKey(body.room, body.generation))
         if room is None:
@@ -361,6 +404,9 @@ class DecodeEndpoint:
         link.peer = frame.sender
         link.ready = True
         link.reply = frame.body
+        for address in (link.address, *link.leaders):
+            if address in self._links:
+                self._links[address].planned = False
         link.hello.due_s = float("inf")
         self._timers.wake(link.address, link.live.heartbeat_due_s(self._timing))
         self._promote(link, now_s, out)
@@ -420,11 +466,14 @@ class DecodeEndpoint:
         try:
             for rank, link in links.items():
                 self._check_rank(leader, rank, link)
+            ready = all(link.ready and not link.live.suspect(self._timing, now_s) for link in links.values())
+            if ready and not leader.planned:
+                leader.plan, leader.planned = self._staging_plan(leader, links), True
         except HandshakeError as error:
             self.counters["handshakes_refused"] += 1
             self._refuse_link(leader, error, now_s, out)
             return
-        if not all(link.ready and not link.live.suspect(self._timing, now_s) for link in links.values()):
+        if not ready:
             return
         for key in list(leader.waiting):
             room = self._rooms[key]
@@ -434,6 +483,10 @@ class DecodeEndpoint:
                 assert link.peer is not None
                 room.peers[rank] = link.peer
                 link.rooms.add(key)
+            if leader.plan is not None and isinstance(room.machine, ReceiverMachine):
+                assert self.staging is not None
+                opened = self.staging.open(room.machine.promise, self._hello.topology.page_size, leader.plan)
+                self._act_staged(opened, now_s, out)
             self._on(room, receiver.PeerReady(tuple(links)), now_s, out)
 
     def _check_rank(self, leader: _Link, rank: int, link: _Link) -> None:
@@ -442,6 +495,17 @@ class DecodeEndpoint:
             for name, expected in (("rank", rank), ("topology", leader.reply.topology)):
                 if getattr(link.reply, name) != expected:
                     raise HandshakeError(name, expected, getattr(link.reply, name), f"of {link.address} differs")
+
+    def _staging_plan(self, leader: _Link, links: dict[int, _Link]) -> StagingPlan | None:
+        """None where nothing is staged. Raises HandshakeError where some of the writers stage, and others do not."""
+        assert leader.reply is not None
+        writers = writers_to(leader.reply.topology.mesh(leader.reply.digest), self._mesh, self._hello.rank)
+        staged = [rank for rank in writers if (reply := links[rank].reply) is not None and reply.staged]
+        if not staged:
+            return None
+        if len(staged) < len(writers) or self.staging is None:
+            raise HandshakeError("staging", writers, tuple(staged), "is not on for all that write")
+        return StagingPlan.of(self._hello, leader.reply)
 
     def _tick_link(self, link: _Link | None, now_s: float, out: list[Action]) -> None:
         if link is None:
@@ -494,15 +558,21 @@ class DecodeEndpoint:
         machine = room.machine
         expected = not machine.drained
         for action in machine.on(event, now_s):
-            if not isinstance(action, Say):
+            if isinstance(action, Say):
+                self._say(room, action.rank, action.body, now_s, out)
+            elif self.staging is not None:
+                self._act_staged(self.staging.pass_on(action), now_s, out)
+            else:
                 out.append(action)
-            elif room.links[action.rank].peer == room.peers[action.rank]:  # whom it is meant for still listens there
-                self._send(room.links[action.rank], action.body, now_s, out)
         self._expected += (not machine.drained) - expected
         if machine.over:
             self._drop(room)
         else:
             self._timers.wake(machine.key, machine.wake_s)
+
+    def _say(self, room: _Room, rank: int, body: messages.AnyBody, now_s: float, out: list[Action]) -> None:
+        if room.links[rank].peer == room.peers[rank]:  # whom it is meant for still listens there
+            self._send(room.links[rank], body, now_s, out)
 
     def _drop(self, room: _Room) -> None:
         key = room.machine.key

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -28,9 +28,11 @@ from prefixkv.errors import (
 from prefixkv.paging import pages_for
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.mesh import Shard, check_holds, readers_awaited, sent_share
+from prefixkv.pool.staging_area import StagingArea
 from prefixkv.pool.unit_pages import unit_pages
 from prefixkv.protocol import messages
 from prefixkv.protocol import sender_machine as sender
+from prefixkv.protocol.lease_cut import LeaseCut
 from prefixkv.protocol.links import Liveness, Stamper, check_pair
 from prefixkv.protocol.messages import Frame, Hello, HelloReply, ModelDigest, Outcome, Promise, Topology
 from prefixkv.protocol.sender_machine import (
@@ -63,6 +65,9 @@ class AddPeer:
     metadata: bytes
     layout: KVLayout
     parts: tuple[Shard, Shard]
+    unit_tokens: int
+    staging: StagingArea | None = None
+    cut: LeaseCut | None = None  # what goes there is staged, and cut like this
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,17 @@ class RemovePeer:
     peer: PeerId
 
 
-Action = SendFrame | AddPeer | RemovePeer | PostWrite | CancelWrite | Bootstrapped | RoomEnded | SourceFree
+@dataclass(frozen=True, slots=True)
+class LeaseGranted:
+    """A reader's word on what the staged sender has asked it for."""
+
+    peer: PeerId
+    grant: messages.LeaseGrant
+
+
+Action = (
+    LeaseGranted | SendFrame | AddPeer | RemovePeer | PostWrite | CancelWrite | Bootstrapped | RoomEnded | SourceFree
+)
 
 
 _NO_ROOM = RoomKey(0, -1)
@@ -91,6 +106,7 @@ class _Peer:
     live: Liveness
     readers: tuple[int, ...]
     writes: bool
+    staged: bool
     rooms: set[RoomKey] = field(default_factory=set)
     num_parked: int = 0
     gone: bool = False
@@ -111,7 +127,9 @@ class PrefillEndpoint:
         timing: ControlConfig,
         endpoints: tuple[str, ...] = (),
         rank: int = 0,
+        slot_bytes: int = 0,
     ) -> None:
+        """`slot_bytes`: of a slot that slices of heads are gathered into where the reader has staging too; 0: none."""
         self.me = me
         self.counters: Counter[str] = Counter()
         self.endpoints = endpoints
@@ -120,6 +138,7 @@ class PrefillEndpoint:
         self._mesh = topology.mesh(digest)
         self._timing = timing
         self._rank = rank
+        self._slot_bytes = slot_bytes
         self._stamp = Stamper(me)
         self._peers: dict[str, _Peer] = {}
         self._rooms: dict[RoomKey, SenderMachine] = {}
@@ -214,6 +233,18 @@ class PrefillEndpoint:
             self._on(machine, sender.WriteDrained(job_id), now_s, out)
         return out
 
+    def say(self, peer_id: PeerId, body: messages.AnyBody, now_s: float) -> list[Action]:
+        """A word of the staged sender. Nobody of that identity is known: no-op."""
+        out: list[Action] = []
+        peer = self._peers.get(peer_id.name)
+        if peer is not None and peer.id == peer_id:
+            self._send(peer, body, now_s, out)
+        return out
+
+    def next_job_id(self) -> int:
+        """A number for a job of the transport, never given before."""
+        return next(self._job_ids)
+
     def tick(self, now_s: float) -> list[Action]:
         """Let time pass: deadlines, repeats, heartbeats, what was parked for too long."""
         out: list[Action] = []
@@ -275,6 +306,8 @@ class PrefillEndpoint:
             machine = self._rooms.get(key)
             if machine is not None and peer.id in self._claimants(key) and machine.ticket == body.ticket:
                 self._on(machine, sender.OutcomeAcked(peer.hello.rank), now_s, out)
+        elif isinstance(body, messages.LeaseGrant):
+            out.append(LeaseGranted(peer.id, body))
         elif isinstance(body, messages.Fenced):
             self._lose_peer(peer, PeerLostError(f"{peer.id} has left"), now_s, out)
         elif not isinstance(body, messages.Heartbeat):
@@ -285,10 +318,10 @@ class PrefillEndpoint:
         if peer is not None and peer.id == frame.sender:
             peer.live.take(frame, now_s)
             peer.route = route
-            self._answer_hello(route, "", out)
+            self._answer_hello(route, "", out, peer.staged)
             return
         try:
-            self._check(hello)
+            added = self._check(frame.sender, hello)
         except (HandshakeError, ConfigError) as error:
             self.counters["handshakes_refused"] += 1
             self._answer_hello(route, str(error)[:1000], out)
@@ -299,17 +332,21 @@ class PrefillEndpoint:
             self._answer_hello(route, f"{len(self._peers)} decode workers are known, the limit is reached", out)
             return
         live = Liveness(now_s, now_s, frame.seq)
-        mesh = hello.topology.mesh(hello.digest)
-        share = sent_share(self._mesh, self._rank, mesh, hello.rank)
-        readers = readers_awaited(self._mesh, self._rank, mesh)
-        self._peers[frame.name] = _Peer(frame.sender, route, credential, hello, live, readers, share is not None)
+        readers = readers_awaited(self._mesh, self._rank, hello.topology.mesh(hello.digest))
+        staged = added is not None and added.cut is not None
+        self._peers[frame.name] = _Peer(
+            frame.sender, route, credential, hello, live, readers, added is not None, staged
+        )  # fmt: skip
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
-        if share is not None:
-            parts = share.inside(self._mesh.shard(self._rank)), share.inside(mesh.shard(hello.rank))
-            out.append(AddPeer(frame.sender, hello.agent_metadata, hello.layout, parts))
-        self._answer_hello(route, "", out)
+        if added is not None:
+            out.append(added)
+        self._answer_hello(route, "", out, staged)
 
-    def _check(self, hello: Hello) -> None:
+    def _check(self, peer: PeerId, hello: Hello) -> AddPeer | None:
+        """What the transport has to know of it, None if nothing of ours goes there.
+
+        Raises HandshakeError or ConfigError for a peer that nothing can be written to.
+        """
         check_pair(self._digest, self._topology, hello.digest, hello.topology)
         layout, digest = hello.layout, self._digest
         layout.validate()
@@ -318,9 +355,25 @@ class PrefillEndpoint:
         ours = digest.dtype, digest.attention, digest.head_dim, hello.topology.page_size
         if described != ours:
             raise HandshakeError("layout", ours, described)
+        mesh = hello.topology.mesh(digest)
+        mine, theirs = self._mesh.shard(self._rank), mesh.shard(hello.rank)
+        share = sent_share(self._mesh, self._rank, mesh, hello.rank)
+        if share is None:
+            return None
+        unit_tokens = min(self._topology.page_size, hello.topology.page_size)
+        parts = share.inside(mine), share.inside(theirs)
+        added = AddPeer(peer, hello.agent_metadata, layout, parts, unit_tokens)
+        is_slice = share.num_heads < max(mine.num_heads, theirs.num_heads)
+        if not (is_slice and self._slot_bytes and hello.staging is not None):
+            return added
+        hello.staging.validate()
+        unit_head_bytes = unit_tokens * layout.head_bytes * layout.slabs_per_layer
+        cut = LeaseCut.of(self._mesh, mesh, hello.rank, unit_head_bytes, hello.staging)
+        cut.check_slots(self._rank, self._slot_bytes)
+        return replace(added, staging=hello.staging, cut=cut)
 
-    def _answer_hello(self, route: bytes, refused: str, out: list[Action]) -> None:
-        reply = HelloReply(self._digest, self._topology, self.endpoints, refused, self._rank)
+    def _answer_hello(self, route: bytes, refused: str, out: list[Action], staged: bool = False) -> None:
+        reply = HelloReply(self._digest, self._topology, self.endpoints, refused, self._rank, staged)
         out.append(SendFrame(route, self._stamp.frame(reply)))
 
     def _take_promise(self, peer: _Peer, promise: Promise, now_s: float, out: list[Action]) -> None:
@@ -445,9 +498,7 @@ class PrefillEndpoint:
     # --- rooms ------------------------------------------------------------------------------------
 
     def _new_machine(self, key: RoomKey, now_s: float) -> SenderMachine:
-        machine = SenderMachine(
-            key, self._rank, self._topology.page_size, lambda: next(self._job_ids), self._timing, now_s
-        )
+        machine = SenderMachine(key, self._rank, self._topology.page_size, self.next_job_id, self._timing, now_s)
         self._rooms[key] = machine
         return machine
 

@@ -21,14 +21,17 @@ from prefixkv.control.channel import DealerChannel, RouterChannel
 from prefixkv.decode import scheduler as decode
 from prefixkv.errors import ClosedError, ConfigError, RequestError
 from prefixkv.prefill import scheduler as prefill
-from prefixkv.protocol import decode_endpoint, prefill_endpoint
+from prefixkv.protocol import decode_endpoint, prefill_endpoint, staged_sender
 from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol import sender_machine as sender
 from prefixkv.protocol.decode_endpoint import DecodeEndpoint
 from prefixkv.protocol.messages import Hello, ModelDigest, Topology
 from prefixkv.protocol.prefill_endpoint import PrefillEndpoint
+from prefixkv.protocol.room_staging import ScatterLease
 from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.tags import ChunkTag
+from prefixkv.runtime.copy_pool import CopyDone
+from prefixkv.runtime.staging import Gathered, ReceiveStaging, Scattered, SendStaging
 from prefixkv.runtime.threads import Inbox
 from prefixkv.transport.base import (
     Arrived,
@@ -67,7 +70,13 @@ class ControlFailed:
 class _Manager:
     """What both sides share. Made by the scheduler's thread, which calls `submit`, `events` and `close`."""
 
-    def __init__(self, name: str, transport: Callable[[Callable[[TransportEvent], None]], Transport]) -> None:
+    def __init__(
+        self,
+        name: str,
+        transport: Callable[[Callable[[TransportEvent], None]], Transport],
+        copies: SendStaging | ReceiveStaging | None,
+    ) -> None:
+        self._copies = copies
         self.inbox: Inbox[Any] = Inbox()
         self.events: Inbox[Any] = Inbox()
         self.counters: Counter[str] = Counter()
@@ -79,6 +88,8 @@ class _Manager:
         except BaseException:
             self._close_inboxes()
             raise
+        if copies is not None:
+            copies.start(self.inbox.put)
         self._thread = threading.Thread(target=self._run, name=f"prefixkv-control-{name}", daemon=True)
 
     def submit(self, command: Any) -> None:
@@ -118,6 +129,8 @@ class _Manager:
             self.transport.close()
         except Exception as error:
             self._close_error = error  # not fenced
+        if self._copies is not None:
+            self._copies.close()
         try:
             if self._close_error is None:
                 self._farewell()
@@ -167,8 +180,10 @@ class DecodeManager(_Manager):
         hello: Callable[[bytes], Hello],
         timing: ControlConfig,
         transport: Callable[[Callable[[TransportEvent], None]], Transport],
+        staging: ReceiveStaging | None = None,
     ) -> None:
-        super().__init__(me.name, transport)
+        super().__init__(me.name, transport, staging)
+        self._staging = staging
         self.endpoint = DecodeEndpoint(me, hello(self.transport.metadata), timing)
         self._settle_s = timing.fence_settle_s
         self._channel = DealerChannel(timing, self.inbox.fd)
@@ -200,6 +215,8 @@ class DecodeManager(_Manager):
                 self._act(self.endpoint.refuse(key, ticket, address, error, now_s))
             case Arrived():
                 self._act(self.endpoint.on_arrival(item.tag, now_s))
+            case CopyDone(Scattered(lease_id), error):
+                self._act(self.endpoint.on_scattered(lease_id, error, now_s))
             case Fence():
                 self._act(self.endpoint.fence(item.peer, now_s))
             case Settled():
@@ -225,6 +242,9 @@ class DecodeManager(_Manager):
                 self._channel.send(action.address, action.raw)
             case decode_endpoint.Connect():
                 self._connect(action.address)
+            case ScatterLease():
+                assert self._staging is not None
+                self._staging.scatter(action)
             case decode_endpoint.Settle():
                 self.transport.settle(action.token, self._settle_s)
             case decode_endpoint.Disconnect():
@@ -254,15 +274,25 @@ class PrefillManager(_Manager):
         topology: Topology,
         timing: ControlConfig,
         transport: Callable[[Callable[[TransportEvent], None]], Transport],
+        rank: int = 0,
+        endpoints: tuple[str, ...] = (),
+        staging: SendStaging | None = None,
     ) -> None:
-        super().__init__(me.name, transport)
+        super().__init__(me.name, transport, staging)
+        self._staging = staging
+        self._rank = rank
         try:
             self._channel = RouterChannel(bind, timing, self.inbox.fd)
         except ConfigError:
             self.transport.close()
+            if staging is not None:
+                staging.close()
             self._close_inboxes()
             raise
-        self.endpoint = PrefillEndpoint(me, digest, topology, timing, (self._channel.endpoint,))
+        slot_bytes = 0 if staging is None else staging.buffer.area.lease_bytes
+        self.endpoint = PrefillEndpoint(me, digest, topology, timing, ("", *endpoints), rank, slot_bytes)
+        if staging is not None:
+            staging.start_sending(rank, timing.resend_s, self.endpoint.next_job_id)
         self._thread.start()
 
     @property
@@ -271,13 +301,17 @@ class PrefillManager(_Manager):
         return self._channel.endpoint
 
     def _step(self, now_s: float) -> None:
-        frames = self._channel.poll(self.endpoint.wake_s - now_s)
+        staging = self._staging
+        wake_s = self.endpoint.wake_s if staging is None else min(self.endpoint.wake_s, staging.machine.wake_s)
+        frames = self._channel.poll(wake_s - now_s)
         now_s = time.monotonic()
         for item in self.inbox.drain():
             self._guarded(self._take, item, now_s)
         for route, credential, raw in frames:
             self._guarded(self._act_frame, route, credential, raw, now_s)
         self._act(self.endpoint.tick(now_s))
+        if staging is not None:
+            self._act_staged(staging.machine.tick(now_s), now_s)
 
     def _act_frame(self, route: bytes, credential: str, raw: bytes, now_s: float) -> None:
         self._act(self.endpoint.on_frame(route, credential, raw, now_s))
@@ -296,15 +330,21 @@ class PrefillManager(_Manager):
             case WriteDone():
                 self.counters["bytes_sent"] += item.num_bytes
                 self.counters["writes_done"] += 1
-                self._act(endpoint.on_write_ended(item.job_id, None, True, now_s))
+                self._write_ended(item.job_id, None, True, now_s)
             case WriteFailed():
                 self.counters["writes_failed"] += 1
-                self._act(endpoint.on_write_ended(item.job_id, item.error, item.drained, now_s))
+                self._write_ended(item.job_id, item.error, item.drained, now_s)
                 if not item.drained:  # it holds decode's pages until the agent that posted it is gone
                     self.transport.renew()
             case WriteDrained():
                 self.counters["writes_drained_by_renewal"] += 1
-                self._act(endpoint.on_write_drained(item.job_id, now_s))
+                if self._staging is not None and self._staging.machine.owns(item.job_id):
+                    self._act_staged(self._staging.machine.on_write_drained(item.job_id), now_s)
+                else:
+                    self._act(endpoint.on_write_drained(item.job_id, now_s))
+            case CopyDone(Gathered(gather_id), error):
+                assert self._staging is not None
+                self._act_staged(self._staging.machine.on_gathered(gather_id, error, now_s), now_s)
             case PeerUnreachable():
                 self.counters["peers_unreachable"] += 1
 
@@ -315,25 +355,79 @@ class PrefillManager(_Manager):
             actions = [sender.RoomEnded(item.key, KVPoll.FAILED, error), sender.SourceFree(item.key)]
         self._act(actions)
 
+    def _write_ended(self, job_id: int, error: Exception | None, drained: bool, now_s: float) -> None:
+        if self._staging is not None and self._staging.machine.owns(job_id):
+            self._act_staged(self._staging.machine.on_write_ended(job_id, error, drained, now_s), now_s)
+        else:
+            self._act(self.endpoint.on_write_ended(job_id, error, drained, now_s))
+
     def _act(self, actions: list[prefill_endpoint.Action]) -> None:
+        if self._staging is not None:
+            for action in actions:
+                if isinstance(action, sender.SourceFree):  # none of the room's writes is under way
+                    self._staging.machine.forget(action.key)
         for action in self._tell_first(actions, _PREFILL_NEWS):
             self._guarded(self._do, action)
+
+    def _act_staged(self, actions: list[staged_sender.Action], now_s: float) -> None:
+        for action in actions:
+            self._guarded(self._do_staged, action, now_s)
+
+    def _do_staged(self, action: staged_sender.Action, now_s: float) -> None:
+        assert self._staging is not None
+        match action:
+            case sender.Say():
+                self._act(self.endpoint.say(action.peer, action.body, now_s))
+            case staged_sender.Gather():
+                self._staging.gather(action)
+            case staged_sender.PostStaged():
+                self.transport.write(self._staging.job(action, self.endpoint.me.incarnation, self._rank))
+            case staged_sender.CancelStaged():
+                self.transport.cancel(action.write_id)
+            case staged_sender.JobEnded():
+                self._act(self.endpoint.on_write_ended(action.job_id, action.error, action.drained, now_s))
+            case staged_sender.JobDrained():
+                self._act(self.endpoint.on_write_drained(action.job_id, now_s))
+
+    def _write(self, action: sender.PostWrite) -> None:
+        if self._staging is not None and self._staging.takes(action.peer):
+            now_s = time.monotonic()
+            staged = self._staging.machine.write(
+                action.job_id, action.key, action.ticket, action.peer, action.first_unit, action.src_pages,
+                action.ready, now_s,
+            )  # fmt: skip
+            self._act_staged(staged, now_s)
+            return
+        tag = ChunkTag(self.endpoint.me.incarnation, *action.key, rank=self._rank, chunk=action.chunk)
+        self.transport.write(
+            WriteJob(action.job_id, action.peer, action.src_pages, action.dst_pages, tag, action.ready)
+        )
+
+    def _cancel(self, job_id: int) -> None:
+        if self._staging is not None:
+            self._act_staged(self._staging.machine.cancel(job_id), time.monotonic())
+        self.transport.cancel(job_id)
 
     def _do(self, action: prefill_endpoint.Action) -> None:
         match action:
             case prefill_endpoint.SendFrame():
                 self._channel.send(action.route, action.raw)
             case sender.PostWrite():
-                tag = ChunkTag(self.endpoint.me.incarnation, *action.key, rank=0, chunk=action.chunk)
-                self.transport.write(
-                    WriteJob(action.job_id, action.peer, action.src_pages, action.dst_pages, tag, action.ready)
-                )
+                self._write(action)
             case sender.CancelWrite():
-                self.transport.cancel(action.job_id)
+                self._cancel(action.job_id)
+            case prefill_endpoint.LeaseGranted():
+                if self._staging is not None:
+                    self._act_staged(self._staging.machine.on_grant(action.peer, action.grant), time.monotonic())
             case prefill_endpoint.AddPeer():
-                self.transport.add_peer(action.peer, action.metadata, action.layout)
+                self.transport.add_peer(action.peer, action.metadata, action.layout, action.parts, action.staging)
+                if self._staging is not None:
+                    self._staging.add_peer(action)
             case prefill_endpoint.RemovePeer():
                 self.transport.remove_peer(action.peer)
+                if self._staging is not None:
+                    self._act_staged(self._staging.machine.remove_peer(action.peer), time.monotonic())
+                    self._staging.remove_peer(action.peer)
 
     def _farewell(self) -> None:
         self._act(self.endpoint.farewell())

@@ -13,29 +13,31 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from prefixkv.cache.events import EventBatch, EventFeed
-from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.oplog import LoggedBooks
+from prefixkv.decode.rank_rooms import Fenced, RankRooms, RoomEvent, order_of, unpack_news
 from prefixkv.decode.ranks import RankLog
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.errors import AbortedError, CallerError, ClosedError, InternalError
-from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.errors import AbortedError, CallerError, ClosedError, ConfigError, InternalError
 from prefixkv.pool.kv_pool import KVPool
+from prefixkv.pool.mesh import Mesh
 from prefixkv.prefill import journal as prefill_journal
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol import sender_machine as sender
-from prefixkv.protocol.messages import Hello, ModelDigest, Topology
 from prefixkv.protocol.state import PeerId
 from prefixkv.request import Request
 from prefixkv.request_pages import PageBooks, Pages
 from prefixkv.runtime.kv_manager import ControlFailed, DecodeManager, Fence, PrefillManager
+from prefixkv.runtime.place import Place, staging_buffer
 from prefixkv.runtime.request_log import RequestLog
+from prefixkv.runtime.staging import ReceiveStaging, SendStaging
 from prefixkv.stats import MICROSECONDS, Histogram
 from prefixkv.transport.base import ReadyEvent
-from prefixkv.transport.nixl import NixlTransport
+from prefixkv.transport.sharded import make_transport
 
 M = TypeVar("M", DecodeManager, PrefillManager)
 
@@ -216,9 +218,12 @@ class _Node(Generic[M]):
         Any call takes in what has happened, but only some pop it: the descriptor has been read by then.
         """
         for command in self.scheduler.take_commands():
-            self._manager.submit(command)
+            self._command(command)
         if self.scheduler.has_news:
             self._manager.events.rouse()
+
+    def _command(self, command: Any) -> None:
+        self._manager.submit(command)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -235,17 +240,32 @@ class DecodeNode(_Node[DecodeManager]):
         pool: the KV memory; it must outlive the node.
         config: see DecodeConfig.
         ranks: a RankLog where this is rank 0 of several (decode/ranks.py); then call `take_log` once a pass.
+        mesh: how the model is shared out over the ranks; then each other rank is a `DecodeRank`, whose news go to
+            `apply_news`. None: the pool holds all of the model's KV.
     Raises:
-        ConfigError: an unknown policy (of eviction or admission), or a pool that cannot be registered.
+        ConfigError: an unknown policy (of eviction or admission), a pool that is not rank 0's share or cannot be
+            registered, a mesh of several ranks without `ranks`.
     """
 
     scheduler: DecodeScheduler
     _counters = _DECODE_COUNTERS
 
-    def __init__(self, pool: KVPool, config: DecodeConfig | None = None, ranks: RankLog | None = None) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        config: DecodeConfig | None = None,
+        ranks: RankLog | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
         super().__init__(pool)
         config = config or DecodeConfig()
         layout = pool.layout
+        place = Place.of(pool, config.model, mesh)
+        num_ranks = place.mesh.num_ranks
+        if num_ranks > 1 and ranks is None:
+            raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
+        self._rank_rooms = RankRooms(num_ranks) if num_ranks > 1 else None
+        self._num_news = [0] * num_ranks
         sizes, settings = (layout.num_pages, layout.page_size, config.max_running), config.for_books(layout.num_pages)
         books: PageBooks
         if ranks is None:
@@ -264,11 +284,16 @@ class DecodeNode(_Node[DecodeManager]):
             waiting_timeout_s=config.longest_wait_s,
         )
         self._observe(decode_journal.timeline)
+        buffer = staging_buffer(pool, config.transport)
+        area, staging = None, None
+        if buffer is not None:
+            area, staging = buffer.area, ReceiveStaging(layout, buffer, config.transport, config.name)
         self._manager = DecodeManager(
             self.peer_id,
-            lambda metadata: Hello(_digest(layout, config.model), Topology(layout.page_size), layout, metadata),
+            lambda metadata: place.hello(metadata, self.peer_id, area),
             config.control,
-            lambda sink: NixlTransport(self.peer_id, layout, sink, config.transport),
+            lambda sink: make_transport(self.peer_id, layout, sink, config.transport, area),
+            staging,
         )
 
     def add(self, request: Request) -> DecodeRequest:
@@ -350,6 +375,8 @@ class DecodeNode(_Node[DecodeManager]):
     def fence(self, peer: str, incarnation: int) -> None:
         """The caller knows that this prefill process is dead: its rooms end, and their held pages come back."""
         self._manager.submit(Fence(PeerId(peer, incarnation)))
+        if self._rank_rooms is not None and self._ranks is not None:
+            self._ranks.rooms.append(Fenced(PeerId(peer, incarnation)))
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
         """By address of the prefill worker: its identity, and "ready", "suspect" or "connecting"."""
@@ -357,6 +384,42 @@ class DecodeNode(_Node[DecodeManager]):
         return self._manager.endpoint.peers(time.monotonic())
 
     def _take(self, event: Any, now_s: float) -> None:
+        if self._rank_rooms is None:
+            self._room_said(event, now_s)
+        else:
+            self._rank_said(0, event, now_s)
+
+    def apply_news(self, raw: bytes) -> None:
+        """What a `DecodeRank` has to say; b"" is nothing. Each rank's in order, or not at all: CallerError."""
+        self._take_news(raw, self._pump())
+        self._tell()
+
+    def _take_news(self, raw: bytes, now_s: float) -> None:
+        if not raw:
+            return
+        news, events = unpack_news(raw)
+        if self._rank_rooms is None or not 1 <= news.rank < self._rank_rooms.num_ranks:
+            raise CallerError(f"news of rank {news.rank}, which this worker has not")
+        if news.number != self._num_news[news.rank]:
+            raise CallerError(f"news {news.number} of rank {news.rank}, {self._num_news[news.rank]} is next")
+        self._num_news[news.rank] += 1
+        for event in events:
+            self._rank_said(news.rank, event, now_s)
+
+    def _rank_said(self, rank: int, event: RoomEvent, now_s: float) -> None:
+        assert self._rank_rooms is not None
+        joined, commands = self._rank_rooms.on(rank, event)
+        for command in commands:
+            self._command(command)
+        for news in joined:
+            self._room_said(news, now_s)
+
+    def _command(self, command: Any) -> None:
+        self._manager.submit(command)
+        if self._rank_rooms is not None and self._ranks is not None:
+            self._ranks.rooms.append(order_of(command))
+
+    def _room_said(self, event: RoomEvent, now_s: float) -> None:
         match event:
             case receiver.RoomEnded():
                 self.scheduler.room_ended(event.key, event.poll, event.error, event.aux, now_s)
@@ -372,31 +435,52 @@ class PrefillNode(_Node[PrefillManager]):
     Args:
         pool: the KV memory; it must outlive the node.
         config: see PrefillConfig.
+        mesh, rank: how the model is shared out over the ranks of this worker, and which of them this is. Every rank
+            is a PrefillNode with its own share, and gets the same requests and chunks. None: the only rank.
+        endpoints: on rank 0, the `endpoint` of each other rank, in order: `Request.prefill` names rank 0's.
     Raises:
-        ConfigError: an address that cannot be bound, an unknown policy, a pool that cannot be registered.
+        ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this rank's share or
+            cannot be registered.
     """
 
     scheduler: PrefillScheduler
     _counters = _PREFILL_COUNTERS
 
-    def __init__(self, pool: KVPool, config: PrefillConfig | None = None) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        config: PrefillConfig | None = None,
+        mesh: Mesh | None = None,
+        rank: int = 0,
+        endpoints: Sequence[str] = (),
+    ) -> None:
         super().__init__(pool)
         config = config or PrefillConfig()
         layout = pool.layout
+        place = Place.of(pool, config.model, mesh, rank)
+        if rank == 0 and len(endpoints) != place.mesh.num_ranks - 1:
+            raise ConfigError(f"{len(endpoints)} endpoints of other ranks, the mesh has {place.mesh.num_ranks} ranks")
         books = PageBooks(
             layout.num_pages, layout.page_size, config.max_running, caching=config.cache, policy=config.policy
         )
         self.config = config
-        self.peer_id = PeerId(config.name, time.time_ns())
+        self.peer_id = PeerId(f"{config.name}/{rank}" if rank else config.name, time.time_ns())
         self.scheduler = PrefillScheduler(books, max_aux_bytes=config.control.max_aux_bytes)
         self._observe(prefill_journal.timeline)
+        buffer = staging_buffer(pool, config.transport)
+        area, staging = None, None
+        if buffer is not None:
+            area, staging = buffer.area, SendStaging(layout, buffer, config.transport, self.peer_id.name)
         self._manager = PrefillManager(
             self.peer_id,
             config.bind,
-            _digest(layout, config.model),
-            Topology(layout.page_size),
+            place.digest,
+            place.topology,
             config.control,
-            lambda sink: NixlTransport(self.peer_id, layout, sink, config.transport),
+            lambda sink: make_transport(self.peer_id, layout, sink, config.transport, area),
+            rank,
+            tuple(endpoints),
+            staging,
         )
 
     @property
@@ -468,16 +552,3 @@ class PrefillNode(_Node[PrefillManager]):
                 self.scheduler.room_ended(event.key, event.poll, event.error, now_s)
             case sender.SourceFree():
                 self.scheduler.source_free(event.key, now_s)
-
-
-def _digest(layout: KVLayout, model: ModelConfig) -> ModelDigest:
-    return ModelDigest(
-        model.model,
-        model.weights_version,
-        model.kv_scales,
-        layout.dtype,
-        layout.attention,
-        layout.num_layers,
-        layout.num_kv_heads,
-        layout.head_dim,
-    )

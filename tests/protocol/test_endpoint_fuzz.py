@@ -237,7 +237,7 @@ def test_the_actions_seen_here_are_all_there_are() -> None:
     """A new action would need a law above."""
     seen = {
         "SendFrame", "Connect", "Disconnect", "Settle", "RoomEnded", "RoomDrained", "RoomOverdue", "AddPeer",
-        "RemovePeer", "PostWrite", "CancelWrite", "Bootstrapped", "SourceFree",
+        "RemovePeer", "PostWrite", "CancelWrite", "Bootstrapped", "SourceFree", "LeaseGranted", "ScatterLease",
     }  # fmt: skip
     actions = (*decode_endpoint.Action.__args__, *prefill_endpoint.Action.__args__)
     assert {action.__name__ for action in actions} == seen

@@ -35,6 +35,7 @@ from tests.protocol.wire import (
     KEY,
     LAYOUT,
     NUM_PAGES,
+    PAGE_SIZE,
     PREFILL,
     ROUTE,
     TIMING,
@@ -61,7 +62,7 @@ def refusal(actions: list[Any]) -> str:
 
 def test_the_path_of_one_room() -> None:
     peer = DecodePeer()
-    assert peer.say(HELLO) == [AddPeer(DECODE, b"agent", LAYOUT, (Shard.whole(LAYOUT),) * 2), WELCOME]
+    assert peer.say(HELLO) == [AddPeer(DECODE, b"agent", LAYOUT, (Shard.whole(LAYOUT),) * 2, PAGE_SIZE), WELCOME]
     assert peer.say(promise()) == [ACK]
     assert peer.call("add", KEY, 10) == [Bootstrapped(KEY, DECODE, 4)]
     [post] = peer.chunk(1, [30, 31])

@@ -1,0 +1,231 @@
+"""All ranks of a worker in one process, behind the calls of one node: for engines whose ranks are threads, and to try
+meshes on one machine. Where ranks are processes the engine carries the same bytes (decode/ranks.py) itself.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.decode.ranks import RankLog
+from prefixkv.pool.kv_pool import KVPool
+from prefixkv.pool.mesh import Mesh
+from prefixkv.prefill.request import PrefillRequest
+from prefixkv.request import Request
+from prefixkv.runtime.decode_rank import DecodeRank
+from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.transport.base import ReadyEvent
+
+
+class _Readiness:
+    """One descriptor that is readable while any of several is."""
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self._epoll = select.epoll()
+        for fd in fds:
+            self._epoll.register(fd, select.EPOLLIN)
+
+    @property
+    def fd(self) -> int:
+        return self._epoll.fileno()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return bool(self._epoll.poll(timeout_s))
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
+class DecodeGroup(DecodeNode):
+    """Rank 0 of a mesh with the others at hand: every call takes their news in, and hands them the log.
+
+    Args:
+        pools: by rank; each holds its rank's share, all have as many pages.
+        digest_every: see RankLog.
+    """
+
+    def __init__(self, pools: Sequence[KVPool], config: DecodeConfig, mesh: Mesh, digest_every: int = 0) -> None:
+        self._log = RankLog(digest_every)
+        self.others: list[DecodeRank] = []
+        super().__init__(pools[0], config, self._log, mesh)
+        try:
+            for rank, pool in enumerate(pools[1:], start=1):
+                self.others.append(DecodeRank(pool, config, mesh, rank, self.peer_id))
+        except BaseException:
+            self.close()
+            raise
+        self._readiness = _Readiness([self._manager.events.fd, *(other.fileno() for other in self.others)])
+
+    def _pump(self) -> float:
+        now_s = super()._pump()
+        if self.others:
+            for raw in [other.take_news() for other in self.others]:
+                self._take_news(raw, now_s)
+            self._tell()
+        return now_s
+
+    def _tell(self) -> None:
+        super()._tell()
+        if self.others and self._log:
+            raw = self.take_log()
+            for other in self.others:
+                other.apply(raw)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """As `DecodeNode.wait`; any rank's news end it."""
+        if not any(other.wait(0.0) for other in self.others) and not super().wait(0.0):
+            self._readiness.wait(timeout_s)
+        return True
+
+    def fileno(self) -> int:
+        return self._readiness.fd if self.others else super().fileno()
+
+    def audit(self) -> None:
+        super().audit()
+        for other in self.others:
+            other.audit()
+
+    def close(self) -> None:
+        if not self.closed and hasattr(self, "_readiness"):
+            self._readiness.close()
+        with ExitStack() as closing:
+            for other in self.others:
+                closing.callback(other.close)
+            closing.callback(super().close)
+
+
+class PrefillGroup:
+    """The ranks of a prefill worker in step: a request is bootstrapped, sent or failed when it is on all of them.
+
+    Each rank has a cache of its own, so pages and `prefix_len` may differ from rank to rank: `ranks_of` gives all. What
+    the methods return is rank 0's request.
+    """
+
+    def __init__(self, pools: Sequence[KVPool], config: PrefillConfig, mesh: Mesh) -> None:
+        self.nodes: list[PrefillNode] = []
+        try:
+            for rank in range(mesh.num_ranks - 1, -1, -1):  # rank 0 tells where the others are
+                endpoints = [node.endpoint for node in self.nodes] if rank == 0 else []
+                self.nodes.insert(0, PrefillNode(pools[rank], config, mesh, rank, endpoints))
+        except BaseException:
+            self.close()
+            raise
+        self._readiness = _Readiness([node.fileno() for node in self.nodes])
+        self._reqs: dict[str, list[PrefillRequest]] = {}
+        self._begun: dict[str, int] = {}
+        self._left: dict[str, int] = {}  # on how many ranks it has ended
+        self._failed: set[str] = set()
+
+    @property
+    def endpoint(self) -> str:
+        """What `Request.prefill` names."""
+        return self.nodes[0].endpoint
+
+    def add(self, request: Request) -> PrefillRequest:
+        """As `PrefillNode.add`, on every rank or on none."""
+        reqs: list[PrefillRequest] = []
+        try:
+            for node in self.nodes:
+                reqs.append(node.add(request))
+        except BaseException:
+            for node in self.nodes[: len(reqs)]:
+                node.abort(request.rid)
+            raise
+        self._reqs[request.rid] = reqs
+        self._begun[request.rid] = self._left[request.rid] = 0
+        return reqs[0]
+
+    def ranks_of(self, rid: str) -> list[PrefillRequest]:
+        """The request on each rank, until it is popped as sent or failed."""
+        return self._reqs[rid]
+
+    def pop_bootstrapped(self) -> list[PrefillRequest]:
+        ready = []
+        for node in self.nodes:
+            for req in node.pop_bootstrapped():
+                if req.rid in self._begun:
+                    self._begun[req.rid] += 1
+                    if self._begun[req.rid] == len(self.nodes) and req.rid not in self._failed:
+                        ready.append(self._reqs[req.rid][0])
+        return ready
+
+    def send_chunk(
+        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"", ready: ReadyEvent | None = None
+    ) -> int:
+        """As `PrefillNode.send_chunk`, on every rank."""
+        pairs = zip(self.nodes, self._reqs[req.rid], strict=True)
+        return sum(node.send_chunk(mine, end, last, aux, ready) for node, mine in pairs)
+
+    def pop_sent(self) -> list[PrefillRequest]:
+        sent = []
+        for node in self.nodes:
+            for req in node.pop_sent():
+                if self._end(req.rid) and req.rid not in self._failed:
+                    sent.append(self._forget(req.rid))
+        return sent
+
+    def pop_failed(self, after: ReadyEvent | None = None) -> list[PrefillRequest]:
+        """As `PrefillNode.pop_failed`; a request that failed on one rank is aborted on the others."""
+        failed = []
+        for node in self.nodes:
+            for req in node.pop_failed(after):
+                if req.rid not in self._reqs:
+                    continue  # its `add` failed on another rank
+                if req.rid not in self._failed:
+                    self._failed.add(req.rid)
+                    self.abort(req.rid)
+                self._end(req.rid)
+        for rid in [rid for rid in self._failed if self._left[rid] == len(self.nodes)]:
+            error = next(req.error for req in self._reqs[rid] if req.error is not None)
+            self._failed.discard(rid)
+            failed.append(self._forget(rid))
+            failed[-1].error = error
+        return failed
+
+    def abort(self, rid: str) -> bool:
+        """As `PrefillNode.abort`, on every rank."""
+        return any([node.abort(rid) for node in self.nodes])
+
+    def _end(self, rid: str) -> bool:
+        """It has ended on one rank more; True if that was the last."""
+        self._left[rid] += 1
+        return self._left[rid] == len(self.nodes)
+
+    def _forget(self, rid: str) -> PrefillRequest:
+        del self._begun[rid], self._left[rid]
+        return self._reqs.pop(rid)[0]
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._readiness.wait(timeout_s)
+
+    def fileno(self) -> int:
+        return self._readiness.fd
+
+    def stats(self) -> dict[str, int]:
+        """Sums over the ranks."""
+        all_stats = [node.stats() for node in self.nodes]
+        return {name: sum(stats.get(name, 0) for stats in all_stats) for name in all_stats[0]}
+
+    def audit(self) -> None:
+        for node in self.nodes:
+            node.audit()
+
+    def close(self) -> None:
+        """Close every rank. Raises the first InternalError, with all closed."""
+        if hasattr(self, "_readiness"):
+            self._readiness.close()
+        with ExitStack() as closing:
+            for node in self.nodes:
+                closing.callback(node.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,61 @@
+"""Where a node stands in its worker's mesh, and what it says of itself in the handshake."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefixkv.config import ModelConfig, TransportConfig
+from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.pool.kv_pool import KVPool
+from prefixkv.pool.mesh import Mesh, check_holds
+from prefixkv.pool.staging_area import StagingArea
+from prefixkv.protocol.messages import Hello, ModelDigest, Topology
+from prefixkv.protocol.state import PeerId
+from prefixkv.transport.staging_buffer import StagingBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Rank `rank` of `mesh`, with this rank's pool."""
+
+    layout: KVLayout
+    model: ModelConfig
+    mesh: Mesh
+    rank: int
+
+    @classmethod
+    def of(cls, pool: KVPool, model: ModelConfig, mesh: Mesh | None, rank: int = 0) -> Place:
+        """Without a mesh: the only rank of all. Raises ConfigError where the pool does not hold the rank's share."""
+        layout = pool.layout
+        mesh = mesh or Mesh(layout.num_layers, layout.num_kv_heads)
+        mesh.validate()
+        try:
+            check_holds(layout, mesh.shard(rank))
+        except HandshakeError as error:
+            raise ConfigError(f"the pool of rank {rank}: {error}") from error
+        return cls(layout, model, mesh, rank)
+
+    @property
+    def digest(self) -> ModelDigest:
+        layout, model, mesh = self.layout, self.model, self.mesh
+        return ModelDigest(
+            model.model, model.weights_version, model.kv_scales, layout.dtype, layout.attention,
+            mesh.num_layers, mesh.num_kv_heads, layout.head_dim,
+        )  # fmt: skip
+
+    @property
+    def topology(self) -> Topology:
+        mesh = self.mesh
+        return Topology(self.layout.page_size, mesh.tp_size, mesh.pp_size, mesh.stage_layers)
+
+    def hello(self, metadata: bytes, worker: PeerId, area: StagingArea | None) -> Hello:
+        """What a decode rank says; `worker` is rank 0's identity."""
+        return Hello(self.digest, self.topology, self.layout, metadata, self.rank, worker, area)
+
+
+def staging_buffer(pool: KVPool, config: TransportConfig) -> StagingBuffer | None:
+    """The staging memory that the settings ask for, on the pool's device. Raises ConfigError, CapacityError."""
+    if not config.staging_bytes:
+        return None
+    return StagingBuffer(config.staging_bytes, config.lease_bytes, pool.device)

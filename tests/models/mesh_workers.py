@@ -1,0 +1,145 @@
+"""A prefill and a decode worker of any two meshes in one process over real NIXL, and stand-in engines round them.
+
+The KV is the demo's pattern, which follows from the whole prefix, the layer, K or V, and the head of the *model*; so
+each rank's bytes are right only if they came from the right place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+from prefixkv.cli.hashing import PrefixHasher
+from prefixkv.cli.pattern import KVPattern
+from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.pool.kv_pool import KVPool
+from prefixkv.pool.mesh import Mesh
+from prefixkv.prefill.request import PrefillRequest
+from prefixkv.request import Request
+from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
+from tests.models.node_pair import Tokens
+from tests.models.patience import PATIENCE_S
+
+SALT = 7
+_hasher = PrefixHasher()
+
+
+def mesh_pools(mesh: Mesh, num_pages: int, page_size: int, head_dim: int, attention: str, order: str) -> list[KVPool]:
+    """One a rank."""
+    shards = [mesh.shard(rank) for rank in range(mesh.num_ranks)]
+    return [
+        KVPool.create(
+            num_pages, page_size, shard.num_layers, shard.num_heads, head_dim, attention=attention, order=order
+        )
+        for shard in shards
+    ]
+
+
+class MeshPair:
+    """Both workers, stepped from one thread. `step` never blocks."""
+
+    def __init__(
+        self, prefill: Mesh, decode: Mesh, *, attention: str = "mha", orders: tuple[str, str] = ("layer_major",) * 2,
+        page_sizes: tuple[int, int] = (4, 4), num_pages: int = 64, head_dim: int = 16, chunk: int = 12,
+        prefill_config: PrefillConfig | None = None, decode_config: DecodeConfig | None = None,
+    ) -> None:  # fmt: skip
+        self.chunk = chunk
+        prefill_pools = mesh_pools(prefill, num_pages, page_sizes[0], head_dim, attention, orders[0])
+        self.decode_pools = mesh_pools(decode, num_pages, page_sizes[1], head_dim, attention, orders[1])
+        self.prefill = PrefillGroup(prefill_pools, prefill_config or PrefillConfig(), prefill)
+        try:
+            config = replace(decode_config or DecodeConfig(), reserve_tokens=8)
+            self.decode = DecodeGroup(self.decode_pools, config, decode, digest_every=1)
+        except BaseException:
+            self.prefill.close()
+            raise
+        self._fills = [KVPattern(pool.layout, SALT, pool, (prefill, i)) for i, pool in enumerate(prefill_pools)]
+        self._checks = [KVPattern(pool.layout, SALT, pool, (decode, i)) for i, pool in enumerate(self.decode_pools)]
+        self.hold = False
+        self.computing: dict[str, int] = {}
+        self.arrived: dict[str, DecodeRequest] = {}
+        self.failed: dict[str, Exception | None] = {}
+        self.prefill_failed: dict[str, Exception | None] = {}
+        self.sent: list[str] = []
+        self.prefix_lens: dict[str, int] = {}
+        self.mismatches = 0
+
+    def submit(self, rid: str, tokens: Tokens, room: int, *, tell: bool = True) -> DecodeRequest:
+        """To both sides; to decode alone with `tell` False."""
+        req = self.decode.add(Request(rid, tokens, max_new_tokens=4, room=room, prefill=self.prefill.endpoint))
+        if tell:
+            self.prefill.add(Request(rid, tokens, room=room))
+        return req
+
+    def step(self) -> None:
+        self.decode.pop_preallocated()
+        for ready in self.prefill.pop_bootstrapped():
+            self.computing[ready.rid] = min(rank.prefix_len for rank in self.prefill.ranks_of(ready.rid))
+        for bad in self.prefill.pop_failed():
+            self.computing.pop(bad.rid, None)
+            self.prefill_failed[bad.rid] = bad.error
+        if not self.hold:
+            for rid in list(self.computing):
+                self._compute(self.prefill.ranks_of(rid))
+        self.sent += [req.rid for req in self.prefill.pop_sent()]
+        for req in self.decode.pop_transferred():
+            self.arrived[req.rid] = req
+            self.prefix_lens[req.rid] = req.prefix_len
+            self.mismatches += self.wrong_pages(req)
+        for failed in self.decode.pop_failed():
+            self.failed[failed.rid] = failed.error
+
+    def wrong_pages(self, req: DecodeRequest) -> int:
+        """Over all ranks; each rank's own page table has to say the same pages."""
+        hashes = _hasher.prefixes(req.request.key.tokens())
+        for other in self.decode.others:
+            assert other.pages(req.row).tolist() == req.pages.tolist()
+        return sum(check.mismatches(req.pages, hashes) for check in self._checks)
+
+    def _compute(self, ranks: Sequence[PrefillRequest]) -> None:
+        req = ranks[0]
+        hashes = _hasher.prefixes(req.tokens)
+        start = self.computing[req.rid]
+        end = min(start + self.chunk, req.num_tokens)
+        for rank, fill in zip(ranks, self._fills, strict=True):
+            fill.fill(rank.pages, max(start, rank.prefix_len), hashes[: max(end, rank.prefix_len)])
+        last = end == req.num_tokens
+        self.prefill.send_chunk(req, end, last, b"aux " + req.rid.encode() if last else b"")
+        self.computing[req.rid] = end
+        if last:
+            del self.computing[req.rid]
+
+    def until(self, reached: Any) -> None:
+        """Step until `reached()` is true."""
+        give_up_s = time.monotonic() + PATIENCE_S
+        while not reached():
+            assert time.monotonic() < give_up_s, (self.failed, self.prefill_failed, self.decode.stats())
+            self.step()
+            time.sleep(0.0005)
+
+    def finish(self, rid: str) -> None:
+        """The request answers one token and ends."""
+        req = self.arrived.pop(rid)
+        self.decode.append_many([req], [1])
+        self.decode.finish(req)
+
+    def at_rest(self) -> bool:
+        """Nothing is locked, owned, held or open anywhere."""
+        stats = self.decode.stats()
+        sides = (stats, self.prefill.stats())
+        names = ("pages_owned", "pages_held", "pages_quarantined", "locks", "rooms")
+        return not any(side[name] for side in sides for name in names) and not any(
+            other.num_rooms for other in self.decode.others
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.decode.close()
+        finally:
+            self.prefill.close()
