@@ -188,7 +188,8 @@ class PrefillGroup:
 
     def abort(self, rid: str) -> bool:
         """As `PrefillNode.abort`, on every rank."""
-        return any([node.abort(rid) for node in self.nodes])
+        known = [node.abort(rid) for node in self.nodes]
+        return any(known)
 
     def _end(self, rid: str) -> bool:
         """It has ended on one rank more; True if that was the last."""
