@@ -173,14 +173,15 @@ class PageBooks:
             raise InternalError(f"row {pages.row} has {pages.num_joined} pages of another request, on their way")
         if pages.epoch != self.epoch or not self.caching or len(key) // self.page_size <= pages.num_locked:
             return
-        row = self.table.pages(pages.row)
         num_whole = len(key) // self.page_size
-        result = self.cache.insert(key, row[:num_whole], priority=priority, now_s=now_s)
+        own = self.table.pages(pages.row)[pages.num_locked : num_whole]
+        result = self.cache.insert(key, own, priority=priority, now_s=now_s, lock=pages.lock)
         lock = self.cache.lock(result, now_s=now_s)
         num_there = result.prefix_len // self.page_size
-        own = row[pages.num_locked : num_whole].copy()
-        duplicates, published = own[: num_there - pages.num_locked], own[num_there - pages.num_locked :]
-        if len(duplicates):
+        num_duplicates = num_there - pages.num_locked
+        published = own[num_duplicates:]
+        if num_duplicates:
+            duplicates = own[:num_duplicates].copy()
             self.table.write(pages.row, pages.num_locked, result.pages[pages.num_locked : num_there])
             if being_read:
                 pages.duplicates.append(duplicates)

@@ -158,6 +158,7 @@ class RadixCache(RadixTree):
         now_s: float = 0.0,
         *,
         visit: bool | None = None,
+        lock: PrefixLock | None = None,
     ) -> InsertResult:
         """Add what a request has computed. Counts as a use of all of it.
 
@@ -170,20 +171,27 @@ class RadixCache(RadixTree):
             priority: for policies that rank by it; a page has the highest of those that inserted it.
             now_s, visit: as for `lock`; by default an insertion is a visit unless somebody holds the last page
                 that was there already (the request itself, then, which has been seen).
+            lock: the caller's, of the first of these tokens, which are not looked at again; `pages` are then those
+                behind what it holds.
         Raises:
             TokenError, PageStateError: see there. Nothing was changed.
+            LockError: the lock is not held, or not a lock of what is in this tree.
         """
         key = self._key(tokens, namespace)
         key.check()
         data = key.data
-        num_pages = len(data) // self._page_bytes
-        ids = as_page_ids(pages, num_pages)
-        root = self._roots.get(key.namespace)
+        num_pages, held_pages = len(data) // self._page_bytes, 0
+        node: Node | None = self._roots.get(key.namespace)
+        if lock is not None:
+            node, held_pages = lock.node, lock.prefix_len // self.page_size
+            if lock not in self._locks or lock.epoch != self._epoch or held_pages > num_pages:
+                raise LockError(f"{lock!r} is not a lock of the first of {len(key)} tokens in this tree")
+        ids = as_page_ids(pages, num_pages - held_pages)
         if not num_pages:
-            return InsertResult(self, data, key.namespace, root, 0, 0)
-        node, matched = (None, 0) if root is None else self._walk(root, data)
+            return InsertResult(self, data, key.namespace, node, 0, 0)
+        node, matched = (None, 0) if node is None else self._walk(node, data, held_pages * self._page_bytes)
         old_pages = matched // self._page_bytes
-        self._check_pages(ids, old_pages)  # the last that may fail; from here on the tree changes
+        ids = self._new_pages(ids, old_pages - held_pages)  # the last that may fail; from here on the tree changes
         if node is None:
             node = self._root(key.namespace)
         if visit is None:
@@ -195,7 +203,7 @@ class RadixCache(RadixTree):
                 self._queue.add(node)
         else:
             new_key = data[matched : num_pages * self._page_bytes]
-            node = self._attach(node, old_pages, new_key, ids[old_pages:], use)
+            node = self._attach(node, old_pages, new_key, ids, use)
         return InsertResult(self, data, key.namespace, node, num_pages, old_pages)
 
     def _attach(self, node: Node, depth: int, key: bytes, ids: Pages, use: Use) -> Node:
@@ -399,13 +407,15 @@ class RadixCache(RadixTree):
             raise CallerError(f"{tokens!r} carries its namespace, {namespace!r} was given besides")
         return tokens
 
-    def _check_pages(self, ids: Pages, old_pages: int) -> None:
-        if self._in_tree is None:
-            return
-        try:
-            in_tree = self._in_tree[ids]
-        except IndexError:
-            raise PageStateError(f"page id {ids.max()} is not below pool_pages {len(self._in_tree)}") from None
-        again = in_tree[old_pages:]
-        if np.count_nonzero(again):
-            raise PageStateError(f"page id {ids[old_pages + int(again.argmax())]} is in the tree already")
+    def _new_pages(self, ids: Pages, num_old: int) -> Pages:
+        """The ids but the first `num_old`. Raises PageStateError if one cannot be new."""
+        new = ids[num_old:]
+        if self._in_tree is not None:
+            try:
+                in_tree = self._in_tree[ids]
+            except IndexError:
+                raise PageStateError(f"page id {ids.max()} is not below pool_pages {len(self._in_tree)}") from None
+            again = in_tree[num_old:]
+            if np.count_nonzero(again):
+                raise PageStateError(f"page id {new[int(again.argmax())]} is in the tree already")
+        return new

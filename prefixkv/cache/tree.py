@@ -150,12 +150,14 @@ class RadixTree:
 
     # --- walking -------------------------------------------------------------------------------
 
-    def _walk(self, root: Node, data: bytes) -> tuple[Node, int]:
-        """Follow `data` down: the node in which the match ends, and the bytes that matched (whole pages)."""
+    def _walk(self, node: Node, data: bytes, at: int = 0) -> tuple[Node, int]:
+        """Follow `data` down from the end of a node, where `at` bytes of it have matched.
+
+        Returns the node in which the match ends, and the bytes that matched (whole pages).
+        """
         page_bytes = self._page_bytes
         end = len(data)
         end -= end % page_bytes
-        node, at = root, 0
         while at < end:
             child = node.only_child or node.children.get(data[at : at + page_bytes])
             if child is None:

@@ -148,13 +148,35 @@ class RadixMachine(RuleBasedStateMachine):
         assert result.pages.tolist() == self.model.page_ids(tokens, namespace, num_pages)
         return result, key, False
 
+    def insert_behind(self, key: Any, lock: Any) -> Any:
+        """As `insert`, of what is behind a lock of the key's beginning; for the model it is no other call."""
+        tokens, namespace = key
+        old, num_pages = self.model.match(tokens, namespace), len(tokens) // self.page_size
+        ids = self.model.page_ids(tokens, namespace, old) + self._pages(num_pages - old)
+        own = ids[lock.prefix_len // self.page_size :]
+        result = self.cache.insert(list(tokens), own, namespace, 0, self.now_s, lock=lock)
+        assert self.model.insert(tokens, ids, namespace, self.now_s, 0) == old
+        self.free -= set(ids[old:])
+        assert result.prefix_len == old * self.page_size
+        assert result.pages.tolist() == ids
+        return result, key, False
+
+    @precondition(lambda self: self.locks)
+    @rule(data=st.data(), runs=st.lists(st.integers(0, 2), max_size=4))
+    def insert_behind_a_lock(self, data: st.DataObject, runs: list[int]) -> None:
+        """Whatever has happened since the lock was taken, but a reset."""
+        lock, twin = self.locks[data.draw(st.integers(0, len(self.locks) - 1))]
+        if lock.epoch == self.cache._epoch:
+            namespace, prefix = twin.place
+            self.insert_behind((prefix + tuple(run for run in runs for _ in range(self.page_size)), namespace), lock)
+
     @rule(key=keys, more=st.lists(st.integers(0, 2), max_size=3), pauses=st.booleans())
     def serve(self, key: Any, more: list[int], pauses: bool) -> None:
         """A whole request, as an engine runs it: hold what is there, add the prompt, add the answer."""
         tokens, namespace = key
         self.lock((self.cache.match_prefix(tokens, namespace), key, True))
         prefix = self.locks.pop()
-        inserted = self.insert(key, 0)
+        inserted = self.insert_behind(key, prefix[0])
         self.lock(inserted)
         self._end(prefix)
         if pauses:
