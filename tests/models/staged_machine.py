@@ -47,51 +47,14 @@ class StagedMachine(RuleBasedStateMachine):
     # faults
 
     @rule(pick=PICKS)
-    def lose(self, pick: int) -> None:
-        lossy = [mail for mail in self.world.mail if mail.lossy]
-        if lossy:
-            self.world.mail.remove(lossy[pick % len(lossy)])
+    def go_wrong(self, pick: int) -> None:
+        faults = self.world.faults()
+        if faults:
+            faults[pick % len(faults)]()
 
-    @rule(pick=PICKS)
-    def repeat(self, pick: int) -> None:
-        lossy = [mail for mail in self.world.mail if mail.lossy]
-        if lossy:
-            self.world.deliver(lossy[pick % len(lossy)], again=True)
-
-    @rule(pick=PICKS)
-    def fail_gather(self, pick: int) -> None:
-        found = [(writer, gather) for writer in self.world.writers.values() for gather in writer.gathers]
-        if found:
-            writer, gather = found[pick % len(found)]
-            writer.gather(gather, OSError("gather"))
-
-    @rule(pick=PICKS)
-    def fail_scatter(self, pick: int) -> None:
-        found = [(reader, lease) for reader in self.world.readers for lease in reader.scatters]
-        if found:
-            reader, lease = found[pick % len(found)]
-            reader.scatter(lease, OSError("scatter"))
-
-    @rule(pick=PICKS, drained=st.booleans())
-    def fail_write(self, pick: int, drained: bool) -> None:
-        writers = self.world.writers.values()
-        found = [(writer, write) for writer in writers for write in writer.writes.values() if not write.undrained]
-        if found:
-            writer, write = found[pick % len(found)]
-            writer.end_write(write, OSError("write"), drained)
-
-    @rule(room=ROOMS)
-    def abort_at_reader(self, room: int) -> None:
-        found = [use for reader in self.world.readers for use in reader.uses.values() if use.key.room == room]
-        for use in found:
-            use.reader.fail(use)
-
-    @rule(room=ROOMS, pick=PICKS)
-    def abort_at_writer(self, room: int, pick: int) -> None:
-        writer = self.world.writers[pick % len(self.world.writers)]
-        for sending in [sending for key, sending in writer.rooms.items() if key.room == room]:
-            writer.fail(sending)
-            writer.progress(sending)
+    @rule(seed=st.integers(0, 2**32), num_steps=st.integers(1, 200), fault_every=st.sampled_from([3, 10, 30]))
+    def storm(self, seed: int, num_steps: int, fault_every: int) -> None:
+        self.world.storm(seed, num_steps, fault_every)
 
     @rule(pick=PICKS)
     def restart_writer(self, pick: int) -> None:

@@ -8,9 +8,11 @@ room ends once; what succeeded has the bytes of all writers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -182,6 +184,10 @@ class Writer:
                 self.world.say(sending.use.reader, self, ("failed", sending.use))
             for job_id in sorted(sending.live):
                 self.do(self.sender.cancel(job_id))
+
+    def abort(self, sending: Sending) -> None:
+        self.fail(sending)
+        self.progress(sending)
 
     def progress(self, sending: Sending) -> None:
         use = sending.use
@@ -479,6 +485,45 @@ class World:
             for sending in list(writer.rooms.values()):
                 writer.progress(sending)
             writer.sender.add_peer(self.readers[number].peer, self.cut)
+
+    def faults(self) -> list[Callable[[], None]]:
+        """What may go wrong now, but for restarts."""
+        faults: list[Callable[[], None]] = []
+        for mail in self.mail:
+            if mail.lossy:
+                faults.append(lambda m=mail: self.mail.remove(m))
+                faults.append(lambda m=mail: self.deliver(m, again=True))
+        for writer in self.writers.values():
+            faults += [lambda w=writer, g=gather: w.gather(g, OSError("gather")) for gather in writer.gathers]
+            for write in [write for write in writer.writes.values() if not write.undrained]:
+                faults.append(lambda w=writer, x=write: w.end_write(x, OSError("refused")))
+                faults.append(lambda w=writer, x=write: w.end_write(x, OSError("lost"), drained=False))
+            faults += [lambda w=writer, s=sending: w.abort(s) for sending in writer.rooms.values()]
+        for reader in self.readers:
+            faults += [lambda r=reader, x=lease: r.scatter(x, OSError("scatter")) for lease in reader.scatters]
+            faults += [lambda r=reader, u=use: r.fail(u) for use in reader.uses.values()]
+        return faults
+
+    def storm(self, seed: int, num_steps: int, fault_every: int) -> None:
+        """So many steps, drawn from the seed, about one in `fault_every` a fault; rooms open again as they end."""
+        rng = Random(seed)
+        for _ in range(num_steps):
+            faults = self.faults() if rng.randrange(fault_every) == 0 else []
+            if faults:
+                kinds = Counter(fault.__code__ for fault in faults)
+                kind = rng.choice(sorted(kinds, key=lambda code: code.co_firstlineno))
+                rng.choice([fault for fault in faults if fault.__code__ is kind])()
+            elif rng.randrange(40 * fault_every) == 0:
+                self.restart_writer(rng.choice(sorted(self.writers)))
+            elif rng.randrange(40 * fault_every) == 0:
+                self.restart_reader(rng.randrange(len(self.readers)))
+            elif rng.randrange(8) == 0:
+                self.open(
+                    rng.randrange(5), [(rng.randint(1, 11), rng.random() < 0.5) for _ in range(rng.randint(0, 3))]
+                )
+            else:
+                self.step(rng.randrange(2**16))
+            self.check()
 
     # time passes
 

@@ -28,5 +28,17 @@ def test_three_rooms_arrive_whole_however_little_room_there_is(
     assert written == 3 * num_writers * (8 + 1 + 4)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_goes_wrong_all_comes_to_rest(seed: int) -> None:
+    shape = (1 + seed % 3, 1 + seed // 3 % 2, (1, 1.5, 3)[seed // 6 % 3], 1 + seed % 4, 1 + seed // 2 % 4)
+    world = World(*shape)
+    world.storm(seed, num_steps=300, fault_every=(4, 12, 40)[seed % 3])
+    world.finish(seed=seed + 1)
+    for room in range(3):
+        assert world.open(room, [(9, True), (4, False)])
+    world.finish(seed=seed + 1)
+    assert [use.state for use in world.uses[-3:]] == ["succeeded"] * 3
+
+
 StagedMachine.TestCase.settings = settings(stateful_step_count=25)
 TestStagedPair = StagedMachine.TestCase
