@@ -21,7 +21,7 @@ from prefixkv.errors import InternalError
 from prefixkv.pool.page_ids import Index
 
 # With fewer runs in one call a loop over them is faster than the vector operations.
-_LOOP_BELOW_RUNS = 24
+_LOOP_BELOW_RUNS = 8
 
 
 class FreeRuns:
@@ -58,8 +58,7 @@ class FreeRuns:
         """Remove `num_pages` pages, at least one, and give back their ids, ascending. About 0.1 us a run."""
         lengths = self._lengths
         starts: list[int] = []
-        sizes: list[int] = []  # pages from each of the next counts[i] starts
-        counts: list[int] = []
+        sizes: list[int] = []  # pages from each
         missing = num_pages
         while missing:
             at = bisect_left(lengths, missing)
@@ -70,13 +69,14 @@ class FreeRuns:
                 length = missing
             missing -= length * len(found)
             starts += found
-            sizes.append(length)
-            counts.append(len(found))
-        if len(starts) == 1:
-            start = starts[0]
-            self._from[start] = self._to[start + num_pages] = 0
-            return np.arange(start, start + num_pages)
-        firsts, taken = np.array(starts), np.array(sizes).repeat(counts)
+            sizes += [length] * len(found)
+        if len(starts) < _LOOP_BELOW_RUNS:
+            parts: list[Index] = []
+            for start, length in sorted(zip(starts, sizes, strict=True)):
+                self._from[start] = self._to[start + length] = 0
+                parts.append(np.arange(start, start + length))
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        firsts, taken = np.array(starts), np.array(sizes)
         self._length_from[firsts] = 0
         self._length_to[firsts + taken] = 0
         firsts += taken - taken.cumsum()  # less the pages in the runs before each
