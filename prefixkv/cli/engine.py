@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from prefixkv.cli.hashing import PrefixHasher, Words, extend, splitmix64
-from prefixkv.cli.pattern import KVPattern
+from prefixkv.cli.rank_kv import DecodeKV, PrefillKV
 from prefixkv.cli.report import Measured
 from prefixkv.cli.workload import VOCABULARY, Call, Clients, Tokens
 from prefixkv.decode.request import DecodeRequest, Request
@@ -27,6 +27,7 @@ from prefixkv.paging import pages_for
 
 if TYPE_CHECKING:
     from prefixkv.prefill.request import PrefillRequest
+    from prefixkv.runtime.groups import PrefillGroup
     from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 
 _AUX: Final = struct.Struct("<i")  # the first token
@@ -74,15 +75,15 @@ class PrefillEngine:
 
     def __init__(
         self,
-        node: PrefillNode,
-        pattern: KVPattern,
+        node: PrefillNode | PrefillGroup,
+        kv: PrefillKV,
         asks: Connection,
         *,
         chunk_tokens: int,
         seconds_per_token: float = 0.0,
     ) -> None:
         self._node = node
-        self._pattern = pattern
+        self._kv = kv
         self._asks = asks
         self._chunk_tokens = chunk_tokens
         self._seconds_per_token = seconds_per_token
@@ -128,10 +129,10 @@ class PrefillEngine:
 
     def _begin(self, req: PrefillRequest) -> None:
         prompt = self._prompts[req.rid]
-        prompt.computed = req.prefix_len
+        prompt.computed = self._kv.computed(req)
         if prompt.ask.generation == 0 and not prompt.ask.warm_up:
             self.prompt_tokens += len(prompt.hashes)
-            self.hit_tokens += req.prefix_len
+            self.hit_tokens += prompt.computed
         self._ready.append(req)
 
     def _compute_chunk(self, req: PrefillRequest) -> None:
@@ -142,7 +143,7 @@ class PrefillEngine:
         began_s = time.perf_counter()
         total = len(prompt.hashes)
         end = min(prompt.computed + self._chunk_tokens, total)
-        self._pattern.fill(req.pages, prompt.computed, prompt.hashes[:end])
+        self._kv.fill(req, prompt.computed, prompt.hashes[:end])
         if self._seconds_per_token:
             busy_s = self._seconds_per_token * (end - prompt.computed)
             time.sleep(max(0.0, busy_s - (time.perf_counter() - began_s)))
@@ -182,7 +183,7 @@ class DecodeEngine:
     def __init__(
         self,
         node: DecodeNode,
-        pattern: KVPattern,
+        kv: DecodeKV,
         clients: Clients,
         asks: Connection,
         *,
@@ -193,7 +194,7 @@ class DecodeEngine:
         progress: Callable[[int], None],
     ) -> None:
         self._node = node
-        self._pattern = pattern
+        self._kv = kv
         self._clients = clients
         self._asks = asks
         self._prefill = prefill
@@ -305,8 +306,8 @@ class DecodeEngine:
             )
             state.hash = hashes[-1]
             if self._verify:
-                self.measured.pages_verified += pages_for(len(hashes), self._page_size)
-                self.measured.pages_mismatched += self._pattern.mismatches(req.pages, hashes)
+                self.measured.pages_verified += pages_for(len(hashes), self._page_size) * self._kv.num_ranks
+                self.measured.pages_mismatched += self._kv.mismatches(req, hashes)
             self._running[req.rid] = state
             if not req.output:  # else it is back from a retraction, and its newest token was sent before
                 fresh.append((state, self._first_token(req, hashes)))
@@ -330,7 +331,7 @@ class DecodeEngine:
         page_at, slots = np.divmod(lengths + outputs - 1, self._page_size)
         pages = np.array([req.pages[i] for req, i in zip(requests, page_at, strict=True)], dtype=np.int32)
         hashes = extend(np.array([state.hash for state in states], dtype=np.uint64), newest)
-        self._pattern.fill_tokens(pages, slots, hashes)
+        self._kv.fill_tokens(pages, slots, hashes)
         tokens = sample(hashes).tolist()
         for state, value in zip(states, hashes, strict=True):
             state.hash = value

@@ -51,8 +51,13 @@ class Layout(StrEnum):
     page_major = "page_major"
 
 
+class Switch(StrEnum):
+    on = "on"
+    off = "off"
+
+
 app.command()(replay)
-bench = typer.Typer(help="Measure the parts that cost the engine's scheduler thread time.")
+bench = typer.Typer(help="Measure what costs the engine's scheduler thread time, and the transport.")
 bench.command()(radix)
 bench.command()(router)
 bench.command()(sched)
@@ -75,6 +80,14 @@ def demo(
     dtype: Annotated[Dtype, typer.Option()] = Dtype.bfloat16,
     attention: Annotated[Attention, typer.Option()] = Attention.mha,
     layout: Annotated[Layout, typer.Option()] = Layout.layer_major,
+    prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of prefill.")] = _DEFAULTS.prefill_tp,
+    decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of decode.")] = _DEFAULTS.decode_tp,
+    prefill_layout: Annotated[Layout | None, typer.Option(show_default="--layout")] = None,
+    decode_layout: Annotated[Layout | None, typer.Option(show_default="--layout")] = None,
+    staging: Annotated[Switch, typer.Option(help="Gather slices of heads, where the ranks differ.")] = Switch.on,
+    staging_leases: Annotated[
+        float, typer.Option(help="A rank's staging memory, in leases of 4 MiB.")
+    ] = _DEFAULTS.staging_leases,
     prefill_pages: Annotated[int, typer.Option(help="Pages in prefill's pool.")] = _DEFAULTS.prefill_pages,
     decode_pages: Annotated[int, typer.Option(help="Pages in decode's pool.")] = _DEFAULTS.decode_pages,
     cache: Annotated[Cache, typer.Option(help="Decode's prefix cache; prefill's own is always on.")] = Cache.both,
@@ -113,6 +126,12 @@ def demo(
         dtype=dtype.value,
         attention=attention.value,
         layout=layout.value,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        prefill_layout=None if prefill_layout is None else prefill_layout.value,
+        decode_layout=None if decode_layout is None else decode_layout.value,
+        staging=staging.value,
+        staging_leases=staging_leases,
         prefill_pages=prefill_pages,
         decode_pages=decode_pages,
         system_tokens=system_tokens,

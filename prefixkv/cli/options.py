@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from prefixkv.cli.workload import TRACE_BLOCK_TOKENS, Workload, chat, trace
-from prefixkv.errors import ConfigError
+from prefixkv.config import TransportConfig
+from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.paging import pages_for
 from prefixkv.pool.kv_layout import ITEMSIZE, SLABS_PER_LAYER
+from prefixkv.pool.mesh import Mesh, check_meshes
+from prefixkv.pool.staging_area import BLOCK_BYTES
 
 DTYPES: Final = {
     "float32": "float32",
@@ -21,6 +24,7 @@ DTYPES: Final = {
 RESERVE_TOKENS: Final = 64  # room decode keeps for each running request's answer
 LOAD_FRACTION: Final = 0.7  # of what cache-off sustains, in the timed passes
 _MAX_SIZE: Final = 1 << 20  # of one dimension; what a product may be, memory says
+_LEASE_BYTES: Final = 4 << 20
 _WORKER_BYTES: Final = 1 << 30  # of two workers without their pools: torch, NIXL, token lists
 
 
@@ -52,6 +56,12 @@ class DemoOptions:
     dtype: str = "bfloat16"
     attention: str = "mha"
     layout: str = "layer_major"
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    prefill_layout: str | None = None
+    decode_layout: str | None = None
+    staging: str = "on"
+    staging_leases: float = 16.0
     prefill_pages: int = 1792
     decode_pages: int = 2304
     system_tokens: int = 1024
@@ -66,7 +76,7 @@ class DemoOptions:
     def __post_init__(self) -> None:
         for name in (
             "conversations", "turns", "concurrency", "page_size", "layers", "prefill_pages", "decode_pages",
-            "system_tokens", "user_tokens", "output_tokens", "chunk_tokens",
+            "system_tokens", "user_tokens", "output_tokens", "chunk_tokens", "prefill_tp", "decode_tp",
         ):  # fmt: skip
             _in_range(name, getattr(self, name), 1, _MAX_SIZE)
         for name in ("requests", "kv_heads", "head_dim"):
@@ -78,9 +88,35 @@ class DemoOptions:
         _in_range("prefill_us_per_token", self.prefill_us_per_token, 0, 1_000_000)
         _one_of("dtype", self.dtype, tuple(DTYPES))
         _one_of("attention", self.attention, tuple(SLABS_PER_LAYER))
-        _one_of("layout", self.layout, ("layer_major", "page_major"))
+        for name in ("layout", "prefill_layout", "decode_layout"):
+            if getattr(self, name) is not None:
+                _one_of(name, getattr(self, name), ("layer_major", "page_major"))
+        _one_of("staging", self.staging, ("on", "off"))
+        _in_range("staging_leases", self.staging_leases, 1, 1 << 20)
         if self.attention == "mla" and self.heads != 1:
             raise ConfigError(f"--kv-heads is {self.heads}, it has to be 1 with --attention mla")
+        for name in ("prefill_tp", "decode_tp"):
+            try:
+                self.mesh(getattr(self, name)).validate()
+            except ConfigError as error:
+                raise ConfigError(f"{_flag(name)} is {getattr(self, name)}: {error}") from None
+        try:
+            check_meshes(self.mesh(self.prefill_tp), self.mesh(self.decode_tp))
+        except HandshakeError as error:
+            raise ConfigError(f"--prefill-tp {self.prefill_tp} and --decode-tp {self.decode_tp}: {error}") from None
+
+    def mesh(self, tp_size: int) -> Mesh:
+        return Mesh(self.layers, self.heads, tp_size)
+
+    def transport(self) -> TransportConfig:
+        """Of every rank: staging for slices of heads, unless it is off."""
+        if self.staging == "off" or self.prefill_tp == self.decode_tp:
+            return TransportConfig()
+        # At least a page of everything, with each writer's section rounded up to whole blocks.
+        least = self.page_bytes + BLOCK_BYTES * max(self.prefill_tp, self.decode_tp)
+        lease_bytes = -(-max(_LEASE_BYTES, least) // BLOCK_BYTES) * BLOCK_BYTES
+        staging_bytes = int(self.staging_leases * lease_bytes) // BLOCK_BYTES * BLOCK_BYTES
+        return TransportConfig(staging_bytes=staging_bytes, lease_bytes=lease_bytes)
 
     @property
     def heads(self) -> int:
@@ -122,7 +158,10 @@ class DemoOptions:
                     f"{_flag(name)} is {getattr(self, name)}, at least {needed} are needed: "
                     f"the longest request has {longest} tokens"
                 )
-        total = (self.prefill_pages + self.decode_pages) * self.page_bytes + _WORKER_BYTES
+        total = _WORKER_BYTES
+        for tp_size, num_pages in ((self.prefill_tp, self.prefill_pages), (self.decode_tp, self.decode_pages)):
+            total += num_pages * self.page_bytes * self.mesh(tp_size).replicas
+            total += tp_size * self.transport().staging_bytes
         if total > available_bytes:
             raise ConfigError(
                 f"pools of {self.prefill_pages} and {self.decode_pages} pages of {self.page_bytes} bytes need "

@@ -28,11 +28,13 @@ from prefixkv.errors import PrefixKVError
 
 if TYPE_CHECKING:
     from prefixkv.pool.kv_pool import KVPool
-    from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+    from prefixkv.pool.mesh import Mesh
+    from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 
 SWITCH_INTERVAL_S: Final = 0.0005
 _SETTLE_S: Final = 10.0  # for acknowledgements under way when the last answer is complete
 _JOIN_S: Final = 5.0
+_DIGEST_EVERY: Final = 16  # messages of the operation log, while every byte is verified
 _PROGRESS_S: Final = 0.1
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -171,40 +173,36 @@ def _die_with(parent: int) -> None:
             os._exit(1)
 
 
-def _make_pool(options: DemoOptions, num_pages: int) -> KVPool:
+def _make_pools(options: DemoOptions, mesh: Mesh, num_pages: int, order: str | None) -> list[KVPool]:
     import torch
 
-    from prefixkv.pool.kv_pool import KVPool
+    from prefixkv.cli.rank_kv import make_pools
 
     torch.set_num_threads(1)
-    return KVPool.create(
-        num_pages,
-        options.page_size,
-        options.layers,
-        options.heads,
-        options.dim,
-        dtype=DTYPES[options.dtype],
-        attention=options.attention,
-        order=options.layout,
-    )
+    return make_pools(
+        mesh, num_pages, options.page_size, options.dim,
+        dtype=DTYPES[options.dtype], attention=options.attention, order=order or options.layout,
+    )  # fmt: skip
 
 
 def _prefill_worker(end: Connection, options: DemoOptions, asks: Connection) -> None:
-    pool = _make_pool(options, options.prefill_pages)
+    mesh = options.mesh(options.prefill_tp)
+    pools = _make_pools(options, mesh, options.prefill_pages, options.prefill_layout)
     from prefixkv.cli.engine import PrefillEngine
-    from prefixkv.cli.pattern import KVPattern
+    from prefixkv.cli.rank_kv import PrefillKV, patterns
     from prefixkv.config import PrefillConfig
-    from prefixkv.runtime.nodes import PrefillNode
+    from prefixkv.runtime.groups import PrefillGroup
+
+    config = PrefillConfig(name="prefill-0", max_running=options.concurrency, transport=options.transport())
 
     end.send(("ready", None))
     plan: PassPlan
     while (plan := end.recv()) is not None:
-        pattern = KVPattern(pool.layout, plan.salt, pool)
-        with PrefillNode(pool, PrefillConfig(name="prefill-0", max_running=options.concurrency)) as node:
+        with PrefillGroup(pools, config, mesh) as node:
             end.send(("endpoint", node.endpoint))
             engine = PrefillEngine(
                 node,
-                pattern,
+                PrefillKV(patterns(pools, mesh, plan.salt), lambda req: node.ranks_of(req.rid)),
                 asks,
                 chunk_tokens=options.chunk_tokens,
                 seconds_per_token=options.prefill_us_per_token * 1e-6,
@@ -222,11 +220,12 @@ def _prefill_worker(end: Connection, options: DemoOptions, asks: Connection) -> 
 
 
 def _decode_worker(end: Connection, options: DemoOptions, asks: Connection, workload: Workload) -> None:
-    pool = _make_pool(options, options.decode_pages)
+    mesh = options.mesh(options.decode_tp)
+    pools = _make_pools(options, mesh, options.decode_pages, options.decode_layout)
     from prefixkv.cli.engine import END_OF_PASS, DecodeEngine
-    from prefixkv.cli.pattern import KVPattern
+    from prefixkv.cli.rank_kv import DecodeKV, patterns
     from prefixkv.config import DecodeConfig
-    from prefixkv.runtime.nodes import DecodeNode
+    from prefixkv.runtime.groups import DecodeGroup
 
     told_s = 0.0
 
@@ -241,13 +240,14 @@ def _decode_worker(end: Connection, options: DemoOptions, asks: Connection, work
         plan: PassPlan
         plan, endpoint = message
         config = DecodeConfig(
-            name="decode-0", max_running=options.concurrency, reserve_tokens=RESERVE_TOKENS, cache=plan.cache
-        )
+            name="decode-0", max_running=options.concurrency, reserve_tokens=RESERVE_TOKENS, cache=plan.cache,
+            transport=options.transport(),
+        )  # fmt: skip
         due = arrival_times(workload, options.seed, plan.rate)
-        with DecodeNode(pool, config) as node:
+        with DecodeGroup(pools, config, mesh, digest_every=_DIGEST_EVERY if plan.verify else 0) as node:
             engine = DecodeEngine(
                 node,
-                KVPattern(pool.layout, plan.salt, pool),
+                DecodeKV(patterns(pools, mesh, plan.salt), node.pages_of),
                 Clients(workload, due, options.concurrency),
                 asks,
                 prefill=endpoint,
@@ -261,14 +261,14 @@ def _decode_worker(end: Connection, options: DemoOptions, asks: Connection, work
             asks.send(END_OF_PASS)
             stats = _settled(node)
             node.audit()
-        measured.bytes_skipped = measured.hit_tokens * pool.layout.kv_bytes_per_token
+        measured.bytes_skipped = measured.hit_tokens * sum(pool.layout.kv_bytes_per_token for pool in pools)
         measured.evicted_pages = stats["evicted_pages"]
         measured.locks_at_end = stats["locks"]
         measured.pages_at_end = _pages_by_state(stats)
         end.send(("measured", measured))
 
 
-def _settled(node: DecodeNode | PrefillNode) -> dict[str, int]:
+def _settled(node: DecodeGroup | PrefillGroup) -> dict[str, int]:
     """The node's counts once nothing is locked or held any more, or as they are after `_SETTLE_S`."""
     deadline_s = time.monotonic() + _SETTLE_S
     while True:

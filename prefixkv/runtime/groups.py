@@ -12,10 +12,12 @@ from typing import Self
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode.ranks import RankLog
+from prefixkv.decode.request import DecodeRequest
 from prefixkv.pool.kv_pool import KVPool
 from prefixkv.pool.mesh import Mesh
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
+from prefixkv.request_pages import Pages
 from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.transport.base import ReadyEvent
@@ -49,9 +51,9 @@ class DecodeGroup(DecodeNode):
     """
 
     def __init__(self, pools: Sequence[KVPool], config: DecodeConfig, mesh: Mesh, digest_every: int = 0) -> None:
-        self._log = RankLog(digest_every)
         self.others: list[DecodeRank] = []
-        super().__init__(pools[0], config, self._log, mesh)
+        self._log = RankLog(digest_every)
+        super().__init__(pools[0], config, self._log if mesh.num_ranks > 1 else None, mesh)
         try:
             for rank, pool in enumerate(pools[1:], start=1):
                 self.others.append(DecodeRank(pool, config, mesh, rank, self.peer_id))
@@ -70,10 +72,18 @@ class DecodeGroup(DecodeNode):
 
     def _tell(self) -> None:
         super()._tell()
+        self._hand_log()
+
+    def _hand_log(self) -> None:
         if self.others and self._log:
             raw = self.take_log()
             for other in self.others:
                 other.apply(raw)
+
+    def pages_of(self, req: DecodeRequest) -> list[Pages]:
+        """The request's pages as each rank knows them."""
+        self._hand_log()
+        return [req.pages, *(other.pages(req.row) for other in self.others)]
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """As `DecodeNode.wait`; any rank's news end it."""

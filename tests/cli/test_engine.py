@@ -15,6 +15,7 @@ import torch
 from prefixkv.cli.engine import END_OF_PASS, DecodeEngine, PrefillEngine, sample
 from prefixkv.cli.hashing import PrefixHasher
 from prefixkv.cli.pattern import KVPattern
+from prefixkv.cli.rank_kv import DecodeKV, PrefillKV
 from prefixkv.cli.workload import Clients, arrival_times, chat
 from prefixkv.errors import OutOfPagesError
 from prefixkv.paging import pages_for
@@ -199,14 +200,15 @@ WORKLOAD = chat(3, 4, 3, system_tokens=9, user_tokens=7, output_tokens=12)
 def play(pair, verify=True, concurrency=4):
     """One pass over WORKLOAD; returns (measured, prefill engine)."""
     asks_in, asks_out = Pipe(duplex=False)
-    prefill = PrefillEngine(pair.prefill, KVPattern(pair.pools[0].layout, 7, pair.pools[0]), asks_in, chunk_tokens=6)
+    kvs = [[KVPattern(pool.layout, 7, pool)] for pool in pair.pools]
+    prefill = PrefillEngine(pair.prefill, PrefillKV(kvs[0]), asks_in, chunk_tokens=6)
     thread = threading.Thread(target=prefill.run)
     thread.start()
     try:
         told = []
         engine = DecodeEngine(
             pair.decode,
-            KVPattern(pair.pools[1].layout, 7, pair.pools[1]),
+            DecodeKV(kvs[1]),
             Clients(WORKLOAD, arrival_times(WORKLOAD, 1, None), concurrency),
             asks_out,
             prefill="tcp://somewhere",

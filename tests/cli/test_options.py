@@ -29,12 +29,26 @@ from prefixkv.paging import pages_for
         ({"dtype": "int4"}, "--dtype is 'int4', must be one of float32, float16, bfloat16, float8, uint8"),
         ({"attention": "mqa"}, "--attention is 'mqa', must be one of mha, mla"),
         ({"layout": "strided"}, "--layout is 'strided'"),
+        ({"decode_layout": "strided"}, "--decode-layout is 'strided'"),
+        ({"prefill_tp": 3}, "--prefill-tp is 3: tp_size is 3, must divide num_kv_heads, 8"),
+        ({"prefill_tp": 2, "decode_tp": 3, "kv_heads": 6}, "--prefill-tp 2 and --decode-tp 3: tp_size"),
+        ({"staging": "maybe"}, "--staging is 'maybe', must be one of on, off"),
+        ({"staging_leases": 0.5}, "--staging-leases is 0.5"),
         ({"attention": "mla", "kv_heads": 2}, "--kv-heads is 2, it has to be 1 with --attention mla"),
     ],
 )
 def test_out_of_range(bad, why):
     with pytest.raises(ConfigError, match=why):
         DemoOptions(**bad)
+
+
+def test_staging_is_for_slices_and_a_lease_takes_a_page():
+    assert DemoOptions(prefill_tp=2, decode_tp=2).transport().staging_bytes == 0
+    assert DemoOptions(prefill_tp=2, staging="off").transport().staging_bytes == 0
+    usual = DemoOptions(prefill_tp=2, staging_leases=1.5).transport()
+    assert (usual.lease_bytes, usual.staging_bytes) == (4 << 20, 6 << 20)
+    large = DemoOptions(prefill_tp=2, layers=128)
+    assert large.transport().lease_bytes >= large.page_bytes + 2 * 4096
 
 
 def test_sizes_follow_the_attention():

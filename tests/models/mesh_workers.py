@@ -95,9 +95,9 @@ class MeshPair:
     def wrong_pages(self, req: DecodeRequest) -> int:
         """Over all ranks; each rank's own page table has to say the same pages."""
         hashes = _hasher.prefixes(req.request.key.tokens())
-        for other in self.decode.others:
-            assert other.pages(req.row).tolist() == req.pages.tolist()
-        return sum(check.mismatches(req.pages, hashes) for check in self._checks)
+        by_rank = self.decode.pages_of(req)
+        assert all(pages.tolist() == req.pages.tolist() for pages in by_rank)
+        return sum(check.mismatches(pages, hashes) for pages, check in zip(by_rank, self._checks, strict=True))
 
     def _compute(self, ranks: Sequence[PrefillRequest]) -> None:
         req = ranks[0]
