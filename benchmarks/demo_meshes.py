@@ -48,8 +48,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         if not report.exists():
             return {**case, "exit_status": ended.returncode, "output": ended.stdout[-2000:] + ended.stderr[-2000:]}
-        verified = json.loads(report.read_text())["verified"]
-    sides = verified.values()
+        runs = json.loads(report.read_text())["runs"]
+    sides = runs.values()
     return {
         **case,
         "exit_status": ended.returncode,
