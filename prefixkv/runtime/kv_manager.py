@@ -70,6 +70,8 @@ class ControlFailed:
 class _Manager:
     """What both sides share. Made by the scheduler's thread, which calls `submit`, `events` and `close`."""
 
+    _now = staticmethod(time.monotonic)  # a simulation has its own
+
     def __init__(
         self,
         name: str,
@@ -121,7 +123,7 @@ class _Manager:
     def _run(self) -> None:
         while not self._stopping:
             try:
-                self._step(time.monotonic())
+                self._step(self._now())
             except Exception as error:
                 self._failed(error)
                 time.sleep(_STUMBLE_S)
@@ -192,7 +194,7 @@ class DecodeManager(_Manager):
 
     def _step(self, now_s: float) -> None:
         frames = self._channel.poll(self.endpoint.wake_s - now_s)
-        now_s = time.monotonic()
+        now_s = self._now()
         for item in self.inbox.drain():
             self._guarded(self._take, item, now_s)
         for address, raw in frames:
@@ -254,7 +256,7 @@ class DecodeManager(_Manager):
         try:
             self._channel.connect(address)
         except ConfigError as error:
-            self._act(self.endpoint.unreachable(address, error, time.monotonic()))
+            self._act(self.endpoint.unreachable(address, error, self._now()))
 
     def _farewell(self) -> None:
         self._act(self.endpoint.farewell())
@@ -304,7 +306,7 @@ class PrefillManager(_Manager):
         staging = self._staging
         wake_s = self.endpoint.wake_s if staging is None else min(self.endpoint.wake_s, staging.machine.wake_s)
         frames = self._channel.poll(wake_s - now_s)
-        now_s = time.monotonic()
+        now_s = self._now()
         for item in self.inbox.drain():
             self._guarded(self._take, item, now_s)
         for route, credential, raw in frames:
@@ -391,7 +393,7 @@ class PrefillManager(_Manager):
 
     def _write(self, action: sender.PostWrite) -> None:
         if self._staging is not None and self._staging.takes(action.peer):
-            now_s = time.monotonic()
+            now_s = self._now()
             staged = self._staging.machine.write(
                 action.job_id, action.key, action.ticket, action.peer, action.first_unit, action.src_pages,
                 action.ready, now_s,
@@ -405,7 +407,7 @@ class PrefillManager(_Manager):
 
     def _cancel(self, job_id: int) -> None:
         if self._staging is not None:
-            self._act_staged(self._staging.machine.cancel(job_id), time.monotonic())
+            self._act_staged(self._staging.machine.cancel(job_id), self._now())
         self.transport.cancel(job_id)
 
     def _do(self, action: prefill_endpoint.Action) -> None:
@@ -418,7 +420,7 @@ class PrefillManager(_Manager):
                 self._cancel(action.job_id)
             case prefill_endpoint.LeaseGranted():
                 if self._staging is not None:
-                    self._act_staged(self._staging.machine.on_grant(action.peer, action.grant), time.monotonic())
+                    self._act_staged(self._staging.machine.on_grant(action.peer, action.grant), self._now())
             case prefill_endpoint.AddPeer():
                 self.transport.add_peer(action.peer, action.metadata, action.layout, action.parts, action.staging)
                 if self._staging is not None:
@@ -426,7 +428,7 @@ class PrefillManager(_Manager):
             case prefill_endpoint.RemovePeer():
                 self.transport.remove_peer(action.peer)
                 if self._staging is not None:
-                    self._act_staged(self._staging.machine.remove_peer(action.peer), time.monotonic())
+                    self._act_staged(self._staging.machine.remove_peer(action.peer), self._now())
                     self._staging.remove_peer(action.peer)
 
     def _farewell(self) -> None:
