@@ -10,9 +10,11 @@ from typing import Annotated
 
 import typer
 
+from prefixkv.cli.bench_claims import claims
 from prefixkv.cli.bench_radix import radix
 from prefixkv.cli.bench_router import router
 from prefixkv.cli.bench_sched import sched
+from prefixkv.cli.bench_transfer import transfer
 from prefixkv.cli.options import DemoOptions
 from prefixkv.cli.replay import replay
 from prefixkv.errors import CallerError, CapacityError, PrefixKVError
@@ -58,9 +60,11 @@ class Switch(StrEnum):
 
 app.command()(replay)
 bench = typer.Typer(help="Measure what costs the engine's scheduler thread time, and the transport.")
+bench.command()(claims)
 bench.command()(radix)
 bench.command()(router)
 bench.command()(sched)
+bench.command()(transfer)
 app.add_typer(bench, name="bench")
 
 

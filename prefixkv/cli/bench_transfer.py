@@ -1,0 +1,283 @@
+"""`prefixkv bench transfer`: how fast KV goes through the whole stack, beside raw NIXL.
+
+A prefill and a decode process, each pinned to a core of its own; 16-token pages of an 8B-class model (32 layers, 8 KV
+heads of 128, bfloat16: 2 MiB a page), 2,048 tokens a request: 256 MiB, from `send_chunk` to `pop_transferred`. Beside
+it, between the same processes and turn about: one raw NIXL write of as many contiguous bytes, raw posts of the size
+that the transport makes, and raw posts of the very descriptors that it makes. The ratio is taken in each repetition.
+`fresh` pages come from an empty pool; `aged` ones after 10,000 random requests through both sides' pages, evictions
+included; of `random` ones no two are neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cli.bench_pair import Claim, Row, Stuck, Watch, load_of, paired_ratio, run_pair, spread, turn_about
+from prefixkv.cli.report import machine
+from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.errors import ConfigError, OutOfPagesError
+from prefixkv.request_pages import PageBooks, RequestPages
+
+if TYPE_CHECKING:
+    from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+
+SIDES: Final = ("stack", "one", "many", "same")
+LAYOUTS: Final = ("layer_major", "page_major")
+PAGES: Final = ("fresh", "aged", "random")
+TARGETS: Final = {"fresh": 0.85, "aged": 0.85, "random": 0.7}  # the last for layer_major
+_AGED_PAGES: Final = 64  # the longest of the requests that age a pool
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One case, and the sizes it is measured with."""
+
+    layout: str
+    pages: str
+    tokens: int = 2048
+    page_size: int = 16
+    num_pages: int = 640
+    num_layers: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    post_bytes: int = 2 << 20
+    ageing_requests: int = 10_000
+    repeats: int = 7
+    warm_up: int = 2
+    patience_s: float = 25.0  # for repetitions that are left alone
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one request."""
+        return self.tokens * self.num_layers * 2 * self.num_kv_heads * self.head_dim * 2
+
+    def pool(self) -> Any:
+        from prefixkv.pool.kv_pool import KVPool
+
+        return KVPool.create(
+            self.num_pages, self.page_size, self.num_layers, self.num_kv_heads, self.head_dim, order=self.layout
+        )
+
+    def prompt(self, room: int) -> Any:
+        return np.random.default_rng(room).integers(0, 50_000, self.tokens, dtype=np.int32)
+
+    def prepare(self, node: DecodeNode | PrefillNode, seed: int) -> None:
+        """Bring the pool's pages into the order that the case is about."""
+        books = node.scheduler.books
+        if self.pages == "aged":
+            _age(books, self, seed)
+        elif self.pages == "random":
+            books.allocator.free(books.allocator.alloc(self.num_pages)[seed % 3 :: 3])  # the others never come back
+
+
+def small(layout: str, pages: str) -> Transfer:
+    """As small as it still works."""
+    return Transfer(
+        layout, pages, tokens=128, num_pages=200, num_layers=4, num_kv_heads=2, head_dim=64, post_bytes=64 << 10,
+        ageing_requests=200, repeats=2, warm_up=1, patience_s=0.0,
+    )  # fmt: skip
+
+
+def _age(books: PageBooks, case: Transfer, seed: int) -> None:
+    """Requests of random length, eight at a time, each cached when it ends."""
+    random = np.random.default_rng(seed)
+    running: list[tuple[RequestPages, RadixKey]] = []
+
+    def end(at: int, now_s: float) -> None:
+        pages, key = running.pop(at)
+        books.cache_finished(pages, key, now_s)
+
+    for number in range(case.ageing_requests):
+        pages = int(random.integers(2, min(_AGED_PAGES, case.num_pages // 8)))
+        tokens = random.integers(0, 50_000, pages * case.page_size - 1)
+        key = RadixKey(np.concatenate([[number], tokens]).astype(np.int32))
+        while True:
+            try:
+                running.append((books.open(key, books.match(key), pages, float(number)), key))
+                break
+            except OutOfPagesError:
+                end(0, float(number))
+        if len(running) == 8:
+            end(int(random.integers(8)), float(number))
+    while running:
+        end(0, float(case.ageing_requests))
+
+
+# --- the prefill process ---------------------------------------------------------------------------
+
+
+def prefill_side(pipe: Connection, _watch: Watch, case: Transfer) -> None:
+    """Does as it is told over the pipe: (side, room, decode's pages), and answers when the first byte set out."""
+    from prefixkv.cli.bench_raw import RawAgent
+    from prefixkv.request import Request
+    from prefixkv.runtime.nodes import PrefillNode
+
+    transport = TransportConfig(post_bytes=case.post_bytes)
+    raw = RawAgent("raw-prefill", case.num_bytes, pool := case.pool())
+    with PrefillNode(pool, PrefillConfig(transport=transport)) as node:
+        pipe.send((node.endpoint, raw.introduction()))
+        raw.connect(pipe.recv())
+        handles = {"one": raw.buffer_writes(case.num_bytes), "many": raw.buffer_writes(case.post_bytes)}
+        case.prepare(node, 1)
+        stuck = Stuck(node)
+        pages: Any = None
+        while (order := pipe.recv()) is not None:
+            side, room, theirs = order
+            if side == "same":
+                handles["same"] = raw.page_writes(pages, theirs, case.post_bytes, transport.post_descriptors)
+                pipe.send(len(handles["same"]))
+            if side != "stack":
+                pipe.send(raw.write(handles[side], transport.window))
+                continue
+            if case.pages != "aged":
+                node.flush()
+            node.add(Request(f"r{room}", case.prompt(room), room=room))
+            ready = stuck.until(node.pop_bootstrapped)
+            pages = np.array(ready[0].pages)
+            began_s = time.monotonic()
+            node.send_chunk(ready[0], case.tokens, last=True)
+            stuck.until(node.pop_sent)
+            pipe.send(began_s)
+
+
+# --- the decode process, which measures ------------------------------------------------------------
+
+
+class _Decode:
+    def __init__(self, pipe: Connection, case: Transfer, node: DecodeNode, raw: Any, endpoint: str) -> None:
+        self._pipe, self._case, self._node, self._raw, self._endpoint = pipe, case, node, raw, endpoint
+        self._stuck = Stuck(node)
+        self._pages: Any = None
+        self.runs: list[int] = []
+
+    def take(self, side: str, room: int) -> float:
+        """Seconds that one transfer took."""
+        if side == "stack":
+            return self._stack(room)
+        self._pipe.send((side, room, self._pages))
+        parts = {"one": 1, "many": -(-self._case.num_bytes // self._case.post_bytes)}
+        count = parts[side] if side in parts else self._pipe.recv()
+        arrived_s: float = self._raw.arrived_s(count)
+        return arrived_s - float(self._pipe.recv())
+
+    def _stack(self, room: int) -> float:
+        from prefixkv.request import Request
+
+        node, case = self._node, self._case
+        if case.pages != "aged":
+            node.flush()
+        self._pipe.send(("stack", room, None))
+        node.add(Request(f"r{room}", case.prompt(room), max_new_tokens=1, room=room, prefill=self._endpoint))
+        node.pop_preallocated()
+        arrived = self._stuck.until(node.pop_transferred)
+        took_s = time.monotonic()
+        self._pages = np.array(arrived[0].pages)
+        self.runs.append(1 + int(np.count_nonzero(np.diff(self._pages) != 1)))
+        node.append_many(arrived, [7])
+        node.finish(arrived[0])
+        return took_s - float(self._pipe.recv())
+
+
+def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
+    from prefixkv.cli.bench_raw import RawAgent
+    from prefixkv.runtime.nodes import DecodeNode
+
+    raw = RawAgent("raw-decode", case.num_bytes, pool := case.pool())
+    with DecodeNode(pool, DecodeConfig(transport=TransportConfig(post_bytes=case.post_bytes))) as node:
+        endpoint, introduction = pipe.recv()
+        raw.api.add_remote_agent(introduction[1])
+        pipe.send(raw.introduction())
+        case.prepare(node, 2)
+        decode = _Decode(pipe, case, node, raw, endpoint)
+        for room in range(case.warm_up):
+            for side in SIDES:
+                decode.take(side, room)
+        decode.runs.clear()
+
+        def repetition(number: int) -> Row:  # the pages of "same" are the last request's
+            return {side: decode.take(side, case.warm_up + number) for side in turn_about(SIDES, number)}
+
+        rows = watch.least_disturbed(repetition, case.repeats, case.patience_s)
+        pipe.send(None)
+    return {
+        "layout": case.layout,
+        "pages": case.pages,
+        "mib_a_request": round(case.num_bytes / 2**20, 2),
+        "runs_a_request": statistics.median(decode.runs),
+        "of_one_raw_write": paired_ratio(rows, "one", "stack"),
+        "of_raw_posts": paired_ratio(rows, "many", "stack"),
+        "of_raw_posts_of_the_same_descriptors": paired_ratio(rows, "same", "stack"),
+        "spread_of_one_raw_write": spread(rows, "one", "stack"),
+        "the_same_descriptors_of_one_raw_write": paired_ratio(rows, "one", "same"),
+        "gib_per_s": {
+            side: round(statistics.median(case.num_bytes / row[side] for row in rows) / 2**30, 2) for side in SIDES
+        },
+        **load_of(rows),
+    }
+
+
+# --- all cases -------------------------------------------------------------------------------------
+
+
+def measure(quick: bool, tell: Callable[[Row], None]) -> list[Row]:
+    """A row for each layout and order of pages."""
+    rows = []
+    for layout in LAYOUTS:
+        for pages in PAGES:
+            case = small(layout, pages) if quick else Transfer(layout, pages)
+            row: Row = run_pair(decode_side, prefill_side, case)
+            tell(row)
+            rows.append(row)
+    return rows
+
+
+def claims(rows: list[Row]) -> list[Claim]:
+    found = []
+    for row in rows:
+        for against in ("of_one_raw_write", "of_raw_posts", "of_raw_posts_of_the_same_descriptors"):
+            stated = against.endswith("descriptors") or (row["layout"], row["pages"]) == ("page_major", "random")
+            target = None if stated else TARGETS[row["pages"]]
+            case = f"{row['layout']}, {row['pages']} pages, {against.replace('_', ' ')}"
+            found.append(Claim("goodput", case, row[against], "ratio", target))
+    return found
+
+
+def transfer(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Tiny sizes: whether it works, not how fast it is.")] = False,
+) -> None:
+    """How fast KV goes from node to node, beside raw NIXL. UCX_TLS=tcp in the environment measures TCP."""
+    console = Console()
+
+    def tell(row: Row) -> None:
+        console.print("  ".join(f"{name}={value}" for name, value in row.items()), highlight=False, soft_wrap=True)
+
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ConfigError(f"--json is {json_file}, there is no such folder")
+    recipe = {
+        "command": "prefixkv bench transfer" + (" --quick" if quick else ""),
+        "statistic": "medians, over the repetitions that others disturbed least, of the ratio within one",
+        "nice": os.nice(0),
+        "ucx_tls": os.environ.get("UCX_TLS", "default"),
+        "case": asdict(small("", "") if quick else Transfer("", "")),
+        **machine(),
+    }
+    rows = measure(quick, tell)
+    if json_file is not None:
+        content = {"recipe": recipe, "claims": [claim.as_json() for claim in claims(rows)], "rows": rows}
+        json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

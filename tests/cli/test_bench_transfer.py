@@ -1,0 +1,156 @@
+"""The transport's benchmarks work, at tiny sizes; how fast anything was is not looked at."""
+
+import json
+import os
+from collections.abc import Callable
+
+import pytest
+
+from prefixkv.cli import bench_claims, bench_pair, bench_transfer, claim_prepare
+from prefixkv.cli.bench_pair import Claim, Watch, run_pair, turn_about
+from prefixkv.cli.main import run_command
+from prefixkv.cli.workers import WorkerError
+from prefixkv.errors import OutOfPagesError
+from prefixkv.request_pages import PageBooks
+
+
+def test_goodput_is_measured_against_raw_writes_of_the_same_bytes(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(bench_transfer, "LAYOUTS", ("layer_major",))
+    monkeypatch.setattr(bench_transfer, "PAGES", ("aged", "random"))
+    assert run_command(["bench", "transfer", "--quick", "--json", str(tmp_path / "out.json")]) == 0
+    written = json.loads((tmp_path / "out.json").read_text())
+    aged, random = written["rows"]
+    assert (aged["pages"], random["pages"]) == ("aged", "random")
+    assert random["runs_a_request"] == 8  # no two pages are neighbours
+    for row in (aged, random):
+        assert set(row["gib_per_s"]) == {"stack", "one", "many", "same"}
+        assert all(speed > 0 for speed in row["gib_per_s"].values())
+        assert row["repetitions"] == 2
+        assert row["foreign_cores_most"] >= 0
+    assert "pages=aged" in capfd.readouterr().out
+    assert written["recipe"]["versions"]["nixl"]
+
+
+@pytest.mark.parametrize("name", [name.value for name in bench_claims.Name if name != "goodput"])
+def test_each_claim_is_measured(name, tmp_path, capfd):
+    assert run_command(["bench", "claims", "--quick", "--only", name, "--json", str(tmp_path / "out.json")]) == 0
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert list(written["measured"]) == [name]
+    claims = written["measured"][name]["claims"]
+    assert claims
+    for claim in claims:
+        assert claim["met"] in ((True, False) if claim["target"] is not None else (None,))
+    table = capfd.readouterr().out
+    assert claims[0]["claim"].split()[0] in table
+
+
+def test_goodput_is_one_of_the_claims(monkeypatch):
+    row = {"layout": "page_major", "of_one_raw_write": 0.9, "of_raw_posts": 0.8}
+    row |= {"of_raw_posts_of_the_same_descriptors": 1.0}
+    rows = [{**row, "pages": pages} for pages in bench_transfer.PAGES]
+    monkeypatch.setattr(bench_transfer, "measure", lambda quick, tell: rows)
+    found, details = bench_claims.MEASURES[bench_claims.Name.goodput](True)
+    assert details == rows
+    assert [claim.met for claim in found] == [True, False, None] * 2 + [None] * 3
+
+
+def test_what_is_met():
+    assert Claim("a", "b", 0.9, "ratio", 0.85).met is True
+    assert Claim("a", "b", 0.9, "ms", 0.85, at_least=False).met is False
+    assert Claim("a", "b", 0.9, "ms").met is None
+
+
+# --- ageing -----------------------------------------------------------------------------------------
+
+
+def test_an_aged_pool_is_full_and_scattered():
+    case = bench_transfer.small("layer_major", "aged")
+    books = PageBooks(case.num_pages, case.page_size, 16)
+    bench_transfer._age(books, case, 1)
+    books.check_invariants()
+    assert books.allocator.cached_pages > case.num_pages // 2
+    with pytest.raises(OutOfPagesError):
+        books.open(claim_prepare.Burst().request(1, 1).key, None, case.num_pages + 1, 0.0)
+
+
+# --- processes --------------------------------------------------------------------------------------
+
+
+def _ask(pipe, watch, number):
+    pipe.send(number)
+    return pipe.recv(), os.environ.get("PREFIXKV_TEST_OF_ENV")
+
+
+def _answer(pipe, watch, number):
+    pipe.send(pipe.recv() + 1)
+
+
+def _fail(pipe, watch, number):
+    raise ValueError(f"number {number}")
+
+
+def _die(pipe, watch, number):
+    os._exit(3)
+
+
+def test_a_pair_runs_in_two_processes_with_the_environment_given():
+    assert run_pair(_ask, _answer, 4, env={"PREFIXKV_TEST_OF_ENV": "x"}) == (5, "x")
+    assert "PREFIXKV_TEST_OF_ENV" not in os.environ
+
+
+@pytest.mark.parametrize(("serving", "why"), [(_fail, "number 4"), (_die, "_die died")])
+def test_a_side_that_fails_ends_the_pair(serving, why):
+    with pytest.raises(WorkerError, match=why):
+        run_pair(_ask, serving, 4)
+
+
+# --- repetitions ------------------------------------------------------------------------------------
+
+
+class _Disturbed(Watch):
+    """Others use as many cores during repetition n as `foreign[n]` says, the last ever after."""
+
+    def __init__(self, foreign):
+        super().__init__(os.getpid())
+        self._foreign = foreign
+        self._s = self._used = 0.0
+        self._looks = 0
+
+    def _now(self):
+        self._looks += 1
+        if self._looks % 2 == 0:
+            self._s += 1.0
+            self._used += self._foreign[min(self._looks // 2, len(self._foreign)) - 1]
+        return self._s, self._used
+
+
+def _numbers() -> Callable[[int], dict[str, float]]:
+    return lambda number: {"number": number}
+
+
+def test_it_goes_on_until_enough_repetitions_were_left_alone():
+    watch = _Disturbed([1.0, 0.0, 0.5, 0.05, 1.0])
+    rows = watch.least_disturbed(_numbers(), 2, patience_s=1e9)
+    assert [(row["number"], row["foreign_cores"], row["taken"]) for row in rows] == [(1, 0.0, 4), (3, 0.05, 4)]
+
+
+def test_the_least_disturbed_are_kept_when_none_is_left_alone():
+    rows = _Disturbed([1.0, 0.5, 2.0]).least_disturbed(_numbers(), 2, patience_s=0.0)
+    assert [row["number"] for row in rows] == [1, 0]
+    load = bench_pair.load_of(rows)
+    assert load == {
+        "repetitions": 2, "of_so_many_taken": 2, "foreign_cores_median": 0.75, "foreign_cores_most": 1.0
+    }  # fmt: skip
+
+
+def test_each_side_begins_in_its_turn():
+    assert [turn_about("ab", number)[0] for number in range(3)] == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize("command", ["transfer", "claims"])
+def test_bad_input_is_one_line_and_status_2(command, tmp_path, capfd):
+    assert run_command(["bench", command, "--json", str(tmp_path / "no" / "x")]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "--json" in err
+    assert err.count("\n") == 1
