@@ -557,15 +557,18 @@ class World:
         else:
             steps[pick // 8 % len(steps)]()
 
-    def finish(self, seed: int = 1, limit: int = 50_000) -> None:
-        """Without any fault: everything ends, and nothing is held."""
+    def finish(self, seed: int = 1, limit: int = 50_000, loss_percent: int = 0) -> None:
+        """Without any fault, but for frames and notifications that are lost: everything ends, and nothing is held."""
         pick = seed
         for _ in range(limit):
             steps = self.steps()
             if not steps and not any(reader.uses for reader in self.readers):
                 break
             pick = (pick * 1103515245 + 12345) % 2**31
-            if steps:
+            lossy = [mail for mail in self.mail if mail.lossy]
+            if lossy and pick // 2**8 % 100 < loss_percent:
+                self.mail.remove(lossy[(pick >> 16) % len(lossy)])
+            elif steps:
                 steps[(pick >> 8) % len(steps)]()
             else:
                 assert self.tick(), "stuck"
