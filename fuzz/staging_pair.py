@@ -17,4 +17,4 @@ from fuzz.runner import fuzz
 from tests.models.staged_machine import StagedMachine
 
 if __name__ == "__main__":
-    fuzz("staging pair", __doc__, repeat(StagedMachine), examples=50, steps=60)
+    fuzz("staging pair", __doc__, repeat(StagedMachine), examples=20, steps=12)
