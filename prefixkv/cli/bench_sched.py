@@ -3,6 +3,10 @@
 The control plane is played by hand: a room's success is told right after its promise was taken. The pool is cut
 down to what each case needs by pages that a room holds, as after a failure. Times are of single calls, the
 collector off: `us` on the wall, where a busy machine adds the turns of others, and `cpu_us` of the thread alone.
+
+An admission is measured with the tree as it was when the request came, so that what `add` found still holds, and with
+pages gone since, so that it is matched again. `admit_floor` is what no admission of this size gets by without, at the
+same point of the same life. `yardstick` is two fixed loops, to compare machines by.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import typer
 from rich.console import Console
 
 from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cli.yardsticks import LeastAdmission, numpy_loop, python_loop
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import Command, DecodeScheduler, OpenRoom
@@ -151,6 +156,12 @@ class Worker:
             pasts.append(past)
         return pasts
 
+    def drop_cached(self, num_pages: int) -> None:
+        """Evict, and let the pages be free."""
+        pages = self.books.cache.evict(num_pages)
+        self.books.allocator.uncache(pages)
+        self.books.allocator.free(pages)
+
     def leave_free(self, num_pages: int) -> None:
         """Let a room hold the free pages beyond `num_pages`."""
         allocator = self.books.allocator
@@ -174,6 +185,7 @@ class Bench:
 
     def run(self) -> None:
         self.life()
+        self.life(changed=True)
         self.life(full=True)
         self.life(full=True, evict_reserve=DecodeConfig().evict_reserve)
         sizes = [(10, 10), (10_000, 10), (10, 1_000), (10_000, 1_000)]
@@ -186,6 +198,7 @@ class Bench:
         self.append()
         self.abort()
         self.allocator()
+        self.yardstick()
 
     def _add(self, name: str, samples: Samples, p50: float | None = None, p99: float | None = None, **more: Any) -> Row:
         row: Row = {"name": name, **more, **samples.figures()}
@@ -200,25 +213,47 @@ class Bench:
     def _rounds(self, many: int) -> int:
         return max(20, many // 10) if self._quick else many
 
-    def life(self, *, full: bool = False, waiting: int = 0, running: int = 0, evict_reserve: float = 0.0) -> Row:
+    def yardstick(self) -> None:
+        """Fixed loops, to compare machines by."""
+        with _no_collector():
+            for loop in (python_loop, numpy_loop):
+                times = Samples()
+                for _ in range(self._rounds(1_000)):
+                    times.take(loop)
+                self._add("yardstick", times, of=str(loop.__doc__))
+
+    def life(
+        self,
+        *,
+        full: bool = False,
+        changed: bool = False,
+        waiting: int = 0,
+        running: int = 0,
+        evict_reserve: float = 0.0,
+    ) -> Row:
         """One request after the other through all of its life; its prompt is cached up to `CACHED_TOKENS`.
 
         `full`: no page is free, so that an admission evicts what it takes, or, with a reserve, one of several does.
+        `changed`: a page that nobody uses leaves the tree between the request's arrival and its admission.
         Nobody of those that wait fits.
         """
         worker = Worker(self._seed, replace(self._config, evict_reserve=evict_reserve))
         scheduler, books = worker.scheduler, worker.books
         pasts = worker.fill_cache()
         worker.run([worker.request(worker.tokens(20)) for _ in range(running)])
-        add, admit, encode, commit, finish = samples = [Samples() for _ in range(5)]
+        add, admit, encode, commit, finish, floor = samples = [Samples() for _ in range(6)]
+        least = LeastAdmission(worker.tokens(PROMPT_TOKENS), CACHED_TOKENS, PAGE_SIZE, NUM_PAGES)
 
-        def one_life(past: Tokens) -> int:
+        def one_life(past: Tokens, changed: bool = False) -> int:
             """Returns how many pages it left in the tree."""
             tokens = np.concatenate([past, worker.tokens(PROMPT_TOKENS - CACHED_TOKENS)])
             now_s = worker.now_s
             req = add.take(worker.add, tokens, now_s)
             if waiting:
                 worker.put_first(req)
+            if changed:
+                worker.drop_cached(1)
+                floor.take(least.make)
             _, [command] = admit.take(worker.admit, now_s)
             assert isinstance(command, OpenRoom)
             assert req.prefix_len == CACHED_TOKENS
@@ -242,13 +277,16 @@ class Bench:
         with _no_collector():
             for number in range(self._rounds(1_000)):
                 evicted = books.evicted_pages
-                left = one_life(pasts[number % len(pasts)])
+                left = one_life(pasts[number % len(pasts)], changed)
                 assert evict_reserve or (books.evicted_pages > evicted) == full
                 if not full:
-                    pages = books.cache.evict(left)
-                    books.allocator.uncache(pages)
-                    books.allocator.free(pages)
-        where = {"waiting": waiting, "running": running, "full": full, "evict_reserve": evict_reserve}
+                    worker.drop_cached(left - changed)
+        tree = "changed since add" if changed else "as at add"
+        where: Row = {"waiting": waiting, "running": running, "full": full, "evict_reserve": evict_reserve}
+        where["tree"] = tree
+        if changed:
+            self._add("admit_floor", floor, of=str(LeastAdmission.__doc__))
+            return self._add("admit", admit, 60.0, 150.0, **where)
         if waiting:
             return self._add("admit", admit, **where)
         self._add("encode_promise", encode, **where)

@@ -21,6 +21,21 @@ def test_a_life_is_measured_call_by_call(full, reserve, monkeypatch):
         assert (row["full"], row["evict_reserve"]) == (full, reserve)
 
 
+def test_an_admission_whose_tree_has_changed_is_measured_beside_the_least_there_can_be(monkeypatch):
+    monkeypatch.setattr(bench_sched.Bench, "_rounds", lambda self, many: 20)
+    rows = []
+    bench_sched.Bench(0, True, "lru", rows.append).life(changed=True)
+    assert [(row["name"], row["samples"]) for row in rows] == [("admit_floor", 20), ("admit", 20)]
+    assert rows[1]["tree"] == "changed since add"
+
+
+def test_yardsticks_are_two_loops(monkeypatch):
+    monkeypatch.setattr(bench_sched.Bench, "_rounds", lambda self, many: 20)
+    rows = []
+    bench_sched.Bench(0, True, "lru", rows.append).yardstick()
+    assert [(row["name"], row["samples"]) for row in rows] == [("yardstick", 20)] * 2
+
+
 @pytest.mark.parametrize("admission", ["hit_aware", "fifo", "priority"])
 def test_a_blocked_pass_admits_nobody(admission, monkeypatch):
     monkeypatch.setattr(bench_sched.Bench, "_rounds", lambda self, many: 2)
