@@ -35,6 +35,7 @@ from prefixkv.protocol.state import RoomKey
 
 ALIGNMENT_BYTES: Final = 4096
 MAX_PASSED: Final = 4
+MAX_LEASE_ID: Final = 2**31 - 1  # a tag's slot is an int32
 _LOOK_AHEAD_ROOMS: Final = 16  # of those that wait, so that a lease that ends costs the same however many do
 
 
@@ -48,7 +49,7 @@ class LeaseState(enum.Enum):
 class Lease:
     """Bytes `offset` to `offset + num_bytes` of the staging memory, for one chunk of one room.
 
-    `lease_id` is never used again. `missing` are the ranks that have yet to write. Only the ring changes a lease.
+    `lease_id` is not used again before 2^31 others. `missing` are the ranks that have yet to write. Only the ring changes a lease.
     """
 
     lease_id: int
@@ -255,7 +256,9 @@ class StagingRing:
         self._turns.remove(room)
         if known.waiting:
             self._turns.append(room)
-        self._last_id += 1
+        self._last_id = self._last_id % MAX_LEASE_ID + 1
+        while self._last_id in self._leases:
+            self._last_id = self._last_id % MAX_LEASE_ID + 1
         lease = Lease(self._last_id, room, ask.chunk, offset, ask.num_bytes, set(ask.writers))
         known.leases[ask.chunk] = self._leases[lease.lease_id] = self._by_offset[offset] = lease
         self._offsets.insert(bisect_left(self._offsets, offset), offset)

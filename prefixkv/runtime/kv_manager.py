@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from prefixkv.config import ControlConfig
@@ -70,8 +70,6 @@ class ControlFailed:
 class _Manager:
     """What both sides share. Made by the scheduler's thread, which calls `submit`, `events` and `close`."""
 
-    _now = staticmethod(time.monotonic)  # a simulation has its own
-
     def __init__(
         self,
         name: str,
@@ -93,6 +91,11 @@ class _Manager:
         if copies is not None:
             copies.start(self.inbox.put)
         self._thread = threading.Thread(target=self._run, name=f"prefixkv-control-{name}", daemon=True)
+
+    @property
+    def staging_counters(self) -> Mapping[str, int]:
+        """What the staging machine has counted; nothing where there is none."""
+        return {}
 
     def submit(self, command: Any) -> None:
         """Queue a command. Raises ClosedError after `close`."""
@@ -119,6 +122,10 @@ class _Manager:
     def _close_inboxes(self) -> None:
         self.inbox.close()
         self.events.close()
+
+    def _now(self) -> float:
+        """The time; a simulation has its own."""
+        return time.monotonic()
 
     def _run(self) -> None:
         while not self._stopping:
@@ -191,6 +198,10 @@ class DecodeManager(_Manager):
         self._channel = DealerChannel(timing, self.inbox.fd)
         self._expected = 0
         self._thread.start()
+
+    @property
+    def staging_counters(self) -> Mapping[str, int]:
+        return {} if self.endpoint.staging is None else self.endpoint.staging.rooms.counters
 
     def _step(self, now_s: float) -> None:
         frames = self._channel.poll(self.endpoint.wake_s - now_s)
@@ -301,6 +312,10 @@ class PrefillManager(_Manager):
     def address(self) -> str:
         """Where decode workers reach this node."""
         return self._channel.endpoint
+
+    @property
+    def staging_counters(self) -> Mapping[str, int]:
+        return {} if self._staging is None else self._staging.machine.counters
 
     def _step(self, now_s: float) -> None:
         staging = self._staging

@@ -55,11 +55,12 @@ class _Staging:
             self._pool.close()
 
     def _submit(self, token: Gathered | Scattered, copy: Callable[[], None]) -> None:
+        """Whatever goes wrong comes back as the token's CopyDone."""
         assert self._pool is not None
         self._pool.submit(token, copy)
 
     def _copy_of(self, part: Shard, unit_tokens: int) -> StagingCopy:
-        """Made once: it holds tables of the whole pool."""
+        """Made once, as it holds tables of the whole pool; two threads may both make one, and one is kept."""
         copy = self._copies.get((part, unit_tokens))
         if copy is None:
             copy = self._copies[part, unit_tokens] = staging_copy(self._layout, part, unit_tokens, self.buffer.device)
@@ -91,9 +92,11 @@ class SendStaging(_Staging):
         self._peers.pop(peer, None)
 
     def gather(self, action: Gather) -> None:
-        copy = self._peers[action.peer]
-        stage = self.buffer.slice(action.slot * self._config.lease_bytes, action.num_bytes)
-        self._submit(Gathered(action.gather_id), lambda: copy.gather(action.src_units, stage))
+        def run() -> None:
+            stage = self.buffer.slice(action.slot * self._config.lease_bytes, action.num_bytes)
+            self._peers[action.peer].gather(action.src_units, stage)
+
+        self._submit(Gathered(action.gather_id), run)
 
     def job(self, action: PostStaged, incarnation: int, rank: int) -> WriteJob:
         """The write of a slot into a lease."""
@@ -109,12 +112,9 @@ class ReceiveStaging(_Staging):
     """Decode's: what has landed in a lease is scattered into the room's pages."""
 
     def scatter(self, action: ScatterLease) -> None:
-        copies = [
-            (self._copy_of(action.parts[section.rank], action.unit_tokens), section) for section in action.sections
-        ]
-
         def run() -> None:
-            for copy, section in copies:
+            for section in action.sections:
+                copy = self._copy_of(action.parts[section.rank], action.unit_tokens)
                 copy.scatter(action.units, self.buffer.slice(section.offset, section.num_bytes))
 
         self._submit(Scattered(action.lease_id), run)

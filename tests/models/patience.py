@@ -54,10 +54,10 @@ class SkippableClock:
 
     def install(self, put: Callable[[Any, str, Any], None] = setattr) -> None:
         """For all nodes of this process. `put` may be monkeypatch.setattr."""
-        from prefixkv.runtime import kv_manager, nodes
+        from prefixkv.runtime import kv_manager, node
 
         put(kv_manager, "time", self)
-        put(nodes, "time", self)
+        put(node, "time", self)
 
     def skip(self, seconds: float, nodes: Sequence[Any]) -> None:
         """That much time has passed, and these nodes' control threads look at the clock again."""

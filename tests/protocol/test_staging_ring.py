@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from prefixkv.errors import ConfigError, InternalError, LeaseError, ProtocolError
-from prefixkv.protocol.staging_ring import MAX_PASSED, Lease, LeaseState, StagingRing
+from prefixkv.protocol.staging_ring import MAX_LEASE_ID, MAX_PASSED, Lease, LeaseState, StagingRing
 from prefixkv.protocol.state import RoomKey
 from tests.models.ring_machine import RingMachine
 
@@ -317,3 +317,12 @@ def test_the_audit_sees_what_is_broken() -> None:
 
 
 TestRing = RingMachine.TestCase
+
+
+def test_lease_ids_fit_into_a_tag_and_go_round_those_that_live() -> None:
+    ring = ring_of(10, A)
+    (first,) = ring.ask(A, 0, 1, ONE)
+    ring._last_id = MAX_LEASE_ID - 1
+    (last,) = ring.ask(A, 1, 1, ONE)
+    (next_one,) = ring.ask(A, 2, 1, ONE)
+    assert (first.lease_id, last.lease_id, next_one.lease_id) == (1, MAX_LEASE_ID, 2)

@@ -1,0 +1,207 @@
+"""What decode's and prefill's node share: one scheduler, one manager with its threads, and the way between them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from prefixkv.cache.events import EventBatch, EventFeed
+from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.errors import ClosedError, InternalError
+from prefixkv.pool.kv_pool import KVPool
+from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.protocol.state import PeerId
+from prefixkv.request_pages import Pages
+from prefixkv.runtime.kv_manager import ControlFailed, DecodeManager, PrefillManager
+from prefixkv.runtime.request_log import RequestLog
+from prefixkv.stats import MICROSECONDS, Histogram
+
+M = TypeVar("M", DecodeManager, PrefillManager)
+
+COUNTERS = (
+    "aborts_of_unknown", "control_errors", "failed", "frames_dropped", "handshakes_refused", "hit_tokens",
+    "peers_unreachable", "prompt_tokens",
+)  # fmt: skip
+
+
+class Node(Generic[M]):
+    """See DecodeNode and PrefillNode. Used from one thread."""
+
+    _manager: M
+    scheduler: DecodeScheduler | PrefillScheduler
+    peer_id: PeerId
+    evictions: Histogram  # seconds that making room took
+    _counters: tuple[str, ...]
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self._closed = False
+
+    def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
+        """Let the scheduler's journal write to the request log, and put a clock around eviction."""
+        layout, books = self.pool.layout, self.scheduler.books
+        log = RequestLog(self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size))
+        self.scheduler.journal.on_ended = log
+        self.evictions = Histogram(MICROSECONDS)
+        self._feed = EventFeed(books.cache, *self.peer_id)
+        evict = books.evict
+
+        def timed(num_pages: int, now_s: float = 0.0) -> Pages:
+            began_s = time.perf_counter()
+            pages = evict(num_pages, now_s)
+            self.evictions.observe(time.perf_counter() - began_s)
+            return pages
+
+        books.evict = timed
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until a `pop_*` may have something for the engine, at most `timeout_s`. True if one may."""
+        self._check_open()
+        if self.scheduler.has_news:
+            return True
+        left_s = self.scheduler.wake_s - time.monotonic()
+        if left_s < (math.inf if timeout_s is None else timeout_s):
+            return self._manager.events.wait(left_s) or self.scheduler.wake_s <= time.monotonic()
+        return self._manager.events.wait(timeout_s)
+
+    def drain(self, timeout_s: float = 0.0) -> bool:
+        """Take no new requests from now on (`add` raises DrainingError), and say whether all that lived has ended.
+
+        True once no request lives, nothing is left to pop, and no peer may still write here or read from here: then
+        `close` harms nobody. Waits for that up to `timeout_s`, but not while a `pop_*` has something: the engine's
+        loop goes on, and asks again. Pages in quarantine (`stats`) keep it from being True until they are fenced.
+        """
+        self.scheduler.draining = True
+        end_s = time.monotonic() + timeout_s
+        while True:
+            now_s = self._pump()
+            if self.scheduler.idle and not self._manager.endpoint.num_rooms:
+                return True
+            if self.scheduler.has_news or now_s >= end_s:
+                return False
+            # Also a look now and then: when a room that has ended is forgotten, no event says so.
+            self._manager.events.wait(min(end_s - now_s, 0.05))
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while a `pop_*` may have something, for the engine's own poller.
+
+        Now and then it is readable once more when all has been popped already. That a request has waited too long
+        it does not say: call `pop_preallocated` from time to time.
+        """
+        self._check_open()
+        return self._manager.events.fd
+
+    def flush(self) -> int:
+        """Empty the prefix cache, after a weight update; requests that run now finish but cache nothing.
+
+        Returns the pages freed at once.
+        """
+        self._pump()
+        freed = self.scheduler.flush()
+        self._tell()
+        return freed
+
+    def audit(self) -> None:
+        """Check every law of tree, allocator, page table and requests. Slow. Raises InternalError."""
+        self._pump()
+        self.scheduler.check_invariants()
+
+    def take_cache_events(self, afresh: bool = False) -> EventBatch:
+        """What the prefix cache stored and removed since the last call, for a router (`BoundedAffinityRouter.apply`).
+
+        The first batch, and one `afresh`, gives all that is there. Before the first call nothing is recorded.
+        """
+        self._pump()
+        return self._feed.take(afresh)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def num_rooms(self) -> int:
+        """Rooms that are open, or not drained yet. Any thread may ask."""
+        return self._manager.endpoint.num_rooms
+
+    def stats(self) -> dict[str, int]:
+        """Counters, and how many pages are in each state. All keys are there from the start, but for
+        `dropped: ...` and what is odd in staging."""
+        self._pump()
+        books = self.scheduler.books
+        pages = books.allocator
+        return {
+            **dict.fromkeys(self._counters, 0),
+            **self.scheduler.counters,
+            **self._manager.counters,
+            **self._manager.endpoint.counters,
+            **{f"staging_{name}": count for name, count in dict(self._manager.staging_counters).items()},
+            "pages_free": pages.free_pages,
+            "pages_owned": pages.owned_pages,
+            "pages_cached": pages.cached_pages,
+            "pages_held": pages.held_pages,
+            "pages_quarantined": pages.quarantined_pages,
+            "locks": books.cache.stats().num_locks,
+            "protected_pages": books.cache.protected_pages,
+            "evictable_pages": books.cache.evictable_pages,
+            "evicted_pages": books.evicted_pages,
+            "requests": len(self.scheduler.requests),
+            "rooms": self._manager.endpoint.num_rooms,
+        }
+
+    def close(self) -> None:
+        """Destroy the transport's agent, tell the peers, join every thread. Again: no-op.
+
+        A peer that is writing into this pool over shared memory is not stopped by it: keep the pool's memory until
+        its requests have ended there. Raises InternalError, with the threads joined, if the agent could not be
+        destroyed.
+        """
+        self._closed = True
+        self._manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _pump(self) -> float:
+        """Take in what the control thread has to tell; returns the time."""
+        self._check_open()
+        now_s = time.monotonic()
+        if not self._manager.events.pending:
+            return now_s
+        failed: Exception | None = None
+        for event in self._manager.events.drain():
+            if isinstance(event, ControlFailed):
+                failed = failed or event.error
+            else:
+                self._take(event, now_s)
+        self._tell()
+        if failed is not None:
+            raise InternalError(f"in the control thread: {failed!r}") from failed
+        return now_s
+
+    def _tell(self) -> None:
+        """Hand the scheduler's commands to the control thread, and let the engine know what is left for it.
+
+        Any call takes in what has happened, but only some pop it: the descriptor has been read by then.
+        """
+        for command in self.scheduler.take_commands():
+            self._command(command)
+        if self.scheduler.has_news:
+            self._manager.events.rouse()
+
+    def _command(self, command: Any) -> None:
+        self._manager.submit(command)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the node is closed")
+
+    def _take(self, event: Any, now_s: float) -> None:
+        raise NotImplementedError
