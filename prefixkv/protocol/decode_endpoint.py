@@ -464,6 +464,7 @@ class DecodeEndpoint:
             links[rank] = self._links.get(address) or self._new_link(address, now_s, out)
             links[rank].leaders.add(leader.address)
         try:
+            self._check_rank(leader, 0, leader)
             for rank, link in links.items():
                 self._check_rank(leader, rank, link)
             ready = all(link.ready and not link.live.suspect(self._timing, now_s) for link in links.values())

@@ -9,7 +9,7 @@ that our engine ends before its promise has come is kept for a while, so that de
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -281,7 +281,7 @@ class PrefillEndpoint:
 
     def _take(self, route: bytes, credential: str, frame: Frame, now_s: float, out: list[Action]) -> None:
         curve = self._timing.curve
-        if curve is not None and curve.allowed_clients.get(credential) != frame.name:
+        if curve is not None and not _may_speak(curve.allowed_clients, credential, frame.name):
             raise ProtocolError(f"{frame.name!r} speaks under a key that is not its own")
         peer = self._peers.get(frame.name)
         if peer is not None and credential != peer.credential:
@@ -534,3 +534,11 @@ class PrefillEndpoint:
         self._timers.forget(machine.key)
         for peer in self._claims.pop(machine.key, _NO_CLAIMS).values():
             peer.rooms.discard(machine.key)
+
+
+def _may_speak(allowed: Mapping[str, str], credential: str, name: str) -> bool:
+    """Whether the name is the key's, or, unless another key has it, of a further rank of the worker that is."""
+    if name in allowed.values():
+        return allowed.get(credential) == name
+    worker, _, rank = name.rpartition("/")
+    return allowed.get(credential) == worker != "" and rank.isdecimal()

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.config import DecodeConfig
-from prefixkv.decode.rank_rooms import Fenced, command_of, pack_news
+from prefixkv.decode.rank_rooms import Fenced, RoomEvent, command_of, pack_news
 from prefixkv.decode.ranks import DecodeReplica
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.pool.kv_pool import KVPool
@@ -43,6 +43,7 @@ class DecodeRank:
         self.peer_id = PeerId(f"{config.name}/{rank}", time.time_ns())
         self.replica = DecodeReplica(pool.layout.num_pages, pool.layout.page_size, config)
         self._num_news = 0
+        self._untold: list[RoomEvent] = []
         self._closed = False
         place = Place.of(pool, config.model, mesh, rank)
         buffer = staging_buffer(pool, config.transport)
@@ -66,18 +67,20 @@ class DecodeRank:
     def take_news(self) -> bytes:
         """What became of this rank's rooms since the last call: for `DecodeNode.apply_news`, each in order.
 
-        Empty if nothing did. Raises InternalError for what went wrong in the control thread.
+        Empty if nothing did. Raises InternalError for what went wrong in the control thread; the news come next time.
         """
         if self._closed:
             raise ClosedError("the rank is closed")
         events = self._manager.events.drain() if self._manager.events.pending else []
         failed = [event.error for event in events if isinstance(event, ControlFailed)]
+        self._untold += [event for event in events if not isinstance(event, ControlFailed)]
         if failed:
             raise InternalError(f"in the control thread: {failed[0]!r}") from failed[0]
-        if not events:
+        if not self._untold:
             return b""
+        told, self._untold = self._untold, []
         self._num_news += 1
-        return pack_news(self.rank, self._num_news - 1, events)
+        return pack_news(self.rank, self._num_news - 1, told)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until there is news, at most `timeout_s`. True if there may be some."""

@@ -65,8 +65,8 @@ class DecodeGroup(DecodeNode):
     def _pump(self) -> float:
         now_s = super()._pump()
         if self.others:
-            for raw in [other.take_news() for other in self.others]:
-                self._take_news(raw, now_s)
+            for other in self.others:
+                self._take_news(other.take_news(), now_s)
             self._tell()
         return now_s
 
