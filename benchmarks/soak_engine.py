@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import ConfigError, OutOfPagesError, PrefixKVError, RequestError
 from prefixkv.pool.kv_pool import KVPool
@@ -50,6 +52,7 @@ class Engine:
         except ConfigError:  # somebody else has the port by now
             self.prefill = PrefillNode(pool, PrefillConfig(name=name, control=CONTROL))
         self.outcomes: Counter[str] = Counter()
+        self.asks: list[tuple[str, tuple[Any, ...]]] = []  # for a prefill worker elsewhere: its address, what to add
         self._plans: dict[str, str] = {}  # of requests that live on prefill
         self._aborts: list[tuple[float, Any, str]] = []  # when, which node, whom
         self._poller = select.poll()
@@ -71,8 +74,8 @@ class Engine:
         except RequestError:
             self.outcomes["decode: not taken"] += 1
 
-    def add_prefill(self, room: int, tokens: Tokens, plan: str) -> None:
-        request = Request(f"r{room}", tokens, room=room)
+    def add_prefill(self, room: int, tokens: Tokens, plan: str, generation: int = 0) -> None:
+        request = Request(f"r{room}.{generation}", tokens, room=room, generation=generation)
         try:
             self.prefill.add(request)
         except RequestError:
@@ -99,6 +102,13 @@ class Engine:
     def _step_decode(self) -> None:
         node = self.decode
         node.pop_preallocated()
+        for ask in node.pop_needs_prefill():
+            what = (ask.room, np.array(ask.tokens, np.int32), "well", ask.generation)
+            if ask.prefill == self.prefill.endpoint:
+                self.add_prefill(*what)
+            else:
+                self.asks.append((ask.prefill, what))
+            self.outcomes["decode: asked again"] += 1
         for req in node.pop_failed():
             self._ended("decode", req)
         for req in node.pop_transferred():
@@ -179,8 +189,12 @@ class Second:
         self.counts["started"] += 1
 
     def step(self, engine: Engine) -> None:
-        """Take note that it is ready, or has died by itself."""
+        """Take note that it is ready or has died by itself, and pass on what one side's decode asks the other for."""
         assert self._pipe is not None
+        for address, what in engine.asks:
+            if address == self.endpoint:
+                self.send("prefill", what)
+        engine.asks.clear()
         try:
             while self._pipe.poll():
                 kind, value = self._pipe.recv()
@@ -188,7 +202,7 @@ class Second:
                     self.endpoint, self._peers = value
                     self._bind = self.endpoint
                 else:
-                    raise SystemExit(f"the second process: {value}")
+                    engine.add_prefill(*value)
         except (EOFError, OSError):
             self.counts["died by itself"] += 1
             self._lost(engine)
@@ -253,6 +267,9 @@ def _second(parent: int, pipe: Connection, seed: int, bind: str) -> None:
                 return
             engine.add_decode(*ask) if kind == "decode" else engine.add_prefill(*ask)
         engine.step()
+        for _, what in engine.asks:  # there is but one other
+            pipe.send(("ask", what))
+        engine.asks.clear()
         engine.wait()
 
 

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prefixkv.cli import bench_transfer, claim_async, claim_idle, claim_prepare
+from prefixkv.cli import bench_transfer, claim_async, claim_idle, claim_prepare, claim_staging
 from prefixkv.cli.bench_pair import Claim
 from prefixkv.cli.report import machine
 from prefixkv.errors import ConfigError
@@ -31,6 +31,7 @@ class Name(StrEnum):
     goodput = "goodput"
     prepare = "prepare"
     asynchronous = "async"
+    staging = "staging"
     full_hit = "full-hit"
     idle = "idle"
 
@@ -44,6 +45,7 @@ MEASURES: Final[dict[Name, Measure]] = {
     Name.goodput: _goodput,
     Name.prepare: claim_prepare.measure,
     Name.asynchronous: claim_async.measure,
+    Name.staging: claim_staging.measure,
     Name.full_hit: claim_idle.measure_hits,
     Name.idle: claim_idle.measure_idle,
 }

@@ -206,8 +206,9 @@ class Stuck:
 
     def wait(self) -> None:
         """Wait for news. Raises InternalError when a request failed, or nothing has `moved` for too long."""
-        if self._node.pop_failed() or time.monotonic() > self._end_s:
-            raise InternalError(f"a request failed, or nothing arrives: {self._node.stats()}")
+        errors = [req.error for req in self._node.pop_failed()]
+        if errors or time.monotonic() > self._end_s:
+            raise InternalError(f"a request failed ({errors}), or nothing arrives: {self._node.stats()}")
         self._node.wait(self._patience_s)
 
     def until(self, pop: Callable[[], list[Any]]) -> list[Any]:
