@@ -1,0 +1,145 @@
+"""A prefill worker of two processes and a decode worker of two, staged over real NIXL; one prefill rank is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from prefixkv.cli.hashing import PrefixHasher
+from prefixkv.cli.pattern import KVPattern
+from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.decode.ranks import RankLog
+from prefixkv.errors import TransferError
+from prefixkv.pool.mesh import Mesh
+from prefixkv.request import Request
+from prefixkv.runtime.nodes import DecodeNode
+from tests.models.mesh_process import RankProcess, rank_processes
+from tests.models.mesh_workers import SALT, mesh_pools
+from tests.models.node_pair import tokens_of
+from tests.models.patience import SkippableClock, lasting_address, until
+from tests.runtime.conftest import QUICK
+
+PREFILL, DECODE = Mesh(4, 4, tp_size=2), Mesh(4, 4, pp_size=2)  # each writes half of each reader's heads
+LEASE = 16 << 10
+TRANSPORT = TransportConfig(staging_bytes=LEASE * 3 // 2, lease_bytes=LEASE)
+NUM_TOKENS, CHUNK = 60, 20
+
+
+class Workers:
+    """Decode's rank 0 is here, and so are the engines: they carry what ranks say to each other."""
+
+    def __init__(self, start: Callable[..., RankProcess]) -> None:
+        self._start = start
+        self._addresses = [lasting_address() for _ in range(2)]
+        self.prefill = [self.start_prefill(1)]
+        self.prefill.insert(0, self.start_prefill(0))
+        config = DecodeConfig(control=QUICK, transport=TRANSPORT, reserve_tokens=8)
+        pool = mesh_pools(DECODE, 64, 4, 16, "mha", "page_major")[0]
+        self.node = DecodeNode(pool, config, RankLog(digest_every=1), DECODE)
+        self.other = start("decode", DECODE, 1, config, self.node.peer_id)
+        self._check = KVPattern(pool.layout, SALT, pool, (DECODE, 0))
+        self._hashes = PrefixHasher().prefixes
+        self._ready: dict[str, int] = {}
+        self.computed: dict[str, int] = {}
+        self.events: dict[tuple[str, int], str] = {}  # what a chunk waits for on rank 1, by its start
+        self.live: set[str] = set()  # on prefill
+        self.arrived: dict[str, Any] = {}
+        self.failed: dict[str, Exception | None] = {}
+
+    def start_prefill(self, rank: int) -> RankProcess:
+        config = PrefillConfig(control=QUICK, transport=TRANSPORT, bind=self._addresses[rank])
+        return self._start("prefill", PREFILL, rank, config, () if rank else (self._addresses[1],))
+
+    def submit(self, rid: str, seed: int, event: str = "", at: int = -1) -> None:
+        tokens = tokens_of(seed, NUM_TOKENS)
+        self.events[rid, at] = event
+        self.node.add(Request(rid, tokens, max_new_tokens=2, room=seed, prefill=self.prefill[0].endpoint))
+        for rank in self.prefill:
+            rank.call("add", rid, tokens, seed)
+        self.live.add(rid)
+
+    def step(self) -> None:
+        self.node.pop_preallocated()
+        self.other.call("apply", self.node.take_log())
+        self.node.apply_news(self.other.call("news"))
+        for rank in self.prefill:
+            for what, rid in rank.call("poll") or ():
+                self._prefill_said(what, rid)
+        for rid in [rid for rid, count in self._ready.items() if count == len(self.prefill)]:
+            self._compute(rid)
+        for req in self.node.pop_transferred():
+            self.arrived[req.rid] = req
+            tokens = req.request.key.tokens()
+            assert self._check.mismatches(req.pages, self._hashes(tokens)) == 0
+            self.other.call("apply", self.node.take_log())
+            assert self.other.call("mismatches", req.row, tokens) == 0
+        for req in self.node.pop_failed():
+            self.failed[req.rid] = req.error
+
+    def _prefill_said(self, what: str, rid: str) -> None:
+        if what == "ready":
+            self._ready[rid] = self._ready.get(rid, 0) + 1
+        else:
+            self.live.discard(rid)
+            self._ready.pop(rid, None)
+
+    def _compute(self, rid: str) -> None:
+        start = self.computed.get(rid, 0)
+        end = self.computed[rid] = min(start + CHUNK, NUM_TOKENS)
+        event = self.events.get((rid, start), "")
+        for number, rank in enumerate(self.prefill):
+            rank.call("chunk", rid, end, event if number else "")
+        if end == NUM_TOKENS or event:
+            del self._ready[rid]
+
+    def until(self, done: Callable[[], object]) -> None:
+        def stepped() -> object:
+            self.step()
+            return done()
+
+        until(stepped)
+
+    def finish(self, rid: str) -> None:
+        req = self.arrived.pop(rid)
+        self.node.append_many([req], [1])
+        self.node.finish(req)
+
+    def held(self) -> int:
+        stats = self.node.stats()
+        return stats["pages_held"] + stats["pages_quarantined"]
+
+    def rooms(self) -> int:
+        return self.node.num_rooms + self.other.call("rooms")
+
+
+def test_a_prefill_rank_is_killed_and_comes_back(clock: SkippableClock) -> None:
+    with rank_processes() as start:
+        there = Workers(start)
+        with there.node:
+            there.submit("warm-up", 1)
+            there.until(lambda: "warm-up" in there.arrived and "warm-up" not in there.live)
+            there.finish("warm-up")
+            lost = there.prefill[1]
+            there.submit("behind it", 2, "never", CHUNK)
+            there.until(lambda: there.computed.get("behind it") == 2 * CHUNK)
+            there.submit("in the middle", 3, "kill", CHUNK)
+            there.until(lambda: not lost.process.is_alive())
+            rids = {"behind it", "in the middle"}
+            assert there.rooms() == 4, "a room of each request on each rank"
+            # One that fails lets leases go, the other may use them for a while.
+            there.until(lambda: rids <= there.failed.keys() or clock.skip(5.0, [there.node]))
+            assert all(isinstance(there.failed[rid], TransferError) for rid in rids), there.failed
+            there.until(lambda: not there.live)  # decode has told the rank that lives
+            assert there.held() == 2 * NUM_TOKENS // 4
+            there.prefill[1] = there.start_prefill(1)
+            there.until(lambda: all(peer.incarnation > lost.peer_id.incarnation and how == "ready"
+                                    for peer, how in there.node.peers().values()))  # fmt: skip
+            assert there.held() == 2 * NUM_TOKENS // 4, "the new one proves nothing of the old one's writes"
+            there.node.fence(lost.peer_id.name, lost.peer_id.incarnation)
+            there.until(lambda: not there.held())
+            there.submit("again", 4)
+            there.until(lambda: "again" in there.arrived and "again" not in there.live)
+            there.finish("again")
+            there.until(lambda: not there.rooms() and not any(rank.call("rooms") for rank in there.prefill))
+            there.node.audit()
+            assert there.node.stats()["locks"] == 0
