@@ -55,6 +55,8 @@ class Storm:
     lose_notification: float = 0.0
     restart_prefill: float = 0.0
     restart_decode: float = 0.0
+    slow_writes: float = 0.0  # of the steps in which a transport could do something, those that it lets pass
+    slow_copies: float = 0.0
 
 
 @dataclass
@@ -504,9 +506,10 @@ class MeshSim:
         ]  # fmt: skip
         if self.wire:
             choices += [self._deliver] * 3
-        choices += [self.fabric.step] * 3
+        if self.calm or self.random.random() >= self.storm.slow_writes:
+            choices += [self.fabric.step] * 3
         copies = [(rank, number) for rank in (*self.prefill, *self.decode) for number in range(len(rank.copies.jobs))]
-        if copies:
+        if copies and (self.calm or self.random.random() >= self.storm.slow_copies):
             choices.append(lambda: self._copy(*self.random.choice(copies)))
         if self.to_fence and (self.calm or self.random.random() < 0.02):
             choices.append(self._fence)
@@ -603,7 +606,7 @@ class MeshSim:
 _STORM = {
     "drop": 0.1, "duplicate": 0.3, "reorder": 0.5, "junk": 0.05, "abort_decode": 0.01, "abort_rank": 0.01,
     "fail_copy": 0.05, "fail_at_post": 0.04, "fail_at_check": 0.06, "lose_notification": 0.3,
-    "restart_prefill": 0.002, "restart_decode": 0.001,
+    "restart_prefill": 0.002, "restart_decode": 0.001, "slow_writes": 1.0, "slow_copies": 1.0,
 }  # fmt: skip
 _SIZES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 

@@ -233,6 +233,21 @@ def test_claims_of_one_worker_are_joined_and_those_of_another_refused() -> None:
     assert [post.peer for post in posts] == [a, b]
 
 
+def test_a_promise_for_a_later_use_is_refused_while_this_one_may_write() -> None:
+    peer = Readers(tp=1)
+    a, b = peer.greet(2)
+    peer.call("add", KEY, 10)
+    for who in (a, b):
+        peer.say(who, promise())
+    posts = of(peer.chunk(0, [1, 2, 3], last=True), PostWrite)
+    ((_, refusal),) = bodies(peer.say(a, promise(ticket=2)), Outcome)
+    assert (refusal.ok, refusal.ticket) == (False, 2)
+    for post in posts:
+        actions = peer.ended(post.job_id)
+    assert [body.ticket for _, body in bodies(actions, Outcome)] == [1, 1]
+    assert bodies(peer.say(a, promise(ticket=2)), PromiseAck), "the next use, though nobody has acknowledged this one"
+
+
 def test_two_that_say_they_are_one_rank_of_a_worker_are_not_joined() -> None:
     peer = Readers(tp=1)
     a, b = peer.greet(2)
@@ -273,6 +288,22 @@ def test_a_reader_that_leaves_fails_its_rooms_for_the_others() -> None:
     assert isinstance(ended.error, PeerLostError)
     assert of(actions, RemovePeer) == [RemovePeer(b)]
     peer.say(a, OutcomeAck(*KEY, 0, 1))
+    assert peer.endpoint.num_rooms == 0
+
+
+def test_a_reader_that_leaves_takes_nobodys_proof_with_it() -> None:
+    peer = Readers(tp=1)
+    a, b = peer.greet(2)
+    peer.call("add", KEY, 10)
+    for who in (a, b):
+        peer.say(who, promise())
+    to_a, to_b = of(peer.chunk(0, [1, 2, 3]), PostWrite)
+    peer.say(b, Fenced())
+    peer.ended(to_b.job_id, WHY)
+    peer.ended(to_a.job_id, TransferError("after its post"), drained=False)
+    assert bodies(peer.say(a, Abort(*KEY, "no", 1)), Drained) == [], "it may still land in the other's pages"
+    ((to, drained),) = bodies(peer.call("on_write_drained", to_a.job_id), Drained)
+    assert (to, drained.settle) == (b"d/0", True)
     assert peer.endpoint.num_rooms == 0
 
 
