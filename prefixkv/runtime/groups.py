@@ -36,7 +36,7 @@ class _Readiness:
         return self._epoll.fileno()
 
     def wait(self, timeout_s: float | None) -> bool:
-        return bool(self._epoll.poll(timeout_s))
+        return bool(self._epoll.poll(None if timeout_s is None else max(0.0, timeout_s)))
 
     def close(self) -> None:
         self._epoll.close()
@@ -87,9 +87,8 @@ class DecodeGroup(DecodeNode):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """As `DecodeNode.wait`; any rank's news end it."""
-        if not any(other.wait(0.0) for other in self.others) and not super().wait(0.0):
-            self._readiness.wait(timeout_s)
-        return True
+        self._check_open()
+        return self.scheduler.has_news or self._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
         return self._readiness.fd if self.others else super().fileno()

@@ -60,12 +60,14 @@ class Node(Generic[M]):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a `pop_*` may have something for the engine, at most `timeout_s`. True if one may."""
         self._check_open()
-        if self.scheduler.has_news:
-            return True
+        return self.scheduler.has_news or self._wait(self._manager.events.wait, timeout_s)
+
+    def _wait(self, wait: Callable[[float | None], bool], timeout_s: float | None) -> bool:
+        """`wait`, but not beyond the time when a request may fail for having waited."""
         left_s = self.scheduler.wake_s - time.monotonic()
         if left_s < (math.inf if timeout_s is None else timeout_s):
-            return self._manager.events.wait(left_s) or self.scheduler.wake_s <= time.monotonic()
-        return self._manager.events.wait(timeout_s)
+            return wait(left_s) or self.scheduler.wake_s <= time.monotonic()
+        return wait(timeout_s)
 
     def drain(self, timeout_s: float = 0.0) -> bool:
         """Take no new requests from now on (`add` raises DrainingError), and say whether all that lived has ended.
