@@ -267,6 +267,8 @@ class PrefillRank(PrefillManager):
             machine = self._staging.machine
             left["staged"] = (machine.num_jobs, machine.num_rooms, machine._num_slots - machine.free_slots)
             left["undrained pieces"] = machine._undrained
+            known = {peer.id for peer in endpoint._peers.values()}
+            left["forgotten peers"] = (set(machine._peers) | set(self._staging._peers)) - known
         return {name: what for name, what in left.items() if what and what != (0, 0, 0)}
 
 

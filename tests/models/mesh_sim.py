@@ -550,6 +550,7 @@ class MeshSim:
         for rank in self.decode:
             if rank.me == target:
                 rooms = rank.endpoint.staging.rooms
+                assert tag.slot in rooms._live, "a write lands in a lease that has ended"
                 lease = rooms._live[tag.slot].lease
                 assert lease.room == (tag.room, tag.generation)
                 assert lease.chunk == tag.chunk

@@ -249,3 +249,33 @@ def test_arrivals_for_a_lease_of_a_room_that_is_over_change_nothing() -> None:
     assert pair.call("on_arrival", ChunkTag(5, *KEY, 0, 0, slot=lease).pack()) == [], "an earlier use's"
     assert pair.endpoint.staging.rooms.counters["arrivals_of_no_lease"] == 1
     assert pair.endpoint.counters["tags_dropped"] == 1
+
+
+def test_tags_in_any_order_double_foreign_or_cut_are_counted_and_scatter_once() -> None:
+    pair = staged()
+    leases = []
+    for piece in (0, 1):
+        asked(pair, 1, piece, piece)
+        leases.append(bodies(asked(pair, 0, piece, piece), LeaseGrant)[0][1].lease_id)
+
+    def arrive(rank: int, piece: int, part: int = 0, incarnation: int = 5, cut: int = 0, **changes: int) -> list[Any]:
+        fields = {"room": KEY.room, "generation": KEY.generation, "slot": leases[piece], "num_parts": 2, **changes}
+        raw = ChunkTag(incarnation, rank=rank, chunk=piece, part=part, **fields).pack()
+        return of(pair.call("on_arrival", raw[: len(raw) - cut]), ScatterLease)
+
+    for bad in ({"cut": 1}, {"incarnation": 4}, {"room": 9}, {"generation": 1}):
+        assert arrive(0, 0, **bad) == []
+    assert arrive(7, 0) == []
+    assert pair.endpoint.counters["tags_dropped"] == 5
+    counters = pair.endpoint.staging.rooms.counters
+    for bad in ({"slot": leases[1]}, {"slot": 99}):
+        assert arrive(0, 0, **bad) == []
+    assert counters["arrivals_of_no_lease"] == 2
+    assert arrive(0, 0, slot=-1) == [], "a direct one: progress only"
+    order = [(1, 1, 1), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 0, 1), (1, 0, 0), (0, 1, 1), (1, 0, 1)]
+    scattered = [scatter.lease_id for rank, piece, part in order for scatter in arrive(rank, piece, part)]
+    assert scattered == [leases[1]]
+    assert [scatter.lease_id for scatter in arrive(0, 0, 0)] == [leases[0]]
+    assert arrive(0, 0, 0) == [], "late"
+    assert arrive(0, 0, 1, num_parts=5) == []
+    assert counters["arrivals_not_awaited"] == 3
