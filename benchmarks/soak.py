@@ -177,10 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
             "plans": dict(soak.plans),
             "outcomes_here": outcomes,
             "second_process": dict(soak.second.counts),
-            "samples": [
-                {**sample, "containers": {n: size for n, size in sample["containers"].items() if size}}
-                for sample in soak.samples
-            ],
+            "samples": soak.samples,
         }
         args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found))

@@ -298,13 +298,18 @@ def lengths_below(roots: Mapping[str, Any]) -> dict[str, int]:
             stack += [(f"{path}[]", value) for value in values if _walked(value)]
         else:
             stack += [(f"{path}.{name}", value) for name, value in _attributes(thing) if _walked(value)]
-    return dict(sorted(lengths.items()))
+    return _small(lengths)
 
 
 def instances() -> dict[str, int]:
     """How many objects there are of each class of the project."""
     counts = Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in _all_objects())
-    return dict(sorted(counts.items()))
+    return _small(counts)
+
+
+def _small(counts: Mapping[str, int]) -> dict[str, int]:
+    """By name, those that are not 0. The names are shared: the samples are kept, and have to be small themselves."""
+    return {sys.intern(name): count for name, count in sorted(counts.items()) if count}
 
 
 def _all_objects() -> list[Any]:
