@@ -136,8 +136,11 @@ class Copies:
     def run(self, number: int, before: Callable[[Any], None], error: Exception | None = None) -> None:
         token, copy = self.jobs.pop(number)
         before(token)
-        if error is None:
-            copy()
+        try:  # as CopyPool does: what cannot be copied, its peer being gone, say, has failed
+            if error is None:
+                copy()
+        except Exception as raised:
+            error = raised
         self._sink(CopyDone(token, error))
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from prefixkv.config import DecodeConfig
+import pytest
+import zmq
+
+from prefixkv.config import CurveConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import AdmissionTimeoutError, InternalError
 from prefixkv.pool.mesh import Mesh
 from prefixkv.protocol.receiver_machine import RoomDrained
@@ -12,7 +15,7 @@ from prefixkv.protocol.state import RoomKey
 from prefixkv.request import Request
 from prefixkv.runtime.groups import DecodeGroup
 from prefixkv.runtime.kv_manager import ControlFailed
-from tests.models.mesh_workers import mesh_pools
+from tests.models.mesh_workers import MeshPair, mesh_pools
 from tests.models.node_pair import tokens_of
 from tests.models.patience import lasting_address, returned, until
 from tests.runtime.conftest import QUICK
@@ -58,3 +61,16 @@ def test_an_error_on_a_rank_is_raised_and_costs_no_news() -> None:
         decode._manager.events.put(RoomDrained(key))
         decode.pop_failed()
         assert len(decode._rank_rooms) == 0
+
+
+def test_the_ranks_of_a_worker_share_its_key() -> None:
+    server, client = (CurveConfig(*(key.decode() for key in zmq.curve_keypair())) for _ in range(2))
+    ours = replace(QUICK, curve=replace(server, allowed_clients={client.public_key: "decode-0"}))
+    theirs = replace(QUICK, curve=replace(client, server_key=server.public_key))
+    configs = {"prefill_config": PrefillConfig(control=ours), "decode_config": DecodeConfig(control=theirs)}
+    with MeshPair(Mesh(2, 2), MESH, **configs) as pair:  # type: ignore[arg-type]
+        pair.submit("r", tokens_of(1, 20), room=1)
+        pair.until(lambda: "r" in pair.arrived)
+        assert pair.mismatches == 0
+        pair.finish("r")
+        pair.until(pair.at_rest)
