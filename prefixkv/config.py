@@ -43,7 +43,8 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class CurveConfig:
     """CURVE keys, z85 text. A server (prefill) takes the clients whose public key `allowed_clients` maps to a
-    name; a client (decode) needs the `server_key` of every prefill worker it talks to."""
+    name, that of the worker for all its ranks; a client (decode) needs the `server_key` of every prefill worker it
+    talks to."""
 
     public_key: str
     secret_key: str
