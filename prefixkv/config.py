@@ -132,6 +132,7 @@ class TransportConfig:
     def __post_init__(self) -> None:
         _at_least(self, 1, "post_bytes", "post_descriptors", "window", "posting_threads")
         _at_least(self, 1, "lease_bytes", "staging_window", "copy_threads")
+        _at_least(self, 0, "staging_bytes")
         if self.staging_bytes and self.staging_bytes < self.lease_bytes:
             raise ConfigError(f"staging_bytes is {self.staging_bytes}, a lease alone takes {self.lease_bytes}")
         _at_least(self, 0, "spin_s", "sleep_s", "idle_sleep_s", "renew_grace_s")

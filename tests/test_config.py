@@ -26,6 +26,8 @@ TOO_LOW: dict[type, dict[str, Any]] = {
     },
     TransportConfig: {
         **dict.fromkeys(["post_bytes", "post_descriptors", "window", "posting_threads"], 0),
+        **dict.fromkeys(["lease_bytes", "staging_window", "copy_threads"], 0),
+        "staging_bytes": (4 << 20) - 1,
         **dict.fromkeys(["spin_s", "sleep_s", "idle_sleep_s", "renew_grace_s"], -1e-9),
         "memory_type": "DISK",
     },

@@ -49,7 +49,8 @@ class LeaseState(enum.Enum):
 class Lease:
     """Bytes `offset` to `offset + num_bytes` of the staging memory, for one chunk of one room.
 
-    `lease_id` is not used again before 2^31 others. `missing` are the ranks that have yet to write. Only the ring changes a lease.
+    `lease_id` is not used again before 2^31 others. `missing` are the ranks that have yet to write. Only the ring
+    changes a lease.
     """
 
     lease_id: int

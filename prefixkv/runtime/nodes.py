@@ -41,7 +41,8 @@ _DECODE_COUNTERS = (
     "transferred", "transfers_failed",
 )  # fmt: skip
 _PREFILL_COUNTERS = (
-    *COUNTERS, "bytes_sent", "decode_hit_tokens", "sent", "staging_bytes_staged", "staging_pieces_written", "writes_done", "writes_drained_by_renewal", "writes_failed",
+    *COUNTERS, "bytes_sent", "decode_hit_tokens", "sent", "staging_bytes_staged", "staging_pieces_written",
+    "writes_done", "writes_drained_by_renewal", "writes_failed",
 )  # fmt: skip
 
 
