@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from prefixkv.pool.kv_pool import KVPool as KVPool
     from prefixkv.pool.mesh import Mesh as Mesh
     from prefixkv.pool.page_allocator import PageAllocator as PageAllocator
+    from prefixkv.pool.state_layout import StateTensor as StateTensor
+    from prefixkv.pool.state_pool import StatePool as StatePool
     from prefixkv.prefill.request import PrefillRequest as PrefillRequest
     from prefixkv.prefill.scheduler import PrefillScheduler as PrefillScheduler
     from prefixkv.prefill.send_plan import plan_sends as plan_sends
@@ -68,6 +70,8 @@ _HOME = {
     "RadixKey": "cache.radix_key",
     "RankLog": "decode.ranks",
     "Request": "request",
+    "StatePool": "pool.state_pool",
+    "StateTensor": "pool.state_layout",
     "TransportConfig": "config",
     "plan_sends": "prefill.send_plan",
 }

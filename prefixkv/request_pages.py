@@ -23,7 +23,7 @@ from prefixkv.cache.eviction import DEFAULT_POLICY
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult, PrefixLock, page_ids
-from prefixkv.errors import InternalError, OutOfPagesError
+from prefixkv.errors import CapacityError, InternalError, OutOfPagesError
 from prefixkv.pool.page_allocator import PageAllocator
 from prefixkv.pool.page_table import PageTable
 
@@ -31,12 +31,22 @@ Pages = npt.NDArray[np.int32]
 
 
 class RequestPages:
-    """One request's pages. Made by `PageBooks.open`; ended by exactly one of `finish`, `drop` and `hold`."""
+    """One request's pages, and its slot of extra state (-1: none), which goes the way that its own pages go.
 
-    __slots__ = ("duplicates", "epoch", "lock", "num_joined", "num_locked", "num_pages", "row")
+    Made by `PageBooks.open`; ended by exactly one of `finish`, `drop` and `hold`.
+    """
+
+    __slots__ = ("duplicates", "epoch", "lock", "num_joined", "num_locked", "num_pages", "row", "slot")
 
     def __init__(
-        self, row: int, lock: PrefixLock | None, num_locked: int, num_joined: int, num_pages: int, epoch: int
+        self,
+        row: int,
+        lock: PrefixLock | None,
+        num_locked: int,
+        num_joined: int,
+        num_pages: int,
+        epoch: int,
+        slot: int = -1,
     ) -> None:
         self.row = row
         self.lock = lock
@@ -44,6 +54,7 @@ class RequestPages:
         self.num_joined = num_joined
         self.num_pages = num_pages
         self.epoch = epoch
+        self.slot = slot
         self.duplicates: list[Pages] = []  # replaced by the tree's, but writes may still read them
 
     @property
@@ -61,7 +72,8 @@ class PageBooks:
     """One worker's tree, allocator and page table, kept in agreement. Owned by the scheduler's thread.
 
     With `caching` off nothing is matched and nothing kept. Where pages have to be evicted, `evict_reserve_pages` more
-    are than are missing: they come free side by side, so that what is taken later forms fewer runs.
+    are than are missing: they come free side by side, so that what is taken later forms fewer runs. With `num_slots`
+    every request has a slot of extra state from `open` to its end, under the rules of its own pages.
     """
 
     def __init__(
@@ -73,6 +85,7 @@ class PageBooks:
         caching: bool = True,
         policy: str = DEFAULT_POLICY,
         evict_reserve_pages: int = 0,
+        num_slots: int = 0,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
@@ -80,6 +93,7 @@ class PageBooks:
         self.caching = caching
         self.cache = RadixCache(page_size=page_size, policy=policy, pool_pages=num_pages)
         self.allocator = PageAllocator(num_pages)
+        self.slots = PageAllocator(num_slots) if num_slots else None
         self.table = PageTable(max_requests, max_pages_per_request or num_pages)
         self.evict = self.cache.evict  # runtime/ puts a clock around it
         self.evicted_pages = 0
@@ -91,6 +105,11 @@ class PageBooks:
     def available_pages(self) -> int:
         """Pages that could be taken now: free, and cached without a lock."""
         return self.allocator.free_pages + self.cache.evictable_pages
+
+    @property
+    def can_open(self) -> bool:
+        """Whether there is a row, and a slot, for one request more."""
+        return bool(self.table.free_rows and (self.slots is None or self.slots.free_pages))
 
     def pages(self, pages: RequestPages) -> Pages:
         """A read-only view of all page ids of a request, int32, in order."""
@@ -115,8 +134,10 @@ class PageBooks:
 
         `joined`: a request on its way whose first `joined_end` pages are of the same tokens, more than the match
         has. From the match's end to there the row names its pages; they stay its own until `settle`.
-        Raises CapacityError (no row is left) or OutOfPagesError; nothing is locked or taken then.
+        Raises CapacityError (no row or slot is left) or OutOfPagesError; nothing is locked or taken then.
         """
+        if self.slots is not None and not self.slots.free_pages:
+            raise CapacityError(f"all {self.slots.num_pages} state slots are in use")
         row = self.table.alloc_row()
         # Who joins is counted as a visitor when it settles, then of all of what it found.
         visit = None if joined is None else False
@@ -136,7 +157,8 @@ class PageBooks:
             parts.insert(0, theirs)
         if lock is not None and num_locked:
             parts.insert(0, page_ids(lock.node, num_locked))
-        return RequestPages(row, lock, num_locked, num_joined, self.table.fill(row, *parts), self.epoch)
+        slot = int(self.slots.alloc(1)[0]) if self.slots is not None else -1
+        return RequestPages(row, lock, num_locked, num_joined, self.table.fill(row, *parts), self.epoch, slot)
 
     def settle(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
         """What the request joined has gone to the tree: it is held by a lock from now on, and no longer joined.
@@ -210,13 +232,17 @@ class PageBooks:
     def drop(self, pages: RequestPages) -> None:
         """The request ends and no peer can write its own pages: they are freed."""
         self.allocator.free(self._close(pages))
+        if self.slots is not None:
+            self.slots.free([pages.slot])
 
     def hold(self, pages: RequestPages, owner: Hashable) -> None:
         """The request ends while a peer may still write its own pages: `owner` has them until `release`."""
         own = self._close(pages)
-        if len(own):
+        if len(own) or self.slots is not None:
             self.allocator.hold(own, owner)
             self._owners.add(owner)
+        if self.slots is not None:
+            self.slots.hold([pages.slot], owner)
 
     def release(self, owner: Hashable) -> int:
         """No write can land in what `owner` holds any more: free it. Returns how many pages; 0 if unknown."""
@@ -224,14 +250,20 @@ class PageBooks:
             return 0
         self._owners.discard(owner)
         self.version += 1
+        if self.slots is not None:
+            self.slots.release(owner)
         return self.allocator.release(owner)
 
     def quarantine(self, owner: Hashable) -> int:
         """The deadline for proof has passed; the pages stay held, and are counted apart."""
-        return self.allocator.quarantine(owner) if owner in self._owners else 0
+        if owner not in self._owners:
+            return 0
+        if self.slots is not None:
+            self.slots.quarantine(owner)
+        return self.allocator.quarantine(owner)
 
     def holds(self, owner: Hashable) -> bool:
-        """Whether `owner` has held or quarantined pages."""
+        """Whether `owner` has held or quarantined pages, or a slot."""
         return owner in self._owners
 
     def flush(self) -> int:
@@ -293,6 +325,10 @@ class PageBooks:
         """Audit tree, allocator and table, and that they agree on how many pages are cached."""
         self.cache.check_invariants()
         self.allocator.check_invariants()
+        if self.slots is not None:
+            self.slots.check_invariants()
+            if not self.slots.owners() == self.allocator.owners() or self.slots.cached_pages:
+                raise InternalError(f"slots are held by {self.slots.owners()}, pages by {self.allocator.owners()}")
         self.table.check_invariants()
         in_tree = self.cache.num_pages
         if in_tree > self.allocator.cached_pages or (self.epoch == 0 and in_tree != self.allocator.cached_pages):

@@ -31,6 +31,17 @@ def test_pair_ends_with_nothing_lost(storm: str, seed: int) -> None:
         assert sim.decode.scheduler.counters["hit_tokens"] > 0
 
 
+@pytest.mark.parametrize(("number", "storm"), list(enumerate(STORMS)))
+def test_pair_with_extra_state_ends_with_nothing_lost(number: int, storm: str) -> None:
+    """Also with fewer slots than rows, and retractions."""
+    sim = PairSim(number, STORMS[storm], decode_pages=(13, 18, 40)[number % 3],
+                  failure_policy=("fail", "retry")[number % 2], num_slots=(8, 3, 2)[number % 3])  # fmt: skip
+    sim.run()
+    assert all(side.state.canaries_live() for side in (sim.decode, sim.prefill) if side.state is not None)
+    if storm == "calm":
+        assert sim.finished == sim.decode.scheduler.counters["finished"] >= 8
+
+
 def test_same_seed_same_run() -> None:
     runs = []
     for _ in range(2):

@@ -32,7 +32,8 @@ class _Op(msgspec.Struct, frozen=True, array_like=True, tag_field="op"):
 class Opened(_Op, frozen=True, tag="open"):
     """A request of these tokens holds `prefix_len` cached tokens (-1: not looked for) and these pages in all.
 
-    Of them `num_joined`, next to the cached ones, are those of the request in `joined_row` (-1: of none).
+    Of them `num_joined`, next to the cached ones, are those of the request in `joined_row` (-1: of none). `slot` is
+    that of its extra state.
     """
 
     row: int
@@ -43,6 +44,7 @@ class Opened(_Op, frozen=True, tag="open"):
     now_s: float
     joined_row: int = -1
     num_joined: int = 0
+    slot: int = -1
 
 
 class Refused(_Op, frozen=True, tag="refuse"):
@@ -146,7 +148,8 @@ class LoggedBooks(PageBooks):
         prefix_len = -1 if match is None else pages.num_locked * self.page_size
         self._logged_tokens[pages.row] = len(key)
         of = (joined.row, pages.num_joined) if joined is not None else (-1, 0)
-        self._publish(Opened(pages.row, key.data, key.namespace, prefix_len, self._packed(pages), now_s, *of))
+        packed = self._packed(pages)
+        self._publish(Opened(pages.row, key.data, key.namespace, prefix_len, packed, now_s, *of, pages.slot))
         return pages
 
     def settle(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
@@ -183,14 +186,15 @@ class LoggedBooks(PageBooks):
         self._publish(Held(row, *self._room(owner)))
 
     def release(self, owner: Hashable) -> int:
+        known = self.holds(owner)
         freed = super().release(owner)
-        if freed:
+        if known:
             self._publish(Released(*self._room(owner)))
         return freed
 
     def quarantine(self, owner: Hashable) -> int:
         count = super().quarantine(owner)
-        if count:
+        if self.holds(owner):
             self._publish(Quarantined(*self._room(owner)))
         return count
 
@@ -220,6 +224,10 @@ class Replica:
         """The page ids of the request in this row."""
         return self.books.pages(self._requests[row][1])
 
+    def slot(self, row: int) -> int:
+        """The slot of extra state of the request in this row, -1 if there is none."""
+        return self._requests[row][1].slot
+
     def apply(self, op: AnyOp) -> None:
         """Do what rank 0 did. Raises InternalError if this rank comes to other pages."""
         books, requests = self.books, self._requests
@@ -234,6 +242,7 @@ class Replica:
                 pages = books.open(key, match, len(op.pages) // 4 - num_shared, op.now_s, joined, num_shared)
                 requests[pages.row] = (key, pages)
                 self._compare(op.row, pages.row, op)
+                self._compare(op.slot, pages.slot, op)
                 self._compare(op.pages, books.pages(pages).astype("<i4").tobytes(), op)
             case Refused():
                 key = RadixKey(np.frombuffer(op.tokens, "<i4"), _as_sent(op.namespace))

@@ -138,7 +138,7 @@ class DecodePreallocQueue:
     @property
     def may_admit(self) -> bool:
         """Whether a pass may admit somebody. O(1)."""
-        return bool(len(self) and self._spent_at != self._version and self._books.table.free_rows)
+        return bool(len(self) and self._spent_at != self._version and self._books.can_open)
 
     @property
     def wake_s(self) -> float:
@@ -170,11 +170,11 @@ class DecodePreallocQueue:
         If a user's policy raises, the pass ends with that. Who was admitted before is admitted all the same.
         """
         books = self._books
-        while (first := self._first_of_all(now_s)) is not None and books.table.free_rows:
+        while (first := self._first_of_all(now_s)) is not None and books.can_open:
             if first.seen_at == self._version or not self._try(first, *self._look(first), now_s):
                 self._spent_at = self._version
                 return
-        if self._waiting and self._spent_at != self._version and books.table.free_rows:
+        if self._waiting and self._spent_at != self._version and books.can_open:
             self._admit_in_order(now_s)
             if not self._admitted:  # else the next pass looks whether somebody shares what is on its way now
                 self._spent_at = self._version

@@ -56,7 +56,7 @@ def sizes(books: PageBooks) -> dict[str, int]:
         "free": pages.free_pages, "owned": pages.owned_pages, "cached": pages.cached_pages, "held": pages.held_pages,
         "quarantined": pages.quarantined_pages, "free_runs": pages.num_free_runs, "free_rows": books.table.free_rows,
         "evictable": cache.evictable_pages, "protected": cache.protected_pages, "nodes": cache.num_nodes,
-        "uses": cache.tick, "epoch": books.epoch,
+        "uses": cache.tick, "epoch": books.epoch, "slots": books.slots.free_pages if books.slots is not None else 0,
     }  # fmt: skip
 
 
@@ -70,8 +70,10 @@ def digests(books: PageBooks) -> dict[str, bytes]:
     pages = hashlib.blake2b(digest_size=16)
     for state in PageState:
         pages.update(state.name.encode() + books.allocator.pages_in(state).tobytes())
-    held = [(owner, books.allocator.held_by(owner).tolist()) for owner in books.allocator.owners()]
-    pages.update(repr((books.allocator.free_runs(), held)).encode())
+    for allocator in (books.allocator, books.slots):
+        if allocator is not None:
+            held = [(owner, allocator.held_by(owner).tolist()) for owner in allocator.owners()]
+            pages.update(repr((allocator.free_runs(), held)).encode())
     table = hashlib.blake2b(books.table.array.tobytes(), digest_size=16)
     return {"tree": tree.digest(), "page table": table.digest(), "allocator": pages.digest()}
 
@@ -82,6 +84,7 @@ def _settings(books: PageBooks) -> dict[str, int | str | bool]:
         "num_pages": books.num_pages, "page_size": books.page_size, "max_running": max_requests,
         "max_pages_per_request": max_pages, "cache": books.caching, "policy": books.cache.policy.name,
         "evict_reserve_pages": books.evict_reserve_pages,
+        "num_slots": books.slots.num_pages if books.slots is not None else 0,
     }  # fmt: skip
 
 
@@ -133,12 +136,14 @@ class DecodeReplica:
     Args:
         num_pages, page_size: of this rank's pool, which has the shape of rank 0's.
         config: rank 0's. What both need alike is compared when the first message comes.
+        num_slots: of this rank's StatePool, as many as of rank 0's; 0 without.
     Raises:
         ConfigError: an unknown policy.
     """
 
-    def __init__(self, num_pages: int, page_size: int, config: DecodeConfig) -> None:
-        self.books = PageBooks(num_pages, page_size, config.max_running, **config.for_books(num_pages))
+    def __init__(self, num_pages: int, page_size: int, config: DecodeConfig, num_slots: int = 0) -> None:
+        settings = config.for_books(num_pages)
+        self.books = PageBooks(num_pages, page_size, config.max_running, num_slots=num_slots, **settings)
         self.num_batches = 0
         self._replica = Replica(self.books)
         self._broken: InternalError | None = None
@@ -151,6 +156,10 @@ class DecodeReplica:
     def pages(self, row: int) -> npt.NDArray[np.int32]:
         """The page ids of the request in this row, in order: a view that is valid until the next `apply`."""
         return self._replica.pages(row)
+
+    def state_slot(self, row: int) -> int:
+        """As `DecodeRequest.state_slot`, of the request in this row."""
+        return self._replica.slot(row)
 
     def apply(self, raw: bytes) -> list[RoomOrder]:
         """Do what rank 0 did in one pass. Returns what this rank's control plane is to do.

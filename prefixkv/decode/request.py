@@ -150,6 +150,15 @@ class DecodeRequest:
         return -1 if self.pages_held is None else self.pages_held.row
 
     @property
+    def state_slot(self) -> int:
+        """Its slot of the StatePool, the same on all ranks; -1 without one, and while it is not admitted.
+
+        Its state is there from `pop_transferred` on, and is the engine's to advance until the request ends or is
+        retracted; a retracted one's state is sent again.
+        """
+        return -1 if self.pages_held is None else self.pages_held.slot
+
+    @property
     def resumed(self) -> bool:
         """It has been running before: its next token is known, nothing is to be sampled from `aux`."""
         return bool(self.output)

@@ -40,6 +40,7 @@ from prefixkv.errors import (
     RequestError,
 )
 from prefixkv.paging import pages_for
+from prefixkv.pool.page_allocator import PageState
 from prefixkv.protocol.messages import Promise
 from prefixkv.protocol.state import KVPoll, RoomKey
 from prefixkv.request import Request
@@ -402,6 +403,9 @@ class DecodeScheduler:
                 for req in holding
                 if req.pages_held
             ),
+            "every owned slot is a request's, or a flight's without an owner": self.books.slots is None
+            or sorted(pages.slot for pages in {id(pages): pages for _, pages in self.holders()}.values())
+            == self.books.slots.pages_in(PageState.OWNED).tolist(),
             "what is locked is a request's": bool(self.books.cache.protected_pages == 0 or holding or orphans),
             "only undrained rooms hold pages": set(allocator.owners())
             <= {RoomKey(room, generation) for room, gens in self._undrained.items() for generation in gens},
@@ -423,7 +427,7 @@ class DecodeScheduler:
         if flight.joined is not None:
             counters["shared_flights"] += 1
             counters["shared_tokens"] += shared_tokens
-        if req.resumed and req.prefix_len == req.fill_len:
+        if req.resumed and req.prefix_len == req.fill_len and pages.slot < 0:  # extra state is not cached
             self.transfers.arrived(flight)
             return
         if req.generation > req.request.generation:
@@ -433,7 +437,8 @@ class DecodeScheduler:
         self.journal.admitted(req, len(new_pages), shared_tokens, now_s)
         page_ids = np.ascontiguousarray(new_pages, dtype="<i4").tobytes()
         room, generation = flight.room_key
-        promise = Promise(room, generation, req.fill_len, req.prefix_len, page_ids, next(self._tickets))
+        lens = req.fill_len, req.prefix_len
+        promise = Promise(room, generation, *lens, page_ids, next(self._tickets), pages.slot)
         self._commands.append(OpenRoom(promise, req.request.prefill))
 
     # --- growth -----------------------------------------------------------------------------------

@@ -55,10 +55,10 @@ class KVPool:
         page_shape = (page_size, num_kv_heads, head_dim)
         kinds = sizes.slabs_per_layer
         if order == "layer_major":
-            tensors = [_zeros((kinds, num_pages, *page_shape), dtype, device) for _ in range(num_layers)]
+            tensors = [zeros((kinds, num_pages, *page_shape), dtype, device) for _ in range(num_layers)]
             slabs = [tensor[kv] for tensor in tensors for kv in range(kinds)]
         elif order == "page_major":
-            whole = _zeros((num_pages, num_layers, kinds, *page_shape), dtype, device)
+            whole = zeros((num_pages, num_layers, kinds, *page_shape), dtype, device)
             slabs = [whole[:, layer, kv] for layer in range(num_layers) for kv in range(kinds)]
             tensors = [whole]
         else:
@@ -101,7 +101,7 @@ class KVPool:
             if view.stride(-1) != 1:
                 raise ConfigError(f"slab {i} has a stride of {view.stride(-1)} in its last dimension, must be 1")
         slabs = [view.unsqueeze(2) for view in views] if v is None else views
-        found = _storages(views) if regions is None else tuple(regions)
+        found = storages(views) if regions is None else tuple(regions)
         return cls(_describe(slabs, attention, "strided", found), slabs)
 
     # --- views ------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class KVPool:
         return torch.tensor(ids, dtype=torch.int64, device=self._words[0].device)
 
 
-def _zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
     """Zeros of `dtype`; goes through bytes, since float8 has few operations of its own."""
     element = getattr(torch, dtype)
     num_bytes = prod(shape) * element.itemsize
@@ -206,7 +206,7 @@ def _describe(
     return layout
 
 
-def _storages(views: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+def storages(views: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
     """The memory ranges that the views' storages cover, as (address, bytes); ranges that overlap become one."""
     spans = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in (view.untyped_storage() for view in views)})
     merged: list[tuple[int, int]] = []

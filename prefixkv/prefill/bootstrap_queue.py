@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult
-from prefixkv.paging import pages_for, whole_pages
+from prefixkv.paging import page_floor, pages_for, whole_pages
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.send_plan import SendPlan
 from prefixkv.request_pages import PageBooks
 
+UsablePrefix = Callable[[PrefillRequest, int], int]
+"""Of so many cached tokens of a request, how many the engine can go on from (it has no extra state behind others)."""
+
 
 class PrefillBootstrapQueue:
-    """Owned by the scheduler's thread."""
+    """Owned by the scheduler's thread. `usable_prefix` is asked about each hit; None: all of it is of use."""
 
-    def __init__(self, books: PageBooks) -> None:
+    def __init__(self, books: PageBooks, usable_prefix: UsablePrefix | None = None) -> None:
         self._books = books
+        self._usable_prefix = usable_prefix
         self._ready: deque[PrefillRequest] = deque()
         self._blocked_at = -1  # the books' version at which the head did not fit
 
@@ -69,8 +73,15 @@ class PrefillBootstrapQueue:
         return True
 
     def _match(self, req: PrefillRequest) -> MatchResult | None:
-        """The cached prefix without the last token: the engine has to compute that one to sample after it."""
+        """The cached prefix without the last token, which the engine has to compute to sample after it; no more of
+        it than the engine can go on from."""
         key = req.key
         if len(key) % self._books.page_size == 0:
             key = RadixKey(key.tokens()[:-1], key.namespace)
-        return self._books.match(key, req.request.cacheable)
+        match = self._books.match(key, req.request.cacheable)
+        if match is None or self._usable_prefix is None or not match.prefix_len:
+            return match
+        usable = page_floor(max(0, self._usable_prefix(req, match.prefix_len)), self._books.page_size)
+        if usable >= match.prefix_len:
+            return match
+        return self._books.match(RadixKey(key.tokens()[:usable], key.namespace))

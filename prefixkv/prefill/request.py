@@ -42,7 +42,7 @@ class PrefillRequest:
     __slots__ = (
         "_books", "arrived_s", "computed_s", "decode_prefix_len", "ended_s", "error", "key", "num_chunks",
         "pages_held", "peer", "plan", "popped", "prefix_len", "promised_s", "request", "rid", "sent_pages",
-        "source_free", "started_s", "state",
+        "source_free", "started_s", "state", "state_slot",
     )  # fmt: skip
 
     TRANSITIONS: ClassVar[dict[PrefillState, frozenset[PrefillState]]] = {
@@ -64,7 +64,8 @@ class PrefillRequest:
         self.prefix_len = 0
         self.plan: SendPlan | None = None
         self.pages_held: RequestPages | None = None
-        self.source_free = False  # no write reads its pages any more
+        self.source_free = False  # no write reads its pages, and its state, any more
+        self.state_slot = -1  # of the engine's, that it handed over
         self.popped = False  # the engine knows that it has ended
         # Its journal (journal.py): when each of these happened, and what was sent.
         self.arrived_s = now_s

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import AbortedError, AuxTooLargeError, DrainingError, InternalError, RequestError
 from prefixkv.paging import pages_for
-from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
+from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
 from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.protocol.state import KVPoll, RoomKey
@@ -50,6 +50,7 @@ class SendChunk:
     last: bool
     aux: bytes
     ready: DeviceEvent | None
+    state_slot: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,18 @@ Command = AddRoom | SendChunk | AbortRoom
 class PrefillScheduler:
     """See the module's text. Owned by the scheduler's thread."""
 
-    def __init__(self, books: PageBooks, *, max_aux_bytes: int = 64 << 10) -> None:
+    def __init__(
+        self,
+        books: PageBooks,
+        *,
+        max_aux_bytes: int = 64 << 10,
+        num_slots: int = 0,
+        usable_prefix: UsablePrefix | None = None,
+    ) -> None:
+        """`num_slots`: of the engine's extra state, which goes with every request then; 0: there is none."""
         self.books = books
-        self.bootstrapped = PrefillBootstrapQueue(books)
+        self.num_slots = num_slots
+        self.bootstrapped = PrefillBootstrapQueue(books, usable_prefix or (_no_prefix if num_slots else None))
         self.requests: dict[str, PrefillRequest] = {}
         self.counters: Counter[str] = Counter()
         self.draining = False  # takes no new requests
@@ -122,11 +132,12 @@ class PrefillScheduler:
         last: bool = False,
         aux: bytes = b"",
         ready: DeviceEvent | None = None,
+        state_slot: int = -1,
     ) -> int:
         """KV is computed up to token `end`: send what decode lacks of it. Returns the pages queued.
 
-        With `last` the outcome follows, and `aux` with it. A request that has failed meanwhile takes no chunk:
-        0, and `pop_failed` says why. Raises RequestError or AuxTooLargeError, with nothing changed.
+        With `last` the outcome follows, and `aux` and `state_slot` with it. A request that has failed meanwhile takes
+        no chunk: 0, and `pop_failed` says why. Raises RequestError or AuxTooLargeError, with nothing changed.
         """
         if req.state is PrefillState.FAILED:
             return 0
@@ -136,19 +147,25 @@ class PrefillScheduler:
             raise AuxTooLargeError(len(aux), self._max_aux_bytes)
         if aux and not last:
             raise RequestError("aux travels with the last chunk")
+        if not (0 <= state_slot < self.num_slots if last and self.num_slots else state_slot == -1):
+            wanted = f"one of {self.num_slots} with the last chunk, and only then" if self.num_slots else "none"
+            raise RequestError(f"state slot {state_slot} was handed over where {wanted} is needed")
         assert req.plan is not None
         assert req.pages_held is not None
         span = req.plan.send(end, last)
         src_pages = req.pages[span.first_page : span.end_page].copy()
         self.journal.chunk(req, len(src_pages), last, now_s)
         if last:
+            req.state_slot = state_slot
             req.become(PrefillState.SENDING)
             if req.request.cacheable:
                 self.books.cache_unfinished(
                     req.pages_held, req.key, now_s, priority=req.request.priority, being_read=True
                 )
         if len(src_pages) or last:
-            self._commands.append(SendChunk(req.room_key, span.first_page, src_pages, last, bytes(aux), ready))
+            self._commands.append(
+                SendChunk(req.room_key, span.first_page, src_pages, last, bytes(aux), ready, state_slot)
+            )
         return len(src_pages)
 
     def pop_sent(self, now_s: float) -> list[PrefillRequest]:
@@ -158,6 +175,7 @@ class PrefillScheduler:
     def pop_failed(self, now_s: float, after: DeviceEvent | None = None) -> list[PrefillRequest]:
         """Requests that failed or were aborted; `error` says why. The engine stops computing them.
 
+        One that had handed over a state slot comes when no write reads it any more.
         `after`: device work launched for them before this call is done once its `query()` is True; their pages
         are not released before.
         """
@@ -228,6 +246,8 @@ class PrefillScheduler:
         """No write reads the room's pages any more."""
         req = self._rooms.get(key)
         if req is not None:
+            if req.state is PrefillState.FAILED and req.state_slot >= 0 and not req.source_free:
+                self._failed.append(req)
             req.source_free = True
             self._maybe_release(req, now_s)
 
@@ -270,7 +290,8 @@ class PrefillScheduler:
         req.error = error
         req.become(PrefillState.FAILED)
         self.counters["failed"] += 1
-        self._failed.append(req)
+        if req.state_slot < 0 or req.source_free:
+            self._failed.append(req)
         self.journal.ended(req, now_s)
 
     def _pop(self, ended: deque[PrefillRequest], after: DeviceEvent | None, now_s: float) -> list[PrefillRequest]:
@@ -300,3 +321,8 @@ class PrefillScheduler:
         else:
             self.books.drop(req.pages_held)
         req.pages_held = None
+
+
+def _no_prefix(req: PrefillRequest, prefix_len: int) -> int:
+    """An engine that does not say otherwise has no state to go on from."""
+    return 0

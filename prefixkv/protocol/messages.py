@@ -18,6 +18,7 @@ said late of a room cannot be taken for the next use of its number.
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Annotated
 
 import msgspec
@@ -28,19 +29,21 @@ from prefixkv.errors import HandshakeError, ProtocolError
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.mesh import Mesh
 from prefixkv.pool.staging_area import StagingArea
+from prefixkv.pool.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.state import PeerId
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 << 20
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Slot = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
-    """What must be equal on both sides for KV to mean the same; the heads are the model's, over all ranks."""
+    """What must be equal on both sides for KV and extra state to mean the same; heads are those of all ranks."""
 
     model: str
     weights_version: str
@@ -50,12 +53,21 @@ class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
     num_layers: Count
     num_kv_heads: Count
     head_dim: Count
+    state: tuple[StateTensor, ...] = ()
 
     def check(self, theirs: ModelDigest) -> None:
         """Raises HandshakeError for the first field that differs."""
-        for field in self.__struct_fields__:
-            if getattr(self, field) != getattr(theirs, field):
-                raise HandshakeError(field, getattr(self, field), getattr(theirs, field))
+        _check_fields(self, theirs, self.__struct_fields__[:-1])  # all but `state`, the last
+        for i, (mine, other) in enumerate(zip_longest(self.state, theirs.state)):
+            if mine is None or other is None:
+                raise HandshakeError(f"state[{i}]", mine, other)
+            _check_fields(mine, other, mine.__struct_fields__, f"state[{i}].")
+
+
+def _check_fields(ours: msgspec.Struct, theirs: msgspec.Struct, fields: tuple[str, ...], of: str = "") -> None:
+    for field in fields:
+        if getattr(ours, field) != getattr(theirs, field):
+            raise HandshakeError(of + field, getattr(ours, field), getattr(theirs, field))
 
 
 class Topology(msgspec.Struct, frozen=True, array_like=True):
@@ -79,7 +91,8 @@ class Body(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
 class Hello(Body, frozen=True, tag="hello"):
     """A decode rank introduces itself: what it runs, and how to write to its pool.
 
-    `worker` is rank 0's identity: the ranks of one worker name the same. `staging` is where slices may be staged.
+    `worker` is rank 0's identity: the ranks of one worker name the same. `staging` is where slices may be staged,
+    `state` where the extra state that `digest` lists is kept.
     """
 
     digest: ModelDigest
@@ -89,6 +102,7 @@ class Hello(Body, frozen=True, tag="hello"):
     rank: Count = 0
     worker: PeerId | None = None
     staging: StagingArea | None = None
+    state: StateLayout | None = None
 
 
 class HelloReply(Body, frozen=True, tag="hello-reply"):
@@ -110,7 +124,10 @@ class HelloWanted(Body, frozen=True, tag="hello-wanted"):
 
 
 class Promise(Body, frozen=True, tag="promise"):
-    """Decode has `prefix_len` tokens of the request and wants the rest of `fill_len` in these pages."""
+    """Decode has `prefix_len` tokens of the request and wants the rest of `fill_len` in these pages.
+
+    Its extra state, where the model has some, is wanted in `state_slot`, whole: as it is after `fill_len` tokens.
+    """
 
     room: U64
     generation: Count
@@ -118,6 +135,7 @@ class Promise(Body, frozen=True, tag="promise"):
     prefix_len: Count
     pages: bytes
     ticket: U64 = 0
+    state_slot: Slot = -1
 
     def page_ids(self) -> npt.NDArray[np.int32]:
         """The destination pages, int32. Raises ProtocolError if the bytes are no whole number of ids."""

@@ -27,8 +27,9 @@ from prefixkv.errors import (
 )
 from prefixkv.paging import pages_for
 from prefixkv.pool.kv_layout import KVLayout
-from prefixkv.pool.mesh import Shard, check_holds, readers_awaited, sent_share
+from prefixkv.pool.mesh import Mesh, Shard, check_holds, readers_awaited, sent_share
 from prefixkv.pool.staging_area import StagingArea
+from prefixkv.pool.state_layout import StateLink, check_state_pairs, state_blocks
 from prefixkv.pool.unit_pages import unit_pages
 from prefixkv.protocol import messages
 from prefixkv.protocol import sender_machine as sender
@@ -68,6 +69,7 @@ class AddPeer:
     unit_tokens: int
     staging: StagingArea | None = None
     cut: LeaseCut | None = None  # what goes there is staged, and cut like this
+    state: StateLink | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ _NO_CLAIMS: dict[PeerId, Any] = {}
 class _Peer:
     """A rank of a decode worker. `gone` once its rooms have ended because it left or was replaced.
 
-    `readers` are the ranks of its worker that promise us pages, `writes` says whether anything of ours goes to it.
+    `readers` are the ranks of its worker that promise us pages, `writes` says whether anything of ours goes to it,
+    `takes_state` whether extra state does.
     """
 
     id: PeerId
@@ -107,6 +110,7 @@ class _Peer:
     readers: tuple[int, ...]
     writes: bool
     staged: bool
+    takes_state: bool
     rooms: set[RoomKey] = field(default_factory=set)
     num_parked: int = 0
     gone: bool = False
@@ -176,13 +180,14 @@ class PrefillEndpoint:
         return out
 
     def chunk(
-        self, key: RoomKey, first_page: int, src_pages: Pages, last: bool, aux: bytes, ready: Any, now_s: float
-    ) -> list[Action]:
+        self, key: RoomKey, first_page: int, src_pages: Pages, last: bool, aux: bytes, ready: Any, now_s: float,
+        state_slot: int = -1,
+    ) -> list[Action]:  # fmt: skip
         """The engine hands over pages `first_page`.. of the request. Ended or unknown: no-op."""
         out: list[Action] = []
         machine = self._rooms.get(key)
         if machine is not None:
-            self._on(machine, sender.ChunkQueued(first_page, src_pages, last, aux, ready), now_s, out)
+            self._on(machine, sender.ChunkQueued(first_page, src_pages, last, aux, ready, state_slot), now_s, out)
         return out
 
     def abort(self, key: RoomKey, error: Exception, now_s: float) -> list[Action]:
@@ -334,9 +339,10 @@ class PrefillEndpoint:
         live = Liveness(now_s, now_s, frame.seq)
         readers = readers_awaited(self._mesh, self._rank, hello.topology.mesh(hello.digest))
         staged = added is not None and added.cut is not None
+        takes_state = added is not None and added.state is not None
         self._peers[frame.name] = _Peer(
-            frame.sender, route, credential, hello, live, readers, added is not None, staged
-        )  # fmt: skip
+            frame.sender, route, credential, hello, live, readers, added is not None, staged, takes_state
+        )
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
         if added is not None:
             out.append(added)
@@ -358,11 +364,12 @@ class PrefillEndpoint:
         mesh = hello.topology.mesh(digest)
         mine, theirs = self._mesh.shard(self._rank), mesh.shard(hello.rank)
         share = sent_share(self._mesh, self._rank, mesh, hello.rank)
+        state = self._state_link(hello, mesh)
         if share is None:
             return None
         unit_tokens = min(self._topology.page_size, hello.topology.page_size)
         parts = share.inside(mine), share.inside(theirs)
-        added = AddPeer(peer, hello.agent_metadata, layout, parts, unit_tokens)
+        added = AddPeer(peer, hello.agent_metadata, layout, parts, unit_tokens, state=state)
         is_slice = share.num_heads < max(mine.num_heads, theirs.num_heads)
         if not (is_slice and self._slot_bytes and hello.staging is not None):
             return added
@@ -371,6 +378,19 @@ class PrefillEndpoint:
         cut = LeaseCut.of(self._mesh, mesh, hello.rank, unit_head_bytes, hello.staging)
         cut.check_slots(self._rank, self._slot_bytes)
         return replace(added, staging=hello.staging, cut=cut)
+
+    def _state_link(self, hello: Hello, mesh: Mesh) -> StateLink | None:
+        """What of our extra state goes there, None if nothing does. Raises as `_check`."""
+        tensors = self._digest.state
+        if (hello.state is None) != (not tensors):
+            raise HandshakeError("state", tensors, hello.state, "is there on one side only")
+        if hello.state is None:
+            return None
+        check_state_pairs(tensors, self._mesh, mesh)
+        hello.state.validate()
+        hello.state.check_holds(tensors, mesh, hello.rank)
+        blocks = state_blocks(tensors, self._mesh, self._rank, mesh, hello.rank)
+        return StateLink(hello.state, blocks) if blocks else None
 
     def _answer_hello(self, route: bytes, refused: str, out: list[Action], staged: bool = False) -> None:
         reply = HelloReply(self._digest, self._topology, self.endpoints, refused, self._rank, staged)
@@ -438,12 +458,16 @@ class PrefillEndpoint:
             raise ProtocolError(f"page ids {pages.min()} to {pages.max()}, the pool has {num_pages}")
         if len(np.unique(pages)) != len(pages):
             raise ProtocolError("a page id twice in one promise")
+        state = peer.hello.state
+        if not (promise.state_slot == -1 if state is None else 0 <= promise.state_slot < state.num_slots):
+            num_slots = 0 if state is None else state.num_slots
+            raise ProtocolError(f"state slot {promise.state_slot} of {num_slots}")
         unit_tokens = min(page_size, self._topology.page_size)
         fold = page_size // unit_tokens
         num_units = pages_for(promise.fill_len - promise.prefix_len, unit_tokens)
         return sender.Promised(
             peer.id, promise.fill_len, promise.prefix_len, unit_pages(pages, fold, 0, num_units), promise.ticket,
-            peer.hello.rank, peer.readers, peer.writes, unit_tokens, fold,
+            peer.hello.rank, peer.readers, peer.writes, unit_tokens, fold, promise.state_slot, peer.takes_state,
         )  # fmt: skip
 
     def _take_abort(self, peer: _Peer, abort: messages.Abort, now_s: float, out: list[Action]) -> None:

@@ -43,6 +43,7 @@ class Promised(NamedTuple):
 
     Checked by the endpoint. `units` are unit pages of `unit_tokens` (pool/unit_pages.py), `fold` of them a page of
     decode's. `readers` are all ranks that will promise. `writes`: False for one that only has to know how it ends.
+    Extra state is wanted in `state_slot` (-1: none is); `takes_state`: False where none of ours goes there.
     """
 
     peer: PeerId
@@ -55,16 +56,22 @@ class Promised(NamedTuple):
     writes: bool = True
     unit_tokens: int = 0  # 0: a page of ours
     fold: int = 1
+    state_slot: int = -1
+    takes_state: bool = False
 
 
 class ChunkQueued(NamedTuple):
-    """The engine hands over pages `first_page`.. of the request, counted from its first token; maybe none."""
+    """The engine hands over pages `first_page`.. of the request, counted from its first token; maybe none.
+
+    With the last one, `state_slot` of our state pool has its extra state; -1: there is none.
+    """
 
     first_page: int
     src_pages: Pages
     last: bool
     aux: bytes
     ready: Any
+    state_slot: int = -1
 
 
 class WriteEnded(NamedTuple):
@@ -122,7 +129,10 @@ class Say:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PostWrite:
-    """Queue this write with the transport: of unit pages, the first of them `first_unit` behind the prefix."""
+    """Queue this write with the transport: of unit pages, the first of them `first_unit` behind the prefix.
+
+    With `state` the pages are slots of the state pools.
+    """
 
     job_id: int
     key: RoomKey
@@ -133,6 +143,7 @@ class PostWrite:
     ready: Any
     first_unit: int
     ticket: int
+    state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +355,8 @@ class SenderMachine:
         return (ours is None or (ours.peer == event.peer and np.array_equal(ours.units, event.units))) and (
             first is None
             or (
-                (first.ticket, first.fill_len, first.prefix_len) == (event.ticket, event.fill_len, event.prefix_len)
+                (first.ticket, first.fill_len, first.prefix_len, first.state_slot)
+                == (event.ticket, event.fill_len, event.prefix_len, event.state_slot)
                 and len(first.units) == len(event.units)
             )
         )
@@ -398,6 +410,13 @@ class SenderMachine:
             if self._units_written != num_units:
                 error = TransferError(f"{self._units_written} of {num_units} units handed over")
                 return actions + self._fail(Fail(error), now_s)
+            if (event.state_slot < 0) != (promise.state_slot < 0):
+                error = TransferError(
+                    f"decode wants extra state in slot {promise.state_slot}, slot {event.state_slot} was handed over "
+                    "(-1: none)"
+                )
+                return actions + self._fail(Fail(error), now_s)
+            actions += self._post_state(event.state_slot, event.ready)
         return actions + self._maybe_success(now_s)
 
     def _post(self, src: Pages, first_unit: int, ready: Any) -> Iterator[Action]:
@@ -412,6 +431,19 @@ class SenderMachine:
                 chunk = self._num_chunks
                 yield PostWrite(job_id, self.key, reader.peer, chunk, src, dst, ready, first_unit, self.ticket)
         self._num_chunks += 1
+
+    def _post_state(self, slot: int, ready: Any) -> Iterator[Action]:
+        """A write to each reader that has a share in ours of the extra state."""
+        for reader in self.readers.values():
+            promise = reader.promise
+            assert promise is not None
+            if promise.takes_state:
+                job_id = self._next_job_id()
+                self.in_flight.add(job_id)
+                src, dst = np.array([slot], np.int32), np.array([promise.state_slot], np.int32)
+                chunk = self._num_chunks
+                yield PostWrite(job_id, self.key, reader.peer, chunk, src, dst, ready, 0, self.ticket, state=True)
+        self._num_chunks += slot >= 0
 
     def _write_ended(self, event: WriteEnded, now_s: float) -> list[Action]:
         if event.job_id not in self.in_flight:

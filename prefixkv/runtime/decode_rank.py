@@ -15,6 +15,7 @@ from prefixkv.decode.ranks import DecodeReplica
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.pool.kv_pool import KVPool
 from prefixkv.pool.mesh import Mesh
+from prefixkv.pool.state_pool import StatePool
 from prefixkv.protocol.state import PeerId
 from prefixkv.runtime.kv_manager import ControlFailed, DecodeManager, Fence
 from prefixkv.runtime.place import Place, staging_buffer
@@ -31,21 +32,24 @@ class DecodeRank:
         mesh: how the model is shared out over the decode worker's ranks.
         rank: from 1.
         worker: `DecodeNode.peer_id` of rank 0, in whose name this rank receives.
+        state: this rank's share of the extra state, with as many slots as rank 0's; it must outlive this as well.
     Raises:
         ConfigError: an unknown policy, a pool that is not this rank's share or cannot be registered.
     """
 
-    def __init__(self, pool: KVPool, config: DecodeConfig, mesh: Mesh, rank: int, worker: PeerId) -> None:
+    def __init__(
+        self, pool: KVPool, config: DecodeConfig, mesh: Mesh, rank: int, worker: PeerId, state: StatePool | None = None
+    ) -> None:
         if rank < 1:
             raise ConfigError(f"rank is {rank}: rank 0 is a DecodeNode")
-        self.pool = pool
+        self.pool, self.state = pool, state
         self.rank = rank
         self.peer_id = PeerId(f"{config.name}/{rank}", time.time_ns())
-        self.replica = DecodeReplica(pool.layout.num_pages, pool.layout.page_size, config)
+        place = Place.of(pool, config.model, mesh, rank, state)
+        self.replica = DecodeReplica(pool.layout.num_pages, pool.layout.page_size, config, place.num_slots)
         self._num_news = 0
         self._untold: list[RoomEvent] = []
         self._closed = False
-        place = Place.of(pool, config.model, mesh, rank)
         buffer = staging_buffer(pool, config.transport)
         area = None if buffer is None else buffer.area
         staging = None
@@ -55,7 +59,7 @@ class DecodeRank:
             self.peer_id,
             lambda metadata: place.hello(metadata, worker, area),
             config.control,
-            lambda sink: make_transport(self.peer_id, pool.layout, sink, config.transport, area),
+            lambda sink: make_transport(self.peer_id, pool.layout, sink, config.transport, area, place.state_layout),
             staging,
         )
 
@@ -93,6 +97,10 @@ class DecodeRank:
     def pages(self, row: int) -> npt.NDArray[np.int32]:
         """The page ids of the request in this row, as `DecodeReplica.pages`."""
         return self.replica.pages(row)
+
+    def state_slot(self, row: int) -> int:
+        """As `DecodeRequest.state_slot`, of the request in this row."""
+        return self.replica.state_slot(row)
 
     def audit(self) -> None:
         """Check every law of tree, allocator and page table. Slow. Raises InternalError."""

@@ -15,6 +15,8 @@ from prefixkv.decode.ranks import RankLog
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.pool.kv_pool import KVPool
 from prefixkv.pool.mesh import Mesh
+from prefixkv.pool.state_pool import StatePool
+from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.request_pages import Pages
@@ -48,15 +50,24 @@ class DecodeGroup(DecodeNode):
     Args:
         pools: by rank; each holds its rank's share, all have as many pages.
         digest_every: see RankLog.
+        states: by rank, where requests have extra state.
     """
 
-    def __init__(self, pools: Sequence[KVPool], config: DecodeConfig, mesh: Mesh, digest_every: int = 0) -> None:
+    def __init__(
+        self,
+        pools: Sequence[KVPool],
+        config: DecodeConfig,
+        mesh: Mesh,
+        digest_every: int = 0,
+        states: Sequence[StatePool | None] = (),
+    ) -> None:
+        states = states or [None] * len(pools)
         self.others: list[DecodeRank] = []
         self._log = RankLog(digest_every)
-        super().__init__(pools[0], config, self._log if mesh.num_ranks > 1 else None, mesh)
+        super().__init__(pools[0], config, self._log if mesh.num_ranks > 1 else None, mesh, states[0])
         try:
             for rank, pool in enumerate(pools[1:], start=1):
-                self.others.append(DecodeRank(pool, config, mesh, rank, self.peer_id))
+                self.others.append(DecodeRank(pool, config, mesh, rank, self.peer_id, states[rank]))
         except BaseException:
             self.close()
             raise
@@ -114,12 +125,22 @@ class PrefillGroup:
     the methods return is rank 0's request.
     """
 
-    def __init__(self, pools: Sequence[KVPool], config: PrefillConfig, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        pools: Sequence[KVPool],
+        config: PrefillConfig,
+        mesh: Mesh,
+        states: Sequence[StatePool | None] = (),
+        usable_prefix: UsablePrefix | None = None,
+    ) -> None:
+        """`states`: by rank, where requests have extra state. `usable_prefix`: see PrefillNode; each rank asks."""
+        states = states or [None] * len(pools)
         self.nodes: list[PrefillNode] = []
         try:
             for rank in range(mesh.num_ranks - 1, -1, -1):  # rank 0 tells where the others are
                 endpoints = [node.endpoint for node in self.nodes] if rank == 0 else []
-                self.nodes.insert(0, PrefillNode(pools[rank], config, mesh, rank, endpoints))
+                node = PrefillNode(pools[rank], config, mesh, rank, endpoints, states[rank], usable_prefix)
+                self.nodes.insert(0, node)
         except BaseException:
             self.close()
             raise
@@ -163,11 +184,12 @@ class PrefillGroup:
         return ready
 
     def send_chunk(
-        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"", ready: ReadyEvent | None = None
-    ) -> int:
+        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"", ready: ReadyEvent | None = None,
+        state_slot: int = -1,
+    ) -> int:  # fmt: skip
         """As `PrefillNode.send_chunk`, on every rank."""
         pairs = zip(self.nodes, self._reqs[req.rid], strict=True)
-        return sum(node.send_chunk(mine, end, last, aux, ready) for node, mine in pairs)
+        return sum(node.send_chunk(mine, end, last, aux, ready, state_slot) for node, mine in pairs)
 
     def pop_sent(self) -> list[PrefillRequest]:
         sent = []

@@ -36,6 +36,7 @@ from prefixkv.runtime.threads import Inbox
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
+    Route,
     Settled,
     Transport,
     TransportEvent,
@@ -339,9 +340,8 @@ class PrefillManager(_Manager):
             case prefill.AddRoom():
                 self._add(item, now_s)
             case prefill.SendChunk():
-                self._act(
-                    endpoint.chunk(item.key, item.first_page, item.src_pages, item.last, item.aux, item.ready, now_s)
-                )
+                what = item.first_page, item.src_pages, item.last, item.aux, item.ready
+                self._act(endpoint.chunk(item.key, *what, now_s, item.state_slot))
             case prefill.AbortRoom():
                 self._act(endpoint.abort(item.key, item.error, now_s))
             case WriteDone():
@@ -407,7 +407,7 @@ class PrefillManager(_Manager):
                 self._act(self.endpoint.on_write_drained(action.job_id, now_s))
 
     def _write(self, action: sender.PostWrite) -> None:
-        if self._staging is not None and self._staging.takes(action.peer):
+        if self._staging is not None and self._staging.takes(action.peer) and not action.state:
             now_s = self._now()
             staged = self._staging.machine.write(
                 action.job_id, action.key, action.ticket, action.peer, action.first_unit, action.src_pages,
@@ -416,8 +416,9 @@ class PrefillManager(_Manager):
             self._act_staged(staged, now_s)
             return
         tag = ChunkTag(self.endpoint.me.incarnation, *action.key, rank=self._rank, chunk=action.chunk)
+        route: Route = "state" if action.state else "pages"
         self.transport.write(
-            WriteJob(action.job_id, action.peer, action.src_pages, action.dst_pages, tag, action.ready)
+            WriteJob(action.job_id, action.peer, action.src_pages, action.dst_pages, tag, action.ready, route)
         )
 
     def _cancel(self, job_id: int) -> None:
@@ -437,7 +438,8 @@ class PrefillManager(_Manager):
                 if self._staging is not None:
                     self._act_staged(self._staging.machine.on_grant(action.peer, action.grant), self._now())
             case prefill_endpoint.AddPeer():
-                self.transport.add_peer(action.peer, action.metadata, action.layout, action.parts, action.staging)
+                more = action.parts, action.staging, action.state
+                self.transport.add_peer(action.peer, action.metadata, action.layout, *more)
                 if self._staging is not None:
                     self._staging.add_peer(action)
             case prefill_endpoint.RemovePeer():

@@ -12,6 +12,7 @@ from prefixkv.cache.events import EventBatch, EventFeed
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import ClosedError, InternalError
 from prefixkv.pool.kv_pool import KVPool
+from prefixkv.pool.state_pool import StatePool
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.state import PeerId
 from prefixkv.request_pages import Pages
@@ -36,8 +37,8 @@ class Node(Generic[M]):
     evictions: Histogram  # seconds that making room took
     _counters: tuple[str, ...]
 
-    def __init__(self, pool: KVPool) -> None:
-        self.pool = pool
+    def __init__(self, pool: KVPool, state: StatePool | None) -> None:
+        self.pool, self.state = pool, state
         self._closed = False
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
@@ -133,7 +134,7 @@ class Node(Generic[M]):
         `dropped: ...` and what is odd in staging."""
         self._pump()
         books = self.scheduler.books
-        pages = books.allocator
+        pages, slots = books.allocator, books.slots
         return {
             **dict.fromkeys(self._counters, 0),
             **self.scheduler.counters,
@@ -151,6 +152,8 @@ class Node(Generic[M]):
             "evicted_pages": books.evicted_pages,
             "requests": len(self.scheduler.requests),
             "rooms": self._manager.endpoint.num_rooms,
+            "slots_free": slots.free_pages if slots is not None else 0,
+            "slots_held": slots.held_pages + slots.quarantined_pages if slots is not None else 0,
         }
 
     def close(self) -> None:

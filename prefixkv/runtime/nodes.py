@@ -20,7 +20,9 @@ from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import AbortedError, CallerError, ConfigError
 from prefixkv.pool.kv_pool import KVPool
 from prefixkv.pool.mesh import Mesh
+from prefixkv.pool.state_pool import StatePool
 from prefixkv.prefill import journal as prefill_journal
+from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import receiver_machine as receiver
@@ -55,6 +57,10 @@ class DecodeNode(Node[DecodeManager]):
         ranks: a RankLog where this is rank 0 of several (decode/ranks.py); then call `take_log` once a pass.
         mesh: how the model is shared out over the ranks; then each other rank is a `DecodeRank`, whose news go to
             `apply_news`. None: the pool holds all of the model's KV.
+        state: extra state of requests (a recurrent state, say), which prefill sends with the last chunk to the
+            request's `state_slot`. Each admitted request has a slot until it ends, so no more than it has slots are
+            admitted at once. It is never cached: whoever hits the prefix has it sent all the same, and a retracted
+            request comes back through `pop_needs_prefill`. It must outlive the node.
     Raises:
         ConfigError: an unknown policy (of eviction or admission), a pool that is not rank 0's share or cannot be
             registered, a mesh of several ranks without `ranks`.
@@ -69,17 +75,19 @@ class DecodeNode(Node[DecodeManager]):
         config: DecodeConfig | None = None,
         ranks: RankLog | None = None,
         mesh: Mesh | None = None,
+        state: StatePool | None = None,
     ) -> None:
-        super().__init__(pool)
+        super().__init__(pool, state)
         config = config or DecodeConfig()
         layout = pool.layout
-        place = Place.of(pool, config.model, mesh)
+        place = Place.of(pool, config.model, mesh, state=state)
         num_ranks = place.mesh.num_ranks
         if num_ranks > 1 and ranks is None:
             raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
         self._rank_rooms = RankRooms(num_ranks) if num_ranks > 1 else None
         self._num_news = [0] * num_ranks
-        sizes, settings = (layout.num_pages, layout.page_size, config.max_running), config.for_books(layout.num_pages)
+        sizes = layout.num_pages, layout.page_size, config.max_running
+        settings = {**config.for_books(layout.num_pages), "num_slots": place.num_slots}
         books: PageBooks
         if ranks is None:
             books = PageBooks(*sizes, **settings)
@@ -105,7 +113,7 @@ class DecodeNode(Node[DecodeManager]):
             self.peer_id,
             lambda metadata: place.hello(metadata, self.peer_id, area),
             config.control,
-            lambda sink: make_transport(self.peer_id, layout, sink, config.transport, area),
+            lambda sink: make_transport(self.peer_id, layout, sink, config.transport, area, place.state_layout),
             staging,
         )
 
@@ -251,6 +259,11 @@ class PrefillNode(Node[PrefillManager]):
         mesh, rank: how the model is shared out over the ranks of this worker, and which of them this is. Every rank
             is a PrefillNode with its own share, and gets the same requests and chunks. None: the only rank.
         endpoints: on rank 0, the `endpoint` of each other rank, in order: `Request.prefill` names rank 0's.
+        state: this rank's share of the extra state of requests. Its slots are the engine's: one that it names in
+            `send_chunk(last=True, state_slot=)` is to be left alone until the request is popped as sent or failed.
+        usable_prefix: asked about a hit in this worker's own cache, with the request and the tokens that hit: how
+            many of them can the engine go on from, having the extra state behind them? Rounded down to whole pages.
+            By default none where there is extra state, all where there is none.
     Raises:
         ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this rank's share or
             cannot be registered.
@@ -266,11 +279,13 @@ class PrefillNode(Node[PrefillManager]):
         mesh: Mesh | None = None,
         rank: int = 0,
         endpoints: Sequence[str] = (),
+        state: StatePool | None = None,
+        usable_prefix: UsablePrefix | None = None,
     ) -> None:
-        super().__init__(pool)
+        super().__init__(pool, state)
         config = config or PrefillConfig()
         layout = pool.layout
-        place = Place.of(pool, config.model, mesh, rank)
+        place = Place.of(pool, config.model, mesh, rank, state)
         if rank == 0 and len(endpoints) != place.mesh.num_ranks - 1:
             raise ConfigError(f"{len(endpoints)} endpoints of other ranks, the mesh has {place.mesh.num_ranks} ranks")
         books = PageBooks(
@@ -278,7 +293,12 @@ class PrefillNode(Node[PrefillManager]):
         )
         self.config = config
         self.peer_id = PeerId(f"{config.name}/{rank}" if rank else config.name, time.time_ns())
-        self.scheduler = PrefillScheduler(books, max_aux_bytes=config.control.max_aux_bytes)
+        self.scheduler = PrefillScheduler(
+            books,
+            max_aux_bytes=config.control.max_aux_bytes,
+            num_slots=place.num_slots,
+            usable_prefix=usable_prefix,
+        )
         self._observe(prefill_journal.timeline)
         buffer = staging_buffer(pool, config.transport)
         area, staging = None, None
@@ -290,7 +310,7 @@ class PrefillNode(Node[PrefillManager]):
             place.digest,
             place.topology,
             config.control,
-            lambda sink: make_transport(self.peer_id, layout, sink, config.transport, area),
+            lambda sink: make_transport(self.peer_id, layout, sink, config.transport, area, place.state_layout),
             rank,
             tuple(endpoints),
             staging,
@@ -312,13 +332,15 @@ class PrefillNode(Node[PrefillManager]):
         return self.scheduler.pop_bootstrapped(self._pump())
 
     def send_chunk(
-        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"", ready: ReadyEvent | None = None
-    ) -> int:
+        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"", ready: ReadyEvent | None = None,
+        state_slot: int = -1,
+    ) -> int:  # fmt: skip
         """KV is computed up to token `end`, once `ready.query()`: send what decode lacks. Returns pages queued.
 
-        With `last`, the outcome and `aux` follow.
+        With `last`, the extra state in `state_slot`, the outcome and `aux` follow.
         """
-        queued = self.scheduler.send_chunk(req, end, self._pump(), last=last, aux=aux, ready=ready)
+        now_s = self._pump()
+        queued = self.scheduler.send_chunk(req, end, now_s, last=last, aux=aux, ready=ready, state_slot=state_slot)
         self._tell()
         return queued
 
@@ -329,6 +351,7 @@ class PrefillNode(Node[PrefillManager]):
     def pop_failed(self, after: ReadyEvent | None = None) -> list[PrefillRequest]:
         """Requests that failed or were aborted; `req.error` says why. The engine stops computing them.
 
+        One whose extra state was handed over comes when no write reads that any more.
         `after`: device work launched for them before this call has ended once its `query()` is True.
         """
         return self.scheduler.pop_failed(self._pump(), after)

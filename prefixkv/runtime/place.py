@@ -10,6 +10,8 @@ from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.kv_pool import KVPool
 from prefixkv.pool.mesh import Mesh, check_holds
 from prefixkv.pool.staging_area import StagingArea
+from prefixkv.pool.state_layout import StateLayout
+from prefixkv.pool.state_pool import StatePool
 from prefixkv.protocol.messages import Hello, ModelDigest, Topology
 from prefixkv.protocol.state import PeerId
 from prefixkv.transport.staging_buffer import StagingBuffer
@@ -17,31 +19,46 @@ from prefixkv.transport.staging_buffer import StagingBuffer
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Rank `rank` of `mesh`, with this rank's pool."""
+    """Rank `rank` of `mesh`, with this rank's pool, and its state pool if the model has extra state."""
 
     layout: KVLayout
     model: ModelConfig
     mesh: Mesh
     rank: int
+    state: StatePool | None = None
 
     @classmethod
-    def of(cls, pool: KVPool, model: ModelConfig, mesh: Mesh | None, rank: int = 0) -> Place:
-        """Without a mesh: the only rank of all. Raises ConfigError where the pool does not hold the rank's share."""
+    def of(
+        cls, pool: KVPool, model: ModelConfig, mesh: Mesh | None, rank: int = 0, state: StatePool | None = None
+    ) -> Place:
+        """Without a mesh: the only rank of all. Raises ConfigError where a pool does not hold the rank's share."""
         layout = pool.layout
         mesh = mesh or Mesh(layout.num_layers, layout.num_kv_heads)
         mesh.validate()
         try:
             check_holds(layout, mesh.shard(rank))
+            for tensor in state.tensors if state is not None else ():
+                tensor.validate(mesh)
+            if state is not None:
+                state.layout.check_holds(state.tensors, mesh, rank)
         except HandshakeError as error:
             raise ConfigError(f"the pool of rank {rank}: {error}") from error
-        return cls(layout, model, mesh, rank)
+        return cls(layout, model, mesh, rank, state)
+
+    @property
+    def num_slots(self) -> int:
+        return 0 if self.state is None else self.state.num_slots
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        return None if self.state is None else self.state.layout
 
     @property
     def digest(self) -> ModelDigest:
         layout, model, mesh = self.layout, self.model, self.mesh
         return ModelDigest(
             model.model, model.weights_version, model.kv_scales, layout.dtype, layout.attention,
-            mesh.num_layers, mesh.num_kv_heads, layout.head_dim,
+            mesh.num_layers, mesh.num_kv_heads, layout.head_dim, () if self.state is None else self.state.tensors,
         )  # fmt: skip
 
     @property
@@ -51,7 +68,7 @@ class Place:
 
     def hello(self, metadata: bytes, worker: PeerId, area: StagingArea | None) -> Hello:
         """What a decode rank says; `worker` is rank 0's identity."""
-        return Hello(self.digest, self.topology, self.layout, metadata, self.rank, worker, area)
+        return Hello(self.digest, self.topology, self.layout, metadata, self.rank, worker, area, self.state_layout)
 
 
 def staging_buffer(pool: KVPool, config: TransportConfig) -> StagingBuffer | None:

@@ -105,7 +105,7 @@ class SendStaging(_Staging):
         src = blocks + np.int32(action.slot * (self._config.lease_bytes // BLOCK_BYTES))
         dst = blocks + np.int32(action.dst_offset // BLOCK_BYTES)
         tag = ChunkTag(incarnation, *action.key, rank=rank, chunk=action.piece, slot=action.lease_id)
-        return WriteJob(action.write_id, action.peer, src, dst, tag, staged=True)
+        return WriteJob(action.write_id, action.peer, src, dst, tag, route="staging")
 
 
 class ReceiveStaging(_Staging):

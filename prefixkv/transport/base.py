@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,12 @@ import numpy.typing as npt
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.mesh import Shard
 from prefixkv.pool.staging_area import StagingArea
+from prefixkv.pool.state_layout import StateLink
 from prefixkv.protocol.state import PeerId
 from prefixkv.protocol.tags import ChunkTag
 
 Pages = npt.NDArray[np.int32]
+Route = Literal["pages", "staging", "state"]
 
 
 class ReadyEvent(Protocol):
@@ -39,8 +41,9 @@ class WriteJob:
     """Copy page `src_pages[i]` of our pool to page `dst_pages[i]` of the peer's, for every i.
 
     The pages are int32, equally many, at least one; the arrays are the job's until it ends. Where page sizes differ
-    they are unit pages (`pool/unit_pages.py`). Of a `staged` job they are numbers of blocks of BLOCK_BYTES in our
-    staging area and in the peer's; without an area on both sides it fails with a ConfigError. `job_id` is unique
+    they are unit pages (`pool/unit_pages.py`). On the route "staging" they are numbers of blocks of BLOCK_BYTES in our
+    staging area and in the peer's, on "state" slots of both state pools; where one side has none, the job fails with a
+    ConfigError. `job_id` is unique
     among the jobs that have not ended drained. The job is cut into parts of bounded size; every part notifies the peer
     with `tag` (its `part` and `num_parts` filled in). Nothing is posted before `ready`, and the jobs of one room
     (`tag.room`, `tag.generation`) are posted in the order they came.
@@ -52,7 +55,7 @@ class WriteJob:
     dst_pages: Pages
     tag: ChunkTag
     ready: ReadyEvent | None = None
-    staged: bool = False
+    route: Route = "pages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ class Transport(Protocol):
 
     def add_peer(
         self, peer: PeerId, metadata: bytes, layout: KVLayout,
-        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
+        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None, state: StateLink | None = None,
     ) -> None:  # fmt: skip
         """Make the peer's memory a target: load its metadata, prepare descriptor lists once.
 
@@ -135,6 +138,7 @@ class Transport(Protocol):
             parts: which layers and heads of our pool go to which of the peer's, each in its pool's own numbers;
                 all of both by default.
             staging: the peer's staging area; needed for staged jobs, as is one of our own.
+            state: the peer's state memory, and what of ours goes there.
         """
         ...
 

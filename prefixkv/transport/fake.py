@@ -5,7 +5,7 @@ things that could happen now, at random, and does it. A posted write is an objec
 may land at any later step, with the bytes that the source holds at that moment, also after the write failed,
 also when the target was closed. Only the end of the writer's transport stops it. Each landing is shown to
 `guard` first, so a test can say that no page is ever written that its room does not own; one in a staging area to
-`staging_guard`, with the tag of its write, which names the lease.
+`staging_guard`, with the tag of its write, which names the lease; one of state to `state_guard`, with its slot.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from prefixkv.errors import (
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.mesh import Shard
 from prefixkv.pool.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.pool.state_layout import StateLayout, StateLink
 from prefixkv.protocol.state import PeerId, RoomKey
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import (
@@ -98,7 +99,7 @@ class _Fault:
 class _Write:
     """One posted part. `blocks` are those not landed yet: (source address, target address, bytes, target page).
 
-    Where the job is staged, the page is the number of a block of the peer's area.
+    The page is a block of the peer's staging area, or a slot of its state, where the job goes there.
     """
 
     number: int
@@ -144,6 +145,7 @@ class FakeFabric:
         lose_notification: float = 0.0,
         guard: Guard | None = None,
         staging_guard: StagingGuard | None = None,
+        state_guard: Guard | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self.fail_at_post = fail_at_post
@@ -152,6 +154,7 @@ class FakeFabric:
         self.lose_notification = lose_notification
         self.guard = guard
         self.staging_guard = staging_guard
+        self.state_guard = state_guard
         self.steps = 0
         self.transports: dict[PeerId, FakeTransport] = {}
         self._lost: list[PeerId] = []
@@ -171,12 +174,12 @@ class FakeFabric:
         config: TransportConfig = _DEFAULTS,
         memory: object = None,
         staging: StagingArea | None = None,
+        state: StateLayout | None = None,
     ) -> FakeTransport:
-        """A transport on this fabric. `memory` is what `layout` and `staging` describe; kept alive, since writes land
-        late."""
+        """A transport on this fabric. `memory` is what the others describe; kept alive, since writes land late."""
         if me in self.transports:
             raise CallerError(f"{me} is on this fabric already")
-        self.transports[me] = FakeTransport(self, me, layout, sink, config, memory, staging)
+        self.transports[me] = FakeTransport(self, me, layout, sink, config, memory, staging, state)
         return self.transports[me]
 
     def step(self) -> bool:
@@ -289,9 +292,10 @@ class FakeFabric:
         """Ask the guards. Of a staged write see also that the area is still the target's, and the blocks the job's."""
         pages = np.unique(np.array([page for *_, page in blocks], dtype=np.int32))
         peer, job = write.peer.peer, write.job.job
-        if not job.staged:
-            if self.guard is not None:
-                self.guard(peer, write.job.room, pages)
+        if job.route != "staging":
+            guard = self.guard if job.route == "pages" else self.state_guard
+            if guard is not None:
+                guard(peer, write.job.room, pages)
             return
         area = self.transports[peer].staging
         first = {area.base + BLOCK_BYTES * block for block in job.dst_pages.tolist()} if area is not None else set()
@@ -380,14 +384,16 @@ class FakeTransport:
 
     def __init__(
         self, fabric: FakeFabric, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig, memory: object,
-        staging: StagingArea | None,
+        staging: StagingArea | None, state: StateLayout | None,
     ) -> None:  # fmt: skip
         layout.validate()
-        if staging is not None:
-            staging.validate()
+        for more in (staging, state):
+            if more is not None:
+                more.validate()
         self.me = me
         self.layout = layout
         self.staging = staging
+        self.state = state
         self.expected = 0
         self.closed = False
         self._fabric = fabric
@@ -406,10 +412,10 @@ class FakeTransport:
 
     def add_peer(
         self, peer: PeerId, metadata: bytes, layout: KVLayout,
-        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
+        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None, state: StateLink | None = None,
     ) -> None:  # fmt: skip
         self._check_open()
-        memory = PeerMemory(layout, parts, staging)
+        memory = PeerMemory(layout, parts, staging, state)
         known = self._peers.get(peer)
         if known is not None and not known.removed and (known.metadata, known.memory) == (metadata, memory):
             return
@@ -533,9 +539,11 @@ class FakeTransport:
                 raise FakeDisconnectError(f"{peer.peer.name} is gone")
             if peer.metadata != target.metadata:
                 raise HandshakeError("agent name in the metadata", target.metadata, peer.metadata)
-            routes = routes_to(peer.memory, self.layout, self.staging)
+            routes = routes_to(peer.memory, self.layout, self.staging, self.state)
             if routes.staging is not None and peer.memory.staging != target.staging:
                 raise HandshakeError("staging", target.staging, peer.memory.staging, "is not registered")
+            if peer.memory.state is not None and peer.memory.state.layout != target.state:
+                raise HandshakeError("state", target.state, peer.memory.state.layout, "is not registered")
         except Exception as error:
             self._lose(peer, error)
             return

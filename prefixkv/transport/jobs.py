@@ -16,6 +16,7 @@ from prefixkv.transport.descriptors import Pages, Part, Runs, checked_pages, cut
 from prefixkv.transport.routes import Routes
 
 _MAX_PARTS = 2**16 - 1  # a tag counts parts in 16 bits
+_COUNTED = {"pages": "page", "staging": "block", "state": "slot"}
 
 
 class ActiveJob:
@@ -31,7 +32,7 @@ class ActiveJob:
         self.job = job
         self.outbox = outbox
         self.runs = runs
-        what = "block" if job.staged else "page"
+        what = _COUNTED[job.route]
         self.src_pages: Pages = checked_pages(job.src_pages, runs.src_num_pages, "source", what)
         self.dst_pages: Pages = checked_pages(job.dst_pages, runs.dst_num_pages, "target", what)
         if len(self.src_pages) != len(self.dst_pages):

@@ -16,6 +16,7 @@ from prefixkv.errors import CallerError, ClosedError, InternalError, TransferTim
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.mesh import Shard
 from prefixkv.pool.staging_area import StagingArea
+from prefixkv.pool.state_layout import StateLayout, StateLink
 from prefixkv.protocol.state import PeerId
 from prefixkv.transport.base import Sink, WriteJob
 from prefixkv.transport.inbox import Inbox
@@ -32,12 +33,12 @@ class NixlTransport:
     """Keeps the contract of `base.Transport` over a NIXL agent of its own.
 
     The owner creates and closes it; the other methods may be called from any thread, queue and return. The
-    memory of `layout` and of `staging` is registered here and has to stay until `close()` has returned.
+    memory of `layout`, `staging` and `state` is registered here and has to stay until `close()` has returned.
     """
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
-        staging: StagingArea | None = None, shard: int = 0,
+        staging: StagingArea | None = None, shard: int = 0, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
         """Start the thread, create the agent in it and register the pool's memory; takes 0.05 to 0.5 s.
 
@@ -49,6 +50,8 @@ class NixlTransport:
         layout.validate()
         if staging is not None:
             staging.validate()
+        if state is not None:
+            state.validate()
         self._me = me
         self._inbox: Inbox[Command] = Inbox()
         self._lock = threading.Lock()  # no command is queued behind the one that closes
@@ -57,7 +60,7 @@ class NixlTransport:
         started: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run,
-            args=(layout, sink, config, staging, shard, started),
+            args=(layout, sink, config, staging, shard, state, started),
             name=f"prefixkv-transport-{me.name}",
             daemon=True,
         )
@@ -78,9 +81,9 @@ class NixlTransport:
 
     def add_peer(
         self, peer: PeerId, metadata: bytes, layout: KVLayout,
-        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
+        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None, state: StateLink | None = None,
     ) -> None:  # fmt: skip
-        memory = PeerMemory(layout, parts, staging)
+        memory = PeerMemory(layout, parts, staging, state)
         self._call(lambda loop: loop.add_peer(peer, metadata, memory))
 
     def remove_peer(self, peer: PeerId) -> None:
@@ -127,11 +130,11 @@ class NixlTransport:
 
     def _run(
         self, layout: KVLayout, sink: Sink, config: TransportConfig, staging: StagingArea | None,
-        shard: int, started: queue.SimpleQueue[bytes | Exception],
+        shard: int, state: StateLayout | None, started: queue.SimpleQueue[bytes | Exception],
     ) -> None:  # fmt: skip
         """The thread. Everything of NIXL hangs on `loop`, which dies with this frame's work."""
         try:
-            loop = NixlLoop(self._me, layout, sink, config, staging, shard)
+            loop = NixlLoop(self._me, layout, sink, config, staging, shard, state)
             started.put(loop.metadata)
         except BaseException as error:
             started.put(bare(error))

@@ -18,6 +18,7 @@ from typing import Any, Final
 from prefixkv.errors import HandshakeError, TransferError
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.staging_area import StagingArea
+from prefixkv.pool.state_layout import StateLayout
 from prefixkv.protocol.state import PeerId
 from prefixkv.transport.runs import Runs
 
@@ -49,13 +50,16 @@ CONNECTION_BROKEN: Final = (
 
 
 class NixlAgent:
-    """An agent with the memory of the pool and of the staging area registered. Owned by the transport thread.
+    """An agent with the memory of pool, staging area and state registered. Owned by the transport thread.
 
     `lists` are descriptor lists that only live on for posts under way, `unproven` the jobs with a part that
     failed after it was posted here: it may still land until `destroy`.
     """
 
-    def __init__(self, name: str, layout: KVLayout, memory_type: str, staging: StagingArea | None = None) -> None:
+    def __init__(
+        self, name: str, layout: KVLayout, memory_type: str, staging: StagingArea | None = None,
+        state: StateLayout | None = None,
+    ) -> None:  # fmt: skip
         """Raises what NIXL raises."""
         self.name = name
         self._memory_type = memory_type
@@ -70,6 +74,8 @@ class NixlAgent:
         regions = [(address, num_bytes, 0, "") for address, num_bytes in layout.regions]
         if staging is not None:
             regions.append((staging.base, staging.num_bytes, 0, ""))
+        if state is not None:
+            regions += [(address, num_bytes, 0, "") for address, num_bytes in state.regions]
         self.api.register_memory(regions, memory_type, backends=["UCX"])
         self.metadata = bytes(self.api.get_agent_metadata())
         self.lists: list[Any] = []

@@ -22,6 +22,7 @@ from prefixkv.config import TransportConfig
 from prefixkv.errors import AbortedError, InternalError, PeerLostError, TransferTimeoutError
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.staging_area import StagingArea
+from prefixkv.pool.state_layout import StateLayout
 from prefixkv.protocol.state import PeerId
 from prefixkv.transport.base import (
     Arrived,
@@ -56,16 +57,17 @@ Command = Callable[["NixlLoop"], None]  # run by the thread
 class NixlLoop:
     """The NIXL agent and all that hangs on it. Owned by the transport thread, nothing of it leaves.
 
-    The memory of `layout` and of `staging` is registered here.
+    The memory of `layout`, of `staging` and of `state` is registered here.
     """
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig, staging: StagingArea | None = None,
-        shard: int = 0,
+        shard: int = 0, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
         """Raises what NIXL raises."""
         self.layout = layout
         self.staging = staging
+        self.state = state
         self.sink = sink
         self.config = config
         self.shard = shard
@@ -195,7 +197,7 @@ class NixlLoop:
         NIXL forgets the state of a handle whose peer is removed."""
         try:
             peer.unload(self.now)
-            routes = routes_to(peer.memory, self.layout, self.staging)
+            routes = routes_to(peer.memory, self.layout, self.staging, self.state)
             peer.load(self.now, routes)
         except Exception as error:
             self._lose(peer, bare(error))
@@ -250,7 +252,7 @@ class NixlLoop:
         may_land = False
         try:
             src, dst = part_indices(job.runs, part, job.src_pages, job.dst_pages)
-            local, remote = peer.lists[job.job.staged]
+            local, remote = peer.lists[job.job.route]
             handle = self.now.api.make_prepped_xfer("WRITE", local, src, remote, dst)
             may_land = True
             state = self.now.api.transfer(handle, job.tag(number))
@@ -343,7 +345,7 @@ class NixlLoop:
     # --- another agent ----------------------------------------------------------------------------
 
     def _new_agent(self, name: str) -> NixlAgent:
-        return NixlAgent(name, self.layout, self.config.memory_type, self.staging)
+        return NixlAgent(name, self.layout, self.config.memory_type, self.staging, self.state)
 
     def _renew(self) -> None:
         """Another agent posts from now on. If it cannot be made, the one there is goes on, and it is tried again."""

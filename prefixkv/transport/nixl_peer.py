@@ -15,7 +15,7 @@ from prefixkv.transport.routes import PeerMemory, Routes
 class Peer:
     """A peer, the descriptor lists for it, and the jobs that go there.
 
-    `lists` holds (ours, theirs) for pages under False, for staging under True, as `WriteJob.staged` asks.
+    `lists` holds (ours, theirs) by `WriteJob.route`.
     """
 
     def __init__(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
@@ -24,7 +24,7 @@ class Peer:
         self.memory = memory
         self.loaded = False  # NIXL has its metadata
         self.routes: Routes | None = None  # None: to be connected before its next post
-        self.lists: dict[bool, tuple[Any, Any]] = {}
+        self.lists: dict[str, tuple[Any, Any]] = {}
         self.outbox = Outbox()
         self.in_flight = 0  # of the agent that posts now
         self.retry_at = 0.0
@@ -35,9 +35,9 @@ class Peer:
         name = nixl_name(self.peer)
         agent.load(name, self.metadata)
         self.loaded = True
-        self.lists[False] = agent.prepare(name, routes.pages)
-        if routes.staging is not None:
-            self.lists[True] = agent.prepare(name, routes.staging)
+        for route, runs in routes._asdict().items():
+            if runs is not None:
+                self.lists[route] = agent.prepare(name, runs)
         self.routes = routes
 
     def unload(self, agent: NixlAgent) -> None:

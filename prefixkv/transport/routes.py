@@ -1,11 +1,13 @@
-"""What a peer can be written to, and the runs that each job goes by: pages into pages, or our staging into its.
+"""What a peer can be written to, and the runs that each job goes by: pages into pages, our staging or state into its.
 
 A staging area is one dense run of blocks of BLOCK_BYTES, so NIXL merges neighbouring blocks into one descriptor.
+State has a run for each block of a slot that goes there.
 Pure numpy, no address is dereferenced.
 """
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ from prefixkv.errors import ConfigError
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.mesh import Shard
 from prefixkv.pool.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.pool.state_layout import StateLayout, StateLink
 from prefixkv.transport.base import WriteJob
 from prefixkv.transport.runs import RunGroup, Runs, RunTable, Slots, check_index_range, paired_runs
 
@@ -24,34 +27,40 @@ class PeerMemory(NamedTuple):
     layout: KVLayout
     parts: tuple[Shard, Shard] | None = None
     staging: StagingArea | None = None
+    state: StateLink | None = None
 
 
 class Routes(NamedTuple):
-    """The runs to one peer. `staging` is None unless both sides have an area."""
+    """The runs to one peer, by `WriteJob.route`. None where not both sides have an area, or state."""
 
     pages: Runs
     staging: Runs | None = None
+    state: Runs | None = None
 
     def of(self, job: WriteJob) -> Runs:
-        """Raises ConfigError for a staged job where staging is not."""
-        if not job.staged:
-            return self.pages
-        if self.staging is None:
-            raise ConfigError(f"a staged write to {job.peer.name}: this side or that one has no staging area")
-        return self.staging
+        """Raises ConfigError for a route that is not there."""
+        runs: Runs | None = getattr(self, job.route)
+        if runs is None:
+            raise ConfigError(f"a write to {job.peer.name} by way of {job.route}: this side or that one has none")
+        return runs
 
 
-def routes_to(peer: PeerMemory, layout: KVLayout, staging: StagingArea | None) -> Routes:
-    """The runs from our pool and our area to a peer's.
+def routes_to(
+    peer: PeerMemory, layout: KVLayout, staging: StagingArea | None, state: StateLayout | None = None
+) -> Routes:
+    """The runs from our pool, our area and our state to a peer's.
 
-    Raises: what `paired_runs` raises; ConfigError for an area of the peer's that breaks a law.
+    Raises: what `paired_runs` raises; ConfigError for an area or a state layout of the peer's that breaks a law.
     """
     src_part, dst_part = peer.parts or (None, None)
     pages = paired_runs(layout, peer.layout, src_part=src_part, dst_part=dst_part)
-    if peer.staging is None:
-        return Routes(pages)
-    peer.staging.validate()
-    return Routes(pages, None if staging is None else staging_runs(staging, peer.staging))
+    if peer.staging is not None:
+        peer.staging.validate()
+    return Routes(
+        pages,
+        None if staging is None or peer.staging is None else staging_runs(staging, peer.staging),
+        None if state is None or peer.state is None else state_runs(state, peer.state),
+    )
 
 
 def staging_runs(src: StagingArea, dst: StagingArea) -> Runs:
@@ -67,3 +76,36 @@ def _table(area: StagingArea) -> RunTable:
 
 def _slots(area: StagingArea) -> Slots:
     return Slots.stepping(area.num_blocks, fold=1, step=1)
+
+
+def state_runs(src: StateLayout, link: StateLink) -> Runs:
+    """A run for each block that goes to a peer. Raises ConfigError for a peer's layout, or a block, that cannot be."""
+    dst, blocks = link.layout, link.blocks
+    dst.validate()
+    for block in blocks:
+        sides = (src, block.src_entry, block.src_offset), (dst, block.dst_entry, block.dst_offset)
+        for layout, entry, offset in sides:
+            if not 0 <= entry < len(layout.entries) or offset + block.num_bytes > layout.entries[entry].num_bytes:
+                raise ConfigError(f"{block} is not inside a slot of {len(layout.entries)} entries")
+    blocks = tuple(sorted(blocks, key=lambda block: block.num_bytes))  # groups are of blocks of one size
+    groups: list[RunGroup] = []
+    for num_bytes, same in groupby(block.num_bytes for block in blocks):
+        first = sum(group.num_runs for group in groups)
+        groups.append(RunGroup(first, len(list(same)), num_bytes, dense=False))
+    return Runs(
+        _state_table(src, [(block.src_entry, block.src_offset, block.num_bytes) for block in blocks]),
+        _state_table(dst, [(block.dst_entry, block.dst_offset, block.num_bytes) for block in blocks]),
+        tuple(groups),
+        len(blocks),
+        Slots.stepping(src.num_slots, fold=1, step=1),
+        Slots.stepping(dst.num_slots, fold=1, step=1),
+    )
+
+
+def _state_table(layout: StateLayout, blocks: list[tuple[int, int, int]]) -> RunTable:
+    check_index_range(len(blocks), layout.num_slots)
+    rows = [
+        (layout.entries[entry].base + offset, num_bytes, 0, layout.entries[entry].slot_stride, layout.num_slots)
+        for entry, offset, num_bytes in blocks
+    ]
+    return np.array(rows, dtype=np.uint64)

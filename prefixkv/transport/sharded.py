@@ -16,6 +16,7 @@ from prefixkv.errors import CallerError
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.mesh import Shard
 from prefixkv.pool.staging_area import StagingArea
+from prefixkv.pool.state_layout import StateLayout, StateLink
 from prefixkv.protocol.state import PeerId
 from prefixkv.transport.base import Sink, Transport, TransportEvent, WriteJob
 from prefixkv.transport.nixl import NixlTransport
@@ -25,12 +26,13 @@ _MIX: Final = 0x9E3779B97F4A7C15  # rooms may be numbered in steps that share a 
 
 
 def make_transport(
-    me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS, staging: StagingArea | None = None
-) -> Transport:
+    me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
+    staging: StagingArea | None = None, state: StateLayout | None = None,
+) -> Transport:  # fmt: skip
     """The transport over NIXL with `config.posting_threads`. Raises what `NixlTransport` raises."""
     if config.posting_threads == 1:
-        return NixlTransport(me, layout, sink, config, staging)
-    return ShardedTransport(me, layout, sink, config, staging)
+        return NixlTransport(me, layout, sink, config, staging, state=state)
+    return ShardedTransport(me, layout, sink, config, staging, state)
 
 
 class ShardedTransport:
@@ -38,7 +40,7 @@ class ShardedTransport:
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
-        staging: StagingArea | None = None,
+        staging: StagingArea | None = None, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
         """Start the threads one by one; the memory is registered with each agent. Raises as `NixlTransport`."""
         self._sink = sink
@@ -47,7 +49,7 @@ class ShardedTransport:
         self._shards: list[NixlTransport] = []
         try:
             for shard in range(config.posting_threads):
-                self._shards.append(NixlTransport(me, layout, self._tell, config, staging, shard))
+                self._shards.append(NixlTransport(me, layout, self._tell, config, staging, shard, state))
         except BaseException:
             self.close()
             raise
@@ -58,10 +60,10 @@ class ShardedTransport:
 
     def add_peer(
         self, peer: PeerId, metadata: bytes, layout: KVLayout,
-        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
+        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None, state: StateLink | None = None,
     ) -> None:  # fmt: skip
         for shard in self._shards:
-            shard.add_peer(peer, metadata, layout, parts, staging)
+            shard.add_peer(peer, metadata, layout, parts, staging, state)
 
     def remove_peer(self, peer: PeerId) -> None:
         for shard in self._shards:

@@ -20,8 +20,10 @@ BROKEN = TransferError("broken")
 
 
 class Desk:
-    def __init__(self, num_pages: int = 16, *, rows: int = 8, caching: bool = True, **settings: Any) -> None:
-        self.books = PageBooks(num_pages, PAGE_SIZE, rows, caching=caching)
+    def __init__(
+        self, num_pages: int = 16, *, rows: int = 8, caching: bool = True, num_slots: int = 0, **settings: Any
+    ) -> None:
+        self.books = PageBooks(num_pages, PAGE_SIZE, rows, caching=caching, num_slots=num_slots)
         settings = {"reserve_tokens": 0, **settings}
         self.scheduler = DecodeScheduler(self.books, **settings)
         self.now_s = 0.0

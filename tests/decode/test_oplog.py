@@ -1,5 +1,7 @@
 """A replica that follows the log ends up equal to rank 0, whatever happened; one that drifts says so."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -23,6 +25,9 @@ def _assert_equal(ours: PageBooks, theirs: PageBooks) -> None:
     assert np.array_equal(ours.table.array, theirs.table.array)
     assert ours.allocator.free_runs() == theirs.allocator.free_runs()
     assert set(ours.allocator.owners()) == set(theirs.allocator.owners())
+    if ours.slots is not None and theirs.slots is not None:
+        assert ours.slots.free_runs() == theirs.slots.free_runs()
+        assert set(ours.slots.owners()) == set(theirs.slots.owners())
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -30,23 +35,24 @@ def test_replica_equals_rank_0_after_a_storm(seed: int, monkeypatch: pytest.Monk
     logs: list[list[bytes]] = []
     leaders: list[LoggedBooks] = []
 
-    def logged(num_pages: int, page_size: int, rows: int, policy: str) -> PageBooks:
+    num_slots = 5 * (seed // 3)  # of extra state
+
+    def logged(num_pages: int, page_size: int, rows: int, **settings: Any) -> PageBooks:
         if num_pages == PairSim.prefill_pages:
-            return PageBooks(num_pages, page_size, rows, policy=policy)
+            return PageBooks(num_pages, page_size, rows, **settings)
         log: list[bytes] = []
         logs.append(log)
-        leaders.append(LoggedBooks(lambda op: log.append(encode_op(op)), num_pages, page_size, rows, policy=policy))
+        leaders.append(LoggedBooks(lambda op: log.append(encode_op(op)), num_pages, page_size, rows, **settings))
         return leaders[-1]
 
     monkeypatch.setattr(pair_sim, "PageBooks", logged)
     chaos = Chaos(abort=0.02, fail_at_check=0.03, drop=0.02, flush=0.004 * (seed % 2))
-    sim = PairSim(seed, chaos, decode_pages=(13, 18)[seed % 2], failure_policy="retry")
+    sim = PairSim(seed, chaos, decode_pages=(13, 18)[seed % 2], failure_policy="retry", num_slots=num_slots)
     sim.run()
     assert sum(map(len, logs)) > 10
     for leader, log in zip(leaders, logs, strict=True):
-        replica = Replica(
-            PageBooks(leader.num_pages, leader.page_size, len(leader.table.array), policy=leader.cache.policy.name)
-        )
+        settings: dict[str, Any] = {"policy": leader.cache.policy.name, "num_slots": num_slots}
+        replica = Replica(PageBooks(leader.num_pages, leader.page_size, len(leader.table.array), **settings))
         for raw in log:
             replica.apply(decode_op(raw))
         replica.books.check_invariants()

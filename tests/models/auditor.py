@@ -10,6 +10,7 @@ from prefixkv.paging import pages_for
 from prefixkv.pool.page_allocator import PageState
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.decode_endpoint import DecodeEndpoint
+from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.state import KVPoll
 
 
@@ -25,6 +26,7 @@ def audit_decode(scheduler: DecodeScheduler, endpoint: DecodeEndpoint) -> None:
     assert total == books.num_pages, "law 1: every page is in one state"
 
     writable: dict[int, object] = {}
+    slots: dict[int, object] = {}
     undrained = 0
     for machine in endpoint.rooms():
         if machine.drained:
@@ -32,6 +34,7 @@ def audit_decode(scheduler: DecodeScheduler, endpoint: DecodeEndpoint) -> None:
         undrained += 1
         flight = scheduler.transfers.get(machine.key)
         mine = set(machine.promise.page_ids().tolist())
+        _audit_slot(scheduler, machine, slots)
         if flight is not None:
             num_shared = flight.pages.num_shared
             own = set(books.pages(flight.pages)[num_shared:].tolist())
@@ -54,6 +57,27 @@ def audit_decode(scheduler: DecodeScheduler, endpoint: DecodeEndpoint) -> None:
     assert undrained == endpoint.num_expected, "the endpoint counts the rooms that may be written"
 
 
+def _audit_slot(scheduler: DecodeScheduler, machine: ReceiverMachine, writable: dict[int, object]) -> None:
+    """Laws 4 and 5 of the slot that an undrained room may be written in."""
+    books, slot, key = scheduler.books, machine.promise.state_slot, machine.key
+    assert (slot >= 0) == (books.slots is not None), "a slot is promised where there is extra state"
+    if books.slots is None:
+        return
+    flight = scheduler.transfers.get(key)
+    if flight is not None:
+        assert flight.pages.slot == slot, f"law 4: slot {slot} of {key} is not its flight's"
+        states = {PageState.OWNED}
+    elif books.holds(key):
+        assert books.slots.held_by(key).tolist() == [slot], f"law 4: slot {slot} of {key} is not held for it"
+        states = {PageState.HELD, PageState.QUARANTINED}
+    else:
+        assert machine.poll is KVPoll.SUCCESS, f"law 4: slot {slot} of {key} is nobody's"
+        states = {PageState.OWNED}
+    assert books.slots.state(slot) in states, f"law 4: slot {slot} of {key} is {books.slots.state(slot).name}"
+    assert slot not in writable, f"law 5: slot {slot} is writable by {key} and {writable[slot]}"
+    writable[slot] = key
+
+
 def audit_prefill(scheduler: PrefillScheduler) -> None:
     """Laws on the prefill side: what is being read stays, and each request's pages cover its tokens."""
     scheduler.check_invariants()
@@ -74,5 +98,6 @@ def assert_at_rest(scheduler: DecodeScheduler | PrefillScheduler) -> None:
     assert books.allocator.owned_pages == 0
     assert books.allocator.held_pages == 0
     assert books.allocator.quarantined_pages == 0
+    assert books.slots is None or books.slots.free_pages == books.slots.num_pages
     assert books.table.free_rows == len(books.table.array)
     assert books.cache.num_pages == books.allocator.cached_pages

@@ -430,7 +430,7 @@ class MeshSim:
             sending.source_free = True
         if sending.over:
             for write in self.fabric._writes:
-                staged = write.job.job.staged  # then it reads a slot
+                staged = write.job.job.route == "staging"  # then it reads a slot
                 if write.job.room == use.key and write.writer.me == rank.me and not staged:
                     assert write.ended, f"{use.key}: the source is free, and a write reads it"
             self._free_source(use, sending)

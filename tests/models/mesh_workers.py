@@ -45,14 +45,16 @@ class MeshPair:
         self, prefill: Mesh, decode: Mesh, *, attention: str = "mha", orders: tuple[str, str] = ("layer_major",) * 2,
         page_sizes: tuple[int, int] = (4, 4), num_pages: int = 64, head_dim: int = 16, chunk: int = 12,
         prefill_config: PrefillConfig | None = None, decode_config: DecodeConfig | None = None,
+        prefill_more: dict[str, Any] | None = None, decode_more: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
+        """`prefill_more` and `decode_more` are for the groups."""
         self.chunk = chunk
         prefill_pools = mesh_pools(prefill, num_pages, page_sizes[0], head_dim, attention, orders[0])
         self.decode_pools = mesh_pools(decode, num_pages, page_sizes[1], head_dim, attention, orders[1])
-        self.prefill = PrefillGroup(prefill_pools, prefill_config or PrefillConfig(), prefill)
+        self.prefill = PrefillGroup(prefill_pools, prefill_config or PrefillConfig(), prefill, **prefill_more or {})
         try:
             config = replace(decode_config or DecodeConfig(), reserve_tokens=8)
-            self.decode = DecodeGroup(self.decode_pools, config, decode, digest_every=1)
+            self.decode = DecodeGroup(self.decode_pools, config, decode, digest_every=1, **decode_more or {})
         except BaseException:
             self.prefill.close()
             raise
@@ -107,10 +109,21 @@ class MeshPair:
         for rank, fill in zip(ranks, self._fills, strict=True):
             fill.fill(rank.pages, max(start, rank.prefix_len), hashes[: max(end, rank.prefix_len)])
         last = end == req.num_tokens
-        self.prefill.send_chunk(req, end, last, b"aux " + req.rid.encode() if last else b"")
+        if last and not self.may_end(req):
+            return
+        more = self.last(req) if last else {}
+        self.prefill.send_chunk(req, end, last, b"aux " + req.rid.encode() if last else b"", **more)
         self.computing[req.rid] = end
         if last:
             del self.computing[req.rid]
+
+    def may_end(self, req: PrefillRequest) -> bool:
+        """Whether prefill's engine has what the last chunk takes."""
+        return True
+
+    def last(self, req: PrefillRequest) -> dict[str, Any]:
+        """What goes with it."""
+        return {}
 
     def until(self, reached: Any) -> None:
         """Step until `reached()` is true."""

@@ -22,6 +22,9 @@ from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import OutOfPagesError, PrefixKVError, RequestError
 from prefixkv.pool.kv_pool import KVPool
+from prefixkv.pool.mesh import Mesh
+from prefixkv.pool.page_allocator import PageState
+from prefixkv.pool.state_layout import StateLayout, StateTensor
 from prefixkv.prefill import scheduler as prefill_scheduler
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
@@ -38,10 +41,12 @@ from prefixkv.request_pages import PageBooks
 from prefixkv.transport.base import Arrived, Settled, WriteDone, WriteDrained, WriteFailed, WriteJob
 from prefixkv.transport.fake import FakeFabric
 from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
+from tests.models.state_memory import StateMemory
 
 ADDRESS = "tcp://prefill"
 PAGE_SIZE = 4
 SALT = 7
+_STATE = (StateTensor("a", 0, 1, (8,)), StateTensor("b", 0, 2, (3,), "uint8"))
 TIMING = ControlConfig(
     heartbeat_s=1.0, suspect_after_s=4.0, forget_after_s=50.0, resend_s=0.3, bootstrap_timeout_s=20.0,
     waiting_timeout_s=30.0, transfer_timeout_s=30.0, ack_timeout_s=10.0, drain_timeout_s=8.0, parked_timeout_s=10.0,
@@ -72,8 +77,15 @@ class PrefillSide:
         self.me = PeerId("prefill-0", sim.next_incarnation())
         self.pool = _pool(num_pages)
         self.pattern = KVPattern(self.pool.layout, SALT, self.pool)
-        self.scheduler = PrefillScheduler(PageBooks(num_pages, PAGE_SIZE, 8, policy=sim.policy))
-        self.endpoint = PrefillEndpoint(self.me, _digest(self.pool), Topology(PAGE_SIZE), TIMING, (ADDRESS,))
+        self.state = sim.state_memory(2 * sim.num_slots)
+        self.free_slots = list(range(2 * sim.num_slots))
+        self.usable: dict[RoomKey, int] = {}
+        self.scheduler = PrefillScheduler(
+            PageBooks(num_pages, PAGE_SIZE, 8, policy=sim.policy), num_slots=2 * sim.num_slots,
+            usable_prefix=self._usable_prefix if sim.num_slots else None,
+        )  # fmt: skip
+        digest = _digest(self.pool, self.state)
+        self.endpoint = PrefillEndpoint(self.me, digest, Topology(PAGE_SIZE), TIMING, (ADDRESS,))
         self.commands: deque[Any] = deque()
         self.events: deque[Any] = deque()
         self.computing: dict[str, PrefillRequest] = {}
@@ -81,8 +93,9 @@ class PrefillSide:
         self.failed: set[RoomKey] = set()  # as the engine was told
         self.stopped = False
         self.transport = sim.fabric.transport(
-            self.me, self.pool.layout, self.commands.append, TransportConfig(post_descriptors=3), self.pool
-        )
+            self.me, self.pool.layout, self.commands.append, TransportConfig(post_descriptors=3),
+            (self.pool, self.state), state=_layout(self.state),
+        )  # fmt: skip
 
     def tell(self) -> None:
         self.commands.extend(self.scheduler.take_commands())
@@ -102,7 +115,14 @@ class PrefillSide:
             case prefill_scheduler.SendChunk() as chunk:
                 self.act(
                     self.endpoint.chunk(
-                        chunk.key, chunk.first_page, chunk.src_pages, chunk.last, chunk.aux, chunk.ready, now_s
+                        chunk.key,
+                        chunk.first_page,
+                        chunk.src_pages,
+                        chunk.last,
+                        chunk.aux,
+                        chunk.ready,
+                        now_s,
+                        chunk.state_slot,
                     )
                 )
             case prefill_scheduler.AbortRoom(key, error):
@@ -123,13 +143,12 @@ class PrefillSide:
                     self.sim.send(("decode", route), self, raw)
                 case sender.PostWrite():
                     tag = ChunkTag(self.me.incarnation, *action.key, rank=0, chunk=action.chunk)
-                    self.transport.write(
-                        WriteJob(action.job_id, action.peer, action.src_pages, action.dst_pages, tag, action.ready)
-                    )
+                    what = action.job_id, action.peer, action.src_pages, action.dst_pages, tag, action.ready
+                    self.transport.write(WriteJob(*what, route="state" if action.state else "pages"))
                 case sender.CancelWrite(job_id):
                     self.transport.cancel(job_id)
                 case prefill_endpoint.AddPeer(peer, metadata, layout):
-                    self.transport.add_peer(peer, metadata, layout)
+                    self.transport.add_peer(peer, metadata, layout, state=action.state)
                 case prefill_endpoint.RemovePeer(peer):
                     self.transport.remove_peer(peer)
                 case _:
@@ -155,12 +174,25 @@ class PrefillSide:
         for req in self.scheduler.pop_failed(now_s):
             self.failed.add(req.room_key)
             self.computing.pop(req.rid, None)
-        self.scheduler.pop_sent(now_s)
+            self._free_slot(req)
+        for req in self.scheduler.pop_sent(now_s):
+            self._free_slot(req)
         if self.computing:
             self._compute(self.sim.random.choice(list(self.computing.values())))
 
+    def _usable_prefix(self, req: PrefillRequest, prefix_len: int) -> int:
+        self.usable[req.room_key] = self.sim.random.choice([0, prefix_len // 2, prefix_len])
+        return self.usable[req.room_key]
+
+    def _free_slot(self, req: PrefillRequest) -> None:
+        """Nobody may read it any more, so it is overwritten at once."""
+        if req.state_slot >= 0 and self.state is not None:
+            self.state.scribble([req.state_slot], 0xEE)
+            self.free_slots.append(req.state_slot)
+
     def _compute(self, req: PrefillRequest) -> None:
         assert req.plan is not None
+        assert req.prefix_len <= self.usable.get(req.room_key, req.num_tokens), "the engine has no state behind that"
         hashes = self.sim.hasher.prefixes(req.tokens)
         start = max(req.plan.computed, req.prefix_len)
         end = min(req.num_tokens, start + self.sim.random.randint(1, 3 * PAGE_SIZE))
@@ -168,8 +200,14 @@ class PrefillSide:
             assert self.pattern.mismatches(req.pages, hashes[: req.prefix_len]) == 0, "law 8: prefill's own cache"
         self.pattern.fill(req.pages, start, hashes[:end])
         last = end == req.num_tokens
+        slot = -1
+        if last and self.state is not None:
+            if not self.free_slots:
+                return
+            slot = self.free_slots.pop(0)
+            self.state.fill(slot, int(hashes[-1]))
         aux = self.sim.next_token(req.tokens).to_bytes(4, "little") if last else b""
-        self.scheduler.send_chunk(req, end, self.sim.now_s, last=last, aux=aux)
+        self.scheduler.send_chunk(req, end, self.sim.now_s, last=last, aux=aux, state_slot=slot)
         if last:
             del self.computing[req.rid]
         self.tell()
@@ -188,15 +226,17 @@ class DecodeSide:
         self.route = f"route-{self.me.incarnation}".encode()
         self.pool = _pool(num_pages)
         self.pattern = KVPattern(self.pool.layout, SALT, self.pool)
+        self.state = sim.state_memory(sim.num_slots)
         self.scheduler = sim.decode_scheduler(num_pages, failure_policy)
         self.commands: deque[Any] = deque()
         self.events: deque[Any] = deque()
         self.running: dict[str, DecodeRequest] = {}
         self.ended: dict[RoomKey, KVPoll] = {}
         self.outcomes: dict[str, DecodeState] = {}
-        self.transport = sim.fabric.transport(self.me, self.pool.layout, self.commands.append, memory=self.pool)
-        layout = self.pool.layout
-        hello = Hello(_digest(self.pool), Topology(PAGE_SIZE), layout, self.transport.metadata)
+        memory, state, layout = (self.pool, self.state), _layout(self.state), self.pool.layout
+        self.transport = sim.fabric.transport(self.me, layout, self.commands.append, memory=memory, state=state)
+        digest = _digest(self.pool, self.state)
+        hello = Hello(digest, Topology(PAGE_SIZE), layout, self.transport.metadata, state=state)
         self.endpoint = DecodeEndpoint(self.me, hello, TIMING)
 
     def tell(self) -> None:
@@ -266,6 +306,8 @@ class DecodeSide:
         hashes = self.sim.hasher.prefixes(req.tokens[: req.kv_len])
         wrong = self.pattern.mismatches(req.pages, hashes)
         assert wrong == 0, f"law 8: {wrong} pages of {req} are wrong"
+        if self.state is not None:
+            assert self.state.is_of(req.state_slot, int(hashes[-1])), f"law 8: the state of {req} is wrong"
 
     def _start(self, req: DecodeRequest) -> None:
         self.verify(req)
@@ -306,7 +348,10 @@ class DecodeSide:
         """Write the KV of the token sampled last, sample the next one, and perhaps finish: that one has no KV then."""
         if len(req.output) < req.max_new_tokens:
             tokens = req.tokens
-            self.pattern.fill(req.pages, len(tokens) - 1, self.sim.hasher.prefixes(tokens))
+            hashes = self.sim.hasher.prefixes(tokens)
+            self.pattern.fill(req.pages, len(tokens) - 1, hashes)
+            if self.state is not None:
+                self.state.fill(req.state_slot, int(hashes[-1]))
             self._append(req, self.sim.next_token(tokens))
         if req.rid not in self.running:  # its page went to somebody else
             return
@@ -327,6 +372,8 @@ class DecodeSide:
     def scribble(self) -> None:
         """Overwrite all free pages, so that one freed too early shows."""
         _scribble(self.pool, self.scheduler.books, 0xDD)
+        if self.state is not None and self.scheduler.books.slots is not None:
+            self.state.scribble(self.scheduler.books.slots.pages_in(PageState.FREE).tolist(), 0xDD)
 
 
 @dataclass
@@ -340,6 +387,7 @@ class PairSim:
     num_requests: int = 10
     failure_policy: str = "fail"
     chance: random.Random | None = None
+    num_slots: int = 0  # of extra state on decode, twice as many on prefill; 0: there is none
 
     def __post_init__(self) -> None:
         self.random = self.chance or random.Random(self.seed)
@@ -357,6 +405,7 @@ class PairSim:
             fail_at_check=self.chaos.fail_at_check,
             lose_notification=self.chaos.lose_notification,
             guard=self._guard,
+            state_guard=self._state_guard,
         )
         self.fabric.random = self.chance or self.fabric.random
         self._incarnation = 0
@@ -373,12 +422,15 @@ class PairSim:
         return DecodeSide(self, self.decode_pages, self.failure_policy)
 
     def decode_scheduler(self, num_pages: int, failure_policy: str) -> DecodeScheduler:
-        books = PageBooks(num_pages, PAGE_SIZE, 8, policy=self.policy)
+        books = PageBooks(num_pages, PAGE_SIZE, 8, policy=self.policy, num_slots=self.num_slots)
         return DecodeScheduler(
             books, reserve_tokens=self.random.choice([0, 4]), failure_policy=failure_policy,
             admission=("hit_aware", "fifo", "priority")[self.seed % 3], patience_s=2.0,
             waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s,
         )  # fmt: skip
+
+    def state_memory(self, num_slots: int) -> StateMemory | None:
+        return StateMemory(_STATE, num_slots, Mesh(1, 1)) if num_slots else None
 
     # --- chance and content -----------------------------------------------------------------------
 
@@ -561,6 +613,14 @@ class PairSim:
             allowed = set(books.allocator.held_by(room).tolist())
         assert set(pages.tolist()) <= allowed, f"a write of {room} lands on pages that are not its own"
 
+    def _state_guard(self, target: PeerId, room: RoomKey, slots: np.ndarray) -> None:
+        """As `_guard`, for the slots of extra state."""
+        books = self.decode.scheduler.books
+        if target == self.decode.me and books.slots is not None:
+            flight = self.decode.scheduler.transfers.get(room)
+            allowed = [flight.pages.slot] if flight is not None else books.slots.held_by(room).tolist()
+            assert slots.tolist() == allowed, f"a write of {room} lands in slots {slots}, its own is {allowed}"
+
     def run(self, max_steps: int = 20_000) -> None:
         """Start all conversations in the storm, then let it calm down; at the end nothing may be left."""
         for _ in range(self.num_requests):
@@ -615,16 +675,19 @@ def _pool(num_pages: int) -> KVPool:
     )
 
 
-def _digest(pool: KVPool) -> ModelDigest:
+def _digest(pool: KVPool, state: StateMemory | None = None) -> ModelDigest:
     layout = pool.layout
     return ModelDigest(
-        "m", "1", "none", layout.dtype, layout.attention, layout.num_layers, layout.num_kv_heads, layout.head_dim
-    )
+        "m", "1", "none", layout.dtype, layout.attention, layout.num_layers, layout.num_kv_heads, layout.head_dim,
+        () if state is None else state.tensors,
+    )  # fmt: skip
+
+
+def _layout(state: StateMemory | None) -> StateLayout | None:
+    return None if state is None else state.layout
 
 
 def _scribble(pool: KVPool, books: PageBooks, value: int) -> None:
-    from prefixkv.pool.page_allocator import PageState
-
     free = books.allocator.pages_in(PageState.FREE)
     if len(free):
         data = pool.read_pages(free)

@@ -14,11 +14,13 @@ import numpy as np
 from prefixkv.config import TransportConfig
 from prefixkv.pool.mesh import Shard
 from prefixkv.pool.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.pool.state_layout import StateLayout, StateLink
 from prefixkv.protocol.state import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import Arrived, Sink, Transport, TransportEvent, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.fake import FakeFabric
 from tests.models.patience import PATIENCE_S
+from tests.models.state_memory import StateMemory
 from tests.models.transport_pools import NumpyPool, make_pool
 
 NUM_PAGES = 24
@@ -48,6 +50,11 @@ class Node:
     transport: Any
     events: list[TransportEvent] = field(default_factory=list)
     staging: Staging | None = None
+    state: StateMemory | None = None
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        return None if self.state is None else self.state.layout
 
     @property
     def area(self) -> StagingArea | None:
@@ -72,9 +79,9 @@ class Node:
         dst_pages = np.asarray(dst) if isinstance(dst, np.ndarray) else np.array(dst, np.int32)
         return WriteJob(job_id, to.me, src_pages, dst_pages, tag, **more)
 
-    def add(self, *others: Node, parts: tuple[Shard, Shard] | None = None) -> None:
+    def add(self, *others: Node, parts: tuple[Shard, Shard] | None = None, state: StateLink | None = None) -> None:
         for other in others:
-            self.transport.add_peer(other.me, other.transport.metadata, other.pool.layout, parts, other.area)
+            self.transport.add_peer(other.me, other.transport.metadata, other.pool.layout, parts, other.area, state)
 
 
 class Driver:
@@ -85,17 +92,18 @@ class Driver:
         self._changed = threading.Condition()
 
     def node(self, name: str, order: str = "layer_major", config: TransportConfig | None = None, **pool: Any) -> Node:
-        blocks = pool.pop("num_blocks", 0)
+        blocks, state = pool.pop("num_blocks", 0), pool.pop("state", None)
         memory = make_pool(order, pool.pop("num_pages", NUM_PAGES), **pool)
         memory.fill(next(_seeds))
-        return self.node_of(name, memory, config, Staging(blocks, next(_seeds)) if blocks else None)
+        return self.node_of(name, memory, config, Staging(blocks, next(_seeds)) if blocks else None, state)
 
     def node_of(
-        self, name: str, pool: Any, config: TransportConfig | None = None, staging: Staging | None = None
-    ) -> Node:
+        self, name: str, pool: Any, config: TransportConfig | None = None, staging: Staging | None = None,
+        state: StateMemory | None = None,
+    ) -> Node:  # fmt: skip
         """A node of a pool that there is. It has a `layout`, and lives as long as the node."""
         me = PeerId(name, next(_incarnations))
-        node = Node(me, pool, None, staging=staging)
+        node = Node(me, pool, None, staging=staging, state=state)
 
         def sink(event: TransportEvent) -> None:
             with self._changed:
@@ -135,7 +143,7 @@ class FakeDriver(Driver):
         self.fabric = FakeFabric(seed=1)
 
     def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        return self.fabric.transport(node.me, node.pool.layout, sink, config, memory=node, staging=node.area)
+        return self.fabric.transport(node.me, node.pool.layout, sink, config, node, node.area, node.state_layout)
 
     def until(self, condition: Callable[[], object]) -> None:
         while not condition():
@@ -151,7 +159,7 @@ class NixlDriver(Driver):
         from prefixkv.transport.sharded import make_transport
 
         config = dataclasses.replace(config, posting_threads=self.posting_threads)
-        return make_transport(node.me, node.pool.layout, sink, config, node.area)
+        return make_transport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
 
     def until(self, condition: Callable[[], object]) -> None:
         with self._changed:

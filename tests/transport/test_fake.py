@@ -290,7 +290,7 @@ def test_each_landing_in_staging_is_shown_to_its_guard_with_the_tag() -> None:
     fabric = FakeFabric(1, guard=lambda *args: refused.append(args))
     fabric.staging_guard = lambda peer, tag, blocks: shown.append((peer, tag.room, tag.part, blocks.tolist()))
     writer, target = staged_pair(fabric)
-    writer.transport.write(writer.job(1, target, [0, 1, 2], [7, 3, 5], room=9, staged=True))
+    writer.transport.write(writer.job(1, target, [0, 1, 2], [7, 3, 5], room=9, route="staging"))
     fabric.run()
     assert not refused
     assert {(peer, room) for peer, room, *_ in shown} == {(target.me, 9)}
@@ -307,7 +307,7 @@ def test_a_staged_write_may_land_late_until_its_writer_is_renewed() -> None:
     before = target.staging.memory.copy()
     hold = fabric.hold(lambda a: a.kind == "land")
     fabric.fail(lambda a: a.job_id == 1, OSError("late"), at="check")
-    writer.transport.write(writer.job(1, target, [1], [2], staged=True))
+    writer.transport.write(writer.job(1, target, [1], [2], route="staging"))
     fabric.run()
     (end,) = writer.ends()
     assert isinstance(end, WriteFailed)
@@ -325,7 +325,7 @@ def test_a_staged_write_that_lands_where_it_must_not_fails_the_run(wrong: str) -
     fabric = FakeFabric(1)
     writer, target = staged_pair(fabric)
     hold = fabric.hold(lambda a: a.kind == "land")
-    job = writer.job(1, target, [1], [2], staged=True)
+    job = writer.job(1, target, [1], [2], route="staging")
     writer.transport.write(job)
     fabric.run()
     hold.release()

@@ -20,7 +20,7 @@ Api = nixl_agent.nixl_api
 
 
 def staged_job(writer: Node, job_id: int, target: Node, src: list[int], dst: list[int], **more: Any) -> WriteJob:
-    return writer.job(job_id, target, src, dst, staged=True, **more)
+    return writer.job(job_id, target, src, dst, route="staging", **more)
 
 
 def num_lists() -> int:
@@ -39,7 +39,7 @@ def written(driver: NixlDriver, job_id: int, writer: Node, target: Node, staged:
     """Write two pages or blocks, and see that they arrive."""
     assert writer.staging is not None
     assert target.staging is not None
-    writer.transport.write(writer.job(job_id, target, [2, 3], [3, 1], staged=staged))
+    writer.transport.write(writer.job(job_id, target, [2, 3], [3, 1], route="staging" if staged else "pages"))
     driver.until(lambda: writer.ends(job_id))
     assert isinstance(writer.ends(job_id)[0], WriteDone), writer.ends(job_id)
     if staged:
@@ -124,7 +124,7 @@ def test_a_lost_peer_and_a_renewed_agent_have_staging_again(
     until(lambda: num_lists() == 4)
 
     broken.append(True)
-    writer.transport.write(writer.job(1, target, [0], [0], staged=staged))
+    writer.transport.write(writer.job(1, target, [0], [0], route="staging" if staged else "pages"))
     nixl_driver.until(lambda: writer.ends(1) and writer.of(PeerUnreachable))
     (failed,) = writer.ends(1)
     assert isinstance(failed, WriteFailed)

@@ -25,7 +25,7 @@ def staged_pair(driver: Driver) -> tuple[Node, Node]:
 
 def staged_job(writer: Node, job_id: int, target: Node, src: Any, dst: Any, **more: Any) -> WriteJob:
     """Into lease 77."""
-    job = writer.job(job_id, target, src, dst, staged=True, **more)
+    job = writer.job(job_id, target, src, dst, route="staging", **more)
     return dataclasses.replace(job, tag=job.tag._replace(slot=77))
 
 
