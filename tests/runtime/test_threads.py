@@ -14,7 +14,7 @@ import pytest
 
 from prefixkv.runtime import threads
 from prefixkv.runtime.threads import Inbox
-from tests.models.patience import PATIENCE_S, returned
+from tests.models.patience import PATIENCE_S, returned, until
 
 
 @pytest.fixture
@@ -115,16 +115,16 @@ def nothing_is_stuck(inbox: Inbox[int], taken: list[int], want: list[int]) -> No
 
 def let_a_writer_in(inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, after_read: bool, puts: int) -> None:
     """The reader's next read of the descriptor is interrupted by a writer."""
-    read = os.eventfd_read
+    read = threads.hush
 
     def interrupted(fd: int) -> int:
-        monkeypatch.setattr(threads.os, "eventfd_read", read)
+        monkeypatch.setattr(threads, "hush", read)
         value = read(fd) if after_read else 0
         for i in range(puts):
             inbox.put(2 + i)
         return value if after_read else read(fd)
 
-    monkeypatch.setattr(threads.os, "eventfd_read", interrupted)
+    monkeypatch.setattr(threads, "hush", interrupted)
 
 
 @pytest.mark.parametrize("puts", [1, 2])
@@ -147,29 +147,47 @@ def test_a_writer_around_the_read_of_a_reader_that_waits(
     nothing_is_stuck(inbox, inbox.drain(), [2])
 
 
+def test_a_wait_goes_on_when_the_bell_rang_for_nothing(inbox: Inbox[int]) -> None:
+    """What it rang for another call has drained, say."""
+    rung = threading.Event()
+
+    def writer() -> None:
+        inbox.rouse()
+        rung.set()
+        until(lambda: not inbox.pending)  # the reader that waits has heard it
+        inbox.put(1)
+
+    thread = threading.Thread(target=writer)
+    thread.start()
+    assert rung.wait(PATIENCE_S)
+    assert inbox.wait(PATIENCE_S)
+    thread.join()
+    assert inbox.drain() == [1]
+
+
 @pytest.mark.parametrize("others", [[], [2], [2, 3]])
 def test_a_reader_between_the_writer_s_note_and_its_write(
     inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, others: list[int]
 ) -> None:
     """The reader takes the item before it is announced; the announcement that follows must not stay."""
-    write = os.eventfd_write
+    write = threads.ring
     taken: list[int] = []
 
-    def interrupted(fd: int, value: int) -> None:
-        monkeypatch.setattr(threads.os, "eventfd_write", write)
+    def interrupted(fd: int) -> None:
+        monkeypatch.setattr(threads, "ring", write)
         taken.extend(inbox.drain())
         for item in others:  # another writer, that finds the note
             inbox.put(item)
-        write(fd, value)
+        write(fd)
 
-    monkeypatch.setattr(threads.os, "eventfd_write", interrupted)
+    monkeypatch.setattr(threads, "ring", interrupted)
     inbox.put(1)
     nothing_is_stuck(inbox, taken, [1, *others])
 
 
 def test_two_writers_that_both_write(inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither saw the other's note. The reader is let in after the first write; the second must not stay."""
-    write = os.eventfd_write
+    write = threads.ring
     notes = inbox._begun
 
     class Unseen(deque[None]):
@@ -179,15 +197,15 @@ def test_two_writers_that_both_write(inbox: Inbox[int], monkeypatch: pytest.Monk
     inbox._begun = Unseen()
     inbox.put(1)
 
-    def interrupted(fd: int, value: int) -> None:
-        monkeypatch.setattr(threads.os, "eventfd_write", write)
+    def interrupted(fd: int) -> None:
+        monkeypatch.setattr(threads, "ring", write)
         notes.extend(inbox._begun)
         inbox._begun = notes
         taken.extend(inbox.drain())
-        write(fd, value)
+        write(fd)
 
     taken: list[int] = []
-    monkeypatch.setattr(threads.os, "eventfd_write", interrupted)
+    monkeypatch.setattr(threads, "ring", interrupted)
     inbox.put(2)
     nothing_is_stuck(inbox, taken, [1, 2])
 
@@ -195,15 +213,15 @@ def test_two_writers_that_both_write(inbox: Inbox[int], monkeypatch: pytest.Monk
 def test_a_reader_that_waits_between_the_writer_s_note_and_its_write(
     inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = os.eventfd_write
+    write = threads.ring
     seen: list[bool] = []
 
-    def interrupted(fd: int, value: int) -> None:
-        monkeypatch.setattr(threads.os, "eventfd_write", write)
+    def interrupted(fd: int) -> None:
+        monkeypatch.setattr(threads, "ring", write)
         seen.append(inbox.wait(0))
-        write(fd, value)
+        write(fd)
 
-    monkeypatch.setattr(threads.os, "eventfd_write", interrupted)
+    monkeypatch.setattr(threads, "ring", interrupted)
     inbox.put(1)
     assert seen == [True]
     nothing_is_stuck(inbox, [], [1])
