@@ -168,7 +168,8 @@ class DecodeRequest:
 
 
 class PrefillAsk:
-    """The engine should submit this to a prefill worker again: KV that decode had, or should have had, is lost.
+    """The engine should submit this to a prefill worker again: KV that decode had, or should have had, is lost, or
+    its extra state is.
 
     `tokens` are prompt and output but the last token: the KV that is needed. `known_token` is the next token
     if one was sampled already (it must not be sampled again), else None.

@@ -81,6 +81,8 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
         """
         if not 1 <= self.num_slots <= MAX_PAGES:
             raise ConfigError(f"state num_slots is {self.num_slots}, must be in [1, {MAX_PAGES}]")
+        if len(self.regions) > len(self.entries):
+            raise ConfigError(f"{len(self.regions)} state regions for {len(self.entries)} entries")
         for start, num_bytes in self.regions:
             if not (start >= 0 and 0 < num_bytes <= _ADDRESS_END - start):
                 raise ConfigError(f"state region of {num_bytes} bytes at {start} is no memory")

@@ -387,8 +387,8 @@ class PrefillEndpoint:
         if hello.state is None:
             return None
         check_state_pairs(tensors, self._mesh, mesh)
+        hello.state.check_holds(tensors, mesh, hello.rank)  # first, since it bounds what the other costs
         hello.state.validate()
-        hello.state.check_holds(tensors, mesh, hello.rank)
         blocks = state_blocks(tensors, self._mesh, self._rank, mesh, hello.rank)
         return StateLink(hello.state, blocks) if blocks else None
 

@@ -30,7 +30,7 @@ def test_every_byte_of_a_slot_comes_once_and_only_from_ranks_that_send_kv(kv_hea
     for num_heads in (1, 2, 3, 4, 6, 8, 12):
         tensors = (StateTensor("a", 0, num_heads, (3,), "uint8"), StateTensor("b", 2, 1, (5,), "uint8"))
         for p, d in ((p, d) for p in SIZES for d in SIZES):
-            writers, readers = Mesh(3, kv_heads, p, 2), Mesh(3, kv_heads, d)
+            writers, readers = Mesh(3, kv_heads, p, 2), Mesh(3, kv_heads, d, 3)
             try:
                 check_meshes(writers, readers)
                 writers.validate()
@@ -71,12 +71,13 @@ def test_a_peer_s_layout_is_checked() -> None:
     bad = {
         "num_slots": StateLayout(0, good.entries, good.regions),
         "not inside": StateLayout(4, good.entries, good.regions),
+        "2 state regions": StateLayout(3, good.entries[:1], good.regions[:2]),
         "is no memory": StateLayout(3, good.entries, ((-1, 5),)),
         "bytes a slot": with_first(num_bytes=0),
         " apart": with_first(slot_stride=first.num_bytes - 1),
         "one region": with_first(base=5),
         "overlap": StateLayout(3, (first, *good.entries), good.regions),
-        "overlap ": StateLayout(3, (first, msgspec.structs.replace(first, base=first.base + 1)), good.regions),
+        "overlap ": StateLayout(3, (first, msgspec.structs.replace(first, base=first.base + 1), *rest), good.regions),
     }
     for words, layout in bad.items():
         with pytest.raises(ConfigError, match=words.strip()):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 
 from prefixkv.config import ControlConfig
+from prefixkv.pool.state_layout import StateBlock, StateEntry, StateLayout, StateLink, StateTensor
+from prefixkv.protocol import prefill_endpoint
+from prefixkv.protocol.messages import Outcome
 from prefixkv.protocol.sender_machine import (
     Added,
     ChunkQueued,
@@ -20,7 +24,12 @@ from prefixkv.protocol.sender_machine import (
     WriteEnded,
 )
 from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
+from tests.protocol import wire
+from tests.protocol.wire import ADDRESS, DIGEST, HELLO, KEY, PREFILL, TIMING, TOPOLOGY, DecodePeer
 
+STATE = (StateTensor("a", 0, 1, (8,), "uint8"),)
+WITH_STATE = msgspec.structs.replace(DIGEST, state=STATE)
+MEMORY = StateLayout(4, (StateEntry(1 << 20, 16, 8),), ((1 << 20, 64),))
 NO_PAGES = np.empty(0, np.int32)
 
 
@@ -79,3 +88,62 @@ def test_a_room_that_fails_frees_the_source_when_the_write_has_ended() -> None:
     assert isinstance(post, PostWrite)
     assert not any(isinstance(action, SourceFree) for action in machine.on(Fail(RuntimeError("x")), 0.0))
     assert any(isinstance(action, SourceFree) for action in machine.on(WriteEnded(post.job_id), 0.0))
+
+
+# --- the endpoint ---------------------------------------------------------------------------------
+
+
+class StatePeer(DecodePeer):
+    """A decode worker with extra state, opposite a real endpoint that has it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.endpoint = prefill_endpoint.PrefillEndpoint(PREFILL, WITH_STATE, TOPOLOGY, TIMING, (ADDRESS,))
+
+
+GOOD = msgspec.structs.replace(HELLO, digest=WITH_STATE, state=MEMORY)
+
+
+def test_a_room_with_state() -> None:
+    peer = StatePeer()
+    added = peer.say(GOOD)[0]
+    assert added.state == StateLink(MEMORY, (StateBlock(0, 0, 0, 0, 8),))
+    peer.say(msgspec.structs.replace(wire.promise(prefix_len=4), state_slot=3))
+    peer.call("add", KEY, 10)
+    src = np.array([30, 31], np.int32)
+    pages, state = peer.endpoint.chunk(KEY, 1, src, True, b"", None, peer.now_s, 2)
+    assert (pages.state, state.state) == (False, True)  # type: ignore[union-attr]
+    assert (state.src_pages.tolist(), state.dst_pages.tolist()) == ([2], [3])  # type: ignore[union-attr]
+    assert peer.ended(pages.job_id) == []  # type: ignore[union-attr]
+    assert [action.poll for action in peer.ended(state.job_id) if isinstance(action, RoomEnded)] == [KVPoll.SUCCESS]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("with_state", "slot"), [(True, -1), (True, 4), (False, 0)])
+def test_a_promise_of_a_slot_that_is_none_is_refused(with_state: bool, slot: int) -> None:
+    peer = StatePeer() if with_state else DecodePeer()
+    peer.say(GOOD if with_state else HELLO)
+    (outcome,) = peer.say(msgspec.structs.replace(wire.promise(), state_slot=slot))
+    assert isinstance(outcome, Outcome)
+    assert f"state slot {slot}" in outcome.error
+    assert not list(peer.endpoint.rooms())
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"state": None}, "on one side only"),
+        ({"state": StateLayout(4, (StateEntry(1 << 20, 16, 9),), MEMORY.regions)}, "not the share"),
+        ({"state": StateLayout(4, MEMORY.entries * 2, MEMORY.regions)}, "not the share"),
+        ({"state": StateLayout(5, MEMORY.entries, MEMORY.regions)}, "not inside one region"),
+        ({"digest": DIGEST}, "state[0]"),
+    ],
+)
+def test_who_describes_its_state_otherwise_is_refused(changes: dict[str, object], text: str) -> None:
+    peer = StatePeer()
+    [reply] = peer.say(msgspec.structs.replace(GOOD, **changes))
+    assert text in reply.refused
+
+
+def test_memory_for_state_that_the_model_has_not_is_refused() -> None:
+    [reply] = DecodePeer().say(msgspec.structs.replace(HELLO, state=MEMORY))
+    assert "on one side only" in reply.refused
