@@ -62,7 +62,8 @@ class BroadcastSim(SchedulerSim):
         self.num_ranks, self.digest_every = 1, 1
         scheduler = super().decode_scheduler(num_pages, failure_policy)
         config = self.config
-        broadcast(BEGIN, json.dumps([num_pages, config.policy, config.evict_reserve, config.cache]).encode())
+        settings = [num_pages, config.policy, config.evict_reserve, config.cache, self.num_slots]
+        broadcast(BEGIN, json.dumps(settings).encode())
         return scheduler
 
     def _publish(self) -> None:
@@ -103,9 +104,9 @@ def follow(rank: int) -> None:
             applied += 1
         latest = max(latest, len(unread))
         if kind == BEGIN:
-            num_pages, policy, evict_reserve, cache = json.loads(raw)
+            num_pages, policy, evict_reserve, cache, num_slots = json.loads(raw)
             config = DecodeConfig(max_running=ROWS, policy=policy, evict_reserve=evict_reserve, cache=cache)
-            replica = DecodeReplica(num_pages, PAGE_SIZE, config)
+            replica = DecodeReplica(num_pages, PAGE_SIZE, config, num_slots)
         elif kind == COMPARE:
             assert replica is not None
             replica.audit()

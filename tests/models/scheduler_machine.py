@@ -1,4 +1,5 @@
-"""The whole decode side under fire, two to four ranks of it: `PairSim` with every fault as a step of its own.
+"""The whole decode side under fire, one to four ranks of it, with and without extra state: `PairSim` with every fault
+as a step of its own.
 
 A run is a list of integers, so that hypothesis can draw it and shrink it: each spells one step (`Spelled`). The
 laws are audited after each; when the list ends, everybody goes on without faults until all is quiet, and nothing
@@ -124,6 +125,7 @@ class SchedulerSim(PairSim):
             decode_pages=chance.choice([13, 11, 12, 18, 30]),
             prefill_pages=chance.choice([32, 14]),
             failure_policy=chance.choice(["fail", "retry"]),
+            num_slots=chance.choice([0, 8, 3]),
             chance=chance,
         )  # fmt: skip
 
@@ -134,8 +136,11 @@ class SchedulerSim(PairSim):
 
     def decode_scheduler(self, num_pages: int, failure_policy: str) -> DecodeScheduler:
         self.log = RankLog(self.digest_every)
-        books = LoggedBooks(self.log.append, num_pages, PAGE_SIZE, ROWS, **self.config.for_books(num_pages))
-        self.replicas = [DecodeReplica(num_pages, PAGE_SIZE, self.config) for _ in range(self.num_ranks - 1)]
+        settings = {**self.config.for_books(num_pages), "num_slots": self.num_slots}
+        books = LoggedBooks(self.log.append, num_pages, PAGE_SIZE, ROWS, **settings)
+        self.replicas = [
+            DecodeReplica(num_pages, PAGE_SIZE, self.config, self.num_slots) for _ in range(self.num_ranks - 1)
+        ]
         self.unread: list[deque[bytes]] = [deque() for _ in self.replicas]
         return DecodeScheduler(
             books,
