@@ -53,7 +53,7 @@ class Transfer:
     num_layers: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
-    post_bytes: int = 2 << 20
+    post_bytes: int = TransportConfig().post_bytes
     ageing_requests: int = 10_000
     repeats: int = 7
     warm_up: int = 2

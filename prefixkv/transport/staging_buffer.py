@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from prefixkv.errors import CapacityError, ConfigError
+from prefixkv.errors import ConfigError
+from prefixkv.pool.kv_pool import zeros
 from prefixkv.pool.staging_area import BLOCK_BYTES, StagingArea
 
 
@@ -17,12 +18,7 @@ class StagingBuffer:
     def __init__(self, num_bytes: int, lease_bytes: int, device: str = "cpu") -> None:
         """Raises: ConfigError for sizes that no StagingArea has, CapacityError when the device has not the memory."""
         StagingArea(BLOCK_BYTES, num_bytes, lease_bytes).validate()
-        try:
-            raw = torch.zeros(num_bytes + BLOCK_BYTES, dtype=torch.uint8, device=device)
-        except (RuntimeError, MemoryError) as error:
-            raise CapacityError(f"no {num_bytes} bytes of staging on {device}: {error}") from error
-        skip = -raw.data_ptr() % BLOCK_BYTES
-        self._memory = raw[skip : skip + num_bytes]
+        self._memory = zeros((num_bytes,), "uint8", device)
         self.area = StagingArea(self._memory.data_ptr(), num_bytes, lease_bytes)
 
     @property
