@@ -107,7 +107,7 @@ def test_many_at_once_in_a_small_pool(make_pair: MakePair) -> None:
     rng = np.random.default_rng(5)
     system = tokens_of(7, 16)
     rids = []
-    for i in range(24):
+    for i in range(14):
         own = tokens_of(100 + i % 6, int(rng.integers(1, 30)))
         rids.append(f"r{i}")
         pair.submit(rids[-1], np.concatenate([system, own]), max_new_tokens=int(rng.integers(1, 40)))
@@ -117,8 +117,8 @@ def test_many_at_once_in_a_small_pool(make_pair: MakePair) -> None:
     assert stats["evicted_pages"] > 0
     assert stats["retracted"] > 0
     assert stats["retracted"] == len(pair.d.retracted)
-    assert stats["finished"] == 24
-    assert stats["hit_tokens"] > 24 * 8
+    assert stats["finished"] == 14
+    assert stats["hit_tokens"] > 14 * 8
     for rid in rids:  # nothing was sampled twice, nor left out, by a retraction
         tokens = pair.d.prompts[rid]
         for token in pair.d.outputs[rid]:

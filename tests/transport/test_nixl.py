@@ -236,7 +236,7 @@ def test_a_peer_that_stands_still_holds_its_window_and_nobody_else(
     tcp_driver: NixlDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = tcp_driver.node(
-        "prefill", "page_major", TransportConfig(window=3), num_pages=16, shape=BIG
+        "prefill", "page_major", TransportConfig(window=3, post_bytes=2 << 20), num_pages=16, shape=BIG
     )  # fmt: skip
     friend = tcp_driver.node("friend", "page_major", num_pages=16, shape=BIG)
     writer.add(friend)
