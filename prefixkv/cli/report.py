@@ -84,7 +84,9 @@ class Report:
         """
         runs = {CACHE_NAMES[cache]: self._figures(run, cache) for cache, run in self.timed.items()}
         saturated = {CACHE_NAMES[cache]: self._figures(run, cache) for cache, run in self.saturated.items()}
-        ratios: dict[str, float | None] = dict.fromkeys(("ttft_p50", "ttft_p50_saturated", "requests_per_s", "bytes_sent"))
+        ratios: dict[str, float | None] = dict.fromkeys(
+            ("ttft_p50", "ttft_p50_saturated", "requests_per_s", "bytes_sent")
+        )
         if len(runs) == 2:
             on, off = runs["cache_on"], runs["cache_off"]
             ratios["ttft_p50"] = _ratio(off["ttft_s"]["p50"], on["ttft_s"]["p50"])
