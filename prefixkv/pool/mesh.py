@@ -19,7 +19,7 @@ from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.pool.kv_layout import KVLayout
 from prefixkv.pool.staging_area import BLOCK_BYTES
 
-MAX_RANKS: Final = 4096
+MAX_RANKS: Final = 256  # who tells whom is found by looking at each pair, half a second for so many
 SECTION_ALIGNMENT: Final = BLOCK_BYTES
 MAX_FOLD: Final = 1024  # of page sizes: a table has this many rows for a run, at a peer's word
 
