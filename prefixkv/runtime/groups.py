@@ -119,7 +119,8 @@ class DecodeGroup(DecodeNode):
 
 
 class PrefillGroup:
-    """The ranks of a prefill worker in step: a request is bootstrapped, sent or failed when it is on all of them.
+    """The ranks of a prefill worker in step: a request is bootstrapped or sent when it is on all of them, and failed as
+    soon as it is on one, since that rank's pages are not to be computed into any more.
 
     Each rank has a cache of its own, so pages and `prefix_len` may differ from rank to rank: `ranks_of` gives all. What
     the methods return is rank 0's request.
@@ -148,7 +149,7 @@ class PrefillGroup:
         self._reqs: dict[str, list[PrefillRequest]] = {}
         self._begun: dict[str, int] = {}
         self._left: dict[str, int] = {}  # on how many ranks it has ended
-        self._failed: set[str] = set()
+        self._failed: set[str] = set()  # popped as failed, and alive on some ranks still
 
     @property
     def endpoint(self) -> str:
@@ -188,6 +189,8 @@ class PrefillGroup:
         state_slot: int = -1,
     ) -> int:  # fmt: skip
         """As `PrefillNode.send_chunk`, on every rank."""
+        if req.rid in self._failed:
+            return 0
         pairs = zip(self.nodes, self._reqs[req.rid], strict=True)
         return sum(node.send_chunk(mine, end, last, aux, ready, state_slot) for node, mine in pairs)
 
@@ -195,8 +198,9 @@ class PrefillGroup:
         sent = []
         for node in self.nodes:
             for req in node.pop_sent():
-                if self._end(req.rid) and req.rid not in self._failed:
-                    sent.append(self._forget(req.rid))
+                failed = req.rid in self._failed
+                if (ended := self._end(req.rid)) is not None and not failed:
+                    sent.append(ended)
         return sent
 
     def pop_failed(self, after: ReadyEvent | None = None) -> list[PrefillRequest]:
@@ -209,12 +213,9 @@ class PrefillGroup:
                 if req.rid not in self._failed:
                     self._failed.add(req.rid)
                     self.abort(req.rid)
+                    failed.append(self._reqs[req.rid][0])
+                    failed[-1].error = req.error
                 self._end(req.rid)
-        for rid in [rid for rid in self._failed if self._left[rid] == len(self.nodes)]:
-            error = next(req.error for req in self._reqs[rid] if req.error is not None)
-            self._failed.discard(rid)
-            failed.append(self._forget(rid))
-            failed[-1].error = error
         return failed
 
     def abort(self, rid: str) -> bool:
@@ -222,13 +223,13 @@ class PrefillGroup:
         known = [node.abort(rid) for node in self.nodes]
         return any(known)
 
-    def _end(self, rid: str) -> bool:
-        """It has ended on one rank more; True if that was the last."""
+    def _end(self, rid: str) -> PrefillRequest | None:
+        """It has ended on one rank more; the request, if that was the last."""
         self._left[rid] += 1
-        return self._left[rid] == len(self.nodes)
-
-    def _forget(self, rid: str) -> PrefillRequest:
+        if self._left[rid] < len(self.nodes):
+            return None
         del self._begun[rid], self._left[rid]
+        self._failed.discard(rid)
         return self._reqs.pop(rid)[0]
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -119,3 +119,23 @@ def test_meshes_that_cannot_work_together_say_why() -> None:
         pair.submit("r", tokens_of(0, 10), room=1)
         pair.until(lambda: "r" in pair.failed)
         assert "tp_size" in str(pair.failed["r"])
+
+
+def test_a_request_that_failed_on_one_rank_is_computed_no_more_on_any() -> None:
+    """Its pages there are free once it is popped: the engine hears of it in that call, not when it failed on all."""
+    with MeshPair(mesh(2), mesh(2)) as pair:
+        pair.hold = True
+        pair.submit("r", tokens_of(1, 60), room=1)
+        pair.until(lambda: "r" in pair.computing)
+        req = pair.prefill.ranks_of("r")[0]
+        pair.prefill.nodes[1].abort("r")
+        assert pair.prefill.pop_failed() == [req]
+        assert isinstance(req.error, AbortedError)
+        assert pair.prefill.send_chunk(req, 12) == 0
+        del pair.computing["r"]
+        pair.until(lambda: "r" in pair.failed and pair.at_rest())
+        assert not pair.prefill_failed, "once is enough"
+        pair.submit("r", tokens_of(1, 60), room=2)  # the name is free again on all ranks
+        pair.hold = False
+        pair.until(lambda: "r" in pair.arrived)
+        assert pair.mismatches == 0
