@@ -32,8 +32,9 @@ from rich.console import Console
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.yardsticks import LeastAdmission, numpy_loop, python_loop
 from prefixkv.config import DecodeConfig
+from prefixkv.decode.commands import Command, OpenRoom
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import Command, DecodeScheduler, OpenRoom
+from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import ConfigError
 from prefixkv.paging import pages_for, whole_pages
 from prefixkv.pool.page_allocator import PageAllocator

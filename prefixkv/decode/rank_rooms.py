@@ -14,7 +14,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from prefixkv.decode.scheduler import AbortRoom, Command, OpenRoom, RefuseRoom
+from prefixkv.decode.commands import (
+    AbortRoom,
+    Command,
+    OpenRoom,
+    RefuseRoom,
+)
 from prefixkv.errors import AbortedError, CallerError, TransferError
 from prefixkv.protocol.messages import Promise
 from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue

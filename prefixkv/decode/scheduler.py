@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
 from typing import Protocol
@@ -26,6 +25,7 @@ import numpy as np
 from prefixkv.cache.radix_key import check_packed, pack
 from prefixkv.decode.admission import DEFAULT_ADMISSION, AdmissionPolicy
 from prefixkv.decode.budget import PreallocBudget
+from prefixkv.decode.commands import AbortRoom, Command, OpenRoom, RefuseRoom
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.prealloc_queue import INFINITY, DecodePreallocQueue
@@ -51,33 +51,6 @@ class DeviceEvent(Protocol):
     """What `after=` takes: a CUDA event, or anything that answers `query()`."""
 
     def query(self) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class OpenRoom:
-    """Promise these pages to the prefill worker at `address`."""
-
-    promise: Promise
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class AbortRoom:
-    key: RoomKey
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class RefuseRoom:
-    """Tell the prefill worker at `address` that this room will not be opened. `room_drained` follows."""
-
-    key: RoomKey
-    ticket: int
-    address: str
-    error: Exception
-
-
-Command = OpenRoom | AbortRoom | RefuseRoom
 
 
 class DecodeScheduler:

@@ -32,20 +32,20 @@ from prefixkv.pool.staging_area import StagingArea
 from prefixkv.pool.state_layout import StateLink, check_state_pairs, state_blocks
 from prefixkv.pool.unit_pages import unit_pages
 from prefixkv.protocol import messages
-from prefixkv.protocol import sender_machine as sender
+from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.lease_cut import LeaseCut
 from prefixkv.protocol.links import Liveness, Stamper, check_pair
 from prefixkv.protocol.messages import Frame, Hello, HelloReply, ModelDigest, Outcome, Promise, Topology
-from prefixkv.protocol.sender_machine import (
+from prefixkv.protocol.sender_events import (
     Bootstrapped,
     CancelWrite,
     Pages,
     PostWrite,
     RoomEnded,
     Say,
-    SenderMachine,
     SourceFree,
 )
+from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.timers import Timers
 

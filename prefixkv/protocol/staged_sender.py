@@ -36,7 +36,7 @@ from prefixkv.pool.staging_area import BLOCK_BYTES
 from prefixkv.protocol.backoff import Backoff
 from prefixkv.protocol.lease_cut import LeaseCut
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
-from prefixkv.protocol.sender_machine import Say
+from prefixkv.protocol.sender_events import Say
 from prefixkv.protocol.staged_pieces import At, Job, Pages, Piece, Stream
 from prefixkv.protocol.state import PeerId, RoomKey
 from prefixkv.protocol.timers import Timers

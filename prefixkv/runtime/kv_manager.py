@@ -18,12 +18,12 @@ from typing import Any, Final, TypeVar
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.channel import DealerChannel, RouterChannel
-from prefixkv.decode import scheduler as decode
+from prefixkv.decode import commands as decode
 from prefixkv.errors import ClosedError, ConfigError, RequestError
 from prefixkv.prefill import scheduler as prefill
 from prefixkv.protocol import decode_endpoint, prefill_endpoint, staged_sender
 from prefixkv.protocol import receiver_machine as receiver
-from prefixkv.protocol import sender_machine as sender
+from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.decode_endpoint import DecodeEndpoint
 from prefixkv.protocol.messages import Hello, ModelDigest, Topology
 from prefixkv.protocol.prefill_endpoint import PrefillEndpoint

@@ -26,7 +26,7 @@ from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import receiver_machine as receiver
-from prefixkv.protocol import sender_machine as sender
+from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.state import PeerId
 from prefixkv.request import Request
 from prefixkv.request_pages import PageBooks

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
+from prefixkv.decode.commands import (
+    AbortRoom,
+    Command,
+    OpenRoom,
+    RefuseRoom,
+)
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import AbortRoom, Command, DecodeScheduler, OpenRoom, RefuseRoom
+from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import TransferError
 from prefixkv.pool.page_allocator import PageState
 from prefixkv.protocol.state import KVPoll, RoomKey

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from prefixkv.decode.commands import AbortRoom, OpenRoom, RefuseRoom
 from prefixkv.decode.rank_rooms import RankRooms, command_of, order_of, pack_news, unpack_news
-from prefixkv.decode.scheduler import AbortRoom, OpenRoom, RefuseRoom
 from prefixkv.errors import AbortedError, CallerError, TransferError
 from prefixkv.protocol.messages import Promise
 from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue

@@ -14,9 +14,10 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from prefixkv.decode.commands import AbortRoom, OpenRoom, RefuseRoom
 from prefixkv.decode.oplog import LoggedBooks, Replica, decode_op, encode_op
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import AbortRoom, DecodeScheduler, OpenRoom, RefuseRoom
+from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import OutOfPagesError, RequestError, TransferError
 from prefixkv.pool.page_allocator import PageState
 from prefixkv.protocol.state import KVPoll, RoomKey

@@ -17,15 +17,15 @@ import msgspec
 import numpy as np
 
 from prefixkv.config import TransportConfig
+from prefixkv.decode.commands import AbortRoom, OpenRoom, RefuseRoom
 from prefixkv.decode.rank_rooms import Fenced, RankRooms, RoomEvent, RoomOrder, order_of, unpack_news
-from prefixkv.decode.scheduler import AbortRoom, OpenRoom, RefuseRoom
 from prefixkv.errors import AbortedError
 from prefixkv.paging import pages_for
 from prefixkv.pool.mesh import Mesh, lease_sections
 from prefixkv.pool.staging_area import BLOCK_BYTES
 from prefixkv.prefill import scheduler as prefill_scheduler
 from prefixkv.prefill.send_plan import SendPlan
-from prefixkv.protocol import sender_machine as sender
+from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.messages import Promise
 from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded
 from prefixkv.protocol.state import KVPoll, PeerId, RoomKey

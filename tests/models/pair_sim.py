@@ -17,7 +17,7 @@ import numpy as np
 from prefixkv.cli.hashing import PrefixHasher
 from prefixkv.cli.pattern import KVPattern
 from prefixkv.config import ControlConfig, TransportConfig
-from prefixkv.decode import scheduler as decode_scheduler
+from prefixkv.decode import commands as decode_commands
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import OutOfPagesError, PrefixKVError, RequestError
@@ -30,7 +30,7 @@ from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import decode_endpoint, prefill_endpoint
 from prefixkv.protocol import receiver_machine as receiver
-from prefixkv.protocol import sender_machine as sender
+from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.decode_endpoint import DecodeEndpoint
 from prefixkv.protocol.messages import Hello, ModelDigest, Topology
 from prefixkv.protocol.prefill_endpoint import PrefillEndpoint
@@ -249,11 +249,11 @@ class DecodeSide:
             self.act(self.endpoint.tick(now_s))
             return
         match self.commands.popleft():
-            case decode_scheduler.OpenRoom(promise, address):
+            case decode_commands.OpenRoom(promise, address):
                 self.act(self.endpoint.open(promise, address, now_s))
-            case decode_scheduler.AbortRoom(key, error):
+            case decode_commands.AbortRoom(key, error):
                 self.act(self.endpoint.abort(key, error, now_s))
-            case decode_scheduler.RefuseRoom(key, ticket, address, error):
+            case decode_commands.RefuseRoom(key, ticket, address, error):
                 self.act(self.endpoint.refuse(key, ticket, address, error, now_s))
             case Arrived(tag):
                 self.act(self.endpoint.on_arrival(tag, now_s))

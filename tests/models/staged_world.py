@@ -20,7 +20,7 @@ import numpy as np
 from prefixkv.pool.staging_area import BLOCK_BYTES
 from prefixkv.protocol.lease_cut import LeaseCut
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
-from prefixkv.protocol.sender_machine import Say
+from prefixkv.protocol.sender_events import Say
 from prefixkv.protocol.staged_rooms import (
     RoomBroken,
     RoomQuiet,

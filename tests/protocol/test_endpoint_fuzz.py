@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prefixkv.errors import RequestError
 from prefixkv.protocol import decode_endpoint, messages, prefill_endpoint
 from prefixkv.protocol import receiver_machine as receiver
-from prefixkv.protocol import sender_machine as sender
+from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.messages import HelloReply, HelloWanted, Outcome, Topology
 from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.tags import ChunkTag

@@ -25,7 +25,13 @@ from prefixkv.protocol.messages import (
     Topology,
 )
 from prefixkv.protocol.prefill_endpoint import AddPeer, RemovePeer
-from prefixkv.protocol.sender_machine import Bootstrapped, CancelWrite, PostWrite, RoomEnded, SourceFree
+from prefixkv.protocol.sender_events import (
+    Bootstrapped,
+    CancelWrite,
+    PostWrite,
+    RoomEnded,
+    SourceFree,
+)
 from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
 from tests.protocol.wire import (
     ADDRESS,

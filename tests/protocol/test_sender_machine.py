@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixkv.errors import AbortedError, RequestError, TransferError
-from prefixkv.protocol import sender_machine as sm
+from prefixkv.protocol import sender_events as sm
 from prefixkv.protocol.messages import Drained, Outcome, PromiseAck
-from prefixkv.protocol.sender_machine import (
+from prefixkv.protocol.sender_events import (
     AbortSaid,
     Added,
     Bootstrapped,
@@ -27,12 +27,12 @@ from prefixkv.protocol.sender_machine import (
     Promised,
     RoomEnded,
     Say,
-    SenderMachine,
     SourceFree,
     Tick,
     WriteDrained,
     WriteEnded,
 )
+from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.state import KVPoll
 from tests.protocol.wire import DECODE, KEY, PAGE_SIZE, TIMING, check_deadline, check_table
 

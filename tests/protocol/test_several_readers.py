@@ -14,7 +14,7 @@ import pytest
 from prefixkv.config import CurveConfig
 from prefixkv.errors import AbortedError, PeerLostError, TransferError, TransferTimeoutError
 from prefixkv.pool.staging_area import BLOCK_BYTES, StagingArea
-from prefixkv.protocol import sender_machine as sm
+from prefixkv.protocol import sender_events as sm
 from prefixkv.protocol.messages import Abort, Drained, Fenced, HelloReply, LeaseGrant, Outcome, OutcomeAck, PromiseAck
 from prefixkv.protocol.prefill_endpoint import AddPeer, LeaseGranted, RemovePeer
 from prefixkv.protocol.sender_machine import (

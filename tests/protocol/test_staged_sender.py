@@ -13,7 +13,7 @@ from prefixkv.pool.mesh import Mesh, lease_sections
 from prefixkv.pool.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol.lease_cut import LeaseCut
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
-from prefixkv.protocol.sender_machine import Say
+from prefixkv.protocol.sender_events import Say
 from prefixkv.protocol.staged_sender import (
     READY_POLL_S,
     Action,

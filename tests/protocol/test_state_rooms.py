@@ -12,17 +12,17 @@ from prefixkv.config import ControlConfig
 from prefixkv.pool.state_layout import StateBlock, StateEntry, StateLayout, StateLink, StateTensor
 from prefixkv.protocol import prefill_endpoint
 from prefixkv.protocol.messages import Outcome
-from prefixkv.protocol.sender_machine import (
+from prefixkv.protocol.sender_events import (
     Added,
     ChunkQueued,
     Fail,
     PostWrite,
     Promised,
     RoomEnded,
-    SenderMachine,
     SourceFree,
     WriteEnded,
 )
+from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
 from tests.protocol import wire
 from tests.protocol.wire import ADDRESS, DIGEST, HELLO, KEY, PREFILL, TIMING, TOPOLOGY, DecodePeer
