@@ -26,10 +26,11 @@ class _PrefillServed:
     def __init__(self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...]) -> None:
         from prefixkv.cli.hashing import PrefixHasher
         from prefixkv.cli.pattern import KVPattern
+        from prefixkv.cli.rank_kv import make_pools
         from prefixkv.runtime.nodes import PrefillNode
-        from tests.models.mesh_workers import SALT, mesh_pools
+        from tests.models.mesh_workers import SALT
 
-        pool = mesh_pools(mesh, 64, 4, 16, "mha", "layer_major")[rank]
+        pool = make_pools(mesh, 64, 4, 16, order="layer_major")[rank]
         self.node = PrefillNode(pool, config, mesh, rank, endpoints)
         self.hello = (self.node.peer_id, self.node.endpoint)
         self._reqs: dict[str, Any] = {}
@@ -69,10 +70,11 @@ class _DecodeServed:
     def __init__(self, mesh: Mesh, rank: int, config: DecodeConfig, worker: PeerId) -> None:
         from prefixkv.cli.hashing import PrefixHasher
         from prefixkv.cli.pattern import KVPattern
+        from prefixkv.cli.rank_kv import make_pools
         from prefixkv.runtime.decode_rank import DecodeRank
-        from tests.models.mesh_workers import SALT, mesh_pools
+        from tests.models.mesh_workers import SALT
 
-        pool = mesh_pools(mesh, 64, 4, 16, "mha", "page_major")[rank]
+        pool = make_pools(mesh, 64, 4, 16, order="page_major")[rank]
         self.node = DecodeRank(pool, config, mesh, rank, worker)
         self.hello = (self.node.peer_id, "")
         self._hashes = PrefixHasher().prefixes

@@ -7,15 +7,13 @@ each rank's bytes are right only if they came from the right place.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 from prefixkv.cli.hashing import PrefixHasher
-from prefixkv.cli.pattern import KVPattern
+from prefixkv.cli.rank_kv import DecodeKV, PrefillKV, make_pools, patterns
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.pool.kv_pool import KVPool
 from prefixkv.pool.mesh import Mesh
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
@@ -25,17 +23,6 @@ from tests.models.patience import PATIENCE_S
 
 SALT = 7
 _hasher = PrefixHasher()
-
-
-def mesh_pools(mesh: Mesh, num_pages: int, page_size: int, head_dim: int, attention: str, order: str) -> list[KVPool]:
-    """One a rank."""
-    shards = [mesh.shard(rank) for rank in range(mesh.num_ranks)]
-    return [
-        KVPool.create(
-            num_pages, page_size, shard.num_layers, shard.num_heads, head_dim, attention=attention, order=order
-        )
-        for shard in shards
-    ]
 
 
 class MeshPair:
@@ -49,8 +36,10 @@ class MeshPair:
     ) -> None:  # fmt: skip
         """`prefill_more` and `decode_more` are for the groups."""
         self.chunk = chunk
-        prefill_pools = mesh_pools(prefill, num_pages, page_sizes[0], head_dim, attention, orders[0])
-        self.decode_pools = mesh_pools(decode, num_pages, page_sizes[1], head_dim, attention, orders[1])
+        prefill_pools, self.decode_pools = (
+            make_pools(side, num_pages, page_size, head_dim, attention=attention, order=order)
+            for side, page_size, order in zip((prefill, decode), page_sizes, orders, strict=True)
+        )
         self.prefill = PrefillGroup(prefill_pools, prefill_config or PrefillConfig(), prefill, **prefill_more or {})
         try:
             config = replace(decode_config or DecodeConfig(), reserve_tokens=8)
@@ -58,8 +47,10 @@ class MeshPair:
         except BaseException:
             self.prefill.close()
             raise
-        self._fills = [KVPattern(pool.layout, SALT, pool, (prefill, i)) for i, pool in enumerate(prefill_pools)]
-        self._checks = [KVPattern(pool.layout, SALT, pool, (decode, i)) for i, pool in enumerate(self.decode_pools)]
+        self._prefill_kv = PrefillKV(
+            patterns(prefill_pools, prefill, SALT), lambda req: self.prefill.ranks_of(req.rid)
+        )  # fmt: skip
+        self._decode_kv = DecodeKV(patterns(self.decode_pools, decode, SALT), self.decode.pages_of)
         self.hold = False
         self.computing: dict[str, int] = {}
         self.arrived: dict[str, DecodeRequest] = {}
@@ -79,13 +70,13 @@ class MeshPair:
     def step(self) -> None:
         self.decode.pop_preallocated()
         for ready in self.prefill.pop_bootstrapped():
-            self.computing[ready.rid] = min(rank.prefix_len for rank in self.prefill.ranks_of(ready.rid))
+            self.computing[ready.rid] = self._prefill_kv.computed(ready)
         for bad in self.prefill.pop_failed():
             self.computing.pop(bad.rid, None)
             self.prefill_failed[bad.rid] = bad.error
         if not self.hold:
             for rid in list(self.computing):
-                self._compute(self.prefill.ranks_of(rid))
+                self.compute(self.prefill.ranks_of(rid)[0])
         self.sent += [req.rid for req in self.prefill.pop_sent()]
         for req in self.decode.pop_transferred():
             self.arrived[req.rid] = req
@@ -97,17 +88,15 @@ class MeshPair:
     def wrong_pages(self, req: DecodeRequest) -> int:
         """Over all ranks; each rank's own page table has to say the same pages."""
         hashes = _hasher.prefixes(req.request.key.tokens())
-        by_rank = self.decode.pages_of(req)
-        assert all(pages.tolist() == req.pages.tolist() for pages in by_rank)
-        return sum(check.mismatches(pages, hashes) for pages, check in zip(by_rank, self._checks, strict=True))
+        assert all(pages.tolist() == req.pages.tolist() for pages in self.decode.pages_of(req))
+        return self._decode_kv.mismatches(req, hashes)
 
-    def _compute(self, ranks: Sequence[PrefillRequest]) -> None:
-        req = ranks[0]
+    def compute(self, req: PrefillRequest) -> None:
+        """One chunk of this request, also while holding."""
         hashes = _hasher.prefixes(req.tokens)
         start = self.computing[req.rid]
         end = min(start + self.chunk, req.num_tokens)
-        for rank, fill in zip(ranks, self._fills, strict=True):
-            fill.fill(rank.pages, max(start, rank.prefix_len), hashes[: max(end, rank.prefix_len)])
+        self._prefill_kv.fill(req, start, hashes[:end])
         last = end == req.num_tokens
         if last and not self.may_end(req):
             return

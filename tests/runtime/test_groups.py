@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import zmq
 
+from prefixkv.cli.rank_kv import make_pools
 from prefixkv.config import CurveConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import AdmissionTimeoutError, InternalError
 from prefixkv.pool.mesh import Mesh
@@ -15,7 +16,7 @@ from prefixkv.protocol.state import RoomKey
 from prefixkv.request import Request
 from prefixkv.runtime.groups import DecodeGroup
 from prefixkv.runtime.kv_manager import ControlFailed
-from tests.models.mesh_workers import MeshPair, mesh_pools
+from tests.models.mesh_workers import MeshPair
 from tests.models.node_pair import tokens_of
 from tests.models.patience import lasting_address, returned, until
 from tests.runtime.conftest import QUICK
@@ -24,7 +25,7 @@ MESH = Mesh(2, 2, 2)
 
 
 def group(**changes: float) -> DecodeGroup:
-    pools = mesh_pools(MESH, 16, 4, 16, "mha", "layer_major")
+    pools = make_pools(MESH, 16, 4, 16, order="layer_major")
     return DecodeGroup(pools, DecodeConfig(control=QUICK, reserve_tokens=0, **changes), MESH)  # type: ignore[arg-type]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from prefixkv.cli.hashing import PrefixHasher
 from prefixkv.cli.pattern import KVPattern
+from prefixkv.cli.rank_kv import make_pools
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.decode.ranks import RankLog
 from prefixkv.errors import TransferError
@@ -14,7 +15,7 @@ from prefixkv.pool.mesh import Mesh
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode
 from tests.models.mesh_process import RankProcess, rank_processes
-from tests.models.mesh_workers import SALT, mesh_pools
+from tests.models.mesh_workers import SALT
 from tests.models.node_pair import tokens_of
 from tests.models.patience import SkippableClock, lasting_address, until
 from tests.runtime.conftest import QUICK
@@ -34,7 +35,7 @@ class Workers:
         self.prefill = [self.start_prefill(1)]
         self.prefill.insert(0, self.start_prefill(0))
         config = DecodeConfig(control=QUICK, transport=TRANSPORT, reserve_tokens=8)
-        pool = mesh_pools(DECODE, 64, 4, 16, "mha", "page_major")[0]
+        pool = make_pools(DECODE, 64, 4, 16, order="page_major")[0]
         self.node = DecodeNode(pool, config, RankLog(digest_every=1), DECODE)
         self.other = start("decode", DECODE, 1, config, self.node.peer_id)
         self._check = KVPattern(pool.layout, SALT, pool, (DECODE, 0))

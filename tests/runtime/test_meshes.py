@@ -101,7 +101,7 @@ def test_an_abort_from_either_side_ends_the_room_on_all_ranks(mode: str) -> None
             pair.submit(rid, tokens_of(number, 60), room=number + 1)
         pair.until(lambda: len(pair.computing) == 3)
         for rid in list(pair.computing):  # one chunk is under way
-            pair._compute(pair.prefill.ranks_of(rid))
+            pair.compute(pair.prefill.ranks_of(rid)[0])
         pair.decode.abort("by decode")
         pair.prefill.abort("by prefill")
         pair.hold = False
