@@ -1,10 +1,13 @@
-"""Claim: with a fragmented pool, allocating 100 pages and freeing them takes under 50 us at the median.
+"""Claim: with a fragmented pool, allocating 100 pages and freeing them takes under 50 us at the
+median.
 
-    python benchmarks/allocator.py [--pages 100000] [--allocations 100000] [--seed 1] > results/allocator.json
+    python benchmarks/allocator.py [--pages 100000] [--allocations 100000] [--seed 1] >
+    results/allocator.json
 
-Requests of 1 to 200 pages come and go through a full pool: when pages are short, cold requests lose pages from
-their tails, exactly as many as are missing ("exact"), or that and a reserve of the pool at once ("reserve"). Then
-100 pages are allocated and freed again, and again. "singles" is the worst case there is: no two free pages touch.
+Requests of 1 to 200 pages come and go through a full pool: when pages are short, cold requests lose
+pages from their tails, exactly as many as are missing ("exact"), or that and a reserve of the pool
+at once ("reserve"). Then 100 pages are allocated and freed again, and again. "singles" is the worst
+case there is: no two free pages touch.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ PAGES_A_REQUEST = 100
 COLD = 50  # an eviction picks among this many of the oldest requests
 
 
-def churned(num_pages: int, allocations: int, reserve_pages: int, seed: int) -> tuple[PageAllocator, dict[str, float]]:
+def churned(
+    num_pages: int, allocations: int, reserve_pages: int, seed: int
+) -> tuple[PageAllocator, dict[str, float]]:
     """A pool after `allocations` random ones, and what they came to."""
     random = np.random.default_rng(seed)
     allocator = PageAllocator(num_pages)
@@ -86,7 +91,9 @@ def measure(allocator: PageAllocator, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pages", type=int, default=100_000)
     parser.add_argument("--allocations", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=5_000)
@@ -95,13 +102,20 @@ def main() -> None:
     if min(options.pages, options.allocations, options.repeats) < 1_000:
         parser.error("--pages, --allocations and --repeats must be at least 1000")
     cases: dict[str, dict[str, float]] = {}
-    for name, reserve in {"exact": 0.0, "reserve_1_percent": 0.01, "reserve_5_percent": 0.05}.items():
-        allocator, history = churned(options.pages, options.allocations, int(reserve * options.pages), options.seed)
+    for name, reserve in {
+        "exact": 0.0,
+        "reserve_1_percent": 0.01,
+        "reserve_5_percent": 0.05,
+    }.items():
+        allocator, history = churned(
+            options.pages, options.allocations, int(reserve * options.pages), options.seed
+        )
         cases[name] = measure(allocator, options.repeats) | history
     cases["singles"] = measure(singles(options.pages), options.repeats)
     cases["not_fragmented"] = measure(PageAllocator(options.pages), options.repeats)
     recipe = {
-        "what": f"allocate {PAGES_A_REQUEST} pages, free them; one thread, times include all checks",
+        "what": f"allocate {PAGES_A_REQUEST} pages, free them; one thread, times include all "
+        "checks",
         **vars(options),
         "python": platform.python_version(),
         "numpy": np.__version__,

@@ -1,12 +1,13 @@
-"""Claim: a burst of 64 requests with one new 8k-token system prompt sends at most 1.05 of one prompt and the suffixes.
+"""Claim: a burst of 64 requests with one new 8k-token system prompt sends at most 1.05 of one
+prompt and the suffixes.
 
     python benchmarks/burst.py > benchmarks/results/burst.json        (UCX_TLS=tcp for TCP)
 
-A prefill and a decode process over NIXL. All requests are submitted at once, nothing of them is cached anywhere.
-Three times, each with a system prompt of its own: nothing happens; the first request is aborted by decode when a
-quarter of its prompt is computed; it fails on prefill there. Bytes are those that prefill's transport wrote. Every
-byte of KV is compared, when a request may run. Exit status 1 if a byte is wrong, a request is lost, or the first
-two runs miss the claim.
+A prefill and a decode process over NIXL. All requests are submitted at once, nothing of them is
+cached anywhere. Three times, each with a system prompt of its own: nothing happens; the first
+request is aborted by decode when a quarter of its prompt is computed; it fails on prefill there.
+Bytes are those that prefill's transport wrote. Every byte of KV is compared, when a request may
+run. Exit status 1 if a byte is wrong, a request is lost, or the first two runs miss the claim.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ import numpy as np
 import numpy.typing as npt
 
 PAGE_SIZE = 16
-SHAPE = {"page_size": PAGE_SIZE, "num_layers": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+SHAPE = {
+    "page_size": PAGE_SIZE,
+    "num_layers": 8,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "dtype": "bfloat16",
+}
 PREFILL_PAGES = 4096
 DECODE_PAGES = 4096
 CHUNK_TOKENS = 1024
@@ -39,12 +46,15 @@ Tokens = npt.NDArray[np.int32]
 
 def prompt_of(burst: int, number: int, system_tokens: int, suffix_tokens: int) -> Tokens:
     system = np.random.default_rng([burst, 0]).integers(0, 50_000, system_tokens, dtype=np.int32)
-    suffix = np.random.default_rng([burst, 1, number]).integers(0, 50_000, suffix_tokens, dtype=np.int32)
+    suffix = np.random.default_rng([burst, 1, number]).integers(
+        0, 50_000, suffix_tokens, dtype=np.int32
+    )
     return np.concatenate([system, suffix])
 
 
 class Prefill:
-    """The prefill process. Told of requests over a pipe; stops once where the first of a burst is midway."""
+    """The prefill process. Told of requests over a pipe; stops once where the first of a burst is
+    midway."""
 
     def __init__(self, pipe: Connection, midway: int) -> None:
         from prefixkv.cli.hashing import PrefixHasher
@@ -163,7 +173,9 @@ class Decode:
                     told = True
             node.pop_preallocated()
             for ask in node.pop_needs_prefill():
-                self.pipe.send(("add", f"{ask.rid}/{ask.generation}", ask.room, ask.generation, ask.tokens))
+                self.pipe.send(
+                    ("add", f"{ask.rid}/{ask.generation}", ask.room, ask.generation, ask.tokens)
+                )
             failed += len(node.pop_failed())
             for req in node.pop_transferred():
                 took_s[req.rid] = time.perf_counter() - began_s
@@ -199,7 +211,9 @@ class Decode:
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    child = context.Process(target=prefill_process, args=(theirs, args.system_tokens // 4), daemon=True)
+    child = context.Process(
+        target=prefill_process, args=(theirs, args.system_tokens // 4), daemon=True
+    )
     child.start()
     theirs.close()
     decode = Decode(pipe, args)
@@ -219,7 +233,9 @@ def main() -> int:
     parser.add_argument("--suffix-tokens", type=int, default=200, help="of each request")
     args = parser.parse_args()
     if args.system_tokens % PAGE_SIZE:
-        parser.error(f"--system-tokens is {args.system_tokens}, a multiple of {PAGE_SIZE} is needed")
+        parser.error(
+            f"--system-tokens is {args.system_tokens}, a multiple of {PAGE_SIZE} is needed"
+        )
     from prefixkv.cli.report import machine
 
     recipe = {

@@ -1,13 +1,15 @@
-"""Claim: whatever dies, stops, restarts or is cut off, no request reads a wrong byte, none hangs, nothing is lost.
+"""Claim: whatever dies, stops, restarts or is cut off, no request reads a wrong byte, none hangs,
+nothing is lost.
 
     python benchmarks/chaos.py --seed 1 --duration 60 [--tls tcp|default] [--json FILE] [--verbose]
 
-Two prefill and two decode processes over real NIXL (UCX over TCP for odd seeds, its default for even ones), and
-conversations with shared prefixes through all of them, while a storm that follows from the seed kills, stops,
-restarts and replaces workers, cuts and stalls their sockets, aborts requests from both sides in every state, and
-holds up scheduler threads, in pools small enough for retraction. Every KV byte a request reads is checked, and
-freed pages are filled with a canary on both sides (`chaos_pages.py`). The last line is the verdict; exit status 1
-if any figure in it is off. Timing decides what meets what, so a seed gives the same storm, not the same run.
+Two prefill and two decode processes over real NIXL (UCX over TCP for odd seeds, its default for
+even ones), and conversations with shared prefixes through all of them, while a storm that follows
+from the seed kills, stops, restarts and replaces workers, cuts and stalls their sockets, aborts
+requests from both sides in every state, and holds up scheduler threads, in pools small enough for
+retraction. Every KV byte a request reads is checked, and freed pages are filled with a canary on
+both sides (`chaos_pages.py`). The last line is the verdict; exit status 1 if any figure in it is
+off. Timing decides what meets what, so a seed gives the same storm, not the same run.
 """
 
 from __future__ import annotations
@@ -37,13 +39,14 @@ from benchmarks.chaos_worker import Spec
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 
 CONTROL = ControlConfig(
-    heartbeat_s=0.1, suspect_after_s=1.0, forget_after_s=10.0, resend_s=0.1, bootstrap_timeout_s=4.0,
-    waiting_timeout_s=3.0, transfer_timeout_s=2.5, ack_timeout_s=2.0, drain_timeout_s=0.7, parked_timeout_s=2.0,
-    fence_settle_s=0.5,
+    heartbeat_s=0.1, suspect_after_s=1.0, forget_after_s=10.0, resend_s=0.1,
+    bootstrap_timeout_s=4.0, waiting_timeout_s=3.0, transfer_timeout_s=2.5, ack_timeout_s=2.0,
+    drain_timeout_s=0.7, parked_timeout_s=2.0, fence_settle_s=0.5,
 )  # fmt: skip
 POOL = {"page_size": 8, "num_layers": 4, "num_kv_heads": 2, "head_dim": 64}  # 16 KiB a page
 STOP_S = (0.3, 5.0)  # the longest is longer than any deadline
-DEADLINE_S = 20.0  # of a request, without what was taken from its own worker: every wait and retry at its worst
+# of a request, without what was taken from its own worker: every wait and retry at its worst
+DEADLINE_S = 20.0
 STORM_OPEN = 40  # conversations at a time
 CALM_OPEN = 12
 CALM_CONVERSATIONS = 60
@@ -71,7 +74,12 @@ def specs_of(seed: int, tls: str) -> dict[str, Spec]:
                     failure_policy="retry" if number else "fail", control=CONTROL,
                 )  # fmt: skip
             specs[name] = Spec(
-                side, pool, config, chance.getrandbits(32), chunk_tokens=chance.choice((24, 64)), env=env
+                side,
+                pool,
+                config,
+                chance.getrandbits(32),
+                chunk_tokens=chance.choice((24, 64)),
+                env=env,
             )
     return specs
 
@@ -79,8 +87,9 @@ def specs_of(seed: int, tls: str) -> dict[str, Spec]:
 class Rate(NamedTuple):
     """One pass of the measured workload.
 
-    `per_core` is requests a second and core, of the time that was left to us: other people's processes come and go,
-    and what they took is not counted. What we left idle is, so workers that wait for nothing are slow workers.
+    `per_core` is requests a second and core, of the time that was left to us: other people's
+    processes come and go, and what they took is not counted. What we left idle is, so workers that
+    wait for nothing are slow workers.
     """
 
     per_s: float
@@ -143,7 +152,9 @@ class Run:
         elif kind == "ask":
             rid, _room, generation, tokens, address = args
             if self.clients is not None:
-                prefill = next(p for (d, p), proxy in self.cluster.proxies.items() if proxy.endpoint == address)
+                prefill = next(
+                    p for (d, p), proxy in self.cluster.proxies.items() if proxy.endpoint == address
+                )
                 self.clients.again(rid, prefill, generation, tokens)
         elif kind == "report":
             self.reports[worker] = args[0]
@@ -166,12 +177,20 @@ class Run:
     # --- faults -----------------------------------------------------------------------------------
 
     def storm(self) -> None:
-        """Clients and faults until the time is up; then everything stands, and whoever was replaced is dead."""
+        """Clients and faults until the time is up; then everything stands, and whoever was replaced
+        is dead."""
         systems = system_prompts(self.chance, Sizes())
         sizes = Sizes(output=(2, 96))  # long answers: more than the pools have room for
         endless = iter(lambda: Conversation(self.chance, systems, sizes), None)
         self.clients = Clients(
-            self.cluster, self.ledger, self.chance, endless, STORM_OPEN, sizes, trouble=0.15, prefix="s"
+            self.cluster,
+            self.ledger,
+            self.chance,
+            endless,
+            STORM_OPEN,
+            sizes,
+            trouble=0.15,
+            prefix="s",
         )
         self.storming = True
         self.clients.fill()
@@ -237,7 +256,8 @@ class Run:
         return True
 
     def stop_inside(self) -> bool:
-        """A prefill worker stands still between two writes of a request, and goes on writing when it wakes."""
+        """A prefill worker stands still between two writes of a request, and goes on writing when
+        it wakes."""
         worker = self._victim("prefill")
         if worker is None:
             return False
@@ -263,7 +283,8 @@ class Run:
         return True
 
     def replace(self) -> bool:
-        """Restarted under its name while it is stopped; then it goes on for a while, or not; then it is killed."""
+        """Restarted under its name while it is stopped; then it goes on for a while, or not; then
+        it is killed."""
         worker = self._victim()
         if worker is None or len(self.cluster.lives) > len(self.cluster.specs) + 1:
             return False
@@ -341,7 +362,13 @@ class Run:
         before = self.ledger.num_calls
         finished = self.ledger.outcomes["finished"]
         self.clients = Clients(
-            self.cluster, self.ledger, chance, iter(conversations), CALM_OPEN, Sizes(), prefix=f"{label}."
+            self.cluster,
+            self.ledger,
+            chance,
+            iter(conversations),
+            CALM_OPEN,
+            Sizes(),
+            prefix=f"{label}.",
         )
         began_s, busy_s, ours_s = time.monotonic(), _busy_s(), self._cpu_s()
         self.clients.fill()
@@ -352,7 +379,12 @@ class Run:
         cores = os.cpu_count() or 1
         calls = self.ledger.num_calls - before
         failed = calls - (self.ledger.outcomes["finished"] - finished)
-        rate = Rate(calls / took_s, calls / max(cores * took_s - foreign_s, 1e-3), foreign_s / took_s, failed)
+        rate = Rate(
+            calls / took_s,
+            calls / max(cores * took_s - foreign_s, 1e-3),
+            foreign_s / took_s,
+            failed,
+        )
         self.log(f"{label}: {rate}")
         return rate
 
@@ -411,7 +443,15 @@ def _busy_s() -> float:
 
 def _left(worker: Worker, report: dict[str, Any]) -> str:
     stats = report["stats"]
-    names = ("requests", "rooms", "locks", "protected_pages", "pages_owned", "pages_held", "pages_quarantined")
+    names = (
+        "requests",
+        "rooms",
+        "locks",
+        "protected_pages",
+        "pages_owned",
+        "pages_held",
+        "pages_quarantined",
+    )
     left = {name: stats[name] for name in names if stats.get(name)}
     return f"{worker} has {left}: {report['rooms'][:3]}, {report['peers']}" if left else ""
 
@@ -445,7 +485,9 @@ def run(seed: int, duration_s: float, tls: str, passes: int, verbose: bool) -> d
         left = storm.settle()
         storm.calm("warm-up-2")
         after = [storm.calm(f"after-{i}") for i in range(passes)]
-        while _ratio(before, after) < FULL and len(after) < 3 * passes:  # noise comes and goes; a loss stays
+        while (
+            _ratio(before, after) < FULL and len(after) < 3 * passes
+        ):  # noise comes and goes; a loss stays
             after.append(storm.calm(f"after-{len(after)}"))
         left += storm.settle()
         storm.collect()
@@ -455,9 +497,11 @@ def run(seed: int, duration_s: float, tls: str, passes: int, verbose: bool) -> d
 
 
 def _ratio(before: list[Rate], after: list[Rate]) -> float:
-    """Throughput after over before, the best pass of each; after the storm, of those in which nothing failed.
+    """Throughput after over before, the best pass of each; after the storm, of those in which
+    nothing failed.
 
-    On a busy machine some request of a pass may miss its deadline; what a storm has broken is broken in all passes.
+    On a busy machine some request of a pass may miss its deadline; what a storm has broken is
+    broken in all passes.
     """
     whole = [rate.per_core for rate in after if not rate.failed]
     return max(whole, default=0.0) / max(rate.per_core for rate in before)
@@ -489,17 +533,25 @@ def summary(
         "faults": dict(storm.faults),
         "lives": storm.cluster.num_started,
         **dict(storm.totals),
-        "took_s": {"p50": took[len(took) // 2], "p99": took[len(took) * 99 // 100], "max": took[-1]} if took else {},
-        "throughput_before": [{k: round(v, 2) for k, v in rate._asdict().items()} for rate in before],
+        "took_s": {"p50": took[len(took) // 2], "p99": took[len(took) * 99 // 100], "max": took[-1]}
+        if took
+        else {},
+        "throughput_before": [
+            {k: round(v, 2) for k, v in rate._asdict().items()} for rate in before
+        ],
         "throughput_after": [{k: round(v, 2) for k, v in rate._asdict().items()} for rate in after],
         "throughput_ratio": round(ratio, 3),
-        "failed_in_passes": [sum(rate.failed for rate in before), sum(rate.failed for rate in after)],
+        "failed_in_passes": [
+            sum(rate.failed for rate in before),
+            sum(rate.failed for rate in after),
+        ],
         "violations": ledger.violations[:20],
         "left": left,
         "findings": storm.crashes[:40],
         "errors": dict(ledger.errors.most_common(20)),
         "load_before_after": [round(load_before, 2), round(os.getloadavg()[0], 2)],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}",
     }
 
 
@@ -507,21 +559,32 @@ def verdict(result: dict[str, Any]) -> str:
     off = [name for name, ok in result["checks"].items() if not ok]
     outcomes = ", ".join(f"{n} {kind}" for kind, n in sorted(result["outcomes"].items()))
     return (
-        f"chaos seed {result['seed']} {result['tls']} {result['duration_s']:.0f} s: {'OK' if not off else 'OFF'}; "
-        f"{result['requests']} requests ({outcomes}), {sum(result['faults'].values())} faults, {result['lives']} lives"
+        f"chaos seed {result['seed']} {result['tls']} {result['duration_s']:.0f} s: "
+        f"{'OK' if not off else 'OFF'}; "
+        f"{result['requests']} requests ({outcomes}), {sum(result['faults'].values())} faults, "
+        f"{result['lives']} lives"
         f"; "
-        f"{result['mismatches']} mismatches in {result['pages_verified']} pages, {result['late_writes']} late writes, "
-        f"{len(result['violations'])} without one outcome in time, {len(result['left'])} not at rest; "
-        f"throughput after/before {result['throughput_ratio']:.2f}" + (f"; OFF: {'; '.join(off)}" if off else "")
+        f"{result['mismatches']} mismatches in {result['pages_verified']} pages, "
+        f"{result['late_writes']} late writes, "
+        f"{len(result['violations'])} without one outcome in time, {len(result['left'])} not at "
+        "rest; "
+        f"throughput after/before {result['throughput_ratio']:.2f}"
+        + (f"; OFF: {'; '.join(off)}" if off else "")
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--duration", type=float, default=60.0, help="of the storm, in seconds")
-    parser.add_argument("--tls", choices=("tcp", "default"), help="UCX_TLS; by default tcp for odd seeds")
-    parser.add_argument("--passes", type=int, default=NUM_PASSES, help="of the measured workload, before and after")
+    parser.add_argument(
+        "--tls", choices=("tcp", "default"), help="UCX_TLS; by default tcp for odd seeds"
+    )
+    parser.add_argument(
+        "--passes", type=int, default=NUM_PASSES, help="of the measured workload, before and after"
+    )
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()

@@ -1,4 +1,5 @@
-"""Who asks: conversations with shared system prompts, and the ledger that holds every request to one outcome."""
+"""Who asks: conversations with shared system prompts, and the ledger that holds every request to
+one outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from prefixkv.cli.workload import VOCABULARY
 
 Tokens = npt.NDArray[np.int32]
 
-_DECODE_PLANS = ("queued", "preallocated", "transferred", "running", "retracted", "finished", "later")
+_DECODE_PLANS = (
+    "queued",
+    "preallocated",
+    "transferred",
+    "running",
+    "retracted",
+    "finished",
+    "later",
+)
 _PREFILL_PLANS = ("bootstrapping", "computing", "chunk", "sending", "later")
 
 
@@ -113,7 +122,9 @@ class Ledger:
         if error:
             self.errors[f"{worker.side}: {error.partition('(')[0]}"] += 1
         if rid in self._ended:
-            self.violations.append(f"{rid} ended twice: {self._ended[rid]}, then {kind} by {worker}")
+            self.violations.append(
+                f"{rid} ended twice: {self._ended[rid]}, then {kind} by {worker}"
+            )
             return None
         if took_s > self.deadline_s:
             self.violations.append(f"{rid} took {took_s:.1f} s to be {kind} by {worker}: {error}")
@@ -164,7 +175,8 @@ class Clients:
     """Keeps `num_open` conversations going through the cluster.
 
     Args:
-        trouble: share of the calls that are aborted somewhere, or never reach prefill, or prefill only.
+        trouble: share of the calls that are aborted somewhere, or never reach prefill, or prefill
+            only.
         prefix: of the calls' ids.
     """
 
@@ -237,7 +249,9 @@ class Clients:
         reaches = chance.random() > 0.1 * self._trouble
         plan = self._plan(_DECODE_PLANS)
         steps: list[Callable[[], None]] = [
-            lambda: decode.tell("request", call.rid, room, conversation.tokens, output_len, address, plan)
+            lambda: decode.tell(
+                "request", call.rid, room, conversation.tokens, output_len, address, plan
+            )
         ]
         if reaches:
             steps.append(lambda: self.ask(call, f"{call.rid}.0", prefill, 0, conversation.tokens))

@@ -1,8 +1,9 @@
-"""The processes of the storm and the wires between them: two prefill and two decode workers that may be killed,
-stopped and replaced at any time, one proxy for each pair's control plane, and the orchestrator's memory of who died.
+"""The processes of the storm and the wires between them: two prefill and two decode workers that
+may be killed, stopped and replaced at any time, one proxy for each pair's control plane, and the
+orchestrator's memory of who died.
 
-`Cluster.messages` brings (worker, message) from all of them, and (worker, None) once one is dead *and reaped*,
-after its last message: only then may anybody be told that it is fenced.
+`Cluster.messages` brings (worker, message) from all of them, and (worker, None) once one is dead
+*and reaped*, after its last message: only then may anybody be told that it is fenced.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _context.set_forkserver_preload(["benchmarks.chaos_worker"])
 
 
 class Worker:
-    """One life of one worker. Its pipe has a thread each way, so that one that stands still holds nobody up."""
+    """One life of one worker. Its pipe has a thread each way, so that one that stands still holds
+    nobody up."""
 
     def __init__(self, name: str, spec: Spec, messages: queue.SimpleQueue[Any]) -> None:
         from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
@@ -43,7 +45,9 @@ class Worker:
         self._messages = messages
         self._pipe, theirs = _context.Pipe()
         _forkserver.ensure_running()
-        self.process = _context.Process(target=serve, args=(theirs, _forkserver._forkserver_pid, spec), daemon=True)
+        self.process = _context.Process(
+            target=serve, args=(theirs, _forkserver._forkserver_pid, spec), daemon=True
+        )
         self.process.start()
         theirs.close()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -137,10 +141,13 @@ class Cluster:
 
     def ready(self, side: str) -> list[Worker]:
         """The current lives of that side that are up."""
-        return [w for name in self.names(side) if (w := self.current.get(name)) is not None and w.up]
+        return [
+            w for name in self.names(side) if (w := self.current.get(name)) is not None and w.up
+        ]
 
     def fence(self, dead: Worker) -> None:
-        """Tell every decode worker, replaced ones too, that this prefill process has been reaped."""
+        """Tell every decode worker, replaced ones too, that this prefill process has been
+        reaped."""
         assert dead.dead
         assert dead.peer_id is not None
         for worker in self.lives:

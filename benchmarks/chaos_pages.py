@@ -1,9 +1,11 @@
-"""An allocator that fills pages with a canary as soon as nobody holds them, and finds out who writes to them then.
+"""An allocator that fills pages with a canary as soon as nobody holds them, and finds out who
+writes to them then.
 
-On prefill the canary overwrites *source* pages, on decode *destination* pages. A page freed while a write still
-reads it brings the canary to decode, where it is a mismatch; a page freed while a write may still land in it loses
-its canary, and is found when it is taken or at the next scan. Pages that eviction hands from the tree straight to a
-request are filled too: what they held is nobody's any more.
+On prefill the canary overwrites *source* pages, on decode *destination* pages. A page freed while a
+write still reads it brings the canary to decode, where it is a mismatch; a page freed while a write
+may still land in it loses its canary, and is found when it is taken or at the next scan. Pages that
+eviction hands from the tree straight to a request are filled too: what they held is nobody's any
+more.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _MOST_FINDINGS = 20
 
 
 class WatchedAllocator(PageAllocator):
-    """Owned by the scheduler's thread, like its base. `findings` are texts, one a page written while it was free."""
+    """Owned by the scheduler's thread, like its base. `findings` are texts, one a page written
+    while it was free."""
 
     def __init__(self, pool: KVPool, canary: int) -> None:
         num_pages = pool.layout.num_pages
@@ -73,7 +76,13 @@ class WatchedAllocator(PageAllocator):
             for page in pages.tolist():
                 self._freed[page] = (how, time.monotonic())
         layout = self._pool.layout
-        shape = (len(pages), len(layout.slabs), layout.page_size, layout.num_kv_heads, layout.head_bytes)
+        shape = (
+            len(pages),
+            len(layout.slabs),
+            layout.page_size,
+            layout.num_kv_heads,
+            layout.head_bytes,
+        )
         self._pool.write_pages(pages, torch.full(shape, self.canary, dtype=torch.uint8))
 
     def _check(self, pages: Pages, when: str) -> None:
@@ -89,7 +98,8 @@ class WatchedAllocator(PageAllocator):
                 how, when_s = self._freed[page]
                 if len(self.findings) < _MOST_FINDINGS:
                     self.findings.append(
-                        f"page {page} was written while free: {count} bytes, {when} {time.monotonic() - when_s:.3f} s"
+                        f"page {page} was written while free: {count} bytes, {when} "
+                        f"{time.monotonic() - when_s:.3f} s"
                         f" after it was {how}"
                     )
                 if when == "scanned":

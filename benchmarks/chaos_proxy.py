@@ -1,4 +1,5 @@
-"""A TCP proxy on loopback that can be cut, stalled and pointed elsewhere: the wire between two control planes."""
+"""A TCP proxy on loopback that can be cut, stalled and pointed elsewhere: the wire between two
+control planes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""One prefill or decode worker of the storm: a node, a stand-in engine that checks every byte, and aborts to plan.
+"""One prefill or decode worker of the storm: a node, a stand-in engine that checks every byte, and
+aborts to plan.
 
-The orchestrator speaks over a pipe. To a worker go (name, *arguments), one of the `on_*` methods; from it come
+The orchestrator speaks over a pipe. To a worker go (name, *arguments), one of the `on_*` methods;
+from it come
 
     ("up", peer_id, endpoint)                      it is ready
-    ("ended", rid, kind, error, took_s, output)    a request's one outcome: finished, sent, failed, aborted, refused
-    ("ask", rid, room, generation, tokens, prefill)    decode wants prefill asked again
-    ("report", dict)                               the answer to `report`
+    ("ended", rid, kind, error, took_s, output)    a request's one outcome: finished, sent, failed,
+    aborted, refused ("ask", rid, room, generation, tokens, prefill)    decode wants prefill asked
+    again ("report", dict)                               the answer to `report`
     ("crash", traceback)                           a bug
 """
 
@@ -77,15 +79,17 @@ class Delay:
 class Trap:
     """A device event that sends its own process a signal the first time it is asked.
 
-    The transport's thread asks, between two writes: what was posted before is under way, and what is posted
-    next is posted after whatever the signal did.
+    The transport's thread asks, between two writes: what was posted before is under way, and what
+    is posted next is posted after whatever the signal did.
     """
 
     def __init__(self, number: int) -> None:
         self._number = number
 
     def query(self) -> bool:
-        signal.pthread_kill(threading.get_ident(), self._number)  # to this thread, which cannot go on meanwhile
+        signal.pthread_kill(
+            threading.get_ident(), self._number
+        )  # to this thread, which cannot go on meanwhile
         return True
 
 
@@ -107,7 +111,9 @@ class _Engine:
         self.plans: dict[str, str] = {}
         self.aborts: Counter[str] = Counter()
         self.aborts_due: list[tuple[float, str]] = []
-        self.began: dict[str, tuple[float, float]] = {}  # when, and what had been taken from us by then
+        self.began: dict[
+            str, tuple[float, float]
+        ] = {}  # when, and what had been taken from us by then
         self.taken_s = 0.0
         self.turn_s = time.monotonic()
         self.scan_s = self.turn_s
@@ -125,7 +131,8 @@ class _Engine:
             self.findings.append(text)
 
     def turn(self) -> None:
-        """Account for the time since the last turn, look at the free pages now and then, and step."""
+        """Account for the time since the last turn, look at the free pages now and then, and
+        step."""
         now_s = time.monotonic()
         if now_s - self.turn_s > _GAP_S:
             self.taken_s += now_s - self.turn_s
@@ -153,14 +160,17 @@ class _Engine:
         elif plan:
             self.plans[rid] = state
 
-    def ended(self, rid: str, kind: str, error: Any = None, output: list[int] | None = None) -> None:
+    def ended(
+        self, rid: str, kind: str, error: Any = None, output: list[int] | None = None
+    ) -> None:
         began_s, taken_s = self.began.pop(rid)
         took_s = time.monotonic() - began_s - (self.taken_s - taken_s)
         self.plans.pop(rid, None)
         self.say("ended", rid, kind, repr(error) if error is not None else "", took_s, output or [])
 
     def reached(self, rid: str, state: str) -> None:
-        """Abort the request if that is the plan for this state. Twice: the second must change nothing."""
+        """Abort the request if that is the plan for this state. Twice: the second must change
+        nothing."""
         if self.plans.get(rid) == state:
             del self.plans[rid]
             self.abort(rid, state)
@@ -183,7 +193,9 @@ class _Engine:
                 > self.pattern.mismatches(pages[:i], hashes[: i * size])
             ]  # fmt: skip
             canary = [i for i in bad if self.allocator.holds_canary(int(pages[i]))]
-            self.finding(f"{what}: {wrong} of {len(pages)} pages wrong: {bad}, with a canary: {canary}")
+            self.finding(
+                f"{what}: {wrong} of {len(pages)} pages wrong: {bad}, with a canary: {canary}"
+            )
 
     @property
     def allocator_page_size(self) -> int:
@@ -205,14 +217,16 @@ class _Engine:
             time.sleep(seconds)
 
     def on_trap(self, number: int) -> None:
-        """On prefill: the next second chunk of a request meets this signal between two writes; 0: none does."""
+        """On prefill: the next second chunk of a request meets this signal between two writes; 0:
+        none does."""
         self.trap = number
 
     def on_flush(self) -> None:
         self.node.flush()
 
     def on_cut_data(self, control_ports: list[int], share: float) -> None:
-        """Shut TCP connections that are not the control plane's: the data plane's, where it has any."""
+        """Shut TCP connections that are not the control plane's: the data plane's, where it has
+        any."""
         self.aborts["data sockets cut"] += cut_sockets(set(control_ports), share, self.chance)
 
     def on_report(self, final: bool) -> None:
@@ -257,7 +271,10 @@ class _Engine:
                 seen.update(pages.tolist())
                 self.verify(pages, self.hasher.prefixes(tokens)[: len(pages) * size], "in the tree")
         if len(seen) != books.allocator.cached_pages:
-            self.finding(f"{books.allocator.cached_pages} pages are cached, {len(seen)} were found and verified")
+            self.finding(
+                f"{books.allocator.cached_pages} pages are cached, {len(seen)} were found and "
+                "verified"
+            )
 
 
 class PrefillEngine(_Engine):
@@ -285,7 +302,11 @@ class PrefillEngine(_Engine):
     def step(self) -> None:
         node = self.node
         for req in node.pop_bootstrapped():
-            self.verify(req.pages, self.hashes[req.rid][: req.prefix_len], f"prefill's own prefix of {req.rid}")
+            self.verify(
+                req.pages,
+                self.hashes[req.rid][: req.prefix_len],
+                f"prefill's own prefix of {req.rid}",
+            )
             self.computing[req.rid] = req
             self.computed[req.rid] = req.prefix_len
             self.reached(req.rid, "computing")
@@ -346,10 +367,14 @@ class DecodeEngine(_Engine):
         self.step_due_s = 0.0
         self.wrong_aux = 0
 
-    def on_request(self, rid: str, room: int, tokens: Tokens, max_new_tokens: int, prefill: str, plan: str) -> None:
+    def on_request(
+        self, rid: str, room: int, tokens: Tokens, max_new_tokens: int, prefill: str, plan: str
+    ) -> None:
         self.begin(rid, plan)
         try:
-            self.node.add(Request(rid, tokens, max_new_tokens=max_new_tokens, room=room, prefill=prefill))
+            self.node.add(
+                Request(rid, tokens, max_new_tokens=max_new_tokens, room=room, prefill=prefill)
+            )
         except RequestError as error:
             self.ended(rid, "refused", error)
             return
@@ -363,7 +388,14 @@ class DecodeEngine(_Engine):
         for req in node.pop_preallocated():
             self.reached(req.rid, "preallocated")
         for ask in node.pop_needs_prefill():
-            self.say("ask", ask.rid, ask.room, ask.generation, np.asarray(ask.tokens, dtype=np.int32), ask.prefill)
+            self.say(
+                "ask",
+                ask.rid,
+                ask.room,
+                ask.generation,
+                np.asarray(ask.tokens, dtype=np.int32),
+                ask.prefill,
+            )
         for req in node.pop_transferred():
             self._arrive(req)
         self._pop_failed()
@@ -381,7 +413,9 @@ class DecodeEngine(_Engine):
     def _arrive(self, req: Any) -> None:
         """Its KV is there: every byte of it, and what came with it."""
         hashes = self.hasher.prefixes(req.key.tokens())
-        self.verify(req.pages, hashes, f"{req.rid} room {req.room_key} arrived with prefix {req.prefix_len}")
+        self.verify(
+            req.pages, hashes, f"{req.rid} room {req.room_key} arrived with prefix {req.prefix_len}"
+        )
         if not req.output and req.aux != int(sample(hashes[-1:])[0]).to_bytes(4, "little"):
             self.mismatches += 1
             self.finding(f"{req.rid} came with another's aux: {req.aux!r}")
@@ -390,14 +424,17 @@ class DecodeEngine(_Engine):
         self.reached(req.rid, "transferred")
 
     def _run(self) -> None:
-        """Write the KV of each request's newest token and sample the next; finish those that are complete."""
+        """Write the KV of each request's newest token and sample the next; finish those that are
+        complete."""
         states = [state for state in self.running.values() if state.req.output]
         if not states:
             return
         size = self.allocator_page_size
         at = np.array([state.req.prompt_len + len(state.req.output) - 1 for state in states])
         page_at, slots = np.divmod(at, size)
-        pages = np.array([state.req.pages[i] for state, i in zip(states, page_at, strict=True)], dtype=np.int32)
+        pages = np.array(
+            [state.req.pages[i] for state, i in zip(states, page_at, strict=True)], dtype=np.int32
+        )
         newest = np.array([state.req.output[-1] for state in states], dtype=np.int32)
         hashes = extend(np.array([state.hash for state in states], dtype=np.uint64), newest)
         self.pattern.fill_tokens(pages, slots, hashes)
@@ -410,8 +447,11 @@ class DecodeEngine(_Engine):
         for state in self._append([state for state, _ in going], [value for _, value in going]):
             self.reached(state.req.rid, "running")
 
-    def _append(self, states: list[_Running], hashes: list[np.uint64] | None = None) -> list[_Running]:
-        """Append to each what follows `hashes` (by default, its own hash); retract until all of it fits."""
+    def _append(
+        self, states: list[_Running], hashes: list[np.uint64] | None = None
+    ) -> list[_Running]:
+        """Append to each what follows `hashes` (by default, its own hash); retract until all of it
+        fits."""
         values = [state.hash for state in states] if hashes is None else hashes
         kept = list(zip(states, values, strict=True))
         while kept:
@@ -420,7 +460,9 @@ class DecodeEngine(_Engine):
                 self.node.append_many([state.req for state, _ in kept], tokens)
             except OutOfPagesError as error:
                 if not error.retract:
-                    return []  # pages held for rooms that failed are in the way: the same again at the next step
+                    # pages held for rooms that failed are in the way: the same again at the next
+                    # step
+                    return []
                 victim = error.retract[0]
                 self.history.append(self.running[victim].req.key.tokens())
                 self.node.retract(victim)
@@ -434,7 +476,8 @@ class DecodeEngine(_Engine):
         return [state for state, _ in kept]
 
     def _finish(self, req: Any) -> None:
-        # The newest token's KV is written too, but finish() takes only what append_many was told of.
+        # The newest token's KV is written too, but finish() takes only what append_many was told
+        # of.
         hashes = self.hasher.prefixes(req.key.tokens())
         self.verify(req.pages, hashes, f"{req.rid} at its end")
         self.history.append(req.key.tokens())
@@ -460,7 +503,8 @@ def describe(machine: Any) -> str:
 
 
 def cut_sockets(control_ports: set[int], share: float, chance: random.Random) -> int:
-    """Shut `share` of this process's TCP connections, but none from or to these ports. Returns how many."""
+    """Shut `share` of this process's TCP connections, but none from or to these ports. Returns how
+    many."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

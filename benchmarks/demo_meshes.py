@@ -1,7 +1,8 @@
 """Claim: whatever the ranks and layouts of the two sides, every byte of the demo arrives.
 
-Runs `prefixkv demo` small, once for each pair of meshes, attention, layouts and way to send slices, and keeps what its
-verified passes say. Correctness only: ranks are threads of two processes here, far more than there are cores.
+Runs `prefixkv demo` small, once for each pair of meshes, attention, layouts and way to send slices,
+and keeps what its verified passes say. Correctness only: ranks are threads of two processes here,
+far more than there are cores.
 
     python benchmarks/demo_meshes.py --json benchmarks/results/demo_meshes.json
 """
@@ -31,23 +32,38 @@ def cases() -> Iterator[dict[str, Any]]:
         sliced = attention == "mha" and prefill != decode
         for mode in ("staged", "staged, 1.5 leases", "sliced") if sliced else ("direct",):
             # unequal layouts where number is 0; of the equal ones each in turn
-            orders = ORDERS[prefill > decode] if number == 0 else SAME[mode == "sliced" or prefill < decode]
-            yield {"attention": attention, "prefill_tp": prefill, "decode_tp": decode, "layouts": orders, "mode": mode}
+            orders = (
+                ORDERS[prefill > decode]
+                if number == 0
+                else SAME[mode == "sliced" or prefill < decode]
+            )
+            yield {
+                "attention": attention,
+                "prefill_tp": prefill,
+                "decode_tp": decode,
+                "layouts": orders,
+                "mode": mode,
+            }
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "demo.json"
         command = [
-            str(Path(sys.executable).with_name("prefixkv")), "demo", *WORKLOAD, "--attention", case["attention"],
-            "--prefill-tp", str(case["prefill_tp"]), "--decode-tp", str(case["decode_tp"]),
-            "--prefill-layout", case["layouts"][0], "--decode-layout", case["layouts"][1],
-            "--staging", "off" if case["mode"] in ("sliced", "direct") else "on",
-            "--staging-leases", "1.5" if "1.5" in case["mode"] else "16", "--json", str(report),
+            str(Path(sys.executable).with_name("prefixkv")), "demo", *WORKLOAD, "--attention",
+            case["attention"], "--prefill-tp", str(case["prefill_tp"]), "--decode-tp",
+            str(case["decode_tp"]), "--prefill-layout", case["layouts"][0], "--decode-layout",
+            case["layouts"][1], "--staging",
+            "off" if case["mode"] in ("sliced", "direct") else "on", "--staging-leases",
+            "1.5" if "1.5" in case["mode"] else "16", "--json", str(report),
         ]  # fmt: skip
         ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         if not report.exists():
-            return {**case, "exit_status": ended.returncode, "output": ended.stdout[-2000:] + ended.stderr[-2000:]}
+            return {
+                **case,
+                "exit_status": ended.returncode,
+                "output": ended.stdout[-2000:] + ended.stderr[-2000:],
+            }
         runs = json.loads(report.read_text())["runs"]
     sides = runs.values()
     return {
@@ -61,7 +77,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
@@ -70,7 +88,10 @@ def main() -> int:
         print(json.dumps(rows[-1]), flush=True)
     bad = [row for row in rows if row["exit_status"] or row["pages_mismatched"] or row["failed"]]
     pages = sum(row.get("pages_verified", 0) for row in rows)
-    print(f"{len(rows)} pairs, {pages} pages verified on their ranks, {len(bad)} pairs with anything wrong")
+    print(
+        f"{len(rows)} pairs, {pages} pages verified on their ranks, {len(bad)} pairs with "
+        "anything wrong"
+    )
     if arguments.json is not None:
         recipe = {"command": "python benchmarks/demo_meshes.py", "workload": WORKLOAD, **machine()}
         arguments.json.write_text(json.dumps({"recipe": recipe, "rows": rows}, indent=1) + "\n")

@@ -1,10 +1,12 @@
-"""Claim: evicting 1/256 of the pool more than is missing cuts the runs of new pages to a third, and costs few hits.
+"""Claim: evicting 1/256 of the pool more than is missing cuts the runs of new pages to a third, and
+costs few hits.
 
     python benchmarks/eviction_reserve.py --json benchmarks/results/eviction_reserve.json
 
-Chats with one system prompt come back turn after turn to a full pool that holds a part of them. Eviction takes
-exactly what an admission lacks, or that and a part of the pool at once (`DecodeConfig.evict_reserve`). Compared: the
-runs that an admission's new pages form (each is one descriptor a layer), and the tokens found cached.
+Chats with one system prompt come back turn after turn to a full pool that holds a part of them.
+Eviction takes exactly what an admission lacks, or that and a part of the pool at once
+(`DecodeConfig.evict_reserve`). Compared: the runs that an admission's new pages form (each is one
+descriptor a layer), and the tokens found cached.
 """
 
 from __future__ import annotations
@@ -31,15 +33,21 @@ SYSTEM_TOKENS = 512
 MOST_TOKENS = 8_000  # a chat that has grown so long ends, and another takes its place
 
 
-def replay(num_pages: int, num_chats: int, turns: int, reserve: float, policy: str, seed: int) -> dict[str, float]:
+def replay(
+    num_pages: int, num_chats: int, turns: int, reserve: float, policy: str, seed: int
+) -> dict[str, float]:
     """Runs and hits of the second half of `turns` turns, the chats drawn by a Zipf-like law."""
     random = np.random.default_rng(seed)
-    books = PageBooks(num_pages, PAGE_SIZE, RUNNING, policy=policy, evict_reserve_pages=int(reserve * num_pages))
+    books = PageBooks(
+        num_pages, PAGE_SIZE, RUNNING, policy=policy, evict_reserve_pages=int(reserve * num_pages)
+    )
     scheduler = DecodeScheduler(books)
     system = random.integers(0, 150_000, SYSTEM_TOKENS)
     chats = [system] * num_chats
     weight = 1 / np.arange(1, num_chats + 1) ** 0.6
-    running: deque[tuple[DecodeRequest, int, int]] = deque()  # with its chat and the tokens it will generate
+    running: deque[tuple[DecodeRequest, int, int]] = (
+        deque()
+    )  # with its chat and the tokens it will generate
     busy: set[int] = set()
     prompt = hit = new_pages = runs = 0
     admit_ns = []
@@ -53,7 +61,9 @@ def replay(num_pages: int, num_chats: int, turns: int, reserve: float, policy: s
         while (chat := int(random.choice(num_chats, p=weight / weight.sum()))) in busy:
             pass
         busy.add(chat)
-        tokens = np.concatenate([chats[chat], random.integers(0, 150_000, int(random.lognormal(5, 1)) + 1)])
+        tokens = np.concatenate(
+            [chats[chat], random.integers(0, 150_000, int(random.lognormal(5, 1)) + 1)]
+        )
         goal = int(random.integers(20, 400))
         req = scheduler.add(Request(str(turn), tokens, goal, turn, "tcp://127.0.0.1:1"), now_s)
         start = time.thread_time_ns()
@@ -64,7 +74,11 @@ def replay(num_pages: int, num_chats: int, turns: int, reserve: float, policy: s
         scheduler.take_commands()
         if turn >= turns // 2:
             new = req.pages[req.prefix_len // PAGE_SIZE :]
-            prompt, hit, new_pages = prompt + req.fill_len, hit + req.prefix_len, new_pages + len(new)
+            prompt, hit, new_pages = (
+                prompt + req.fill_len,
+                hit + req.prefix_len,
+                new_pages + len(new),
+            )
             runs += 1 + int(np.count_nonzero(np.diff(new) != 1)) if len(new) else 0
         scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", now_s)
         scheduler.pop_transferred(now_s)
@@ -84,7 +98,9 @@ def replay(num_pages: int, num_chats: int, turns: int, reserve: float, policy: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pages", type=int, default=16_384)
     parser.add_argument("--chats", type=int, default=250)
     parser.add_argument("--turns", type=int, default=6_000)
@@ -94,7 +110,11 @@ def main() -> None:
     options = parser.parse_args()
     cases = []
     for reserve in (0.0, 1 / 1024, 1 / 512, 1 / 256, 1 / 100, 1 / 20):
-        cases.append(replay(options.pages, options.chats, options.turns, reserve, options.policy, options.seed))
+        cases.append(
+            replay(
+                options.pages, options.chats, options.turns, reserve, options.policy, options.seed
+            )
+        )
         print(cases[-1], flush=True)
     if options.json is not None:
         recipe = {
@@ -107,7 +127,9 @@ def main() -> None:
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "load": round(os.getloadavg()[0], 1),
         }
-        options.json.write_text(json.dumps({"recipe": recipe, "cases": cases}, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(
+            json.dumps({"recipe": recipe, "cases": cases}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

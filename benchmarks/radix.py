@@ -1,8 +1,10 @@
-"""Claim: looking a prompt up costs half of what SGLang's compiled tree needs, and no call is linear in the tree.
+"""Claim: looking a prompt up costs half of what SGLang's compiled tree needs, and no call is linear
+in the tree.
 
     python benchmarks/radix.py [--peer UNPACKED_WHEEL --peer-stubs STUBS]
 
-writes benchmarks/results/radix.json; the same as `prefixkv bench radix --json ...`. See prefixkv/cli/bench_radix.py.
+writes benchmarks/results/radix.json; the same as `prefixkv bench radix --json ...`. See
+prefixkv/cli/bench_radix.py.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Claim: publishing its operations costs rank 0 50 to 80 us of a busy pass, a tenth of it, and one message of 40 KB.
+"""Claim: publishing its operations costs rank 0 50 to 80 us of a busy pass, a tenth of it, and one
+message of 40 KB.
 
     python benchmarks/ranks.py --json benchmarks/results/ranks.json
 
-A pass of a busy decode worker: one request of 8,192 tokens is admitted with 6,144 of them cached, one is committed,
-one finishes, and each of those that run gets a token (one in sixteen needs a page for it). The same passes run turn
-about without a log, and with one that is taken once a pass; another rank applies it in the same process.
+A pass of a busy decode worker: one request of 8,192 tokens is admitted with 6,144 of them cached,
+one is committed, one finishes, and each of those that run gets a token (one in sixteen needs a page
+for it). The same passes run turn about without a log, and with one that is taken once a pass;
+another rank applies it in the same process.
 """
 
 from __future__ import annotations
@@ -35,13 +37,16 @@ CONVERSATIONS = 64
 
 
 def passes(scheduler: DecodeScheduler, running: int, seed: int) -> Iterator[None]:
-    """Yields before and after each pass, for ever: what the engine does in between is not counted."""
+    """Yields before and after each pass, for ever: what the engine does in between is not
+    counted."""
     random = np.random.default_rng(seed)
     heads = [random.integers(0, 150_000, CACHED, np.int32) for _ in range(CONVERSATIONS)]
     batch: deque[DecodeRequest] = deque()
     for turn in range(1 << 60):
         now_s = 0.05 * turn
-        tokens = np.concatenate([heads[turn % CONVERSATIONS], random.integers(0, 150_000, PROMPT - CACHED, np.int32)])
+        tokens = np.concatenate(
+            [heads[turn % CONVERSATIONS], random.integers(0, 150_000, PROMPT - CACHED, np.int32)]
+        )
         request = Request(str(turn), tokens, 4 * running, turn, "tcp://127.0.0.1:1")
         yield
         req = scheduler.add(request, now_s)
@@ -97,7 +102,9 @@ def measure(num_pages: int, running: int, num_passes: int, seed: int) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pages", type=int, default=200_000)
     parser.add_argument("--passes", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=1)
@@ -110,12 +117,16 @@ def main() -> None:
     if options.json is not None:
         recipe = {
             **{name: value for name, value in vars(options).items() if name != "json"},
-            "page_size": PAGE_SIZE, "prompt_tokens": PROMPT, "cached_tokens": CACHED, "conversations": CONVERSATIONS,
+            "page_size": PAGE_SIZE, "prompt_tokens": PROMPT, "cached_tokens": CACHED,
+            "conversations": CONVERSATIONS,
             "counted": "CPU time of the thread, passes turn about in one process",
             "python": platform.python_version(), "numpy": np.__version__,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores", "load": round(os.getloadavg()[0], 1),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "load": round(os.getloadavg()[0], 1),
         }  # fmt: skip
-        options.json.write_text(json.dumps({"recipe": recipe, "cases": cases}, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(
+            json.dumps({"recipe": recipe, "cases": cases}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

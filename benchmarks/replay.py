@@ -1,8 +1,10 @@
-"""Claim: on a chat trace the default policy hits more often than LRU at every capacity, and the queue helps further.
+"""Claim: on a chat trace the default policy hits more often than LRU at every capacity, and the
+queue helps further.
 
     python benchmarks/replay.py TRACE
 
-writes benchmarks/results/replay.json (recipe and rows) and replay.png. Deterministic: only the times differ.
+writes benchmarks/results/replay.json (recipe and rows) and replay.png. Deterministic: only the
+times differ.
 """
 
 from __future__ import annotations
@@ -40,17 +42,26 @@ def main(path: Path) -> None:
     for queue in (8, 128):
         for policy in dict.fromkeys(("lru", DEFAULT_POLICY, "gittins")):
             for capacity in QUEUED:
-                rows.append({"warm": 0.5, "queue": queue, **asdict(replay_policy(trace, policy, capacity, 0.5, queue))})
+                rows.append(
+                    {
+                        "warm": 0.5,
+                        "queue": queue,
+                        **asdict(replay_policy(trace, policy, capacity, 0.5, queue)),
+                    }
+                )
     whole = [name for name in policy_names() if not make_policy(name).keeps_partial_blocks]
     recipe = {
         "command": f"python benchmarks/replay.py {path.name}",
-        "trace": f"{path.name}: {len(trace.requests)} requests, blocks of {trace.block_tokens} tokens",
+        "trace": f"{path.name}: {len(trace.requests)} requests, blocks of {trace.block_tokens} "
+        "tokens",
         "seed": "none: nothing is drawn",
-        "block_hit_ratio": "blocks found / all hash ids of the counted requests, the partial last block included",
+        "block_hit_ratio": "blocks found / all hash ids of the counted requests, the partial last "
+        "block included",
         "partial_blocks": f"inserted under every policy but {', '.join(whole)}, which refuse them",
         "warm": "share of the requests that are replayed before hits are counted",
         "default_policy": DEFAULT_POLICY,
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, shared with other work",
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, shared "
+        "with other work",
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -1,15 +1,18 @@
-"""Claim: 100,000 rooms with random failures leave memory, descriptors, threads and every table where they were.
+"""Claim: 100,000 rooms with random failures leave memory, descriptors, threads and every table
+where they were.
 
-    nice -n 10 python benchmarks/soak.py [--rooms 100000] [--seed 1] [--json benchmarks/results/soak.json]
+    nice -n 10 python benchmarks/soak.py [--rooms 100000] [--seed 1] [--json
+    benchmarks/results/soak.json]
 
-A decode and a prefill node with tiny pools live through all of it in this process, over real NIXL; a third of the rooms
-goes to or comes from the two nodes of a second process, which is killed or closed, and started anew under the same
-names, all along. Rooms end well, are aborted by either side at any moment, refused, asked for on one side only, of
-unequal lengths, or left unsent until they expire. Each so many rooms everything is let come to rest, the caches are
-emptied, and what is left is counted: resident memory, descriptors, threads, the objects of each class of the project,
-and the length of every container that hangs on the two nodes and their transports, found by walking them. Flat means:
-none of them more than after the warm-up, but for a few, and a slope of memory within `MOST_BYTES_A_ROOM`. The last
-line is the verdict; exit status 1 if it is not flat.
+A decode and a prefill node with tiny pools live through all of it in this process, over real NIXL;
+a third of the rooms goes to or comes from the two nodes of a second process, which is killed or
+closed, and started anew under the same names, all along. Rooms end well, are aborted by either side
+at any moment, refused, asked for on one side only, of unequal lengths, or left unsent until they
+expire. Each so many rooms everything is let come to rest, the caches are emptied, and what is left
+is counted: resident memory, descriptors, threads, the objects of each class of the project, and the
+length of every container that hangs on the two nodes and their transports, found by walking them.
+Flat means: none of them more than after the warm-up, but for a few, and a slope of memory within
+`MOST_BYTES_A_ROOM`. The last line is the verdict; exit status 1 if it is not flat.
 """
 
 from __future__ import annotations
@@ -32,13 +35,14 @@ from benchmarks.soak_engine import Engine, Second, instances, lengths_below
 
 MOST_BYTES_A_ROOM = 20.0  # 2 MB in 100,000 rooms
 SLACK = 24  # of a count: what is at rest is still a peer more or less, or a few entries
-BOUNDED = "decode.scheduler.journal.transfers"  # by peer, of which a Tally keeps 64 by name: here one more a restart
+# by peer, of which a Tally keeps 64 by name: here one more a restart
+BOUNDED = "decode.scheduler.journal.transfers"
 WARM_UP = 0.3  # of the samples
 OPEN = 48  # rooms at a time
 PATIENCE_S = 120.0
 PLANS = {
-    "well": 70, "decode aborts": 8, "prefill aborts": 6, "refused": 4, "decode alone": 2, "prefill alone": 2,
-    "unequal lengths": 4, "left unsent": 2, "aborted at once": 2,
+    "well": 70, "decode aborts": 8, "prefill aborts": 6, "refused": 4, "decode alone": 2,
+    "prefill alone": 2, "unequal lengths": 4, "left unsent": 2, "aborted at once": 2,
 }  # fmt: skip
 
 
@@ -69,7 +73,9 @@ class Soak:
                     self.plans[plan] += 1
                     self.open(rooms, plan)
                     if rooms % self.args.restart_every == 0:
-                        self.second.restart(self.engine, killed=rooms // self.args.restart_every % 2 == 0)
+                        self.second.restart(
+                            self.engine, killed=rooms // self.args.restart_every % 2 == 0
+                        )
                 if rooms == until:
                     self.rest()
                     self.sample(rooms)
@@ -82,10 +88,14 @@ class Soak:
         """Give the room's request to both sides, or to those that the plan names."""
         engine, second, chance = self.engine, self.second, self.chance
         length = int(chance.integers(1, 100))
-        tokens = np.concatenate([np.arange(16 * int(chance.integers(0, 3))), chance.integers(0, 50_000, length)])
+        tokens = np.concatenate(
+            [np.arange(16 * int(chance.integers(0, 3))), chance.integers(0, 50_000, length)]
+        )
         tokens = tokens.astype(np.int32)
         theirs = tokens[: max(1, len(tokens) - 5)] if plan == "unequal lengths" else tokens
-        where = str(chance.choice(["both here", "prefill there", "decode there"], p=[0.66, 0.17, 0.17]))
+        where = str(
+            chance.choice(["both here", "prefill there", "decode there"], p=[0.66, 0.17, 0.17])
+        )
         if where != "both here" and not second.up:
             where = "both here"
         prefill = second.endpoint if where == "prefill there" else engine.prefill.endpoint
@@ -118,12 +128,18 @@ class Soak:
             "rss_bytes": process.memory_info().rss,
             "descriptors": process.num_fds(),
             "threads": process.num_threads(),
-            "containers": lengths_below({"decode": self.engine.decode, "prefill": self.engine.prefill}),
+            "containers": lengths_below(
+                {"decode": self.engine.decode, "prefill": self.engine.prefill}
+            ),
             "objects": instances(),
         }
         self.samples.append(found)
         brief = {name: value for name, value in found.items() if not isinstance(value, dict)}
-        print(json.dumps({**brief, "entries": sum(found["containers"].values())}), file=sys.stderr, flush=True)
+        print(
+            json.dumps({**brief, "entries": sum(found["containers"].values())}),
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def verdict(samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -133,7 +149,11 @@ def verdict(samples: list[dict[str, Any]]) -> dict[str, Any]:
     memory = np.array([sample["rss_bytes"] for sample in after], float)
     slope = float(np.polyfit(rooms, memory, 1)[0]) if len(after) > 2 else 0.0
     first, last = after[0], after[-1]
-    grown = {name: [first[name], last[name]] for name in ("descriptors", "threads") if last[name] > first[name] + SLACK}
+    grown = {
+        name: [first[name], last[name]]
+        for name in ("descriptors", "threads")
+        if last[name] > first[name] + SLACK
+    }
     for kind in ("containers", "objects"):
         for name, size in last[kind].items():
             if size > first[kind].get(name, 0) + SLACK and not name.startswith(BOUNDED):
@@ -153,7 +173,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--rooms", type=int, default=100_000)
     parser.add_argument("--every", type=int, default=4000, help="rooms between two counts")
-    parser.add_argument("--restart-every", type=int, default=1500, help="rooms between two ends of the second process")
+    parser.add_argument(
+        "--restart-every",
+        type=int,
+        default=1500,
+        help="rooms between two ends of the second process",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args(arguments)

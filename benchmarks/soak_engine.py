@@ -1,4 +1,5 @@
-"""The soak's parts: an engine around a decode and a prefill node, a second process with such a one, the counting."""
+"""The soak's parts: an engine around a decode and a prefill node, a second process with such a one,
+the counting."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 POOL = {"num_pages": 2048, "page_size": 4, "num_layers": 2, "num_kv_heads": 1, "head_dim": 16}
 CONTROL = ControlConfig(
     heartbeat_s=0.2, suspect_after_s=2.0, forget_after_s=5.0, resend_s=0.1, bootstrap_timeout_s=1.5,
-    waiting_timeout_s=1.0, transfer_timeout_s=1.0, ack_timeout_s=1.0, drain_timeout_s=0.7, parked_timeout_s=1.0,
-    fence_settle_s=0.05,
+    waiting_timeout_s=1.0, transfer_timeout_s=1.0, ack_timeout_s=1.0, drain_timeout_s=0.7,
+    parked_timeout_s=1.0, fence_settle_s=0.05,
 )  # fmt: skip
 _PR_SET_PDEATHSIG = 1
 _ANY_PORT = "tcp://127.0.0.1:*"
@@ -39,12 +40,14 @@ Tokens = Any
 
 
 class Engine:
-    """A decode and a prefill node of one process, and what is done with their requests. `step` never blocks."""
+    """A decode and a prefill node of one process, and what is done with their requests. `step`
+    never blocks."""
 
     def __init__(self, name: str, seed: int, bind: str = _ANY_PORT) -> None:
         self.chance = random.Random(seed)
         self.decode = DecodeNode(
-            KVPool.create(**POOL), DecodeConfig(name=f"decode-{name}", reserve_tokens=0, control=CONTROL)
+            KVPool.create(**POOL),
+            DecodeConfig(name=f"decode-{name}", reserve_tokens=0, control=CONTROL),
         )
         pool, name = KVPool.create(**POOL), f"prefill-{name}"
         try:
@@ -52,7 +55,9 @@ class Engine:
         except ConfigError:  # somebody else has the port by now
             self.prefill = PrefillNode(pool, PrefillConfig(name=name, control=CONTROL))
         self.outcomes: Counter[str] = Counter()
-        self.asks: list[tuple[str, tuple[Any, ...]]] = []  # for a prefill worker elsewhere: its address, what to add
+        self.asks: list[
+            tuple[str, tuple[Any, ...]]
+        ] = []  # for a prefill worker elsewhere: its address, what to add
         self._plans: dict[str, str] = {}  # of requests that live on prefill
         self._aborts: list[tuple[float, Any, str]] = []  # when, which node, whom
         self._poller = select.poll()
@@ -88,7 +93,9 @@ class Engine:
         if plan == "aborted at once":
             node.abort(rid)
         elif plan == name:
-            self._aborts.append((time.monotonic() + self.chance.choice((0.0, 0.002, 0.02, 0.2)), node, rid))
+            self._aborts.append(
+                (time.monotonic() + self.chance.choice((0.0, 0.002, 0.02, 0.2)), node, rid)
+            )
 
     def step(self) -> None:
         now_s = time.monotonic()
@@ -156,11 +163,12 @@ class Engine:
         self.prefill.close()
 
 
-# --- the second process ----------------------------------------------------------------------------
+# --- the second process ---------------------------------------------------------------------------
 
 
 class Second:
-    """Another process with an engine, started again each time it ends. Used from the first one's loop."""
+    """Another process with an engine, started again each time it ends. Used from the first one's
+    loop."""
 
     def __init__(self, seed: int) -> None:
         self.counts: Counter[str] = Counter()
@@ -189,7 +197,8 @@ class Second:
         self.counts["started"] += 1
 
     def step(self, engine: Engine) -> None:
-        """Take note that it is ready or has died by itself, and pass on what one side's decode asks the other for."""
+        """Take note that it is ready or has died by itself, and pass on what one side's decode asks
+        the other for."""
         assert self._pipe is not None
         for address, what in engine.asks:
             if address == self.endpoint:
@@ -273,19 +282,25 @@ def _second(parent: int, pipe: Connection, seed: int, bind: str) -> None:
         engine.wait()
 
 
-# --- what hangs on a node --------------------------------------------------------------------------
+# --- what hangs on a node -------------------------------------------------------------------------
 
 
 def lengths_below(roots: Mapping[str, Any]) -> dict[str, int]:
-    """The length of every container that hangs on these objects, by the way there; those of equal ways added up.
+    """The length of every container that hangs on these objects, by the way there; those of equal
+    ways added up.
 
-    Objects of this project are walked, and what their containers hold of them. A transport's own are a thread's
+    Objects of this project are walked, and what their containers hold of them. A transport's own
+    are a thread's
     locals: they are found among all objects, and walked first.
     """
     lengths: Counter[str] = Counter()
     seen: set[int] = set()
     stack = [*roots.items()]
-    stack += [(f"transport {type(thing).__name__}", thing) for thing in _all_objects() if _of_transport(thing)]
+    stack += [
+        (f"transport {type(thing).__name__}", thing)
+        for thing in _all_objects()
+        if _of_transport(thing)
+    ]
     while stack:
         path, thing = stack.pop()
         if id(thing) in seen:
@@ -297,23 +312,30 @@ def lengths_below(roots: Mapping[str, Any]) -> dict[str, int]:
             values = list(thing.values()) if isinstance(thing, dict) else list(thing)
             stack += [(f"{path}[]", value) for value in values if _walked(value)]
         else:
-            stack += [(f"{path}.{name}", value) for name, value in _attributes(thing) if _walked(value)]
+            stack += [
+                (f"{path}.{name}", value) for name, value in _attributes(thing) if _walked(value)
+            ]
     return _small(lengths)
 
 
 def instances() -> dict[str, int]:
     """How many objects there are of each class of the project."""
-    counts = Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in _all_objects())
+    counts = Counter(
+        f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in _all_objects()
+    )
     return _small(counts)
 
 
 def _small(counts: Mapping[str, int]) -> dict[str, int]:
-    """By name, those that are not 0. The names are shared: the samples are kept, and have to be small themselves."""
+    """By name, those that are not 0. The names are shared: the samples are kept, and have to be
+    small themselves."""
     return {sys.intern(name): count for name, count in sorted(counts.items()) if count}
 
 
 def _all_objects() -> list[Any]:
-    return [thing for thing in gc.get_objects() if str(type(thing).__module__).startswith("prefixkv")]
+    return [
+        thing for thing in gc.get_objects() if str(type(thing).__module__).startswith("prefixkv")
+    ]
 
 
 def _of_transport(thing: Any) -> bool:
@@ -323,7 +345,9 @@ def _of_transport(thing: Any) -> bool:
 def _walked(value: Any) -> bool:
     if isinstance(value, (dict, list, set, deque, frozenset, tuple)):
         return True
-    return str(type(value).__module__).startswith("prefixkv") and not isinstance(value, (type, PrefixKVError))
+    return str(type(value).__module__).startswith("prefixkv") and not isinstance(
+        value, (type, PrefixKVError)
+    )
 
 
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:

@@ -1,11 +1,14 @@
-"""Claim: on the CPU, gathering KV into staging memory and scattering it out of it cost a few plain copies of the bytes.
+"""Claim: on the CPU, gathering KV into staging memory and scattering it out of it cost a few plain
+copies of the bytes.
 
-    taskset -c 0 python benchmarks/staging_copy.py [--lease-mib 4] [--seed 1] > results/staging_copy.json
+    taskset -c 0 python benchmarks/staging_copy.py [--lease-mib 4] [--seed 1] >
+    results/staging_copy.json
 
-One rank of TP4 against one of TP1 of an 8B-class model (32 layers, 8 KV heads of 128, bf16, pages of 16 tokens): the
-narrow pool's rows are whole pages of a layer, the wide pool's are 512 bytes, a quarter of a token. 256 pages, random
-or as an allocator gives them, in leases that follow one another through one piece of memory. A round times, one after
-the other: a copy of the same bytes between two large tensors ("memcpy"), gather from and scatter into each pool.
+One rank of TP4 against one of TP1 of an 8B-class model (32 layers, 8 KV heads of 128, bf16, pages
+of 16 tokens): the narrow pool's rows are whole pages of a layer, the wide pool's are 512 bytes, a
+quarter of a token. 256 pages, random or as an allocator gives them, in leases that follow one
+another through one piece of memory. A round times, one after the other: a copy of the same bytes
+between two large tensors ("memcpy"), gather from and scatter into each pool.
 """
 
 from __future__ import annotations
@@ -33,17 +36,23 @@ def timed_ms(act: Callable[[], object]) -> float:
     return (time.perf_counter_ns() - start) / 1e6
 
 
-def measure(order: str, contiguous: bool, lease_bytes: int, rounds: int, seed: int) -> dict[str, float]:
+def measure(
+    order: str, contiguous: bool, lease_bytes: int, rounds: int, seed: int
+) -> dict[str, float]:
     random = np.random.default_rng(seed)
     wide, narrow = (
         KVPool.create(2 * NUM_PAGES, PAGE_SIZE, LAYERS, heads, HEAD_DIM, order=order)
         for heads in (HEADS, HEADS // RANKS)
     )
     copies = {
-        "wide": staging_copy(wide.layout, Shard(0, LAYERS, HEADS // RANKS, HEADS // RANKS), PAGE_SIZE),
+        "wide": staging_copy(
+            wide.layout, Shard(0, LAYERS, HEADS // RANKS, HEADS // RANKS), PAGE_SIZE
+        ),
         "narrow": staging_copy(narrow.layout, Shard.whole(narrow.layout), PAGE_SIZE),
     }
-    pages = np.arange(NUM_PAGES) + 1 if contiguous else random.permutation(2 * NUM_PAGES)[:NUM_PAGES]
+    pages = (
+        np.arange(NUM_PAGES) + 1 if contiguous else random.permutation(2 * NUM_PAGES)[:NUM_PAGES]
+    )
     pages = pages.astype(np.int32)
     total = copies["narrow"].num_bytes(NUM_PAGES)
     pages_a_lease = max(1, lease_bytes // copies["narrow"].num_bytes(1))
@@ -69,7 +78,8 @@ def measure(order: str, contiguous: bool, lease_bytes: int, rounds: int, seed: i
     ratios = {
         # of a round, so that a slow moment of the machine counts on both sides
         f"{a}_then_{b}_over_memcpy": np.median(
-            (np.array(times[f"gather_{a}"]) + np.array(times[f"scatter_{b}"])) / np.array(times["memcpy"])
+            (np.array(times[f"gather_{a}"]) + np.array(times[f"scatter_{b}"]))
+            / np.array(times["memcpy"])
         )
         for a, b in (("wide", "narrow"), ("narrow", "wide"))
     }
@@ -82,7 +92,9 @@ def measure(order: str, contiguous: bool, lease_bytes: int, rounds: int, seed: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lease-mib", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seed", type=int, default=1)

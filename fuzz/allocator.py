@@ -1,13 +1,15 @@
-"""Invariant tested: every page is in one state, free runs are maximal, and each allocation has the fewest runs.
+"""Invariant tested: every page is in one state, free runs are maximal, and each allocation has the
+fewest runs.
 
-Drives the allocator's state machine (`tests/models/allocator_model.py`) with fresh seeds until the time is up. A
-finding is shrunk, printed with the calls that lead to it, and ends the run with status 1.
+Drives the allocator's state machine (`tests/models/allocator_model.py`) with fresh seeds until the
+time is up. A finding is shrunk, printed with the calls that lead to it, and ends the run with
+status 1.
 
     python fuzz/allocator.py --seconds 60 [--seed 1]
 
-Bugs put in by hand, each found in the first round: stale entries not skipped; the tag behind a taken run left
-standing; a left neighbour not merged; two freed runs not joined through the free run between them; pages named
-twice let through; quarantined pages counted as held on release.
+Bugs put in by hand, each found in the first round: stale entries not skipped; the tag behind a
+taken run left standing; a left neighbour not merged; two freed runs not joined through the free run
+between them; pages named twice let through; quarantined pages counted as held on release.
 """
 
 from __future__ import annotations
@@ -44,9 +46,13 @@ class CountingMachine(AllocatorMachine):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=1, help="of the first round; each later one adds 1")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the first round; each later one adds 1"
+    )
     options = parser.parse_args()
     if options.seconds <= 0:
         parser.error(f"--seconds is {options.seconds}, must be above 0")
@@ -60,7 +66,10 @@ def main() -> None:
             print(f"found with --seed {round_seed}", file=sys.stderr)
             raise
         rounds += 1
-    print(f"allocator: {CountingMachine.steps} steps in {rounds} rounds from seed {options.seed}, no finding")
+    print(
+        f"allocator: {CountingMachine.steps} steps in {rounds} rounds from seed {options.seed}, "
+        "no finding"
+    )
 
 
 if __name__ == "__main__":

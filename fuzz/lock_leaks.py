@@ -1,5 +1,6 @@
-"""Invariant tested: any sequence of arrive, admit, transfer, fail, abort, retract, finish, evict and flush ends with no
-lock, no owned page and no held page, with tree, allocator, page table and requests in agreement after every step.
+"""Invariant tested: any sequence of arrive, admit, transfer, fail, abort, retract, finish, evict
+and flush ends with no lock, no owned page and no held page, with tree, allocator, page table and
+requests in agreement after every step.
 
     python fuzz/lock_leaks.py --seconds 600 [--seed 1]
 """

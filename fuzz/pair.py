@@ -1,5 +1,6 @@
-"""Invariant tested: two whole sides over a bad network, with aborts, failed writes, restarts and flushes, end with
-nothing lost, locked, owned or held; every KV byte read is the one computed; no write lands on another room's page.
+"""Invariant tested: two whole sides over a bad network, with aborts, failed writes, restarts and
+flushes, end with nothing lost, locked, owned or held; every KV byte read is the one computed; no
+write lands on another room's page.
 
     python fuzz/pair.py --seconds 600 [--seed 1]
 """
@@ -17,15 +18,17 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from tests.models.pair_sim import Chaos, PairSim
 
 _STORM = {
-    "drop": 0.08, "duplicate": 0.3, "reorder": 0.5, "abort": 0.05, "fail_at_post": 0.04, "fail_at_check": 0.06,
-    "lose_notification": 0.2, "restart": 0.005, "junk": 0.05, "flush": 0.01,
+    "drop": 0.08, "duplicate": 0.3, "reorder": 0.5, "abort": 0.05, "fail_at_post": 0.04,
+    "fail_at_check": 0.06, "lose_notification": 0.2, "restart": 0.005, "junk": 0.05, "flush": 0.01,
 }  # fmt: skip
 
 
 def simulation(seed: int) -> PairSim:
     """A simulation whose storms, pool sizes and policy follow from the seed."""
     chance = random.Random(seed)
-    chaos = Chaos(**{name: most * chance.random() for name, most in _STORM.items() if chance.random() < 0.5})
+    chaos = Chaos(
+        **{name: most * chance.random() for name, most in _STORM.items() if chance.random() < 0.5}
+    )
     return PairSim(
         seed,
         chaos,
@@ -36,9 +39,13 @@ def simulation(seed: int) -> PairSim:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=1, help="of the first run; each later one adds 1")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the first run; each later one adds 1"
+    )
     options = parser.parse_args()
     started = time.monotonic()
     totals: Counter[str] = Counter()

@@ -1,5 +1,5 @@
-"""Invariant tested: after any sequence of calls the radix cache and a naive dictionary of prefixes agree, eviction for
-eviction, under every policy, and every law of the tree holds.
+"""Invariant tested: after any sequence of calls the radix cache and a naive dictionary of prefixes
+agree, eviction for eviction, under every policy, and every law of the tree holds.
 
     python fuzz/radix.py --seconds 60 [--seed N] [--policy lru]
 """
@@ -37,8 +37,15 @@ def main() -> None:
         number = rng.randrange(2**32)
         machine = seed(number)(type(f"Machine_{policy}", (RadixMachine,), {"policy": policy}))
         print(f"{time.monotonic() - begin:7.0f} s  policy {policy}  seed {number}", flush=True)
-        profile = settings(max_examples=100, stateful_step_count=120, deadline=None, database=None, print_blob=True,
-                           suppress_health_check=CHECKS, phases=[Phase.generate, Phase.shrink])  # fmt: skip
+        profile = settings(
+            max_examples=100,
+            stateful_step_count=120,
+            deadline=None,
+            database=None,
+            print_blob=True,
+            suppress_health_check=CHECKS,
+            phases=[Phase.generate, Phase.shrink],
+        )
         run_state_machine_as_test(machine, settings=profile)
         rounds += 1
     print(f"{rounds} rounds of 100 runs, no finding")

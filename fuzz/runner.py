@@ -1,4 +1,5 @@
-"""What the fuzz targets share: rounds of one hypothesis state machine, each with a fresh seed, until the time is up."""
+"""What the fuzz targets share: rounds of one hypothesis state machine, each with a fresh seed,
+until the time is up."""
 
 from __future__ import annotations
 
@@ -13,12 +14,21 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, run_state_mach
 
 
 def fuzz(
-    name: str, doc: str | None, machines: Iterator[type[RuleBasedStateMachine]], examples: int, steps: int
+    name: str,
+    doc: str | None,
+    machines: Iterator[type[RuleBasedStateMachine]],
+    examples: int,
+    steps: int,
 ) -> None:
-    """Run the machines in turn. A finding is shrunk, printed with the calls that lead to it, and raised."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the machines in turn. A finding is shrunk, printed with the calls that lead to it, and
+    raised."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=1, help="of the first round; each later one adds 1")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the first round; each later one adds 1"
+    )
     options = parser.parse_args()
     if options.seconds <= 0:
         parser.error(f"--seconds is {options.seconds}, must be above 0")
@@ -32,7 +42,9 @@ def fuzz(
     while time.monotonic() - started < options.seconds:
         round_seed = options.seed + rounds
         try:
-            run_state_machine_as_test(seed(round_seed)(_counting(next(machines), taken)), settings=profile)
+            run_state_machine_as_test(
+                seed(round_seed)(_counting(next(machines), taken)), settings=profile
+            )
         except (Exception, pytest.fail.Exception):
             print(f"found with --seed {round_seed}", file=sys.stderr)
             raise
@@ -40,7 +52,9 @@ def fuzz(
     print(f"{name}: {taken[0]} steps in {rounds} rounds from seed {options.seed}, no finding")
 
 
-def _counting(machine: type[RuleBasedStateMachine], taken: list[int]) -> type[RuleBasedStateMachine]:
+def _counting(
+    machine: type[RuleBasedStateMachine], taken: list[int]
+) -> type[RuleBasedStateMachine]:
     @invariant()
     def count(self: RuleBasedStateMachine) -> None:
         taken[0] += 1

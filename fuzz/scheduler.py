@@ -1,23 +1,31 @@
-"""Invariant tested: the whole decode side, two to four ranks of it, over transfers that fail, land late or never end,
-with arrivals, aborts, retractions, evictions, flushes, lost peers, fences and restarts in any order, keeps every law
-after each step; at the end nothing is locked, owned, held or quarantined, every request has ended once, and all ranks
-are equal.
+"""Invariant tested: the whole decode side, two to four ranks of it, over transfers that fail, land
+late or never end, with arrivals, aborts, retractions, evictions, flushes, lost peers, fences and
+restarts in any order, keeps every law after each step; at the end nothing is locked, owned, held or
+quarantined, every request has ended once, and all ranks are equal.
 
     python fuzz/scheduler.py --steps 1000000 [--seed 1] [--seconds 1200]
 
-It was shown to find these bugs, each put into a copy of the code; in brackets the thousands of steps from seed 1 on:
+It was shown to find these bugs, each put into a copy of the code; in brackets the thousands of
+steps from seed 1 on:
 
-- a dropped unlock on each way out: finish (1.2), retraction (4.5), abort of one that runs (1.9), abort or failure in
-  transfer (2.8), abort of one that has arrived (3.6), the end of a flight without an owner (2.0); the lock held before
-  at a commit (1.3) and where a waiter settles (2.7)
-- a page freed on a timer: overdue pages freed (2.0), the drain deadline taken for proof (5.8), pages of a failed
+- a dropped unlock on each way out: finish (1.2), retraction (4.5), abort of one that runs (1.9),
+abort or failure in
+  transfer (2.8), abort of one that has arrived (3.6), the end of a flight without an owner (2.0);
+  the lock held before at a commit (1.3) and where a waiter settles (2.7)
+- a page freed on a timer: overdue pages freed (2.0), the drain deadline taken for proof (5.8),
+pages of a failed
   transfer freed at once (2.2)
-- an unwritten slot cached: that of the token sampled last (1.2), the first chunk taken for success (1.1)
-- a promise changed within a generation: a retry under the old one (1.2), a resent promise of more prefix (4.6), what
+- an unwritten slot cached: that of the token sampled last (1.2), the first chunk taken for success
+(1.1)
+- a promise changed within a generation: a retry under the old one (1.2), a resent promise of more
+prefix (4.6), what
   was joined left out (1.0)
-- flights: a waiter settled before what it joined has landed (1.0), committed before it (1.8); the pages of a flight
-  without an owner freed early (1.1), never freed (2.1); a flush that lets flights of old weights go on (4.0)
-- ranks: evictions by a rank's own clock (2.9); a hint (2.4), a quarantine (4.9), a release (1.3) not published
+- flights: a waiter settled before what it joined has landed (1.0), committed before it (1.8); the
+pages of a flight
+  without an owner freed early (1.1), never freed (2.1); a flush that lets flights of old weights go
+  on (4.0)
+- ranks: evictions by a rank's own clock (2.9); a hint (2.4), a quarantine (4.9), a release (1.3)
+not published
 """
 
 from __future__ import annotations
@@ -32,15 +40,20 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from tests.models.scheduler_machine import fuzz_round
 
 _COUNTED = (
-    "runs", "steps", "admitted", "shared_flights", "flight_fallbacks", "transfers_failed", "retracted", "finished",
+    "runs", "steps", "admitted", "shared_flights", "flight_fallbacks", "transfers_failed",
+    "retracted", "finished",
 )  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop earlier")
-    parser.add_argument("--seed", type=int, default=1, help="of the first round; each later one adds 1")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the first round; each later one adds 1"
+    )
     options = parser.parse_args()
     totals: Counter[str] = Counter()
     started, started_cpu = time.monotonic(), time.process_time()
@@ -49,12 +62,16 @@ def main() -> None:
         try:
             fuzz_round(round_seed, examples=20, storm_steps=500, totals=totals)
         except BaseException:
-            print(f"found with --seed {round_seed}, after {totals['steps']} steps in rounds before", file=sys.stderr)
+            print(
+                f"found with --seed {round_seed}, after {totals['steps']} steps in rounds before",
+                file=sys.stderr,
+            )
             raise
         round_seed += 1
     cpu_s = time.process_time() - started_cpu
     print(
-        f"scheduler: {totals['steps']} steps from seed {options.seed}, no finding; {cpu_s:.0f} CPU seconds, "
+        f"scheduler: {totals['steps']} steps from seed {options.seed}, no finding; {cpu_s:.0f} "
+        "CPU seconds, "
         f"{totals['steps'] / cpu_s:.0f} steps/s; "
         f"{ {name: totals[name] for name in _COUNTED} }"
     )

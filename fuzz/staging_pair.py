@@ -1,7 +1,9 @@
-"""Invariant tested: staged rooms get all writers' bytes or fail, nothing lands outside a live lease, all comes to rest.
+"""Invariant tested: staged rooms get all writers' bytes or fail, nothing lands outside a live
+lease, all comes to rest.
 
-Drives staged senders joined with staged rooms (`tests/models/staged_machine.py`) with fresh seeds until the time is up.
-A finding is shrunk, printed with the calls that lead to it, and ends the run with status 1.
+Drives staged senders joined with staged rooms (`tests/models/staged_machine.py`) with fresh seeds
+until the time is up. A finding is shrunk, printed with the calls that lead to it, and ends the run
+with status 1.
 
     python fuzz/staging_pair.py --seconds 60 [--seed 1]
 """

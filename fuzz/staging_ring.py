@@ -1,7 +1,9 @@
-"""Invariant tested: leases never overlap a live one, end once, are held until proof, and are granted in turn.
+"""Invariant tested: leases never overlap a live one, end once, are held until proof, and are
+granted in turn.
 
-Drives the staging ring's state machine (`tests/models/ring_machine.py`) with fresh seeds until the time is up. A
-finding is shrunk, printed with the calls that lead to it, and ends the run with status 1.
+Drives the staging ring's state machine (`tests/models/ring_machine.py`) with fresh seeds until the
+time is up. A finding is shrunk, printed with the calls that lead to it, and ends the run with
+status 1.
 
     python fuzz/staging_ring.py --seconds 60 [--seed 1]
 """

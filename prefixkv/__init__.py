@@ -1,7 +1,8 @@
-"""prefixkv: a decode-side radix prefix cache and scheduler for prefill/decode disaggregation, over NIXL.
+"""prefixkv: a decode-side radix prefix cache and scheduler for prefill/decode disaggregation, over
+NIXL.
 
-The names below are the public ones. Each is loaded when it is first used, so that importing the package costs
-next to nothing and loads neither torch nor nixl.
+The names below are the public ones. Each is loaded when it is first used, so that importing the
+package costs next to nothing and loads neither torch nor nixl.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Every setting, frozen and checked where it is made. Times are seconds, `*_tokens` tokens, `*_bytes` bytes."""
+"""Every setting, frozen and checked where it is made. Times are seconds, `*_tokens` tokens,
+`*_bytes` bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def _one_of(config: object, allowed: tuple[str, ...], *names: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What KV bytes depend on and a pool's shape does not tell. Both sides must agree on all of it."""
+    """What KV bytes depend on and a pool's shape does not tell. Both sides must agree on all of
+    it."""
 
     model: str = "unnamed"
     weights_version: str = "0"
@@ -42,9 +44,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CurveConfig:
-    """CURVE keys, z85 text. A server (prefill) takes the clients whose public key `allowed_clients` maps to a
-    name, that of the worker for all its ranks; a client (decode) needs the `server_key` of every prefill worker it
-    talks to."""
+    """CURVE keys, z85 text. A server (prefill) takes the clients whose public key `allowed_clients`
+    maps to a name, that of the worker for all its ranks; a client (decode) needs the `server_key`
+    of every prefill worker it talks to.
+    """
 
     public_key: str
     secret_key: str
@@ -53,18 +56,23 @@ class CurveConfig:
 
     def __post_init__(self) -> None:
         for name in ("public_key", "secret_key", "server_key"):
-            if len(getattr(self, name)) != 40 and not (name == "server_key" and not self.server_key):
-                raise ConfigError(f"{name} has {len(getattr(self, name))} characters, a z85 key has 40")
+            if len(getattr(self, name)) != 40 and not (
+                name == "server_key" and not self.server_key
+            ):
+                raise ConfigError(
+                    f"{name} has {len(getattr(self, name))} characters, a z85 key has 40"
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class ControlConfig:
     """Timing and bounds of the control plane.
 
-    A deadline ends a wait with an error. It never frees a page that a peer may still write: a room whose
-    `drain_timeout_s` has passed is quarantined, and its pages come back on proof only. `waiting_timeout_s` is for the
-    first chunk to come, `transfer_timeout_s` for the next. After a fence, what the dead writer's kernel still holds is
-    read for `fence_settle_s` before its pages are used again (0 where writes bypass the kernels, as RDMA's do).
+    A deadline ends a wait with an error. It never frees a page that a peer may still write: a room
+    whose `drain_timeout_s` has passed is quarantined, and its pages come back on proof only.
+    `waiting_timeout_s` is for the first chunk to come, `transfer_timeout_s` for the next. After a
+    fence, what the dead writer's kernel still holds is read for `fence_settle_s` before its pages
+    are used again (0 where writes bypass the kernels, as RDMA's do).
     """
 
     heartbeat_s: float = 1.0
@@ -87,14 +95,16 @@ class ControlConfig:
 
     def __post_init__(self) -> None:
         _above(
-            self, 0, "heartbeat_s", "suspect_after_s", "forget_after_s", "resend_s", "bootstrap_timeout_s",
-            "waiting_timeout_s", "transfer_timeout_s", "ack_timeout_s", "drain_timeout_s", "parked_timeout_s",
+            self, 0, "heartbeat_s", "suspect_after_s", "forget_after_s", "resend_s",
+            "bootstrap_timeout_s", "waiting_timeout_s", "transfer_timeout_s", "ack_timeout_s",
+            "drain_timeout_s", "parked_timeout_s",
         )  # fmt: skip
         _at_least(self, 1, "max_parked_per_peer", "max_peers", "max_queued_frames")
         _at_least(self, 0, "max_aux_bytes", "fence_settle_s")
         if self.suspect_after_s <= self.heartbeat_s:
             raise ConfigError(
-                f"suspect_after_s is {self.suspect_after_s}, it has to be above heartbeat_s, {self.heartbeat_s}"
+                f"suspect_after_s is {self.suspect_after_s}, it has to be above heartbeat_s, "
+                f"{self.heartbeat_s}"
             )
 
 
@@ -102,18 +112,21 @@ class ControlConfig:
 class TransportConfig:
     """How the transport thread posts and polls.
 
-    A post is at most `post_bytes` and `post_descriptors`; at most `window` posts are in flight a peer. Over shared
-    memory a post is a copy that the thread makes itself, 1 ms for 8 MiB; each costs about 50 us besides. With work
-    outstanding an empty poll spins `spin_s` in all, then sleeps `sleep_s`, later `idle_sleep_s`. When an agent is
-    replaced, so that what failed there cannot land any more, its other posts have `renew_grace_s` to end.
+    A post is at most `post_bytes` and `post_descriptors`; at most `window` posts are in flight a
+    peer. Over shared memory a post is a copy that the thread makes itself, 1 ms for 8 MiB; each
+    costs about 50 us besides. With work outstanding an empty poll spins `spin_s` in all, then
+    sleeps `sleep_s`, later `idle_sleep_s`. When an agent is replaced, so that what failed there
+    cannot land any more, its other posts have `renew_grace_s` to end.
 
-    Of more than one, each of `posting_threads` has an agent of its own and serves its share of the rooms; `window` is
-    then a peer and thread. They part rooms from each other; they add no bandwidth.
+    Of more than one, each of `posting_threads` has an agent of its own and serves its share of the
+    rooms; `window` is then a peer and thread. They part rooms from each other; they add no
+    bandwidth.
 
-    With `staging_bytes` on both sides, slices of heads (tensor parallelism that differs) are gathered, written whole
-    and scattered, in leases of at most `lease_bytes` of the decode rank's memory; a prefill rank has
-    `staging_bytes // lease_bytes` slots. At most `staging_window` leases of a room and pair are under way,
-    `copy_threads` copy. 0 bytes: slices are written one by one, straight into pages.
+    With `staging_bytes` on both sides, slices of heads (tensor parallelism that differs) are
+    gathered, written whole and scattered, in leases of at most `lease_bytes` of the decode rank's
+    memory; a prefill rank has `staging_bytes // lease_bytes` slots. At most `staging_window` leases
+    of a room and pair are under way, `copy_threads` copy. 0 bytes: slices are written one by one,
+    straight into pages.
     """
 
     post_bytes: int = 8 << 20
@@ -135,7 +148,9 @@ class TransportConfig:
         _at_least(self, 1, "lease_bytes", "staging_window", "copy_threads")
         _at_least(self, 0, "staging_bytes")
         if self.staging_bytes and self.staging_bytes < self.lease_bytes:
-            raise ConfigError(f"staging_bytes is {self.staging_bytes}, a lease alone takes {self.lease_bytes}")
+            raise ConfigError(
+                f"staging_bytes is {self.staging_bytes}, a lease alone takes {self.lease_bytes}"
+            )
         _at_least(self, 0, "spin_s", "sleep_s", "idle_sleep_s", "renew_grace_s")
         _one_of(self, ("DRAM", "VRAM"), "memory_type")
 
@@ -144,17 +159,18 @@ class TransportConfig:
 class DecodeConfig:
     """A decode worker.
 
-    `max_running` requests hold a row of the page table at once (in transfer or running). `reserve_tokens` is the
-    room kept for each request's output before it is admitted. `cache=False` turns the prefix cache off: nothing
-    is matched, nothing kept.
+    `max_running` requests hold a row of the page table at once (in transfer or running).
+    `reserve_tokens` is the room kept for each request's output before it is admitted. `cache=False`
+    turns the prefix cache off: nothing is matched, nothing kept.
 
-    `admission` says who is admitted first (`decode/admission.py`): "hit_aware", "fifo", "priority", or a registered
-    name. Who has waited `patience_s` is overtaken by nothing. Who is not admitted within `waiting_timeout_s` fails,
-    and prefill is told; it has to give up before prefill does, `control.bootstrap_timeout_s` after its own `add`.
-    None: 0.8 of that; infinity: never.
+    `admission` says who is admitted first (`decode/admission.py`): "hit_aware", "fifo", "priority",
+    or a registered name. Who has waited `patience_s` is overtaken by nothing. Who is not admitted
+    within `waiting_timeout_s` fails, and prefill is told; it has to give up before prefill does,
+    `control.bootstrap_timeout_s` after its own `add`. None: 0.8 of that; infinity: never.
 
-    Where pages are evicted, `evict_reserve` of the pool is beyond what is missing: at 1/256 the new pages of a request
-    form a third of the runs, for 0.1 points of hit rate (`benchmarks/eviction_reserve.py`). 0: exactly what is missing.
+    Where pages are evicted, `evict_reserve` of the pool is beyond what is missing: at 1/256 the new
+    pages of a request form a third of the runs, for 0.1 points of hit rate
+    (`benchmarks/eviction_reserve.py`). 0: exactly what is missing.
     """
 
     name: str = "decode-0"
@@ -175,12 +191,15 @@ class DecodeConfig:
         _at_least(self, 1, "max_running")
         _at_least(self, 0, "reserve_tokens", "patience_s", "evict_reserve")
         if self.evict_reserve > 1:
-            raise ConfigError(f"evict_reserve is {self.evict_reserve}, it is a part of the pool: at most 1")
+            raise ConfigError(
+                f"evict_reserve is {self.evict_reserve}, it is a part of the pool: at most 1"
+            )
         if self.waiting_timeout_s is not None:
             _above(self, 0, "waiting_timeout_s")
             if self.control.bootstrap_timeout_s <= self.waiting_timeout_s < math.inf:
                 raise ConfigError(
-                    f"waiting_timeout_s is {self.waiting_timeout_s}, it has to be below control.bootstrap_timeout_s, "
+                    f"waiting_timeout_s is {self.waiting_timeout_s}, it has to be below "
+                    "control.bootstrap_timeout_s, "
                     f"{self.control.bootstrap_timeout_s}, or infinity"
                 )
         _one_of(self, ("fail", "retry"), "failure_policy")
@@ -194,7 +213,11 @@ class DecodeConfig:
     @property
     def longest_wait_s(self) -> float:
         """`waiting_timeout_s` as a number."""
-        return 0.8 * self.control.bootstrap_timeout_s if self.waiting_timeout_s is None else self.waiting_timeout_s
+        return (
+            0.8 * self.control.bootstrap_timeout_s
+            if self.waiting_timeout_s is None
+            else self.waiting_timeout_s
+        )
 
 
 @dataclass(frozen=True, slots=True)

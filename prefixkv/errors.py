@@ -38,7 +38,8 @@ class PageStateError(CallerError):
 
 
 class RequestError(CallerError):
-    """A request that cannot be taken: too long for the pool, a duplicate id, a room in use, ended already."""
+    """A request that cannot be taken: too long for the pool, a duplicate id, a room in use, ended
+    already."""
 
 
 class AuxTooLargeError(CallerError):
@@ -79,7 +80,9 @@ class OutOfPagesError(CapacityError):
     `retract` names the request ids whose retraction would make room, best first (empty if unknown).
     """
 
-    def __init__(self, needed: int, free: int, evictable: int = 0, retract: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, needed: int, free: int, evictable: int = 0, retract: tuple[str, ...] = ()
+    ) -> None:
         hint = f"; retract {', '.join(retract)}" if retract else ""
         super().__init__(f"{needed} pages needed, {free} free and {evictable} evictable{hint}")
         self.needed = needed
@@ -89,7 +92,8 @@ class OutOfPagesError(CapacityError):
 
 
 class AdmissionTimeoutError(CapacityError):
-    """A request was not admitted by its deadline: there was no room for it, or others came first."""
+    """A request was not admitted by its deadline: there was no room for it, or others came
+    first."""
 
 
 # --- a peer's -----------------------------------------------------------------------------------
@@ -104,7 +108,8 @@ class ProtocolError(PeerError):
 
 
 class HandshakeError(PeerError):
-    """Two nodes that cannot work together; names the field, what is wrong with it, and both values."""
+    """Two nodes that cannot work together; names the field, what is wrong with it, and both
+    values."""
 
     def __init__(self, field: str, ours: object, theirs: object, reason: str = "differs") -> None:
         super().__init__(f"{field} {reason}: ours {ours!r}, theirs {theirs!r}")

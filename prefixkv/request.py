@@ -17,17 +17,19 @@ class Request:
 
     Args:
         rid: the engine's name for it, unique on a node while the request lives.
-        tokens: the prompt; a sequence of ints, an int32/int64 array or tensor, or a RadixKey (which then
-            names the namespace).
+        tokens: the prompt; a sequence of ints, an int32/int64 array or tensor, or a RadixKey (which
+            then names the namespace).
         max_new_tokens: the most tokens that may be generated, at least 1 (decode).
-        room: uint64 that names the transfer on both sides; free for use again once it has ended on both.
+        room: uint64 that names the transfer on both sides; free for use again once it has ended on
+            both.
         prefill: address of the prefill worker's control socket (decode).
         namespace: requests of two namespaces never share KV (LoRA adapter, tenant, salt, images).
         cacheable: False for warm-up: neither matched nor kept.
         generation: which attempt at this room it is; decode says (`PrefillAsk`).
-        priority: for eviction, higher stays longer; and for admission by `priority`, higher goes first.
-        deadline_s: seconds after decode's `add` within which it has to be admitted, else it fails; None:
-            `DecodeConfig.waiting_timeout_s`.
+        priority: for eviction, higher stays longer; and for admission by `priority`, higher goes
+            first.
+        deadline_s: seconds after decode's `add` within which it has to be admitted, else it fails;
+            None: `DecodeConfig.waiting_timeout_s`.
 
     Raises:
         TokenError: tokens that are not integers in [0, 2**31).
@@ -47,8 +49,13 @@ class Request:
     key: RadixKey = field(init=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.tokens, RadixKey) and self.namespace not in (None, self.tokens.namespace):
-            raise RequestError(f"namespace is {self.namespace!r}, that of the key is {self.tokens.namespace!r}")
+        if isinstance(self.tokens, RadixKey) and self.namespace not in (
+            None,
+            self.tokens.namespace,
+        ):
+            raise RequestError(
+                f"namespace is {self.namespace!r}, that of the key is {self.tokens.namespace!r}"
+            )
         self.key = RadixKey(self.tokens, self.namespace)
         self.key.check()
         if not len(self.key):
@@ -56,7 +63,9 @@ class Request:
         try:
             hash(self.key.namespace)
         except TypeError:
-            raise RequestError(f"namespace is {self.key.namespace!r}, it has to be hashable") from None
+            raise RequestError(
+                f"namespace is {self.key.namespace!r}, it has to be hashable"
+            ) from None
         self.max_new_tokens = _whole("max_new_tokens", self.max_new_tokens, 1, 2**31)
         self.room = _whole("room", self.room, 0, 2**64)
         self.generation = _whole("generation", self.generation, 0, 2**31)
@@ -65,7 +74,8 @@ class Request:
 
 
 def _whole(name: str, value: Any, low: int, end: int) -> int:
-    """`value` as an int: numpy's travel in no frame. RequestError if it is none, or not in [low, end)."""
+    """`value` as an int: numpy's travel in no frame. RequestError if it is none, or not in [low,
+    end)."""
     try:
         whole = operator.index(value)
     except TypeError:

@@ -1,4 +1,5 @@
-"""The pages of requests: every move between page table, allocator and tree is made here, on both sides.
+"""The pages of requests: every move between page table, allocator and tree is made here, on both
+sides.
 
 A request's row of the page table, in pages, and who frees each region:
 
@@ -8,8 +9,9 @@ A request's row of the page table, in pages, and who frees each region:
     |  (under our    |  request's,   |  cached, or is freed as   |  freed when the request   |
     |  PrefixLock)   |  on their way |  a duplicate              |  ends                     |
 
-`len(key)` is the request's kv_len: its key holds the tokens whose KV is written, and no other. What was joined
-becomes locked (`settle`) when the other request's pages have gone to the tree; nothing is cached before.
+`len(key)` is the request's kv_len: its key holds the tokens whose KV is written, and no other. What
+was joined becomes locked (`settle`) when the other request's pages have gone to the tree; nothing
+is cached before.
 """
 
 from __future__ import annotations
@@ -31,12 +33,22 @@ Pages = npt.NDArray[np.int32]
 
 
 class RequestPages:
-    """One request's pages, and its slot of extra state (-1: none), which goes the way that its own pages go.
+    """One request's pages, and its slot of extra state (-1: none), which goes the way that its own
+    pages go.
 
     Made by `PageBooks.open`; ended by exactly one of `finish`, `drop` and `hold`.
     """
 
-    __slots__ = ("duplicates", "epoch", "lock", "num_joined", "num_locked", "num_pages", "row", "slot")
+    __slots__ = (
+        "duplicates",
+        "epoch",
+        "lock",
+        "num_joined",
+        "num_locked",
+        "num_pages",
+        "row",
+        "slot",
+    )
 
     def __init__(
         self,
@@ -59,7 +71,8 @@ class RequestPages:
 
     @property
     def num_shared(self) -> int:
-        """Pages at the front that are not its own: the tree's, or another request's on their way there."""
+        """Pages at the front that are not its own: the tree's, or another request's on their way
+        there."""
         return self.num_locked + self.num_joined
 
     @property
@@ -69,11 +82,13 @@ class RequestPages:
 
 
 class PageBooks:
-    """One worker's tree, allocator and page table, kept in agreement. Owned by the scheduler's thread.
+    """One worker's tree, allocator and page table, kept in agreement. Owned by the scheduler's
+    thread.
 
-    With `caching` off nothing is matched and nothing kept. Where pages have to be evicted, `evict_reserve_pages` more
-    are than are missing: they come free side by side, so that what is taken later forms fewer runs. With `num_slots`
-    every request has a slot of extra state from `open` to its end, under the rules of its own pages.
+    With `caching` off nothing is matched and nothing kept. Where pages have to be evicted,
+    `evict_reserve_pages` more are than are missing: they come free side by side, so that what is
+    taken later forms fewer runs. With `num_slots` every request has a slot of extra state from
+    `open` to its end, under the rules of its own pages.
     """
 
     def __init__(
@@ -132,9 +147,10 @@ class PageBooks:
     ) -> RequestPages:
         """Lock the match of `key` and take new pages behind it.
 
-        `joined`: a request on its way whose first `joined_end` pages are of the same tokens, more than the match
-        has. From the match's end to there the row names its pages; they stay its own until `settle`.
-        Raises CapacityError (no row or slot is left) or OutOfPagesError; nothing is locked or taken then.
+        `joined`: a request on its way whose first `joined_end` pages are of the same tokens, more
+        than the match has. From the match's end to there the row names its pages; they stay its own
+        until `settle`. Raises CapacityError (no row or slot is left) or OutOfPagesError; nothing is
+        locked or taken then.
         """
         if self.slots is not None and not self.slots.free_pages:
             raise CapacityError(f"all {self.slots.num_pages} state slots are in use")
@@ -158,19 +174,27 @@ class PageBooks:
         if lock is not None and num_locked:
             parts.insert(0, page_ids(lock.node, num_locked))
         slot = int(self.slots.alloc(1)[0]) if self.slots is not None else -1
-        return RequestPages(row, lock, num_locked, num_joined, self.table.fill(row, *parts), self.epoch, slot)
+        return RequestPages(
+            row, lock, num_locked, num_joined, self.table.fill(row, *parts), self.epoch, slot
+        )
 
     def settle(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
-        """What the request joined has gone to the tree: it is held by a lock from now on, and no longer joined.
+        """What the request joined has gone to the tree: it is held by a lock from now on, and no
+        longer joined.
 
         Raises InternalError if the tree does not have it.
         """
         num_shared = pages.num_shared
-        prefix = RadixKey(np.frombuffer(key.data, "<i4", num_shared * self.page_size), key.namespace)
+        prefix = RadixKey(
+            np.frombuffer(key.data, "<i4", num_shared * self.page_size), key.namespace
+        )
         lock = self.cache.lock(self.cache.match_prefix(prefix), now_s=now_s)
         if lock.prefix_len != len(prefix) or pages.epoch != self.epoch:
-            raise InternalError(f"{num_shared} pages were joined, {lock!r} is what the tree has of them")
-        # The tree may have had some already: then it kept its own, and those that were joined are free now.
+            raise InternalError(
+                f"{num_shared} pages were joined, {lock!r} is what the tree has of them"
+            )
+        # The tree may have had some already: then it kept its own, and those that were joined are
+        # free now.
         self.table.write(pages.row, pages.num_locked, lock.pages[pages.num_locked :])
         self._unlock(pages.lock)
         pages.lock = lock
@@ -178,22 +202,35 @@ class PageBooks:
         pages.num_joined = 0
 
     def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
-        """Take one page at the end of each of these requests. Raises OutOfPagesError; nothing is taken then."""
+        """Take one page at the end of each of these requests. Raises OutOfPagesError; nothing is
+        taken then."""
         self.table.append_each([pages.row for pages in many], self._take(len(many), now_s))
         for pages in many:
             pages.num_pages += 1
 
     def cache_unfinished(
-        self, pages: RequestPages, key: RadixKey, now_s: float, *, priority: int = 0, being_read: bool = False
+        self,
+        pages: RequestPages,
+        key: RadixKey,
+        now_s: float,
+        *,
+        priority: int = 0,
+        being_read: bool = False,
     ) -> None:
         """Give the tree the request's whole pages and hold them by a lock from now on.
 
-        Where the tree has a page already, the request's row is repointed to it and its own is freed; with
-        `being_read` (writes to a peer may still read it) only when the request ends.
+        Where the tree has a page already, the request's row is repointed to it and its own is
+        freed; with `being_read` (writes to a peer may still read it) only when the request ends.
         """
         if pages.num_joined:
-            raise InternalError(f"row {pages.row} has {pages.num_joined} pages of another request, on their way")
-        if pages.epoch != self.epoch or not self.caching or len(key) // self.page_size <= pages.num_locked:
+            raise InternalError(
+                f"row {pages.row} has {pages.num_joined} pages of another request, on their way"
+            )
+        if (
+            pages.epoch != self.epoch
+            or not self.caching
+            or len(key) // self.page_size <= pages.num_locked
+        ):
             return
         num_whole = len(key) // self.page_size
         own = self.table.pages(pages.row)[pages.num_locked : num_whole]
@@ -204,7 +241,9 @@ class PageBooks:
         published = own[num_duplicates:]
         if num_duplicates:
             duplicates = own[:num_duplicates].copy()
-            self.table.write(pages.row, pages.num_locked, result.pages[pages.num_locked : num_there])
+            self.table.write(
+                pages.row, pages.num_locked, result.pages[pages.num_locked : num_there]
+            )
             if being_read:
                 pages.duplicates.append(duplicates)
             else:
@@ -216,7 +255,13 @@ class PageBooks:
         self.version += 1
 
     def cache_finished(
-        self, pages: RequestPages, key: RadixKey, now_s: float, *, priority: int = 0, continues: bool | None = None
+        self,
+        pages: RequestPages,
+        key: RadixKey,
+        now_s: float,
+        *,
+        priority: int = 0,
+        continues: bool | None = None,
     ) -> None:
         """The request ends: its whole pages become cached prefix, its tail is freed."""
         self.cache_unfinished(pages, key, now_s, priority=priority)
@@ -236,7 +281,8 @@ class PageBooks:
             self.slots.free([pages.slot])
 
     def hold(self, pages: RequestPages, owner: Hashable) -> None:
-        """The request ends while a peer may still write its own pages: `owner` has them until `release`."""
+        """The request ends while a peer may still write its own pages: `owner` has them until
+        `release`."""
         own = self._close(pages)
         if len(own) or self.slots is not None:
             self.allocator.hold(own, owner)
@@ -245,7 +291,8 @@ class PageBooks:
             self.slots.hold([pages.slot], owner)
 
     def release(self, owner: Hashable) -> int:
-        """No write can land in what `owner` holds any more: free it. Returns how many pages; 0 if unknown."""
+        """No write can land in what `owner` holds any more: free it. Returns how many pages; 0 if
+        unknown."""
         if owner not in self._owners:
             return 0
         self._owners.discard(owner)
@@ -279,7 +326,8 @@ class PageBooks:
     # --- pages ------------------------------------------------------------------------------------
 
     def _take(self, num_pages: int, now_s: float) -> Pages:
-        """Allocate pages, evicting what is missing and the reserve. Raises OutOfPagesError; nothing is evicted then."""
+        """Allocate pages, evicting what is missing and the reserve. Raises OutOfPagesError; nothing
+        is evicted then."""
         free = self.allocator.free_pages
         missing = num_pages - free
         if missing <= 0:
@@ -299,7 +347,8 @@ class PageBooks:
         return taken
 
     def _close(self, pages: RequestPages) -> Pages:
-        """End the lock and the row; returns the request's own pages, now the caller's to pass on."""
+        """End the lock and the row; returns the request's own pages, now the caller's to pass
+        on."""
         own = self.table.pages(pages.row)[pages.num_shared :].copy()
         self.table.free_row(pages.row)
         self._unlock(pages.lock)
@@ -328,8 +377,14 @@ class PageBooks:
         if self.slots is not None:
             self.slots.check_invariants()
             if not self.slots.owners() == self.allocator.owners() or self.slots.cached_pages:
-                raise InternalError(f"slots are held by {self.slots.owners()}, pages by {self.allocator.owners()}")
+                raise InternalError(
+                    f"slots are held by {self.slots.owners()}, pages by {self.allocator.owners()}"
+                )
         self.table.check_invariants()
         in_tree = self.cache.num_pages
-        if in_tree > self.allocator.cached_pages or (self.epoch == 0 and in_tree != self.allocator.cached_pages):
-            raise InternalError(f"the tree has {in_tree} pages, the allocator {self.allocator.cached_pages} cached")
+        if in_tree > self.allocator.cached_pages or (
+            self.epoch == 0 and in_tree != self.allocator.cached_pages
+        ):
+            raise InternalError(
+                f"the tree has {in_tree} pages, the allocator {self.allocator.cached_pages} cached"
+            )

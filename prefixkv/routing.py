@@ -1,24 +1,28 @@
-"""Which of several decode workers a request goes to: where most of its prefix is, unless that worker is too busy.
+"""Which of several decode workers a request goes to: where most of its prefix is, unless that
+worker is too busy.
 
     router = BoundedAffinityRouter()
     router.add_worker("decode-0"); ...
-    in_sync = router.apply(batch)              # cache events; False: ask that worker for a batch `afresh`
-    route = router.route(page_keys(key.data, page_size), now_s)
+    in_sync = router.apply(batch)              # cache events; False: ask that worker for a batch
+    `afresh` route = router.route(page_keys(key.data, page_size), now_s)
     ...                                        # the request goes to route.worker
     router.ended(route, now_s)
 
-The rule. The *load* of a worker is the work (pages, unless told otherwise) of its requests in progress, and of those
-that have ended, fading with `fade_s`. Workers whose load is within `bound` times the mean (and `slack` average
-requests, so that a conversation may go on in an idle cluster) are eligible. A page that a worker holds is *worth*
-the share of the other workers that lack it, squared: a chat's own pages count in full, a system prompt that all hold
-counts nothing, and one that all but a new worker hold next to nothing, so that the new one is not starved. Of the
-eligible, the worker with the longest match by worth is taken; if even that is worth less than `min_worth` of the
-prompt, the least loaded worker is.
+The rule. The *load* of a worker is the work (pages, unless told otherwise) of its requests in
+progress, and of those that have ended, fading with `fade_s`. Workers whose load is within `bound`
+times the mean (and `slack` average requests, so that a conversation may go on in an idle cluster)
+are eligible. A page that a worker holds is *worth* the share of the other workers that lack it,
+squared: a chat's own pages count in full, a system prompt that all hold counts nothing, and one
+that all but a new worker hold next to nothing, so that the new one is not starved. Of the eligible,
+the worker with the longest match by worth is taken; if even that is worth less than `min_worth` of
+the prompt, the least loaded worker is.
 
-Fading makes balance a matter of minutes: the second turn of a chat may find its worker above the mean for a moment, and
-goes there all the same, while a document that everybody asks about spreads to more workers as the first fill up.
+Fading makes balance a matter of minutes: the second turn of a chat may find its worker above the
+mean for a moment, and goes there all the same, while a document that everybody asks about spreads
+to more workers as the first fill up.
 
-Nothing here is more than a hint: a worker matches again at admission. So a late event costs a hit, never an error.
+Nothing here is more than a hint: a worker matches again at admission. So a late event costs a hit,
+never an error.
 """
 
 from __future__ import annotations
@@ -51,8 +55,8 @@ class Route:
 class WorkerIndex:
     """Which pages one worker holds, or is expected to hold soon. Bounded; about 150 bytes a page.
 
-    A path longer than the bound allows is known by its upper part. What the worker holds is always whole prefixes, so
-    a match is found by bisection.
+    A path longer than the bound allows is known by its upper part. What the worker holds is always
+    whole prefixes, so a match is found by bisection.
     """
 
     def __init__(self, max_pages: int) -> None:
@@ -62,7 +66,9 @@ class WorkerIndex:
         self.in_sync = False
         self.num_pages = 0
         self.skipped_pages = 0  # stored there, but not known here
-        self._held: dict[Hashable, dict[bytes, float]] = {}  # by namespace: page key, until when it counts
+        self._held: dict[
+            Hashable, dict[bytes, float]
+        ] = {}  # by namespace: page key, until when it counts
         self._expected: deque[tuple[float, Hashable, Sequence[bytes]]] = deque()
 
     def apply(self, batch: EventBatch) -> bool:
@@ -83,7 +89,9 @@ class WorkerIndex:
                 self.forget()
                 self.in_sync = True
             elif self.in_sync:
-                self.in_sync = self._store(event) if isinstance(event, Stored) else self._remove(event)
+                self.in_sync = (
+                    self._store(event) if isinstance(event, Stored) else self._remove(event)
+                )
         return self.in_sync
 
     def depth(self, namespace: Hashable, keys: Sequence[bytes]) -> int:
@@ -103,7 +111,9 @@ class WorkerIndex:
     def expect(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
         """These pages, a prefix, will be there soon, unless they are not by then."""
         held = self._held.get(namespace, {})
-        keys = [key for key in keys if held.get(key, 0.0) != _STORED][: self.max_pages - self.num_pages]
+        keys = [key for key in keys if held.get(key, 0.0) != _STORED][
+            : self.max_pages - self.num_pages
+        ]
         if not keys:
             return
         held = self._held.setdefault(namespace, {})
@@ -175,23 +185,30 @@ class _Worker:
     def fade(self, now_s: float, fade_s: float) -> float:
         """Its load now."""
         if now_s > self.faded_at_s:
-            self.faded = self.faded * math.exp((self.faded_at_s - now_s) / fade_s) if self.faded else 0.0
+            self.faded = (
+                self.faded * math.exp((self.faded_at_s - now_s) / fade_s) if self.faded else 0.0
+            )
             self.faded_at_s = now_s
         return self.open_work + self.faded
 
 
 class BoundedAffinityRouter:
-    """See the module's text. Pure; one owner, no threads. Times come from one monotonic clock of the caller's.
+    """See the module's text. Pure; one owner, no threads. Times come from one monotonic clock of
+    the caller's.
 
-    A decision costs O(workers * log pages of the prompt); `benchmarks/results/router.json` has it measured.
+    A decision costs O(workers * log pages of the prompt); `benchmarks/results/router.json` has it
+    measured.
 
     Args:
         bound: how far above the mean load a worker may be and still be chosen for what it holds.
         slack: so many average requests may come on top of that.
-        fade_s: how fast work that has ended stops counting. Long enough for tens of requests a worker.
-        min_worth: the least share of a prompt, by worth, for which its worker is preferred to the least loaded. Above
-            (1 - 1 / bound) squared, about, no worker starves, however long the system prompt.
-        expect_s: how long the pages of a request count as held where it was sent, before the worker says so itself.
+        fade_s: how fast work that has ended stops counting. Long enough for tens of requests a
+            worker.
+        min_worth: the least share of a prompt, by worth, for which its worker is preferred to the
+            least loaded. Above (1 - 1 / bound) squared, about, no worker starves, however long the
+            system prompt.
+        expect_s: how long the pages of a request count as held where it was sent, before the worker
+            says so itself.
         max_pages: how many pages are remembered of each worker.
     Raises:
         ConfigError: names the setting, the value and the bound.
@@ -234,14 +251,17 @@ class BoundedAffinityRouter:
         self._workers[name] = _Worker(self._max_pages)
 
     def remove_worker(self, name: str) -> None:
-        """It is lost or leaves: what it held and did is forgotten. O(1). Raises CallerError if it is unknown."""
+        """It is lost or leaves: what it held and did is forgotten. O(1). Raises CallerError if it
+        is unknown."""
         del self._workers[self._known(name)]
 
     def apply(self, batch: EventBatch) -> bool:
-        """Take in what a worker's cache did. False: out of sync, ask that worker for `EventFeed.take(afresh=True)`.
+        """Take in what a worker's cache did. False: out of sync, ask that worker for
+        `EventFeed.take(afresh=True)`.
 
-        Until that comes, what was known of it goes on counting. A new incarnation starts from nothing. A batch that
-        was heard already, or of a worker not added, is counted and dropped (True: nothing is missing).
+        Until that comes, what was known of it goes on counting. A new incarnation starts from
+        nothing. A batch that was heard already, or of a worker not added, is counted and dropped
+        (True: nothing is missing).
         """
         worker = self._workers.get(batch.worker)
         if worker is None:
@@ -266,18 +286,24 @@ class BoundedAffinityRouter:
         """Choose a worker for a request, and count it there until `ended`.
 
         Args:
-            keys: of the prompt's whole pages, `cache.events.page_keys`; none for a request that is not to be cached.
+            keys: of the prompt's whole pages, `cache.events.page_keys`; none for a request that is
+                not to be cached.
             namespace: the request's.
             work: what it adds to a load; the pages of its prompt, and one, if left out.
             among: only these workers may be chosen (the others drain, say).
         Raises:
-            CallerError: no worker to choose from, or an unknown one; work below 0. Nothing was changed.
+            CallerError: no worker to choose from, or an unknown one; work below 0. Nothing was
+            changed.
         """
         if work is None:
             work = len(keys) + 1.0
         if not 0 <= work < math.inf:
             raise CallerError(f"work is {work}, a number of at least 0 is needed")
-        workers = self._workers if among is None else {name: self._workers[self._known(name)] for name in among}
+        workers = (
+            self._workers
+            if among is None
+            else {name: self._workers[self._known(name)] for name in among}
+        )
         if not workers:
             raise CallerError("there is no worker to choose from")
         loads = {name: worker.fade(now_s, self._fade_s) for name, worker in workers.items()}
@@ -295,7 +321,8 @@ class BoundedAffinityRouter:
         return Route(chosen, depths[chosen], work, worker)
 
     def ended(self, route: Route, now_s: float) -> bool:
-        """The request is over, whatever became of it. Again, or after its worker was removed: False, no-op."""
+        """The request is over, whatever became of it. Again, or after its worker was removed:
+        False, no-op."""
         worker, route._home = route._home, None
         if worker is None or self._workers.get(route.worker) is not worker:
             return False
@@ -332,7 +359,9 @@ class BoundedAffinityRouter:
         best, best_worth, most = idlest, worths[depths[idlest]], max(worths.values())
         for name, load in loads.items():
             worth = worths[depths[name]]
-            if load <= limit and (worth > best_worth or (worth == best_worth and load < loads[best])):
+            if load <= limit and (
+                worth > best_worth or (worth == best_worth and load < loads[best])
+            ):
                 best, best_worth = name, worth
         enough = self._min_worth * num_pages
         self.counters["overflowed"] += best_worth < most >= enough  # a better match was too busy
@@ -349,7 +378,8 @@ class BoundedAffinityRouter:
 
 
 def _worths(depths: list[int]) -> dict[int, float]:
-    """What a match of each of these depths is worth: each page, the square of the share of the others that lack it.
+    """What a match of each of these depths is worth: each page, the square of the share of the
+    others that lack it.
 
     >>> _worths([4, 4, 8, 0, 0])
     {0: 0.0, 4: 1.0, 8: 5.0}

@@ -1,7 +1,8 @@
 """What is counted for those who look on: histograms, and tallies by label.
 
-The owner's thread writes, any thread reads: every value is an int, a float or a list that is copied in one step, so a
-reader needs no lock and the writer does not wait. Figures read together may be of moments a few microseconds apart.
+The owner's thread writes, any thread reads: every value is an int, a float or a list that is copied
+in one step, so a reader needs no lock and the writer does not wait. Figures read together may be of
+moments a few microseconds apart.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 SECONDS = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+    60.0, 120.0,
 )  # fmt: skip
 MICROSECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1)
 
@@ -53,7 +55,8 @@ class Histogram:
 
 
 class Tally:
-    """Numbers by label, a row of `width` each; all labels beyond `max_labels` share the row of `OTHER`.
+    """Numbers by label, a row of `width` each; all labels beyond `max_labels` share the row of
+    `OTHER`.
 
     `name` makes the label's text of what a row is for; it is called once a row.
     """
@@ -71,7 +74,9 @@ class Tally:
         if row is not None:
             return row
         if len(self._rows) >= self._max_labels:
-            return self._named.setdefault(OTHER, [0.0] * self._width)  # not kept by label: there may be any number
+            return self._named.setdefault(
+                OTHER, [0.0] * self._width
+            )  # not kept by label: there may be any number
         name = self._name(label)
         row = self._rows[label] = self._named.setdefault(name, [0.0] * self._width)
         return row
@@ -84,8 +89,9 @@ class Tally:
 class Journal:
     """What happened to one side's requests. Written by the scheduler's thread.
 
-    `tokens` by namespace: of prompts, of those found here; recently (a mean that fades over some hundred requests) of
-    both again; and of those found on their way. `transfers` by outcome and peer. `waits` in seconds, by reason.
+    `tokens` by namespace: of prompts, of those found here; recently (a mean that fades over some
+    hundred requests) of both again; and of those found on their way. `transfers` by outcome and
+    peer. `waits` in seconds, by reason.
 
     `on_ended(req, now_s)`, if set, is called when a request has ended, by the scheduler's thread.
     """
@@ -99,7 +105,9 @@ class Journal:
         self.waits = {reason: Histogram() for reason in reasons}
         self.on_ended: Callable[[Any, float], None] | None = None
 
-    def found(self, namespace: Hashable, prompt_tokens: int, hit_tokens: int, shared_tokens: int = 0) -> None:
+    def found(
+        self, namespace: Hashable, prompt_tokens: int, hit_tokens: int, shared_tokens: int = 0
+    ) -> None:
         """A request was admitted, and so much of its prompt was here."""
         row = self.tokens.row(namespace)
         row[0] += prompt_tokens

@@ -6,7 +6,12 @@ from hypothesis import HealthCheck, settings
 
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile(
-    "ci", derandomize=True, deadline=None, max_examples=60, stateful_step_count=40, suppress_health_check=_CHECKS
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    stateful_step_count=40,
+    suppress_health_check=_CHECKS,
 )
 settings.register_profile("dev", deadline=None, max_examples=200, suppress_health_check=_CHECKS)
 settings.register_profile(

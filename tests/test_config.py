@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from prefixkv.cache.eviction import DEFAULT_POLICY
-from prefixkv.config import ControlConfig, CurveConfig, DecodeConfig, ModelConfig, PrefillConfig, TransportConfig
+from prefixkv.config import (
+    ControlConfig,
+    CurveConfig,
+    DecodeConfig,
+    ModelConfig,
+    PrefillConfig,
+    TransportConfig,
+)
 from prefixkv.errors import CallerError, ConfigError
 
 KEY = "k" * 40
@@ -17,9 +24,22 @@ KEY = "k" * 40
 TOO_LOW: dict[type, dict[str, Any]] = {
     ControlConfig: {
         **dict.fromkeys(
-            ["heartbeat_s", "suspect_after_s", "forget_after_s", "resend_s", "bootstrap_timeout_s", "waiting_timeout_s",
-             "transfer_timeout_s", "ack_timeout_s", "drain_timeout_s", "parked_timeout_s", "max_parked_per_peer",
-             "max_peers", "max_queued_frames"], 0,
+            [
+                "heartbeat_s",
+                "suspect_after_s",
+                "forget_after_s",
+                "resend_s",
+                "bootstrap_timeout_s",
+                "waiting_timeout_s",
+                "transfer_timeout_s",
+                "ack_timeout_s",
+                "drain_timeout_s",
+                "parked_timeout_s",
+                "max_parked_per_peer",
+                "max_peers",
+                "max_queued_frames",
+            ],
+            0,
         ),
         "max_aux_bytes": -1,
         "fence_settle_s": -1e-9,
@@ -32,16 +52,22 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "memory_type": "DISK",
     },
     DecodeConfig: {
-        "max_running": 0, "reserve_tokens": -1, "failure_policy": "hope", "name": "", "patience_s": -1e-9,
-        "waiting_timeout_s": 0, "evict_reserve": -1e-9,
+        "max_running": 0,
+        "reserve_tokens": -1,
+        "failure_policy": "hope",
+        "name": "",
+        "patience_s": -1e-9,
+        "waiting_timeout_s": 0,
+        "evict_reserve": -1e-9,
     },
     PrefillConfig: {"max_running": 0, "name": "x" * 257},
     ModelConfig: {},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
-    ("config", "field", "value"), [(config, *item) for config, fields in TOO_LOW.items() for item in fields.items()]
+    ("config", "field", "value"),
+    [(config, *item) for config, fields in TOO_LOW.items() for item in fields.items()],
 )
 def test_a_setting_out_of_range_is_named(config: type, field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field) as caught:
@@ -66,7 +92,9 @@ def test_every_number_and_choice_has_a_bound() -> None:
     }
     for config, fields in TOO_LOW.items():
         if fields:
-            assert {field.name for field in dataclasses.fields(config)} - unbounded == set(fields), config
+            assert {field.name for field in dataclasses.fields(config)} - unbounded == set(
+                fields
+            ), config
         config()  # the defaults are within their own bounds
 
 
@@ -100,7 +128,10 @@ def test_decode_stops_waiting_for_memory_before_prefill_stops_waiting_for_decode
     assert DecodeConfig(control=control).longest_wait_s == 8.0
     assert DecodeConfig(control=control, waiting_timeout_s=9.0).longest_wait_s == 9.0
     assert DecodeConfig(control=control, waiting_timeout_s=math.inf).longest_wait_s == math.inf
-    with pytest.raises(ConfigError, match=r"waiting_timeout_s is 10.0, it has to be below control.bootstrap_timeout_s"):
+    with pytest.raises(
+        ConfigError,
+        match=r"waiting_timeout_s is 10.0, it has to be below control.bootstrap_timeout_s",
+    ):
         DecodeConfig(control=control, waiting_timeout_s=10.0)
 
 

@@ -1,4 +1,5 @@
-"""The README's decode scheduler, run for real: the lines between the markers are the ones it shows."""
+"""The README's decode scheduler, run for real: the lines between the markers are the ones it
+shows."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import OutOfPagesError
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
-from tests.models.node_pair import SALT, PrefillDriver, first_token, make_pool, node_at_rest, tokens_of
+from tests.models.node_pair import (
+    SALT,
+    PrefillDriver,
+    first_token,
+    make_pool,
+    node_at_rest,
+    tokens_of,
+)
 from tests.models.patience import PATIENCE_S
 
 _hasher = PrefixHasher()
@@ -31,21 +39,21 @@ def serve(node: DecodeNode, engine: StandIn) -> None:
     batch: list[DecodeRequest] = []
     while engine.serving():
         for request in engine.arrivals():
-            node.add(request)                              # the prefill worker it names gets the same prompt and room
-        node.pop_preallocated()                            # prefix locked, pages taken, prefill told what to skip
-        batch += node.pop_transferred()                    # all their KV is in req.pages, the first token in req.aux
+            node.add(request)                           # its prefill worker gets the same room
+        node.pop_preallocated()                         # prefix locked, prefill told what to skip
+        batch += node.pop_transferred()                 # KV in req.pages, first token in req.aux
         for ask in node.pop_needs_prefill():
-            engine.submit_to_prefill(ask)                  # KV that was evicted while its request was retracted
+            engine.submit_to_prefill(ask)               # evicted while the request was retracted
         for req in node.pop_failed():
-            engine.reject(req)                             # req.error says why
-        try:
-            node.append_many(batch, engine.step(batch))    # a step writes the KV of the newest tokens, then samples
-        except OutOfPagesError as error:                   # nothing was appended
-            for rid in error.retract[:1]:                  # it comes back by itself
+            engine.reject(req)                          # req.error says why
+        try:                                            # a step writes the newest tokens' KV
+            node.append_many(batch, engine.step(batch))
+        except OutOfPagesError as error:                # nothing was appended
+            for rid in error.retract[:1]:               # it comes back by itself
                 node.retract(rid)
                 batch = [req for req in batch if req.rid != rid]
         for req in engine.done(batch):
-            node.finish(req)                               # its KV stays: the prefix of the next turn
+            node.finish(req)                            # its KV stays: the next turn's prefix
             batch.remove(req)
         if not batch:
             node.wait(timeout_s=0.1)
@@ -54,9 +62,12 @@ def serve(node: DecodeNode, engine: StandIn) -> None:
 
 
 class StandIn:
-    """An engine of no model: conversations of several turns, with KV that can be checked byte for byte."""
+    """An engine of no model: conversations of several turns, with KV that can be checked byte for
+    byte."""
 
-    def __init__(self, node: DecodeNode, prefill: PrefillSide, conversations: int, turns: int) -> None:
+    def __init__(
+        self, node: DecodeNode, prefill: PrefillSide, conversations: int, turns: int
+    ) -> None:
         self.node = node
         self.pattern = KVPattern(node.pool.layout, SALT, node.pool)
         self.prefill = prefill
@@ -75,7 +86,9 @@ class StandIn:
         return bool(self.due or self.open)
 
     def arrivals(self) -> list[Request]:
-        while self.node.scheduler.transfers.num_open:  # all that were admitted run at once, however slow the machine
+        while (
+            self.node.scheduler.transfers.num_open
+        ):  # all that were admitted run at once, however slow the machine
             time.sleep(0.001)
             self.node.stats()  # as any call does, it takes in what has arrived
         requests = []
@@ -85,13 +98,19 @@ class StandIn:
             tokens = self.histories[i]
             rid = f"{i}.{self.turn[i]}"
             self.prefill.add(rid, tokens, self.rooms, 0)
-            requests.append(Request(rid, tokens, max_new_tokens=9, room=self.rooms, prefill=self.prefill.endpoint))
+            requests.append(
+                Request(
+                    rid, tokens, max_new_tokens=9, room=self.rooms, prefill=self.prefill.endpoint
+                )
+            )
         self.due.clear()
         return requests
 
     def submit_to_prefill(self, ask: Any) -> None:
         self.asked_again += 1
-        self.prefill.add(f"{ask.rid}.{ask.generation}", np.asarray(ask.tokens), ask.room, ask.generation)
+        self.prefill.add(
+            f"{ask.rid}.{ask.generation}", np.asarray(ask.tokens), ask.room, ask.generation
+        )
 
     def reject(self, req: DecodeRequest) -> None:
         self.open -= 1
@@ -188,13 +207,20 @@ def test_the_loop_serves_conversations() -> None:
 
 def test_the_example_is_short() -> None:
     """What the README shows has to be read at a glance."""
-    lines = inspect.getsource(serve).partition("# example: begin\n")[2].partition("    # example: end")[0].splitlines()
+    lines = (
+        inspect.getsource(serve)
+        .partition("# example: begin\n")[2]
+        .partition("    # example: end")[0]
+        .splitlines()
+    )
     assert 15 <= len(lines) <= 24
-    assert max(map(len, lines)) <= 120
+    assert max(map(len, lines)) <= 100
 
 
 def test_the_readme_shows_these_lines() -> None:
     shown = textwrap.dedent(
-        inspect.getsource(serve).partition("    # example: begin\n")[2].partition("    # example: end")[0]
+        inspect.getsource(serve)
+        .partition("    # example: begin\n")[2]
+        .partition("    # example: end")[0]
     )
     assert f"```python\n{shown}```" in (pathlib.Path(__file__).parents[1] / "README.md").read_text()

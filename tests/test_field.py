@@ -1,4 +1,5 @@
-"""What has hurt users of other systems and is no other module's to test: see also the storm, `benchmarks/chaos.py`."""
+"""What has hurt users of other systems and is no other module's to test: see also the storm,
+`benchmarks/chaos.py`."""
 
 from __future__ import annotations
 
@@ -17,9 +18,12 @@ from tests.models.transport_pools import make_pool
 
 
 def test_nothing_from_the_network_is_unpickled() -> None:
-    """Outside the command line, whose processes speak over pipes of their own, no module unpickles anything."""
+    """Outside the command line, whose processes speak over pipes of their own, no module unpickles
+    anything."""
     root = Path(prefixkv.__file__).parent
-    forbidden = re.compile(r"\bimport (pickle|marshal|shelve)\b|recv_pyobj|send_pyobj|deserialize_descs|torch\.load")
+    forbidden = re.compile(
+        r"\bimport (pickle|marshal|shelve)\b|recv_pyobj|send_pyobj|deserialize_descs|torch\.load"
+    )
     found = {
         str(path.relative_to(root)): match.group()
         for path in root.rglob("*.py")
@@ -30,7 +34,10 @@ def test_nothing_from_the_network_is_unpickled() -> None:
 
 def test_those_that_were_retracted_and_wait_do_not_keep_transfers_from_being_polled() -> None:
     desk = Desk(8)
-    oldest, small = desk.start("a", 4, max_new=9, outputs=1), desk.start("b", 4, max_new=9, outputs=1)
+    oldest, small = (
+        desk.start("a", 4, max_new=9, outputs=1),
+        desk.start("b", 4, max_new=9, outputs=1),
+    )
     victim = desk.start("c", 4, max_new=9, outputs=1)
     for _ in range(4):
         desk.token(victim)

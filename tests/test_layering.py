@@ -14,7 +14,8 @@ HEAVY = ("torch", "nixl", "zmq")
 
 def run(program: str) -> str:
     return subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True,
+        timeout=PATIENCE_S
     ).stdout.strip()  # fmt: skip
 
 
@@ -31,7 +32,17 @@ def test_the_package_is_imported_with_next_to_nothing() -> None:
 
 def test_the_pure_part_runs_without_transport_sockets_and_tensors() -> None:
     """All its modules load where torch, nixl and zmq are not installed."""
-    pure = ("cache", "decode", "prefill", "protocol", "request", "request_pages", "config", "errors", "paging")
+    pure = (
+        "cache",
+        "decode",
+        "prefill",
+        "protocol",
+        "request",
+        "request_pages",
+        "config",
+        "errors",
+        "paging",
+    )
     names = [module.name for module in pkgutil.walk_packages(prefixkv.__path__, "prefixkv.")]
     names = [name for name in names if name.split(".")[1] in pure]
     assert len(names) > 25

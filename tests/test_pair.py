@@ -1,4 +1,5 @@
-"""The pair test: both sides whole, over a bad network, with aborts, failures and restarts, each run from one seed."""
+"""The pair test: both sides whole, over a bad network, with aborts, failures and restarts, each run
+from one seed."""
 
 import pytest
 
@@ -20,7 +21,9 @@ STORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [0, 1, 11])  # 11: "late frames" writes to freed pages if stale frames were taken
+@pytest.mark.parametrize(
+    "seed", [0, 1, 11]
+)  # 11: "late frames" writes to freed pages if stale frames were taken
 @pytest.mark.parametrize("storm", STORMS)
 def test_pair_ends_with_nothing_lost(storm: str, seed: int) -> None:
     policy = "retry" if seed % 2 else "fail"
@@ -34,10 +37,17 @@ def test_pair_ends_with_nothing_lost(storm: str, seed: int) -> None:
 @pytest.mark.parametrize(("number", "storm"), list(enumerate(STORMS)))
 def test_pair_with_extra_state_ends_with_nothing_lost(number: int, storm: str) -> None:
     """Also with fewer slots than rows, and retractions."""
-    sim = PairSim(number, STORMS[storm], decode_pages=(13, 18, 40)[number % 3],
-                  failure_policy=("fail", "retry")[number % 2], num_slots=(8, 3, 2)[number % 3])  # fmt: skip
+    sim = PairSim(
+        number,
+        STORMS[storm],
+        decode_pages=(13, 18, 40)[number % 3],
+        failure_policy=("fail", "retry")[number % 2],
+        num_slots=(8, 3, 2)[number % 3],
+    )
     sim.run()
-    assert all(side.state.canaries_live() for side in (sim.decode, sim.prefill) if side.state is not None)
+    assert all(
+        side.state.canaries_live() for side in (sim.decode, sim.prefill) if side.state is not None
+    )
     if storm == "calm":
         assert sim.finished == sim.decode.scheduler.counters["finished"] >= 8
 
@@ -47,5 +57,7 @@ def test_same_seed_same_run() -> None:
     for _ in range(2):
         sim = PairSim(11, STORMS["everything"])
         sim.run()
-        runs.append((sim.now_s, sim.fabric.steps, sim.finished, dict(sim.decode.scheduler.counters)))
+        runs.append(
+            (sim.now_s, sim.fabric.steps, sim.finished, dict(sim.decode.scheduler.counters))
+        )
     assert runs[0] == runs[1]

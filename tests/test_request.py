@@ -12,7 +12,8 @@ from prefixkv.errors import RequestError, TokenError
 from prefixkv.request import Request
 
 TOKENS: list[Any] = [
-    [1, 2, 3], (1, 2, 3), range(1, 4), np.arange(1, 4), np.arange(1, 4, dtype=np.int32), RadixKey([1, 2, 3]),
+    [1, 2, 3], (1, 2, 3), range(1, 4), np.arange(1, 4), np.arange(1, 4, dtype=np.int32),
+    RadixKey([1, 2, 3]),
 ]  # fmt: skip
 
 
@@ -37,11 +38,19 @@ def test_the_namespace_is_the_keys() -> None:
 @pytest.mark.parametrize(
     ("tokens", "text"),
     [
-        ([1, -2], "-2"), ([2**31], "2147483648"), ([1.5], "1.5"), ([True], "bool"), (["a"], "'a'"), ("abc", "str"),
-        (np.array([1.0]), "float64"), (np.array([[1]]), "shape"), (np.array([-1], np.int32), "-1"), (5, "int"),
+        ([1, -2], "-2"),
+        ([2**31], "2147483648"),
+        ([1.5], "1.5"),
+        ([True], "bool"),
+        (["a"], "'a'"),
+        ("abc", "str"),
+        (np.array([1.0]), "float64"),
+        (np.array([[1]]), "shape"),
+        (np.array([-1], np.int32), "-1"),
+        (5, "int"),
         (RadixKey(np.array([-7], np.int32)), "-7"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_token_is_named(tokens: Any, text: str) -> None:
     with pytest.raises(TokenError, match=text):
         Request("a", tokens)
@@ -52,13 +61,19 @@ def test_what_is_no_token_is_named(tokens: Any, text: str) -> None:
     [
         ({"tokens": []}, "'a' has no tokens"),
         ({"max_new_tokens": 0}, r"max_new_tokens is 0, a whole number in \[1, "),
-        ({"room": -1}, "room is -1"), ({"room": 2**64}, "room is 18446744073709551616"),
-        ({"room": 1.5}, "room is 1.5"), ({"room": True}, "room is True"), ({"room": "7"}, "room is '7'"),
-        ({"max_new_tokens": 2.0}, "max_new_tokens is 2.0"), ({"generation": None}, "generation is None"),
-        ({"generation": -1}, "generation is -1"), ({"generation": 2**31}, "generation is 2147483648"),
-        ({"namespace": ["unhashable"]}, "namespace"), ({"tokens": RadixKey([1]), "namespace": "lora"}, "namespace"),
+        ({"room": -1}, "room is -1"),
+        ({"room": 2**64}, "room is 18446744073709551616"),
+        ({"room": 1.5}, "room is 1.5"),
+        ({"room": True}, "room is True"),
+        ({"room": "7"}, "room is '7'"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens is 2.0"),
+        ({"generation": None}, "generation is None"),
+        ({"generation": -1}, "generation is -1"),
+        ({"generation": 2**31}, "generation is 2147483648"),
+        ({"namespace": ["unhashable"]}, "namespace"),
+        ({"tokens": RadixKey([1]), "namespace": "lora"}, "namespace"),
     ],
-)  # fmt: skip
+)
 def test_what_is_out_of_range_is_named(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(RequestError, match=text):
         Request("a", **{"tokens": [1], **fields})
@@ -77,4 +92,6 @@ def test_the_ends_of_the_ranges_are_taken() -> None:
         request = Request("a", [2**31 - 1, 0], **fields)
         assert len(request.key) == 2
     request = Request("a", [1], room=np.uint64(7), max_new_tokens=np.int32(3))
-    assert (type(request.room), type(request.max_new_tokens)) == (int, int), "numpy's travel in no frame"
+    assert (type(request.room), type(request.max_new_tokens)) == (int, int), (
+        "numpy's travel in no frame"
+    )

@@ -1,4 +1,5 @@
-"""The region bookkeeping of requests' pages, against a model that knows what each page was written with."""
+"""The region bookkeeping of requests' pages, against a model that knows what each page was written
+with."""
 
 from __future__ import annotations
 
@@ -30,12 +31,16 @@ def states(books: PageBooks) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def opened(books: PageBooks, tokens: list[int], num_pages: int | None = None) -> tuple[RequestPages, RadixKey]:
+def opened(
+    books: PageBooks, tokens: list[int], num_pages: int | None = None
+) -> tuple[RequestPages, RadixKey]:
     """A request of these tokens, its prefix locked, its KV written."""
     key = key_of(tokens)
     match = books.match(key)
     num_pages = pages_for(len(tokens), PAGE_SIZE) if num_pages is None else num_pages
-    return books.open(key, match, num_pages - (match.prefix_len // PAGE_SIZE if match else 0), 0.0), key
+    return books.open(
+        key, match, num_pages - (match.prefix_len // PAGE_SIZE if match else 0), 0.0
+    ), key
 
 
 # --- the regions, one by one ----------------------------------------------------------------------
@@ -66,7 +71,9 @@ def test_where_pages_are_missing_a_reserve_is_evicted_with_them(reserve: int, fr
     version = books.version
     pages, _ = opened(books, list(range(50, 58)))
     assert (len(books.pages(pages)), books.evicted_pages) == (4, 4 + free)
-    assert states(books) == {"OWNED": 6} | ({"FREE": free} if free else {}) | ({"CACHED": 6 - free} if free < 6 else {})
+    assert states(books) == {"OWNED": 6} | ({"FREE": free} if free else {}) | (
+        {"CACHED": 6 - free} if free < 6 else {}
+    )
     assert books.version == version, "which makes no room that was not there"
     with pytest.raises(OutOfPagesError):
         opened(books, list(range(70, 84)))
@@ -79,7 +86,10 @@ def test_where_pages_are_missing_a_reserve_is_evicted_with_them(reserve: int, fr
 @pytest.mark.parametrize("being_read", [False, True])
 def test_duplicates_are_repointed_and_freed_when_nothing_reads_them(being_read: bool) -> None:
     books = PageBooks(12, PAGE_SIZE, 4)
-    (first, first_key), (second, second_key) = opened(books, [1, 2, 3, 4]), opened(books, [1, 2, 3, 4, 5, 6])
+    (first, first_key), (second, second_key) = (
+        opened(books, [1, 2, 3, 4]),
+        opened(books, [1, 2, 3, 4, 5, 6]),
+    )
     own = books.pages(second).tolist()
     books.cache_unfinished(first, first_key, 0.0)
     books.cache_unfinished(second, second_key, 0.0, being_read=being_read)
@@ -88,7 +98,9 @@ def test_duplicates_are_repointed_and_freed_when_nothing_reads_them(being_read: 
     kept = [books.allocator.state(page) for page in own]
     assert kept == [PageState.OWNED if being_read else PageState.FREE] * 2 + [PageState.CACHED]
     books.drop(second)
-    assert [books.allocator.state(page) for page in own] == [PageState.FREE] * 2 + [PageState.CACHED]
+    assert [books.allocator.state(page) for page in own] == [PageState.FREE] * 2 + [
+        PageState.CACHED
+    ]
 
 
 def test_a_lock_of_its_own_deeper_prefix_replaces_the_one_before() -> None:
@@ -153,7 +165,8 @@ def test_who_ends_before_it_has_settled_gives_up_its_own_pages_alone(end: str) -
 
 
 def test_who_joins_is_one_visitor_of_all_that_it_found() -> None:
-    """Policies count who used a page: the pages cached before, those that were on their way, and its own."""
+    """Policies count who used a page: the pages cached before, those that were on their way, and
+    its own."""
     books = PageBooks(12, PAGE_SIZE, 4, policy="lfu")
     first, first_key = opened(books, [1, 2])
     books.cache_finished(first, first_key, 0.0)
@@ -202,7 +215,9 @@ def test_what_is_held_comes_back_by_release_only() -> None:
     key.extend([5, 6])
     books.grow_many([pages], 0.0)
     books.hold(pages, "room")
-    assert states(books) == {"FREE": 5, "CACHED": 2, "HELD": 1}, "the tree's pages are nobody's to hold"
+    assert states(books) == {"FREE": 5, "CACHED": 2, "HELD": 1}, (
+        "the tree's pages are nobody's to hold"
+    )
     assert (books.quarantine("room"), books.holds("room")) == (1, True)
     assert (books.release("other"), books.release("room"), books.release("room")) == (0, 1, 0)
     assert states(books) == {"FREE": 6, "CACHED": 2}
@@ -267,8 +282,13 @@ class Live:
     joined: Live | None = None
 
     def written(self, page: int) -> tuple[Any, ...]:
-        """What page number `page` of the request has been written with: all tokens before its end."""
-        return (self.epoch, self.key.namespace, *self.key.tokens()[: (page + 1) * PAGE_SIZE].tolist())
+        """What page number `page` of the request has been written with: all tokens before its
+        end."""
+        return (
+            self.epoch,
+            self.key.namespace,
+            *self.key.tokens()[: (page + 1) * PAGE_SIZE].tolist(),
+        )
 
 
 class Books(RuleBasedStateMachine):
@@ -278,7 +298,11 @@ class Books(RuleBasedStateMachine):
     def start(self, num_pages: int, policy: str) -> None:
         self.replica = Replica(PageBooks(num_pages, PAGE_SIZE, 4, policy=policy))
         self.books = LoggedBooks(
-            lambda op: self.replica.apply(decode_op(encode_op(op))), num_pages, PAGE_SIZE, 4, policy=policy
+            lambda op: self.replica.apply(decode_op(encode_op(op))),
+            num_pages,
+            PAGE_SIZE,
+            4,
+            policy=policy,
         )
         self.live: list[Live] = []
         self.content: dict[int, tuple[Any, ...]] = {}
@@ -295,23 +319,42 @@ class Books(RuleBasedStateMachine):
         self.now_s += 1.0
         return self.now_s
 
-    @rule(tokens=TOKENS, namespace=st.sampled_from([None, "lora"]), cacheable=st.booleans(), reserve=st.integers(0, 2))
+    @rule(
+        tokens=TOKENS,
+        namespace=st.sampled_from([None, "lora"]),
+        cacheable=st.booleans(),
+        reserve=st.integers(0, 2),
+    )
     def open(self, tokens: list[int], namespace: Any, cacheable: bool, reserve: int) -> None:
         books, key = self.books, RadixKey(tokens, namespace)
         match = books.match(key, cacheable)
-        prefix_pages, unprotected = (match.prefix_len // PAGE_SIZE, match.unprotected_pages) if match else (0, 0)
+        prefix_pages, unprotected = (
+            (match.prefix_len // PAGE_SIZE, match.unprotected_pages) if match else (0, 0)
+        )
         num_new = pages_for(len(tokens), PAGE_SIZE) - prefix_pages + reserve
         fits = num_new <= books.available_pages - unprotected
         if fits and books.table.free_rows:
             pages = books.open(key, match, num_new, self._time())
-            assert (pages.num_locked, pages.num_pages) == (prefix_pages, prefix_pages + num_new), "as the match said"
+            assert (pages.num_locked, pages.num_pages) == (prefix_pages, prefix_pages + num_new), (
+                "as the match said"
+            )
             self.live.append(Live(pages, key, books.epoch, cacheable))
             self._write(self.live[-1], prefix_pages)
         else:
-            before = (states(books), books.cache.protected_pages, books.table.free_rows, books.evicted_pages)
+            before = (
+                states(books),
+                books.cache.protected_pages,
+                books.table.free_rows,
+                books.evicted_pages,
+            )
             with pytest.raises(CapacityError if not books.table.free_rows else OutOfPagesError):
                 books.open(key, match, num_new, self._time())
-            assert (states(books), books.cache.protected_pages, books.table.free_rows, books.evicted_pages) == before
+            assert (
+                states(books),
+                books.cache.protected_pages,
+                books.table.free_rows,
+                books.evicted_pages,
+            ) == before
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 3), common=st.integers(1, 4), tokens=TOKENS)
@@ -319,14 +362,20 @@ class Books(RuleBasedStateMachine):
         """A request that begins like another, whose pages are not in the tree yet."""
         books, owner = self.books, self.live[which % len(self.live)]
         common = min(common, len(owner.key) // PAGE_SIZE)
-        key = RadixKey([*owner.key.tokens()[: common * PAGE_SIZE].tolist(), *tokens], owner.key.namespace)
+        key = RadixKey(
+            [*owner.key.tokens()[: common * PAGE_SIZE].tolist(), *tokens], owner.key.namespace
+        )
         match = books.match(key)
         num_locked, num_new = match.prefix_len // PAGE_SIZE, pages_for(len(key), PAGE_SIZE) - common
         fits = num_new <= books.available_pages - match.unprotected_pages and books.table.free_rows
         if not fits or num_locked >= common or not owner.cacheable or owner.epoch != books.epoch:
             return
         pages = books.open(key, match, num_new, self._time(), owner.pages, common)
-        assert (pages.num_locked, pages.num_joined, pages.num_own) == (num_locked, common - num_locked, num_new)
+        assert (pages.num_locked, pages.num_joined, pages.num_own) == (
+            num_locked,
+            common - num_locked,
+            num_new,
+        )
         self.live.append(Live(pages, key, books.epoch, True, joined=owner))
         self._write(self.live[-1], common)
 
@@ -364,7 +413,11 @@ class Books(RuleBasedStateMachine):
         live = self.live[which % len(self.live)]
         if live.cacheable and live.joined is None:
             books, pages, num_whole = self.books, live.pages, len(live.key) // PAGE_SIZE
-            before, was_locked, free = books.pages(pages).tolist(), pages.num_locked, books.allocator.free_pages
+            before, was_locked, free = (
+                books.pages(pages).tolist(),
+                pages.num_locked,
+                books.allocator.free_pages,
+            )
             books.cache_unfinished(pages, live.key, self._time(), being_read=being_read)
             row = books.pages(pages).tolist()
             replaced = [page for page, now in zip(before, row, strict=True) if page != now]
@@ -433,11 +486,15 @@ class Books(RuleBasedStateMachine):
             assert (num_shared > num_locked) == (live.joined is not None)
             assert books.table.length(live.pages.row) == live.pages.num_pages == len(row)
             for page in range(pages_for(len(live.key), PAGE_SIZE)):
-                assert self.content[row[page]] == live.written(page), "a page holds other KV than its request's"
+                assert self.content[row[page]] == live.written(page), (
+                    "a page holds other KV than its request's"
+                )
             wanted = [PageState.CACHED] * num_locked + [PageState.OWNED] * (len(row) - num_locked)
             assert [books.allocator.state(page) for page in row] == wanted
             owned += row[num_shared:] + live.duplicates
-        assert sorted(owned) == books.allocator.pages_in(PageState.OWNED).tolist(), "each owned page is one request's"
+        assert sorted(owned) == books.allocator.pages_in(PageState.OWNED).tolist(), (
+            "each owned page is one request's"
+        )
         replica = self.replica.books
         assert np.array_equal(replica.table.array, books.table.array), "the replica has drifted"
         assert states(replica) == states(books)

@@ -42,7 +42,7 @@ def chat(number: int, pages: int) -> list[int]:
     return [*SYSTEM, *(2000 + 100 * number + i for i in range(PAGE_SIZE * pages))]
 
 
-# --- the index -------------------------------------------------------------------------------------
+# --- the index ------------------------------------------------------------------------------------
 
 
 class Life:
@@ -68,7 +68,10 @@ class Life:
     def depths(self, index: WorkerIndex) -> list[tuple[int, int]]:
         """(by the index, by the cache) for every prompt, in pages."""
         return [
-            (index.depth(namespace, keys_of(prompt)), self.worker.cache.match_prefix(prompt, namespace).depth)
+            (
+                index.depth(namespace, keys_of(prompt)),
+                self.worker.cache.match_prefix(prompt, namespace).depth,
+            )
             for prompt in self.prompts
             for namespace in (None, "lora")
         ]
@@ -97,7 +100,9 @@ def test_a_lost_batch_is_noticed_and_a_fresh_one_mends_it(seed: int) -> None:
         if life.rng.randrange(10):
             was_synced = synced
             synced = index.apply(batch)
-            mended = any(isinstance(event, Cleared) for event in batch.events)  # the cache was reset
+            mended = any(
+                isinstance(event, Cleared) for event in batch.events
+            )  # the cache was reset
             assert was_synced or synced == mended
         else:
             synced = False
@@ -139,7 +144,12 @@ def test_a_new_incarnation_in_the_middle_of_its_stream_is_out_of_sync() -> None:
 
 
 @pytest.mark.parametrize(
-    "event", [Stored(None, b"unheard of", (b"a",)), Removed(None, b"", (b"unheard of",)), Removed("x", b"", (b"y",))]
+    "event",
+    [
+        Stored(None, b"unheard of", (b"a",)),
+        Removed(None, b"", (b"unheard of",)),
+        Removed("x", b"", (b"y",)),
+    ],
 )
 def test_what_cannot_follow_is_out_of_sync(event: Stored | Removed) -> None:
     index = WorkerIndex(1000)
@@ -186,7 +196,9 @@ def test_what_is_expected_counts_until_its_time_or_until_it_is_there() -> None:
     assert index.num_pages == 0
 
 
-@pytest.mark.parametrize("raw", [b"", b"\xff", b"\x93\x01\x02\x03", EventBatch("w", 1, 0, ()).encode()[:-2]])
+@pytest.mark.parametrize(
+    "raw", [b"", b"\xff", b"\x93\x01\x02\x03", EventBatch("w", 1, 0, ()).encode()[:-2]]
+)
 def test_a_malformed_batch_is_refused(raw: bytes) -> None:
     with pytest.raises(ProtocolError):
         EventBatch.decode(raw)
@@ -197,7 +209,7 @@ def test_a_namespace_that_cannot_be_looked_up_is_refused() -> None:
         EventBatch.decode(EventBatch("w", 1, 0, (Stored([1], b"", (b"k",)),)).encode())
 
 
-# --- where requests go -----------------------------------------------------------------------------
+# --- where requests go ----------------------------------------------------------------------------
 
 
 class Cluster:
@@ -241,7 +253,9 @@ def test_the_turns_of_a_chat_meet_on_one_worker_and_chats_spread() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 4, 6, 8, 16, 40])
-def test_a_worker_that_joins_late_is_not_starved_though_all_others_hold_the_system_prompt(num_workers: int) -> None:
+def test_a_worker_that_joins_late_is_not_starved_though_all_others_hold_the_system_prompt(
+    num_workers: int,
+) -> None:
     """Also where the system prompt is nearly all of a prompt."""
     cluster = Cluster(num_workers - 1)
     for number in range(8 * num_workers):
@@ -256,7 +270,9 @@ def test_a_document_that_everybody_asks_about_spreads_before_its_worker_is_too_b
     cluster = Cluster(8, bound=1.2, slack=2.0)
     document = chat(0, 40)
     for question in range(200):
-        cluster.send([*document, 9000 + 2 * question, 9001 + 2 * question], 0.1 * question, end=False)
+        cluster.send(
+            [*document, 9000 + 2 * question, 9001 + 2 * question], 0.1 * question, end=False
+        )
         if question > 20:
             loads = cluster.router.loads(0.1 * question).values()
             average = 50.0
@@ -285,7 +301,9 @@ def test_load_is_what_is_in_progress_and_what_ended_lately() -> None:
     assert not router.ended(route, 1000.0)
     assert router.loads(1000.0) == {"w": 10.0}
     assert router.loads(1100.0)["w"] == pytest.approx(10 / np.e)
-    assert router.loads(900.0)["w"] == pytest.approx(10 / np.e)  # a clock that steps back adds nothing
+    assert router.loads(900.0)["w"] == pytest.approx(
+        10 / np.e
+    )  # a clock that steps back adds nothing
 
 
 def test_a_lost_worker_is_forgotten_and_may_come_back() -> None:
@@ -331,9 +349,16 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"bound": 0.9}, {"slack": -1}, {"fade_s": 0}, {"min_worth": -0.1}, {"expect_s": -1}, {"max_pages": -1},
-     {"bound": float("nan")}],
-)  # fmt: skip
+    [
+        {"bound": 0.9},
+        {"slack": -1},
+        {"fade_s": 0},
+        {"min_worth": -0.1},
+        {"expect_s": -1},
+        {"max_pages": -1},
+        {"bound": float("nan")},
+    ],
+)
 def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         BoundedAffinityRouter(**settings)

@@ -13,7 +13,9 @@ def test_a_histogram_counts_what_is_at_most_each_bound() -> None:
     values = [rng.choice([0.0, 0.1, 0.3, 0.5, 1.0, 2.0, 3.0]) for _ in range(200)]
     for value in values:
         histogram.observe(value)
-    assert histogram.cumulative() == [sum(value <= bound for value in values) for bound in (0.1, 0.5, 2.0, 9.9)]
+    assert histogram.cumulative() == [
+        sum(value <= bound for value in values) for bound in (0.1, 0.5, 2.0, 9.9)
+    ]
     assert abs(histogram.total - sum(values)) < 1e-9
 
 

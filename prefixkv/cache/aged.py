@@ -1,8 +1,9 @@
 """The aged policy: visits, each worth half as much after a half-life; the least worth goes first.
 
-All worths shrink alike, so what is kept is the worth as it would have been at time 0, and the order is fixed at
-the last use. It outgrows a float, so it is kept as mantissa times 2 to the exponent. Evicted pages leave ghosts
-with their worth (`ghosts.py`): without them a page that is evicted between two visits is never worth anything.
+All worths shrink alike, so what is kept is the worth as it would have been at time 0, and the order
+is fixed at the last use. It outgrows a float, so it is kept as mantissa times 2 to the exponent.
+Evicted pages leave ghosts with their worth (`ghosts.py`): without them a page that is evicted
+between two visits is never worth anything.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class AgedFrequency(Policy):
 
     Args:
         half_life_s: in seconds, not in requests: what is waited for is people.
-        ghosts: how many pages the ghosts may stand for, as a multiple of the pool (or the tree, at its largest).
+        ghosts: how many pages the ghosts may stand for, as a multiple of the pool (or the tree, at
+            its largest).
         block_tokens, stride_blocks: how far ghosts lie apart.
     Raises:
         ConfigError: a setting below its bound.
@@ -49,12 +51,17 @@ class AgedFrequency(Policy):
     keeps_partial_blocks = False
 
     def __init__(
-        self, half_life_s: float = 430.0, ghosts: float = 5.0, block_tokens: int = 512, stride_blocks: int = 8
+        self,
+        half_life_s: float = 430.0,
+        ghosts: float = 5.0,
+        block_tokens: int = 512,
+        stride_blocks: int = 8,
     ) -> None:
         if not half_life_s > 0:
             raise ConfigError(f"half_life_s {half_life_s} is not above 0")
         for setting, value, bound in (
-            ("ghosts", ghosts, 0), ("block_tokens", block_tokens, 1), ("stride_blocks", stride_blocks, 1),
+            ("ghosts", ghosts, 0), ("block_tokens", block_tokens, 1),
+            ("stride_blocks", stride_blocks, 1),
         ):  # fmt: skip
             if not value >= bound:
                 raise ConfigError(f"{setting} {value} is below {bound}")
@@ -76,7 +83,8 @@ class AgedFrequency(Policy):
         found = self.ghosts.find(use.data, use.old_pages)
         self.ghosts.come_back(use.data, found)
         one = self._one_visit(use)
-        # Pages up to a ghost have its worth besides this visit; the old pages have at most this visit.
+        # Pages up to a ghost have its worth besides this visit; the old pages have at most this
+        # visit.
         totals = [(ghost.depth, _sum(ghost.history[:2], one)) for ghost in found]
         if not found or found[-1].depth < use.num_pages:
             totals.append((use.num_pages, one))
@@ -84,7 +92,9 @@ class AgedFrequency(Policy):
         below = NOTHING  # what marks further down add to a page already
         for depth, total in [*reversed(totals), (use.old_pages, one if use.visit else NOTHING)]:
             if depth == use.old_pages or total > below:
-                marks.append((depth, Visits(*_sum(total, (below[0], -below[1])), use.tick, use.num_pages)))
+                marks.append(
+                    (depth, Visits(*_sum(total, (below[0], -below[1])), use.tick, use.num_pages))
+                )
                 below = total
         return marks[::-1]
 
@@ -94,7 +104,9 @@ class AgedFrequency(Policy):
         return exponent, 2.0 ** (age - exponent)
 
     def fold(self, upper: Visits, lower: Visits) -> Visits:
-        return Visits(*_sum(upper[:2], lower[:2]), *(upper[2:] if upper[2] > lower[2] else lower[2:]))
+        return Visits(
+            *_sum(upper[:2], lower[:2]), *(upper[2:] if upper[2] > lower[2] else lower[2:])
+        )
 
     def rank(self, history: Visits) -> Rank:
         return history[:3]
@@ -103,7 +115,9 @@ class AgedFrequency(Policy):
         return history[2]
 
     def evicted(self, node: Node, num_pages: int) -> None:
-        self.ghosts.remember(node, num_pages, node.mark.path_pages, int(self._ghost_share * self._capacity_pages))
+        self.ghosts.remember(
+            node, num_pages, node.mark.path_pages, int(self._ghost_share * self._capacity_pages)
+        )
 
     def reset(self) -> None:
         self.ghosts.clear()

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def lines(cache: RadixTree, max_nodes: int) -> Iterator[tuple[int, str]]:
-    """(how many nodes above, description) of the roots and the first `max_nodes` nodes, each before its children."""
+    """(how many nodes above, description) of the roots and the first `max_nodes` nodes, each before
+    its children."""
     shown = 0
     for namespace, root in cache._roots.items():
         yield 0, f"namespace {namespace!r}: {len(root.children)} children, lock_ref {root.lock_ref}"
@@ -27,9 +28,13 @@ def lines(cache: RadixTree, max_nodes: int) -> Iterator[tuple[int, str]]:
 
 
 def describe(cache: RadixTree, node: Node) -> str:
-    """One node: where it lies, how many tokens it has, who holds it, how long ago it was used, what it ranks."""
+    """One node: where it lies, how many tokens it has, who holds it, how long ago it was used, what
+    it ranks."""
     size = cache.page_size
-    text = f"tokens {node.start * size}..{node.end * size} ({node.num_pages} pages), lock_ref {node.lock_ref}"
+    text = (
+        f"tokens {node.start * size}..{node.end * size} ({node.num_pages} pages), lock_ref "
+        f"{node.lock_ref}"
+    )
     history = node.mark  # of the last page; what its children know more is theirs to show
     if history is not None:
         policy = cache.policy
@@ -42,7 +47,8 @@ def describe(cache: RadixTree, node: Node) -> str:
 
 
 def as_text(cache: RadixTree, max_nodes: int) -> str:
-    """See `RadixCache.dump`. Indented no further than 40 levels, so that a chain is not a triangle."""
+    """See `RadixCache.dump`. Indented no further than 40 levels, so that a chain is not a
+    triangle."""
     return "\n".join(f"{'  ' * min(above, 40)}{text}" for above, text in lines(cache, max_nodes))
 
 

@@ -1,11 +1,12 @@
 """What changed in a tree, for routers, host tiers and tests. Recorded only once somebody listens.
 
-A page key names a page together with all tokens before it: the digest of the page's tokens and of the key of
-the page before. Equal prefixes have equal keys in every process, so a router can look a prompt up without
-holding any tokens.
+A page key names a page together with all tokens before it: the digest of the page's tokens and of
+the key of the page before. Equal prefixes have equal keys in every process, so a router can look a
+prompt up without holding any tokens.
 
-A listener in another process gets `EventBatch`es, numbered, so that it knows when one is missing; it then asks for
-one that stands on its own, which begins with `Cleared` and gives the tree as it is (`EventFeed.take(afresh=True)`).
+A listener in another process gets `EventBatch`es, numbered, so that it knows when one is missing;
+it then asks for one that stands on its own, which begins with `Cleared` and gives the tree as it is
+(`EventFeed.take(afresh=True)`).
 """
 
 from __future__ import annotations
@@ -42,16 +43,19 @@ class Removed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cleared(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is stored any more (a reset), or a listener fell behind; `Stored` events for what there is follow."""
+    """Nothing is stored any more (a reset), or a listener fell behind; `Stored` events for what
+    there is follow."""
 
 
 CacheEvent: TypeAlias = Stored | Removed | Cleared
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """What one worker's cache did since its batch before. One that begins with `Cleared` stands on its own.
+    """What one worker's cache did since its batch before. One that begins with `Cleared` stands on
+    its own.
 
-    `worker` and `incarnation` say who it is (an older incarnation's cache is gone); `seq` counts from 0.
+    `worker` and `incarnation` say who it is (an older incarnation's cache is gone); `seq` counts
+    from 0.
     """
 
     worker: str
@@ -85,7 +89,8 @@ class EventSource(Protocol):
 
 
 class EventFeed:
-    """One cache's events, numbered. Owned by the cache's thread; recording begins with the first batch."""
+    """One cache's events, numbered. Owned by the cache's thread; recording begins with the first
+    batch."""
 
     def __init__(self, cache: EventSource, worker: str, incarnation: int) -> None:
         self._cache = cache
@@ -94,7 +99,8 @@ class EventFeed:
         self._seq = 0
 
     def take(self, afresh: bool = False) -> EventBatch:
-        """What happened since the last batch, maybe nothing; the first, and any with `afresh`, gives all there is."""
+        """What happened since the last batch, maybe nothing; the first, and any with `afresh`,
+        gives all there is."""
         events = self._cache.drain_events(afresh=afresh or not self._seq)
         batch = EventBatch(self._worker, self._incarnation, self._seq, tuple(events))
         self._seq += 1
@@ -127,21 +133,27 @@ def page_key(parent: bytes, page_tokens: bytes) -> bytes:
 
 
 class EventLog:
-    """Events since the last drain, and the keys of the pages now stored, by page id. O(1) a page."""
+    """Events since the last drain, and the keys of the pages now stored, by page id. O(1) a
+    page."""
 
     def __init__(self, page_bytes: int, limit: int) -> None:
         self._page_bytes = page_bytes
         self._limit = limit  # pages; a listener further behind than this starts afresh
         self._events: list[CacheEvent] = []
         self._num_pages = 0
-        self._keys: dict[int, tuple[Hashable, bytes, bytes]] = {}  # page id: namespace, parent's key, own key
+        self._keys: dict[
+            int, tuple[Hashable, bytes, bytes]
+        ] = {}  # page id: namespace, parent's key, own key
 
     @property
     def overrun(self) -> bool:
         return self._num_pages > self._limit
 
-    def stored(self, namespace: Hashable, parent_page: int | None, key: bytes | bytearray, pages: list[int]) -> None:
-        """Pages with these packed tokens were added after page `parent_page` (None: at the root)."""
+    def stored(
+        self, namespace: Hashable, parent_page: int | None, key: bytes | bytearray, pages: list[int]
+    ) -> None:
+        """Pages with these packed tokens were added after page `parent_page` (None: at the
+        root)."""
         before = first = NO_PARENT if parent_page is None else self._keys[parent_page][2]
         page_keys = []
         for at, page in enumerate(pages):

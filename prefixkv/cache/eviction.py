@@ -1,8 +1,9 @@
-"""What goes first when room is needed: a policy says what a use leaves behind and how to rank histories.
+"""What goes first when room is needed: a policy says what a use leaves behind and how to rank
+histories.
 
-Eviction always takes the last page of some leaf, so a prompt outlives the output it led to under every policy.
-A policy sees uses and histories, never the tree: it cannot break it. Write one by deriving from `Policy`, and
-`register` it to use it by name.
+Eviction always takes the last page of some leaf, so a prompt outlives the output it led to under
+every policy. A policy sees uses and histories, never the tree: it cannot break it. Write one by
+deriving from `Policy`, and `register` it to use it by name.
 """
 
 from __future__ import annotations
@@ -23,21 +24,33 @@ Rank: TypeAlias = Any
 
 
 class Use:
-    """One use of a path, as a policy sees it. One object, filled in anew for every use; copy what is to be kept.
+    """One use of a path, as a policy sees it. One object, filled in anew for every use; copy what
+    is to be kept.
 
     Attributes:
         tick: 1, 2, 3, ...: the order of uses. Two leaves never have the same last tick.
         now_s: the caller's clock; it never goes back.
         num_pages: pages that the use covers, from the root.
         old_pages: how many of them were in the tree before it; all of them for a lock.
-        visit: whether it is the first use of its request. A request that locks, inserts and locks is seen once.
+        visit: whether it is the first use of its request. A request that locks, inserts and locks
+            is seen once.
         priority: of an insertion; None for a lock.
         data: the packed tokens of the whole request, which may be more than the use covers.
         before: the mark on the last of the old pages, None if no use ended there.
         tree_pages: pages in the tree.
     """
 
-    __slots__ = ("before", "data", "now_s", "num_pages", "old_pages", "priority", "tick", "tree_pages", "visit")
+    __slots__ = (
+        "before",
+        "data",
+        "now_s",
+        "num_pages",
+        "old_pages",
+        "priority",
+        "tick",
+        "tree_pages",
+        "visit",
+    )
 
     def __init__(self) -> None:
         self.tick = 0
@@ -54,24 +67,27 @@ class Use:
 class Policy:
     """Least recently used, and the base of all policies.
 
-    A use leaves one mark, on the last page it covers; the history of a page is the fold of all marks at it or
-    below it, also of those below that are gone. `fold` therefore has to be associative. Keep it cheap: it runs
-    in the scheduler's loop.
+    A use leaves one mark, on the last page it covers; the history of a page is the fold of all
+    marks at it or below it, also of those below that are gone. `fold` therefore has to be
+    associative. Keep it cheap: it runs in the scheduler's loop.
     """
 
     name = "lru"
 
     supersedes = True
-    """Whether a later mark makes those above it in the same node worthless (true if only the last use counts)."""
+    """Whether a later mark makes those above it in the same node worthless (true if only the last
+    use counts)."""
 
     ghost_pages = 0
     """Call `evicted` when pages go that end at a multiple of this depth; 0: never."""
 
     token_scale = 1
-    """How many tokens one token of the cache stands for: more than one in a replay of traces of blocks."""
+    """How many tokens one token of the cache stands for: more than one in a replay of traces of
+    blocks."""
 
     keeps_partial_blocks = True
-    """Whether a replay of a block trace inserts the partial block at a prompt's end, which no engine would."""
+    """Whether a replay of a block trace inserts the partial block at a prompt's end, which no
+    engine would."""
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:
         """Called once, by the cache that the policy is for."""
@@ -81,9 +97,11 @@ class Policy:
         return use.tick
 
     def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
-        """(depth, mark) that an insertion of new pages leaves: `old_pages` <= depth, rising, the last at `num_pages`.
+        """(depth, mark) that an insertion of new pages leaves: `old_pages` <= depth, rising, the
+        last at `num_pages`.
 
-        Histories add up downwards, so what is counted of the new pages only is taken off again at `old_pages`.
+        Histories add up downwards, so what is counted of the new pages only is taken off again at
+        `old_pages`.
         """
         return ((use.num_pages, self.mark(use)),)
 
@@ -92,7 +110,8 @@ class Policy:
         return upper if upper > lower else lower
 
     def rank(self, history: Mark) -> Rank:
-        """Where a page with this history stands: the least goes first. No two leaves may rank equal."""
+        """Where a page with this history stands: the least goes first. No two leaves may rank
+        equal."""
         return history
 
     def last_tick(self, history: Mark) -> int:
@@ -100,11 +119,13 @@ class Policy:
         return history  # type: ignore[no-any-return]
 
     def describe(self, history: Mark) -> str:
-        """What a dump says of a history besides its age; begins with a comma if it says anything."""
+        """What a dump says of a history besides its age; begins with a comma if it says
+        anything."""
         return ""
 
     def hinted(self, mark: Mark, depth: int, continues: bool) -> Mark:
-        """The mark at `depth`, now that it is known whether the session goes on that ended there. May be ignored."""
+        """The mark at `depth`, now that it is known whether the session goes on that ended there.
+        May be ignored."""
         return mark
 
     def make_queue(self) -> EvictionQueue:
@@ -124,7 +145,8 @@ P = TypeVar("P", bound=type[Policy])
 
 
 def register(policy: P) -> P:
-    """Make a policy class known by its `name`; a decorator. A later one of the same name replaces it."""
+    """Make a policy class known by its `name`; a decorator. A later one of the same name replaces
+    it."""
     _POLICIES[policy.name] = policy
     return policy
 
@@ -148,8 +170,8 @@ register(Policy)
 class EvictionQueue(Protocol):
     """The evictable leaves in the order in which they go.
 
-    `Node.entry` is a leaf's live place in one queue, (places, node, queue); what a heap holds of a node is dead
-    unless it is, or names, this very object.
+    `Node.entry` is a leaf's live place in one queue, (places, node, queue); what a heap holds of a
+    node is dead unless it is, or names, this very object.
     """
 
     def add(self, leaf: Node) -> None:
@@ -184,12 +206,13 @@ def forget(node: Node) -> None:
 class LeafHeap:
     """A lazy heap by rank: a node's entry may rank it too low, but never too high.
 
-    Uses only raise the rank under most policies, so they need not touch the heap at all; `first` sets an entry
-    right when it comes to the top. `add` costs O(log leaves) and is needed only when a node becomes a leaf or
-    ranks lower than before. The dead are swept when they outnumber the living.
+    Uses only raise the rank under most policies, so they need not touch the heap at all; `first`
+    sets an entry right when it comes to the top. `add` costs O(log leaves) and is needed only when
+    a node becomes a leaf or ranks lower than before. The dead are swept when they outnumber the
+    living.
 
-    Before a large batch the heap is sorted into a run, from which taking is a pop; what is added later is a
-    heap again, and the first is the lesser of both heads.
+    Before a large batch the heap is sorted into a run, from which taking is a pop; what is added
+    later is a heap again, and the first is the lesser of both heads.
     """
 
     def __init__(self, rank: Callable[[Mark], Rank]) -> None:
@@ -254,25 +277,29 @@ class LeafHeap:
 
 
 Place: TypeAlias = tuple[int, Rank, tuple[int, Rank] | None]
-"""(order, key, maybe (another order, key)): where a leaf stands; in each order the least key comes first.
+"""(order, key, maybe (another order, key)): where a leaf stands; in each order the least key comes
+first.
 
 Leaves that agree in the first order and key agree in the second.
 """
 
 
 class LeafOrders:
-    """Several orders over the same leaves, for policies that choose between the heads of each as time passes.
+    """Several orders over the same leaves, for policies that choose between the heads of each as
+    time passes.
 
-    A leaf's entry, (key, node, queue, order), stands itself in the heap of its first order, and behind another
-    key in that of a second one: a million of them have to fit. Within a batch time stands still, so all orders
-    are one: before a large batch the leaves are sorted by it.
+    A leaf's entry, (key, node, queue, order), stands itself in the heap of its first order, and
+    behind another key in that of a second one: a million of them have to fit. Within a batch time
+    stands still, so all orders are one: before a large batch the leaves are sorted by it.
     """
 
     def __init__(self, num_orders: int) -> None:
         self._heaps: list[list[tuple[Any, ...]]] = [[] for _ in range(num_orders)]
         self._num_entries = 0  # living
         self._num_dead = 0
-        self._batch_s: float | None = None  # the time of the batch that is under way, if it is large
+        self._batch_s: float | None = (
+            None  # the time of the batch that is under way, if it is large
+        )
         self._run: list[tuple[Rank, Node, Any]] = []  # its leaves, falling in rank
         self._late: list[tuple[Rank, Node, Any]] = []  # those that became leaves in it: a heap
 
@@ -350,7 +377,8 @@ class LeafOrders:
                 (rank_at(entry[1].mark, now_s), entry[1], entry)
                 for heap in self._heaps
                 for entry in heap
-                if len(entry) == 4 and entry is entry[1].entry  # once: elsewhere it stands behind a key
+                if len(entry) == 4
+                and entry is entry[1].entry  # once: elsewhere it stands behind a key
             ]
             self._run.sort(reverse=True)
             self._batch_s = now_s

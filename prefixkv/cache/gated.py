@@ -1,18 +1,21 @@
-"""The gated policy: a page has to be seen twice before it is protected from those that are seen once.
+"""The gated policy: a page has to be seen twice before it is protected from those that are seen
+once.
 
-Most prompts never come back, and those that do come back within minutes or as the next turn of a conversation.
-So the cache keeps two levels of leaves. Fresh ones stand at level 0, those known to come back at level 1:
+Most prompts never come back, and those that do come back within minutes or as the next turn of a
+conversation. So the cache keeps two levels of leaves. Fresh ones stand at level 0, those known to
+come back at level 1:
 
     seen once            0, but 1 if it is the short end that a next turn added to its conversation
     seen twice           1, but 0 if much that is new came with the second time
     seen more often      1
 
-and the first of these leaves goes: one whose session is over (a hint); one that nobody used for longer than
-`fresh_s` at level 0, `known_s` at level 1, and of these the one that is overdue the most; the newest of level 0,
-which is as likely to be a one-shot as the others, so that those who wait get their chance; the oldest of level 1.
-A cache large enough to keep pages for longer than those times thus behaves like LRU. Without a clock (`now_s` is
-never given) nothing would ever be overdue, so the oldest of level 0 goes instead of the newest.
-What was evicted is remembered for a while (`ghosts.py`), so that "seen" outlives the pages.
+and the first of these leaves goes: one whose session is over (a hint); one that nobody used for
+longer than `fresh_s` at level 0, `known_s` at level 1, and of these the one that is overdue the
+most; the newest of level 0, which is as likely to be a one-shot as the others, so that those who
+wait get their chance; the oldest of level 1. A cache large enough to keep pages for longer than
+those times thus behaves like LRU. Without a clock (`now_s` is never given) nothing would ever be
+overdue, so the oldest of level 0 goes instead of the newest. What was evicted is remembered for a
+while (`ghosts.py`), so that "seen" outlives the pages.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ ORDINARY, LONG, NEXT_TURN, CLOSED, CONTINUES = range(5)
 
 
 class Seen(NamedTuple):
-    """A mark. All but the visits are the last use's; visits add up, and are negative where others are taken off."""
+    """A mark. All but the visits are the last use's; visits add up, and are negative where others
+    are taken off."""
 
     tick: int
     visits: int
@@ -42,13 +46,16 @@ class Seen(NamedTuple):
 
 @register
 class Gated(Policy):
-    """See the module's text. Source: measured on conversation traces; two levels, as in segmented LRU.
+    """See the module's text. Source: measured on conversation traces; two levels, as in segmented
+    LRU.
 
     Args:
-        fresh_s, known_s: when a leaf of level 0, of level 1, has been unused for too long. The defaults are near
-            the 75% and 93% quantiles of the pauses between two turns of a conversation.
+        fresh_s, known_s: when a leaf of level 0, of level 1, has been unused for too long. The
+            defaults are near the 75% and 93% quantiles of the pauses between two turns of a
+            conversation.
         short_tokens: how much new is little.
-        ghosts: how many pages the ghosts may stand for, as a multiple of the pool (or the tree, at its largest).
+        ghosts: how many pages the ghosts may stand for, as a multiple of the pool (or the tree, at
+            its largest).
         block_tokens, stride_blocks: how far ghosts lie apart.
     Raises:
         ConfigError: a setting below its bound.
@@ -68,8 +75,9 @@ class Gated(Policy):
         stride_blocks: int = 8,
     ) -> None:
         for setting, value, bound in (
-            ("fresh_s", fresh_s, 0), ("known_s", known_s, 0), ("short_tokens", short_tokens, 0), ("ghosts", ghosts, 0),
-            ("block_tokens", block_tokens, 1), ("stride_blocks", stride_blocks, 1),
+            ("fresh_s", fresh_s, 0), ("known_s", known_s, 0), ("short_tokens", short_tokens, 0),
+            ("ghosts", ghosts, 0), ("block_tokens", block_tokens, 1),
+            ("stride_blocks", stride_blocks, 1),
         ):  # fmt: skip
             if not value >= bound:
                 raise ConfigError(f"{setting} {value} is below {bound}")
@@ -88,7 +96,7 @@ class Gated(Policy):
         self.ghost_pages = max(1, self._block_tokens // page_tokens)
         self.ghosts = Ghosts(self._page_bytes, self.ghost_pages, self._stride_blocks)
 
-    # --- uses --------------------------------------------------------------------------------------
+    # --- uses -------------------------------------------------------------------------------------
 
     def mark(self, use: Use) -> Seen:
         """A lock, or an insertion that brought nothing new."""
@@ -116,7 +124,8 @@ class Gated(Policy):
         return marks[::-1]
 
     def _inherited(self, use: Use) -> int | None:
-        """The kind of what is not its request's first use: that of the first. None: look for oneself."""
+        """The kind of what is not its request's first use: that of the first. None: look for
+        oneself."""
         if use.visit or use.before is None or use.before.kind >= CLOSED:
             return None
         return use.before.kind  # type: ignore[no-any-return]
@@ -128,7 +137,8 @@ class Gated(Policy):
             known, path_pages = found[-1].depth, found[-1].history.path_pages
         if len(use.data) // self._page_bytes - known > self._short_pages:
             return LONG
-        # Does it go on where the last path that the known pages were part of ended? Ghosts know to the block.
+        # Does it go on where the last path that the known pages were part of ended? Ghosts know to
+        # the block.
         is_end = self.ghosts.whole_blocks(path_pages) == known if found else path_pages == known
         return NEXT_TURN if is_end else ORDINARY
 
@@ -147,7 +157,7 @@ class Gated(Policy):
     def describe(self, history: Seen) -> str:
         return f", level {level(history)}, {history.visits} visits"
 
-    # --- evictions ---------------------------------------------------------------------------------
+    # --- evictions --------------------------------------------------------------------------------
 
     def make_queue(self) -> EvictionQueue:
         return _TwoLevels(self.fresh_s, self.known_s)

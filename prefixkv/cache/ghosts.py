@@ -1,11 +1,11 @@
 """What is remembered of pages that were evicted, so that one who comes back is known.
 
-Few are kept, at whole blocks only: one every `stride` of them on a path, and the last of the path. All together
-stand for a bounded number of pages, the oldest are forgotten first. The bound is part of the idea: a session
-that comes back in time is still known, and one that does not has made room.
+Few are kept, at whole blocks only: one every `stride` of them on a path, and the last of the path.
+All together stand for a bounded number of pages, the oldest are forgotten first. The bound is part
+of the idea: a session that comes back in time is still known, and one that does not has made room.
 
-A ghost is found by its depth and the tokens just before it. Two prefixes that agree in those and differ
-elsewhere are taken for one; nothing but the order of evictions hangs on it.
+A ghost is found by its depth and the tokens just before it. Two prefixes that agree in those and
+differ elsewhere are taken for one; nothing but the order of evictions hangs on it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ class Ghosts:
         self._ghosts.clear()
         self.num_pages = 0
 
-    def remember(self, node: Node, num_pages: int, path_pages: int, limit_pages: int) -> list[Ghost]:
-        """The last `num_pages` of a leaf go: leave ghosts of them, and forget the oldest beyond `limit_pages`.
+    def remember(
+        self, node: Node, num_pages: int, path_pages: int, limit_pages: int
+    ) -> list[Ghost]:
+        """The last `num_pages` of a leaf go: leave ghosts of them, and forget the oldest beyond
+        `limit_pages`.
 
         Args:
             path_pages: how long the path was that these pages were last part of.
@@ -62,7 +65,9 @@ class Ghosts:
         low, stride = end - num_pages, self.stride_pages
         last_block = self.whole_blocks(path_pages)
         depths = range(end - end % stride, low, -stride)
-        for depth in [last_block, *depths] if low < last_block <= end and last_block % stride else depths:
+        for depth in (
+            [last_block, *depths] if low < last_block <= end and last_block % stride else depths
+        ):
             name = self._name_in_tree(node, depth)
             self._forget(name)
             self._ghosts[name] = ghost = Ghost(node.mark, depth, (depth - 1) % stride + 1)
@@ -78,7 +83,8 @@ class Ghosts:
         return num_pages - num_pages % self.block_pages
 
     def find(self, data: bytes, old_pages: int) -> list[Ghost]:
-        """Rising in depth, those of the pages after the first `old_pages` of a packed path. O(found + stride)."""
+        """Rising in depth, those of the pages after the first `old_pages` of a packed path. O(found
+        + stride)."""
         if not self._ghosts:
             return []
         end = len(data) // self._page_bytes
@@ -117,5 +123,7 @@ class Ghosts:
         tokens = bytes(node.key[max(0, end - self._name_bytes) : end])
         while len(tokens) < self._name_bytes and node.parent is not None:
             node = node.parent
-            tokens = bytes(node.key[max(0, len(node.key) - self._name_bytes + len(tokens)) :]) + tokens
+            tokens = (
+                bytes(node.key[max(0, len(node.key) - self._name_bytes + len(tokens)) :]) + tokens
+            )
         return hash((depth, tokens))

@@ -1,19 +1,25 @@
-"""The gittins policy: keep what is likely to be used soon for the room it takes, as learnt from what came back.
+"""The gittins policy: keep what is likely to be used soon for the room it takes, as learnt from
+what came back.
 
-Each use of a path has a class: which turn of its conversation it is (1, 2, 3, 4 to 5, 6 and more), and how much
-was new (up to 3, up to 16, more blocks of 512 tokens). It is known for each class how long those took who came
-back (`return_tables.py`). From that each leaf has a worth by class and age, and the least worth goes first.
-Worth rises with age, then falls: of the leaves of one class the least is the oldest or the newest, so that 30
-look-ups find the victim.
+Each use of a path has a class: which turn of its conversation it is (1, 2, 3, 4 to 5, 6 and more),
+and how much was new (up to 3, up to 16, more blocks of 512 tokens). It is known for each class how
+long those took who came back (`return_tables.py`). From that each leaf has a worth by class and
+age, and the least worth goes first. Worth rises with age, then falls: of the leaves of one class
+the least is the oldest or the newest, so that 30 look-ups find the victim.
 
-Differences from the Gittins tables that this was modelled on, in which every block has its own use count:
+Differences from the Gittins tables that this was modelled on, in which every block has its own use
+count:
 
-- What is counted are uses, not blocks, and the class is the use's. All pages that a use was the last to cover
-  share the fate of its conversation, and nothing but the end of the path has to be looked at: O(1) a use.
-- The class holds the turn instead of a block's use count, and no length of the output, which a cache is not told.
+- What is counted are uses, not blocks, and the class is the use's. All pages that a use was the
+last to cover
+  share the fate of its conversation, and nothing but the end of the path has to be looked at: O(1)
+  a use.
+- The class holds the turn instead of a block's use count, and no length of the output, which a
+cache is not told.
 
-An end hinted at goes first. Where a session was said to go on, that holds for `promise_s`: it goes last, and
-after that it goes first. Evicted pages leave ghosts (`ghosts.py`), so that a return is seen though they are gone.
+An end hinted at goes first. Where a session was said to go on, that holds for `promise_s`: it goes
+last, and after that it goes first. Evicted pages leave ghosts (`ghosts.py`), so that a return is
+seen though they are gone.
 """
 
 from __future__ import annotations
@@ -55,7 +61,8 @@ class Gittins(Policy):
     Args:
         promise_s: how long a session that was said to go on is waited for.
         short_tokens, long_tokens: up to which length what is new is little, is much.
-        ghosts: how many pages the ghosts may stand for, as a multiple of the pool (or the tree, at its largest).
+        ghosts: how many pages the ghosts may stand for, as a multiple of the pool (or the tree, at
+            its largest).
         block_tokens, stride_blocks: how far ghosts lie apart.
         power, trust, period: see `ReturnTables`.
     Raises:
@@ -79,8 +86,9 @@ class Gittins(Policy):
         period: int = 50,
     ) -> None:
         for setting, value, bound in (
-            ("promise_s", promise_s, 0), ("short_tokens", short_tokens, 0), ("long_tokens", long_tokens, short_tokens),
-            ("ghosts", ghosts, 0), ("block_tokens", block_tokens, 1), ("stride_blocks", stride_blocks, 1),
+            ("promise_s", promise_s, 0), ("short_tokens", short_tokens, 0),
+            ("long_tokens", long_tokens, short_tokens), ("ghosts", ghosts, 0),
+            ("block_tokens", block_tokens, 1), ("stride_blocks", stride_blocks, 1),
             ("power", power, 0), ("trust", trust, 1), ("period", period, 1),
         ):  # fmt: skip
             if not value >= bound:
@@ -91,7 +99,9 @@ class Gittins(Policy):
         self._block_tokens = block_tokens
         self._stride_blocks = stride_blocks
         sizes = len(self._new_tokens) + 1
-        groups = [[turns * sizes + size for size in range(sizes)] for turns in range(len(TURNS) + 1)]
+        groups = [
+            [turns * sizes + size for size in range(sizes)] for turns in range(len(TURNS) + 1)
+        ]
         self.num_kinds = sizes * len(groups)
         self.tables = ReturnTables(groups, power, trust, period)
 
@@ -103,7 +113,7 @@ class Gittins(Policy):
         self.ghost_pages = max(1, self._block_tokens // page_tokens)
         self.ghosts = Ghosts(self._page_bytes, self.ghost_pages, self._stride_blocks)
 
-    # --- uses --------------------------------------------------------------------------------------
+    # --- uses -------------------------------------------------------------------------------------
 
     def mark(self, use: Use) -> LastUse:
         return self._last_use(use)
@@ -118,13 +128,20 @@ class Gittins(Policy):
     def _last_use(self, use: Use) -> LastUse:
         before: LastUse | None = use.before
         if not use.visit and before is not None:  # its request has been looked at
-            kind, turn, has_end = before.kind, before.turn, before.path_pages != NO_END or use.num_pages > use.old_pages
+            kind, turn, has_end = (
+                before.kind,
+                before.turn,
+                before.path_pages != NO_END or use.num_pages > use.old_pages,
+            )
         else:
             kind, turn, has_end = self._begin(use)
-        return LastUse(use.tick, use.now_s, kind, turn, use.num_pages if has_end else NO_END, UNKNOWN)
+        return LastUse(
+            use.tick, use.now_s, kind, turn, use.num_pages if has_end else NO_END, UNKNOWN
+        )
 
     def _begin(self, use: Use) -> tuple[int, int, bool]:
-        """The first use of a request: does it go on where another ended? Its class, its turn, has it an end."""
+        """The first use of a request: does it go on where another ended? Its class, its turn, has
+        it an end."""
         self._capacity_pages = max(self._capacity_pages, use.tree_pages)
         known, last, path_pages = use.old_pages, use.before, 0
         if last is not None:
@@ -146,7 +163,9 @@ class Gittins(Policy):
 
     def _kind(self, turn: int, new_pages: int) -> int:
         turns = sum(turn > last for last in TURNS)
-        return turns * (len(self._new_pages) + 1) + sum(new_pages > most for most in self._new_pages)
+        return turns * (len(self._new_pages) + 1) + sum(
+            new_pages > most for most in self._new_pages
+        )
 
     def fold(self, upper: LastUse, lower: LastUse) -> LastUse:
         return upper if upper[0] > lower[0] else lower
@@ -162,7 +181,7 @@ class Gittins(Policy):
     def describe(self, history: LastUse) -> str:
         return f", turn {history.turn}, class {history.kind}"
 
-    # --- evictions ---------------------------------------------------------------------------------
+    # --- evictions --------------------------------------------------------------------------------
 
     def make_queue(self) -> EvictionQueue:
         return _LeastWorth(self)
@@ -183,7 +202,8 @@ _FIRST, _BY_WORTH, _LAST = range(3)
 
 
 class _LeastWorth(LeafOrders):
-    """Two orders for each class, from the oldest and from the newest; then the closed, and the promised."""
+    """Two orders for each class, from the oldest and from the newest; then the closed, and the
+    promised."""
 
     def __init__(self, policy: Gittins) -> None:
         self._num_kinds = policy.num_kinds
@@ -214,6 +234,7 @@ class _LeastWorth(LeafOrders):
             return (_LAST, tick) if goes_last else (_FIRST, hint, tick)
         tables = self._tables
         place = bin_of(now_s - used_s)
-        # Where worth rises with age the newest is worth least; without a clock nothing has an age, so the oldest goes.
+        # Where worth rises with age the newest is worth least; without a clock nothing has an age,
+        # so the oldest goes.
         rises = now_s > 0 and place < tables.peak[kind]
         return (_BY_WORTH, tables.worth[kind][place], rises, -tick if rises else tick)

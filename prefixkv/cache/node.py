@@ -1,10 +1,11 @@
 """A node of the radix tree: a run of pages, and the staircase of uses over them.
 
-A use covers a prefix, so it is enough to leave one mark on the last page it covers: the history of a page is
-the fold of all marks at it or below it. Marks inside a node lie on `steps`, the one at its last page in `mark`;
-between two marks every page has the same history (a tread). When pages go, their marks fold into the page
-above. So nothing is copied up the path at a use, a branch may be merged or split anywhere without changing any
-page's history, and a use costs the same at every depth.
+A use covers a prefix, so it is enough to leave one mark on the last page it covers: the history of
+a page is the fold of all marks at it or below it. Marks inside a node lie on `steps`, the one at
+its last page in `mark`; between two marks every page has the same history (a tread). When pages go,
+their marks fold into the page above. So nothing is copied up the path at a use, a branch may be
+merged or split anywhere without changing any page's history, and a use costs the same at every
+depth.
 
 Depths are absolute, in pages from the root, so that splitting and merging renumber nothing.
 """
@@ -33,22 +34,30 @@ DEAD = -1
 
 
 class Node:
-    """Pages `start` to `end` of one path. Holds no policy and no counters: `RadixCache` owns those."""
+    """Pages `start` to `end` of one path. Holds no policy and no counters: `RadixCache` owns
+    those."""
 
     __slots__ = (
-        "children", "end", "entry", "key", "lock_ref", "mark", "only_child", "pages", "parent", "steps", "wants",
+        "children", "end", "entry", "key", "lock_ref", "mark", "only_child", "pages", "parent",
+        "steps", "wants",
     )  # fmt: skip
 
-    def __init__(self, key: bytes | bytearray, pages: bytes | bytearray, end: int, parent: Node | None) -> None:
+    def __init__(
+        self, key: bytes | bytearray, pages: bytes | bytearray, end: int, parent: Node | None
+    ) -> None:
         self.key = key  # packed tokens, whole pages; a bytearray once it has grown or shrunk
         self.pages = pages  # packed int32 page ids, one a page
         self.end = end  # pages from the root to the end of this node; DEAD once it left the tree
         self.parent = parent  # None for a root, and for a node that left the tree
         self.children = NO_CHILDREN  # by the packed tokens of their first page
-        self.only_child: Node | None = None  # if there is exactly one: a walk compares with it and hashes nothing
+        self.only_child: Node | None = (
+            None  # if there is exactly one: a walk compares with it and hashes nothing
+        )
         self.lock_ref = 0  # locks that end here + children with lock_ref > 0
         self.mark: Mark = None  # uses that end at the last page; None: none did
-        self.steps: list[tuple[int, Mark]] | None = None  # (depth, mark) of uses that end inside, ascending
+        self.steps: list[tuple[int, Mark]] | None = (
+            None  # (depth, mark) of uses that end inside, ascending
+        )
         self.entry: Any = None  # this node's live place in an eviction queue
         self.wants: dict[tuple[int, bytes], list[Want]] | None = None  # see wants.py
 
@@ -70,7 +79,10 @@ class Node:
         return self.end < other.end  # for heaps only: among equal ranks at most one entry is live
 
     def __repr__(self) -> str:
-        return f"<Node pages {self.start}..{self.end} lock_ref={self.lock_ref} children={len(self.children)}>"
+        return (
+            f"<Node pages {self.start}..{self.end} lock_ref={self.lock_ref} "
+            f"children={len(self.children)}>"
+        )
 
     # --- family ----------------------------------------------------------------------------------
 
@@ -92,7 +104,8 @@ class Node:
     # --- the staircase ---------------------------------------------------------------------------
 
     def leave_mark(self, depth: int, mark: Mark, fold: Fold, supersedes: bool) -> None:
-        """Note a use that ends at `depth`. Amortised O(1) when later marks supersede, else O(log steps)."""
+        """Note a use that ends at `depth`. Amortised O(1) when later marks supersede, else O(log
+        steps)."""
         if depth == self.end:
             self.mark = mark if self.mark is None else fold(self.mark, mark)
             if supersedes:
@@ -116,7 +129,11 @@ class Node:
         if depth == self.end:
             return self.mark
         at = bisect_left(self.steps, (depth,)) if self.steps else 0
-        return self.steps[at][1] if self.steps and at < len(self.steps) and self.steps[at][0] == depth else None
+        return (
+            self.steps[at][1]
+            if self.steps and at < len(self.steps) and self.steps[at][0] == depth
+            else None
+        )
 
     def change_mark(self, depth: int, change: Callable[[Mark], Mark]) -> None:
         """Replace the mark at `depth`, if one is there."""
@@ -124,14 +141,17 @@ class Node:
             if self.mark is not None:
                 self.mark = change(self.mark)
             return
-        self.steps = [(at, change(mark) if at == depth else mark) for at, mark in self.steps or ()] or None
+        self.steps = [
+            (at, change(mark) if at == depth else mark) for at, mark in self.steps or ()
+        ] or None
 
     def tread_start(self) -> int:
         """Where the run of pages at the end begins that have the same history as the last one."""
         return self.steps[-1][0] if self.steps else self.start
 
     def effective_mark(self, depth: int, fold: Fold) -> Mark:
-        """The history of page `depth` - 1 as far as this node knows it (its children know the rest). O(steps)."""
+        """The history of page `depth` - 1 as far as this node knows it (its children know the
+        rest). O(steps)."""
         total = self.mark
         for at, mark in reversed(self.steps or ()):
             if at < depth:
@@ -142,14 +162,17 @@ class Node:
     # --- cutting and joining ---------------------------------------------------------------------
 
     def split(self, depth: int, page_bytes: int) -> Node:
-        """Cut at `depth`. The lower half stays this object, with its children and locks; returns the new upper half.
+        """Cut at `depth`. The lower half stays this object, with its children and locks; returns
+        the new upper half.
 
         The caller puts the upper half in this node's place among the parent's children.
         """
         num_pages = depth - self.start
         cut = num_pages * page_bytes
         key, pages = memoryview(self.key), memoryview(self.pages)
-        upper = Node(bytes(key[:cut]), bytes(pages[: num_pages * PAGE_ID_BYTES]), depth, self.parent)
+        upper = Node(
+            bytes(key[:cut]), bytes(pages[: num_pages * PAGE_ID_BYTES]), depth, self.parent
+        )
         self.key = bytes(key[cut:])
         self.pages = bytes(pages[num_pages * PAGE_ID_BYTES :])
         self.parent = upper
@@ -167,7 +190,8 @@ class Node:
         return upper
 
     def absorb_parent(self, page_bytes: int) -> None:
-        """Take over the parent's pages and marks; the parent, whose only child this is, leaves the tree.
+        """Take over the parent's pages and marks; the parent, whose only child this is, leaves the
+        tree.
 
         The caller puts this node in the parent's place among the grandparent's children.
         """
@@ -201,7 +225,8 @@ class Node:
         self.mark = mark
 
     def trim(self, num_pages: int, page_bytes: int, fold: Fold) -> bytes:
-        """Cut pages off the end and fold their marks into the page above. O(of the cut). Returns the page ids."""
+        """Cut pages off the end and fold their marks into the page above. O(of the cut). Returns
+        the page ids."""
         if type(self.key) is bytes:
             self.key = bytearray(self.key)
             self.pages = bytearray(self.pages)
@@ -236,7 +261,8 @@ class Root(Node):
 
 
 def _join(upper: bytes | bytearray, lower: bytes | bytearray) -> bytes | bytearray:
-    """`upper` + `lower`, in place where `upper` is a bytearray: a long trunk is not copied for each short merge."""
+    """`upper` + `lower`, in place where `upper` is a bytearray: a long trunk is not copied for each
+    short merge."""
     if type(upper) is bytearray:
         upper += lower
         return upper

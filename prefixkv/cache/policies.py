@@ -1,7 +1,7 @@
 """The plain policies: those whose order is one rank, fixed when a page is last used.
 
-What is counted of a page is the requests that used it (visits), not the calls: a request that locks what it
-found, inserts what it computed and locks that is one visit.
+What is counted of a page is the requests that used it (visits), not the calls: a request that locks
+what it found, inserts what it computed and locks that is one visit.
 """
 
 from __future__ import annotations
@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from prefixkv.cache.eviction import EvictionQueue, LeafHeap, LeafOrders, Mark, Place, Policy, Rank, Use, register
+from prefixkv.cache.eviction import (
+    EvictionQueue,
+    LeafHeap,
+    LeafOrders,
+    Mark,
+    Place,
+    Policy,
+    Rank,
+    Use,
+    register,
+)
 from prefixkv.cache.node import Node
 from prefixkv.errors import ConfigError
 
@@ -33,7 +43,8 @@ class VisitCounting(Policy):
         return (1 if use.visit else 0, use.tick)
 
     def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
-        # New pages begin with one visit, also when their request has been seen. Then the old ones had it already.
+        # New pages begin with one visit, also when their request has been seen. Then the old ones
+        # had it already.
         first = (use.num_pages, (1, use.tick))
         return (first,) if use.visit else ((use.old_pages, (-1, use.tick)), first)
 
@@ -96,10 +107,12 @@ class FirstInLastOut(FirstInFirstOut):
 
 @register
 class ByPriority(Policy):
-    """The lowest priority goes first, of those the least recently used; a mark is (priority, last tick, last time).
+    """The lowest priority goes first, of those the least recently used; a mark is (priority, last
+    tick, last time).
 
     Args:
-        ttl_s: pages not used for so many seconds lose their priority, and go before all others. None: never.
+        ttl_s: pages not used for so many seconds lose their priority, and go before all others.
+            None: never.
     Raises:
         ConfigError: a time to live below 0.
     """

@@ -1,16 +1,17 @@
 """A radix cache: which pages of the KV pool hold the KV of which tokens, by prefix.
 
-Prompts that begin alike share the pages of what they have in common. The tree's edges are labelled with runs of
-tokens, whole pages of them; a node owns the page ids of its run. Looking a prompt up walks down from the root,
-comparing one run after the other, and what was walked is the cached prefix. Four things happen to the tree:
+Prompts that begin alike share the pages of what they have in common. The tree's edges are labelled
+with runs of tokens, whole pages of them; a node owns the page ids of its run. Looking a prompt up
+walks down from the root, comparing one run after the other, and what was walked is the cached
+prefix. Four things happen to the tree:
 
     match_prefix   looks, and changes nothing
     lock, unlock   hold a prefix in place while a request uses it
     insert         adds what a request has computed
     evict          takes back the pages least worth keeping, from the ends of the branches
 
-A node exists only where it must: where branches part, and where a lock ends. Everything else is merged, so the
-shape of the tree says nothing about how it came about, and the walk is short.
+A node exists only where it must: where branches part, and where a lock ends. Everything else is
+merged, so the shape of the tree says nothing about how it came about, and the walk is short.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ EVENT_LIMIT_PAGES = 1 << 20
 class RadixCache(RadixTree):
     """See the module's text. One owner, no threads; every call leaves all laws of `audit.py` true.
 
-    Sizes are properties: `num_pages` = `evictable_pages` + `protected_pages`; `orphan_pages` besides; `num_nodes`.
+    Sizes are properties: `num_pages` = `evictable_pages` + `protected_pages`; `orphan_pages`
+    besides; `num_nodes`.
 
     Args:
         page_size: tokens a page.
-        policy: a name (`eviction.policy_names()`) or a policy object of its own, not shared with another cache.
-        pool_pages: how many pages the pool has; if given, ids out of range or in the tree already are refused.
+        policy: a name (`eviction.policy_names()`) or a policy object of its own, not shared with
+            another cache.
+        pool_pages: how many pages the pool has; if given, ids out of range or in the tree already
+            are refused.
     Raises:
         ConfigError: names the setting, the value and the bound.
     """
@@ -69,18 +73,21 @@ class RadixCache(RadixTree):
 
     # --- holding ---------------------------------------------------------------------------------
 
-    def lock(self, result: MatchResult | InsertResult, now_s: float = 0.0, *, visit: bool | None = None) -> PrefixLock:
+    def lock(
+        self, result: MatchResult | InsertResult, now_s: float = 0.0, *, visit: bool | None = None
+    ) -> PrefixLock:
         """Keep what was matched or inserted from eviction until `unlock`. Counts as a use.
 
-        If pages came or went since, walks again and locks what is there now: the lock's own `prefix_len` is
-        what counts. Nothing matched makes an empty lock, a lock like any other. O(1) when the tree has not
-        changed and somebody holds the path already, O(nodes not yet held) else.
+        If pages came or went since, walks again and locks what is there now: the lock's own
+        `prefix_len` is what counts. Nothing matched makes an empty lock, a lock like any other.
+        O(1) when the tree has not changed and somebody holds the path already, O(nodes not yet
+        held) else.
 
         Args:
             result: of this cache.
             now_s: the caller's clock, for policies that need one.
-            visit: whether the request is seen for the first time, which policies count; by default a lock of a
-                match is a visit, and a lock of what was inserted is not.
+            visit: whether the request is seen for the first time, which policies count; by default
+                a lock of a match is a visit, and a lock of what was inserted is not.
         Raises:
             LockError: another cache's result.
         """
@@ -102,12 +109,17 @@ class RadixCache(RadixTree):
         """End a lock, once. O(nodes that nobody else holds).
 
         Returns:
-            The pages of an orphan (see `reset`) that this lock was the last to hold, now the caller's; usually none.
+            The pages of an orphan (see `reset`) that this lock was the last to hold, now the
+            caller's; usually none.
         Raises:
             LockError: unlocked already, or another cache's. Nothing was changed.
         """
         if lock not in self._locks:
-            raise LockError("the lock was unlocked before" if lock.cache is self else "the lock is another cache's")
+            raise LockError(
+                "the lock was unlocked before"
+                if lock.cache is self
+                else "the lock is another cache's"
+            )
         self._locks.remove(lock)
         lock.held = False
         if lock.epoch != self._epoch:
@@ -125,7 +137,14 @@ class RadixCache(RadixTree):
         return lock.freed
 
     def _next_use(
-        self, data: bytes, node: Node, num_pages: int, old_pages: int, visit: bool, priority: int | None, now_s: float
+        self,
+        data: bytes,
+        node: Node,
+        num_pages: int,
+        old_pages: int,
+        visit: bool,
+        priority: int | None,
+        now_s: float,
     ) -> Use:
         """A use of `num_pages`, of which `old_pages` are in the tree and end in `node`."""
         self._tick += 1
@@ -167,12 +186,15 @@ class RadixCache(RadixTree):
 
         Args:
             tokens: as for `match_prefix`; every one in [0, 2**31).
-            pages: int32 [whole pages of `tokens`] page ids, or one more (the partial page's, ignored). Copied.
-            priority: for policies that rank by it; a page has the highest of those that inserted it.
-            now_s, visit: as for `lock`; by default an insertion is a visit unless somebody holds the last page
-                that was there already (the request itself, then, which has been seen).
-            lock: the caller's, of the first of these tokens, which are not looked at again; `pages` are then those
-                behind what it holds.
+            pages: int32 [whole pages of `tokens`] page ids, or one more (the partial page's,
+                ignored). Copied.
+            priority: for policies that rank by it; a page has the highest of those that inserted
+                it.
+            now_s, visit: as for `lock`; by default an insertion is a visit unless somebody holds
+                the last page that was there already (the request itself, then, which has been
+                seen).
+            lock: the caller's, of the first of these tokens, which are not looked at again; `pages`
+                are then those behind what it holds.
         Raises:
             TokenError, PageStateError: see there. Nothing was changed.
             LockError: the lock is not held, or not a lock of what is in this tree.
@@ -185,13 +207,19 @@ class RadixCache(RadixTree):
         if lock is not None:
             node, held_pages = lock.node, lock.prefix_len // self.page_size
             if lock not in self._locks or lock.epoch != self._epoch or held_pages > num_pages:
-                raise LockError(f"{lock!r} is not a lock of the first of {len(key)} tokens in this tree")
+                raise LockError(
+                    f"{lock!r} is not a lock of the first of {len(key)} tokens in this tree"
+                )
         ids = as_page_ids(pages, num_pages - held_pages)
         if not num_pages:
             return InsertResult(self, data, key.namespace, node, 0, 0)
-        node, matched = (None, 0) if node is None else self._walk(node, data, held_pages * self._page_bytes)
+        node, matched = (
+            (None, 0) if node is None else self._walk(node, data, held_pages * self._page_bytes)
+        )
         old_pages = matched // self._page_bytes
-        ids = self._new_pages(ids, old_pages - held_pages)  # the last that may fail; from here on the tree changes
+        ids = self._new_pages(
+            ids, old_pages - held_pages
+        )  # the last that may fail; from here on the tree changes
         if node is None:
             node = self._root(key.namespace)
         if visit is None:
@@ -245,8 +273,8 @@ class RadixCache(RadixTree):
     def evict(self, num_pages: int, now_s: float = 0.0) -> Pages:
         """Take the pages least worth keeping: exactly `num_pages`, or all that are evictable.
 
-        Always the last page of some leaf, so what is left is still prefixes; the policy says of which. A batch
-        takes what single steps would. O(log leaves) a leaf, and O(1) a page.
+        Always the last page of some leaf, so what is left is still prefixes; the policy says of
+        which. A batch takes what single steps would. O(log leaves) a leaf, and O(1) a page.
 
         Returns:
             int32 page ids, now the caller's, in no particular order.
@@ -260,7 +288,8 @@ class RadixCache(RadixTree):
         if not num_pages:
             return NO_PAGES.copy()
         thinned: dict[Node, None] = {}  # lost a child, so may have become mergeable
-        # All at once needs no order; but what is held is walked over then, so it has to be the lesser part.
+        # All at once needs no order; but what is held is walked over then, so it has to be the
+        # lesser part.
         if num_pages == self._evictable_pages >= self._protected_pages and self._order_is_free():
             taken = self._strip(thinned, self._log)
         else:
@@ -278,8 +307,8 @@ class RadixCache(RadixTree):
     def reset(self) -> Pages:
         """Empty the tree, and forget all counts.
 
-        Locked paths live on as orphans that no match finds: their pages are given back by the `unlock` that ends
-        their last lock. What waits in a queue still waits. O(tree).
+        Locked paths live on as orphans that no match finds: their pages are given back by the
+        `unlock` that ends their last lock. What waits in a queue still waits. O(tree).
 
         Returns:
             int32 page ids of all that was not locked, now the caller's.
@@ -305,8 +334,11 @@ class RadixCache(RadixTree):
 
     # --- hints, all of them soft -----------------------------------------------------------------
 
-    def hint(self, target: MatchResult | InsertResult | PrefixLock | Node, continues: bool | None) -> None:
-        """Say whether the session whose use ended there will go on: True, False, or None (unknown: ignored).
+    def hint(
+        self, target: MatchResult | InsertResult | PrefixLock | Node, continues: bool | None
+    ) -> None:
+        """Say whether the session whose use ended there will go on: True, False, or None (unknown:
+        ignored).
 
         It holds until the next use. A place that is gone, or where no use ended, is ignored.
 
@@ -335,8 +367,8 @@ class RadixCache(RadixTree):
     def wanted(self, tokens: TokensLike, change: int, namespace: Hashable = None) -> None:
         """Say that a request with these tokens begins to wait (+1), or waits no longer (-1).
 
-        Pages on the path of a waiting request go after all others, also those inserted while it waits.
-        O(nodes on the path).
+        Pages on the path of a waiting request go after all others, also those inserted while it
+        waits. O(nodes on the path).
 
         Raises:
             CallerError: a change other than +1 and -1, or -1 for what nobody waits for.
@@ -346,7 +378,9 @@ class RadixCache(RadixTree):
         data = data[: len(data) - len(data) % self._page_bytes]
         want = self._wants.get((key.namespace, data))
         if change not in (1, -1) or (change == -1 and want is None):
-            raise CallerError(f"{len(key)} tokens wanted by {want.count if want else 0}, a change by {change}")
+            raise CallerError(
+                f"{len(key)} tokens wanted by {want.count if want else 0}, a change by {change}"
+            )
         if want is None:
             want = self._wants[(key.namespace, data)] = Want(data)
             node, num_bytes = self._walk(self._root(key.namespace), data)
@@ -374,8 +408,9 @@ class RadixCache(RadixTree):
     def drain_events(self, afresh: bool = False) -> list[CacheEvent]:
         """What was stored and removed since the last call.
 
-        The first call begins to listen and gives the tree as it is; a listener that fell too far behind, or asks to
-        begin `afresh`, is given `Cleared`, and the tree as it is. Before the first call nothing is recorded.
+        The first call begins to listen and gives the tree as it is; a listener that fell too far
+        behind, or asks to begin `afresh`, is given `Cleared`, and the tree as it is. Before the
+        first call nothing is recorded.
         """
         if self._log is None or self._log.overrun or afresh:
             begun = self._log is not None
@@ -388,10 +423,16 @@ class RadixCache(RadixTree):
         return self._log.drain()
 
     def _log_stored(
-        self, node: Node, pages_above: bytes | bytearray, key: bytes | bytearray, pages: bytes | bytearray
+        self,
+        node: Node,
+        pages_above: bytes | bytearray,
+        key: bytes | bytearray,
+        pages: bytes | bytearray,
     ) -> None:
         assert self._log is not None
-        parent_page = int.from_bytes(pages_above[-PAGE_ID_BYTES:], sys.byteorder) if pages_above else None
+        parent_page = (
+            int.from_bytes(pages_above[-PAGE_ID_BYTES:], sys.byteorder) if pages_above else None
+        )
         root: Node = node
         while root.parent is not None:
             root = root.parent
@@ -414,7 +455,9 @@ class RadixCache(RadixTree):
             try:
                 in_tree = self._in_tree[ids]
             except IndexError:
-                raise PageStateError(f"page id {ids.max()} is not below pool_pages {len(self._in_tree)}") from None
+                raise PageStateError(
+                    f"page id {ids.max()} is not below pool_pages {len(self._in_tree)}"
+                ) from None
             again = in_tree[num_old:]
             if np.count_nonzero(again):
                 raise PageStateError(f"page id {new[int(again.argmax())]} is in the tree already")

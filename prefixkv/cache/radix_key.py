@@ -1,7 +1,7 @@
 """Tokens packed as little-endian int32 bytes, so that comparing two runs of tokens is one memcmp.
 
-A key is built once, where a prompt enters, and extended as tokens are generated; nothing converted before is
-converted again. It knows no page size: whoever uses it cuts to whole pages.
+A key is built once, where a prompt enters, and extended as tokens are generated; nothing converted
+before is converted again. It knows no page size: whoever uses it cuts to whole pages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class RadixKey:
         tokens: 1-D; ints, or an integer array. Copied.
         namespace: anything hashable; None is the common one.
     Raises:
-        TokenError: floats, bools, or values that no int32 holds. Negative ones are found by `check`.
+        TokenError: floats, bools, or values that no int32 holds. Negative ones are found by
+        `check`.
 
     >>> key = RadixKey([1, 2, 3])
     >>> key.append(4)
@@ -62,7 +63,8 @@ class RadixKey:
 
     @property
     def data(self) -> bytes:
-        """The packed tokens. After appending, one copy (no conversion) the first time it is asked for."""
+        """The packed tokens. After appending, one copy (no conversion) the first time it is asked
+        for."""
         if self._tail:
             self._data += self._tail
             self._tail.clear()
@@ -77,7 +79,8 @@ class RadixKey:
         self._tail += token.to_bytes(TOKEN_BYTES, "little")
 
     def extend(self, tokens: TokensLike) -> None:
-        """Add several tokens; O(of them), amortised. Raises TokenError, and adds nothing, if one is none."""
+        """Add several tokens; O(of them), amortised. Raises TokenError, and adds nothing, if one is
+        none."""
         more = pack(tokens)
         check_packed(more)
         self._tail += more
@@ -108,14 +111,17 @@ def pack(tokens: TokensLike) -> bytes:
     """Tokens as little-endian int32 bytes; O(tokens), one memcpy for an int32 array.
 
     Raises:
-        TokenError: not one-dimensional, floats, bools, or beyond int32. Negative int32 pass (see `check_packed`).
+        TokenError: not one-dimensional, floats, bools, or beyond int32. Negative int32 pass (see
+        `check_packed`).
     """
     if type(tokens) is RadixKey:
         return tokens.data
     if isinstance(tokens, np.ndarray):
         return _pack_array(tokens)
     detach = getattr(tokens, "detach", None)
-    if detach is not None:  # a torch tensor, known by what it can do: torch is not imported for this
+    if (
+        detach is not None
+    ):  # a torch tensor, known by what it can do: torch is not imported for this
         return _pack_array(detach().cpu().numpy())
     if isinstance(tokens, array):
         return _pack_array(np.asarray(tokens))
@@ -129,7 +135,10 @@ def check_packed(data: bytes, start_byte: int = 0) -> None:
     values = np.frombuffer(data, _LE_INT32, offset=start_byte)
     if len(values) and values.min() < 0:
         place = int(np.argmax(values < 0))
-        raise TokenError(f"token {values[place]} at {start_byte // TOKEN_BYTES + place} is not in [0, {TOKEN_LIMIT})")
+        raise TokenError(
+            f"token {values[place]} at {start_byte // TOKEN_BYTES + place} is not in [0, "
+            f"{TOKEN_LIMIT})"
+        )
 
 
 def _pack_array(values: npt.NDArray[Any]) -> bytes:
@@ -150,7 +159,8 @@ def _pack_sequence(values: list[Any]) -> bytes:
         packed = struct.pack(f"<{len(values)}i", *values)
     except struct.error:
         packed = struct.pack(f"<{len(values)}i", *map(_checked_int, values, range(len(values))))
-    # A bool packs as 0 or 1, so only those places can hide one; looking at all of them would cost as much as packing.
+    # A bool packs as 0 or 1, so only those places can hide one; looking at all of them would cost
+    # as much as packing.
     for place in np.flatnonzero(np.frombuffer(packed, _LE_INT32).view(np.uint32) <= 1):
         if isinstance(values[place], (bool, np.bool_)):
             raise TokenError(f"token {values[place]} at {place} is a bool")

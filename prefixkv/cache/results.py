@@ -1,4 +1,5 @@
-"""What the calls of a `RadixCache` give back. Page ids are put together only when they are asked for."""
+"""What the calls of a `RadixCache` give back. Page ids are put together only when they are asked
+for."""
 
 from __future__ import annotations
 
@@ -25,13 +26,15 @@ MAX_PAGE_ID = 2**31 - 1
 class MatchResult:
     """The longest cached prefix of some tokens, when it was looked for. Nothing is held by it.
 
-    `node` is where the match ends (inside it, maybe), for tests and tools; None when the namespace is empty.
-    The page ids are right until the tree changes; take those of the lock.
+    `node` is where the match ends (inside it, maybe), for tests and tools; None when the namespace
+    is empty. The page ids are right until the tree changes; take those of the lock.
     """
 
     __slots__ = ("cache", "data", "depth", "namespace", "node", "version")
 
-    def __init__(self, cache: RadixCache, data: bytes, namespace: Hashable, node: Node | None, depth: int) -> None:
+    def __init__(
+        self, cache: RadixCache, data: bytes, namespace: Hashable, node: Node | None, depth: int
+    ) -> None:
         self.cache = cache
         self.data = data
         self.namespace = namespace
@@ -51,12 +54,14 @@ class MatchResult:
 
     @property
     def pages(self) -> Pages:
-        """int32 [prefix_len / page_size] page ids, the caller's; of a stale match, those still there. O(pages)."""
+        """int32 [prefix_len / page_size] page ids, the caller's; of a stale match, those still
+        there. O(pages)."""
         return self.cache.result_pages(self)
 
     @property
     def unprotected_pages(self) -> int:
-        """How many pages a lock would take out of the evictable ones. O(nodes that nobody holds)."""
+        """How many pages a lock would take out of the evictable ones. O(nodes that nobody
+        holds)."""
         node, depth = self.cache.locate(self)
         while node is not None and not node.lock_ref and node.parent is not None:
             node = node.parent
@@ -69,14 +74,21 @@ class MatchResult:
 class InsertResult(MatchResult):
     """What the tree has after an insertion. `prefix_len` tokens of it were there before.
 
-    `pages` are the tree's page ids for all of the key. For the first `prefix_len` tokens the caller still owns
-    its own pages: it repoints its page table to the tree's, then frees those of its own that differ.
+    `pages` are the tree's page ids for all of the key. For the first `prefix_len` tokens the caller
+    still owns its own pages: it repoints its page table to the tree's, then frees those of its own
+    that differ.
     """
 
     __slots__ = ("old_depth",)
 
     def __init__(
-        self, cache: RadixCache, data: bytes, namespace: Hashable, node: Node | None, depth: int, old_depth: int
+        self,
+        cache: RadixCache,
+        data: bytes,
+        namespace: Hashable,
+        node: Node | None,
+        depth: int,
+        old_depth: int,
     ) -> None:
         super().__init__(cache, data, namespace, node, depth)
         self.old_depth = old_depth
@@ -88,14 +100,17 @@ class InsertResult(MatchResult):
 
 
 class PrefixLock:
-    """A prefix held in place. Given back by `RadixCache.unlock`, once, or by leaving its `with` block.
+    """A prefix held in place. Given back by `RadixCache.unlock`, once, or by leaving its `with`
+    block.
 
     `node` ends where the lock ends, as long as it is held. `freed`: see `RadixCache.unlock`.
     """
 
     __slots__ = ("_pages", "cache", "epoch", "freed", "held", "node", "prefix_len", "taken_s")
 
-    def __init__(self, cache: RadixCache, node: Node, prefix_len: int, epoch: int, taken_s: float = 0.0) -> None:
+    def __init__(
+        self, cache: RadixCache, node: Node, prefix_len: int, epoch: int, taken_s: float = 0.0
+    ) -> None:
         self.cache = cache
         self.node = node
         self.prefix_len = prefix_len
@@ -107,7 +122,8 @@ class PrefixLock:
 
     @property
     def pages(self) -> Pages:
-        """int32 [prefix_len / page_size] page ids, the caller's. After `unlock`, only if asked for before."""
+        """int32 [prefix_len / page_size] page ids, the caller's. After `unlock`, only if asked for
+        before."""
         if self._pages is None:
             if not self.held:
                 raise PageStateError("the pages of a lock have to be asked for while it is held")
@@ -118,7 +134,10 @@ class PrefixLock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.held:
             self.cache.unlock(self)
@@ -128,7 +147,8 @@ class PrefixLock:
 
 
 def page_ids(node: Node | None, depth: int) -> Pages:
-    """int32 [depth] page ids of the path that ends at `depth` in `node`; a new array. O(nodes + pages)."""
+    """int32 [depth] page ids of the path that ends at `depth` in `node`; a new array. O(nodes +
+    pages)."""
     if node is None or not depth:
         return NO_PAGES.copy()
     runs = [node.pages[: (depth - node.start) * PAGE_ID_BYTES]]
@@ -141,25 +161,32 @@ def page_ids(node: Node | None, depth: int) -> Pages:
 
 
 def as_page_ids(pages: Any, num_pages: int) -> Pages:
-    """The first `num_pages` of what a caller gave as page ids, as int32 (maybe its own array: not to be kept).
+    """The first `num_pages` of what a caller gave as page ids, as int32 (maybe its own array: not
+    to be kept).
 
     Raises:
-        PageStateError: not one-dimensional integers, fewer than `num_pages`, more than one more, negative, or
+        PageStateError: not one-dimensional integers, fewer than `num_pages`, more than one more,
+        negative, or
             an id twice.
     """
     ids = np.asarray(pages)
     if not ids.size:
         ids = ids.astype(np.int32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise PageStateError(f"page ids are {ids.dtype} of shape {ids.shape}, integers in one dimension are needed")
+        raise PageStateError(
+            f"page ids are {ids.dtype} of shape {ids.shape}, integers in one dimension are needed"
+        )
     if not num_pages <= len(ids) <= num_pages + 1:
         raise PageStateError(f"{len(ids)} page ids for {num_pages} whole pages")
     ids = ids[:num_pages]
     if num_pages:
-        # Ids mostly come in rising order, which is quick to see; counting takes half the time of `all`.
+        # Ids mostly come in rising order, which is quick to see; counting takes half the time of
+        # `all`.
         in_order = ids if np.count_nonzero(ids[1:] <= ids[:-1]) == 0 else np.sort(ids)
         if in_order[0] < 0 or in_order[-1] > MAX_PAGE_ID:
-            raise PageStateError(f"page ids {in_order[0]} to {in_order[-1]} are not all in [0, 2**31)")
+            raise PageStateError(
+                f"page ids {in_order[0]} to {in_order[-1]} are not all in [0, 2**31)"
+            )
         if in_order is not ids:
             twice = np.flatnonzero(in_order[1:] == in_order[:-1])
             if len(twice):

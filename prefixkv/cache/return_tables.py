@@ -1,12 +1,14 @@
-"""When do those come back who came so often before? Counts by class and age, and what they say of a page's worth.
+"""When do those come back who came so often before? Counts by class and age, and what they say of a
+page's worth.
 
-A start is a use that left pages behind; it ends in a return (the next use goes on where it ended) or in a loss
-(what was remembered of it was forgotten). Those that have done neither are still out: so many started at least
-as long ago as an age bin begins, less those that ended before it, are how many have entered the bin.
+A start is a use that left pages behind; it ends in a return (the next use goes on where it ended)
+or in a loss (what was remembered of it was forgotten). Those that have done neither are still out:
+so many started at least as long ago as an age bin begins, less those that ended before it, are how
+many have entered the bin.
 
-Worth is the Gittins index: of all times one might keep a page from now on, the best ratio of expected uses to
-expected seconds of residence. A page that is likely to be used in two minutes is worth keeping for these two
-minutes, though nobody will use it in the next ten seconds.
+Worth is the Gittins index: of all times one might keep a page from now on, the best ratio of
+expected uses to expected seconds of residence. A page that is likely to be used in two minutes is
+worth keeping for these two minutes, though nobody will use it in the next ten seconds.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ BEGINS_S = (0.0, *EDGES_S)
 LENGTHS_S = (*(end - begin for begin, end in zip(BEGINS_S, EDGES_S, strict=False)), 1000.0)
 
 UNTAUGHT = tuple(
-    min(0.5, length_s / (8 * (begin_s + 60))) for begin_s, length_s in zip(BEGINS_S, LENGTHS_S, strict=True)
+    min(0.5, length_s / (8 * (begin_s + 60)))
+    for begin_s, length_s in zip(BEGINS_S, LENGTHS_S, strict=True)
 )
-"""How likely a return in each bin is taken to be before anything was seen: falling with age, as LRU has it."""
+"""How likely a return in each bin is taken to be before anything was seen: falling with age, as LRU
+has it."""
 
 SNAPSHOT_S = 1.0
 """How exactly is known when starts were."""
@@ -36,14 +40,15 @@ Chances = list[float]
 class ReturnTables:
     """Counts, and the index worked out from them now and then. Deterministic; it reads no clock.
 
-    Memory O(classes), and a snapshot of the starts for each of the last 1,000 seconds. A start, a return and a
-    loss cost O(log bins); every `period` starts the index is worked out anew, some thousand operations.
+    Memory O(classes), and a snapshot of the starts for each of the last 1,000 seconds. A start, a
+    return and a loss cost O(log bins); every `period` starts the index is worked out anew, some
+    thousand operations.
 
     Args:
         groups: classes that are alike, one list each; all classes occur once.
         power: what a class says counts so much, what its group says the rest.
-        trust: a class is taken to have been seen so often with the chances of its group, a group with those of
-            all; all together five times as often with `UNTAUGHT`.
+        trust: a class is taken to have been seen so often with the chances of its group, a group
+            with those of all; all together five times as often with `UNTAUGHT`.
         period: starts from one working out to the next.
     """
 
@@ -65,7 +70,7 @@ class ReturnTables:
         self._losses = [[0] * NUM_BINS for _ in range(num_classes)]
         self._work_out()
 
-    # --- what happens --------------------------------------------------------------------------------
+    # --- what happens -----------------------------------------------------------------------------
 
     def start(self, kind: int, now_s: float) -> None:
         self._started[kind] += 1
@@ -82,10 +87,11 @@ class ReturnTables:
     def lost(self, kind: int, age_s: float) -> None:
         self._losses[kind][bin_of(age_s)] += 1
 
-    # --- what it says --------------------------------------------------------------------------------
+    # --- what it says -----------------------------------------------------------------------------
 
     def _work_out(self) -> None:
-        """`worth[kind][bin]`, which rises up to `peak[kind]` and falls from there: a class's least is at an end."""
+        """`worth[kind][bin]`, which rises up to `peak[kind]` and falls from there: a class's least
+        is at an end."""
         num_classes = len(self._started)
         entered = self._entered()
         common = chances(_total(entered), _total(self._returns), UNTAUGHT, 5 * self._trust)
@@ -93,12 +99,14 @@ class ReturnTables:
         self.peak = [0] * num_classes
         for group in self._groups:
             group_chances = chances(
-                _total([entered[kind] for kind in group]), _total([self._returns[kind] for kind in group]),
-                common, self._trust,
+                _total([entered[kind] for kind in group]),
+                _total([self._returns[kind] for kind in group]), common, self._trust,
             )  # fmt: skip
             group_index = gittins_index(group_chances)
             for kind in group:
-                own = gittins_index(chances(entered[kind], self._returns[kind], group_chances, self._trust))
+                own = gittins_index(
+                    chances(entered[kind], self._returns[kind], group_chances, self._trust)
+                )
                 mixed = [
                     whole ** (1 - self._power) * part**self._power
                     for whole, part in zip(group_index, own, strict=True)
@@ -122,7 +130,8 @@ class ReturnTables:
             ended = 0
             entered.append([])
             for place, started in enumerate(old_enough):
-                # Never fewer than are known to have come back from it: starts are known to a second only.
+                # Never fewer than are known to have come back from it: starts are known to a second
+                # only.
                 entered[-1].append(max(started[kind] - ended, returns[place]))
                 ended += returns[place] + losses[place]
         return entered
@@ -132,8 +141,11 @@ def bin_of(age_s: float) -> int:
     return bisect_right(EDGES_S, age_s)
 
 
-def chances(entered: Counts, returns: Counts, before: Chances | tuple[float, ...], trust: float) -> Chances:
-    """How likely a return is in each bin, of those that come to it, where `before` counts as `trust` observations."""
+def chances(
+    entered: Counts, returns: Counts, before: Chances | tuple[float, ...], trust: float
+) -> Chances:
+    """How likely a return is in each bin, of those that come to it, where `before` counts as
+    `trust` observations."""
     return [
         (came_back + trust * chance) / (came + trust)
         for came, came_back, chance in zip(entered, returns, before, strict=True)
@@ -141,7 +153,8 @@ def chances(entered: Counts, returns: Counts, before: Chances | tuple[float, ...
 
 
 def gittins_index(chance: Chances) -> Chances:
-    """Of each bin: the best ratio, over how long to keep, of expected uses to expected seconds until then."""
+    """Of each bin: the best ratio, over how long to keep, of expected uses to expected seconds
+    until then."""
     index = []
     for first in range(NUM_BINS):
         still_out, uses, seconds, best = 1.0, 0.0, 0.0, 0.0

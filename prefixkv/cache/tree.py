@@ -1,7 +1,8 @@
 """The shape of the radix tree: walking, splitting and merging, holding, and taking pages out.
 
-A node exists only where it must: where branches part, and where a lock ends. Everything else is merged, so the
-shape says nothing about how it came about, and a walk is short. `RadixCache` is what callers see of it.
+A node exists only where it must: where branches part, and where a lock ends. Everything else is
+merged, so the shape says nothing about how it came about, and a walk is short. `RadixCache` is what
+callers see of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ import numpy.typing as npt
 
 from prefixkv.cache import audit, dump, wants
 from prefixkv.cache.events import EventLog
-from prefixkv.cache.eviction import DEFAULT_POLICY, EvictionQueue, LeafHeap, Policy, Use, forget, make_policy
+from prefixkv.cache.eviction import (
+    DEFAULT_POLICY,
+    EvictionQueue,
+    LeafHeap,
+    Policy,
+    Use,
+    forget,
+    make_policy,
+)
 from prefixkv.cache.node import Node, Root
 from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.cache.results import InsertResult, MatchResult, PrefixLock, page_ids
@@ -30,7 +39,8 @@ _taken_s = attrgetter("taken_s")
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A snapshot of sizes, and counts since the cache was built. Pages, unless the name says otherwise."""
+    """A snapshot of sizes, and counts since the cache was built. Pages, unless the name says
+    otherwise."""
 
     num_pages: int
     evictable_pages: int
@@ -48,7 +58,10 @@ class RadixTree:
     """Nodes, and all that is counted of them. One owner, no threads."""
 
     def __init__(
-        self, page_size: int = 16, policy: str | Policy = DEFAULT_POLICY, pool_pages: int | None = None
+        self,
+        page_size: int = 16,
+        policy: str | Policy = DEFAULT_POLICY,
+        pool_pages: int | None = None,
     ) -> None:
         if page_size < 1:
             raise ConfigError(f"page_size {page_size} is below 1")
@@ -61,7 +74,9 @@ class RadixTree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[Hashable, Root] = {}
         self._queue: EvictionQueue = self.policy.make_queue()
-        self._wanted_queue = LeafHeap(self.policy.last_tick)  # leaves that somebody waits for: they go last
+        self._wanted_queue = LeafHeap(
+            self.policy.last_tick
+        )  # leaves that somebody waits for: they go last
         self._use = Use()
         self._now_s = 0.0  # the latest time that was given
         self._tick = 0
@@ -97,8 +112,11 @@ class RadixTree:
         return self._orphan_pages
 
     def oldest_lock(self) -> PrefixLock | None:
-        """Of the locks that hold pages the one taken first, by `now_s`. O(locks). Any thread may ask."""
-        return min((lock for lock in self._locks.copy() if lock.prefix_len), key=_taken_s, default=None)
+        """Of the locks that hold pages the one taken first, by `now_s`. O(locks). Any thread may
+        ask."""
+        return min(
+            (lock for lock in self._locks.copy() if lock.prefix_len), key=_taken_s, default=None
+        )
 
     @property
     def num_nodes(self) -> int:
@@ -137,7 +155,8 @@ class RadixTree:
         return self._tick
 
     def dump(self, max_nodes: int = 1000) -> str:
-        """The tree as text, a node a line: depth, tokens, lock_ref, age in uses, and what the policy says of it."""
+        """The tree as text, a node a line: depth, tokens, lock_ref, age in uses, and what the
+        policy says of it."""
         return dump.as_text(self, max_nodes)
 
     def rich_tree(self, max_nodes: int = 1000) -> Any:
@@ -145,7 +164,8 @@ class RadixTree:
         return dump.as_rich(self, max_nodes)
 
     def check_invariants(self) -> None:
-        """Hold the tree against its laws (`audit.py`). O(tree). Raises InternalError with what is broken."""
+        """Hold the tree against its laws (`audit.py`). O(tree). Raises InternalError with what is
+        broken."""
         audit.check(self)
 
     # --- walking -------------------------------------------------------------------------------
@@ -173,7 +193,8 @@ class RadixTree:
     def _common_bytes(self, data: bytes, at: int, end: int, key: bytes | bytearray) -> int:
         """How many bytes of `key`, in whole pages, `data` has at `at`.
 
-        A binary search whose probes never look at the same bytes twice when they match: memcmp in all but name.
+        A binary search whose probes never look at the same bytes twice when they match: memcmp in
+        all but name.
         """
         page_bytes = self._page_bytes
         view = memoryview(key)
@@ -182,17 +203,23 @@ class RadixTree:
             return 0
         if data.startswith(view[page_bytes:high], at + page_bytes):
             return high
-        low_page, high_page = 1, high // page_bytes  # equal up to low_page, different somewhere before high_page
+        low_page, high_page = (
+            1,
+            high // page_bytes,
+        )  # equal up to low_page, different somewhere before high_page
         while high_page - low_page > 1:
             middle = (low_page + high_page) // 2
-            if data.startswith(view[low_page * page_bytes : middle * page_bytes], at + low_page * page_bytes):
+            if data.startswith(
+                view[low_page * page_bytes : middle * page_bytes], at + low_page * page_bytes
+            ):
                 low_page = middle
             else:
                 high_page = middle
         return low_page * page_bytes
 
     def locate(self, result: MatchResult | InsertResult) -> tuple[Node | None, int]:
-        """Where a result ends now: a node, and the depth in it (above its start, unless it is a root)."""
+        """Where a result ends now: a node, and the depth in it (above its start, unless it is a
+        root)."""
         if result.cache is not self:
             raise LockError("the result is another cache's")
         node, depth = result.node, result.depth
@@ -227,7 +254,8 @@ class RadixTree:
             root.leave_tree()
 
     def _split(self, node: Node, depth: int) -> Node:
-        """Make `depth` the end of a node, and return that node, which is new; `node` keeps what lies below."""
+        """Make `depth` the end of a node, and return that node, which is new; `node` keeps what
+        lies below."""
         upper = node.split(depth, self._page_bytes)
         assert upper.parent is not None
         upper.parent.adopt(bytes(upper.key[: self._page_bytes]), upper)
@@ -235,7 +263,8 @@ class RadixTree:
         return upper
 
     def _merge_if_idle(self, node: Node) -> None:
-        """Merge a node with its only child, if no lock ends on it. The child stays the object it is."""
+        """Merge a node with its only child, if no lock ends on it. The child stays the object it
+        is."""
         grandparent = node.parent
         child = node.only_child
         if grandparent is None or child is None or node.lock_ref > (child.lock_ref > 0):
@@ -256,7 +285,8 @@ class RadixTree:
     # --- holding -------------------------------------------------------------------------------
 
     def _hold(self, node: Node) -> None:
-        """One more holder of `node`. The walk up ends at the first node that is held already: the law of lock_ref."""
+        """One more holder of `node`. The walk up ends at the first node that is held already: the
+        law of lock_ref."""
         end = node.end
         node.lock_ref += 1
         while node.lock_ref == 1 and node.parent is not None:
@@ -279,7 +309,8 @@ class RadixTree:
     # --- taking out ----------------------------------------------------------------------------
 
     def _victim(self) -> Node | None:
-        """The leaf whose last page goes first; one that somebody waits for only when there is no other."""
+        """The leaf whose last page goes first; one that somebody waits for only when there is no
+        other."""
         while (node := self._queue.first(self._now_s)) is not None:
             if not (node.wants and wants.deepest(node) == node.end):
                 return node
@@ -298,7 +329,9 @@ class RadixTree:
                 break
             parent, end, steps = node.parent, node.end, node.steps
             assert parent is not None
-            floor = steps[-1][0] if steps else parent.end  # above it pages have another history, and maybe their turn
+            floor = (
+                steps[-1][0] if steps else parent.end
+            )  # above it pages have another history, and maybe their turn
             if node.wants:
                 floor = max(floor, wants.deepest_below(node))
             count = end - floor
@@ -331,7 +364,9 @@ class RadixTree:
         parent.disown(bytes(node.key[: self._page_bytes]))
         self._num_nodes -= 1
         if parent.parent is not None:
-            parent.mark = node.mark if parent.mark is None else self.policy.fold(parent.mark, node.mark)
+            parent.mark = (
+                node.mark if parent.mark is None else self.policy.fold(parent.mark, node.mark)
+            )
         if node.wants:
             wants.move(node, parent, parent.end, node.end, self._page_bytes, limit=parent.end)
         if self._log is not None:
@@ -348,18 +383,24 @@ class RadixTree:
     def _order_is_free(self) -> bool:
         """Whether nobody could tell in which order everything was evicted: there are no ghosts.
 
-        A listener must not matter: only one of several ranks has one, and marks fold to other floats in another order.
+        A listener must not matter: only one of several ranks has one, and marks fold to other
+        floats in another order.
         """
         ghost_pages = self.policy.ghost_pages
         return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
 
-    def _strip(self, thinned: dict[Node, None], log: EventLog | None = None) -> list[bytes | bytearray]:
-        """Take out everything that no lock covers; page ids of it. What was known of it goes to the page above."""
+    def _strip(
+        self, thinned: dict[Node, None], log: EventLog | None = None
+    ) -> list[bytes | bytearray]:
+        """Take out everything that no lock covers; page ids of it. What was known of it goes to the
+        page above."""
         freed: list[bytes | bytearray] = []
         fold = self.policy.fold
         for root in list(self._roots.values()):
             for node in self._subtree(root, held=True):
-                gone = [(page, child) for page, child in node.children.items() if not child.lock_ref]
+                gone = [
+                    (page, child) for page, child in node.children.items() if not child.lock_ref
+                ]
                 for first_page, child in gone:
                     node.disown(first_page)
                     branch = self._subtree(child) if child.children else [child]

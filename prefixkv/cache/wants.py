@@ -1,9 +1,9 @@
 """Prefixes that somebody waits for: each hangs at the deepest page of it that the tree holds.
 
-A page is wanted while some waiting prefix passes through it, whether that page was there when the prefix began
-to wait or came later. So a want moves down when pages along it are inserted and up when they are evicted. Wants
-at one place are kept by the page they ask for next: an insertion finds those it serves in one look-up, however
-many wait.
+A page is wanted while some waiting prefix passes through it, whether that page was there when the
+prefix began to wait or came later. So a want moves down when pages along it are inserted and up
+when they are evicted. Wants at one place are kept by the page they ask for next: an insertion finds
+those it serves in one look-up, however many wait.
 """
 
 from __future__ import annotations
@@ -59,11 +59,14 @@ def deepest(node: Node) -> int:
 
 def deepest_below(node: Node) -> int:
     """As `deepest`, of the pages before the last one. O(places)."""
-    return max((depth for depth, _ in node.wants if depth < node.end), default=0) if node.wants else 0
+    return (
+        max((depth for depth, _ in node.wants if depth < node.end), default=0) if node.wants else 0
+    )
 
 
 def served_by(node: Node, depth: int, first_page: bytes) -> list[Want]:
-    """Take off and return the wants that hang at `depth` of `node` and ask for `first_page` next."""
+    """Take off and return the wants that hang at `depth` of `node` and ask for `first_page`
+    next."""
     if node.wants is None:
         return []
     served = node.wants.pop((depth, first_page), [])
@@ -72,8 +75,16 @@ def served_by(node: Node, depth: int, first_page: bytes) -> list[Want]:
     return served
 
 
-def move(source: Node, target: Node, from_depth: int, to_depth: int, page_bytes: int, limit: int | None = None) -> None:
-    """Rehang the wants of `source` at depths in (from_depth, to_depth] on `target`, none deeper than `limit`."""
+def move(
+    source: Node,
+    target: Node,
+    from_depth: int,
+    to_depth: int,
+    page_bytes: int,
+    limit: int | None = None,
+) -> None:
+    """Rehang the wants of `source` at depths in (from_depth, to_depth] on `target`, none deeper
+    than `limit`."""
     if source.wants is None:
         return
     for place in [place for place in source.wants if from_depth < place[0] <= to_depth]:

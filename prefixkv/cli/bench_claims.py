@@ -1,8 +1,10 @@
-"""`prefixkv bench claims`: the published claims about the transport, each measured again on this machine.
+"""`prefixkv bench claims`: the published claims about the transport, each measured again on this
+machine.
 
     claim | measured | target | met
 
-Every figure is a median of paired repetitions, sides turn about, between processes pinned apart, over real NIXL.
+Every figure is a median of paired repetitions, sides turn about, between processes pinned apart,
+over real NIXL.
 """
 
 from __future__ import annotations
@@ -66,9 +68,15 @@ def table_of(found: list[Claim]) -> Table:
 
 
 def claims(
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")] = None,
-    only: Annotated[list[Name] | None, typer.Option(help="Measure this one; may be given again.")] = None,
-    quick: Annotated[bool, typer.Option(help="Tiny sizes: whether it works, not how fast it is.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
+    ] = None,
+    only: Annotated[
+        list[Name] | None, typer.Option(help="Measure this one; may be given again.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option(help="Tiny sizes: whether it works, not how fast it is.")
+    ] = False,
 ) -> None:
     """What is claimed of the transport, measured between pinned processes."""
     console = Console()
@@ -76,8 +84,11 @@ def claims(
         raise ConfigError(f"--json is {json_file}, there is no such folder")
     names = list(dict.fromkeys(only or Name))
     recipe: dict[str, Any] = {
-        "command": "prefixkv bench claims" + "".join(f" --only {name}" for name in only or ()) + " --quick" * quick,
-        "statistic": "medians of the repetitions that others disturbed least; foreign_cores: what others used in them",
+        "command": "prefixkv bench claims"
+        + "".join(f" --only {name}" for name in only or ())
+        + " --quick" * quick,
+        "statistic": "medians of the repetitions that others disturbed least; foreign_cores: what "
+        "others used in them",
         "nice": os.nice(0),
         "ucx_tls": os.environ.get("UCX_TLS", "default"),
         **machine(),
@@ -97,6 +108,7 @@ def claims(
         }
         if json_file is not None:  # also what there is of a run that is ended early
             json_file.write_text(
-                json.dumps({"recipe": recipe, "measured": measured}, indent=1) + "\n", encoding="utf-8"
+                json.dumps({"recipe": recipe, "measured": measured}, indent=1) + "\n",
+                encoding="utf-8",
             )
     console.print(table_of(found))

@@ -1,9 +1,11 @@
-"""What the transport's benchmarks share: processes pinned apart, raw NIXL to compare with, and who else was at work.
+"""What the transport's benchmarks share: processes pinned apart, raw NIXL to compare with, and who
+else was at work.
 
-A scenario runs in two spawned processes, each pinned to a core of its own where there are two, with a pipe between
-them; the one that measures returns the figures. `Claim` is one line of the table. The machine may have other work:
-a scenario repeats until enough repetitions were left alone, and its figures come from those disturbed least. What
-decides is what others used meanwhile, never what was measured.
+A scenario runs in two spawned processes, each pinned to a core of its own where there are two, with
+a pipe between them; the one that measures returns the figures. `Claim` is one line of the table.
+The machine may have other work: a scenario repeats until enough repetitions were left alone, and
+its figures come from those disturbed least. What decides is what others used meanwhile, never what
+was measured.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ _JOIN_S: Final = 20.0
 
 QUIET_CORES: Final = 0.1  # that others may keep busy during a repetition that counts as left alone
 
-Side = Callable[..., Any]  # (pipe to the other side, Watch, *arguments); what the first returns are the figures
+Side = Callable[
+    ..., Any
+]  # (pipe to the other side, Watch, *arguments); what the first returns are the figures
 Row = dict[str, Any]
 
 
@@ -59,13 +63,16 @@ class Claim:
         return {**asdict(self), "met": self.met}
 
 
-# --- processes -------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
-def run_pair(measuring: Side, serving: Side, *args: Any, env: Mapping[str, str] | None = None) -> Any:
+def run_pair(
+    measuring: Side, serving: Side, *args: Any, env: Mapping[str, str] | None = None
+) -> Any:
     """Run both sides, each in a process of its own, and return what `measuring` returns.
 
-    `env` is set in both before anything is imported there (UCX_TLS). Raises WorkerError when a side fails.
+    `env` is set in both before anything is imported there (UCX_TLS). Raises WorkerError when a side
+    fails.
     """
     context = get_context("spawn")
     ends = dict(zip((measuring, serving), context.Pipe(), strict=True))
@@ -73,7 +80,9 @@ def run_pair(measuring: Side, serving: Side, *args: Any, env: Mapping[str, str] 
     with _environment(env or {}):
         for number, (side, end) in enumerate(ends.items()):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(os.getpid(), number, theirs, side, end, args), daemon=True)
+            process = context.Process(
+                target=_child, args=(os.getpid(), number, theirs, side, end, args), daemon=True
+            )
             process.start()
             theirs.close()
             end.close()
@@ -115,7 +124,14 @@ def _result(results: dict[Connection, Side], measuring: Side) -> Any:
     return figures
 
 
-def _child(parent: int, number: int, results: Connection, side: Side, pipe: Connection, args: tuple[Any, ...]) -> None:
+def _child(
+    parent: int,
+    number: int,
+    results: Connection,
+    side: Side,
+    pipe: Connection,
+    args: tuple[Any, ...],
+) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call
@@ -149,11 +165,12 @@ def _environment(env: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# --- who else was at work --------------------------------------------------------------------------
+# --- who else was at work -------------------------------------------------------------------------
 
 
 class Watch:
-    """What others did during each of a scenario's repetitions. Counts of the kernel, in steps of 10 ms."""
+    """What others did during each of a scenario's repetitions. Counts of the kernel, in steps of 10
+    ms."""
 
     def __init__(self, *pids: int) -> None:
         self._processes = [psutil.Process(pid) for pid in pids]
@@ -164,18 +181,25 @@ class Watch:
         ours = sum(sum(process.cpu_times()[:2]) for process in self._processes)
         return time.monotonic(), busy - ours
 
-    def least_disturbed(self, take: Callable[[int], Row], repeats: int, patience_s: float) -> list[Row]:
-        """Rows of `take(0)`, `take(1)`, ... until `repeats` were left alone, or `patience_s` have passed; of all of
-        them those `repeats` that were disturbed least, each with its "foreign_cores" and how many were taken."""
+    def least_disturbed(
+        self, take: Callable[[int], Row], repeats: int, patience_s: float
+    ) -> list[Row]:
+        """Rows of `take(0)`, `take(1)`, ... until `repeats` were left alone, or `patience_s` have
+        passed; of all of them those `repeats` that were disturbed least, each with its
+        "foreign_cores" and how many were taken.
+        """
         rows: list[Row] = []
         end_s = time.monotonic() + patience_s
         while len(rows) < repeats or (
-            sum(row["foreign_cores"] <= QUIET_CORES for row in rows) < repeats and time.monotonic() < end_s
+            sum(row["foreign_cores"] <= QUIET_CORES for row in rows) < repeats
+            and time.monotonic() < end_s
         ):
             before_s, before = self._now()
             row = take(len(rows))
             after_s, after = self._now()
-            rows.append(row | {"foreign_cores": round(max(0.0, after - before) / (after_s - before_s), 3)})
+            rows.append(
+                row | {"foreign_cores": round(max(0.0, after - before) / (after_s - before_s), 3)}
+            )
         rows = [row | {"taken": len(rows)} for row in rows]
         return sorted(rows, key=lambda row: float(row["foreign_cores"]))[:repeats]
 
@@ -191,7 +215,7 @@ def load_of(rows: Sequence[Row]) -> Row:
     }
 
 
-# --- nodes -----------------------------------------------------------------------------------------
+# --- nodes ----------------------------------------------------------------------------------------
 
 
 class Stuck:
@@ -205,10 +229,13 @@ class Stuck:
         self._end_s = time.monotonic() + self._patience_s
 
     def wait(self) -> None:
-        """Wait for news. Raises InternalError when a request failed, or nothing has `moved` for too long."""
+        """Wait for news. Raises InternalError when a request failed, or nothing has `moved` for too
+        long."""
         errors = [req.error for req in self._node.pop_failed()]
         if errors or time.monotonic() > self._end_s:
-            raise InternalError(f"a request failed ({errors}), or nothing arrives: {self._node.stats()}")
+            raise InternalError(
+                f"a request failed ({errors}), or nothing arrives: {self._node.stats()}"
+            )
         self._node.wait(self._patience_s)
 
     def until(self, pop: Callable[[], list[Any]]) -> list[Any]:
@@ -219,7 +246,7 @@ class Stuck:
         return found
 
 
-# --- statistics ------------------------------------------------------------------------------------
+# --- statistics -----------------------------------------------------------------------------------
 
 
 def turn_about(sides: Sequence[str], number: int) -> list[str]:
@@ -246,5 +273,10 @@ def spread(rows: Sequence[Mapping[str, float]], a: str, b: str) -> list[float]:
 def quantiles(values: Sequence[float], unit: float = 1.0, digits: int = 3) -> dict[str, float]:
     """Mean, P50, P90, P99 and the greatest, in units of `unit`."""
     array = np.asarray(values) / unit
-    found = {"mean": float(array.mean()), **{f"p{q}": float(np.percentile(array, q)) for q in (50, 90, 99)}}
-    return {name: round(value, digits) for name, value in {**found, "max": float(array.max())}.items()}
+    found = {
+        "mean": float(array.mean()),
+        **{f"p{q}": float(np.percentile(array, q)) for q in (50, 90, 99)},
+    }
+    return {
+        name: round(value, digits) for name, value in {**found, "max": float(array.max())}.items()
+    }

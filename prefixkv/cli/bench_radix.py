@@ -1,8 +1,10 @@
-"""`prefixkv bench radix`: what the radix cache costs, beside SGLang's trees where they can be imported.
+"""`prefixkv bench radix`: what the radix cache costs, beside SGLang's trees where they can be
+imported.
 
-Both sides run in one process, turn about, on the same tokens, the collector off; figures are medians. To have the
-other side there: `pip download --no-deps sglang==0.5.23`, unzip the wheel, and give that folder as `--peer` and the
-folder of the stubs for what it imports (`sgl_stub.py`, `sgl_unified_stub.py`) as `--peer-stubs`.
+Both sides run in one process, turn about, on the same tokens, the collector off; figures are
+medians. To have the other side there: `pip download --no-deps sglang==0.5.23`, unzip the wheel, and
+give that folder as `--peer` and the folder of the stubs for what it imports (`sgl_stub.py`,
+`sgl_unified_stub.py`) as `--peer-stubs`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ Row = dict[str, Any]
 Call = Callable[[], Any]
 
 
-# --- measuring -------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -76,11 +78,12 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-# --- the other side --------------------------------------------------------------------------------
+# --- the other side -------------------------------------------------------------------------------
 
 
 class Peer:
-    """SGLang's tree with its compiled core, as its server runs it; nothing of it is part of this project."""
+    """SGLang's tree with its compiled core, as its server runs it; nothing of it is part of this
+    project."""
 
     def __init__(self, wheel: Path, stubs: Path) -> None:
         os.environ["PEER_SGLANG"] = str(wheel)
@@ -89,7 +92,9 @@ class Peer:
             importlib.import_module("sgl_unified_stub").install()
             base = importlib.import_module("sglang.srt.mem_cache.base_prefix_cache")
             unified = importlib.import_module("sglang.srt.mem_cache.unified_radix_cache")
-            components = importlib.import_module("sglang.srt.mem_cache.unified_cache.component_type")
+            components = importlib.import_module(
+                "sglang.srt.mem_cache.unified_cache.component_type"
+            )
             params = importlib.import_module("sglang.srt.mem_cache.cache_init_params")
             keys = importlib.import_module("sglang.srt.mem_cache.radix_cache")
         except Exception as error:  # whatever another project's import may raise
@@ -139,13 +144,15 @@ class _PeerAllocator:
         return 0
 
 
-# --- what is measured ------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 class Bench:
     """One run. `rows` grows as it goes on; `tell` is called with each row."""
 
-    def __init__(self, seed: int, quick: bool, peer: Peer | None, tell: Callable[[Row], None]) -> None:
+    def __init__(
+        self, seed: int, quick: bool, peer: Peer | None, tell: Callable[[Row], None]
+    ) -> None:
         self._rng = np.random.default_rng(seed)
         self._quick = quick
         self._peer = peer
@@ -164,7 +171,14 @@ class Bench:
         for policy in ("lru", DEFAULT_POLICY):
             sizes = (1_000, 10_000) if self._quick else (1_000, 100_000, 1_000_000)
             took = [self.evict_one(policy, leaves) for leaves in sizes]
-            self._add("evict_one_page_most_leaves", took[-1], None, 3 * took[0], policy=policy, fewest_us=took[0])
+            self._add(
+                "evict_one_page_most_leaves",
+                took[-1],
+                None,
+                3 * took[0],
+                policy=policy,
+                fewest_us=took[0],
+            )
         for policy in policy_names():
             self.evict_all(policy)
         for policy in ("lru", DEFAULT_POLICY):
@@ -173,7 +187,12 @@ class Bench:
         self.probes()
 
     def _add(
-        self, name: str, ours_us: float, peer_us: float | None = None, target: float | None = None, **more: Any
+        self,
+        name: str,
+        ours_us: float,
+        peer_us: float | None = None,
+        target: float | None = None,
+        **more: Any,
     ) -> None:
         row: Row = {"name": name, **more, "us": round(ours_us, 3)}
         if peer_us is not None:
@@ -194,7 +213,9 @@ class Bench:
         tokens = self._tokens(num_tokens)
         ends = [num_tokens * at // depth // page_size * page_size for at in range(1, depth + 1)]
         cache = RadixCache(page_size, DEFAULT_POLICY)
-        locks = [cache.lock(cache.insert(tokens[:end], np.arange(end // page_size))) for end in ends]
+        locks = [
+            cache.lock(cache.insert(tokens[:end], np.arange(end // page_size))) for end in ends
+        ]
         key = RadixKey(tokens)
         copy = bytes(bytearray(key.data))
         match = cache.match_prefix(key)
@@ -219,8 +240,17 @@ class Bench:
             cache.unlock(lock)
         where = {"tokens": num_tokens, "nodes": depth, "page_size": page_size}
         theirs_us = took.get("peer")
-        self._add("match_prefix", took["ours"], theirs_us, theirs_us / 2 if theirs_us else None, **where)
-        self._add("walk", took["walk"], None, 4 * took["memcmp"], memcmp_us=round(took["memcmp"], 3), **where)
+        self._add(
+            "match_prefix", took["ours"], theirs_us, theirs_us / 2 if theirs_us else None, **where
+        )
+        self._add(
+            "walk",
+            took["walk"],
+            None,
+            4 * took["memcmp"],
+            memcmp_us=round(took["memcmp"], 3),
+            **where,
+        )
         self._add("match.pages", took["pages"], **where)
 
     def miss(self) -> None:
@@ -250,11 +280,18 @@ class Bench:
                 for name, insertions in calls.items():
                     took[name].append(_time_us(insertions[at]))
         theirs_us = median(took["peer"]) if "peer" in took else None
-        self._add("insert_new_leaf", median(took["ours"]), theirs_us, theirs_us / 2 if theirs_us else None,
-                  tokens=num_tokens, page_size=page_size)  # fmt: skip
+        self._add(
+            "insert_new_leaf",
+            median(took["ours"]),
+            theirs_us,
+            theirs_us / 2 if theirs_us else None,
+            tokens=num_tokens,
+            page_size=page_size,
+        )
 
     def lock(self, depth: int) -> None:
-        """Lock and unlock the end of a path of nodes that branches keep apart; held by nobody, then held inside."""
+        """Lock and unlock the end of a path of nodes that branches keep apart; held by nobody, then
+        held inside."""
         page_size, run_tokens = 16, 64
         run = self._tokens(depth * run_tokens)
         cache = RadixCache(page_size, DEFAULT_POLICY)
@@ -300,16 +337,34 @@ class Bench:
                     took.append(_time_us(partial(cache.evict, num_pages)) / (leaves * share))
                     cpu_s[-1] += time.process_time()
             per_leaf = median(took)
-            self._add("evict_all" if share == 1 else "evict_most", per_leaf, None, 2.0 if share == 1 else None,
-                      policy=policy, leaves=leaves, leaves_per_s=round(1e6 / per_leaf),
-                      leaves_per_cpu_s=round(leaves * share / median(cpu_s)))  # fmt: skip
+            self._add(
+                "evict_all" if share == 1 else "evict_most",
+                per_leaf,
+                None,
+                2.0 if share == 1 else None,
+                policy=policy,
+                leaves=leaves,
+                leaves_per_s=round(1e6 / per_leaf),
+                leaves_per_cpu_s=round(leaves * share / median(cpu_s)),
+            )
 
     def memory(self, policy: str) -> None:
-        """In a process of its own: here, what was freed before would be used again and count for nothing."""
+        """In a process of its own: here, what was freed before would be used again and count for
+        nothing."""
         code = f"from prefixkv.cli.bench_radix import leaf_bytes; print(leaf_bytes({policy!r}))"
-        size = float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
-        row = {"name": "memory_per_leaf", "policy": policy, "leaf_tokens": LEAF_TOKENS, "bytes": round(size),
-               "target_bytes": 1000, "met": size < 1000}  # fmt: skip
+        size = float(
+            subprocess.run(
+                [sys.executable, "-c", code], check=True, capture_output=True, text=True
+            ).stdout
+        )
+        row = {
+            "name": "memory_per_leaf",
+            "policy": policy,
+            "leaf_tokens": LEAF_TOKENS,
+            "bytes": round(size),
+            "target_bytes": 1000,
+            "met": size < 1000,
+        }
         self.rows.append(row)
         self._tell(row)
 
@@ -317,7 +372,11 @@ class Bench:
         import torch
 
         tokens = self._tokens(32_768)
-        words, listed, tensor = array("q", tokens.tolist()), tokens.tolist(), torch.from_numpy(tokens)
+        words, listed, tensor = (
+            array("q", tokens.tolist()),
+            tokens.tolist(),
+            torch.from_numpy(tokens),
+        )
         grown = {size: RadixKey(self._tokens(size)) for size in (1024, 131_072)}
         calls: dict[str, Call] = {
             "numpy int32": lambda: RadixKey(tokens),
@@ -342,14 +401,20 @@ class Bench:
         key, nodes = RadixKey(run).data, cache.num_nodes
         for cut in self._rng.integers(0, num_tokens, looks).tolist():
             cache.match_prefix(np.frombuffer(key[: 4 * cut], np.int32))
-        row = {"name": "nodes_after_partial_matches", "looks": looks, "nodes": cache.num_nodes, "nodes_before": nodes,
-               "met": cache.num_nodes == nodes}  # fmt: skip
+        row = {
+            "name": "nodes_after_partial_matches",
+            "looks": looks,
+            "nodes": cache.num_nodes,
+            "nodes_before": nodes,
+            "met": cache.num_nodes == nodes,
+        }
         self.rows.append(row)
         self._tell(row)
 
 
 def leaf_bytes(policy: str, leaves: int = 50_000) -> float:
-    """Resident bytes a leaf of 64 tokens (page 16), the tree's overhead included; wants a fresh process."""
+    """Resident bytes a leaf of 64 tokens (page 16), the tree's overhead included; wants a fresh
+    process."""
     _bushy(1, policy)
     gc.collect()
     before = _resident_bytes()
@@ -364,18 +429,26 @@ def _bushy(leaves: int, policy: str) -> RadixCache:
     cache = RadixCache(16, policy)
     pages = LEAF_TOKENS // 16
     for at in range(leaves):
-        cache.insert(np.full(LEAF_TOKENS, at, np.int32), np.arange(at * pages, (at + 1) * pages, dtype=np.int32))
+        cache.insert(
+            np.full(LEAF_TOKENS, at, np.int32),
+            np.arange(at * pages, (at + 1) * pages, dtype=np.int32),
+        )
     return cache
 
 
 def radix(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write recipe and rows there.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write recipe and rows there.")
+    ] = None,
     peer: Annotated[Path | None, typer.Option(help="Folder of the unpacked SGLang wheel.")] = None,
-    peer_stubs: Annotated[Path | None, typer.Option(help="Folder of the stubs for what it imports.")] = None,
+    peer_stubs: Annotated[
+        Path | None, typer.Option(help="Folder of the stubs for what it imports.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the tokens.")] = 0,
     quick: Annotated[bool, typer.Option(help="A tenth of the rounds and of the leaves.")] = False,
 ) -> None:
-    """What the radix cache costs: time an operation, memory a leaf, beside SGLang's tree if it is there."""
+    """What the radix cache costs: time an operation, memory a leaf, beside SGLang's tree if it is
+    there."""
     if (peer is None) != (peer_stubs is None):
         raise ConfigError("--peer and --peer-stubs go together")
     console = Console()
@@ -383,13 +456,22 @@ def radix(
     def tell(row: Row) -> None:
         console.print("  ".join(f"{name}={value}" for name, value in row.items()), highlight=False)
 
-    bench = Bench(seed, quick, Peer(peer, peer_stubs) if peer is not None and peer_stubs is not None else None, tell)
+    bench = Bench(
+        seed,
+        quick,
+        Peer(peer, peer_stubs) if peer is not None and peer_stubs is not None else None,
+        tell,
+    )
     bench.run()
-    table = Table("operation", "us", "peer us", "ratio", "target us", "met", title="what has a target")
+    table = Table(
+        "operation", "us", "peer us", "ratio", "target us", "met", title="what has a target"
+    )
     for row in bench.rows:
         if "met" in row:
             where = " ".join(str(row[name]) for name in WHERE if name in row)
-            figures = (row.get(name, "") for name in ("us", "peer_us", "ratio_to_peer", "target_us", "met"))
+            figures = (
+                row.get(name, "") for name in ("us", "peer_us", "ratio_to_peer", "target_us", "met")
+            )
             table.add_row(f"{row['name']} {where}", *map(str, figures))
     console.print(table)
     if json_file is not None:
@@ -397,7 +479,8 @@ def radix(
             "command": "prefixkv bench radix",
             "seed": seed,
             "quick": quick,
-            "statistic": "median of all calls, three in a row each round; collector off; turn about with the peer",
+            "statistic": "median of all calls, three in a row each round; collector off; turn "
+            "about with the peer",
             "default_policy": DEFAULT_POLICY,
             "peer": None if peer is None else "SGLang 0.5.23 UnifiedRadixCache, compiled core",
             "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
@@ -405,4 +488,6 @@ def radix(
             "numpy": np.__version__,
             "date": time.strftime("%Y-%m-%d"),
         }
-        json_file.write_text(json.dumps({"recipe": recipe, "rows": bench.rows}, indent=1) + "\n", encoding="utf-8")
+        json_file.write_text(
+            json.dumps({"recipe": recipe, "rows": bench.rows}, indent=1) + "\n", encoding="utf-8"
+        )

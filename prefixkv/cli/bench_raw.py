@@ -1,4 +1,5 @@
-"""NIXL as bare as it gets, for the stack to be compared with: an agent, a buffer, handles posted as fast as they go."""
+"""NIXL as bare as it gets, for the stack to be compared with: an agent, a buffer, handles posted as
+fast as they go."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class RawAgent:
         self.name = name
         self.num_bytes = num_bytes
         self._pool = pool
-        self._buffer = KVPool.create(1, num_bytes // _ROW, 1, 1, _ROW, dtype="uint8", attention="mla")
+        self._buffer = KVPool.create(
+            1, num_bytes // _ROW, 1, 1, _ROW, dtype="uint8", attention="mla"
+        )
         self.api = make_agent(name, self._buffer.layout, pool.layout)
         self.address = self._buffer.layout.regions[0][0]
         self.peer = ""
@@ -62,17 +65,23 @@ class RawAgent:
 
         return [prepared(start) for start in range(0, self.num_bytes, post_bytes)]
 
-    def page_writes(self, src: Pages, dst: Pages, post_bytes: int, post_descriptors: int) -> list[Any]:
-        """Handles that write these pages of the pool: the very descriptors that the transport posts."""
+    def page_writes(
+        self, src: Pages, dst: Pages, post_bytes: int, post_descriptors: int
+    ) -> list[Any]:
+        """Handles that write these pages of the pool: the very descriptors that the transport
+        posts."""
         handles = []
         for part in cut_parts(self._runs, src, dst, post_bytes, post_descriptors):
             indices = part_indices(self._runs, part, src, dst)
             local, remote = self._lists
-            handles.append(self.api.make_prepped_xfer("WRITE", local, indices[0], remote, indices[1], b"part"))
+            handles.append(
+                self.api.make_prepped_xfer("WRITE", local, indices[0], remote, indices[1], b"part")
+            )
         return handles
 
     def write(self, handles: list[Any], window: int = WINDOW) -> float:
-        """Post them all, at most `window` at a time; returns when the first was posted, on the monotonic clock."""
+        """Post them all, at most `window` at a time; returns when the first was posted, on the
+        monotonic clock."""
         began_s = time.monotonic()
         waiting, going = list(reversed(handles)), list[Any]()
         while waiting or going:

@@ -1,19 +1,24 @@
-"""`prefixkv bench router`: block hit ratio and balance of several decode workers under each way to route, simulated.
+"""`prefixkv bench router`: block hit ratio and balance of several decode workers under each way to
+route, simulated.
 
-Each worker is a real `RadixCache` with the default policy. A request of the trace is matched and locked where it was
-sent; its prompt is in the tree once the blocks that were missing have been computed, and is held until its output is
-generated; then what is over the capacity is evicted. Workers never queue: the model gives times, not throughput.
-Cache events travel as in life, encoded, and at once.
+Each worker is a real `RadixCache` with the default policy. A request of the trace is matched and
+locked where it was sent; its prompt is in the tree once the blocks that were missing have been
+computed, and is held until its output is generated; then what is over the capacity is evicted.
+Workers never queue: the model gives times, not throughput. Cache events travel as in life, encoded,
+and at once.
 
-Ways to route: `bounded` (BoundedAffinityRouter), `longest` (the longest match, ties to the least in progress),
-`round_robin`, `least_loaded` (fewest blocks in progress). The last two show what balance the trace allows.
+Ways to route: `bounded` (BoundedAffinityRouter), `longest` (the longest match, ties to the least in
+progress), `round_robin`, `least_loaded` (fewest blocks in progress). The last two show what balance
+the trace allows.
 
-What turns do to it: a request carries the whole conversation before it, and its blocks are on the one worker that had
-the turn before; the first block is everybody's (a system prompt). A router that does not look finds one in 16 of the
-conversations. About two thirds of the requests begin one: for them all workers that hold the first block are as good,
-and by longest match the few that hold a little more get them all, grow too busy, and evict what would have been
-asked for. Discounting what others hold too sends them to the least loaded instead, which alone keeps the balance
-here: the bound is hardly ever reached (`overflowed`), it is there for a document that everybody asks about.
+What turns do to it: a request carries the whole conversation before it, and its blocks are on the
+one worker that had the turn before; the first block is everybody's (a system prompt). A router that
+does not look finds one in 16 of the conversations. About two thirds of the requests begin one: for
+them all workers that hold the first block are as good, and by longest match the few that hold a
+little more get them all, grow too busy, and evict what would have been asked for. Discounting what
+others hold too sends them to the least loaded instead, which alone keeps the balance
+here: the bound is hardly ever reached (`overflowed`), it is there for a document that everybody
+asks about.
 """
 
 from __future__ import annotations
@@ -44,14 +49,16 @@ from prefixkv.routing import BoundedAffinityRouter, Route
 
 ROUTERS = ("bounded", "longest", "least_loaded", "round_robin")
 VARIANTS: tuple[dict[str, float], ...] = (
-    {"min_worth": 0}, {"min_worth": 0.1}, {"expect_s": 0}, {"bound": 1.05}, {"slack": 0}, {"fade_s": 60},
+    {"min_worth": 0}, {"min_worth": 0.1}, {"expect_s": 0}, {"bound": 1.05}, {"slack": 0},
+    {"fade_s": 60},
 )  # fmt: skip
 WINDOWS_S = (60.0, 600.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceTimes:
-    """How long a request takes: missing tokens are computed first, then the output comes a token a step."""
+    """How long a request takes: missing tokens are computed first, then the output comes a token a
+    step."""
 
     prefill_tokens_s: float = 20_000.0
     step_s: float = 0.03
@@ -59,7 +66,8 @@ class ServiceTimes:
 
 @dataclass(frozen=True, slots=True)
 class RouterResult:
-    """`load_*` are max over mean of the workers. Work is prompt blocks sent to a worker; in progress, until the end."""
+    """`load_*` are max over mean of the workers. Work is prompt blocks sent to a worker; in
+    progress, until the end."""
 
     router: str
     settings: dict[str, float]  # of a bounded one, other than the defaults
@@ -111,7 +119,9 @@ class CacheWorker:
         self._shrink(now_s)
 
     def _shrink(self, now_s: float) -> None:
-        self._free += self.cache.evict(max(0, self.cache.num_pages - self._capacity), now_s).tolist()
+        self._free += self.cache.evict(
+            max(0, self.cache.num_pages - self._capacity), now_s
+        ).tolist()
 
 
 class RouterSimulation:
@@ -128,7 +138,9 @@ class RouterSimulation:
     ) -> None:
         self.trace = trace
         self.outputs = outputs
-        self.workers = [CacheWorker(f"decode-{i}", capacity, trace.block_tokens) for i in range(num_workers)]
+        self.workers = [
+            CacheWorker(f"decode-{i}", capacity, trace.block_tokens) for i in range(num_workers)
+        ]
         self.settings = settings or {}
         self.router = BoundedAffinityRouter(**self.settings)  # type: ignore[arg-type]
         for worker in self.workers:
@@ -148,7 +160,9 @@ class RouterSimulation:
             self._advance(request.time_s)
             route = None
             if by_prefix:
-                route = self.router.route(page_keys(request.whole_key.data, 1), request.time_s, work=len(request.key))
+                route = self.router.route(
+                    page_keys(request.whole_key.data, 1), request.time_s, work=len(request.key)
+                )
                 chosen = int(route.worker.rpartition("-")[2])
             else:
                 chosen = self._choose(name, number, request)
@@ -171,12 +185,19 @@ class RouterSimulation:
             return number % len(self.workers)
         among = range(len(self.workers))
         if name == "longest":
-            depths = [worker.cache.match_prefix(request.whole_key).prefix_len for worker in self.workers]
+            depths = [
+                worker.cache.match_prefix(request.whole_key).prefix_len for worker in self.workers
+            ]
             among = [i for i in among if depths[i] == max(depths)]  # type: ignore[assignment]
         return min(among, key=lambda i: self.workers[i].open_blocks)
 
     def _storing(
-        self, worker: CacheWorker, request: TraceRequest, lock: PrefixLock, route: Route | None, output: int
+        self,
+        worker: CacheWorker,
+        request: TraceRequest,
+        lock: PrefixLock,
+        route: Route | None,
+        output: int,
     ) -> Callable[[float], None]:
         def store(now_s: float) -> None:
             held = worker.store(request, lock, now_s)
@@ -193,7 +214,9 @@ class RouterSimulation:
         return store
 
     def _tell(self, worker: CacheWorker, route: Route | None) -> None:
-        if route is not None and not self.router.apply(EventBatch.decode(worker.feed.take().encode())):
+        if route is not None and not self.router.apply(
+            EventBatch.decode(worker.feed.take().encode())
+        ):
             raise AssertionError(f"{worker.name} is out of sync")
 
     def _at(self, when_s: float, then: Callable[[float], None]) -> None:
@@ -212,25 +235,37 @@ class RouterSimulation:
 
     def _result(self, name: str, hit_blocks: int, hit_tokens: int) -> RouterResult:
         requests = self.trace.requests
-        windows = {f"{width:g}": _windows(self.work, width, len(self.workers)) for width in WINDOWS_S}
+        windows = {
+            f"{width:g}": _windows(self.work, width, len(self.workers)) for width in WINDOWS_S
+        }
         return RouterResult(
             router=name,
             settings=self.settings,
             workers=len(self.workers),
             capacity_blocks=self._capacity,
-            block_hit_ratio=round(hit_blocks / max(1, sum(len(request.key) for request in requests)), 4),
-            token_hit_ratio=round(hit_tokens / max(1, sum(request.num_tokens for request in requests)), 4),
+            block_hit_ratio=round(
+                hit_blocks / max(1, sum(len(request.key) for request in requests)), 4
+            ),
+            token_hit_ratio=round(
+                hit_tokens / max(1, sum(request.num_tokens for request in requests)), 4
+            ),
             load_routed=_max_over_mean(_sums(self.work, len(self.workers))),
             load_in_progress=_max_over_mean(self.progress),
-            load_window_p50={width: round(float(np.percentile(loads, 50)), 3) for width, loads in windows.items()},
-            load_window_p99={width: round(float(np.percentile(loads, 99)), 3) for width, loads in windows.items()},
+            load_window_p50={
+                width: round(float(np.percentile(loads, 50)), 3) for width, loads in windows.items()
+            },
+            load_window_p99={
+                width: round(float(np.percentile(loads, 99)), 3) for width, loads in windows.items()
+            },
             evicted_blocks=sum(worker.cache.stats().evicted_pages for worker in self.workers),
             stats=self.router.stats() if name == "bounded" else {},
         )
 
 
 def _sums(work: list[tuple[float, int, int]], num_workers: int) -> npt.NDArray[np.float64]:
-    return np.bincount([at for _, at, _ in work], [blocks for *_, blocks in work], num_workers).astype(np.float64)
+    return np.bincount(
+        [at for _, at, _ in work], [blocks for *_, blocks in work], num_workers
+    ).astype(np.float64)
 
 
 def _max_over_mean(loads: npt.NDArray[np.float64]) -> float:
@@ -261,8 +296,11 @@ def output_lengths(path: Path, limit: int | None = None) -> list[int]:
     return outputs
 
 
-def decision_times_us(num_workers: int = 16, known_pages: int = 100_000, decisions: int = 2000) -> dict[str, Any]:
-    """What a decision about an 8k-token prompt of 512 pages costs; a worker holds `known_pages` pages of 6k chats."""
+def decision_times_us(
+    num_workers: int = 16, known_pages: int = 100_000, decisions: int = 2000
+) -> dict[str, Any]:
+    """What a decision about an 8k-token prompt of 512 pages costs; a worker holds `known_pages`
+    pages of 6k chats."""
     rng = np.random.default_rng(1)
     router = BoundedAffinityRouter(expect_s=0)
     chats: list[bytes] = []
@@ -273,7 +311,9 @@ def decision_times_us(num_workers: int = 16, known_pages: int = 100_000, decisio
         for chat in range(known_pages // 384):
             tokens = rng.integers(0, 50_000, 8192, dtype=np.int32)
             tokens[:2048] = np.arange(2048)  # everybody's system prompt
-            cache.insert(tokens[: 384 * 16], np.arange(chat * 384, (chat + 1) * 384, dtype=np.int32))
+            cache.insert(
+                tokens[: 384 * 16], np.arange(chat * 384, (chat + 1) * 384, dtype=np.int32)
+            )
             if len(chats) < decisions and chat < decisions // num_workers:
                 chats.append(tokens.tobytes())
         router.apply(feed.take())
@@ -292,7 +332,9 @@ def decision_times_us(num_workers: int = 16, known_pages: int = 100_000, decisio
         "known_pages": stats["known_pages"],
         "prompt_pages": 512,
         "route_us": {f"p{q}": round(float(np.percentile(routed_s, q)) * 1e6, 1) for q in (50, 99)},
-        "page_keys_us": {f"p{q}": round(float(np.percentile(hashed_s, q)) * 1e6, 1) for q in (50, 99)},
+        "page_keys_us": {
+            f"p{q}": round(float(np.percentile(hashed_s, q)) * 1e6, 1) for q in (50, 99)
+        },
     }
 
 
@@ -301,17 +343,26 @@ def router(
     workers: Annotated[int, typer.Option(help="Decode workers.")] = 16,
     capacity: Annotated[int, typer.Option(help="Blocks a worker.")] = 2500,
     names: Annotated[str, typer.Option("--router", help="Names, by commas.")] = ",".join(ROUTERS),
-    prefill_tokens_s: Annotated[float, typer.Option(help="Missing tokens computed a second.")] = 20_000.0,
+    prefill_tokens_s: Annotated[
+        float, typer.Option(help="Missing tokens computed a second.")
+    ] = 20_000.0,
     step_ms: Annotated[float, typer.Option(help="A decode step.")] = 30.0,
     requests: Annotated[int | None, typer.Option(help="Read so many only.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write recipe and results there.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write recipe and results there.")
+    ] = None,
 ) -> None:
-    """Where requests go: how often 16 workers' caches hit, and how even their load is, by way to route."""
+    """Where requests go: how often 16 workers' caches hit, and how even their load is, by way to
+    route."""
     chosen = [name.strip() for name in names.split(",")]
     for name in chosen:
         if name not in ROUTERS:
             raise ConfigError(f"--router {name!r} is not one of {', '.join(ROUTERS)}")
-    for setting, value in (("--workers", workers), ("--capacity", capacity), ("--prefill-tokens-s", prefill_tokens_s)):
+    for setting, value in (
+        ("--workers", workers),
+        ("--capacity", capacity),
+        ("--prefill-tokens-s", prefill_tokens_s),
+    ):
         if not value > 0:
             raise ConfigError(f"{setting} is {value}, it has to be above 0")
     if not step_ms >= 0:
@@ -329,22 +380,36 @@ def router(
     for name, settings in runs:
         result = RouterSimulation(loaded, outputs, workers, capacity, times, settings).run(name)
         label = " ".join([name, *(f"{setting}={value:g}" for setting, value in settings.items())])
-        figures = (result.block_hit_ratio, result.token_hit_ratio, result.load_routed, result.load_in_progress)
-        spread = [f"{result.load_window_p50[w]:.2f}/{result.load_window_p99[w]:.2f}" for w in ("60", "600")]
-        console.print(layout.format(label, *(f"{figure:.3f}" for figure in figures), *spread), highlight=False)
+        figures = (
+            result.block_hit_ratio,
+            result.token_hit_ratio,
+            result.load_routed,
+            result.load_in_progress,
+        )
+        spread = [
+            f"{result.load_window_p50[w]:.2f}/{result.load_window_p99[w]:.2f}"
+            for w in ("60", "600")
+        ]
+        console.print(
+            layout.format(label, *(f"{figure:.3f}" for figure in figures), *spread), highlight=False
+        )
         results.append(asdict(result))
     decision = decision_times_us(workers)
     console.print(f"one decision: {decision}", highlight=False)
     if json_file is not None:
         recipe = {
             "command": f"prefixkv bench router {trace.name}",
-            "trace": f"{trace.name}: {len(loaded.requests)} requests, {loaded.block_tokens}-token blocks, no warm-up",
+            "trace": f"{trace.name}: {len(loaded.requests)} requests, {loaded.block_tokens}-token "
+            "blocks, no warm-up",
             "seed": "none: nothing is drawn but the decision benchmark's tokens (1)",
             "service_times": asdict(times),
-            "block_hit_ratio": "blocks found where sent / all hash ids, the partial last block included",
+            "block_hit_ratio": "blocks found where sent / all hash ids, the partial last block "
+            "included",
             "policy": DEFAULT_POLICY,
-            "load": "max / mean over the workers: load_routed, prompt blocks sent to them in the whole run; "
-            "load_in_progress, blocks of requests in progress, averaged over time (rests on output lengths, which no "
+            "load": "max / mean over the workers: load_routed, prompt blocks sent to them in the "
+            "whole run; "
+            "load_in_progress, blocks of requests in progress, averaged over time (rests on "
+            "output lengths, which no "
             "router knows); load_window, prompt blocks sent within each window",
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, shared with other work",
             "load_average": round(os.getloadavg()[0], 2),

@@ -1,12 +1,15 @@
-"""`prefixkv bench sched`: what the decode scheduler costs the engine's thread, call by call, with no network.
+"""`prefixkv bench sched`: what the decode scheduler costs the engine's thread, call by call, with
+no network.
 
-The control plane is played by hand: a room's success is told right after its promise was taken. The pool is cut
-down to what each case needs by pages that a room holds, as after a failure. Times are of single calls, the
-collector off: `us` on the wall, where a busy machine adds the turns of others, and `cpu_us` of the thread alone.
+The control plane is played by hand: a room's success is told right after its promise was taken. The
+pool is cut down to what each case needs by pages that a room holds, as after a failure. Times are
+of single calls, the collector off: `us` on the wall, where a busy machine adds the turns of others,
+and `cpu_us` of the thread alone.
 
-An admission is measured with the tree as it was when the request came, so that what `add` found still holds, and with
-pages gone since, so that it is matched again. `admit_floor` is what no admission of this size gets by without, at the
-same point of the same life. `yardstick` is two fixed loops, to compare machines by.
+An admission is measured with the tree as it was when the request came, so that what `add` found
+still holds, and with pages gone since, so that it is matched again. `admit_floor` is what no
+admission of this size gets by without, at the same point of the same life. `yardstick` is two fixed
+loops, to compare machines by.
 """
 
 from __future__ import annotations
@@ -85,8 +88,12 @@ class Samples:
         self._thread.clear()
 
     def figures(self) -> Row:
-        """P50 and P99 in microseconds, the two clock readings of the thread's time not taken off."""
-        wall, thread = np.percentile(self._wall, (50, 99)) / 1e3, np.percentile(self._thread, (50, 99)) / 1e3
+        """P50 and P99 in microseconds, the two clock readings of the thread's time not taken
+        off."""
+        wall, thread = (
+            np.percentile(self._wall, (50, 99)) / 1e3,
+            np.percentile(self._thread, (50, 99)) / 1e3,
+        )
         return {
             "us_p50": round(float(wall[0]), 1),
             "us_p99": round(float(wall[1]), 1),
@@ -101,9 +108,14 @@ class Worker:
 
     def __init__(self, seed: int, config: DecodeConfig, rows: int = MOST_RUNNING) -> None:
         self._rng = np.random.default_rng(seed)
-        self.books = PageBooks(NUM_PAGES, PAGE_SIZE, rows, MOST_PAGES, **config.for_books(NUM_PAGES))
+        self.books = PageBooks(
+            NUM_PAGES, PAGE_SIZE, rows, MOST_PAGES, **config.for_books(NUM_PAGES)
+        )
         self.scheduler = DecodeScheduler(
-            self.books, reserve_tokens=PAGE_SIZE, admission=config.admission, patience_s=config.patience_s
+            self.books,
+            reserve_tokens=PAGE_SIZE,
+            admission=config.admission,
+            patience_s=config.patience_s,
         )
         self._num_requests = 0
         self._now_s = 0.0
@@ -190,9 +202,19 @@ class Bench:
         self.life(full=True)
         self.life(full=True, evict_reserve=DecodeConfig().evict_reserve)
         sizes = [(10, 10), (10_000, 10), (10, 1_000), (10_000, 1_000)]
-        took = [self.life(waiting=waiting, running=running)["cpu_us_p50"] for waiting, running in sizes]
+        took = [
+            self.life(waiting=waiting, running=running)["cpu_us_p50"] for waiting, running in sizes
+        ]
         ratio = round(max(took) / took[0], 2)
-        self._tell(row := {"name": "admit_ratio", "sizes": sizes, "ratio": ratio, "target": 1.3, "met": ratio <= 1.3})
+        self._tell(
+            row := {
+                "name": "admit_ratio",
+                "sizes": sizes,
+                "ratio": ratio,
+                "target": 1.3,
+                "met": ratio <= 1.3,
+            }
+        )
         self.rows.append(row)
         for admission in ("hit_aware", "fifo", "priority"):
             self.blocked_pass(admission)
@@ -201,7 +223,14 @@ class Bench:
         self.allocator()
         self.yardstick()
 
-    def _add(self, name: str, samples: Samples, p50: float | None = None, p99: float | None = None, **more: Any) -> Row:
+    def _add(
+        self,
+        name: str,
+        samples: Samples,
+        p50: float | None = None,
+        p99: float | None = None,
+        **more: Any,
+    ) -> Row:
         row: Row = {"name": name, **more, **samples.figures()}
         if p50 is not None:
             row |= {"target_us_p50": p50, "met": row["us_p50"] <= p50}
@@ -232,11 +261,12 @@ class Bench:
         running: int = 0,
         evict_reserve: float = 0.0,
     ) -> Row:
-        """One request after the other through all of its life; its prompt is cached up to `CACHED_TOKENS`.
+        """One request after the other through all of its life; its prompt is cached up to
+        `CACHED_TOKENS`.
 
-        `full`: no page is free, so that an admission evicts what it takes, or, with a reserve, one of several does.
-        `changed`: a page that nobody uses leaves the tree between the request's arrival and its admission.
-        Nobody of those that wait fits.
+        `full`: no page is free, so that an admission evicts what it takes, or, with a reserve, one
+        of several does. `changed`: a page that nobody uses leaves the tree between the request's
+        arrival and its admission. Nobody of those that wait fits.
         """
         worker = Worker(self._seed, replace(self._config, evict_reserve=evict_reserve))
         scheduler, books = worker.scheduler, worker.books
@@ -266,12 +296,16 @@ class Bench:
             finish.take(scheduler.finish, req, now_s)
             return left
 
-        for past in pasts * (4 if evict_reserve else 1):  # so that a batch finds enough that nobody comes back to
+        for past in pasts * (
+            4 if evict_reserve else 1
+        ):  # so that a batch finds enough that nobody comes back to
             one_life(past)
         worker.leave_free(0 if full else 2 * MOST_RUNNING)
         too_long = RadixKey(worker.tokens(PROMPT_TOKENS))
         for _ in range(waiting):
-            scheduler.add(worker.request(too_long, MOST_PAGES * PAGE_SIZE - PROMPT_TOKENS), worker.now_s)
+            scheduler.add(
+                worker.request(too_long, MOST_PAGES * PAGE_SIZE - PROMPT_TOKENS), worker.now_s
+            )
         assert not worker.scheduler.pop_preallocated(worker.now_s)
         for kind in samples:
             kind.clear()
@@ -283,7 +317,12 @@ class Bench:
                 if not full:
                     worker.drop_cached(left - changed)
         tree = "changed since add" if changed else "as at add"
-        where: Row = {"waiting": waiting, "running": running, "full": full, "evict_reserve": evict_reserve}
+        where: Row = {
+            "waiting": waiting,
+            "running": running,
+            "full": full,
+            "evict_reserve": evict_reserve,
+        }
         where["tree"] = tree
         if changed:
             self._add("admit_floor", floor, of=str(LeastAdmission.__doc__))
@@ -297,13 +336,16 @@ class Bench:
         return self._add("admit", admit, 60.0, 150.0, **where)
 
     def blocked_pass(self, admission: str) -> None:
-        """A pass over 10,000 that wait and do not fit, after one page was freed; nobody is overdue."""
+        """A pass over 10,000 that wait and do not fit, after one page was freed; nobody is
+        overdue."""
         worker = Worker(self._seed, replace(self._config, admission=admission, patience_s=1e9))
         pasts = worker.fill_cache()
         worker.leave_free(100)
         for number in range(10_000):
             key = RadixKey(pasts[number % len(pasts)])
-            worker.scheduler.add(worker.request(key, MOST_PAGES * PAGE_SIZE - CACHED_TOKENS), worker.now_s)
+            worker.scheduler.add(
+                worker.request(key, MOST_PAGES * PAGE_SIZE - CACHED_TOKENS), worker.now_s
+            )
         assert not worker.scheduler.pop_preallocated(worker.now_s)
         blocked, unchanged, nothing = Samples(), Samples(), RadixKey()
         with _no_collector():
@@ -316,7 +358,8 @@ class Bench:
         self._add("blocked_pass_nothing_new", unchanged, waiting=10_000, admission=admission)
 
     def append(self) -> None:
-        """Many requests of one length grow together: each sixteenth step takes a page for every one of them."""
+        """Many requests of one length grow together: each sixteenth step takes a page for every one
+        of them."""
         inside, crossing, evicting = Samples(), Samples(), Samples()
         for full in (False, True):
             num_tokens = 300 if full else 2_000
@@ -325,14 +368,22 @@ class Bench:
                 worker.fill_cache()
                 if full:
                     worker.leave_free(BATCH)
-                reqs = worker.run([worker.request(worker.tokens(4), num_tokens + 1) for _ in range(BATCH)])
+                reqs = worker.run(
+                    [worker.request(worker.tokens(4), num_tokens + 1) for _ in range(BATCH)]
+                )
                 with _no_collector():
                     for step in range(num_tokens):
-                        now_s, free, tokens = worker.now_s, worker.books.allocator.free_pages, [step] * BATCH
+                        now_s, free, tokens = (
+                            worker.now_s,
+                            worker.books.allocator.free_pages,
+                            [step] * BATCH,
+                        )
                         crosses = len(reqs[0].tokens) % PAGE_SIZE == 0
                         kind = inside if not crosses else crossing if free >= BATCH else evicting
                         kind.take(worker.scheduler.append_many, reqs, tokens, now_s)
-                assert all(len(req.pages) == pages_for(4 + num_tokens + 1, PAGE_SIZE) for req in reqs)
+                assert all(
+                    len(req.pages) == pages_for(4 + num_tokens + 1, PAGE_SIZE) for req in reqs
+                )
         self._add("append_many", inside, 100.0, requests=BATCH, crossing=0)
         self._add("append_many", crossing, 500.0, requests=BATCH, crossing=BATCH, evicting=False)
         self._add("append_many", evicting, 500.0, requests=BATCH, crossing=BATCH, evicting=True)
@@ -346,13 +397,16 @@ class Bench:
         assert not worker.scheduler.pop_preallocated(worker.now_s)
         times = Samples()
         with _no_collector():
-            for rid in np.random.default_rng(self._seed).permutation(rids)[: self._rounds(1_000)].tolist():
+            for rid in (
+                np.random.default_rng(self._seed).permutation(rids)[: self._rounds(1_000)].tolist()
+            ):
                 assert times.take(worker.scheduler.abort, rid, worker.now_s)
         self._add("abort", times, waiting=10_000)
 
     def allocator(self) -> None:
-        """100 pages there and back, after a full pool has seen 100,000 random allocations, each with what was missing
-        for it taken exactly off the tails of old ones."""
+        """100 pages there and back, after a full pool has seen 100,000 random allocations, each
+        with what was missing for it taken exactly off the tails of old ones.
+        """
         random, allocator = np.random.default_rng(self._seed), PageAllocator(NUM_PAGES)
         live: deque[npt.NDArray[np.int32]] = deque()
 
@@ -393,7 +447,9 @@ def _no_collector() -> Iterator[None]:
 
 
 def sched(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write recipe and rows there.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write recipe and rows there.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the tokens.")] = 0,
     policy: Annotated[str, typer.Option(help="Of eviction.")] = DecodeConfig().policy,
     quick: Annotated[bool, typer.Option(help="A tenth of the rounds.")] = False,
@@ -402,7 +458,11 @@ def sched(
     console = Console()
 
     def tell(row: Row) -> None:
-        console.print("  ".join(f"{name}={value}" for name, value in row.items()), highlight=False, soft_wrap=True)
+        console.print(
+            "  ".join(f"{name}={value}" for name, value in row.items()),
+            highlight=False,
+            soft_wrap=True,
+        )
 
     if json_file is not None and not json_file.parent.is_dir():
         raise ConfigError(f"--json is {json_file}, there is no such folder")
@@ -415,8 +475,10 @@ def sched(
             "seed": seed,
             "quick": quick,
             "policy": policy,
-            "statistic": "percentiles of single calls, collector off; us: wall clock, cpu_us: the thread's own time",
-            "request": f"{PROMPT_TOKENS} tokens, {CACHED_TOKENS} cached, page {PAGE_SIZE}, {OUTPUT_TOKENS} generated",
+            "statistic": "percentiles of single calls, collector off; us: wall clock, cpu_us: the "
+            "thread's own time",
+            "request": f"{PROMPT_TOKENS} tokens, {CACHED_TOKENS} cached, page {PAGE_SIZE}, "
+            f"{OUTPUT_TOKENS} generated",
             "pool": f"{NUM_PAGES} pages",
             "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
             "load": {"before": round(load_before, 1), "after": round(os.getloadavg()[0], 1)},
@@ -424,4 +486,6 @@ def sched(
             "numpy": np.__version__,
             "date": time.strftime("%Y-%m-%d"),
         }
-        json_file.write_text(json.dumps({"recipe": recipe, "rows": bench.rows}, indent=1) + "\n", encoding="utf-8")
+        json_file.write_text(
+            json.dumps({"recipe": recipe, "rows": bench.rows}, indent=1) + "\n", encoding="utf-8"
+        )

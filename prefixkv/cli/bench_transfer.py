@@ -1,11 +1,12 @@
 """`prefixkv bench transfer`: how fast KV goes through the whole stack, beside raw NIXL.
 
-A prefill and a decode process, each pinned to a core of its own; 16-token pages of an 8B-class model (32 layers, 8 KV
-heads of 128, bfloat16: 2 MiB a page), 2,048 tokens a request: 256 MiB, from `send_chunk` to `pop_transferred`. Beside
-it, between the same processes and turn about: one raw NIXL write of as many contiguous bytes, raw posts of the size
-that the transport makes, and raw posts of the very descriptors that it makes. The ratio is taken in each repetition.
-`fresh` pages come from an empty pool; `aged` ones after 10,000 random requests through both sides' pages, evictions
-included; of `random` ones no two are neighbours.
+A prefill and a decode process, each pinned to a core of its own; 16-token pages of an 8B-class
+model (32 layers, 8 KV heads of 128, bfloat16: 2 MiB a page), 2,048 tokens a request: 256 MiB, from
+`send_chunk` to `pop_transferred`. Beside it, between the same processes and turn about: one raw
+NIXL write of as many contiguous bytes, raw posts of the size that the transport makes, and raw
+posts of the very descriptors that it makes. The ratio is taken in each repetition. `fresh` pages
+come from an empty pool; `aged` ones after 10,000 random requests through both sides' pages,
+evictions included; of `random` ones no two are neighbours.
 """
 
 from __future__ import annotations
@@ -25,7 +26,17 @@ import typer
 from rich.console import Console
 
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.cli.bench_pair import Claim, Row, Stuck, Watch, load_of, paired_ratio, run_pair, spread, turn_about
+from prefixkv.cli.bench_pair import (
+    Claim,
+    Row,
+    Stuck,
+    Watch,
+    load_of,
+    paired_ratio,
+    run_pair,
+    spread,
+    turn_about,
+)
 from prefixkv.cli.report import machine
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import ConfigError, OutOfPagesError
@@ -68,7 +79,12 @@ class Transfer:
         from prefixkv.pool.kv_pool import KVPool
 
         return KVPool.create(
-            self.num_pages, self.page_size, self.num_layers, self.num_kv_heads, self.head_dim, order=self.layout
+            self.num_pages,
+            self.page_size,
+            self.num_layers,
+            self.num_kv_heads,
+            self.head_dim,
+            order=self.layout,
         )
 
     def prompt(self, room: int) -> Any:
@@ -80,14 +96,16 @@ class Transfer:
         if self.pages == "aged":
             _age(books, self, seed)
         elif self.pages == "random":
-            books.allocator.free(books.allocator.alloc(self.num_pages)[seed % 3 :: 3])  # the others never come back
+            books.allocator.free(
+                books.allocator.alloc(self.num_pages)[seed % 3 :: 3]
+            )  # the others never come back
 
 
 def small(layout: str, pages: str) -> Transfer:
     """As small as it still works."""
     return Transfer(
-        layout, pages, tokens=128, num_pages=200, num_layers=4, num_kv_heads=2, head_dim=64, post_bytes=64 << 10,
-        ageing_requests=200, repeats=2, warm_up=1, patience_s=0.0,
+        layout, pages, tokens=128, num_pages=200, num_layers=4, num_kv_heads=2, head_dim=64,
+        post_bytes=64 << 10, ageing_requests=200, repeats=2, warm_up=1, patience_s=0.0,
     )  # fmt: skip
 
 
@@ -116,11 +134,12 @@ def _age(books: PageBooks, case: Transfer, seed: int) -> None:
         end(0, float(case.ageing_requests))
 
 
-# --- the prefill process ---------------------------------------------------------------------------
+# --- the prefill process --------------------------------------------------------------------------
 
 
 def prefill_side(pipe: Connection, _watch: Watch, case: Transfer) -> None:
-    """Does as it is told over the pipe: (side, room, decode's pages), and answers when the first byte set out."""
+    """Does as it is told over the pipe: (side, room, decode's pages), and answers when the first
+    byte set out."""
     from prefixkv.cli.bench_raw import RawAgent
     from prefixkv.request import Request
     from prefixkv.runtime.nodes import PrefillNode
@@ -130,14 +149,19 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Transfer) -> None:
     with PrefillNode(pool, PrefillConfig(transport=transport)) as node:
         pipe.send((node.endpoint, raw.introduction()))
         raw.connect(pipe.recv())
-        handles = {"one": raw.buffer_writes(case.num_bytes), "many": raw.buffer_writes(case.post_bytes)}
+        handles = {
+            "one": raw.buffer_writes(case.num_bytes),
+            "many": raw.buffer_writes(case.post_bytes),
+        }
         case.prepare(node, 1)
         stuck = Stuck(node)
         pages: Any = None
         while (order := pipe.recv()) is not None:
             side, room, theirs = order
             if side == "same":
-                handles["same"] = raw.page_writes(pages, theirs, case.post_bytes, transport.post_descriptors)
+                handles["same"] = raw.page_writes(
+                    pages, theirs, case.post_bytes, transport.post_descriptors
+                )
                 pipe.send(len(handles["same"]))
             if side != "stack":
                 pipe.send(raw.write(handles[side], transport.window))
@@ -153,12 +177,20 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Transfer) -> None:
             pipe.send(began_s)
 
 
-# --- the decode process, which measures ------------------------------------------------------------
+# --- the decode process, which measures -----------------------------------------------------------
 
 
 class _Decode:
-    def __init__(self, pipe: Connection, case: Transfer, node: DecodeNode, raw: Any, endpoint: str) -> None:
-        self._pipe, self._case, self._node, self._raw, self._endpoint = pipe, case, node, raw, endpoint
+    def __init__(
+        self, pipe: Connection, case: Transfer, node: DecodeNode, raw: Any, endpoint: str
+    ) -> None:
+        self._pipe, self._case, self._node, self._raw, self._endpoint = (
+            pipe,
+            case,
+            node,
+            raw,
+            endpoint,
+        )
         self._stuck = Stuck(node)
         self._pages: Any = None
         self.runs: list[int] = []
@@ -180,7 +212,11 @@ class _Decode:
         if case.pages != "aged":
             node.flush()
         self._pipe.send(("stack", room, None))
-        node.add(Request(f"r{room}", case.prompt(room), max_new_tokens=1, room=room, prefill=self._endpoint))
+        node.add(
+            Request(
+                f"r{room}", case.prompt(room), max_new_tokens=1, room=room, prefill=self._endpoint
+            )
+        )
         node.pop_preallocated()
         arrived = self._stuck.until(node.pop_transferred)
         took_s = time.monotonic()
@@ -196,7 +232,9 @@ def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
     from prefixkv.runtime.nodes import DecodeNode
 
     raw = RawAgent("raw-decode", case.num_bytes, pool := case.pool())
-    with DecodeNode(pool, DecodeConfig(transport=TransportConfig(post_bytes=case.post_bytes))) as node:
+    with DecodeNode(
+        pool, DecodeConfig(transport=TransportConfig(post_bytes=case.post_bytes))
+    ) as node:
         endpoint, introduction = pipe.recv()
         raw.api.add_remote_agent(introduction[1])
         pipe.send(raw.introduction())
@@ -208,7 +246,9 @@ def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
         decode.runs.clear()
 
         def repetition(number: int) -> Row:  # the pages of "same" are the last request's
-            return {side: decode.take(side, case.warm_up + number) for side in turn_about(SIDES, number)}
+            return {
+                side: decode.take(side, case.warm_up + number) for side in turn_about(SIDES, number)
+            }
 
         rows = watch.least_disturbed(repetition, case.repeats, case.patience_s)
         pipe.send(None)
@@ -223,13 +263,14 @@ def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
         "spread_of_one_raw_write": spread(rows, "one", "stack"),
         "the_same_descriptors_of_one_raw_write": paired_ratio(rows, "one", "same"),
         "gib_per_s": {
-            side: round(statistics.median(case.num_bytes / row[side] for row in rows) / 2**30, 2) for side in SIDES
+            side: round(statistics.median(case.num_bytes / row[side] for row in rows) / 2**30, 2)
+            for side in SIDES
         },
         **load_of(rows),
     }
 
 
-# --- all cases -------------------------------------------------------------------------------------
+# --- all cases ------------------------------------------------------------------------------------
 
 
 def measure(quick: bool, tell: Callable[[Row], None]) -> list[Row]:
@@ -248,7 +289,10 @@ def claims(rows: list[Row]) -> list[Claim]:
     found = []
     for row in rows:
         for against in ("of_one_raw_write", "of_raw_posts", "of_raw_posts_of_the_same_descriptors"):
-            stated = against.endswith("descriptors") or (row["layout"], row["pages"]) == ("page_major", "random")
+            stated = against.endswith("descriptors") or (row["layout"], row["pages"]) == (
+                "page_major",
+                "random",
+            )
             target = None if stated else TARGETS[row["pages"]]
             case = f"{row['layout']}, {row['pages']} pages, {against.replace('_', ' ')}"
             found.append(Claim("goodput", case, row[against], "ratio", target))
@@ -259,19 +303,27 @@ def transfer(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
     ] = None,
-    quick: Annotated[bool, typer.Option(help="Tiny sizes: whether it works, not how fast it is.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="Tiny sizes: whether it works, not how fast it is.")
+    ] = False,
 ) -> None:
-    """How fast KV goes from node to node, beside raw NIXL. UCX_TLS=tcp in the environment measures TCP."""
+    """How fast KV goes from node to node, beside raw NIXL. UCX_TLS=tcp in the environment measures
+    TCP."""
     console = Console()
 
     def tell(row: Row) -> None:
-        console.print("  ".join(f"{name}={value}" for name, value in row.items()), highlight=False, soft_wrap=True)
+        console.print(
+            "  ".join(f"{name}={value}" for name, value in row.items()),
+            highlight=False,
+            soft_wrap=True,
+        )
 
     if json_file is not None and not json_file.parent.is_dir():
         raise ConfigError(f"--json is {json_file}, there is no such folder")
     recipe = {
         "command": "prefixkv bench transfer" + (" --quick" if quick else ""),
-        "statistic": "medians, over the repetitions that others disturbed least, of the ratio within one",
+        "statistic": "medians, over the repetitions that others disturbed least, of the ratio "
+        "within one",
         "nice": os.nice(0),
         "ucx_tls": os.environ.get("UCX_TLS", "default"),
         "case": asdict(small("", "") if quick else Transfer("", "")),
@@ -279,5 +331,9 @@ def transfer(
     }
     rows = measure(quick, tell)
     if json_file is not None:
-        content = {"recipe": recipe, "claims": [claim.as_json() for claim in claims(rows)], "rows": rows}
+        content = {
+            "recipe": recipe,
+            "claims": [claim.as_json() for claim in claims(rows)],
+            "rows": rows,
+        }
         json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

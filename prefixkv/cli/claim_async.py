@@ -1,9 +1,11 @@
-"""Claim: a transport thread sees writes through while the scheduler computes; posting inline waits for the next step.
+"""Claim: a transport thread sees writes through while the scheduler computes; posting inline waits
+for the next step.
 
-A prefill scheduler computes for 10 ms a step (asleep, as it is with a GPU at work, or in torch on its own core); each
-step leaves 4 MiB of KV to be sent to the next of eight decode agents. *inline*: the scheduler's loop posts, and looks
-once a step at what is under way. *thread*: it hands `NixlTransport` a job. Measured from KV ready to completion seen,
-how long the scheduler was kept, and what a step took in all. And through whole nodes, eight decode nodes: `send_chunk`.
+A prefill scheduler computes for 10 ms a step (asleep, as it is with a GPU at work, or in torch on
+its own core); each step leaves 4 MiB of KV to be sent to the next of eight decode agents. *inline*:
+the scheduler's loop posts, and looks once a step at what is under way. *thread*: it hands
+`NixlTransport` a job. Measured from KV ready to completion seen, how long the scheduler was kept,
+and what a step took in all. And through whole nodes, eight decode nodes: `send_chunk`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from prefixkv.cli.bench_pair import Claim, Row, Stuck, Watch, load_of, paired_ratio, quantiles, run_pair, turn_about
+from prefixkv.cli.bench_pair import (
+    Claim,
+    Row,
+    Stuck,
+    Watch,
+    load_of,
+    paired_ratio,
+    quantiles,
+    run_pair,
+    turn_about,
+)
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.protocol.state import PeerId
 from prefixkv.protocol.tags import ChunkTag
@@ -66,7 +78,7 @@ class Steps:
         return compute
 
 
-# --- transport: inline against thread --------------------------------------------------------------
+# --- transport: inline against thread -------------------------------------------------------------
 
 
 def receiving_side(pipe: Connection, _watch: Watch, case: Steps) -> None:
@@ -76,9 +88,14 @@ def receiving_side(pipe: Connection, _watch: Watch, case: Steps) -> None:
 
     pools = [case.pool(_PAGES_A_CHUNK) for _ in range(case.num_peers)]
     peers = [PeerId(f"decode-{number}", 1) for number in range(case.num_peers)]
-    agents = [make_agent(nixl_name(peer), pool.layout) for peer, pool in zip(peers, pools, strict=True)]
+    agents = [
+        make_agent(nixl_name(peer), pool.layout) for peer, pool in zip(peers, pools, strict=True)
+    ]
     pipe.send(
-        [(p, bytes(a.get_agent_metadata()), pool.layout) for p, a, pool in zip(peers, agents, pools, strict=True)]
+        [
+            (p, bytes(a.get_agent_metadata()), pool.layout)
+            for p, a, pool in zip(peers, agents, pools, strict=True)
+        ]
     )
     while not pipe.poll():
         if not sum(len(agent.get_new_notifs()) for agent in agents):
@@ -88,7 +105,8 @@ def receiving_side(pipe: Connection, _watch: Watch, case: Steps) -> None:
 
 
 class _Inline:
-    """Posts and looks in the scheduler's loop, with lists prepared and posts as large as the transport's."""
+    """Posts and looks in the scheduler's loop, with lists prepared and posts as large as the
+    transport's."""
 
     def __init__(self, pool: Any, peers: Any) -> None:
         from prefixkv.cli.bench_raw import make_agent
@@ -102,7 +120,9 @@ class _Inline:
             self._agent.add_remote_agent(metadata)
             runs = paired_runs(pool.layout, layout)
             local = self._agent.prep_xfer_dlist("", runs.src, "DRAM")
-            self._peers.append((runs, local, self._agent.prep_xfer_dlist(nixl_name(peer), runs.dst, "DRAM")))
+            self._peers.append(
+                (runs, local, self._agent.prep_xfer_dlist(nixl_name(peer), runs.dst, "DRAM"))
+            )
         self._going: dict[int, list[Any]] = {}
         self.done_s: dict[int, float] = {}
 
@@ -111,7 +131,9 @@ class _Inline:
 
         runs, local, remote = self._peers[peer]
         handles = self._going[number] = []
-        for part in cut_parts(runs, src, dst, self._config.post_bytes, self._config.post_descriptors):
+        for part in cut_parts(
+            runs, src, dst, self._config.post_bytes, self._config.post_descriptors
+        ):
             ours, theirs = part_indices(runs, part, src, dst)
             handle = self._agent.make_prepped_xfer("WRITE", local, ours, remote, theirs, b"part")
             self._agent.transfer(handle)
@@ -193,7 +215,11 @@ def scheduling_side(pipe: Connection, watch: Watch, case: Steps) -> Row:
         step_s = (time.monotonic() - began_s) / steps
         while not way.look():  # what is left of the last steps, one look a step as before
             compute()
-        return {"seen": [way.done_s[n] - at for n, at in ready_s.items()], "kept": kept, "step": [step_s]}
+        return {
+            "seen": [way.done_s[n] - at for n, at in ready_s.items()],
+            "kept": kept,
+            "step": [step_s],
+        }
 
     for way in ways.values():
         run(way, case.num_peers)
@@ -205,8 +231,16 @@ def scheduling_side(pipe: Connection, watch: Watch, case: Steps) -> Row:
         row: Row = {"number": number}
         for side, figures in taken.items():
             seen, kept = np.array(figures["seen"]), np.array(figures["kept"])
-            values = (seen.mean(), np.percentile(seen, 99), kept.mean(), np.percentile(kept, 99), figures["step"][0])
-            row |= {f"{side}_{name}": float(value) for name, value in zip(_NAMES, values, strict=True)}
+            values = (
+                seen.mean(),
+                np.percentile(seen, 99),
+                kept.mean(),
+                np.percentile(kept, 99),
+                figures["step"][0],
+            )
+            row |= {
+                f"{side}_{name}": float(value) for name, value in zip(_NAMES, values, strict=True)
+            }
         return row
 
     rows = watch.least_disturbed(repetition, case.repeats, case.patience_s)
@@ -224,7 +258,10 @@ def scheduling_side(pipe: Connection, watch: Watch, case: Steps) -> Row:
         "inline_over_thread_p99_of_all": round(p99["inline"] / p99["thread"], 3),
         "chunk_mib": _PAGES_A_CHUNK * pool.layout.page_bytes / 2**20,
         "steps": case.steps,
-        **{f"inline_over_thread_{name}": paired_ratio(rows, f"inline_{name}", f"thread_{name}") for name in _NAMES},
+        **{
+            f"inline_over_thread_{name}": paired_ratio(rows, f"inline_{name}", f"thread_{name}")
+            for name in _NAMES
+        },
         "seen_ms": {side: quantiles(pooled(side, "seen"), 1e-3) for side in SIDES},
         "scheduler_kept_ms": {side: quantiles(pooled(side, "kept"), 1e-3, 4) for side in SIDES},
         "step_ms": {side: round(1e3 * float(np.median(pooled(side, "step"))), 3) for side in SIDES},
@@ -232,17 +269,21 @@ def scheduling_side(pipe: Connection, watch: Watch, case: Steps) -> Row:
     }
 
 
-# --- send_chunk through whole nodes ----------------------------------------------------------------
+# --- send_chunk through whole nodes ---------------------------------------------------------------
 
 
 def nodes_side(pipe: Connection, _watch: Watch, case: Steps) -> None:
-    """Eight decode nodes; told a round's number they ask for its requests, and say when all have come."""
+    """Eight decode nodes; told a round's number they ask for its requests, and say when all have
+    come."""
     from prefixkv.request import Request
     from prefixkv.runtime.nodes import DecodeNode
 
     endpoint = pipe.recv()
     num_pages = _chunks(case) * _PAGES_A_CHUNK + 8
-    nodes = [DecodeNode(case.pool(num_pages), DecodeConfig(name=f"decode-{n}")) for n in range(case.num_peers)]
+    nodes = [
+        DecodeNode(case.pool(num_pages), DecodeConfig(name=f"decode-{n}"))
+        for n in range(case.num_peers)
+    ]
     while (number := pipe.recv()) is not None:
         left = set(range(case.num_peers))
         for peer, node in enumerate(nodes):
@@ -322,7 +363,7 @@ def sending_side(pipe: Connection, watch: Watch, case: Steps) -> Row:
     }
 
 
-# --- the claim -------------------------------------------------------------------------------------
+# --- the claim ------------------------------------------------------------------------------------
 
 
 def measure(quick: bool) -> tuple[list[Claim], Row]:
@@ -331,7 +372,9 @@ def measure(quick: bool) -> tuple[list[Claim], Row]:
         case = Steps(step_s=0.001, steps=6, num_peers=2, num_layers=2, repeats=1, patience_s=0.0)
     claims: list[Claim] = []
     details: dict[str, list[Row]] = {"chunks": [], "send_chunk": []}
-    for tls, compute in (("tcp", "torch"),) if quick else product(("default", "tcp"), ("sleep", "torch")):
+    for tls, compute in (
+        (("tcp", "torch"),) if quick else product(("default", "tcp"), ("sleep", "torch"))
+    ):
         env = {} if tls == "default" else {"UCX_TLS": tls}
         row = run_pair(scheduling_side, receiving_side, replace(case, compute=compute), env=env)
         details["chunks"].append({"ucx_tls": tls, **row})
@@ -354,6 +397,12 @@ def _claims(tls: str, compute: str, row: Row) -> list[Claim]:
     }
     targets = {**aims, "step": 1.0}
     return [
-        Claim("async", f"{where}: {text}", row[f"inline_over_thread_{name}"], "ratio", targets.get(name))
+        Claim(
+            "async",
+            f"{where}: {text}",
+            row[f"inline_over_thread_{name}"],
+            "ratio",
+            targets.get(name),
+        )
         for name, text in what.items()
     ]

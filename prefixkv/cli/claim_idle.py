@@ -1,9 +1,11 @@
-"""Claims: a full hit costs under a millisecond on an idle pair, and nodes without work cost next to nothing.
+"""Claims: a full hit costs under a millisecond on an idle pair, and nodes without work cost next to
+nothing.
 
-A prefill and a decode node over NIXL. Every prompt is cached on both sides, so no KV is sent; from decode's `add`, with
-prefill told over a pipe, to `pop_transferred`, with pauses of 10 ms. Then the same with both scheduler threads busy in
-Python, 0.2 ms between two looks at their nodes, at several switch intervals: node threads have to wait for the
-interpreter. Last, both nodes are left connected and alone: the processor time of all their threads.
+A prefill and a decode node over NIXL. Every prompt is cached on both sides, so no KV is sent; from
+decode's `add`, with prefill told over a pipe, to `pop_transferred`, with pauses of 10 ms. Then the
+same with both scheduler threads busy in Python, 0.2 ms between two looks at their nodes, at several
+switch intervals: node threads have to wait for the interpreter. Last, both nodes are left connected
+and alone: the processor time of all their threads.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _WORK_S: Final = 0.2e-3
 
 @dataclass(frozen=True)
 class Hits:
-    """`switch_interval_s` of 0: the scheduler threads wait at their nodes, at Python's own interval."""
+    """`switch_interval_s` of 0: the scheduler threads wait at their nodes, at Python's own
+    interval."""
 
     switch_interval_s: float = 0.0
     requests: int = 25
@@ -59,14 +62,16 @@ def _compute() -> None:
 
 
 def _idle_share(seconds: float) -> float:
-    """Processor time of this process, all threads, as a share of one core, over so many seconds of doing nothing."""
+    """Processor time of this process, all threads, as a share of one core, over so many seconds of
+    doing nothing."""
     began_s, cpu_s = time.perf_counter(), time.process_time()
     time.sleep(seconds)
     return (time.process_time() - cpu_s) / (time.perf_counter() - began_s)
 
 
 def prefill_side(pipe: Connection, _watch: Watch, case: Hits) -> None:
-    """Sends at once whatever it is asked for. A float asks for the processor time of so many idle seconds."""
+    """Sends at once whatever it is asked for. A float asks for the processor time of so many idle
+    seconds."""
     from prefixkv.request import Request
     from prefixkv.runtime.nodes import PrefillNode
 
@@ -154,7 +159,10 @@ def decode_side(pipe: Connection, watch: Watch, case: Hits) -> Row:
         **load_of(rows),
     }
     if shares:
-        medians = {side: round(float(np.median([row[side] for row in shares])), 5) for side in ("decode", "prefill")}
+        medians = {
+            side: round(float(np.median([row[side] for row in shares])), 5)
+            for side in ("decode", "prefill")
+        }
         found["idle_share_of_a_core"] = {**medians, **load_of(shares)}
     return found
 
@@ -179,7 +187,9 @@ def measure_idle(quick: bool) -> tuple[list[Claim], Row]:
     case = Hits(requests=2, repeats=1, idle_s=0.05, patience_s=0.0) if quick else Hits(requests=2)
     shares = run_pair(decode_side, prefill_side, case)["idle_share_of_a_core"]
     claims = [
-        Claim("idle", f"an idle {side} node, of a core", shares[side], "share", 0.03, at_least=False)
+        Claim(
+            "idle", f"an idle {side} node, of a core", shares[side], "share", 0.03, at_least=False
+        )
         for side in ("decode", "prefill")
     ]
     return claims, shares

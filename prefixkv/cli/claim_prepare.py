@@ -1,10 +1,12 @@
-"""Claim: prepared lists cost no more than building descriptors, and next to nothing where pages are neighbours.
+"""Claim: prepared lists cost no more than building descriptors, and next to nothing where pages are
+neighbours.
 
-*Creation*: from the page ids of a chunk to a handle that can be posted. Prepared: flat indices and `make_prepped_xfer`.
-Built: numpy address arithmetic for both sides (N x 3) and `initialize_xfer`. 64 runs (32 layers, K and V), so 1,024
-descriptors are 16 pages. *TTFT*: 128 requests arrive at once, 2,048 descriptors of 4 KiB each (32 pages on one rank of
-TP8), through the whole stack; in every other repetition the prefill process's NIXL builds what it would have made of
-prepared lists. Contiguous pages are those of an empty pool, random ones have no neighbours.
+*Creation*: from the page ids of a chunk to a handle that can be posted. Prepared: flat indices and
+`make_prepped_xfer`. Built: numpy address arithmetic for both sides (N x 3) and `initialize_xfer`.
+64 runs (32 layers, K and V), so 1,024 descriptors are 16 pages. *TTFT*: 128 requests arrive at
+once, 2,048 descriptors of 4 KiB each (32 pages on one rank of TP8), through the whole stack; in
+every other repetition the prefill process's NIXL builds what it would have made of prepared lists.
+Contiguous pages are those of an empty pool, random ones have no neighbours.
 """
 
 from __future__ import annotations
@@ -36,13 +38,15 @@ SIDES: Final = ("prepared", "built")
 ORDERS: Final = ("contiguous", "random")
 
 
-# --- creation --------------------------------------------------------------------------------------
+# --- creation -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Creation:
     descriptors: tuple[int, ...] = (1024, 16_384, 131_072)
-    descriptors_a_repetition: int = 2_000_000  # long enough for the kernel's clock to see who else is at work
+    descriptors_a_repetition: int = (
+        2_000_000  # long enough for the kernel's clock to see who else is at work
+    )
     repeats: int = 9
     patience_s: float = 10.0
 
@@ -59,7 +63,9 @@ class Creation:
         count = descriptors // _RUNS
         if order == "contiguous":
             return np.arange(seed, seed + count, dtype=np.int32)
-        return (2 * np.random.default_rng(seed).permutation(self.num_pages // 2)[:count]).astype(np.int32)
+        return (2 * np.random.default_rng(seed).permutation(self.num_pages // 2)[:count]).astype(
+            np.int32
+        )
 
 
 def target_side(pipe: Connection, _watch: Watch, case: Creation) -> None:
@@ -80,7 +86,10 @@ def creating_side(pipe: Connection, watch: Watch, case: Creation) -> list[Row]:
     metadata, layout = pipe.recv()
     agent.add_remote_agent(metadata)
     runs = paired_runs(pool.layout, layout)
-    lists = agent.prep_xfer_dlist("", runs.src, "DRAM"), agent.prep_xfer_dlist("target", runs.dst, "DRAM")
+    lists = (
+        agent.prep_xfer_dlist("", runs.src, "DRAM"),
+        agent.prep_xfer_dlist("target", runs.dst, "DRAM"),
+    )
     block_bytes = runs.groups[0].block_bytes
 
     def indices(src: Any, dst: Any) -> Any:
@@ -132,10 +141,15 @@ def creating_side(pipe: Connection, watch: Watch, case: Creation) -> list[Row]:
                 {
                     "pages": order,
                     "descriptors": descriptors,
-                    **{f"{name}_ms": round(float(np.median([row[name] for row in rows])), 4) for name in names},
+                    **{
+                        f"{name}_ms": round(float(np.median([row[name] for row in rows])), 4)
+                        for name in names
+                    },
                     "built_over_prepared": paired_ratio(rows, "built", "prepared"),
                     "spread": spread(rows, "built", "prepared"),
-                    "built_over_prepared_call_alone": paired_ratio(rows, "built_call", "prepared_call"),
+                    "built_over_prepared_call_alone": paired_ratio(
+                        rows, "built_call", "prepared_call"
+                    ),
                     **load_of(rows),
                 }
             )
@@ -143,7 +157,7 @@ def creating_side(pipe: Connection, watch: Watch, case: Creation) -> list[Row]:
     return found
 
 
-# --- TTFT ------------------------------------------------------------------------------------------
+# --- TTFT -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -175,11 +189,18 @@ class Burst:
         tokens = np.random.default_rng([burst, number]).integers(
             0, 50_000, self.pages_a_request * _PAGE_SIZE, dtype=np.int32
         )
-        return Request(f"{burst}.{number}", tokens, max_new_tokens=1, room=burst * self.requests + number, **fields)
+        return Request(
+            f"{burst}.{number}",
+            tokens,
+            max_new_tokens=1,
+            room=burst * self.requests + number,
+            **fields,
+        )
 
 
 class Builder:
-    """In the place of an agent's two calls for prepared lists, in this process: builds descriptors while it is `on`.
+    """In the place of an agent's two calls for prepared lists, in this process: builds descriptors
+    while it is `on`.
 
     What the transport does around them stays as it is.
     """
@@ -197,12 +218,22 @@ class Builder:
             return prepared
 
         def make(
-            agent: Any, operation: str, local: Any, src: Any, remote: Any, dst: Any, notif: bytes = b"", **more: Any
+            agent: Any,
+            operation: str,
+            local: Any,
+            src: Any,
+            remote: Any,
+            dst: Any,
+            notif: bytes = b"",
+            **more: Any,
         ) -> Any:
             if not self.on:
                 return self._make(agent, operation, local, src, remote, dst, notif, **more)
             name = self._tables[id(remote)][0]
-            ours, theirs = self._descriptors(agent, local, src), self._descriptors(agent, remote, dst)
+            ours, theirs = (
+                self._descriptors(agent, local, src),
+                self._descriptors(agent, remote, dst),
+            )
             return agent.initialize_xfer(operation, ours, theirs, name, notif)
 
         AgentType.prep_xfer_dlist, AgentType.make_prepped_xfer = prep, make
@@ -217,7 +248,8 @@ class Builder:
 
 
 def prefill_side(pipe: Connection, _watch: Watch, case: Burst) -> None:
-    """Told (built, burst): adds its requests, says so, and sends each when decode has asked for it."""
+    """Told (built, burst): adds its requests, says so, and sends each when decode has asked for
+    it."""
     builder = Builder()
     from prefixkv.runtime.nodes import PrefillNode
 
@@ -256,7 +288,9 @@ def decode_side(pipe: Connection, watch: Watch, case: Burst) -> Row:
             nonlocal bursts
             bursts += 1
             node.flush()
-            requests = [case.request(bursts, number, prefill=endpoint) for number in range(case.requests)]
+            requests = [
+                case.request(bursts, number, prefill=endpoint) for number in range(case.requests)
+            ]
             pipe.send((side == "built", bursts))
             pipe.recv()
             began_s = time.monotonic()
@@ -293,13 +327,14 @@ def decode_side(pipe: Connection, watch: Watch, case: Burst) -> Row:
         "p50_lower_by": round(1 - paired_ratio(rows, "prepared_p50", "built_p50"), 3),
         "spread_of_mean_prepared_over_built": spread(rows, "prepared", "built"),
         "ttft_ms": {
-            side: quantiles(np.concatenate([took[side][number] for number in kept]).tolist(), 1e-3) for side in SIDES
+            side: quantiles(np.concatenate([took[side][number] for number in kept]).tolist(), 1e-3)
+            for side in SIDES
         },
         **load_of(rows),
     }
 
 
-# --- the claim -------------------------------------------------------------------------------------
+# --- the claim ------------------------------------------------------------------------------------
 
 
 def measure(quick: bool) -> tuple[list[Claim], Row]:
@@ -314,7 +349,13 @@ def measure(quick: bool) -> tuple[list[Claim], Row]:
         case = f"creation, {row['descriptors']:,} descriptors, {row['pages']} pages"
         target = 10.0 if row["pages"] == "contiguous" else 1.0
         claims.append(
-            Claim("prep + make", f"{case}: initialize_xfer / prepared", row["built_over_prepared"], "ratio", target)
+            Claim(
+                "prep + make",
+                f"{case}: initialize_xfer / prepared",
+                row["built_over_prepared"],
+                "ratio",
+                target,
+            )
         )
         alone = row["built_over_prepared_call_alone"]
         claims.append(Claim("prep + make", f"{case}: the same, NIXL's call alone", alone, "ratio"))

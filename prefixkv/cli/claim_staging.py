@@ -1,9 +1,11 @@
-"""Claim: with unequal tensor parallelism, staging is five times faster than slices written one by one.
+"""Claim: with unequal tensor parallelism, staging is five times faster than slices written one by
+one.
 
-A prefill and a decode worker in a process each, all ranks of a worker as threads of it, whole nodes: TP4 to TP1 and TP1
-to TP4, and, beside them, equal TP of the same model on one rank each, with KV of the same size. 256 pages of 16 tokens
-of an eighth of an 8B-class model (4 layers, 8 KV heads of 128, bfloat16: 64 MiB a request; a slice is 512 bytes of a
-token), from `send_chunk` to `pop_transferred`, so gather and scatter count. All variants stand ready and take turns.
+A prefill and a decode worker in a process each, all ranks of a worker as threads of it, whole
+nodes: TP4 to TP1 and TP1 to TP4, and, beside them, equal TP of the same model on one rank each,
+with KV of the same size. 256 pages of 16 tokens of an eighth of an 8B-class model (4 layers, 8 KV
+heads of 128, bfloat16: 64 MiB a request; a slice is 512 bytes of a token), from `send_chunk` to
+`pop_transferred`, so gather and scatter count. All variants stand ready and take turns.
 """
 
 from __future__ import annotations
@@ -17,7 +19,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from prefixkv.cli.bench_pair import Claim, Row, Stuck, Watch, load_of, paired_ratio, run_pair, spread, turn_about
+from prefixkv.cli.bench_pair import (
+    Claim,
+    Row,
+    Stuck,
+    Watch,
+    load_of,
+    paired_ratio,
+    run_pair,
+    spread,
+    turn_about,
+)
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.pool.mesh import Mesh
 
@@ -42,10 +54,20 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_pages * self.page_size * self.num_layers * 2 * self.num_heads * self.head_dim * 2
+        return (
+            self.num_pages
+            * self.page_size
+            * self.num_layers
+            * 2
+            * self.num_heads
+            * self.head_dim
+            * 2
+        )
 
     def prompt(self, room: int) -> Any:
-        return np.random.default_rng(room).integers(0, 50_000, self.num_pages * self.page_size, dtype=np.int32)
+        return np.random.default_rng(room).integers(
+            0, 50_000, self.num_pages * self.page_size, dtype=np.int32
+        )
 
     def pools(self, mesh: Mesh) -> list[Any]:
         """One a rank. Random pages are every other one."""
@@ -54,18 +76,24 @@ class Staging:
         count = self.num_pages + 8 if self.pages == "fresh" else 2 * self.num_pages + 16
         shards = [mesh.shard(rank) for rank in range(mesh.num_ranks)]
         return [
-            KVPool.create(count, self.page_size, s.num_layers, s.num_heads, self.head_dim, order=self.layout)
+            KVPool.create(
+                count, self.page_size, s.num_layers, s.num_heads, self.head_dim, order=self.layout
+            )
             for s in shards
         ]
 
     def mesh(self, side: int, variant: str) -> Mesh:
         """`side`: 0 for prefill, 1 for decode."""
-        return Mesh(self.num_layers, self.num_heads, 1 if variant == "equal" else MESHES[self.meshes][side])
+        return Mesh(
+            self.num_layers, self.num_heads, 1 if variant == "equal" else MESHES[self.meshes][side]
+        )
 
     def transport(self, variant: str) -> TransportConfig:
         if variant != "staged":
             return TransportConfig()
-        return TransportConfig(staging_bytes=self.leases * self.lease_bytes, lease_bytes=self.lease_bytes)
+        return TransportConfig(
+            staging_bytes=self.leases * self.lease_bytes, lease_bytes=self.lease_bytes
+        )
 
     def scatter(self, books: Any) -> None:
         if self.pages == "random":
@@ -83,7 +111,9 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Staging) -> None:
         for variant in VARIANTS:
             mesh = case.mesh(0, variant)
             config = PrefillConfig(name=f"prefill-{variant}", transport=case.transport(variant))
-            groups[variant] = open_groups.enter_context(PrefillGroup(case.pools(mesh), config, mesh))
+            groups[variant] = open_groups.enter_context(
+                PrefillGroup(case.pools(mesh), config, mesh)
+            )
             for node in groups[variant].nodes:
                 case.scatter(node.scheduler.books)
         pipe.send({variant: group.endpoint for variant, group in groups.items()})
@@ -110,7 +140,9 @@ def decode_side(pipe: Connection, watch: Watch, case: Staging) -> Row:
         groups = {}
         for variant in VARIANTS:
             mesh = case.mesh(1, variant)
-            config = DecodeConfig(name=f"decode-{variant}", reserve_tokens=0, transport=case.transport(variant))
+            config = DecodeConfig(
+                name=f"decode-{variant}", reserve_tokens=0, transport=case.transport(variant)
+            )
             groups[variant] = open_groups.enter_context(DecodeGroup(case.pools(mesh), config, mesh))
             for rank in groups[variant].others:
                 case.scatter(rank.replica.books)
@@ -124,7 +156,13 @@ def decode_side(pipe: Connection, watch: Watch, case: Staging) -> Row:
             group.flush()
             pipe.send((variant, rooms))
             group.add(
-                Request(f"r{rooms}", case.prompt(rooms), max_new_tokens=1, room=rooms, prefill=endpoints[variant])
+                Request(
+                    f"r{rooms}",
+                    case.prompt(rooms),
+                    max_new_tokens=1,
+                    room=rooms,
+                    prefill=endpoints[variant],
+                )
             )
             group.pop_preallocated()
             arrived = Stuck(group).until(group.pop_transferred)
@@ -148,7 +186,9 @@ def decode_side(pipe: Connection, watch: Watch, case: Staging) -> Row:
         "spread": spread(rows, "sliced", "staged"),
         "of_equal": paired_ratio(rows, "equal", "staged"),
         "spread_of_equal": spread(rows, "equal", "staged"),
-        "ms": {name: round(1e3 * statistics.median(row[name] for row in rows), 2) for name in VARIANTS},
+        "ms": {
+            name: round(1e3 * statistics.median(row[name] for row in rows), 2) for name in VARIANTS
+        },
         **load_of(rows),
     }
 
@@ -159,10 +199,23 @@ def measure(quick: bool) -> tuple[list[Claim], Row]:
         for pages in ("fresh",) if quick else ("fresh", "random"):
             case = Staging(meshes, pages=pages)
             if quick:
-                case = Staging(meshes, num_pages=8, num_layers=2, lease_bytes=512 << 10, repeats=1, patience_s=0.0)
+                case = Staging(
+                    meshes,
+                    num_pages=8,
+                    num_layers=2,
+                    lease_bytes=512 << 10,
+                    repeats=1,
+                    patience_s=0.0,
+                )
             row = run_pair(decode_side, prefill_side, case)
             rows.append(row)
             where = f"{row['meshes']}, {pages} pages"
-            claims.append(Claim("staging", f"{where}: sliced / staged", row["sliced_over_staged"], "ratio", 5.0))
-            claims.append(Claim("staging", f"{where}: of equal TP's speed", row["of_equal"], "ratio", 0.5))
+            claims.append(
+                Claim(
+                    "staging", f"{where}: sliced / staged", row["sliced_over_staged"], "ratio", 5.0
+                )
+            )
+            claims.append(
+                Claim("staging", f"{where}: of equal TP's speed", row["of_equal"], "ratio", 0.5)
+            )
     return claims, {"rows": rows}

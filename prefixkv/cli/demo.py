@@ -1,4 +1,5 @@
-"""`prefixkv demo`: plans the passes, has the workers run them, shows how far they are, and gathers the report."""
+"""`prefixkv demo`: plans the passes, has the workers run them, shows how far they are, and gathers
+the report."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from prefixkv.errors import ConfigError
 
 _DEFINITIONS = {
     "cache_off": "decode's prefix cache is off; prefill's own stays on",
-    "ttft_s": "from a turn's arrival to its KV committed on decode, waiting for --concurrency included",
+    "ttft_s": "from a turn's arrival to its KV committed on decode, waiting for --concurrency "
+    "included",
     "token_hit_rate": "sum of decode_prefix_len / sum of prompt tokens",
     "requests_per_s": "requests answered / seconds from the pass's start to its last answer",
     "bytes_sent": "KV bytes of writes that ended, on prefill",
@@ -67,12 +69,19 @@ def run(
         f"The workers' switch interval is set to {SWITCH_INTERVAL_S * 1e3:g} ms.",
         highlight=False,
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
 
         def show(title: str, total: int = workload.num_requests) -> Callable[[int], None]:
             if bars.disable:
-                console.print(title, highlight=False)  # a log cannot show a bar, but it can show where we are
+                console.print(
+                    title, highlight=False
+                )  # a log cannot show a bar, but it can show where we are
             task = bars.add_task(title, total=total)
             return lambda ended: bars.update(task, completed=ended)
 
@@ -81,7 +90,9 @@ def run(
             workers.wait_ready()
             started(1)
             report = run_passes(recipe, caches, workers.run, show)
-    recipe["machine"]["load_average_after"] = list(os.getloadavg())  # foreign load shows: ours is about 1.5
+    recipe["machine"]["load_average_after"] = list(
+        os.getloadavg()
+    )  # foreign load shows: ours is about 1.5
     console.print(report.table())
     if report.verdict():
         console.print(report.verdict(), highlight=False)
@@ -95,9 +106,12 @@ def run(
     return 1 if complaints else 0
 
 
-def run_passes(recipe: dict[str, Any], caches: Sequence[bool], run_pass: RunPass, show: Show) -> Report:
-    """Verified, saturated, then timed passes. The offered load comes from a saturated pass with the cache off,
-    which is run (and then left out of the report) even if only the other side is wanted."""
+def run_passes(
+    recipe: dict[str, Any], caches: Sequence[bool], run_pass: RunPass, show: Show
+) -> Report:
+    """Verified, saturated, then timed passes. The offered load comes from a saturated pass with the
+    cache off, which is run (and then left out of the report) even if only the other side is wanted.
+    """
     report = Report(recipe)
     salt = 0
 
@@ -113,9 +127,13 @@ def run_passes(recipe: dict[str, Any], caches: Sequence[bool], run_pass: RunPass
         report.verified[cache] = one("verified", cache, verify=True, rate=None)
     base = one("saturated", cache=False, verify=False, rate=None)
     for cache in caches:
-        report.saturated[cache] = one("saturated", cache, verify=False, rate=None) if cache else base
+        report.saturated[cache] = (
+            one("saturated", cache, verify=False, rate=None) if cache else base
+        )
     if base.requests == base.failed:
-        raise WorkerError("no request was answered with the cache off, so there is no rate to offer")
+        raise WorkerError(
+            "no request was answered with the cache off, so there is no rate to offer"
+        )
     sustained = (base.requests - base.failed) / base.duration_s
     rate = LOAD_FRACTION * sustained
     recipe["offered_load"] = {
@@ -136,14 +154,18 @@ def _check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
     for flag, path in (("--json", json_path), ("--plot", plot_path)):
         if path is None:
             continue
-        if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        if path.is_dir() or not os.access(
+            path if path.exists() else path.absolute().parent, os.W_OK
+        ):
             raise ConfigError(f"{flag} is {path}, which cannot be written")
     if plot_path is not None:
         from matplotlib.figure import Figure
 
         formats = Figure().canvas.get_supported_filetypes()
         if plot_path.suffix.lstrip(".").lower() not in formats:
-            raise ConfigError(f"--plot is {plot_path}, its suffix must be one of {', '.join(sorted(formats))}")
+            raise ConfigError(
+                f"--plot is {plot_path}, its suffix must be one of {', '.join(sorted(formats))}"
+            )
 
 
 def _recipe(options: DemoOptions, caches: Sequence[bool], workload: Workload) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """A stand-in for the two halves of an inference engine: real bytes, real scheduling, no model.
 
-Prefill "computes" a chunk by writing its KV pattern; decode "samples" a token from the hash of everything
-before it, so that equal prompts get equal answers with the cache on, off, after a retraction or on another
-day. Both are what an engine's scheduler loop looks like around a node; each belongs to one thread.
+Prefill "computes" a chunk by writing its KV pattern; decode "samples" a token from the hash of
+everything before it, so that equal prompts get equal answers with the cache on, off, after a
+retraction or on another day. Both are what an engine's scheduler loop looks like around a node;
+each belongs to one thread.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _AUX: Final = struct.Struct("<i")  # the first token
 _IDLE_S: Final = 1.0  # the longest wait for something to happen
 _WARM_UP_ROOM: Final = 2**64 - 1
 _HELD_S: Final = 0.01
-_STALLED_S: Final = 100.0  # without any event while calls are open: report it instead of waiting for ever
+_STALLED_S: Final = (
+    100.0  # without any event while calls are open: report it instead of waiting for ever
+)
 
 
 class Ask(NamedTuple):
@@ -71,7 +74,8 @@ class _Prompt:
 
 
 class PrefillEngine:
-    """Computes prompts first come, first served, chunk by chunk, and sends each chunk as it is done."""
+    """Computes prompts first come, first served, chunk by chunk, and sends each chunk as it is
+    done."""
 
     def __init__(
         self,
@@ -124,7 +128,9 @@ class PrefillEngine:
             return
         rid = f"{ask.room}.{ask.generation}"
         self._prompts[rid] = _Prompt(ask, self._hasher.prefixes(ask.tokens))
-        request = Request(rid, ask.tokens, room=ask.room, generation=ask.generation, cacheable=not ask.warm_up)
+        request = Request(
+            rid, ask.tokens, room=ask.room, generation=ask.generation, cacheable=not ask.warm_up
+        )
         self._node.add(request)
 
     def _begin(self, req: PrefillRequest) -> None:
@@ -161,8 +167,9 @@ class PrefillEngine:
 
 
 class _Open:
-    """One open call on decode. From its first token on `req` is its request, and `hash` the prefix hash of all
-    tokens whose KV is written."""
+    """One open call on decode. From its first token on `req` is its request, and `hash` the prefix
+    hash of all tokens whose KV is written.
+    """
 
     __slots__ = ("call", "hash", "last_s", "req")
     req: DecodeRequest
@@ -176,8 +183,8 @@ class _Open:
 class DecodeEngine:
     """Sends the clients' calls, runs what is ready in steps, and measures.
 
-    A step writes the KV of every running request's newest token, then samples the next. Steps are at least
-    `step_s` apart, which stands for the model's own time.
+    A step writes the KV of every running request's newest token, then samples the next. Steps are
+    at least `step_s` apart, which stands for the model's own time.
     """
 
     def __init__(
@@ -212,7 +219,8 @@ class DecodeEngine:
         return time.perf_counter() - self._start_s
 
     def warm_up(self) -> None:
-        """One request that is neither cached nor counted, so that the pass does not time the two nodes' wire-up.
+        """One request that is neither cached nor counted, so that the pass does not time the two
+        nodes' wire-up.
 
         Raises RuntimeError if it fails.
         """
@@ -220,7 +228,14 @@ class DecodeEngine:
         tokens = np.zeros(1, dtype=np.int32)
         self._asks.send(Ask(_WARM_UP_ROOM, 0, tokens, warm_up=True))
         req = node.add(
-            Request("warm-up", tokens, max_new_tokens=1, room=_WARM_UP_ROOM, prefill=self._prefill, cacheable=False)
+            Request(
+                "warm-up",
+                tokens,
+                max_new_tokens=1,
+                room=_WARM_UP_ROOM,
+                prefill=self._prefill,
+                cacheable=False,
+            )
         )
         node.pop_preallocated()
         while not node.pop_transferred():
@@ -248,14 +263,17 @@ class DecodeEngine:
                 event_s = now_s
                 continue
             if self._open and now_s - event_s > _STALLED_S:
-                raise RuntimeError(f"nothing has happened for {_STALLED_S:.0f} s: {len(self._open)} calls are open")
+                raise RuntimeError(
+                    f"nothing has happened for {_STALLED_S:.0f} s: {len(self._open)} calls are open"
+                )
             until_s = now_s + _IDLE_S
             if self._running:
                 until_s = min(until_s, next_step_s)
             arrival_s = clients.next_arrival_s()
             if arrival_s is not None:
                 until_s = min(until_s, arrival_s)
-            # Not `node.wait`, which counts in milliseconds: that would be half of a full hit's TTFT.
+            # Not `node.wait`, which counts in milliseconds: that would be half of a full hit's
+            # TTFT.
             select.select([node], [], [], max(0.0, until_s - now_s))
         self.measured.duration_s = self._now_s()
         self.measured.requests = clients.finished + clients.failed
@@ -268,7 +286,13 @@ class DecodeEngine:
             self._open[rid] = _Open(call)
             self._asks.send(Ask(call.room, 0, call.tokens))
             self._node.add(
-                Request(rid, call.tokens, max_new_tokens=call.output_len, room=call.room, prefill=self._prefill)
+                Request(
+                    rid,
+                    call.tokens,
+                    max_new_tokens=call.output_len,
+                    room=call.room,
+                    prefill=self._prefill,
+                )
             )
         return len(calls)
 
@@ -279,7 +303,9 @@ class DecodeEngine:
         for ask in node.pop_needs_prefill():
             happened += 1
             tokens = np.asarray(ask.tokens, dtype=np.int32)
-            self._asks.send(Ask(ask.room, ask.generation, tokens, sampled=ask.known_token is not None))
+            self._asks.send(
+                Ask(ask.room, ask.generation, tokens, sampled=ask.known_token is not None)
+            )
         for req in node.pop_failed():
             happened += 1
             self._running.pop(req.rid, None)
@@ -290,7 +316,8 @@ class DecodeEngine:
         return happened + len(arrived)
 
     def _begin(self, arrived: list[DecodeRequest]) -> None:
-        """The KV of these is there, all but the newest token's: let them run, with their first token."""
+        """The KV of these is there, all but the newest token's: let them run, with their first
+        token."""
         arrived_s = self._now_s()
         fresh = []
         for req in arrived:
@@ -306,10 +333,14 @@ class DecodeEngine:
             )
             state.hash = hashes[-1]
             if self._verify:
-                self.measured.pages_verified += pages_for(len(hashes), self._page_size) * self._kv.num_ranks
+                self.measured.pages_verified += (
+                    pages_for(len(hashes), self._page_size) * self._kv.num_ranks
+                )
                 self.measured.pages_mismatched += self._kv.mismatches(req, hashes)
             self._running[req.rid] = state
-            if not req.output:  # else it is back from a retraction, and its newest token was sent before
+            if (
+                not req.output
+            ):  # else it is back from a retraction, and its newest token was sent before
                 fresh.append((state, self._first_token(req, hashes)))
         # All of them run before the first is appended to: any may be named for retraction.
         if fresh:
@@ -329,7 +360,9 @@ class DecodeEngine:
         outputs = np.array([len(req.output) for req in requests])
         newest = np.array([req.output[-1] for req in requests], dtype=np.int32)
         page_at, slots = np.divmod(lengths + outputs - 1, self._page_size)
-        pages = np.array([req.pages[i] for req, i in zip(requests, page_at, strict=True)], dtype=np.int32)
+        pages = np.array(
+            [req.pages[i] for req, i in zip(requests, page_at, strict=True)], dtype=np.int32
+        )
         hashes = extend(np.array([state.hash for state in states], dtype=np.uint64), newest)
         self._kv.fill_tokens(pages, slots, hashes)
         tokens = sample(hashes).tolist()
@@ -338,19 +371,25 @@ class DecodeEngine:
         self._emit(states, tokens)
 
     def _emit(self, states: list[_Open], tokens: list[int], first: bool = False) -> None:
-        """Append the sampled tokens; retract requests until all the others fit; finish those that are complete.
+        """Append the sampled tokens; retract requests until all the others fit; finish those that
+        are complete.
 
-        A retracted request loses the token sampled in this step: nobody has seen it, and it will be the same.
+        A retracted request loses the token sampled in this step: nobody has seen it, and it will be
+        the same.
         """
         kept = list(zip(states, tokens, strict=True))
         give_up_s = time.monotonic() + _STALLED_S
         while kept:
             try:
-                self._node.append_many([state.req for state, _ in kept], [token for _, token in kept])
+                self._node.append_many(
+                    [state.req for state, _ in kept], [token for _, token in kept]
+                )
                 break
             except OutOfPagesError as error:
                 if not error.retract and time.monotonic() < give_up_s:
-                    self._node.wait(_HELD_S)  # pages of a room that failed are in the way: their proof will come
+                    self._node.wait(
+                        _HELD_S
+                    )  # pages of a room that failed are in the way: their proof will come
                     continue
                 if not error.retract:
                     raise

@@ -1,7 +1,7 @@
 """64-bit hashes in numpy, vectorised: of one number, and of every prefix of a token sequence.
 
-The prefix hash is a polynomial, so that a whole prompt takes one cumulative sum and one more token one
-multiplication. uint64 arithmetic wraps around, which is meant.
+The prefix hash is a polynomial, so that a whole prompt takes one cumulative sum and one more token
+one multiplication. uint64 arithmetic wraps around, which is meant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _START: Final = 0x243F6A8885A308D3
 
 
 def splitmix64(values: Words) -> Words:
-    """A bijection of uint64 whose output bits each depend on all input bits; same shape, a new array."""
+    """A bijection of uint64 whose output bits each depend on all input bits; same shape, a new
+    array."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -27,7 +28,8 @@ def splitmix64(values: Words) -> Words:
 
 
 class PrefixHasher:
-    """Hashes of prefixes: `hashes[i]` depends on tokens 0 to i and on nothing else. Keeps a table of powers."""
+    """Hashes of prefixes: `hashes[i]` depends on tokens 0 to i and on nothing else. Keeps a table
+    of powers."""
 
     def __init__(self) -> None:
         self._powers = np.ones(1, dtype=np.uint64)  # _FACTOR ** i
@@ -51,7 +53,8 @@ class PrefixHasher:
 
 
 def extend(hashes: Words, tokens: npt.NDArray[np.int32]) -> Words:
-    """The prefix hashes of sequences with hashes `hashes`, each longer by its one token of `tokens`."""
+    """The prefix hashes of sequences with hashes `hashes`, each longer by its one token of
+    `tokens`."""
     return hashes * np.uint64(_FACTOR) + tokens.astype(np.uint64) + np.uint64(1)
 
 

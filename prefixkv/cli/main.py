@@ -1,4 +1,5 @@
-"""The `prefixkv` command. Bad input is one line on stderr and exit status 2; heavy imports wait for their command."""
+"""The `prefixkv` command. Bad input is one line on stderr and exit status 2; heavy imports wait for
+their command."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ class Switch(StrEnum):
 
 
 app.command()(replay)
-bench = typer.Typer(help="Measure what costs the engine's scheduler thread time, and the transport.")
+bench = typer.Typer(
+    help="Measure what costs the engine's scheduler thread time, and the transport."
+)
 bench.command()(claims)
 bench.command()(radix)
 bench.command()(router)
@@ -71,51 +74,88 @@ app.add_typer(bench, name="bench")
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option(help="Of the workload and its arrivals.")] = _DEFAULTS.seed,
-    conversations: Annotated[int, typer.Option(help="Chats that share a system prompt.")] = _DEFAULTS.conversations,
+    conversations: Annotated[
+        int, typer.Option(help="Chats that share a system prompt.")
+    ] = _DEFAULTS.conversations,
     turns: Annotated[int, typer.Option(help="Turns a conversation.")] = _DEFAULTS.turns,
     requests: Annotated[
         int | None, typer.Option(help="Cut the workload to this many requests.", show_default="all")
     ] = None,
-    concurrency: Annotated[int, typer.Option(help="Requests under way at once, at most.")] = _DEFAULTS.concurrency,
+    concurrency: Annotated[
+        int, typer.Option(help="Requests under way at once, at most.")
+    ] = _DEFAULTS.concurrency,
     page_size: Annotated[int, typer.Option(help="Tokens a page.")] = _DEFAULTS.page_size,
     layers: Annotated[int, typer.Option()] = _DEFAULTS.layers,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads a layer.", show_default="8; mla: 1")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Elements a head.", show_default="128; mla: 576")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads a layer.", show_default="8; mla: 1")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Elements a head.", show_default="128; mla: 576")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option()] = Dtype.bfloat16,
     attention: Annotated[Attention, typer.Option()] = Attention.mha,
     layout: Annotated[Layout, typer.Option()] = Layout.layer_major,
-    prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of prefill.")] = _DEFAULTS.prefill_tp,
-    decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of decode.")] = _DEFAULTS.decode_tp,
+    prefill_tp: Annotated[
+        int, typer.Option(help="Tensor-parallel ranks of prefill.")
+    ] = _DEFAULTS.prefill_tp,
+    decode_tp: Annotated[
+        int, typer.Option(help="Tensor-parallel ranks of decode.")
+    ] = _DEFAULTS.decode_tp,
     prefill_layout: Annotated[Layout | None, typer.Option(show_default="--layout")] = None,
     decode_layout: Annotated[Layout | None, typer.Option(show_default="--layout")] = None,
-    staging: Annotated[Switch, typer.Option(help="Gather slices of heads, where the ranks differ.")] = Switch.on,
+    staging: Annotated[
+        Switch, typer.Option(help="Gather slices of heads, where the ranks differ.")
+    ] = Switch.on,
     staging_leases: Annotated[
         float, typer.Option(help="A rank's staging memory, in leases of 4 MiB.")
     ] = _DEFAULTS.staging_leases,
-    prefill_pages: Annotated[int, typer.Option(help="Pages in prefill's pool.")] = _DEFAULTS.prefill_pages,
-    decode_pages: Annotated[int, typer.Option(help="Pages in decode's pool.")] = _DEFAULTS.decode_pages,
-    cache: Annotated[Cache, typer.Option(help="Decode's prefix cache; prefill's own is always on.")] = Cache.both,
+    prefill_pages: Annotated[
+        int, typer.Option(help="Pages in prefill's pool.")
+    ] = _DEFAULTS.prefill_pages,
+    decode_pages: Annotated[
+        int, typer.Option(help="Pages in decode's pool.")
+    ] = _DEFAULTS.decode_pages,
+    cache: Annotated[
+        Cache, typer.Option(help="Decode's prefix cache; prefill's own is always on.")
+    ] = Cache.both,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Replay a Mooncake JSONL trace instead of chats.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Replay a Mooncake JSONL trace instead of chats."),
     ] = None,
     block_tokens: Annotated[
         int, typer.Option(help="Tokens that a trace's block of 512 is scaled down to.")
     ] = _DEFAULTS.block_tokens,
-    system_tokens: Annotated[int, typer.Option(help="The shared system prompt.")] = _DEFAULTS.system_tokens,
-    user_tokens: Annotated[int, typer.Option(help="A user's text, median.")] = _DEFAULTS.user_tokens,
-    output_tokens: Annotated[int, typer.Option(help="An answer, median.")] = _DEFAULTS.output_tokens,
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens prefill computes at a time.")] = _DEFAULTS.chunk_tokens,
-    step_ms: Annotated[float, typer.Option(help="The shortest a decode step may be.")] = _DEFAULTS.step_ms,
+    system_tokens: Annotated[
+        int, typer.Option(help="The shared system prompt.")
+    ] = _DEFAULTS.system_tokens,
+    user_tokens: Annotated[
+        int, typer.Option(help="A user's text, median.")
+    ] = _DEFAULTS.user_tokens,
+    output_tokens: Annotated[
+        int, typer.Option(help="An answer, median.")
+    ] = _DEFAULTS.output_tokens,
+    chunk_tokens: Annotated[
+        int, typer.Option(help="Tokens prefill computes at a time.")
+    ] = _DEFAULTS.chunk_tokens,
+    step_ms: Annotated[
+        float, typer.Option(help="The shortest a decode step may be.")
+    ] = _DEFAULTS.step_ms,
     prefill_us_per_token: Annotated[
         float, typer.Option(help="Compute time to model, beside the writing of the KV.")
     ] = _DEFAULTS.prefill_us_per_token,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all figures to FILE.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the TTFT distributions.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all figures to FILE.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plot the TTFT distributions.")
+    ] = None,
 ) -> int:
-    """A multi-turn workload over real NIXL between two processes, with decode's prefix cache on and off.
+    """A multi-turn workload over real NIXL between two processes, with decode's prefix cache on and
+    off.
 
-    A stand-in engine with real bytes: every KV byte is verified in a first pass; then the request rate that
-    either side can sustain is measured, and the latencies at 0.7 of what it is without the cache.
+    A stand-in engine with real bytes: every KV byte is verified in a first pass; then the request
+    rate that either side can sustain is measured, and the latencies at 0.7 of what it is without
+    the cache.
     """
     options = DemoOptions(
         seed=seed,

@@ -39,7 +39,8 @@ class PassPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """See `prefixkv demo --help`. `kv_heads` and `head_dim` of None mean the attention's usual ones.
+    """See `prefixkv demo --help`. `kv_heads` and `head_dim` of None mean the attention's usual
+    ones.
 
     Raises: ConfigError that names the option, its value and its bound.
     """
@@ -75,8 +76,9 @@ class DemoOptions:
 
     def __post_init__(self) -> None:
         for name in (
-            "conversations", "turns", "concurrency", "page_size", "layers", "prefill_pages", "decode_pages",
-            "system_tokens", "user_tokens", "output_tokens", "chunk_tokens", "prefill_tp", "decode_tp",
+            "conversations", "turns", "concurrency", "page_size", "layers", "prefill_pages",
+            "decode_pages", "system_tokens", "user_tokens", "output_tokens", "chunk_tokens",
+            "prefill_tp", "decode_tp",
         ):  # fmt: skip
             _in_range(name, getattr(self, name), 1, _MAX_SIZE)
         for name in ("requests", "kv_heads", "head_dim"):
@@ -103,7 +105,9 @@ class DemoOptions:
         try:
             check_meshes(self.mesh(self.prefill_tp), self.mesh(self.decode_tp))
         except HandshakeError as error:
-            raise ConfigError(f"--prefill-tp {self.prefill_tp} and --decode-tp {self.decode_tp}: {error}") from None
+            raise ConfigError(
+                f"--prefill-tp {self.prefill_tp} and --decode-tp {self.decode_tp}: {error}"
+            ) from None
 
     def mesh(self, tp_size: int) -> Mesh:
         return Mesh(self.layers, self.heads, tp_size)
@@ -126,7 +130,9 @@ class DemoOptions:
     @property
     def dim(self) -> int:
         """Elements a head, or of the latent vector."""
-        return self.head_dim if self.head_dim is not None else 576 if self.attention == "mla" else 128
+        return (
+            self.head_dim if self.head_dim is not None else 576 if self.attention == "mla" else 128
+        )
 
     @property
     def page_bytes(self) -> int:
@@ -149,9 +155,13 @@ class DemoOptions:
         )
 
     def check_pools(self, workload: Workload, available_bytes: int) -> None:
-        """That each pool holds the longest request, and the machine both pools. Raises ConfigError otherwise."""
+        """That each pool holds the longest request, and the machine both pools. Raises ConfigError
+        otherwise."""
         longest = workload.max_request_tokens
-        for name, tokens in (("prefill_pages", longest), ("decode_pages", longest + RESERVE_TOKENS)):
+        for name, tokens in (
+            ("prefill_pages", longest),
+            ("decode_pages", longest + RESERVE_TOKENS),
+        ):
             needed = pages_for(tokens, self.page_size)
             if getattr(self, name) < needed:
                 raise ConfigError(
@@ -159,12 +169,16 @@ class DemoOptions:
                     f"the longest request has {longest} tokens"
                 )
         total = _WORKER_BYTES
-        for tp_size, num_pages in ((self.prefill_tp, self.prefill_pages), (self.decode_tp, self.decode_pages)):
+        for tp_size, num_pages in (
+            (self.prefill_tp, self.prefill_pages),
+            (self.decode_tp, self.decode_pages),
+        ):
             total += num_pages * self.page_bytes * self.mesh(tp_size).replicas
             total += tp_size * self.transport().staging_bytes
         if total > available_bytes:
             raise ConfigError(
-                f"pools of {self.prefill_pages} and {self.decode_pages} pages of {self.page_bytes} bytes need "
+                f"pools of {self.prefill_pages} and {self.decode_pages} pages of "
+                f"{self.page_bytes} bytes need "
                 f"{total} bytes with their workers, {available_bytes} are available"
             )
 

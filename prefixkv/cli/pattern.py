@@ -1,9 +1,12 @@
-"""The stand-in engine's KV: bytes that follow from a token's whole prefix, the layer, K or V, and the head.
+"""The stand-in engine's KV: bytes that follow from a token's whole prefix, the layer, K or V, and
+the head.
 
-One word of KV is (hash of the prefix up to and including the token) XOR (a constant of its place in the
-token: layer, K or V, head, lane). So a page that is stale, of another prefix, of another layer, shifted or
-unwritten differs in nearly every word, and both writing and checking run at the speed of memory. The `salt`
-sets one pass over a pool apart from the next: what an earlier pass left behind is never right by luck.
+One word of KV is (hash of the prefix up to and including the token) XOR (a constant of its place in
+the
+token: layer, K or V, head, lane). So a page that is stale, of another prefix, of another layer,
+shifted or unwritten differs in nearly every word, and both writing and checking run at the speed of
+memory. The `salt` sets one pass over a pool apart from the next: what an earlier pass left behind
+is never right by luck.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from prefixkv.pool.mesh import Mesh
 Pages = npt.NDArray[np.int32]
 WordArray = npt.NDArray[Any]  # of unsigned words, 1 to 8 bytes
 
-_CHECK_BYTES: Final = 1 << 18  # compared at a time, so that the expected bytes stay in the processor's cache
+_CHECK_BYTES: Final = (
+    1 << 18
+)  # compared at a time, so that the expected bytes stay in the processor's cache
 
 
 class _Group(NamedTuple):
@@ -34,27 +39,35 @@ class _Group(NamedTuple):
 
 
 class KVPattern:
-    """Writes and checks the pattern in one pool on the CPU. Keeps `owner` alive, since it works on addresses.
+    """Writes and checks the pattern in one pool on the CPU. Keeps `owner` alive, since it works on
+    addresses.
 
-    `hashes` are prefix hashes (`PrefixHasher`), uint64, one a token. Token i of a request lies in slot
-    i % page_size of `pages[i // page_size]`.
+    `hashes` are prefix hashes (`PrefixHasher`), uint64, one a token. Token i of a request lies in
+    slot i % page_size of `pages[i // page_size]`.
     """
 
-    def __init__(self, layout: KVLayout, salt: int, owner: object, place: tuple[Mesh, int] | None = None) -> None:
-        """`place`: the pool holds the share of this rank of the mesh; all of the model by default."""
+    def __init__(
+        self, layout: KVLayout, salt: int, owner: object, place: tuple[Mesh, int] | None = None
+    ) -> None:
+        """`place`: the pool holds the share of this rank of the mesh; all of the model by
+        default."""
         self._owner = owner
         self._page_size = layout.page_size
         self._salt = splitmix64(np.array([salt], dtype=np.uint64))
         self._dtype = _word_dtype(layout)
         lanes = layout.head_bytes // self._dtype.itemsize
-        self._check_pages = max(1, _CHECK_BYTES // (layout.slab_page_bytes * layout.slabs_per_layer))
+        self._check_pages = max(
+            1, _CHECK_BYTES // (layout.slab_page_bytes * layout.slabs_per_layer)
+        )
         kinds = layout.slabs_per_layer
         mesh, rank = place or (Mesh(layout.num_layers, layout.num_kv_heads), 0)
         shard = mesh.shard(rank)
         count = mesh.num_layers * kinds * mesh.num_kv_heads * lanes
         places = splitmix64(np.arange(count, dtype=np.uint64)).astype(self._dtype)
         places = places.reshape(mesh.num_layers * kinds, 1, 1, mesh.num_kv_heads, lanes)
-        places = places[shard.first_layer * kinds :, :, :, shard.first_head : shard.first_head + shard.num_heads]
+        places = places[
+            shard.first_layer * kinds :, :, :, shard.first_head : shard.first_head + shard.num_heads
+        ]
         places = np.ascontiguousarray(places[: len(layout.slabs)])
         self._groups = [
             _Group(_as_array(layout, first, step, end - start, self._dtype), places[start:end])
@@ -62,7 +75,8 @@ class KVPattern:
         ]
 
     def fill(self, pages: Pages, start: int, hashes: Words) -> None:
-        """Write the KV of tokens `start` to `len(hashes)`; raises CallerError if `pages` has too few."""
+        """Write the KV of tokens `start` to `len(hashes)`; raises CallerError if `pages` has too
+        few."""
         values = self._values(pages, hashes)
         for page_at, run, slot, count in _spans(pages, start, len(hashes), self._page_size):
             first = page_at * self._page_size + slot
@@ -72,13 +86,15 @@ class KVPattern:
                 np.bitwise_xor(own, places, out=view[:, page : page + run, slot : slot + count])
 
     def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Words) -> None:
-        """Write one token each of many requests: the one with `hashes[i]` to slot `slots[i]` of page `pages[i]`."""
+        """Write one token each of many requests: the one with `hashes[i]` to slot `slots[i]` of
+        page `pages[i]`."""
         values = splitmix64(hashes ^ self._salt).astype(self._dtype).reshape(1, -1, 1, 1)
         for view, places in self._groups:
             view[:, pages, slots] = values ^ places[:, 0]
 
     def mismatches(self, pages: Pages, hashes: Words) -> int:
-        """How many of the pages that hold tokens 0 to `len(hashes)` have a wrong byte in any of those tokens."""
+        """How many of the pages that hold tokens 0 to `len(hashes)` have a wrong byte in any of
+        those tokens."""
         values = self._values(pages, hashes)
         wrong = 0
         for page_at, run, slot, count in _spans(pages, 0, len(hashes), self._page_size):
@@ -104,8 +120,11 @@ class KVPattern:
         return splitmix64(hashes ^ self._salt).astype(self._dtype)
 
 
-def _spans(pages: Pages, start: int, end: int, page_size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Tokens [start, end) as (position in `pages`, pages, first slot, slots): neighbouring whole pages in one."""
+def _spans(
+    pages: Pages, start: int, end: int, page_size: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Tokens [start, end) as (position in `pages`, pages, first slot, slots): neighbouring whole
+    pages in one."""
     at = start
     while at < end:
         page_at, slot = divmod(at, page_size)
@@ -129,7 +148,8 @@ def _word_dtype(layout: KVLayout) -> np.dtype[Any]:
 
 
 def _even_runs(layout: KVLayout) -> list[tuple[int, int, Slab, int]]:
-    """The slabs as (start, end, first slab, bytes between two bases), each run as long as it can be."""
+    """The slabs as (start, end, first slab, bytes between two bases), each run as long as it can
+    be."""
     slabs = layout.slabs
     runs = []
     start = 0
@@ -137,7 +157,9 @@ def _even_runs(layout: KVLayout) -> list[tuple[int, int, Slab, int]]:
         first = slabs[start]
         step = slabs[start + 1].base - first.base if start + 1 < len(slabs) else 0
         end = start + 1
-        while end < len(slabs) and slabs[end] == Slab(first.base + (end - start) * step, *_strides(first)):
+        while end < len(slabs) and slabs[end] == Slab(
+            first.base + (end - start) * step, *_strides(first)
+        ):
             end += 1
         runs.append((start, end, first, step))
         start = end
@@ -148,7 +170,9 @@ def _strides(slab: Slab) -> tuple[int, int, int]:
     return slab.page_stride, slab.token_stride, slab.head_stride
 
 
-def _as_array(layout: KVLayout, first: Slab, step: int, count: int, dtype: np.dtype[Any]) -> WordArray:
+def _as_array(
+    layout: KVLayout, first: Slab, step: int, count: int, dtype: np.dtype[Any]
+) -> WordArray:
     """A writable view of `count` slabs, [slab, page, token, head, lane]."""
 
     class Memory:
@@ -157,9 +181,13 @@ def _as_array(layout: KVLayout, first: Slab, step: int, count: int, dtype: np.dt
             "data": (first.base, False),
             "typestr": dtype.str,
             "shape": (
-                count, layout.num_pages, layout.page_size, layout.num_kv_heads, layout.head_bytes // dtype.itemsize
+                count,
+                layout.num_pages,
+                layout.page_size,
+                layout.num_kv_heads,
+                layout.head_bytes // dtype.itemsize,
             ),
             "strides": (step, *_strides(first), dtype.itemsize),
-        }  # fmt: skip
+        }
 
     return np.asarray(Memory())

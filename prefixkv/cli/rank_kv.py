@@ -1,4 +1,5 @@
-"""The stand-in engine's KV on all ranks of a worker: each rank's share of the pattern, in each rank's own pages."""
+"""The stand-in engine's KV on all ranks of a worker: each rank's share of the pattern, in each
+rank's own pages."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def patterns(pools: Sequence[KVPool], mesh: Mesh, salt: int) -> list[KVPattern]:
 
 
 class PrefillKV:
-    """Computes prompts. `ranks_of` gives a request's likeness on each rank: they have caches of their own."""
+    """Computes prompts. `ranks_of` gives a request's likeness on each rank: they have caches of
+    their own."""
 
     def __init__(
         self,
@@ -45,7 +47,8 @@ class PrefillKV:
 
 
 class DecodeKV:
-    """Checks prompts and writes the tokens after them. `pages_of` gives a request's pages as each rank knows them."""
+    """Checks prompts and writes the tokens after them. `pages_of` gives a request's pages as each
+    rank knows them."""
 
     def __init__(
         self,
@@ -70,9 +73,12 @@ class DecodeKV:
             pattern.fill_tokens(pages, slots, hashes)
 
 
-def make_pools(mesh: Mesh, num_pages: int, page_size: int, head_dim: int, **options: Any) -> list[KVPool]:
+def make_pools(
+    mesh: Mesh, num_pages: int, page_size: int, head_dim: int, **options: Any
+) -> list[KVPool]:
     """A pool a rank, with its share of the mesh. Raises what `KVPool.create` raises."""
     shards = [mesh.shard(rank) for rank in range(mesh.num_ranks)]
     return [
-        KVPool.create(num_pages, page_size, shard.num_layers, shard.num_heads, head_dim, **options) for shard in shards
+        KVPool.create(num_pages, page_size, shard.num_layers, shard.num_heads, head_dim, **options)
+        for shard in shards
     ]

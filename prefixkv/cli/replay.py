@@ -1,8 +1,10 @@
-"""`prefixkv replay`: how often would this cache have hit, by policy and capacity, and how often could any have.
+"""`prefixkv replay`: how often would this cache have hit, by policy and capacity, and how often
+could any have.
 
-The traces run through the real `RadixCache`: each request is matched and locked, room is made for the rest, and
-the rest is inserted. A block of a Mooncake trace becomes a page of one token, its id; the policies are told how
-many tokens it stands for. Every id counts, the partial block at a prompt's end included, as in published figures.
+The traces run through the real `RadixCache`: each request is matched and locked, room is made for
+the rest, and the rest is inserted. A block of a Mooncake trace becomes a page of one token, its id;
+the policies are told how many tokens it stands for. Every id counts, the partial block at a
+prompt's end included, as in published figures.
 """
 
 from __future__ import annotations
@@ -58,11 +60,14 @@ class ReplayResult:
     us_per_request: float
 
 
-# --- reading ---------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
-def read_trace(path: Path, page_size: int = 16, block_tokens: int = 512, limit: int | None = None) -> Trace:
-    """A Mooncake JSONL trace, or a JSONL of token lists ([..] or {"tokens": [..], "timestamp": ms}).
+def read_trace(
+    path: Path, page_size: int = 16, block_tokens: int = 512, limit: int | None = None
+) -> Trace:
+    """A Mooncake JSONL trace, or a JSONL of token lists ([..] or {"tokens": [..], "timestamp":
+    ms}).
 
     Args:
         page_size: tokens a page, for token lists.
@@ -81,7 +86,9 @@ def read_trace(path: Path, page_size: int = 16, block_tokens: int = 512, limit: 
                     break
                 if not line.strip():
                     continue
-                request, is_mooncake = _read_line(line, f"{path}:{number}", len(requests), names, block_tokens)
+                request, is_mooncake = _read_line(
+                    line, f"{path}:{number}", len(requests), names, block_tokens
+                )
                 if mooncake not in (None, is_mooncake):
                     raise TraceError(f"{path}:{number}: hash ids and tokens in one trace")
                 mooncake = is_mooncake
@@ -122,13 +129,15 @@ def _read_line(
     if type(length) is not int or not 0 <= length < TOKEN_LIMIT:
         raise TraceError(f"{where}: input_length {length!r} is not in [0, {TOKEN_LIMIT})")
     if len(ids) != -(-length // block_tokens):
-        raise TraceError(f"{where}: {len(ids)} hash_ids for {length} tokens in blocks of {block_tokens}")
+        raise TraceError(
+            f"{where}: {len(ids)} hash_ids for {length} tokens in blocks of {block_tokens}"
+        )
     blocks = [names.setdefault(name, len(names)) for name in ids]
     key, whole_key = RadixKey(blocks), RadixKey(blocks[: length // block_tokens])
     return TraceRequest(stamp / 1000, key, whole_key, length), True
 
 
-# --- running ---------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 
 
 def replay_policy(
@@ -163,9 +172,13 @@ def replay_policy(
                 free.append(next_page)
                 next_page += 1
             cut = len(free) - total + known
-            cache.insert(key, np.array([*lock.pages.tolist(), *free[cut:]], np.int32), now_s=request.time_s)
+            cache.insert(
+                key, np.array([*lock.pages.tolist(), *free[cut:]], np.int32), now_s=request.time_s
+            )
             del free[cut:]
-        if cache.num_pages > capacity:  # what a request computed may go at once, as the optimum's may
+        if (
+            cache.num_pages > capacity
+        ):  # what a request computed may go at once, as the optimum's may
             free += cache.evict(cache.num_pages - capacity, request.time_s).tolist()
         if at >= counted_from:
             hit_blocks += known
@@ -187,14 +200,17 @@ def replay_policy(
 
 
 def replay_optimum(trace: Trace, capacity: int, warm: float = 0.0) -> ReplayResult:
-    """Furthest next use, where a block may also be dropped at once: no cache with this capacity hits more often.
+    """Furthest next use, where a block may also be dropped at once: no cache with this capacity
+    hits more often.
 
     A block's next use is never later than that of the blocks after it, so what is kept is prefixes.
     """
     begin = time.perf_counter()
     paths = [_block_names(request.key, trace) for request in trace.requests]
     never = len(paths)
-    next_uses: list[list[int]] = [[] for _ in paths]  # of each block of each request: the next request with it
+    next_uses: list[list[int]] = [
+        [] for _ in paths
+    ]  # of each block of each request: the next request with it
     seen: dict[Any, int] = {}
     for at in range(len(paths) - 1, -1, -1):
         next_uses[at] = [seen.get(name, never) for name in paths[at]]
@@ -244,27 +260,41 @@ def _block_names(key: RadixKey, trace: Trace) -> list[Any]:
     return names
 
 
-# --- the command -----------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def replay(
-    traces: Annotated[list[Path], typer.Argument(help="Mooncake JSONL, or a JSONL of token lists.")],
-    policy: Annotated[str, typer.Option(help="Names, by commas; all: every registered one and the optimum.")] = "all",
-    capacity: Annotated[str, typer.Option(help="Blocks, by commas.")] = "1000,3000,6000,10000,20000,50000",
-    warm: Annotated[float, typer.Option(help="Count hits after this share of the requests only.")] = 0.0,
+    traces: Annotated[
+        list[Path], typer.Argument(help="Mooncake JSONL, or a JSONL of token lists.")
+    ],
+    policy: Annotated[
+        str, typer.Option(help="Names, by commas; all: every registered one and the optimum.")
+    ] = "all",
+    capacity: Annotated[
+        str, typer.Option(help="Blocks, by commas.")
+    ] = "1000,3000,6000,10000,20000,50000",
+    warm: Annotated[
+        float, typer.Option(help="Count hits after this share of the requests only.")
+    ] = 0.0,
     queue: Annotated[int, typer.Option(help="So many next requests count as waiting.")] = 0,
     requests: Annotated[int | None, typer.Option(help="Read so many only.")] = None,
     page_size: Annotated[int, typer.Option(help="Tokens a block, for token lists.")] = 16,
     block_tokens: Annotated[int, typer.Option(help="Tokens a hash id stands for.")] = 512,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write a list of results there.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw miss-ratio curves there (needs matplotlib).")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write a list of results there.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw miss-ratio curves there (needs matplotlib).")
+    ] = None,
 ) -> None:
-    """How often the cache would have hit, by policy and capacity, and how often any cache could have."""
+    """How often the cache would have hit, by policy and capacity, and how often any cache could
+    have."""
     policies = _policies(policy)
     capacities = _capacities(capacity)
     for setting, value, low, high in (
-        ("--warm", warm, 0, 0.99), ("--queue", queue, 0, 1_000_000), ("--page-size", page_size, 1, 65_536),
-        ("--block-tokens", block_tokens, 1, 1_048_576), ("--requests", requests, 1, 10**9),
+        ("--warm", warm, 0, 0.99), ("--queue", queue, 0, 1_000_000),
+        ("--page-size", page_size, 1, 65_536), ("--block-tokens", block_tokens, 1, 1_048_576),
+        ("--requests", requests, 1, 10**9),
     ):  # fmt: skip
         if value is not None and not low <= value <= high:
             raise ConfigError(f"{setting} {value} is not in [{low}, {high}]")
@@ -272,13 +302,18 @@ def replay(
     results: list[ReplayResult] = []
     layout = "{:<22.22} {:<9} {:>7} {:>7} {:>7} {:>8} {:>7}"
     loaded = [read_trace(path, page_size, block_tokens, requests) for path in traces]
-    console.print(layout.format("trace", "policy", "blocks", "block", "token", "evicted", "us/req"), style="bold")
+    console.print(
+        layout.format("trace", "policy", "blocks", "block", "token", "evicted", "us/req"),
+        style="bold",
+    )
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         for trace in loaded:
             for size in capacities:
                 for name in policies:
-                    task = progress.add_task(f"{trace.name} {name} {size}", total=len(trace.requests))
+                    task = progress.add_task(
+                        f"{trace.name} {name} {size}", total=len(trace.requests)
+                    )
 
                     def step(at: int, task: Any = task) -> None:
                         progress.update(task, completed=at)
@@ -292,16 +327,20 @@ def replay(
                     progress.console.print(
                         layout.format(
                             trace.name, name, size, f"{result.block_hit_ratio:.4f}",
-                            f"{result.token_hit_ratio:.4f}", result.evicted_pages, f"{result.us_per_request:.1f}",
+                            f"{result.token_hit_ratio:.4f}", result.evicted_pages,
+                            f"{result.us_per_request:.1f}",
                         ), highlight=False)  # fmt: skip
     if json_file is not None:
-        json_file.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n", encoding="utf-8")
+        json_file.write_text(
+            json.dumps([asdict(result) for result in results], indent=1) + "\n", encoding="utf-8"
+        )
     if plot is not None:
         draw(results, plot)
 
 
 def draw(results: list[ReplayResult], path: Path) -> None:
-    """Miss ratio by capacity, a curve a policy, a panel a trace. Raises ConfigError without matplotlib."""
+    """Miss ratio by capacity, a curve a policy, a panel a trace. Raises ConfigError without
+    matplotlib."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -315,8 +354,13 @@ def draw(results: list[ReplayResult], path: Path) -> None:
         for policy in dict.fromkeys(result.policy for result in results):
             mine = [result for result in results if (result.trace, result.policy) == (name, policy)]
             style = {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {}
-            panel.plot([result.capacity_blocks for result in mine], [1 - result.block_hit_ratio for result in mine],
-                       marker=".", label=policy, **style)  # fmt: skip
+            panel.plot(
+                [result.capacity_blocks for result in mine],
+                [1 - result.block_hit_ratio for result in mine],
+                marker=".",
+                label=policy,
+                **style,
+            )
         panel.set(title=name, xlabel="capacity (blocks)", ylabel="block miss ratio", xscale="log")
         panel.grid(alpha=0.3)
         panel.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
@@ -331,7 +375,9 @@ def _policies(names: str) -> list[str]:
     chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     for name in chosen:
         if name != OPTIMUM and name not in policy_names():
-            raise ConfigError(f"--policy {name!r} is not one of {', '.join([*policy_names(), OPTIMUM])}")
+            raise ConfigError(
+                f"--policy {name!r} is not one of {', '.join([*policy_names(), OPTIMUM])}"
+            )
     if not chosen:
         raise ConfigError("--policy names no policy")
     return chosen

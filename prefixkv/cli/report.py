@@ -1,4 +1,5 @@
-"""What the demo found: figures from a pass's measurements, the JSON file, the table and the plot. No engine in here."""
+"""What the demo found: figures from a pass's measurements, the JSON file, the table and the plot.
+No engine in here."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ PAGE_STATES: Final = ("free", "owned", "cached", "held", "quarantined")
 
 @dataclass(slots=True)
 class Measured:
-    """One pass, as the two workers saw it. Times are seconds; one entry of `ttft_s` a request answered."""
+    """One pass, as the two workers saw it. Times are seconds; one entry of `ttft_s` a request
+    answered."""
 
     requests: int = 0  # asked for: answered and failed
     failed: int = 0
@@ -45,7 +47,8 @@ class Measured:
     prefill_pages_at_end: dict[str, int] = field(default_factory=dict)
 
     def complaints(self) -> list[str]:
-        """What must not be: every failed request, wrong page and page or lock that nobody gave back."""
+        """What must not be: every failed request, wrong page and page or lock that nobody gave
+        back."""
         found = {"requests failed": self.failed, "pages mismatched": self.pages_mismatched}
         for side, locks, pages in (
             ("decode", self.locks_at_end, self.pages_at_end),
@@ -59,7 +62,8 @@ class Measured:
 
 @dataclass(slots=True)
 class Report:
-    """All passes of a demo, by whether the cache was on: `verified`, `timed` at moderate load, `saturated`."""
+    """All passes of a demo, by whether the cache was on: `verified`, `timed` at moderate load,
+    `saturated`."""
 
     recipe: dict[str, Any]
     verified: dict[bool, Measured] = field(default_factory=dict)
@@ -79,11 +83,14 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """The content of `--json`.
 
-        In `ratios` (None unless both were run) TTFT and bytes are cache_off / cache_on at the moderate load,
-        requests a second cache_on / cache_off saturated, where TTFT has one more. A ratio whose divisor is 0 is None.
+        In `ratios` (None unless both were run) TTFT and bytes are cache_off / cache_on at the
+        moderate load, requests a second cache_on / cache_off saturated, where TTFT has one more. A
+        ratio whose divisor is 0 is None.
         """
         runs = {CACHE_NAMES[cache]: self._figures(run, cache) for cache, run in self.timed.items()}
-        saturated = {CACHE_NAMES[cache]: self._figures(run, cache) for cache, run in self.saturated.items()}
+        saturated = {
+            CACHE_NAMES[cache]: self._figures(run, cache) for cache, run in self.saturated.items()
+        }
         ratios: dict[str, float | None] = dict.fromkeys(
             ("ttft_p50", "ttft_p50_saturated", "requests_per_s", "bytes_sent")
         )
@@ -103,7 +110,8 @@ class Report:
         answered = run.requests - run.failed
         return {
             "requests": run.requests,
-            "failed": run.failed + verified.failed,  # a request that failed unverified or verified has failed
+            "failed": run.failed
+            + verified.failed,  # a request that failed unverified or verified has failed
             "token_hit_rate": _ratio(run.hit_tokens, run.prompt_tokens),
             "prefill_hit_rate": _ratio(run.prefill_hit_tokens, run.prefill_prompt_tokens),
             "prompt_tokens": run.prompt_tokens,
@@ -126,7 +134,9 @@ class Report:
         from rich.table import Table
 
         content = self.as_json()
-        columns = [(kind, name, r) for kind in ("runs", "saturated") for name, r in content[kind].items()]
+        columns = [
+            (kind, name, r) for kind in ("runs", "saturated") for name, r in content[kind].items()
+        ]
         titles = {"runs": "moderate load", "saturated": "saturated"}
         table = Table(title="prefixkv demo")
         table.add_column("")
@@ -152,10 +162,13 @@ class Report:
         return "cache on against off: " + ", ".join(parts) if parts else ""
 
     def write_json(self, path: Path) -> None:
-        path.write_text(json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
 
     def plot(self, path: Path) -> None:
-        """TTFT of the timed passes as cumulative distributions. Needs matplotlib; the file's suffix is the format."""
+        """TTFT of the timed passes as cumulative distributions. Needs matplotlib; the file's suffix
+        is the format."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 4), layout="constrained")
@@ -164,7 +177,9 @@ class Report:
             times_ms = np.sort(run.ttft_s) * 1e3
             share = np.arange(1, len(times_ms) + 1) / max(1, len(times_ms))
             axes.step(times_ms, share, where="post", label=CACHE_NAMES[cache].replace("_", " "))
-        axes.set(xscale="log", xlabel="TTFT: arrival to KV committed (ms)", ylabel="share of requests")
+        axes.set(
+            xscale="log", xlabel="TTFT: arrival to KV committed (ms)", ylabel="share of requests"
+        )
         axes.set_title(f"at {self.recipe['offered_load']['requests_per_s']:.1f} requests/s")
         axes.grid(visible=True, which="both", alpha=0.3)
         axes.legend()
@@ -179,7 +194,9 @@ def machine() -> dict[str, Any]:
         "machine": {
             "platform": platform.platform(),
             "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
             "load_average_before": list(os.getloadavg()),
         },

@@ -1,8 +1,9 @@
 """The demo's two worker processes, seen from both ends.
 
-The parent starts one prefill and one decode process and has them run passes; each pass has new nodes over the
-same pools. Between the two workers lies one pipe, the router's: decode's client tells prefill of each prompt.
-No worker outlives its parent: Linux kills it when the parent is gone, however that came about.
+The parent starts one prefill and one decode process and has them run passes; each pass has new
+nodes over the same pools. Between the two workers lies one pipe, the router's: decode's client
+tells prefill of each prompt. No worker outlives its parent: Linux kills it when the parent is gone,
+however that came about.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class WorkerError(PrefixKVError):
 
 
 class Workers:
-    """The parent's end of both workers. Use as a context; leaving it ends them, by force where needed.
+    """The parent's end of both workers. Use as a context; leaving it ends them, by force where
+    needed.
 
     Made, used and left on the parent's main thread: the workers' lives hang on it.
     """
@@ -54,9 +56,12 @@ class Workers:
         asks_in, asks_out = context.Pipe(duplex=False)
         self._ends: dict[str, Connection] = {}
         self._processes: dict[str, SpawnProcess] = {}
-        self._early: dict[tuple[str, str], Any] = {}  # messages that came before they were waited for
-        # A worker inherits the mask, so that Ctrl-C reaches the parent alone, also while the worker starts. The
-        # tracker has to run before: starting it would take SIGINT out of the mask again.
+        self._early: dict[
+            tuple[str, str], Any
+        ] = {}  # messages that came before they were waited for
+        # A worker inherits the mask, so that Ctrl-C reaches the parent alone, also while the worker
+        # starts. The tracker has to run before: starting it would take SIGINT out of the mask
+        # again.
         resource_tracker.ensure_running()
         with _ctrl_c_waits(), contextlib.closing(asks_in), contextlib.closing(asks_out):
             for name, target, args in (
@@ -68,7 +73,8 @@ class Workers:
                     target=_worker, args=(os.getpid(), theirs, target, args), name=name, daemon=True
                 )
                 process.start()
-                theirs.close()  # so that the worker's end is the only one, and its death is seen as EOF
+                # so that the worker's end is the only one, and its death is seen as EOF
+                theirs.close()
                 self._ends[name] = ours
                 self._processes[name] = process
 
@@ -113,7 +119,10 @@ class Workers:
         return self._early.pop((name, kind))
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with _ctrl_c_waits():  # a second one
             for name, process in self._processes.items():
@@ -121,8 +130,9 @@ class Workers:
                     with contextlib.suppress(OSError):
                         self._ends[name].send(None)
                 else:
-                    # At once, with no exception in it: one that came while a node is being made or closed would
-                    # leave NIXL's thread running into the interpreter's end. Its death ends its writes.
+                    # At once, with no exception in it: one that came while a node is being made or
+                    # closed would leave NIXL's thread running into the interpreter's end. Its death
+                    # ends its writes.
                     process.terminate()
             for process in self._processes.values():
                 process.join(_JOIN_S)
@@ -137,8 +147,8 @@ class Workers:
 def _ctrl_c_waits() -> Iterator[None]:
     """Ctrl-C interrupts what follows the block, not the block. On the main thread.
 
-    The mask alone would not do: the signal then goes to any other thread of the process (numpy has some), and Python
-    interrupts the main thread all the same.
+    The mask alone would not do: the signal then goes to any other thread of the process (numpy has
+    some), and Python interrupts the main thread all the same.
     """
     came: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
@@ -155,7 +165,9 @@ def _ctrl_c_waits() -> Iterator[None]:
 # --- in the worker ------------------------------------------------------------------------------
 
 
-def _worker(parent: int, end: Connection, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _worker(
+    parent: int, end: Connection, target: Callable[..., None], args: tuple[Any, ...]
+) -> None:
     _die_with(parent)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
@@ -173,7 +185,9 @@ def _die_with(parent: int) -> None:
             os._exit(1)
 
 
-def _make_pools(options: DemoOptions, mesh: Mesh, num_pages: int, order: str | None) -> list[KVPool]:
+def _make_pools(
+    options: DemoOptions, mesh: Mesh, num_pages: int, order: str | None
+) -> list[KVPool]:
     import torch
 
     from prefixkv.cli.rank_kv import make_pools
@@ -193,7 +207,9 @@ def _prefill_worker(end: Connection, options: DemoOptions, asks: Connection) -> 
     from prefixkv.config import PrefillConfig
     from prefixkv.runtime.groups import PrefillGroup
 
-    config = PrefillConfig(name="prefill-0", max_running=options.concurrency, transport=options.transport())
+    config = PrefillConfig(
+        name="prefill-0", max_running=options.concurrency, transport=options.transport()
+    )
 
     end.send(("ready", None))
     plan: PassPlan
@@ -219,7 +235,9 @@ def _prefill_worker(end: Connection, options: DemoOptions, asks: Connection) -> 
         end.send(("measured", measured))
 
 
-def _decode_worker(end: Connection, options: DemoOptions, asks: Connection, workload: Workload) -> None:
+def _decode_worker(
+    end: Connection, options: DemoOptions, asks: Connection, workload: Workload
+) -> None:
     mesh = options.mesh(options.decode_tp)
     pools = _make_pools(options, mesh, options.decode_pages, options.decode_layout)
     from prefixkv.cli.engine import END_OF_PASS, DecodeEngine
@@ -240,11 +258,13 @@ def _decode_worker(end: Connection, options: DemoOptions, asks: Connection, work
         plan: PassPlan
         plan, endpoint = message
         config = DecodeConfig(
-            name="decode-0", max_running=options.concurrency, reserve_tokens=RESERVE_TOKENS, cache=plan.cache,
-            transport=options.transport(),
+            name="decode-0", max_running=options.concurrency, reserve_tokens=RESERVE_TOKENS,
+            cache=plan.cache, transport=options.transport(),
         )  # fmt: skip
         due = arrival_times(workload, options.seed, plan.rate)
-        with DecodeGroup(pools, config, mesh, digest_every=_DIGEST_EVERY if plan.verify else 0) as node:
+        with DecodeGroup(
+            pools, config, mesh, digest_every=_DIGEST_EVERY if plan.verify else 0
+        ) as node:
             engine = DecodeEngine(
                 node,
                 DecodeKV(patterns(pools, mesh, plan.salt), node.pages_of),
@@ -261,7 +281,9 @@ def _decode_worker(end: Connection, options: DemoOptions, asks: Connection, work
             asks.send(END_OF_PASS)
             stats = _settled(node)
             node.audit()
-        measured.bytes_skipped = measured.hit_tokens * sum(pool.layout.kv_bytes_per_token for pool in pools)
+        measured.bytes_skipped = measured.hit_tokens * sum(
+            pool.layout.kv_bytes_per_token for pool in pools
+        )
         measured.evicted_pages = stats["evicted_pages"]
         measured.locks_at_end = stats["locks"]
         measured.pages_at_end = _pages_by_state(stats)
@@ -269,11 +291,14 @@ def _decode_worker(end: Connection, options: DemoOptions, asks: Connection, work
 
 
 def _settled(node: DecodeGroup | PrefillGroup) -> dict[str, int]:
-    """The node's counts once nothing is locked or held any more, or as they are after `_SETTLE_S`."""
+    """The node's counts once nothing is locked or held any more, or as they are after
+    `_SETTLE_S`."""
     deadline_s = time.monotonic() + _SETTLE_S
     while True:
         stats = node.stats()
-        left = stats["locks"] + sum(stats[f"pages_{state}"] for state in ("owned", "held", "quarantined"))
+        left = stats["locks"] + sum(
+            stats[f"pages_{state}"] for state in ("owned", "held", "quarantined")
+        )
         if not left or time.monotonic() > deadline_s:
             return stats
         node.wait(0.02)

@@ -1,9 +1,11 @@
-"""What the demo's clients send: seeded chats and replayed traces, as runs of tokens that are made on demand.
+"""What the demo's clients send: seeded chats and replayed traces, as runs of tokens that are made
+on demand.
 
-A *session* is a chain of turns: each prompt is everything said so far plus the turn's own text, so a prompt
-is known only once the turn before it has been answered. A trace's requests are sessions of one turn. Equal
-seeds give equal prompts whatever the engine does, as long as its answers depend on the prompt alone.
-`Clients` plays a workload against a schedule; it is told the time and knows no clock.
+A *session* is a chain of turns: each prompt is everything said so far plus the turn's own text, so
+a prompt is known only once the turn before it has been answered. A trace's requests are sessions of
+one turn. Equal seeds give equal prompts whatever the engine does, as long as its answers depend on
+the prompt alone. `Clients` plays a workload against a schedule; it is told the time and knows no
+clock.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Run(NamedTuple):
-    """`length` tokens that follow from `seed` alone; a shorter run of one seed is a prefix of a longer one."""
+    """`length` tokens that follow from `seed` alone; a shorter run of one seed is a prefix of a
+    longer one."""
 
     seed: int
     length: int
@@ -51,7 +54,8 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: `text` comes after all that was said before, `output_len` tokens are generated (at least 1)."""
+    """One request: `text` comes after all that was said before, `output_len` tokens are generated
+    (at least 1)."""
 
     text: tuple[Run, ...]
     output_len: int
@@ -63,7 +67,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Sessions of turns. `arrival_shape` holds a trace's own arrival times (seconds, one a session), or None.
+    """Sessions of turns. `arrival_shape` holds a trace's own arrival times (seconds, one a
+    session), or None.
 
     `num_requests` counts turns; `max_request_tokens` is the longest prompt with its answer.
     """
@@ -77,7 +82,9 @@ class Workload:
 
     @property
     def max_request_tokens(self) -> int:
-        return max(sum(turn.text_len + turn.output_len for turn in turns) for turns in self.sessions)
+        return max(
+            sum(turn.text_len + turn.output_len for turn in turns) for turns in self.sessions
+        )
 
 
 def chat(
@@ -94,7 +101,8 @@ def chat(
 
     Args:
         system_tokens: length of the shared system prompt, the first part of every first turn.
-        user_tokens, output_tokens: medians; a draw is kept within a quarter and four times of its median.
+        user_tokens, output_tokens: medians; a draw is kept within a quarter and four times of its
+            median.
         requests: cut to this many turns in all, the later turns of all conversations first.
     """
     draw = np.random.default_rng([seed, 1])
@@ -119,11 +127,13 @@ def chat(
 def trace(path: Path, requests: int | None, block_tokens: int) -> Workload:
     """A Mooncake JSONL trace, scaled so that a block of 512 tokens becomes one of `block_tokens`.
 
-    Each line is an object with `timestamp` (ms, never falling), `input_length`, `output_length` (tokens) and
-    `hash_ids` (one a block of the prompt, the last may be partial). Lengths are scaled and rounded up, so a
-    prompt has at least one token in every block it names. Reads `requests` lines, or all.
+    Each line is an object with `timestamp` (ms, never falling), `input_length`, `output_length`
+    (tokens) and `hash_ids` (one a block of the prompt, the last may be partial). Lengths are scaled
+    and rounded up, so a prompt has at least one token in every block it names. Reads `requests`
+    lines, or all.
 
-    Raises: TraceError if the file cannot be read or a line is malformed; the message has the line's number.
+    Raises: TraceError if the file cannot be read or a line is malformed; the message has the line's
+    number.
     """
     sessions: list[tuple[Turn, ...]] = []
     times: list[float] = []
@@ -137,7 +147,8 @@ def trace(path: Path, requests: int | None, block_tokens: int) -> Workload:
                 arrival_s, turn = _trace_turn(path, number, line, block_tokens)
                 if times and arrival_s < times[-1]:
                     raise TraceError(
-                        f"{path}, line {number}: timestamp {arrival_s * 1e3:g} ms is before the last line's"
+                        f"{path}, line {number}: timestamp {arrival_s * 1e3:g} ms is before the "
+                        "last line's"
                     )
                 sessions.append((turn,))
                 times.append(arrival_s)
@@ -151,11 +162,13 @@ def trace(path: Path, requests: int | None, block_tokens: int) -> Workload:
 
 
 def arrival_times(workload: Workload, seed: int, rate: float | None) -> list[Seconds]:
-    """When each turn of each session falls due, in seconds from the start; `rate` in requests a second.
+    """When each turn of each session falls due, in seconds from the start; `rate` in requests a
+    second.
 
-    `None` makes all due at once: a turn then follows the answer before it without a pause. Otherwise a trace
-    keeps its own pattern, stretched to the rate, and chats get a Poisson process, each arrival falling to one of the
-    conversations that have been left alone longest, so that users think before they reply.
+    `None` makes all due at once: a turn then follows the answer before it without a pause.
+    Otherwise a trace keeps its own pattern, stretched to the rate, and chats get a Poisson process,
+    each arrival falling to one of the conversations that have been left alone longest, so that
+    users think before they reply.
     """
     due = [np.zeros(len(turns)) for turns in workload.sessions]
     if rate is None:
@@ -167,7 +180,9 @@ def arrival_times(workload: Workload, seed: int, rate: float | None) -> list[Sec
             own[:] = at
         return due
     draw = np.random.default_rng([seed, 2])
-    waiting = deque(int(c) for c in draw.permutation(len(workload.sessions)))  # left alone longest first
+    waiting = deque(
+        int(c) for c in draw.permutation(len(workload.sessions))
+    )  # left alone longest first
     next_turn = [0] * len(workload.sessions)
     now_s = 0.0
     while waiting:
@@ -184,7 +199,8 @@ def arrival_times(workload: Workload, seed: int, rate: float | None) -> list[Sec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One turn as its client sends it. `room` is its number, unique in a pass; `arrival_s` is when it fell due."""
+    """One turn as its client sends it. `room` is its number, unique in a pass; `arrival_s` is when
+    it fell due."""
 
     room: int
     session: int
@@ -197,8 +213,9 @@ class Call:
 class Clients:
     """Plays a workload: says which calls to make now, and takes their answers.
 
-    A turn arrives at its due time, or when the turn before it has been answered if that is later. At most
-    `concurrency` calls are open; one that waits for another to end has arrived all the same. Owned by one thread.
+    A turn arrives at its due time, or when the turn before it has been answered if that is later.
+    At most `concurrency` calls are open; one that waits for another to end has arrived all the
+    same. Owned by one thread.
     """
 
     def __init__(self, workload: Workload, due: Sequence[Seconds], concurrency: int) -> None:
@@ -241,7 +258,9 @@ class Clients:
         if following == len(self._due[call.session]):
             self._history[call.session] = np.empty(0, dtype=np.int32)
             return False
-        self._history[call.session] = np.concatenate([call.tokens, np.asarray(output, dtype=np.int32)])
+        self._history[call.session] = np.concatenate(
+            [call.tokens, np.asarray(output, dtype=np.int32)]
+        )
         arrival_s = max(now_s, float(self._due[call.session][following]))
         heapq.heappush(self._arrivals, (arrival_s, call.session, following))
         return True
@@ -252,7 +271,9 @@ class Clients:
         self.failed += len(self._due[call.session]) - call.turn
 
 
-def _log_normal(draw: np.random.Generator, median: int, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
+def _log_normal(
+    draw: np.random.Generator, median: int, shape: tuple[int, int]
+) -> npt.NDArray[np.int64]:
     lengths = np.exp(draw.normal(math.log(median), 0.5, shape)).round()
     return np.clip(lengths, max(1, median // 4), median * 4).astype(np.int64)
 
@@ -280,7 +301,9 @@ def _trace_turn(path: Path, number: int, line: str, block_tokens: int) -> tuple[
             raise TypeError("hash_ids is not a list of integers in [0, 2**63)")
         blocks = -(-input_len // TRACE_BLOCK_TOKENS)
         if len(ids) != blocks:
-            raise TypeError(f"{len(ids)} hash_ids, an input_length of {input_len} has {blocks} blocks")
+            raise TypeError(
+                f"{len(ids)} hash_ids, an input_length of {input_len} has {blocks} blocks"
+            )
     except (ValueError, TypeError, RecursionError) as error:
         raise TraceError(f"{path}, line {number}: {error}") from None
     last_len = input_len - (blocks - 1) * TRACE_BLOCK_TOKENS

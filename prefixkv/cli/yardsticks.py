@@ -1,5 +1,5 @@
-"""Fixed work, to hold the scheduler's figures against: two loops that tell one machine from another, and the least that
-an admission is made of, whatever the scheduler around it looks like.
+"""Fixed work, to hold the scheduler's figures against: two loops that tell one machine from
+another, and the least that an admission is made of, whatever the scheduler around it looks like.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ def numpy_loop() -> None:
 
 
 class LeastAdmission:
-    """What is cached compared, copied once to be split, other pages taken, a row written, a message made: no more."""
+    """What is cached compared, copied once to be split, other pages taken, a row written, a message
+    made: no more."""
 
-    def __init__(self, tokens: npt.NDArray[np.int32], cached_tokens: int, page_size: int, pool_pages: int) -> None:
+    def __init__(
+        self, tokens: npt.NDArray[np.int32], cached_tokens: int, page_size: int, pool_pages: int
+    ) -> None:
         self._lens = len(tokens), cached_tokens
         self._data = tokens.tobytes()
         self._key = tokens[:cached_tokens].tobytes()

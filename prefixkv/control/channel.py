@@ -1,7 +1,9 @@
-"""The sockets of the control plane: a ROUTER on prefill, a DEALER a prefill worker on decode. The only importer of zmq.
+"""The sockets of the control plane: a ROUTER on prefill, a DEALER a prefill worker on decode. The
+only importer of zmq.
 
-A socket belongs to the thread that made it. Nothing here waits but `poll`, and nothing queues without bound: a
-frame that finds its queue full, or its peer gone, is counted and dropped; what matters is said again.
+A socket belongs to the thread that made it. Nothing here waits but `poll`, and nothing queues
+without bound: a frame that finds its queue full, or its peer gone, is counted and dropped; what
+matters is said again.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def is_loopback(address: str) -> bool:
 
 
 class _Channel:
-    """What both ends share: a context, a poller that also listens to a file descriptor, counted drops."""
+    """What both ends share: a context, a poller that also listens to a file descriptor, counted
+    drops."""
 
     def __init__(self, config: ControlConfig, wake_fd: int) -> None:
         self.counters: Counter[str] = Counter()
@@ -92,7 +95,9 @@ class _Channel:
 
     def _poll(self, timeout_s: float) -> list[zmq.Socket[bytes]]:
         # zmq waits in whole milliseconds: round up, so that a short wait is not a busy one.
-        timeout_ms = None if timeout_s == float("inf") else max(0, int(timeout_s * 1000) + (timeout_s > 0))
+        timeout_ms = (
+            None if timeout_s == float("inf") else max(0, int(timeout_s * 1000) + (timeout_s > 0))
+        )
         ready: list[Any] = self._poller.poll(timeout_ms)
         return [sock for sock, _ in ready if sock != self._wake_fd]
 
@@ -103,7 +108,10 @@ class _Channel:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -115,20 +123,24 @@ class _Channel:
 class RouterChannel(_Channel):
     """Prefill's socket: many decode workers, each behind a route that the socket made up.
 
-    Raises ConfigError for an address that others than this machine can reach while no keys are set (unless
-    `allow_remote_without_keys`), or that cannot be bound.
+    Raises ConfigError for an address that others than this machine can reach while no keys are set
+    (unless `allow_remote_without_keys`), or that cannot be bound.
     """
 
     def __init__(self, bind: str, config: ControlConfig, wake_fd: int) -> None:
         if config.curve is None and not config.allow_remote_without_keys and not is_loopback(bind):
-            raise ConfigError(f"bind is {bind!r}: other machines need CURVE keys, or allow_remote_without_keys")
+            raise ConfigError(
+                f"bind is {bind!r}: other machines need CURVE keys, or allow_remote_without_keys"
+            )
         super().__init__(config, wake_fd)
         self._authenticator: ThreadAuthenticator | None = None
         try:
             if config.curve is not None:
                 self._authenticator = ThreadAuthenticator(self._context)
                 self._authenticator.start()
-                self._authenticator.configure_curve_callback(domain="*", credentials_provider=_Allowed(config.curve))
+                self._authenticator.configure_curve_callback(
+                    domain="*", credentials_provider=_Allowed(config.curve)
+                )
             self._sock = self._socket(zmq.ROUTER, bind)
             self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if config.curve is not None:
@@ -141,7 +153,8 @@ class RouterChannel(_Channel):
         self._poller.register(self._sock, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> list[tuple[bytes, str, bytes]]:
-        """Wait for frames or the wake-up descriptor; returns (route, credential, frame) for each."""
+        """Wait for frames or the wake-up descriptor; returns (route, credential, frame) for
+        each."""
         frames: list[tuple[bytes, str, bytes]] = []
         if not self._poll(timeout_s):
             return frames
@@ -183,7 +196,8 @@ class DealerChannel(_Channel):
         self._addresses: dict[zmq.Socket[bytes], str] = {}
 
     def connect(self, address: str) -> None:
-        """Open a socket for `address`; connecting goes on by itself. Raises ConfigError if it is no address."""
+        """Open a socket for `address`; connecting goes on by itself. Raises ConfigError if it is no
+        address."""
         sock: zmq.Socket[bytes] | None = None
         try:
             sock = self._socket(zmq.DEALER, address)

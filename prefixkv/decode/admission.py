@@ -1,8 +1,9 @@
-"""In which order requests that wait for pages are tried: a policy ranks them, the queue does the rest.
+"""In which order requests that wait for pages are tried: a policy ranks them, the queue does the
+rest.
 
-Under every policy those that were admitted before come first of all, and who has waited for `patience_s` is
-overtaken by nothing. A policy sees a request and an estimate, never the queue: it cannot break it. Write one by
-deriving from `AdmissionPolicy`, and `register` it to use it by name.
+Under every policy those that were admitted before come first of all, and who has waited for
+`patience_s` is overtaken by nothing. A policy sees a request and an estimate, never the queue: it
+cannot break it. Write one by deriving from `AdmissionPolicy`, and `register` it to use it by name.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ class AdmissionPolicy:
     name = "fifo"
 
     overtakes = False
-    """Whether others are tried behind one that does not fit. Only then are requests matched to estimate `new_pages`."""
+    """Whether others are tried behind one that does not fit. Only then are requests matched to
+    estimate `new_pages`."""
 
     def rank(self, req: DecodeRequest, new_pages: int) -> Rank:
         """Where a request stands. Called when it comes, and whenever it has been matched anew.
 
-        `new_pages`: those it would have to be sent, as of then: an estimate, since the tree goes on changing.
+        `new_pages`: those it would have to be sent, as of then: an estimate, since the tree goes on
+        changing.
         """
         return 0
 
@@ -41,7 +44,8 @@ P = TypeVar("P", bound=type[AdmissionPolicy])
 
 
 def register(policy: P) -> P:
-    """Make a policy class known by its `name`; a decorator. A later one of the same name replaces it."""
+    """Make a policy class known by its `name`; a decorator. A later one of the same name replaces
+    it."""
     _POLICIES[policy.name] = policy
     return policy
 
@@ -75,7 +79,8 @@ class FewestNewPages(AdmissionPolicy):
 
 @register
 class HighestPriority(AdmissionPolicy):
-    """By `Request.priority`, the highest first; nothing overtakes one that does not fit but a higher one."""
+    """By `Request.priority`, the highest first; nothing overtakes one that does not fit but a
+    higher one."""
 
     name = "priority"
 

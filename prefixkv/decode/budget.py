@@ -1,21 +1,23 @@
 """How many pages admission may promise away.
 
-Admitting a request takes its pages now; running requests take more as they grow. The budget keeps enough back
-that they can, by sums that are kept as requests come, grow and go: the cost of a decision does not depend on
-how many run.
+Admitting a request takes its pages now; running requests take more as they grow. The budget keeps
+enough back that they can, by sums that are kept as requests come, grow and go: the cost of a
+decision does not depend on how many run.
 
     room  = free + evictable - what locking the match takes out of the evictable
     admit iff need <= room - max(reserve_pages * active, single)
          and  remaining <= room + private_pages
 
-`single` is the most that any one admitted request may still need, less what retracting the others would free:
+`single` is the most that any one admitted request may still need, less what retracting the others
+would free:
 
-    max over i of  remaining_i - (private_pages - private_i)  =  max(remaining_i + private_i) - private_pages
+    max over i of  remaining_i - (private_pages - private_i)  =  max(remaining_i + private_i) -
+    private_pages
 
-One whose KV is still on its way counts too, with no private pages, since it cannot be retracted: else it could
-come to run among others that are on their way, with no page left and nobody to retract. A page that a request
-takes moves from its `remaining` to its `private`, so its sum never changes while it runs, and a heap of those
-constants with lazy deletion gives the maximum.
+One whose KV is still on its way counts too, with no private pages, since it cannot be retracted:
+else it could come to run among others that are on their way, with no page left and nobody to
+retract. A page that a request takes moves from its `remaining` to its `private`, so its sum never
+changes while it runs, and a heap of those constants with lazy deletion gives the maximum.
 """
 
 from __future__ import annotations
@@ -38,13 +40,18 @@ class PreallocBudget:
         self.active = 0  # in transfer, waiting to run, or running
         self.private_pages = 0  # pages that retracting the running requests would free
         self._private: dict[str, int] = {}  # of each admitted request
-        self._reach: dict[str, int] = {}  # remaining + private of each admitted request: constant while it runs
-        self._largest: list[tuple[int, str]] = []  # a heap of (-reach, rid); of requests that have ended, too
+        self._reach: dict[
+            str, int
+        ] = {}  # remaining + private of each admitted request: constant while it runs
+        self._largest: list[
+            tuple[int, str]
+        ] = []  # a heap of (-reach, rid); of requests that have ended, too
 
     def start(self, rid: str, remaining_pages: int, private_pages: int) -> None:
         """A request may grow by `remaining_pages`, and retracting it frees `private_pages`.
 
-        Said when it is admitted (`private_pages` is 0: it cannot be retracted yet), and anew when its KV is complete.
+        Said when it is admitted (`private_pages` is 0: it cannot be retracted yet), and anew when
+        its KV is complete.
         """
         self.stop(rid)
         self._private[rid] = private_pages
@@ -52,7 +59,8 @@ class PreallocBudget:
         self.private_pages += private_pages
         heapq.heappush(self._largest, (-self._reach[rid], rid))
         if len(self._largest) > 2 * len(self._reach) + 16:
-            # Entries of ended requests go as they surface, but below one that runs for ever they never would.
+            # Entries of ended requests go as they surface, but below one that runs for ever they
+            # never would.
             self._largest = [(-reach, rid) for rid, reach in self._reach.items()]
             heapq.heapify(self._largest)
 
@@ -69,7 +77,8 @@ class PreallocBudget:
 
     @property
     def single(self) -> int:
-        """The most that one admitted request may still need, less what retracting the others would free."""
+        """The most that one admitted request may still need, less what retracting the others would
+        free."""
         heap = self._largest
         while heap and self._reach.get(heap[0][1]) != -heap[0][0]:
             heapq.heappop(heap)

@@ -24,7 +24,8 @@ class AbortRoom:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRoom:
-    """Tell the prefill worker at `address` that this room will not be opened. `room_drained` follows."""
+    """Tell the prefill worker at `address` that this room will not be opened. `room_drained`
+    follows."""
 
     key: RoomKey
     ticket: int

@@ -1,14 +1,17 @@
 """Pages on their way that several requests need are sent once.
 
-Each admitted request's transfer is a *flight*: it brings the pages that the request found neither in the tree nor
-on their way already. What it found on its way belongs to another flight, which it *joins*; its own flight brings
-the rest only, and can be committed when the one it joined has been. So flights form trees, each pointing to the
+Each admitted request's transfer is a *flight*: it brings the pages that the request found neither
+in the tree nor on their way already. What it found on its way belongs to another flight, which it
+*joins*; its own flight brings the rest only, and can be committed when the one it joined has been.
+So flights form trees, each pointing to the
 one whose end it continues from:
 
-    a: [0, 9)     b joined a at 6: [6, 8)     c joined b at 8: [8, 12)        c waits for b, b waits for a
+    a: [0, 9)     b joined a at 6: [6, 8)     c joined b at 8: [8, 12)        c waits for b, b waits
+    for a
 
-A flight whose request was aborted goes on for as long as another waits for it: it has no owner then. A flight
-that will not arrive takes with it all that wait for it, and they ask again for what they lack.
+A flight whose request was aborted goes on for as long as another waits for it: it has no owner
+then. A flight that will not arrive takes with it all that wait for it, and they ask again for what
+they lack.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
     from prefixkv.request_pages import RequestPages
 
 Place: TypeAlias = tuple[Hashable, int, bytes]
-"""A namespace, where a flight begins, in pages, and the packed tokens of the page it begins with."""
+"""A namespace, where a flight begins, in pages, and the packed tokens of the page it begins with.
+"""
 
 
 class Flight:
@@ -36,14 +40,16 @@ class Flight:
     Args:
         owner: whose request it is; None once that has gone, and others wait for the pages.
         key: its tokens, up to `kv_len`: they do not change while it is on its way.
-        pages: those that it brings are at the places [start_pages, end_pages) of its row, whole pages only.
-        joined: the flight that brings what is before `start_pages`, as far as the tree has not got it.
+        pages: those that it brings are at the places [start_pages, end_pages) of its row, whole
+            pages only.
+        joined: the flight that brings what is before `start_pages`, as far as the tree has not got
+            it.
         number: counts the flights up.
     """
 
     __slots__ = (
-        "end_pages", "is_open", "joined", "key", "number", "owner", "pages", "peer", "place", "priority",
-        "room_key", "start_pages", "waiters",
+        "end_pages", "is_open", "joined", "key", "number", "owner", "pages", "peer", "place",
+        "priority", "room_key", "start_pages", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -76,7 +82,8 @@ class Flight:
 
 
 class InFlight:
-    """All flights, and those that may be joined by what they bring. Owned by the scheduler's thread.
+    """All flights, and those that may be joined by what they bring. Owned by the scheduler's
+    thread.
 
     A look-up is O(1) if nothing is found; else O(flights on the path), and a memcmp each.
     """
@@ -84,7 +91,8 @@ class InFlight:
     def __init__(self, page_size: int) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
         self._flights: dict[Flight, None] = {}
-        # By where a flight begins and the page it begins with. The pages before may differ, so each is a list.
+        # By where a flight begins and the page it begins with. The pages before may differ, so each
+        # is a list.
         self._by_start: dict[Place, list[Flight]] = {}
         self._count = 0
 
@@ -98,11 +106,12 @@ class InFlight:
     # --- looking ----------------------------------------------------------------------------------
 
     def find(self, key: RadixKey, start_pages: int) -> tuple[Flight | None, int]:
-        """The flight that brings most of `key` beyond `start_pages`, and where the common part ends, in pages.
+        """The flight that brings most of `key` beyond `start_pages`, and where the common part
+        ends, in pages.
 
-        `start_pages` is what the tree has of the key. One flight may begin where another ends or is left: they
-        are followed as far as they go, and the last one, which waits for those before, is given back. (None,
-        `start_pages`) if there is none.
+        `start_pages` is what the tree has of the key. One flight may begin where another ends or is
+        left: they are followed as far as they go, and the last one, which waits for those before,
+        is given back. (None, `start_pages`) if there is none.
         """
         found, end = None, start_pages
         if not self._by_start:
@@ -110,7 +119,9 @@ class InFlight:
         data, page_bytes = key.data, self._page_bytes
         while True:
             page = data[end * page_bytes : (end + 1) * page_bytes]
-            bucket = self._by_start.get((key.namespace, end, page))  # no flight begins with a partial page
+            bucket = self._by_start.get(
+                (key.namespace, end, page)
+            )  # no flight begins with a partial page
             if bucket is None:
                 return found, end
             for flight in bucket:
@@ -121,7 +132,8 @@ class InFlight:
                 return found, end
 
     def _common_pages(self, flight: Flight, data: bytes, start: int) -> int:
-        """How many whole pages `data` has in common with a flight that begins at `start`; 0 if not even one of its.
+        """How many whole pages `data` has in common with a flight that begins at `start`; 0 if not
+        even one of its.
 
         Each probe is one memcmp, and none looks again at what matched before.
         """
@@ -144,7 +156,8 @@ class InFlight:
     # --- the life of a flight ---------------------------------------------------------------------
 
     def start(self, owner: DecodeRequest, joined: Flight | None, shareable: bool) -> Flight:
-        """The pages of an admitted request are on their way from now on, and may be joined if `shareable`."""
+        """The pages of an admitted request are on their way from now on, and may be joined if
+        `shareable`."""
         self._count += 1
         page_bytes = self._page_bytes
         key, pages = owner.key, owner.pages_held
@@ -157,12 +170,17 @@ class InFlight:
             joined.waiters[flight] = None
         start = flight.start_pages
         if shareable and start < end:
-            flight.place = place = (key.namespace, start, data[start * page_bytes : (start + 1) * page_bytes])
+            flight.place = place = (
+                key.namespace,
+                start,
+                data[start * page_bytes : (start + 1) * page_bytes],
+            )
             self._by_start.setdefault(place, []).append(flight)
         return flight
 
     def commit(self, flight: Flight) -> list[Flight]:
-        """The flight's pages are the tree's now. Returns those that waited for it, which wait no more."""
+        """The flight's pages are the tree's now. Returns those that waited for it, which wait no
+        more."""
         self._take_out(flight)
         waiters = list(flight.waiters)
         flight.waiters.clear()
@@ -171,7 +189,8 @@ class InFlight:
         return waiters
 
     def remove(self, flight: Flight) -> list[Flight]:
-        """The flight will not be committed. Returns the others that go with it, in the order of their numbers.
+        """The flight will not be committed. Returns the others that go with it, in the order of
+        their numbers.
 
         They are those that wait for it, and those it waited for that nobody else needs.
         """
@@ -192,12 +211,15 @@ class InFlight:
         return sorted(gone[1:], key=_number)
 
     def flush(self) -> list[Flight]:
-        """None of these pages may go to the tree. Returns the flights that go for it, in the order of their numbers.
+        """None of these pages may go to the tree. Returns the flights that go for it, in the order
+        of their numbers.
 
-        They are those without an owner, and those that wait. The others go on for their own request alone, and
-        nobody can join them any more.
+        They are those without an owner, and those that wait. The others go on for their own request
+        alone, and nobody can join them any more.
         """
-        gone = [flight for flight in self._flights if flight.joined is not None or flight.owner is None]
+        gone = [
+            flight for flight in self._flights if flight.joined is not None or flight.owner is None
+        ]
         for flight in gone:
             del self._flights[flight]
             flight.joined = None
@@ -226,12 +248,19 @@ class InFlight:
             "numbers count up, so that nothing waits for itself": all(
                 before.number < after.number for before, after in pairwise(flights)
             )
-            and all(flight.joined is None or flight.joined.number < flight.number for flight in flights),
+            and all(
+                flight.joined is None or flight.joined.number < flight.number for flight in flights
+            ),
             "who waits, and who is waited for, know of each other": all(
-                flight.joined is None or (flight.joined in flights and flight in flight.joined.waiters)
+                flight.joined is None
+                or (flight.joined in flights and flight in flight.joined.waiters)
                 for flight in flights
             )
-            and all(waiter in flights and waiter.joined is flight for flight in flights for waiter in flight.waiters),
+            and all(
+                waiter in flights and waiter.joined is flight
+                for flight in flights
+                for waiter in flight.waiters
+            ),
             "who has joined shares pages that are on their way, others share none": all(
                 (flight.joined is not None) == (flight.pages.num_joined > 0) for flight in flights
             ),
@@ -239,14 +268,19 @@ class InFlight:
                 flight.joined is None
                 or (
                     flight.joined.start_pages < flight.start_pages <= flight.joined.end_pages
-                    and flight.key.data.startswith(flight.joined.key.data[: flight.start_pages * page_bytes])
+                    and flight.key.data.startswith(
+                        flight.joined.key.data[: flight.start_pages * page_bytes]
+                    )
                     and flight.key.namespace == flight.joined.key.namespace
                 )
                 for flight in flights
             ),
-            "without an owner, somebody waits": all(flight.owner is not None or flight.waiters for flight in flights),
+            "without an owner, somebody waits": all(
+                flight.owner is not None or flight.waiters for flight in flights
+            ),
             "an owner's pages are the flight's": all(
-                flight.owner is None or (flight.owner.pages_held is flight.pages and flight.owner.flight is flight)
+                flight.owner is None
+                or (flight.owner.pages_held is flight.pages and flight.owner.flight is flight)
                 for flight in flights
             ),
             "no two begin alike": all(
@@ -255,7 +289,9 @@ class InFlight:
                 for one, other in combinations(bucket, 2)
             ),
             "a flight begins where it is found": all(
-                place == (flight.key.namespace, flight.start_pages, _page(flight, page_bytes)) == flight.place
+                place
+                == (flight.key.namespace, flight.start_pages, _page(flight, page_bytes))
+                == flight.place
                 for flight, place in places.items()
             )
             and {flight for flight in flights if flight.place is not None} == set(places),

@@ -1,9 +1,11 @@
 """What happened to a decode worker's requests, and when: the scheduler writes it down as it goes.
 
-    arrived -- pages --> admitted -- transfer --> transferred -- flight --> committed -- engine --> first token
+    arrived -- pages --> admitted -- transfer --> transferred -- flight --> committed -- engine -->
+    first token
 
-Each of these times is kept in the request itself, as it happened first; what is between two of them is a wait, by
-its reason. Without a flight to wait for, the engine's part begins when the pages are there: it has to pop them.
+Each of these times is kept in the request itself, as it happened first; what is between two of them
+is a wait, by its reason. Without a flight to wait for, the engine's part begins when the pages are
+there: it has to pop them.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ class DecodeJournal(Journal):
         super().__init__(REASONS)
         self.pages_received = 0
 
-    def admitted(self, req: DecodeRequest, new_pages: int, shared_tokens: int, now_s: float) -> None:
-        """Its prefix is locked, `shared_tokens` more are on their way, `new_pages` are asked of prefill."""
+    def admitted(
+        self, req: DecodeRequest, new_pages: int, shared_tokens: int, now_s: float
+    ) -> None:
+        """Its prefix is locked, `shared_tokens` more are on their way, `new_pages` are asked of
+        prefill."""
         req.new_pages += new_pages
         if req.admitted_s is not None:
             return
@@ -57,7 +62,9 @@ class DecodeJournal(Journal):
         """The engine has appended a token. Again, after a retraction: no-op."""
         if req.first_token_s is None:
             req.first_token_s = now_s
-            self.waited("engine", req.committed_s if req.shared_tokens else req.transferred_s, now_s)
+            self.waited(
+                "engine", req.committed_s if req.shared_tokens else req.transferred_s, now_s
+            )
             self.waited("first_token", req.arrived_s, now_s)
 
     def ended(self, req: DecodeRequest, now_s: float) -> None:
@@ -67,7 +74,8 @@ class DecodeJournal(Journal):
 
 
 def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
-    """All that is known of a request, as JSON holds it. Times are seconds since it arrived, or None."""
+    """All that is known of a request, as JSON holds it. Times are seconds since it arrived, or
+    None."""
     times = {
         "admitted_s": req.admitted_s,
         "transferred_s": req.transferred_s,
@@ -92,5 +100,8 @@ def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, A
         "skipped_bytes": (req.hit_tokens + req.shared_tokens) // page_size * page_bytes,
         "retractions": req.retractions,
         "retries": req.retries,
-        **{name: None if when is None else round(when - req.arrived_s, 6) for name, when in times.items()},
+        **{
+            name: None if when is None else round(when - req.arrived_s, 6)
+            for name, when in times.items()
+        },
     }

@@ -1,9 +1,11 @@
-"""The operation log: what happened to tree, allocator and page table, in order, so that a replica ends up equal.
+"""The operation log: what happened to tree, allocator and page table, in order, so that a replica
+ends up equal.
 
-Tensor-parallel decode ranks hold replicas. Rank 0 decides, with `LoggedBooks`, and publishes every operation with
-the page ids it led to; the others apply it to their own `PageBooks` through a `Replica`, which raises at the
-first difference instead of drifting apart. Times travel in the log: only rank 0's clock counts. How the bytes
-get there is the engine's: `publish` is its own broadcast. With one rank nothing is logged and nothing is paid.
+Tensor-parallel decode ranks hold replicas. Rank 0 decides, with `LoggedBooks`, and publishes every
+operation with the page ids it led to; the others apply it to their own `PageBooks` through a
+`Replica`, which raises at the first difference instead of drifting apart. Times travel in the log:
+only rank 0's clock counts. How the bytes get there is the engine's: `publish` is its own broadcast.
+With one rank nothing is logged and nothing is paid.
 
 A request is named by its row of the page table, which is a replica's too.
 """
@@ -30,10 +32,11 @@ class _Op(msgspec.Struct, frozen=True, array_like=True, tag_field="op"):
 
 
 class Opened(_Op, frozen=True, tag="open"):
-    """A request of these tokens holds `prefix_len` cached tokens (-1: not looked for) and these pages in all.
+    """A request of these tokens holds `prefix_len` cached tokens (-1: not looked for) and these
+    pages in all.
 
-    Of them `num_joined`, next to the cached ones, are those of the request in `joined_row` (-1: of none). `slot` is
-    that of its extra state.
+    Of them `num_joined`, next to the cached ones, are those of the request in `joined_row` (-1: of
+    none). `slot` is that of its extra state.
     """
 
     row: int
@@ -48,7 +51,8 @@ class Opened(_Op, frozen=True, tag="open"):
 
 
 class Refused(_Op, frozen=True, tag="refuse"):
-    """So many new pages were not to be had for these tokens; what the tree has of them counts as used all the same."""
+    """So many new pages were not to be had for these tokens; what the tree has of them counts as
+    used all the same."""
 
     tokens: bytes
     namespace: Any
@@ -59,7 +63,8 @@ class Refused(_Op, frozen=True, tag="refuse"):
 
 
 class Settled(_Op, frozen=True, tag="settle"):
-    """What the request in this row had joined is the tree's, under its lock. These are its pages in all."""
+    """What the request in this row had joined is the tree's, under its lock. These are its pages in
+    all."""
 
     row: int
     pages: bytes
@@ -112,7 +117,19 @@ class Flushed(_Op, frozen=True, tag="flush"):
     pass
 
 
-AnyOp = Opened | Refused | Settled | Grown | Cached | Hinted | Dropped | Held | Released | Quarantined | Flushed
+AnyOp = (
+    Opened
+    | Refused
+    | Settled
+    | Grown
+    | Cached
+    | Hinted
+    | Dropped
+    | Held
+    | Released
+    | Quarantined
+    | Flushed
+)
 
 encode_op: Callable[[AnyOp], bytes] = msgspec.msgpack.Encoder().encode
 decode_op: Callable[[bytes], AnyOp] = msgspec.msgpack.Decoder(AnyOp).decode
@@ -121,7 +138,8 @@ decode_op: Callable[[bytes], AnyOp] = msgspec.msgpack.Decoder(AnyOp).decode
 class LoggedBooks(PageBooks):
     """Rank 0's books: every change is published once it is made.
 
-    Owners of held pages are RoomKeys here, and namespaces what msgpack carries (str, int, bytes, None, tuples of them).
+    Owners of held pages are RoomKeys here, and namespaces what msgpack carries (str, int, bytes,
+    None, tuples of them).
     """
 
     def __init__(self, publish: Callable[[AnyOp], None], *args: Any, **settings: Any) -> None:
@@ -143,13 +161,17 @@ class LoggedBooks(PageBooks):
         except OutOfPagesError:
             if match is not None:
                 row = joined.row if joined is not None else -1
-                self._publish(Refused(key.data, key.namespace, num_new_pages, now_s, row, joined_end))
+                self._publish(
+                    Refused(key.data, key.namespace, num_new_pages, now_s, row, joined_end)
+                )
             raise
         prefix_len = -1 if match is None else pages.num_locked * self.page_size
         self._logged_tokens[pages.row] = len(key)
         of = (joined.row, pages.num_joined) if joined is not None else (-1, 0)
         packed = self._packed(pages)
-        self._publish(Opened(pages.row, key.data, key.namespace, prefix_len, packed, now_s, *of, pages.slot))
+        self._publish(
+            Opened(pages.row, key.data, key.namespace, prefix_len, packed, now_s, *of, pages.slot)
+        )
         return pages
 
     def settle(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
@@ -159,17 +181,27 @@ class LoggedBooks(PageBooks):
     def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
         super().grow_many(many, now_s)
         new = [int(self.pages(pages)[-1]) for pages in many]
-        self._publish(Grown(tuple(pages.row for pages in many), np.array(new, "<i4").tobytes(), now_s))
+        self._publish(
+            Grown(tuple(pages.row for pages in many), np.array(new, "<i4").tobytes(), now_s)
+        )
 
     def cache_unfinished(
-        self, pages: RequestPages, key: RadixKey, now_s: float, *, priority: int = 0, being_read: bool = False
+        self,
+        pages: RequestPages,
+        key: RadixKey,
+        now_s: float,
+        *,
+        priority: int = 0,
+        being_read: bool = False,
     ) -> None:
         if len(key) < self._logged_tokens[pages.row]:
             raise InternalError(f"the key of row {pages.row} has shrunk to {len(key)} tokens")
         super().cache_unfinished(pages, key, now_s, priority=priority, being_read=being_read)
         new_tokens = key.data[self._logged_tokens[pages.row] * 4 :]
         self._logged_tokens[pages.row] = len(key)
-        self._publish(Cached(pages.row, new_tokens, self._packed(pages), priority, being_read, now_s))
+        self._publish(
+            Cached(pages.row, new_tokens, self._packed(pages), priority, being_read, now_s)
+        )
 
     def hint(self, pages: RequestPages, continues: bool) -> None:
         super().hint(pages, continues)
@@ -214,7 +246,8 @@ class LoggedBooks(PageBooks):
 
 
 class Replica:
-    """Another rank's books, which follow the log. `books` must be built with the settings of rank 0's."""
+    """Another rank's books, which follow the log. `books` must be built with the settings of rank
+    0's."""
 
     def __init__(self, books: PageBooks) -> None:
         self.books = books
@@ -236,10 +269,14 @@ class Replica:
                 key = RadixKey(np.frombuffer(op.tokens, "<i4"), _as_sent(op.namespace))
                 match = None if op.prefix_len < 0 else books.cache.match_prefix(key)
                 if match is not None and match.prefix_len != op.prefix_len:
-                    raise InternalError(f"rank 0 matched {op.prefix_len} tokens, this rank {match.prefix_len}: {op}")
+                    raise InternalError(
+                        f"rank 0 matched {op.prefix_len} tokens, this rank {match.prefix_len}: {op}"
+                    )
                 num_shared = max(0, op.prefix_len) // books.page_size + op.num_joined
                 joined = requests[op.joined_row][1] if op.joined_row >= 0 else None
-                pages = books.open(key, match, len(op.pages) // 4 - num_shared, op.now_s, joined, num_shared)
+                pages = books.open(
+                    key, match, len(op.pages) // 4 - num_shared, op.now_s, joined, num_shared
+                )
                 requests[pages.row] = (key, pages)
                 self._compare(op.row, pages.row, op)
                 self._compare(op.slot, pages.slot, op)
@@ -262,7 +299,9 @@ class Replica:
             case Cached():
                 key, pages = requests[op.row]
                 key.extend(np.frombuffer(op.new_tokens, "<i4"))
-                books.cache_unfinished(pages, key, op.now_s, priority=op.priority, being_read=op.being_read)
+                books.cache_unfinished(
+                    pages, key, op.now_s, priority=op.priority, being_read=op.being_read
+                )
                 self._compare(op.pages, books.pages(pages).astype("<i4").tobytes(), op)
             case Hinted():
                 books.hint(requests[op.row][1], op.continues)

@@ -4,13 +4,15 @@ Three groups are tried, each only if nobody is left to wait for in the one befor
 
     returned    admitted before (retracted, or to be asked for again): the last to return first
     overdue     the one that has waited longest, once that is `patience_s`
-    the rest    in the order of an `AdmissionPolicy`, which may let some overtake one that does not fit
+    the rest    in the order of an `AdmissionPolicy`, which may let some overtake one that does not
+    fit
 
-The order rests on estimates: what a match said when the request came, or was last looked at. Admission itself
-always looks again, at most `MAX_LOOKS` times in vain a pass, and never at one that did not fit before tree or free
-list changed (`PageBooks.version`). Who cannot fit by its estimate is not looked at at all; where that leaves looks
-over, they go to the oldest estimates, so that none stays wrong for long. To look is to match anew if the tree has
-changed since; else the match is what it was, and only what it would take out of the evictable is counted again.
+The order rests on estimates: what a match said when the request came, or was last looked at.
+Admission itself always looks again, at most `MAX_LOOKS` times in vain a pass, and never at one that
+did not fit before tree or free list changed (`PageBooks.version`). Who cannot fit by its estimate
+is not looked at at all; where that leaves looks over, they go to the oldest estimates, so that none
+stays wrong for long. To look is to match anew if the tree has changed since; else the match is what
+it was, and only what it would take out of the evictable is counted again.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ INFINITY = float("inf")
 
 
 class _Waiter:
-    """A request's place in the queue, and what the last look at it said; that was in vain at `seen_at`.
+    """A request's place in the queue, and what the last look at it said; that was in vain at
+    `seen_at`.
 
-    `new`, `room` and `most` are what admitting it takes, in pages: taken at once; that have to be there, with the
-    reserve; that it may come to take in the end. The last two are with what its match takes out of the evictable.
+    `new`, `room` and `most` are what admitting it takes, in pages: taken at once; that have to be
+    there, with the reserve; that it may come to take in the end. The last two are with what its
+    match takes out of the evictable.
     """
 
     __slots__ = ("arrival", "match", "most", "new", "rank", "req", "room", "seen_at")
@@ -60,14 +64,16 @@ class _Waiter:
 
 
 class DecodePreallocQueue:
-    """Owned by the scheduler's thread. `add` and each admission cost O(log waiting), a pass in vain no more.
+    """Owned by the scheduler's thread. `add` and each admission cost O(log waiting), a pass in vain
+    no more.
 
     Args:
-        reserve_tokens: room kept for a request's output when it is admitted (never more than it may still
-            generate).
+        reserve_tokens: room kept for a request's output when it is admitted (never more than it may
+            still generate).
         policy: a name, or an `AdmissionPolicy`.
         patience_s: who has waited so long is overtaken by nothing.
-        waiting_timeout_s: how long a request may wait to be admitted for the first time, unless it says so itself.
+        waiting_timeout_s: how long a request may wait to be admitted for the first time, unless it
+            says so itself.
     """
 
     def __init__(
@@ -114,7 +120,9 @@ class DecodePreallocQueue:
         self._waiting[req] = waiter
         self._estimated[waiter] = None
         timeout_s = req.request.deadline_s
-        self._deadlines.wake(req, req.arrived_s + (self._waiting_timeout_s if timeout_s is None else timeout_s))
+        self._deadlines.wake(
+            req, req.arrived_s + (self._waiting_timeout_s if timeout_s is None else timeout_s)
+        )
 
     def remove(self, req: DecodeRequest) -> None:
         """Take a request out, wherever it is."""
@@ -146,14 +154,16 @@ class DecodePreallocQueue:
         return self._deadlines.next_s
 
     def expired(self, now_s: float) -> list[DecodeRequest]:
-        """Requests whose time to wait is over; they still have to be removed. O(1) if there are none."""
+        """Requests whose time to wait is over; they still have to be removed. O(1) if there are
+        none."""
         return self._deadlines.due(now_s) if self._deadlines.next_s <= now_s else []
 
     def check_invariants(self) -> None:
         """Check the orders against each other. Raises InternalError."""
         waiters = list(self._waiting.values())
         laws = {
-            "every place is that of one who waits": list(self._order) == sorted(waiter.place for waiter in waiters),
+            "every place is that of one who waits": list(self._order)
+            == sorted(waiter.place for waiter in waiters),
             "there is an estimate of each": set(self._estimated) == set(waiters),
             "they stand by arrival": all(a.arrival < b.arrival for a, b in pairwise(waiters)),
             "nobody waits twice": not self._waiting.keys() & self._returned.keys(),
@@ -165,9 +175,11 @@ class DecodePreallocQueue:
     # --- a pass -----------------------------------------------------------------------------------
 
     def admit(self, now_s: float) -> None:
-        """Admit what fits: its prefix is locked, its pages are taken, its row is written; `take_admitted` has it.
+        """Admit what fits: its prefix is locked, its pages are taken, its row is written;
+        `take_admitted` has it.
 
-        If a user's policy raises, the pass ends with that. Who was admitted before is admitted all the same.
+        If a user's policy raises, the pass ends with that. Who was admitted before is admitted all
+        the same.
         """
         books = self._books
         while (first := self._first_of_all(now_s)) is not None and books.can_open:
@@ -176,7 +188,9 @@ class DecodePreallocQueue:
                 return
         if self._waiting and self._spent_at != self._version and books.can_open:
             self._admit_in_order(now_s)
-            if not self._admitted:  # else the next pass looks whether somebody shares what is on its way now
+            if (
+                not self._admitted
+            ):  # else the next pass looks whether somebody shares what is on its way now
                 self._spent_at = self._version
 
     def take_admitted(self) -> list[DecodeRequest]:
@@ -197,7 +211,8 @@ class DecodePreallocQueue:
         return None
 
     def _admit_in_order(self, now_s: float) -> None:
-        """Those that overtake, and where nobody does, who could: the estimates that are oldest are made anew."""
+        """Those that overtake, and where nobody does, who could: the estimates that are oldest are
+        made anew."""
         looks = MAX_LOOKS
         while looks and self.may_admit and (waiter := self._first_that_may_fit()) is not None:
             found = self._look(waiter)
@@ -238,7 +253,8 @@ class DecodePreallocQueue:
     def _look(self, waiter: _Waiter) -> tuple[Flight | None, int]:
         """Find out what admitting a request takes now.
 
-        Returns the flight that it would join, behind what is in the tree, and how many pages both are together.
+        Returns the flight that it would join, behind what is in the tree, and how many pages both
+        are together.
         """
         req, match, page_size = waiter.req, waiter.match, self._books.page_size
         if match is None or not match.is_current:
@@ -248,7 +264,9 @@ class DecodePreallocQueue:
             joined, shared_pages = self._flights.find(req.key, match.depth)
             unprotected = match.unprotected_pages
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
-        first_len = req.fill_len + req.resumed  # the token sampled last is written by the first step after return
+        first_len = (
+            req.fill_len + req.resumed
+        )  # the token sampled last is written by the first step after return
         kept = pages_for(max(first_len, req.fill_len + reserve), page_size)
         less = shared_pages - unprotected
         waiter.new = pages_for(first_len, page_size) - shared_pages
@@ -261,7 +279,9 @@ class DecodePreallocQueue:
         before, rank = waiter.rank, self._policy.rank(waiter.req, waiter.new)
         falls_back = bool(before < rank)
         if falls_back or rank < before:
-            self._order.add((rank, waiter.arrival, waiter))  # first, since a user's ranks may not compare
+            self._order.add(
+                (rank, waiter.arrival, waiter)
+            )  # first, since a user's ranks may not compare
             self._order.remove(waiter.place)
             waiter.rank = rank
         return falls_back
@@ -271,8 +291,9 @@ class DecodePreallocQueue:
         books, req, match = self._books, waiter.req, waiter.match
         room, most = self._limits()
         if req in self._returned:
-            # All it had may be cached still, so that it needs next to nothing: then it would return at once, and be
-            # taken back for the same page again. So it leaves a page for each of the others, and they go on by a step.
+            # All it had may be cached still, so that it needs next to nothing: then it would return
+            # at once, and be taken back for the same page again. So it leaves a page for each of
+            # the others, and they go on by a step.
             room = min(room, books.available_pages - self._budget.active)
         if waiter.room > room or waiter.most > most:
             waiter.seen_at = self._version

@@ -1,10 +1,12 @@
-"""One room on all ranks of a decode worker: what the ranks say of it, joined to what the scheduler hears. Pure.
+"""One room on all ranks of a decode worker: what the ranks say of it, joined to what the scheduler
+hears. Pure.
 
-Every rank receives its part of the KV in a room of its own, from its own writers. The request has its KV when all
-have; it fails when the first one does, and then the others are told to end theirs; its pages, which are the same on
-every rank, may be used again when no rank can be written any more.
+Every rank receives its part of the KV in a room of its own, from its own writers. The request has
+its KV when all have; it fails when the first one does, and then the others are told to end theirs;
+its pages, which are the same on every rank, may be used again when no rank can be written any more.
 
-The ranks above 0 get their commands with rank 0's operation log, and answer with `RankNews`: the engine carries both.
+The ranks above 0 get their commands with rank 0's operation log, and answer with `RankNews`: the
+engine carries both.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class RankRooms:
         return len(self._rooms)
 
     def on(self, rank: int, event: RoomEvent) -> tuple[list[RoomEvent], list[AbortRoom]]:
-        """A rank's word: what it means for the scheduler, and what all ranks are to be told for it."""
+        """A rank's word: what it means for the scheduler, and what all ranks are to be told for
+        it."""
         room = self._rooms.setdefault(event.key, _Room())
         news: list[RoomEvent] = []
         commands: list[AbortRoom] = []
@@ -68,7 +71,9 @@ class RankRooms:
             case RoomOverdue() if not room.overdue:
                 room.overdue = True
                 news.append(event)
-        if len(room.succeeded | room.drained) == self.num_ranks:  # a rank that succeeded is written no more
+        if (
+            len(room.succeeded | room.drained) == self.num_ranks
+        ):  # a rank that succeeded is written no more
             if len(room.succeeded) < self.num_ranks:
                 news.append(RoomDrained(event.key))
             del self._rooms[event.key]
@@ -180,7 +185,9 @@ def _event(said: _Said, rank: int) -> RoomEvent:
         case "success":
             return RoomEnded(said.key, KVPoll.SUCCESS, aux=said.aux)
         case "failed":
-            return RoomEnded(said.key, KVPoll.FAILED, TransferError(f"decode rank {rank}: {said.text}"))
+            return RoomEnded(
+                said.key, KVPoll.FAILED, TransferError(f"decode rank {rank}: {said.text}")
+            )
         case "drained":
             return RoomDrained(said.key)
         case "overdue":

@@ -1,19 +1,22 @@
-"""Tensor-parallel decode ranks: rank 0's operation log as one message a scheduler pass, and the ranks that follow it.
+"""Tensor-parallel decode ranks: rank 0's operation log as one message a scheduler pass, and the
+ranks that follow it.
 
-    rank 0       node = DecodeNode(pool, config, ranks=RankLog(), mesh=mesh); ...; broadcast(node.take_log())
-    rank 1 ...   rank = DecodeRank(pool, config, mesh, 1, worker); rank.apply(receive()); send(rank.take_news())
-    rank 0       for raw in received: node.apply_news(raw)
+    rank 0       node = DecodeNode(pool, config, ranks=RankLog(), mesh=mesh); ...;
+    broadcast(node.take_log()) rank 1 ...   rank = DecodeRank(pool, config, mesh, 1, worker);
+    rank.apply(receive()); send(rank.take_news()) rank 0       for raw in received:
+    node.apply_news(raw)
 
-A `DecodeRank` (runtime/decode_rank.py) is a `DecodeReplica` that also receives its part of the KV: the log tells it
-which rooms to open, and its news go back to rank 0.
+A `DecodeRank` (runtime/decode_rank.py) is a `DecodeReplica` that also receives its part of the KV:
+the log tells it which rooms to open, and its news go back to rank 0.
 
-How the bytes travel is the engine's: its own broadcast, once a pass, after the pops and `append_many` and before the
-step whose attention reads the rows. Ranks may apply late and at different times: nothing that they know decides
-anything. Rank 0's `after=` events stand for all: a step that has ended there has passed its last all-reduce, and so
-has read all of its pages everywhere.
+How the bytes travel is the engine's: its own broadcast, once a pass, after the pops and
+`append_many` and before the step whose attention reads the rows. Ranks may apply late and at
+different times: nothing that they know decides anything. Rank 0's `after=` events stand for all: a
+step that has ended there has passed its last all-reduce, and so has read all of its pages
+everywhere.
 
-What a rank does wrong is found at once where pages come out differently (oplog.py); every message also carries rank
-0's page counts, which cost nothing, and every so often digests of all there is.
+What a rank does wrong is found at once where pages come out differently (oplog.py); every message
+also carries rank 0's page counts, which cost nothing, and every so often digests of all there is.
 """
 
 from __future__ import annotations
@@ -53,20 +56,28 @@ def sizes(books: PageBooks) -> dict[str, int]:
     """What can be told of the books in O(1): two that went different ways differ here soon."""
     cache, pages = books.cache, books.allocator
     return {
-        "free": pages.free_pages, "owned": pages.owned_pages, "cached": pages.cached_pages, "held": pages.held_pages,
-        "quarantined": pages.quarantined_pages, "free_runs": pages.num_free_runs, "free_rows": books.table.free_rows,
-        "evictable": cache.evictable_pages, "protected": cache.protected_pages, "nodes": cache.num_nodes,
-        "uses": cache.tick, "epoch": books.epoch, "slots": books.slots.free_pages if books.slots is not None else 0,
+        "free": pages.free_pages, "owned": pages.owned_pages, "cached": pages.cached_pages,
+        "held": pages.held_pages, "quarantined": pages.quarantined_pages,
+        "free_runs": pages.num_free_runs, "free_rows": books.table.free_rows,
+        "evictable": cache.evictable_pages, "protected": cache.protected_pages,
+        "nodes": cache.num_nodes, "uses": cache.tick, "epoch": books.epoch,
+        "slots": books.slots.free_pages if books.slots is not None else 0,
     }  # fmt: skip
 
 
 def digests(books: PageBooks) -> dict[str, bytes]:
     """16 bytes each of tree (recency and locks included), page table and allocator. O(pool)."""
     tree = hashlib.blake2b(digest_size=16)
-    for node in sorted(books.cache.nodes(), key=lambda node: bytes(node.pages[:4])):  # a page is in the tree once
+    for node in sorted(
+        books.cache.nodes(), key=lambda node: bytes(node.pages[:4])
+    ):  # a page is in the tree once
         assert node.parent is not None
         above = bytes(node.parent.pages[-4:])
-        tree.update(repr((above, bytes(node.key), bytes(node.pages), node.lock_ref, node.mark, node.steps)).encode())
+        tree.update(
+            repr(
+                (above, bytes(node.key), bytes(node.pages), node.lock_ref, node.mark, node.steps)
+            ).encode()
+        )
     pages = hashlib.blake2b(digest_size=16)
     for state in PageState:
         pages.update(state.name.encode() + books.allocator.pages_in(state).tobytes())
@@ -82,17 +93,19 @@ def _settings(books: PageBooks) -> dict[str, int | str | bool]:
     max_requests, max_pages = books.table.array.shape
     return {
         "num_pages": books.num_pages, "page_size": books.page_size, "max_running": max_requests,
-        "max_pages_per_request": max_pages, "cache": books.caching, "policy": books.cache.policy.name,
-        "evict_reserve_pages": books.evict_reserve_pages,
+        "max_pages_per_request": max_pages, "cache": books.caching,
+        "policy": books.cache.policy.name, "evict_reserve_pages": books.evict_reserve_pages,
         "num_slots": books.slots.num_pages if books.slots is not None else 0,
     }  # fmt: skip
 
 
 class RankLog:
-    """Rank 0's side: gathers operations (`append` is a `LoggedBooks`' `publish`) until the next `take`.
+    """Rank 0's side: gathers operations (`append` is a `LoggedBooks`' `publish`) until the next
+    `take`.
 
     Args:
-        digest_every: every so many messages carry digests, which cost O(pool) on all ranks; 0: none do.
+        digest_every: every so many messages carry digests, which cost O(pool) on all ranks; 0: none
+            do.
     """
 
     def __init__(self, digest_every: int = 0) -> None:
@@ -107,12 +120,17 @@ class RankLog:
         return bool(self._ops or self.rooms)
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if the request's namespace cannot travel: None, str, int, bytes and tuples of them can."""
+        """Raise RequestError if the request's namespace cannot travel: None, str, int, bytes and
+        tuples of them can."""
         if not _can_travel(request.key.namespace):
-            raise RequestError(f"request {request.rid!r}: no message carries its namespace, {request.key.namespace!r}")
+            raise RequestError(
+                f"request {request.rid!r}: no message carries its namespace, "
+                f"{request.key.namespace!r}"
+            )
 
     def take(self, books: PageBooks) -> bytes:
-        """The message of this pass: every rank has to apply every one, in order, also one without operations."""
+        """The message of this pass: every rank has to apply every one, in order, also one without
+        operations."""
         with_digests = self._digest_every and self.num_batches % self._digest_every == 0
         raw = _encode(
             _Batch(
@@ -131,7 +149,8 @@ class RankLog:
 
 
 class DecodeReplica:
-    """A decode rank above 0: its own tree, allocator and page table, which follow rank 0's. Owned by one thread.
+    """A decode rank above 0: its own tree, allocator and page table, which follow rank 0's. Owned
+    by one thread.
 
     Args:
         num_pages, page_size: of this rank's pool, which has the shape of rank 0's.
@@ -141,20 +160,26 @@ class DecodeReplica:
         ConfigError: an unknown policy.
     """
 
-    def __init__(self, num_pages: int, page_size: int, config: DecodeConfig, num_slots: int = 0) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, config: DecodeConfig, num_slots: int = 0
+    ) -> None:
         settings = config.for_books(num_pages)
-        self.books = PageBooks(num_pages, page_size, config.max_running, num_slots=num_slots, **settings)
+        self.books = PageBooks(
+            num_pages, page_size, config.max_running, num_slots=num_slots, **settings
+        )
         self.num_batches = 0
         self._replica = Replica(self.books)
         self._broken: InternalError | None = None
 
     @property
     def page_table(self) -> npt.NDArray[np.int32]:
-        """int32 [max_running, num_pages] page ids by `DecodeRequest.row`, -1 where unused. Its memory never moves."""
+        """int32 [max_running, num_pages] page ids by `DecodeRequest.row`, -1 where unused. Its
+        memory never moves."""
         return self.books.table.array
 
     def pages(self, row: int) -> npt.NDArray[np.int32]:
-        """The page ids of the request in this row, in order: a view that is valid until the next `apply`."""
+        """The page ids of the request in this row, in order: a view that is valid until the next
+        `apply`."""
         return self._replica.pages(row)
 
     def state_slot(self, row: int) -> int:
@@ -165,9 +190,10 @@ class DecodeReplica:
         """Do what rank 0 did in one pass. Returns what this rank's control plane is to do.
 
         Raises:
-            CallerError: a message that is no message, was left out, or comes twice. Nothing was changed.
-            ConfigError: this rank was built with other settings than rank 0. Nothing was changed.
-            InternalError: this rank came to something else than rank 0, and is of no use from now on.
+            CallerError: a message that is no message, was left out, or comes twice. Nothing was
+            changed. ConfigError: this rank was built with other settings than rank 0. Nothing was
+            changed. InternalError: this rank came to something else than rank 0, and is of no use
+            from now on.
         """
         if self._broken is not None:
             raise self._broken
@@ -176,7 +202,9 @@ class DecodeReplica:
         except msgspec.MsgspecError as error:
             raise CallerError(f"{len(raw)} bytes that are no message of rank 0: {error}") from error
         if batch.number != self.num_batches:
-            raise CallerError(f"message {batch.number} of rank 0 came where {self.num_batches} is the next")
+            raise CallerError(
+                f"message {batch.number} of rank 0 came where {self.num_batches} is the next"
+            )
         if batch.number == 0:
             self._check_settings(batch.settings)
         try:
@@ -186,7 +214,9 @@ class DecodeReplica:
             if batch.digests:
                 _compare(batch.digests, digests(self.books))
         except Exception as error:
-            self._broken = InternalError(f"this rank differs from rank 0 in message {batch.number}: {error!r}")
+            self._broken = InternalError(
+                f"this rank differs from rank 0 in message {batch.number}: {error!r}"
+            )
             raise self._broken from error
         self.num_batches += 1
         return batch.rooms
@@ -208,5 +238,7 @@ def _can_travel(namespace: object) -> bool:
 
 
 def _compare(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    if different := {name: (value, ours.get(name)) for name, value in theirs.items() if value != ours.get(name)}:
+    if different := {
+        name: (value, ours.get(name)) for name, value in theirs.items() if value != ours.get(name)
+    }:
         raise InternalError(f"rank 0's and ours: {different}")

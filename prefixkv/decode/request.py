@@ -44,29 +44,41 @@ _ENDED = frozenset({DecodeState.FINISHED, DecodeState.FAILED, DecodeState.ABORTE
 
 
 class DecodeRequest:
-    """One request on a decode worker. Made by `add`; its fields are for the engine to read, not to change.
+    """One request on a decode worker. Made by `add`; its fields are for the engine to read, not to
+    change.
 
-    `output_room` is how long `output` may become without anything else to be done for it: its pages suffice and
-    its limit allows it. 0 while it does not run, so that a longer way round finds out.
+    `output_room` is how long `output` may become without anything else to be done for it: its pages
+    suffice and its limit allows it. 0 while it does not run, so that a longer way round finds out.
     """
 
     __slots__ = (
-        "_books", "_key", "admitted_s", "arrived_s", "aux", "committed_s", "ended_s", "error", "fill_len",
-        "first_token_s", "flight", "generation", "hit_tokens", "max_new_tokens", "max_pages", "new_pages", "output",
-        "output_room", "pages_held", "prefix_len", "prompt_len", "request", "retractions", "retries", "rid",
-        "shared_tokens", "state", "transferred_s",
+        "_books", "_key", "admitted_s", "arrived_s", "aux", "committed_s", "ended_s", "error",
+        "fill_len", "first_token_s", "flight", "generation", "hit_tokens", "max_new_tokens",
+        "max_pages", "new_pages", "output", "output_room", "pages_held", "prefix_len", "prompt_len",
+        "request", "retractions", "retries", "rid", "shared_tokens", "state", "transferred_s",
     )  # fmt: skip
 
     TRANSITIONS: ClassVar[dict[DecodeState, frozenset[DecodeState]]] = {
-        DecodeState.QUEUED: frozenset({DecodeState.PREALLOCATED, DecodeState.FAILED, DecodeState.ABORTED}),
+        DecodeState.QUEUED: frozenset(
+            {DecodeState.PREALLOCATED, DecodeState.FAILED, DecodeState.ABORTED}
+        ),
         DecodeState.PREALLOCATED: frozenset(
-            {DecodeState.TRANSFERRED, DecodeState.RETRACTED, DecodeState.FAILED, DecodeState.ABORTED}
+            {
+                DecodeState.TRANSFERRED,
+                DecodeState.RETRACTED,
+                DecodeState.FAILED,
+                DecodeState.ABORTED,
+            }
         ),
         DecodeState.TRANSFERRED: frozenset(
             {DecodeState.RUNNING, DecodeState.FINISHED, DecodeState.RETRACTED, DecodeState.ABORTED}
         ),
-        DecodeState.RUNNING: frozenset({DecodeState.FINISHED, DecodeState.RETRACTED, DecodeState.ABORTED}),
-        DecodeState.RETRACTED: frozenset({DecodeState.PREALLOCATED, DecodeState.FAILED, DecodeState.ABORTED}),
+        DecodeState.RUNNING: frozenset(
+            {DecodeState.FINISHED, DecodeState.RETRACTED, DecodeState.ABORTED}
+        ),
+        DecodeState.RETRACTED: frozenset(
+            {DecodeState.PREALLOCATED, DecodeState.FAILED, DecodeState.ABORTED}
+        ),
         DecodeState.FINISHED: frozenset(),
         DecodeState.FAILED: frozenset(),
         DecodeState.ABORTED: frozenset(),
@@ -79,7 +91,9 @@ class DecodeRequest:
         self.max_new_tokens = request.max_new_tokens
         self.generation = request.generation
         self.prompt_len = len(request.key)  # tokens
-        self.max_pages = pages_for(self.prompt_len + request.max_new_tokens, books.page_size)  # at the very most
+        self.max_pages = pages_for(
+            self.prompt_len + request.max_new_tokens, books.page_size
+        )  # at the very most
         self.output: list[int] = []
         self.output_room = 0
         self.aux = b""
@@ -92,7 +106,8 @@ class DecodeRequest:
         self.retries = 0
         self.retractions = 0
         self.arrived_s = now_s
-        # Its journal (journal.py): when each of these happened first, and what was found and asked for.
+        # Its journal (journal.py): when each of these happened first, and what was found and asked
+        # for.
         self.admitted_s: float | None = None
         self.transferred_s: float | None = None
         self.committed_s: float | None = None
@@ -104,7 +119,9 @@ class DecodeRequest:
     def become(self, state: DecodeState) -> None:
         """Move to another state. Raises InternalError if the table does not allow it."""
         if state not in self.TRANSITIONS[self.state]:
-            raise InternalError(f"request {self.rid!r} cannot go from {self.state.value} to {state.value}")
+            raise InternalError(
+                f"request {self.rid!r} cannot go from {self.state.value} to {state.value}"
+            )
         self.state = state
         self.output_room = 0
 
@@ -120,16 +137,20 @@ class DecodeRequest:
     def kv_len(self) -> int:
         """Tokens whose KV is written, or promised by the transfer under way.
 
-        The prompt and all output but the last token, which has no KV until the engine's next step writes it.
+        The prompt and all output but the last token, which has no KV until the engine's next step
+        writes it.
         """
         return self.prompt_len + max(0, len(self.output) - 1)
 
     @property
     def key(self) -> RadixKey:
-        """The tokens whose KV is written, or promised. O(1), but for output since it was last asked for."""
+        """The tokens whose KV is written, or promised. O(1), but for output since it was last asked
+        for."""
         key, output = self._key, self.output
         if len(output) > 1 and (missing := self.kv_len - len(key)) > 0:
-            key.extend(output[-1 - missing : -1])  # all at once: a step of the batch costs a request only its token
+            key.extend(
+                output[-1 - missing : -1]
+            )  # all at once: a step of the batch costs a request only its token
         return key
 
     @property
@@ -139,7 +160,8 @@ class DecodeRequest:
 
     @property
     def pages(self) -> npt.NDArray[np.int32]:
-        """Ids of all its pages in order, int32, a read-only view that is valid until the next call on the node."""
+        """Ids of all its pages in order, int32, a read-only view that is valid until the next call
+        on the node."""
         if self.pages_held is None:
             return np.empty(0, dtype=np.int32)
         return self._books.pages(self.pages_held)
@@ -151,28 +173,33 @@ class DecodeRequest:
 
     @property
     def state_slot(self) -> int:
-        """Its slot of the StatePool, the same on all ranks; -1 without one, and while it is not admitted.
+        """Its slot of the StatePool, the same on all ranks; -1 without one, and while it is not
+        admitted.
 
-        Its state is there from `pop_transferred` on, and is the engine's to advance until the request ends or is
-        retracted; a retracted one's state is sent again.
+        Its state is there from `pop_transferred` on, and is the engine's to advance until the
+        request ends or is retracted; a retracted one's state is sent again.
         """
         return -1 if self.pages_held is None else self.pages_held.slot
 
     @property
     def resumed(self) -> bool:
-        """It has been running before: its next token is known, nothing is to be sampled from `aux`."""
+        """It has been running before: its next token is known, nothing is to be sampled from
+        `aux`."""
         return bool(self.output)
 
     def __repr__(self) -> str:
-        return f"DecodeRequest({self.rid!r}, {self.state.value}, kv_len={self.kv_len}, {len(self.output)} out)"
+        return (
+            f"DecodeRequest({self.rid!r}, {self.state.value}, kv_len={self.kv_len}, "
+            f"{len(self.output)} out)"
+        )
 
 
 class PrefillAsk:
-    """The engine should submit this to a prefill worker again: KV that decode had, or should have had, is lost, or
-    its extra state is.
+    """The engine should submit this to a prefill worker again: KV that decode had, or should have
+    had, is lost, or its extra state is.
 
-    `tokens` are prompt and output but the last token: the KV that is needed. `known_token` is the next token
-    if one was sampled already (it must not be sampled again), else None.
+    `tokens` are prompt and output but the last token: the KV that is needed. `known_token` is the
+    next token if one was sampled already (it must not be sampled again), else None.
     """
 
     __slots__ = ("generation", "known_token", "prefill", "rid", "room", "tokens")

@@ -1,8 +1,9 @@
-"""The decode side of the library, without threads or sockets: queues, budget and pages behind one object.
+"""The decode side of the library, without threads or sockets: queues, budget and pages behind one
+object.
 
-It says what it wants of the control plane by commands (`take_commands`) and is told what became of rooms
-(`room_ended`, `room_drained`, `room_overdue`). `runtime/nodes.py` joins it to threads; the tests join it to a
-simulated network.
+It says what it wants of the control plane by commands (`take_commands`) and is told what became of
+rooms (`room_ended`, `room_drained`, `room_overdue`). `runtime/nodes.py` joins it to threads; the
+tests join it to a simulated network.
 
 On every way out of a request, its lock and its pages are released or handed on, once:
 
@@ -92,7 +93,9 @@ class DecodeScheduler:
         self._failure_policy = failure_policy
         self._max_waiting = max_waiting
         self._rooms: set[int] = set()
-        self._undrained: dict[int, set[int]] = {}  # generations a peer may still write or speak for, by room
+        self._undrained: dict[
+            int, set[int]
+        ] = {}  # generations a peer may still write or speak for, by room
         self._failed: deque[DecodeRequest] = deque()
         self._asks: deque[PrefillAsk] = deque()
         self._commands: list[Command] = []
@@ -105,16 +108,19 @@ class DecodeScheduler:
     def add(self, request: Request, now_s: float) -> DecodeRequest:
         """Queue a request.
 
-        Raises RequestError, with nothing changed: a duplicate id, a room in use, no prefill address, a request that
-        the pool could never hold, or any while `draining` (DrainingError).
+        Raises RequestError, with nothing changed: a duplicate id, a room in use, no prefill
+        address, a request that the pool could never hold, or any while `draining` (DrainingError).
         """
         if self.draining:
-            raise DrainingError(f"request {request.rid!r} comes too late: this node is being drained")
+            raise DrainingError(
+                f"request {request.rid!r} comes too late: this node is being drained"
+            )
         limit = min(self.books.num_pages, self.books.table.array.shape[1])
         most = pages_for(len(request.key) + request.max_new_tokens, self.books.page_size)
         if most > limit:
             raise RequestError(
-                f"request {request.rid!r} may need {most} pages (max_new_tokens included), {limit} is the most there is"
+                f"request {request.rid!r} may need {most} pages (max_new_tokens included), "
+                f"{limit} is the most there is"
             )
         if request.rid in self.requests:
             raise RequestError(f"request {request.rid!r} is here already")
@@ -130,8 +136,8 @@ class DecodeScheduler:
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
         """Admit what fits: prefix locked, pages taken, prefill told what to skip.
 
-        What a user's policy raises ends the pass, and is raised once all is in order again. Who was admitted before
-        that is on its way, and returned by the next call.
+        What a user's policy raises ends the pass, and is raised once all is in order again. Who was
+        admitted before that is on its way, and returned by the next call.
         """
         self.settle_deferred(now_s)
         self._untold = [req for req in self._untold if req.state is DecodeState.PREALLOCATED]
@@ -139,7 +145,9 @@ class DecodeScheduler:
             self.waiting.admit(now_s)
         finally:
             for req in self.waiting.expired(now_s):
-                error = AdmissionTimeoutError(f"request {req.rid!r} waited {now_s - req.arrived_s:.3f} s for pages")
+                error = AdmissionTimeoutError(
+                    f"request {req.rid!r} waited {now_s - req.arrived_s:.3f} s for pages"
+                )
                 self._end(req, DecodeState.FAILED, error, now_s, None)
             for req in self.waiting.take_admitted():
                 self._ask(req, now_s)
@@ -170,13 +178,16 @@ class DecodeScheduler:
         self._asks.clear()
         return asks
 
-    def append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int], now_s: float) -> None:
+    def append_many(
+        self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int], now_s: float
+    ) -> None:
         """Add each request's newly sampled token; the KV of the one before it is written by now.
 
-        Afterwards every request has the page that the next step writes to. Raises, with nothing changed:
-        RequestError for a request that does not run, has its tokens already or is named twice, or another number of
-        tokens; TokenError; OutOfPagesError, naming whom to retract, best first; nobody if only pages held for rooms
-        that failed are in the way: they come back with their proof, so wait a step.
+        Afterwards every request has the page that the next step writes to. Raises, with nothing
+        changed: RequestError for a request that does not run, has its tokens already or is named
+        twice, or another number of tokens; TokenError; OutOfPagesError, naming whom to retract,
+        best first; nobody if only pages held for rooms that failed are in the way: they come back
+        with their proof, so wait a step.
         """
         packed = pack(token_ids)
         check_packed(packed)
@@ -185,7 +196,8 @@ class DecodeScheduler:
             raise RequestError(f"{len(tokens)} tokens for {len(reqs)} requests")
         if len(set(reqs)) != len(reqs):
             raise RequestError("a request is named twice")
-        # The whole batch passes here at every step; what takes more than a comparison is for the few that are due.
+        # The whole batch passes here at every step; what takes more than a comparison is for the
+        # few that are due.
         due = [req for req in reqs if len(req.output) >= req.output_room]
         if due:
             self._make_output_room(due, now_s)
@@ -193,12 +205,16 @@ class DecodeScheduler:
             req.output.append(token)
 
     def finish(
-        self, req: DecodeRequest, now_s: float, after: DeviceEvent | None = None, continues: bool | None = None
+        self,
+        req: DecodeRequest,
+        now_s: float,
+        after: DeviceEvent | None = None,
+        continues: bool | None = None,
     ) -> None:
         """The request is done: what has KV becomes cached prefix.
 
-        `after`: nothing is released before its `query()` is True. `continues`: whether the conversation will go
-        on, if known. Raises RequestError if the request does not run.
+        `after`: nothing is released before its `query()` is True. `continues`: whether the
+        conversation will go on, if known. Raises RequestError if the request does not run.
         """
         self._check_runs(req)
         after = _pending(after)
@@ -210,14 +226,17 @@ class DecodeScheduler:
     def retract(self, rid: str, now_s: float, after: DeviceEvent | None = None) -> None:
         """Take a running request's pages back; it queues again, in front, and resumes where it was.
 
-        Raises RequestError if the request does not run, or is the oldest that does (so that one always moves).
+        Raises RequestError if the request does not run, or is the oldest that does (so that one
+        always moves).
         """
         req = self.requests.get(rid)
         if req is None:
             raise RequestError(f"request {rid!r} is not here")
         self._check_runs(req)
         if req.rid == self._oldest_running():
-            raise RequestError(f"request {req.rid!r} is the oldest that runs; it is never retracted")
+            raise RequestError(
+                f"request {req.rid!r} is the oldest that runs; it is never retracted"
+            )
         after = _pending(after)
         req.become(DecodeState.RETRACTED)
         self.budget.stop(req.rid)
@@ -226,7 +245,13 @@ class DecodeScheduler:
         req.retractions += 1
         self._after(after, req, None, now_s)
 
-    def abort(self, rid: str, now_s: float, error: Exception | None = None, after: DeviceEvent | None = None) -> bool:
+    def abort(
+        self,
+        rid: str,
+        now_s: float,
+        error: Exception | None = None,
+        after: DeviceEvent | None = None,
+    ) -> bool:
         """End a request wherever it is. Unknown or ended: no-op, False."""
         req = self.requests.get(rid)
         if req is None or req.state.ended:
@@ -237,9 +262,11 @@ class DecodeScheduler:
         return True
 
     def refuse(self, request: Request, error: Exception) -> None:
-        """Tell prefill at once that decode will not take this request, which `add` has refused, say.
+        """Tell prefill at once that decode will not take this request, which `add` has refused,
+        say.
 
-        Raises RequestError, with nothing changed: its room is in use here, or it names no prefill worker.
+        Raises RequestError, with nothing changed: its room is in use here, or it names no prefill
+        worker.
         """
         self._check_room(request)
         self._refuse(request, error)
@@ -247,7 +274,8 @@ class DecodeScheduler:
     def flush(self) -> int:
         """Empty the cache after a weight update. Returns the pages freed at once.
 
-        Requests that wait for another's pages ask prefill again: those pages are of the old weights.
+        Requests that wait for another's pages ask prefill again: those pages are of the old
+        weights.
         """
         self._fall_back(self.flights.flush())
         return self.books.flush()
@@ -255,11 +283,14 @@ class DecodeScheduler:
     @property
     def has_news(self) -> bool:
         """Whether one of the `pop_*` has something, or may admit. O(1)."""
-        return bool(self._failed or self._asks or self.transfers.any_complete or self.waiting.may_admit)
+        return bool(
+            self._failed or self._asks or self.transfers.any_complete or self.waiting.may_admit
+        )
 
     @property
     def idle(self) -> bool:
-        """Nothing lives here: no request, nothing to pop, no room that a peer may still write or speak for. O(1)."""
+        """Nothing lives here: no request, nothing to pop, no room that a peer may still write or
+        speak for. O(1)."""
         left = self.requests, self._failed, self._asks, self._deferred, self._undrained
         return not any(left) and not len(self.flights)
 
@@ -275,14 +306,18 @@ class DecodeScheduler:
         commands, self._commands = self._commands, []
         return commands
 
-    def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float) -> None:
+    def room_ended(
+        self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float
+    ) -> None:
         """A room reached its terminal state."""
         if poll is KVPoll.SUCCESS:
             flight = self.transfers.succeed(key, aux)
             if flight is not None:
                 self.journal.arrived(flight, now_s)
             if flight is None or flight.owner is None:
-                self.room_drained(key)  # it was aborted while the good news was on its way: nothing lands any more
+                self.room_drained(
+                    key
+                )  # it was aborted while the good news was on its way: nothing lands any more
             return
         flight = self.transfers.get(key)
         if flight is None:
@@ -342,12 +377,16 @@ class DecodeScheduler:
         self.transfers.check_invariants()
         live = [*self.requests.values(), *(req for _, req, _, _ in self._deferred)]
         holding = {id(req): req for req in live if req.pages_held is not None}.values()
-        waiting, orphans = list(self.waiting), [flight for flight in self.flights if flight.owner is None]
+        waiting, orphans = (
+            list(self.waiting),
+            [flight for flight in self.flights if flight.owner is None],
+        )
         own = sum(req.pages_held.num_own for req in holding if req.pages_held)
         own += sum(flight.pages.num_own for flight in orphans)
         allocator = self.books.allocator
         laws = {
-            "every owned page is a request's, or a flight's without an owner": own == allocator.owned_pages,
+            "every owned page is a request's, or a flight's without an owner": own
+            == allocator.owned_pages,
             "a queued request holds nothing": all(req.pages_held is None for req in waiting),
             "who waits is queued or retracted": all(req.state in _WAITS for req in waiting),
             "who is preallocated has a flight, and no other": all(
@@ -376,15 +415,26 @@ class DecodeScheduler:
                 for req in holding
                 if req.pages_held
             ),
-            "every owned slot is a request's, or a flight's without an owner": self.books.slots is None
-            or sorted(pages.slot for pages in {id(pages): pages for _, pages in self.holders()}.values())
+            "every owned slot is a request's, or a flight's without an owner": self.books.slots
+            is None
+            or sorted(
+                pages.slot for pages in {id(pages): pages for _, pages in self.holders()}.values()
+            )
             == self.books.slots.pages_in(PageState.OWNED).tolist(),
-            "what is locked is a request's": bool(self.books.cache.protected_pages == 0 or holding or orphans),
+            "what is locked is a request's": bool(
+                self.books.cache.protected_pages == 0 or holding or orphans
+            ),
             "only undrained rooms hold pages": set(allocator.owners())
-            <= {RoomKey(room, generation) for room, gens in self._undrained.items() for generation in gens},
+            <= {
+                RoomKey(room, generation)
+                for room, gens in self._undrained.items()
+                for generation in gens
+            },
         }
         if broken := [law for law, holds in laws.items() if not holds]:
-            raise InternalError(f"broken: {'; '.join(broken)}; {own} own, {allocator!r}, {self.requests}")
+            raise InternalError(
+                f"broken: {'; '.join(broken)}; {own} own, {allocator!r}, {self.requests}"
+            )
 
     # --- admission --------------------------------------------------------------------------------
 
@@ -400,7 +450,9 @@ class DecodeScheduler:
         if flight.joined is not None:
             counters["shared_flights"] += 1
             counters["shared_tokens"] += shared_tokens
-        if req.resumed and req.prefix_len == req.fill_len and pages.slot < 0:  # extra state is not cached
+        if (
+            req.resumed and req.prefix_len == req.fill_len and pages.slot < 0
+        ):  # extra state is not cached
             self.transfers.arrived(flight)
             return
         if req.generation > req.request.generation:
@@ -417,7 +469,8 @@ class DecodeScheduler:
     # --- growth -----------------------------------------------------------------------------------
 
     def _make_output_room(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
-        """See that each of these runs and has room for one more token. Raises as `append_many` does."""
+        """See that each of these runs and has room for one more token. Raises as `append_many`
+        does."""
         page_size = self.books.page_size
         grows: list[RequestPages] = []
         growing: list[str] = []
@@ -446,7 +499,9 @@ class DecodeScheduler:
     def _output_room(self, req: DecodeRequest) -> int:
         """What `DecodeRequest.output_room` may be of one that runs, at most."""
         assert req.pages_held is not None
-        return min(req.max_new_tokens, req.pages_held.num_pages * self.books.page_size - req.prompt_len)
+        return min(
+            req.max_new_tokens, req.pages_held.num_pages * self.books.page_size - req.prompt_len
+        )
 
     # --- ends -------------------------------------------------------------------------------------
 
@@ -469,7 +524,9 @@ class DecodeScheduler:
             self._leave_flight(req, error, room_is_open)
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
-            if before is DecodeState.QUEUED:  # else prefill is not asked before it is admitted again
+            if (
+                before is DecodeState.QUEUED
+            ):  # else prefill is not asked before it is admitted again
                 self._refuse(req.request, error)
         self._leave(req, now_s, was_active=before in _ACTIVE)
         if req.pages_held is not None and not self._is_deferred(req):
@@ -482,14 +539,16 @@ class DecodeScheduler:
             raise RequestError(f"request {request.rid!r} names no prefill worker")
 
     def _refuse(self, request: Request, error: Exception) -> None:
-        """Prefill may have the request, and hold KV for it. The room's number is in use until it has answered."""
+        """Prefill may have the request, and hold KV for it. The room's number is in use until it
+        has answered."""
         self.counters["refused"] += 1
         key = RoomKey(request.room, request.generation)
         self._undrained.setdefault(key.room, set()).add(key.generation)
         self._commands.append(RefuseRoom(key, next(self._tickets), request.prefill, error))
 
     def _leave_flight(self, req: DecodeRequest, error: Exception, room_is_open: bool) -> None:
-        """The request ends while its KV is on its way. If others wait for it, it goes on for them."""
+        """The request ends while its KV is on its way. If others wait for it, it goes on for
+        them."""
         flight = req.flight
         assert flight is not None
         if not flight.waiters or not room_is_open:
@@ -510,9 +569,13 @@ class DecodeScheduler:
         self._fall_back(others)
 
     def _fall_back(self, flights: list[Flight]) -> None:
-        """These will not be committed through no fault of their own; their owners ask again, in order of arrival."""
+        """These will not be committed through no fault of their own; their owners ask again, in
+        order of arrival."""
         for flight in flights:
-            self._end_flight(flight, AbortedError("what it waited for is not coming, or nobody waits for it any more"))
+            self._end_flight(
+                flight,
+                AbortedError("what it waited for is not coming, or nobody waits for it any more"),
+            )
         owners = [flight.owner for flight in flights if flight.owner is not None]
         owners.sort(key=_arrived_s)
         for req in reversed(owners):  # each goes to the front, so the last one first
@@ -520,9 +583,11 @@ class DecodeScheduler:
             self._ask_again(req)
 
     def _end_flight(self, flight: Flight, error: Exception | None) -> None:
-        """End its room, and hand on its pages: they are the room's as long as a peer may write them.
+        """End its room, and hand on its pages: they are the room's as long as a peer may write
+        them.
 
-        So is the room's number, also without pages: what the control plane has to say of it is still to come.
+        So is the room's number, also without pages: what the control plane has to say of it is
+        still to come.
         """
         key = flight.room_key
         if self.transfers.remove(flight):
@@ -548,7 +613,9 @@ class DecodeScheduler:
         req.prefix_len = 0
         self.waiting.add(req, first=True)
 
-    def _after(self, after: DeviceEvent | None, req: DecodeRequest, continues: bool | None, now_s: float) -> None:
+    def _after(
+        self, after: DeviceEvent | None, req: DecodeRequest, continues: bool | None, now_s: float
+    ) -> None:
         if after is not None:
             self._deferred.append((after, req, req.state, continues))
         else:
@@ -557,13 +624,20 @@ class DecodeScheduler:
     def _is_deferred(self, req: DecodeRequest) -> bool:
         return any(deferred is req for _, deferred, _, _ in self._deferred)
 
-    def _release(self, req: DecodeRequest, state: DecodeState, continues: bool | None, now_s: float) -> None:
-        """Hand the pages on. `state` is what it was released for; it may have been aborted since."""
+    def _release(
+        self, req: DecodeRequest, state: DecodeState, continues: bool | None, now_s: float
+    ) -> None:
+        """Hand the pages on. `state` is what it was released for; it may have been aborted
+        since."""
         if req.pages_held is not None:
             keep = state in (DecodeState.FINISHED, DecodeState.RETRACTED) and req.request.cacheable
             if keep:
                 self.books.cache_finished(
-                    req.pages_held, req.key, now_s, priority=req.request.priority, continues=continues
+                    req.pages_held,
+                    req.key,
+                    now_s,
+                    priority=req.request.priority,
+                    continues=continues,
                 )
             else:
                 self.books.drop(req.pages_held)
@@ -593,7 +667,8 @@ class DecodeScheduler:
 
 
 def _pending(after: DeviceEvent | None) -> DeviceEvent | None:
-    """The event if there is something to wait for. Asked before anything changes, since `query` may raise."""
+    """The event if there is something to wait for. Asked before anything changes, since `query` may
+    raise."""
     return None if after is None or after.query() else after
 
 

@@ -1,7 +1,8 @@
 """Requests whose KV is on its way, and what to do when it is there.
 
-A flight is complete when its room has succeeded and the flight that it joined has been committed. To commit is to
-give its pages to the tree; then those that joined it find there what they waited for.
+A flight is complete when its room has succeeded and the flight that it joined has been committed.
+To commit is to give its pages to the tree; then those that joined it find there what they waited
+for.
 """
 
 from __future__ import annotations
@@ -78,13 +79,16 @@ class DecodeTransferQueue:
         return len(self._flights)
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
-        """Commit what is complete: its whole pages become cached prefix that the request holds by a lock."""
+        """Commit what is complete: its whole pages become cached prefix that the request holds by a
+        lock."""
         committed = []
         while self._complete:
             flight = self._complete.popleft()
             req = flight.owner
             if req is None or req.request.cacheable:
-                self._books.cache_unfinished(flight.pages, flight.key, now_s, priority=flight.priority)
+                self._books.cache_unfinished(
+                    flight.pages, flight.key, now_s, priority=flight.priority
+                )
             for waiter in self._flights.commit(flight):
                 self._books.settle(waiter.pages, waiter.key, now_s)
                 if not waiter.is_open:
@@ -100,7 +104,9 @@ class DecodeTransferQueue:
     def check_invariants(self) -> None:
         """Check every law, those of the flights included. Raises InternalError."""
         self._flights.check_invariants()
-        complete = [flight for flight in self._flights if not flight.is_open and flight.joined is None]
+        complete = [
+            flight for flight in self._flights if not flight.is_open and flight.joined is None
+        ]
         laws = {
             "open flights have a room, and each room one": self._open
             == {flight.room_key: flight for flight in self._flights if flight.is_open},

@@ -1,12 +1,13 @@
 """Free pages as maximal runs: hands out the fewest runs there can be, and merges what comes back.
 
-Two arrays hold a run's length at its first page and just behind its last one, so a freed run meets both
-neighbours in O(1). Runs are filed by length, by their first page, in dictionaries: one that merges is taken out in
-O(1), and of those that are taken a whole length goes at once. Of many runs that come back only those with a neighbour
-are merged one by one; in a pool that is mostly full they are few, and the others are entered all together.
+Two arrays hold a run's length at its first page and just behind its last one, so a freed run meets
+both neighbours in O(1). Runs are filed by length, by their first page, in dictionaries: one that
+merges is taken out in O(1), and of those that are taken a whole length goes at once. Of many runs
+that come back only those with a neighbour are merged one by one; in a pool that is mostly full they
+are few, and the others are entered all together.
 
-To take n pages: the shortest run of at least n if there is one, else the longest whole, and again for the
-rest. No other choice has fewer runs.
+To take n pages: the shortest run of at least n if there is one, else the longest whole, and again
+for the rest. No other choice has fewer runs.
 """
 
 from __future__ import annotations
@@ -25,20 +26,25 @@ _LOOP_BELOW_RUNS = 8
 
 
 class FreeRuns:
-    """The maximal runs among pages 0..num_pages-1, all of them free at first. Owned by one `PageAllocator`.
+    """The maximal runs among pages 0..num_pages-1, all of them free at first. Owned by one
+    `PageAllocator`.
 
-    It trusts its caller: `add` gets pages that are not free, `take` is asked for no more than there are.
+    It trusts its caller: `add` gets pages that are not free, `take` is asked for no more than there
+    are.
     """
 
     def __init__(self, num_pages: int) -> None:
-        # The length of the free run that begins at a page / that ends just before it, 0 if none does. One entry
-        # more than pages, so that no neighbour needs a bounds check.
+        # The length of the free run that begins at a page / that ends just before it, 0 if none
+        # does. One entry more than pages, so that no neighbour needs a bounds check.
         self._length_from = np.zeros(num_pages + 1, np.int32)
         self._length_to = np.zeros(num_pages + 1, np.int32)
-        # The same memory for single elements, which a memoryview reads in a third of an ndarray's time.
+        # The same memory for single elements, which a memoryview reads in a third of an ndarray's
+        # time.
         self._from = self._length_from.data
         self._to = self._length_to.data
-        self._by_length: dict[int, dict[int, None]] = {}  # first pages; what was filed last is taken first
+        self._by_length: dict[
+            int, dict[int, None]
+        ] = {}  # first pages; what was filed last is taken first
         self._lengths: list[int] = []  # the keys of _by_length, ascending
         self._num_runs = 0
         self._put(0, num_pages)
@@ -55,7 +61,8 @@ class FreeRuns:
     # --- out --------------------------------------------------------------------------------------
 
     def take(self, num_pages: int) -> Index:
-        """Remove `num_pages` pages, at least one, and give back their ids, ascending. About 0.1 us a run."""
+        """Remove `num_pages` pages, at least one, and give back their ids, ascending. About 0.1 us
+        a run."""
         lengths = self._lengths
         starts: list[int] = []
         sizes: list[int] = []  # pages from each
@@ -85,7 +92,8 @@ class FreeRuns:
         return pages
 
     def _pop(self, length: int, most: int) -> list[int]:
-        """The first pages of up to `most` runs of this length, filed no more. Both their ends still tell it."""
+        """The first pages of up to `most` runs of this length, filed no more. Both their ends still
+        tell it."""
         runs = self._by_length[length]
         if most < len(runs):
             starts = [runs.popitem()[0] for _ in range(most)]
@@ -175,17 +183,30 @@ class FreeRuns:
     def check_invariants(self, free: npt.NDArray[np.bool_]) -> None:
         """Check against the pages that are free. O(num_pages). Raises InternalError."""
         edges = np.diff(np.concatenate(([False], free, [False])).astype(np.int8))
-        expected = list(zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True))
+        expected = list(
+            zip(
+                np.flatnonzero(edges == 1).tolist(),
+                np.flatnonzero(edges == -1).tolist(),
+                strict=True,
+            )
+        )
         from_start = [(start, start + length) for start, length in self.runs()]
-        from_end = [(end - length, end) for end, length in enumerate(self._length_to.tolist()) if length]
-        filed = [(start, start + length) for length, runs in self._by_length.items() for start in runs]
+        from_end = [
+            (end - length, end) for end, length in enumerate(self._length_to.tolist()) if length
+        ]
+        filed = [
+            (start, start + length) for length, runs in self._by_length.items() for start in runs
+        ]
         laws = {
             "runs are the maximal runs of free pages": from_start == expected,
             "both ends of a run tell its length": from_end == expected,
             "every run is filed under its length, and nothing else": sorted(filed) == expected,
             "the run count is right": self._num_runs == len(expected),
-            "the lengths are those that are there, ascending": self._lengths == sorted(self._by_length),
+            "the lengths are those that are there, ascending": self._lengths
+            == sorted(self._by_length),
             "no length is without runs": all(self._by_length.values()),
         }
         if broken := [law for law, holds in laws.items() if not holds]:
-            raise InternalError(f"broken: {'; '.join(broken)}; runs {from_start[:20]}, free {expected[:20]}")
+            raise InternalError(
+                f"broken: {'; '.join(broken)}; runs {from_start[:20]}, free {expected[:20]}"
+            )

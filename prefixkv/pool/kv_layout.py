@@ -1,10 +1,10 @@
 """Where KV bytes lie: maps (layer, K or V, page, token, head) to addresses. Pure: owns no memory.
 
-A *slab* is all that one layer keeps of one kind (K, V, or MLA's latent vector) for every page. It is an
-array [page, token, head, dim] with free strides, only `dim` is always contiguous; so an engine's own tensors
-can be described whatever the order of their dimensions. A layout travels to the peer in HELLO as it is, and
-becomes addresses there: `validate` takes nothing for granted, and its cost depends on the number of slabs
-only, never on a value in the message.
+A *slab* is all that one layer keeps of one kind (K, V, or MLA's latent vector) for every page. It
+is an array [page, token, head, dim] with free strides, only `dim` is always contiguous; so an
+engine's own tensors can be described whatever the order of their dimensions. A layout travels to
+the peer in HELLO as it is, and becomes addresses there: `validate` takes nothing for granted, and
+its cost depends on the number of slabs only, never on a value in the message.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class Slab(msgspec.Struct, frozen=True):
 class KVLayout(msgspec.Struct, frozen=True):
     """The memory of one KV pool.
 
-    `attention` is "mha" (K and V; GQA has fewer KV heads) or "mla" (one latent vector of `head_dim` elements
-    a token and layer, `num_kv_heads` = 1). `slabs` run layer 0 K, layer 0 V, layer 1 K, ... (mla: one a
-    layer). `regions` are the registered ranges as (address, bytes); each slab lies in one of them.
-    `page_size` is in tokens. `dtype`, `attention` and `order` are plain strings, so that one unknown here is
-    refused by its name and is not a malformed frame. `num_pages` is 0 where a peer did not say; see `sized`.
+    `attention` is "mha" (K and V; GQA has fewer KV heads) or "mla" (one latent vector of `head_dim`
+    elements a token and layer, `num_kv_heads` = 1). `slabs` run layer 0 K, layer 0 V, layer 1 K,
+    ... (mla: one a layer). `regions` are the registered ranges as (address, bytes); each slab lies
+    in one of them. `page_size` is in tokens. `dtype`, `attention` and `order` are plain strings, so
+    that one unknown here is refused by its name and is not a malformed frame. `num_pages` is 0
+    where a peer did not say; see `sized`.
     """
 
     page_size: int
@@ -97,7 +98,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     # --- places -----------------------------------------------------------------------------------
 
     def slab(self, layer: int, kv: int) -> Slab:
-        """The slab of `layer`; `kv` is 0 for K or the latent vector, 1 for V. ConfigError out of range."""
+        """The slab of `layer`; `kv` is 0 for K or the latent vector, 1 for V. ConfigError out of
+        range."""
         _check_index("layer", layer, self.num_layers)
         _check_index("kv", kv, self.slabs_per_layer)
         return self.slabs[layer * self.slabs_per_layer + kv]
@@ -105,20 +107,26 @@ class KVLayout(msgspec.Struct, frozen=True):
     def address(self, layer: int, kv: int, page: int, token: int = 0, head: int = 0) -> int:
         """Address of the first byte of one head of one token.
 
-        Raises: PageStateError for a page outside the pool, ConfigError for any other index out of range.
+        Raises: PageStateError for a page outside the pool, ConfigError for any other index out of
+        range.
         """
         if not 0 <= page < self.num_pages:
             raise PageStateError(f"page {page} is not in [0, {self.num_pages})")
         _check_index("token", token, self.page_size)
         _check_index("head", head, self.num_kv_heads)
         slab = self.slab(layer, kv)
-        return slab.base + page * slab.page_stride + token * slab.token_stride + head * slab.head_stride
+        return (
+            slab.base
+            + page * slab.page_stride
+            + token * slab.token_stride
+            + head * slab.head_stride
+        )
 
     def inner_strides(self, slab: Slab) -> tuple[int, int]:
         """(token stride, head stride) in bytes, 0 where there is one element only.
 
-        Where these agree, two slabs of equal sizes hold the bytes of a page in the same places relative to
-        its start, so a dense page of one can be copied to the other as one block.
+        Where these agree, two slabs of equal sizes hold the bytes of a page in the same places
+        relative to its start, so a dense page of one can be copied to the other as one block.
         """
         return (
             slab.token_stride if self.page_size > 1 else 0,
@@ -126,23 +134,29 @@ class KVLayout(msgspec.Struct, frozen=True):
         )
 
     def page_is_dense(self, slab: Slab) -> bool:
-        """Whether a page of `slab` is one block of `slab_page_bytes` with no gap (tokens or heads first)."""
+        """Whether a page of `slab` is one block of `slab_page_bytes` with no gap (tokens or heads
+        first)."""
         return _extent(self._inner_dims(slab), self.head_bytes) == self.slab_page_bytes
 
     @property
     def pages_are_whole(self) -> bool:
-        """Whether every page is one block of `page_bytes` across all slabs, in the order of `slabs`."""
+        """Whether every page is one block of `page_bytes` across all slabs, in the order of
+        `slabs`."""
         first = self.slabs[0]
         step = self.slab_page_bytes
         return all(
-            slab.base == first.base + i * step and self._dims(slab) == self._dims(first) and self.page_is_dense(slab)
+            slab.base == first.base + i * step
+            and self._dims(slab) == self._dims(first)
+            and self.page_is_dense(slab)
             for i, slab in enumerate(self.slabs)
         )
 
     def sized(self) -> KVLayout:
-        """This layout with `num_pages`. Where a peer did not say, as many as its slabs have room for in their regions.
+        """This layout with `num_pages`. Where a peer did not say, as many as its slabs have room
+        for in their regions.
 
-        That may be more than it uses, where a region ends in something else, but never memory it did not register.
+        That may be more than it uses, where a region ends in something else, but never memory it
+        did not register.
 
         Raises: ConfigError where not one page has room; `validate` says the rest.
         """
@@ -155,15 +169,21 @@ class KVLayout(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, num_pages=num_pages)
 
     def _room_for_pages(self, slab: Slab, regions: list[tuple[int, int]], bases: list[int]) -> int:
-        """How many pages from `slab.base` on end before the region does, or the next slab begins."""
+        """How many pages from `slab.base` on end before the region does, or the next slab
+        begins."""
         step = slab.page_stride
         inner = self._inner_dims(slab)
         page_bytes = _extent(inner, self.head_bytes)
         if step < self.head_bytes:
-            raise ConfigError(f"a page stride of {step} leaves no room for pages, must be at least {self.head_bytes}")
+            raise ConfigError(
+                f"a page stride of {step} leaves no room for pages, must be at least "
+                f"{self.head_bytes}"
+            )
         region, region_bytes = regions[_region_at(regions, slab.base)]
         rooms = [(region + region_bytes - slab.base - page_bytes) // step + 1]
-        rooms += [stride // step for _, stride in inner if stride >= step]  # pages lie inside a token, or a head
+        rooms += [
+            stride // step for _, stride in inner if stride >= step
+        ]  # pages lie inside a token, or a head
         following = bisect_left(bases, slab.base + step)  # nearer ones interleave
         if following < len(bases) and not any(stride >= step for _, stride in inner):
             rooms.append((bases[following] - slab.base - page_bytes) // step + 1)
@@ -174,16 +194,19 @@ class KVLayout(msgspec.Struct, frozen=True):
     def validate(self) -> None:
         """Check every value and that no two elements of the pool share a byte.
 
-        Accepted are slabs that nest: a stride spans all that is inside it, and slabs that interleave do so
-        with equal strides. Every usual engine layout does; an exotic one that does not is refused, even if by
-        luck no byte is shared. O(n log n) in slabs and regions; allocates no more than a list of them.
+        Accepted are slabs that nest: a stride spans all that is inside it, and slabs that
+        interleave do so with equal strides. Every usual engine layout does; an exotic one that does
+        not is refused, even if by luck no byte is shared. O(n log n) in slabs and regions;
+        allocates no more than a list of them.
 
         Raises: ConfigError naming the value and its bound.
         """
         self.validate_sizes()
         expected = self.num_layers * self.slabs_per_layer
         if len(self.slabs) != expected:
-            raise ConfigError(f"{len(self.slabs)} slabs, must be {expected} for {self.num_layers} layers")
+            raise ConfigError(
+                f"{len(self.slabs)} slabs, must be {expected} for {self.num_layers} layers"
+            )
         regions = self._checked_regions()
         for i, slab in enumerate(self.slabs):
             self._check_slab(i, slab, regions)
@@ -200,7 +223,8 @@ class KVLayout(msgspec.Struct, frozen=True):
             raise ConfigError(f"num_kv_heads is {self.num_kv_heads}, must be 1 with mla")
 
     def _checked_regions(self) -> list[tuple[int, int]]:
-        """The regions by address, or ConfigError for one that is empty, out of range or overlaps another."""
+        """The regions by address, or ConfigError for one that is empty, out of range or overlaps
+        another."""
         regions = sorted(self.regions)
         for start, num_bytes in regions:
             _check_range("region address", start, 0, _ADDRESS_END - 1)
@@ -219,7 +243,9 @@ class KVLayout(msgspec.Struct, frozen=True):
         dims = self._dims(slab)
         for name, value in (("base", slab.base), *(("stride", stride) for _, stride in dims)):
             if value % self.itemsize:
-                raise ConfigError(f"slab {i} {name} is {value}, must be a multiple of {self.itemsize}")
+                raise ConfigError(
+                    f"slab {i} {name} is {value}, must be a multiple of {self.itemsize}"
+                )
         extent = self.head_bytes
         for count, stride in reversed(dims):
             if stride < extent:
@@ -234,7 +260,8 @@ class KVLayout(msgspec.Struct, frozen=True):
             )
 
     def _check_slabs_apart(self) -> None:
-        """ConfigError when slabs share bytes. Only those whose extents overlap are looked at closely."""
+        """ConfigError when slabs share bytes. Only those whose extents overlap are looked at
+        closely."""
         placed = sorted((slab.base, i) for i, slab in enumerate(self.slabs))
         group: list[tuple[int, int]] = []
         end = 0
@@ -265,7 +292,9 @@ class KVLayout(msgspec.Struct, frozen=True):
         return _by_stride(dims)
 
     def _inner_dims(self, slab: Slab) -> _Dims:
-        return _by_stride(((self.page_size, slab.token_stride), (self.num_kv_heads, slab.head_stride)))
+        return _by_stride(
+            ((self.page_size, slab.token_stride), (self.num_kv_heads, slab.head_stride))
+        )
 
 
 def _region_at(regions: list[tuple[int, int]], address: int) -> int:
@@ -285,8 +314,9 @@ def _extent(dims: _Dims, element_bytes: int) -> int:
 def _check_interleaved(group: list[tuple[int, int]], dims: _Dims, element_bytes: int) -> None:
     """Arrays of equal dimensions, sorted by base, share no byte; `group` holds (base, slab number).
 
-    Arrays whose extents overlap must all begin within one outermost stride and end before the next, so that
-    they meet only inside the same element of it; there the same holds one dimension further in.
+    Arrays whose extents overlap must all begin within one outermost stride and end before the next,
+    so that they meet only inside the same element of it; there the same holds one dimension further
+    in.
     """
     extent = _extent(dims, element_bytes)
     clusters: list[list[tuple[int, int]]] = []
@@ -301,7 +331,9 @@ def _check_interleaved(group: list[tuple[int, int]], dims: _Dims, element_bytes:
             continue
         inner = dims[1:]
         if not dims or last + _extent(inner, element_bytes) > first + dims[0][1]:
-            raise ConfigError(f"slabs {a} and {b} overlap: at {first:#x} and {last:#x}, {extent} bytes each")
+            raise ConfigError(
+                f"slabs {a} and {b} overlap: at {first:#x} and {last:#x}, {extent} bytes each"
+            )
         _check_interleaved(cluster, inner, element_bytes)
 
 

@@ -1,7 +1,7 @@
 """Torch tensors that hold KV, with the layout that describes them.
 
-`KVPool.create` owns its memory; `KVPool.from_tensors` wraps an engine's own, strided, and keeps it alive. Who
-may read or write which page is not known here: that is the allocator's business.
+`KVPool.create` owns its memory; `KVPool.from_tensors` wraps an engine's own, strided, and keeps it
+alive. Who may read or write which page is not known here: that is the allocator's business.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 
 
 class KVPool:
-    """The KV of one worker: a view [num_pages, page_size, num_kv_heads, head_dim] for each layer and kind."""
+    """The KV of one worker: a view [num_pages, page_size, num_kv_heads, head_dim] for each layer
+    and kind."""
 
     def __init__(self, layout: KVLayout, slabs: Sequence[torch.Tensor]) -> None:
         """Takes views that match `layout`; use `create` or `from_tensors`."""
@@ -45,20 +46,36 @@ class KVPool:
         order: str = "layer_major",
         device: str = "cpu",
     ) -> KVPool:
-        """A pool of zeros, every memory page touched (so that timing it later times no page faults).
+        """A pool of zeros, every memory page touched (so that timing it later times no page
+        faults).
 
-        `layer_major` has one tensor a layer, [2, num_pages, page_size, num_kv_heads, head_dim]; `page_major` one
-        tensor for all, [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]. With "mla" the dimension of
-        2 is 1. On the CPU each tensor begins on a multiple of 4096.
+        `layer_major` has one tensor a layer, [2, num_pages, page_size, num_kv_heads, head_dim];
+        `page_major` one tensor for all, [num_pages, num_layers, 2, page_size, num_kv_heads,
+        head_dim]. With "mla" the dimension of 2 is 1. On the CPU each tensor begins on a multiple
+        of 4096.
 
-        Raises: ConfigError for a value out of range, CapacityError when the device has not enough memory.
+        Raises: ConfigError for a value out of range, CapacityError when the device has not enough
+        memory.
         """
-        sizes = KVLayout(page_size, num_layers, num_kv_heads, head_dim, dtype, attention, order, (), (), num_pages)
+        sizes = KVLayout(
+            page_size,
+            num_layers,
+            num_kv_heads,
+            head_dim,
+            dtype,
+            attention,
+            order,
+            (),
+            (),
+            num_pages,
+        )
         sizes.validate_sizes()
         page_shape = (page_size, num_kv_heads, head_dim)
         kinds = sizes.slabs_per_layer
         if order == "layer_major":
-            tensors = [zeros((kinds, num_pages, *page_shape), dtype, device) for _ in range(num_layers)]
+            tensors = [
+                zeros((kinds, num_pages, *page_shape), dtype, device) for _ in range(num_layers)
+            ]
             slabs = [tensor[kv] for tensor in tensors for kv in range(kinds)]
         elif order == "page_major":
             whole = zeros((num_pages, num_layers, kinds, *page_shape), dtype, device)
@@ -80,12 +97,13 @@ class KVPool:
         """Describe and keep an engine's own tensors.
 
         Args:
-            k, v: one view a layer, indexed [page, token, head, dim], any strides but the last, which is 1.
-            k alone: MLA, one view a layer indexed [page, token, dim].
-            regions: (address, bytes) ranges to register. By default each storage the views lie in, whole; give
-                them when the storage is an arena that holds more than KV.
+            k, v: one view a layer, indexed [page, token, head, dim], any strides but the last,
+                which is 1. k alone: MLA, one view a layer indexed [page, token, dim].
+            regions: (address, bytes) ranges to register. By default each storage the views lie in,
+                whole; give them when the storage is an arena that holds more than KV.
 
-        Raises: ConfigError when the views differ in shape, dtype or device, overlap, or lie in no region.
+        Raises: ConfigError when the views differ in shape, dtype or device, overlap, or lie in no
+        region.
         """
         attention = "mla" if v is None else "mha"
         dims = 3 if v is None else 4
@@ -97,12 +115,19 @@ class KVPool:
         first = views[0]
         for i, view in enumerate(views):
             if view.dim() != dims:
-                raise ConfigError(f"slab {i} has {view.dim()} dimensions, must have {dims} with {attention}")
+                raise ConfigError(
+                    f"slab {i} has {view.dim()} dimensions, must have {dims} with {attention}"
+                )
             for name in ("shape", "dtype", "device"):
                 if getattr(view, name) != getattr(first, name):
-                    raise ConfigError(f"slab {i} has {name} {getattr(view, name)}, slab 0 has {getattr(first, name)}")
+                    raise ConfigError(
+                        f"slab {i} has {name} {getattr(view, name)}, slab 0 has "
+                        f"{getattr(first, name)}"
+                    )
             if view.stride(-1) != 1:
-                raise ConfigError(f"slab {i} has a stride of {view.stride(-1)} in its last dimension, must be 1")
+                raise ConfigError(
+                    f"slab {i} has a stride of {view.stride(-1)} in its last dimension, must be 1"
+                )
         slabs = [view.unsqueeze(2) for view in views] if v is None else views
         found = storages(views) if regions is None else tuple(regions)
         return cls(_describe(slabs, attention, "strided", found), slabs)
@@ -115,7 +140,8 @@ class KVPool:
         return str(self._slabs[0].device)
 
     def k(self, layer: int) -> torch.Tensor:
-        """K of one layer: a view [num_pages, page_size, num_kv_heads, head_dim]. MLA: the latent, one head."""
+        """K of one layer: a view [num_pages, page_size, num_kv_heads, head_dim]. MLA: the latent,
+        one head."""
         return self._slab(layer, 0)
 
     def v(self, layer: int) -> torch.Tensor:
@@ -123,7 +149,8 @@ class KVPool:
         return self._slab(layer, 1)
 
     def latent(self, layer: int) -> torch.Tensor:
-        """MLA's latent vectors of one layer: a view [num_pages, page_size, head_dim]. ConfigError with "mha"."""
+        """MLA's latent vectors of one layer: a view [num_pages, page_size, head_dim]. ConfigError
+        with "mha"."""
         if self.layout.attention != "mla":
             raise ConfigError(f"attention is {self.layout.attention}, only mla has latent vectors")
         return self._slab(layer, 0).squeeze(2)
@@ -137,8 +164,8 @@ class KVPool:
     def read_pages(self, pages: PageIds) -> torch.Tensor:
         """A copy of the bytes of `pages`, on the CPU, whatever the layout.
 
-        Returns: uint8 [n, slabs, page_size, num_kv_heads, head_bytes]. Two pools of equal sizes hold the same KV
-        if and only if these are equal.
+        Returns: uint8 [n, slabs, page_size, num_kv_heads, head_bytes]. Two pools of equal sizes
+        hold the same KV if and only if these are equal.
 
         Raises: PageStateError for a page outside the pool.
         """
@@ -155,9 +182,17 @@ class KVPool:
         """
         index = self._index(pages)
         layout = self.layout
-        shape = (len(index), len(layout.slabs), layout.page_size, layout.num_kv_heads, layout.head_bytes)
+        shape = (
+            len(index),
+            len(layout.slabs),
+            layout.page_size,
+            layout.num_kv_heads,
+            layout.head_bytes,
+        )
         if tuple(data.shape) != shape or data.dtype != torch.uint8:
-            raise ConfigError(f"data is {data.dtype} {tuple(data.shape)}, must be torch.uint8 {shape}")
+            raise ConfigError(
+                f"data is {data.dtype} {tuple(data.shape)}, must be torch.uint8 {shape}"
+            )
         source = data.contiguous().view(self._words[0].dtype).to(self._words[0].device)
         for i, words in enumerate(self._words):
             words.index_copy_(0, index, source[:, i])
@@ -174,7 +209,8 @@ class KVPool:
 
 
 def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
-    """Zeros of `dtype`, from a multiple of 4096 on; goes through bytes, since float8 has few operations of its own.
+    """Zeros of `dtype`, from a multiple of 4096 on; goes through bytes, since float8 has few
+    operations of its own.
 
     Raises: CapacityError when the device has not the memory.
     """
@@ -192,11 +228,14 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
 
 
 def _prefer_huge_pages(memory: torch.Tensor) -> None:
-    """Ask Linux for them before the memory is first touched: NIXL's copies between processes walk fewer pages."""
+    """Ask Linux for them before the memory is first touched: NIXL's copies between processes walk
+    fewer pages."""
     start = -(-memory.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     num_bytes = (memory.data_ptr() + memory.nbytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     if num_bytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), mmap.MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), mmap.MADV_HUGEPAGE
+        )
 
 
 def _describe(
@@ -215,7 +254,10 @@ def _describe(
         attention=attention,
         order=order,
         slabs=tuple(
-            Slab(slab.data_ptr(), slab.stride(0) * size, slab.stride(1) * size, slab.stride(2) * size) for slab in slabs
+            Slab(
+                slab.data_ptr(), slab.stride(0) * size, slab.stride(1) * size, slab.stride(2) * size
+            )
+            for slab in slabs
         ),
         regions=regions,
     )
@@ -224,8 +266,14 @@ def _describe(
 
 
 def storages(views: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-    """The memory ranges that the views' storages cover, as (address, bytes); ranges that overlap become one."""
-    spans = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in (view.untyped_storage() for view in views)})
+    """The memory ranges that the views' storages cover, as (address, bytes); ranges that overlap
+    become one."""
+    spans = sorted(
+        {
+            (s.data_ptr(), s.data_ptr() + s.nbytes())
+            for s in (view.untyped_storage() for view in views)
+        }
+    )
     merged: list[tuple[int, int]] = []
     for start, end in spans:
         if merged and start < merged[-1][1]:
@@ -236,12 +284,16 @@ def storages(views: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 def _as_words(layout: KVLayout, slabs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The slabs as views [num_pages, page_size, num_kv_heads, words] of the widest word that fits all strides.
+    """The slabs as views [num_pages, page_size, num_kv_heads, words] of the widest word that fits
+    all strides.
 
-    Copying words instead of bytes is what makes `read_pages` fast: torch moves one element at a time.
+    Copying words instead of bytes is what makes `read_pages` fast: torch moves one element at a
+    time.
     """
     steps = [layout.head_bytes]
     for slab in slabs:
-        steps += [int(step) * slab.itemsize for step in (slab.storage_offset(), *slab.stride()[:-1])]
+        steps += [
+            int(step) * slab.itemsize for step in (slab.storage_offset(), *slab.stride()[:-1])
+        ]
     word = next(dtype for size, dtype in _WORDS if all(step % size == 0 for step in steps))
     return tuple(slab.view(torch.uint8).view(word) for slab in slabs)

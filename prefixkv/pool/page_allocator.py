@@ -5,9 +5,9 @@
     OWNED -> CACHED   cache          HELD, QUARANTINED -> FREE    release
     CACHED -> OWNED   uncache
 
-Every transition is all or nothing: a page out of range, named twice or in another state raises and changes
-nothing. The states are bytes in one array, so a call checks and moves its pages in a few vector operations;
-`free_runs` keeps the free ones. Nothing is linear in the pool.
+Every transition is all or nothing: a page out of range, named twice or in another state raises and
+changes nothing. The states are bytes in one array, so a call checks and moves its pages in a few
+vector operations; `free_runs` keeps the free ones. Nothing is linear in the pool.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ class PageState(enum.IntEnum):
     QUARANTINED = 4
 
 
-_FREE, _OWNED, _CACHED, _HELD, _QUARANTINED = range(5)  # plain ints: an enum member costs a microsecond in numpy
+_FREE, _OWNED, _CACHED, _HELD, _QUARANTINED = range(
+    5
+)  # plain ints: an enum member costs a microsecond in numpy
 
 
 class PageAllocator:
     """States of the pages 0..num_pages-1, all FREE at first.
 
-    Owned by the scheduler thread. Page ids come in as int32 arrays (or any sequence of integers), in any order,
-    and go out as int32 arrays that are the caller's.
+    Owned by the scheduler thread. Page ids come in as int32 arrays (or any sequence of integers),
+    in any order, and go out as int32 arrays that are the caller's.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -87,10 +89,12 @@ class PageAllocator:
     def hold(self, pages: PageIds, owner: Hashable) -> None:
         """OWNED -> HELD: a peer may still write them; `owner` (a room) keeps them until `release`.
 
-        An owner may hold more in a later call, and may hold none: it exists until its release all the same.
-        Raises: PageStateError.
+        An owner may hold more in a later call, and may hold none: it exists until its release all
+        the same. Raises: PageStateError.
         """
-        held = self._held.get(owner, [])  # first, since an owner that cannot be hashed must change nothing
+        held = self._held.get(
+            owner, []
+        )  # first, since an owner that cannot be hashed must change nothing
         ascending = self._checked(pages, _OWNED)
         self._set(ascending, _OWNED, _HELD)
         held.append(ascending)
@@ -99,7 +103,8 @@ class PageAllocator:
     def quarantine(self, owner: Hashable) -> int:
         """HELD -> QUARANTINED, all that `owner` holds: its deadline passed, but nothing is proven.
 
-        Returns: how many pages. Raises: PageStateError for an unknown owner, or one in quarantine already.
+        Returns: how many pages. Raises: PageStateError for an unknown owner, or one in quarantine
+        already.
         """
         pages = self._pages_of(owner)
         held = pages[self._state[pages] == _HELD]
@@ -208,7 +213,8 @@ class PageAllocator:
         return ascending
 
     def _fault(self, pages: PageIds, state: int) -> PageStateError:
-        """The error for the first page of `pages`, in the caller's order, that cannot leave `state`."""
+        """The error for the first page of `pages`, in the caller's order, that cannot leave
+        `state`."""
         seen = set()
         for page in map(int, pages):
             if not 0 <= page < self._num_pages:
@@ -216,21 +222,30 @@ class PageAllocator:
             if page in seen:
                 return PageStateError(f"page {page} is named twice")
             if self._state[page] != state:
-                return PageStateError(f"page {page} is {self.state(page).name}, must be {PageState(state).name}")
+                return PageStateError(
+                    f"page {page} is {self.state(page).name}, must be {PageState(state).name}"
+                )
             seen.add(page)
         raise InternalError(f"no fault found in {pages!r}")
 
     def check_invariants(self) -> None:
-        """Check every law. O(num_pages); for tests and audits. Raises InternalError with the state."""
+        """Check every law. O(num_pages); for tests and audits. Raises InternalError with the
+        state."""
         counts = np.bincount(self._state, minlength=5)
-        kept = self.pages_in(PageState.HELD).tolist() + self.pages_in(PageState.QUARANTINED).tolist()
+        kept = (
+            self.pages_in(PageState.HELD).tolist() + self.pages_in(PageState.QUARANTINED).tolist()
+        )
         listed = [page for parts in self._held.values() for part in parts for page in part.tolist()]
         laws = {
             "each page is in one of the five states": len(counts) == 5,
             "each counter is the number of pages in its state": counts.tolist() == self._counts,
-            "free + owned + cached + held + quarantined = all": sum(self._counts) == self._num_pages,
-            "held and quarantined pages have one owner, others none": sorted(kept) == sorted(listed),
+            "free + owned + cached + held + quarantined = all": sum(self._counts)
+            == self._num_pages,
+            "held and quarantined pages have one owner, others none": sorted(kept)
+            == sorted(listed),
         }
         if broken := [law for law, holds in laws.items() if not holds]:
-            raise InternalError(f"broken: {'; '.join(broken)}; counts {self._counts}, {len(self._held)} owners")
+            raise InternalError(
+                f"broken: {'; '.join(broken)}; counts {self._counts}, {len(self._held)} owners"
+            )
         self._runs.check_invariants(self._state == _FREE)

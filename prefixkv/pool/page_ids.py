@@ -1,4 +1,5 @@
-"""Page ids as they come in: any sequence of integers, made int32, the width in which they travel."""
+"""Page ids as they come in: any sequence of integers, made int32, the width in which they
+travel."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from prefixkv.errors import PageStateError
 
 Pages = npt.NDArray[np.int32]
 PageIds = npt.NDArray[np.integer] | Sequence[int]
-# The same ids where they index an array: numpy converts any narrower index first, at seven times the cost.
+# The same ids where they index an array: numpy converts any narrower index first, at seven times
+# the cost.
 Index = npt.NDArray[np.intp]
 
 _INT32 = np.dtype(np.int32)
@@ -19,10 +21,11 @@ _LIMITS = np.iinfo(np.int32)
 
 
 def as_pages(pages: PageIds) -> Pages:
-    """`pages` as int32 [n]: the array itself if it is one, else a copy. Says nothing of the pool's bounds.
+    """`pages` as int32 [n]: the array itself if it is one, else a copy. Says nothing of the pool's
+    bounds.
 
-    Raises: PageStateError for another shape, for what is no integer, and for what an int32 cannot hold (a cast
-    would wrap it round to some other page).
+    Raises: PageStateError for another shape, for what is no integer, and for what an int32 cannot
+    hold (a cast would wrap it round to some other page).
     """
     array = np.asarray(pages)
     if array.ndim != 1:

@@ -1,4 +1,5 @@
-"""A node's staging memory as it is described to a peer: where it is, and how much one lease of it may take."""
+"""A node's staging memory as it is described to a peer: where it is, and how much one lease of it
+may take."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _MAX_ADDRESS: Final = 2**63 - 1
 
 
 class StagingArea(msgspec.Struct, frozen=True, array_like=True):
-    """`num_bytes` at address `base`; leases take at most `lease_bytes`, all in whole blocks of BLOCK_BYTES."""
+    """`num_bytes` at address `base`; leases take at most `lease_bytes`, all in whole blocks of
+    BLOCK_BYTES."""
 
     base: int
     num_bytes: int
@@ -24,12 +26,17 @@ class StagingArea(msgspec.Struct, frozen=True, array_like=True):
         return self.num_bytes // BLOCK_BYTES
 
     def validate(self) -> None:
-        """Raises ConfigError naming the value that breaks the law. To be called on what a peer says."""
+        """Raises ConfigError naming the value that breaks the law. To be called on what a peer
+        says."""
         for name in ("num_bytes", "lease_bytes"):
             value = getattr(self, name)
             if value < BLOCK_BYTES or value % BLOCK_BYTES:
-                raise ConfigError(f"staging {name} is {value}, must be a positive multiple of {BLOCK_BYTES}")
+                raise ConfigError(
+                    f"staging {name} is {value}, must be a positive multiple of {BLOCK_BYTES}"
+                )
         if self.lease_bytes > self.num_bytes:
-            raise ConfigError(f"staging lease_bytes is {self.lease_bytes}, the area has {self.num_bytes}")
+            raise ConfigError(
+                f"staging lease_bytes is {self.lease_bytes}, the area has {self.num_bytes}"
+            )
         if not 0 < self.base <= _MAX_ADDRESS - self.num_bytes:
             raise ConfigError(f"staging of {self.num_bytes} bytes at {self.base} is no memory")

@@ -1,7 +1,9 @@
-"""Extra state of a request beside its KV (a sliding window's tail, a recurrent state), and where it lies. Pure.
+"""Extra state of a request beside its KV (a sliding window's tail, a recurrent state), and where it
+lies. Pure.
 
-A request has one *slot* in all state tensors. A tensor has heads, which tensor-parallel ranks share as they share
-KV heads, replicas included: so a tensor of one head is whole on every rank, and each reader has it from one writer.
+A request has one *slot* in all state tensors. A tensor has heads, which tensor-parallel ranks share
+as they share KV heads, replicas included: so a tensor of one head is whole on every rank, and each
+reader has it from one writer.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ _ADDRESS_END = 2**63
 
 
 class StateTensor(msgspec.Struct, frozen=True, array_like=True):
-    """One state tensor of the model: per slot [num_heads, *head_shape] of `dtype`, contiguous; heads over all ranks.
+    """One state tensor of the model: per slot [num_heads, *head_shape] of `dtype`, contiguous;
+    heads over all ranks.
 
-    `layer` is the KV layer in whose pipeline stage it lives; several may name the same. Both sides list all of the
-    model's, in the same order.
+    `layer` is the KV layer in whose pipeline stage it lives; several may name the same. Both sides
+    list all of the model's, in the same order.
     """
 
     name: str
@@ -48,14 +51,23 @@ class StateTensor(msgspec.Struct, frozen=True, array_like=True):
         return shard if 0 <= self.layer - shard.first_layer < shard.num_layers else None
 
     def validate(self, mesh: Mesh) -> None:
-        """Raises ConfigError naming the value that is out of range, or heads that the mesh cannot share."""
+        """Raises ConfigError naming the value that is out of range, or heads that the mesh cannot
+        share."""
         where = f"state tensor {self.name!r}"
         if self.dtype not in ITEMSIZE:
-            raise ConfigError(f"{where}: dtype is {self.dtype!r}, must be one of {', '.join(ITEMSIZE)}")
+            raise ConfigError(
+                f"{where}: dtype is {self.dtype!r}, must be one of {', '.join(ITEMSIZE)}"
+            )
         if not 0 <= self.layer < mesh.num_layers:
             raise ConfigError(f"{where}: layer is {self.layer}, must be in [0, {mesh.num_layers})")
-        if min(self.head_shape, default=1) < 1 or not 0 < self.num_heads * self.head_bytes <= MAX_PAGES:
-            raise ConfigError(f"{where}: {self.num_heads} heads of {self.head_shape}, must be 1 to {MAX_PAGES} bytes")
+        if (
+            min(self.head_shape, default=1) < 1
+            or not 0 < self.num_heads * self.head_bytes <= MAX_PAGES
+        ):
+            raise ConfigError(
+                f"{where}: {self.num_heads} heads of {self.head_shape}, must be 1 to {MAX_PAGES} "
+                "bytes"
+            )
         self.mesh(mesh).validate()
 
 
@@ -68,14 +80,16 @@ class StateEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateLayout(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's state memory: an entry for each tensor of its stage, in order. `regions` as in KVLayout."""
+    """A rank's state memory: an entry for each tensor of its stage, in order. `regions` as in
+    KVLayout."""
 
     num_slots: int
     entries: tuple[StateEntry, ...]
     regions: tuple[tuple[int, int], ...]
 
     def validate(self) -> None:
-        """Check every value, and that slots share no byte. To be called on what a peer says. Raises ConfigError.
+        """Check every value, and that slots share no byte. To be called on what a peer says. Raises
+        ConfigError.
 
         Entries lie apart, or interleave with one stride.
         """
@@ -88,15 +102,24 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
                 raise ConfigError(f"state region of {num_bytes} bytes at {start} is no memory")
         for i, entry in enumerate(self.entries):
             if not 1 <= entry.num_bytes <= entry.slot_stride < _ADDRESS_END:
-                raise ConfigError(f"state entry {i} has {entry.num_bytes} bytes a slot, {entry.slot_stride} apart")
+                raise ConfigError(
+                    f"state entry {i} has {entry.num_bytes} bytes a slot, {entry.slot_stride} apart"
+                )
             end = entry.base + self._extent(entry)
-            if not any(start <= entry.base and end <= start + num_bytes for start, num_bytes in self.regions):
-                raise ConfigError(f"state entry {i} is [{entry.base:#x}, {end:#x}), not inside one region")
+            if not any(
+                start <= entry.base and end <= start + num_bytes
+                for start, num_bytes in self.regions
+            ):
+                raise ConfigError(
+                    f"state entry {i} is [{entry.base:#x}, {end:#x}), not inside one region"
+                )
         placed = sorted(self.entries, key=lambda entry: entry.base)
         first = placed[0] if placed else None  # of those that interleave
         for before, entry in pairwise(placed):
             assert first is not None
-            if entry.base >= first.base + self._extent(first) and entry.base >= before.base + self._extent(before):
+            if entry.base >= first.base + self._extent(
+                first
+            ) and entry.base >= before.base + self._extent(before):
                 first = entry
             elif (
                 entry.slot_stride != first.slot_stride
@@ -111,17 +134,22 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
     def check_holds(self, tensors: Iterable[StateTensor], mesh: Mesh, rank: int) -> None:
         """Raises HandshakeError when this is not what a rank of the mesh holds of the tensors."""
         shards = [(tensor, tensor.shard(mesh, rank)) for tensor in tensors]
-        expected = [tensor.head_bytes * shard.num_heads for tensor, shard in shards if shard is not None]
+        expected = [
+            tensor.head_bytes * shard.num_heads for tensor, shard in shards if shard is not None
+        ]
         described = [entry.num_bytes for entry in self.entries]
         if described != expected:
-            raise HandshakeError("state bytes", expected, described, f"of a slot are not the share of rank {rank}")
+            raise HandshakeError(
+                "state bytes", expected, described, f"of a slot are not the share of rank {rank}"
+            )
 
 
 # --- pairs --------------------------------------------------------------------------------------
 
 
 class StateBlock(NamedTuple):
-    """Part of a slot that one rank writes to another: which entry of each side, from which byte of it on."""
+    """Part of a slot that one rank writes to another: which entry of each side, from which byte of
+    it on."""
 
     src_entry: int
     src_offset: int
@@ -138,7 +166,8 @@ class StateLink(NamedTuple):
 
 
 def check_state_pairs(tensors: Iterable[StateTensor], writers: Mesh, readers: Mesh) -> None:
-    """Refuse meshes that cannot share the tensors, or of which a rank would write state to one it writes no KV to.
+    """Refuse meshes that cannot share the tensors, or of which a rank would write state to one it
+    writes no KV to.
 
     Raises: ConfigError, HandshakeError. The meshes have passed `check_meshes`.
     """
@@ -146,19 +175,22 @@ def check_state_pairs(tensors: Iterable[StateTensor], writers: Mesh, readers: Me
         ours = replace(writers, num_kv_heads=num_heads)
         ours.validate()
         check_meshes(ours, replace(readers, num_kv_heads=num_heads))
-        # Of several writers a reader has its KV from each of those whose heads it needs; with no more heads than
-        # readers, only from the first of them.
+        # Of several writers a reader has its KV from each of those whose heads it needs; with no
+        # more heads than readers, only from the first of them.
         kv_heads, num_writers = writers.num_kv_heads, writers.tp_size
         if num_writers > readers.tp_size and not (
             kv_heads >= num_writers or num_heads <= readers.tp_size or kv_heads % num_heads == 0
         ):
-            raise HandshakeError("state heads", kv_heads, num_heads, "would come from ranks that send no KV")
+            raise HandshakeError(
+                "state heads", kv_heads, num_heads, "would come from ranks that send no KV"
+            )
 
 
 def state_blocks(
     tensors: Iterable[StateTensor], writers: Mesh, writer: int, readers: Mesh, reader: int
 ) -> tuple[StateBlock, ...]:
-    """What `writer` sends `reader` of each slot. Over all writers, each byte of a reader's slot comes once."""
+    """What `writer` sends `reader` of each slot. Over all writers, each byte of a reader's slot
+    comes once."""
     blocks: list[StateBlock] = []
     src = dst = 0
     for tensor in tensors:

@@ -1,4 +1,5 @@
-"""Torch tensors that hold the extra state of requests, one slot a request, with the layout that describes them."""
+"""Torch tensors that hold the extra state of requests, one slot a request, with the layout that
+describes them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from prefixkv.pool.state_layout import StateEntry, StateLayout, StateTensor
 class StatePool:
     """A view [num_slots, heads of this rank, *head_shape] for each tensor of this rank's stage.
 
-    On decode the library says which slot is whose (`DecodeRequest.state_slot`); on prefill the slots are the engine's.
+    On decode the library says which slot is whose (`DecodeRequest.state_slot`); on prefill the
+    slots are the engine's.
     """
 
     def __init__(
@@ -31,27 +33,35 @@ class StatePool:
 
         Args:
             tensors: all of the model's state.
-            views: for each that this rank holds, in order. A slot of it is contiguous; slots may lie apart.
+            views: for each that this rank holds, in order. A slot of it is contiguous; slots may
+                lie apart.
             mesh, rank: as the node's; None: this rank holds everything.
-            regions: (address, bytes) ranges to register; by default the storages of the views, whole.
+            regions: (address, bytes) ranges to register; by default the storages of the views,
+                whole.
             num_slots: for a rank whose stage has no tensor, and so no view.
-        Raises: ConfigError for values out of range, views of another shape, dtype or number of slots, or that overlap.
+        Raises: ConfigError for values out of range, views of another shape, dtype or number of
+        slots, or that overlap.
         """
         self.tensors = tuple(tensors)
         held = _held(self.tensors, mesh, rank)
         if len(views) != len(held):
-            raise ConfigError(f"{len(views)} state views, this rank holds {len(held)} state tensors")
+            raise ConfigError(
+                f"{len(views)} state views, this rank holds {len(held)} state tensors"
+            )
         num_slots = len(views[0]) if views else num_slots
         for (tensor, shape), view in zip(held, views, strict=True):
             expected = (num_slots, *shape)
             if tuple(view.shape) != expected or str(view.dtype) != f"torch.{tensor.dtype}":
                 raise ConfigError(
-                    f"state tensor {tensor.name!r} of layer {tensor.layer} is {view.dtype} {tuple(view.shape)}, "
+                    f"state tensor {tensor.name!r} of layer {tensor.layer} is {view.dtype} "
+                    f"{tuple(view.shape)}, "
                     f"must be torch.{tensor.dtype} {expected}"
                 )
             if not view[0].is_contiguous():
                 raise ConfigError(f"a slot of state tensor {tensor.name!r} is not contiguous")
-        self._views = {(tensor.name, tensor.layer): view for (tensor, _), view in zip(held, views, strict=True)}
+        self._views = {
+            (tensor.name, tensor.layer): view for (tensor, _), view in zip(held, views, strict=True)
+        }
         if len(self._views) != len(held):
             raise ConfigError("two state tensors have the same name and layer")
         entries = []
@@ -71,10 +81,14 @@ class StatePool:
         rank: int = 0,
         device: str = "cpu",
     ) -> StatePool:
-        """A pool of zeros. Raises ConfigError, or CapacityError when the device has not enough memory."""
+        """A pool of zeros. Raises ConfigError, or CapacityError when the device has not enough
+        memory."""
         if num_slots < 1:
             raise ConfigError(f"num_slots is {num_slots}, must be at least 1")
-        views = [zeros((num_slots, *shape), tensor.dtype, device) for tensor, shape in _held(tensors, mesh, rank)]
+        views = [
+            zeros((num_slots, *shape), tensor.dtype, device)
+            for tensor, shape in _held(tensors, mesh, rank)
+        ]
         return cls(tensors, views, mesh, rank, num_slots=num_slots)
 
     @property
@@ -82,11 +96,14 @@ class StatePool:
         return self.layout.num_slots
 
     def view(self, name: str, layer: int) -> torch.Tensor:
-        """[num_slots, heads of this rank, *head_shape]. Raises KeyError for one that this rank does not hold."""
+        """[num_slots, heads of this rank, *head_shape]. Raises KeyError for one that this rank does
+        not hold."""
         return self._views[name, layer]
 
 
-def _held(tensors: Sequence[StateTensor], mesh: Mesh | None, rank: int) -> list[tuple[StateTensor, tuple[int, ...]]]:
+def _held(
+    tensors: Sequence[StateTensor], mesh: Mesh | None, rank: int
+) -> list[tuple[StateTensor, tuple[int, ...]]]:
     """The tensors of the rank's stage, with the shape of a slot."""
     mesh = mesh or Mesh(1 + max((tensor.layer for tensor in tensors), default=0), 1)
     held = []

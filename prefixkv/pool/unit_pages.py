@@ -1,8 +1,9 @@
 """Pages of two sizes, seen as pages of the smaller one.
 
-Where the page sizes of two pools differ by a whole factor, both are counted in *unit pages* of the smaller
-size: unit j of page p of a pool whose pages hold `fold` units is p * fold + j. With equal sizes a unit page is
-a page.
+Where the page sizes of two pools differ by a whole factor, both are counted in *unit pages* of the
+smaller
+size: unit j of page p of a pool whose pages hold `fold` units is p * fold + j. With equal sizes a
+unit page is a page.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MAX_INDEX: Final = 2**31 - 1
 
 
 def shared_prefix(num_tokens: int, page_size: int, peer_page_size: int) -> int:
-    """The largest prefix not above `num_tokens` that is whole pages on both sides: what decode may promise.
+    """The largest prefix not above `num_tokens` that is whole pages on both sides: what decode may
+    promise.
 
     >>> shared_prefix(200, page_size=16, peer_page_size=64)
     192
@@ -35,7 +37,8 @@ def unit_pages(pages: Pages, fold: int, start: int, stop: int) -> Pages:
     >>> unit_pages(np.array([7, 3], np.int32), fold=4, start=2, stop=6).tolist()
     [30, 31, 12, 13]
 
-    Raises: PageStateError where `pages` has no such units, ConfigError where one would not fit into an int32.
+    Raises: PageStateError where `pages` has no such units, ConfigError where one would not fit into
+    an int32.
     """
     if not 0 <= start <= stop <= len(pages) * fold:
         raise PageStateError(f"units {start} to {stop} of {len(pages)} pages of {fold}")
@@ -50,5 +53,6 @@ def check_unit_range(num_pages: int, fold: int) -> None:
     """Raises ConfigError when a pool has more unit pages than an int32 can name."""
     if num_pages * fold - 1 > MAX_INDEX:
         raise ConfigError(
-            f"{num_pages} pages of {fold} units are {num_pages * fold} units, an int32 names {MAX_INDEX + 1}"
+            f"{num_pages} pages of {fold} units are {num_pages * fold} units, an int32 names "
+            f"{MAX_INDEX + 1}"
         )

@@ -1,4 +1,5 @@
-"""Requests that decode has promised pages for and that wait for pages of their own, first come, first served."""
+"""Requests that decode has promised pages for and that wait for pages of their own, first come,
+first served."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ from prefixkv.prefill.send_plan import SendPlan
 from prefixkv.request_pages import PageBooks
 
 UsablePrefix = Callable[[PrefillRequest, int], int]
-"""Of so many cached tokens of a request, how many the engine can go on from (it has no extra state behind others)."""
+"""Of so many cached tokens of a request, how many the engine can go on from (it has no extra state
+behind others)."""
 
 
 class PrefillBootstrapQueue:
-    """Owned by the scheduler's thread. `usable_prefix` is asked about each hit; None: all of it is of use."""
+    """Owned by the scheduler's thread. `usable_prefix` is asked about each hit; None: all of it is
+    of use."""
 
     def __init__(self, books: PageBooks, usable_prefix: UsablePrefix | None = None) -> None:
         self._books = books
@@ -44,10 +47,13 @@ class PrefillBootstrapQueue:
     @property
     def may_open(self) -> bool:
         """Whether looking at the head may open it. O(1)."""
-        return bool(self._ready and self._blocked_at != self._books.version and self._books.table.free_rows)
+        return bool(
+            self._ready and self._blocked_at != self._books.version and self._books.table.free_rows
+        )
 
     def pop_bootstrapped(self, now_s: float) -> list[PrefillRequest]:
-        """Requests the engine may compute now: own prefix locked, pages for all of the prompt taken."""
+        """Requests the engine may compute now: own prefix locked, pages for all of the prompt
+        taken."""
         popped = []
         while self.may_open:
             req = self._ready[0]
@@ -62,7 +68,9 @@ class PrefillBootstrapQueue:
     def _open(self, req: PrefillRequest, now_s: float) -> bool:
         books, page_size = self._books, self._books.page_size
         match = self._match(req)
-        prefix_len, unprotected = (match.prefix_len, match.unprotected_pages) if match is not None else (0, 0)
+        prefix_len, unprotected = (
+            (match.prefix_len, match.unprotected_pages) if match is not None else (0, 0)
+        )
         num_new = pages_for(req.num_tokens, page_size) - whole_pages(prefix_len, page_size)
         if num_new > books.available_pages - unprotected:
             return False
@@ -73,15 +81,18 @@ class PrefillBootstrapQueue:
         return True
 
     def _match(self, req: PrefillRequest) -> MatchResult | None:
-        """The cached prefix without the last token, which the engine has to compute to sample after it; no more of
-        it than the engine can go on from."""
+        """The cached prefix without the last token, which the engine has to compute to sample after
+        it; no more of it than the engine can go on from.
+        """
         key = req.key
         if len(key) % self._books.page_size == 0:
             key = RadixKey(key.tokens()[:-1], key.namespace)
         match = self._books.match(key, req.request.cacheable)
         if match is None or self._usable_prefix is None or not match.prefix_len:
             return match
-        usable = page_floor(max(0, self._usable_prefix(req, match.prefix_len)), self._books.page_size)
+        usable = page_floor(
+            max(0, self._usable_prefix(req, match.prefix_len)), self._books.page_size
+        )
         if usable >= match.prefix_len:
             return match
         return self._books.match(RadixKey(key.tokens()[:usable], key.namespace))

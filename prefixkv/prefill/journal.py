@@ -12,7 +12,8 @@ from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.stats import Journal, namespace_label
 
 REASONS = ("decode", "pages", "compute", "send")
-"""What is waited for: decode's promise, pages of its own, the engine, and the writes with their acknowledgement."""
+"""What is waited for: decode's promise, pages of its own, the engine, and the writes with their
+acknowledgement."""
 
 
 class PrefillJournal(Journal):
@@ -45,7 +46,9 @@ class PrefillJournal(Journal):
         if req.state is PrefillState.SENT:
             self.waited("send", req.computed_s, now_s)
         if req.peer:
-            self.transfer_ended(req.peer, "success" if req.state is PrefillState.SENT else outcome(req))
+            self.transfer_ended(
+                req.peer, "success" if req.state is PrefillState.SENT else outcome(req)
+            )
         if self.on_ended is not None:
             self.on_ended(req, now_s)
 
@@ -58,7 +61,8 @@ def outcome(req: PrefillRequest) -> str:
 
 
 def timeline(req: PrefillRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
-    """All that is known of a request, as JSON holds it. Times are seconds since it arrived, or None."""
+    """All that is known of a request, as JSON holds it. Times are seconds since it arrived, or
+    None."""
     times = {
         "promised_s": req.promised_s,
         "started_s": req.started_s,
@@ -80,5 +84,8 @@ def timeline(req: PrefillRequest, page_bytes: int, page_size: int) -> dict[str, 
         "chunks": req.num_chunks,
         "sent_bytes": req.sent_pages * page_bytes,
         "skipped_bytes": req.decode_prefix_len // page_size * page_bytes,
-        **{name: None if when is None else round(when - req.arrived_s, 6) for name, when in times.items()},
+        **{
+            name: None if when is None else round(when - req.arrived_s, 6)
+            for name, when in times.items()
+        },
     }

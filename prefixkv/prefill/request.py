@@ -35,14 +35,14 @@ class PrefillState(enum.Enum):
 class PrefillRequest:
     """One request on a prefill worker. Made by `add`; its fields are for the engine to read.
 
-    `decode_prefix_len` tokens are on the decode worker already; `prefix_len` tokens have their KV in `pages`
-    already (this worker's own cache), so the engine computes from there.
+    `decode_prefix_len` tokens are on the decode worker already; `prefix_len` tokens have their KV
+    in `pages` already (this worker's own cache), so the engine computes from there.
     """
 
     __slots__ = (
-        "_books", "arrived_s", "computed_s", "decode_prefix_len", "ended_s", "error", "key", "num_chunks",
-        "pages_held", "peer", "plan", "popped", "prefix_len", "promised_s", "request", "rid", "sent_pages",
-        "source_free", "started_s", "state", "state_slot",
+        "_books", "arrived_s", "computed_s", "decode_prefix_len", "ended_s", "error", "key",
+        "num_chunks", "pages_held", "peer", "plan", "popped", "prefix_len", "promised_s", "request",
+        "rid", "sent_pages", "source_free", "started_s", "state", "state_slot",
     )  # fmt: skip
 
     TRANSITIONS: ClassVar[dict[PrefillState, frozenset[PrefillState]]] = {
@@ -80,7 +80,9 @@ class PrefillRequest:
     def become(self, state: PrefillState) -> None:
         """Move to another state. Raises InternalError if the table does not allow it."""
         if state not in self.TRANSITIONS[self.state]:
-            raise InternalError(f"request {self.rid!r} cannot go from {self.state.value} to {state.value}")
+            raise InternalError(
+                f"request {self.rid!r} cannot go from {self.state.value} to {state.value}"
+            )
         self.state = state
 
     @property
@@ -102,7 +104,8 @@ class PrefillRequest:
 
     @property
     def pages(self) -> npt.NDArray[np.int32]:
-        """Ids of all its pages in order, int32, a read-only view that is valid until the next call on the node."""
+        """Ids of all its pages in order, int32, a read-only view that is valid until the next call
+        on the node."""
         if self.pages_held is None:
             return np.empty(0, dtype=np.int32)
         return self._books.pages(self.pages_held)

@@ -1,8 +1,9 @@
 """The prefill side of the library, without threads or sockets.
 
-Source pages are shared and cached, so they are never held back from others; the request's lock and its own tail
-outlive it until the control plane says that no write reads them any more (`source_free`) and the engine has
-seen the end (`pop_sent`, `pop_failed`), since it may be computing into them.
+Source pages are shared and cached, so they are never held back from others; the request's lock and
+its own tail outlive it until the control plane says that no write reads them any more
+(`source_free`) and the engine has seen the end (`pop_sent`, `pop_failed`), since it may be
+computing into them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.errors import AbortedError, AuxTooLargeError, DrainingError, InternalError, RequestError
+from prefixkv.errors import (
+    AbortedError,
+    AuxTooLargeError,
+    DrainingError,
+    InternalError,
+    RequestError,
+)
 from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
 from prefixkv.prefill.journal import PrefillJournal
@@ -73,10 +80,13 @@ class PrefillScheduler:
         num_slots: int = 0,
         usable_prefix: UsablePrefix | None = None,
     ) -> None:
-        """`num_slots`: of the engine's extra state, which goes with every request then; 0: there is none."""
+        """`num_slots`: of the engine's extra state, which goes with every request then; 0: there is
+        none."""
         self.books = books
         self.num_slots = num_slots
-        self.bootstrapped = PrefillBootstrapQueue(books, usable_prefix or (_no_prefix if num_slots else None))
+        self.bootstrapped = PrefillBootstrapQueue(
+            books, usable_prefix or (_no_prefix if num_slots else None)
+        )
         self.requests: dict[str, PrefillRequest] = {}
         self.counters: Counter[str] = Counter()
         self.draining = False  # takes no new requests
@@ -93,15 +103,19 @@ class PrefillScheduler:
     def add(self, request: Request, now_s: float = 0.0) -> PrefillRequest:
         """Take a request; it waits for decode's promise.
 
-        Raises RequestError, with nothing changed: a duplicate id, a room in use, a prompt that the pool could never
-        hold, or any while `draining` (DrainingError).
+        Raises RequestError, with nothing changed: a duplicate id, a room in use, a prompt that the
+        pool could never hold, or any while `draining` (DrainingError).
         """
         if self.draining:
-            raise DrainingError(f"request {request.rid!r} comes too late: this node is being drained")
+            raise DrainingError(
+                f"request {request.rid!r} comes too late: this node is being drained"
+            )
         limit = min(self.books.num_pages, self.books.table.array.shape[1])
         needed = pages_for(len(request.key), self.books.page_size)
         if needed > limit:
-            raise RequestError(f"request {request.rid!r} needs {needed} pages, {limit} is the most there is")
+            raise RequestError(
+                f"request {request.rid!r} needs {needed} pages, {limit} is the most there is"
+            )
         req = PrefillRequest(request, self.books, now_s)
         if request.rid in self.requests:
             raise RequestError(f"request {request.rid!r} is here already")
@@ -136,8 +150,9 @@ class PrefillScheduler:
     ) -> int:
         """KV is computed up to token `end`: send what decode lacks of it. Returns the pages queued.
 
-        With `last` the outcome follows, and `aux` and `state_slot` with it. A request that has failed meanwhile takes
-        no chunk: 0, and `pop_failed` says why. Raises RequestError or AuxTooLargeError, with nothing changed.
+        With `last` the outcome follows, and `aux` and `state_slot` with it. A request that has
+        failed meanwhile takes no chunk: 0, and `pop_failed` says why. Raises RequestError or
+        AuxTooLargeError, with nothing changed.
         """
         if req.state is PrefillState.FAILED:
             return 0
@@ -148,7 +163,11 @@ class PrefillScheduler:
         if aux and not last:
             raise RequestError("aux travels with the last chunk")
         if not (0 <= state_slot < self.num_slots if last and self.num_slots else state_slot == -1):
-            wanted = f"one of {self.num_slots} with the last chunk, and only then" if self.num_slots else "none"
+            wanted = (
+                f"one of {self.num_slots} with the last chunk, and only then"
+                if self.num_slots
+                else "none"
+            )
             raise RequestError(f"state slot {state_slot} was handed over where {wanted} is needed")
         assert req.plan is not None
         assert req.pages_held is not None
@@ -164,7 +183,9 @@ class PrefillScheduler:
                 )
         if len(src_pages) or last:
             self._commands.append(
-                SendChunk(req.room_key, span.first_page, src_pages, last, bytes(aux), ready, state_slot)
+                SendChunk(
+                    req.room_key, span.first_page, src_pages, last, bytes(aux), ready, state_slot
+                )
             )
         return len(src_pages)
 
@@ -176,15 +197,16 @@ class PrefillScheduler:
         """Requests that failed or were aborted; `error` says why. The engine stops computing them.
 
         One that had handed over a state slot comes when no write reads it any more.
-        `after`: device work launched for them before this call is done once its `query()` is True; their pages
-        are not released before.
+        `after`: device work launched for them before this call is done once its `query()` is True;
+        their pages are not released before.
         """
         return self._pop(self._failed, after, now_s)
 
     def abort(self, rid: str, error: Exception | None = None, now_s: float = 0.0) -> bool:
         """End a request. Unknown or ended: no-op, False.
 
-        One whose last chunk is handed over may have succeeded already, and decode may know: then it does succeed.
+        One whose last chunk is handed over may have succeeded already, and decode may know: then it
+        does succeed.
         """
         req = self.requests.get(rid)
         if req is None or req.state.ended:
@@ -222,14 +244,18 @@ class PrefillScheduler:
         commands, self._commands = self._commands, []
         return commands
 
-    def room_bootstrapped(self, key: RoomKey, decode_prefix_len: int, peer: str = "", now_s: float = 0.0) -> None:
+    def room_bootstrapped(
+        self, key: RoomKey, decode_prefix_len: int, peer: str = "", now_s: float = 0.0
+    ) -> None:
         """Decode has promised pages for this room."""
         req = self._rooms.get(key)
         if req is not None and req.state is PrefillState.BOOTSTRAPPING:
             self.bootstrapped.add(req, decode_prefix_len)
             self.journal.promised(req, peer, now_s)
 
-    def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None, now_s: float = 0.0) -> None:
+    def room_ended(
+        self, key: RoomKey, poll: KVPoll, error: Exception | None, now_s: float = 0.0
+    ) -> None:
         """A room reached its terminal state."""
         req = self._rooms.get(key)
         if req is None or req.state.ended:
@@ -294,8 +320,12 @@ class PrefillScheduler:
             self._failed.append(req)
         self.journal.ended(req, now_s)
 
-    def _pop(self, ended: deque[PrefillRequest], after: DeviceEvent | None, now_s: float) -> list[PrefillRequest]:
-        is_done = after is None or after.query()  # asked before anything changes, since it may raise
+    def _pop(
+        self, ended: deque[PrefillRequest], after: DeviceEvent | None, now_s: float
+    ) -> list[PrefillRequest]:
+        is_done = (
+            after is None or after.query()
+        )  # asked before anything changes, since it may raise
         reqs = list(ended)
         ended.clear()
         for req in reqs:
@@ -316,7 +346,11 @@ class PrefillScheduler:
         computed = req.plan.computed if req.plan is not None else 0
         if req.request.cacheable and computed:
             # What was computed is good prefix even if nobody waits for it any more.
-            key = req.key if computed == req.num_tokens else RadixKey(req.key.tokens()[:computed], req.key.namespace)
+            key = (
+                req.key
+                if computed == req.num_tokens
+                else RadixKey(req.key.tokens()[:computed], req.key.namespace)
+            )
             self.books.cache_finished(req.pages_held, key, now_s, priority=req.request.priority)
         else:
             self.books.drop(req.pages_held)

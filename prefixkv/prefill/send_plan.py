@@ -19,9 +19,10 @@ class Span(NamedTuple):
 class SendPlan:
     """The cursor of one request.
 
-    A chunk inside what decode has sends nothing; a page partly computed waits for its rest; the last send is
-    always made, with no pages if need be, since the outcome and aux travel with it. Where decode's pages are smaller
-    it may have the first part of a page: that page is in the span, and `SenderMachine` sends its rest.
+    A chunk inside what decode has sends nothing; a page partly computed waits for its rest; the
+    last send is always made, with no pages if need be, since the outcome and aux travel with it.
+    Where decode's pages are smaller it may have the first part of a page: that page is in the span,
+    and `SenderMachine` sends its rest.
 
     >>> plan = SendPlan(num_tokens=100, decode_prefix_len=32, page_size=16)
     >>> plan.send(20), plan.send(70), plan.send(100, last=True)
@@ -32,7 +33,9 @@ class SendPlan:
 
     def __init__(self, num_tokens: int, decode_prefix_len: int, page_size: int) -> None:
         if not 0 <= decode_prefix_len <= num_tokens:
-            raise RequestError(f"decode_prefix_len is {decode_prefix_len}, the request has {num_tokens} tokens")
+            raise RequestError(
+                f"decode_prefix_len is {decode_prefix_len}, the request has {num_tokens} tokens"
+            )
         self.num_tokens = num_tokens
         self.page_size = page_size
         self.cursor_page = whole_pages(decode_prefix_len, page_size)
@@ -42,15 +45,20 @@ class SendPlan:
     def send(self, end: int, last: bool = False) -> Span:
         """The pages to send now that KV is computed up to token `end`.
 
-        Raises RequestError, with nothing changed: after the last send; an `end` below the one before or beyond the
-        request; a last send before its end.
+        Raises RequestError, with nothing changed: after the last send; an `end` below the one
+        before or beyond the request; a last send before its end.
         """
         if self.ended:
             raise RequestError("a chunk after the last one")
         if not self.computed <= end <= self.num_tokens:
-            raise RequestError(f"a chunk ends at token {end}, it has to lie in [{self.computed}, {self.num_tokens}]")
+            raise RequestError(
+                f"a chunk ends at token {end}, it has to lie in [{self.computed}, "
+                f"{self.num_tokens}]"
+            )
         if last and end != self.num_tokens:
-            raise RequestError(f"the last chunk ends at token {end}, the request has {self.num_tokens}")
+            raise RequestError(
+                f"the last chunk ends at token {end}, the request has {self.num_tokens}"
+            )
         end_page = pages_for(end, self.page_size) if last else whole_pages(end, self.page_size)
         span = Span(self.cursor_page, max(self.cursor_page, end_page))
         self.cursor_page = span.end_page
@@ -59,8 +67,11 @@ class SendPlan:
         return span
 
 
-def plan_sends(ends: Iterable[int], num_tokens: int, decode_prefix_len: int, page_size: int) -> list[Span]:
-    """The spans for chunks that end at these tokens; the one that ends the request is the last send.
+def plan_sends(
+    ends: Iterable[int], num_tokens: int, decode_prefix_len: int, page_size: int
+) -> list[Span]:
+    """The spans for chunks that end at these tokens; the one that ends the request is the last
+    send.
 
     >>> plan_sends([64, 128], num_tokens=128, decode_prefix_len=128, page_size=16)
     [Span(first_page=8, end_page=8), Span(first_page=8, end_page=8)]

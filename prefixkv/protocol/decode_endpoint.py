@@ -1,11 +1,14 @@
-"""A decode rank's side of the control plane: its links to prefill workers and the rooms open on them. Sans-IO.
+"""A decode rank's side of the control plane: its links to prefill workers and the rooms open on
+them. Sans-IO.
 
-A request names the address of a prefill worker's rank 0, its *leader*, which tells how many ranks there are and
-where. A room waits at the leader's link until all ranks that are to be told of its pages have been greeted.
+A request names the address of a prefill worker's rank 0, its *leader*, which tells how many ranks
+there are and where. A room waits at the leader's link until all ranks that are to be told of its
+pages have been greeted.
 
-Frames, notifications, commands and time go in; frames to send and what became of rooms come out. The endpoint
-owns what machines cannot know: which incarnation a room was promised to, and that only this one's word counts.
-A restarted worker knows nothing of its predecessor's writes, so its Drained would prove nothing.
+Frames, notifications, commands and time go in; frames to send and what became of rooms come out.
+The endpoint owns what machines cannot know: which incarnation a room was promised to, and that only
+this one's word counts. A restarted worker knows nothing of its predecessor's writes, so its Drained
+would prove nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +25,13 @@ from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol.backoff import Backoff
 from prefixkv.protocol.links import Liveness, Stamper, check_pair
 from prefixkv.protocol.messages import Frame, Hello, HelloReply, Outcome, OutcomeAck, Promise
-from prefixkv.protocol.receiver_machine import ReceiverMachine, RoomDrained, RoomEnded, RoomOverdue, Say
+from prefixkv.protocol.receiver_machine import (
+    ReceiverMachine,
+    RoomDrained,
+    RoomEnded,
+    RoomOverdue,
+    Say,
+)
 from prefixkv.protocol.refusal_machine import RefusalMachine
 from prefixkv.protocol.room_staging import BreakRoom, RoomStaging, ScatterLease, StagingPlan
 from prefixkv.protocol.staged_rooms import SayGrant
@@ -60,20 +69,24 @@ class RankDrained:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """A writer's agent is gone: read what kernels may still hold of it, then tell `settled` this token."""
+    """A writer's agent is gone: read what kernels may still hold of it, then tell `settled` this
+    token."""
 
     token: PeerId | RankDrained
 
 
-Action = SendFrame | Connect | Disconnect | Settle | RoomEnded | RoomDrained | RoomOverdue | ScatterLease
+Action = (
+    SendFrame | Connect | Disconnect | Settle | RoomEnded | RoomDrained | RoomOverdue | ScatterLease
+)
 
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One prefill rank's address. `peer` is who answered there last; ready once the handshake is through.
+    """One prefill rank's address. `peer` is who answered there last; ready once the handshake is
+    through.
 
-    `told` are the addresses of the ranks that a room of this leader is promised to, by rank; `leaders` are the links
-    that have this one among theirs.
+    `told` are the addresses of the ranks that a room of this leader is promised to, by rank;
+    `leaders` are the links that have this one among theirs.
     """
 
     address: str
@@ -83,18 +96,24 @@ class _Link:
     ready: bool = False
     reply: HelloReply | None = None
     told: dict[int, str] = field(default_factory=dict)
-    plan: StagingPlan | None = None  # of a leader whose ranks stage what they write to us, once `planned`
+    plan: StagingPlan | None = (
+        None  # of a leader whose ranks stage what they write to us, once `planned`
+    )
     planned: bool = False
     leaders: set[str] = field(default_factory=set)
     rooms: set[RoomKey] = field(default_factory=set)
-    waiting: dict[RoomKey, None] = field(default_factory=dict)  # to be promised, in the order of admission
+    waiting: dict[RoomKey, None] = field(
+        default_factory=dict
+    )  # to be promised, in the order of admission
 
 
 @dataclass(slots=True, eq=False)
 class _Room:
     machine: ReceiverMachine | RefusalMachine
     link: _Link  # the leader's
-    links: dict[int, _Link] = field(default_factory=dict)  # of the ranks that were promised the pages
+    links: dict[int, _Link] = field(
+        default_factory=dict
+    )  # of the ranks that were promised the pages
     peers: dict[int, PeerId] = field(default_factory=dict)  # and in which incarnation
 
     def rank_of(self, peer: PeerId) -> int:
@@ -102,7 +121,8 @@ class _Room:
 
 
 class DecodeEndpoint:
-    """See the module's text. Owned by one thread; every method returns the actions to carry out, in order."""
+    """See the module's text. Owned by one thread; every method returns the actions to carry out, in
+    order."""
 
     def __init__(self, me: PeerId, hello: Hello, timing: ControlConfig) -> None:
         self.me = me
@@ -122,17 +142,25 @@ class DecodeEndpoint:
     # --- commands ---------------------------------------------------------------------------------
 
     def open(self, promise: Promise, address: str, now_s: float) -> list[Action]:
-        """Open a room with the worker at `address`. Raises RequestError if the room is open already."""
+        """Open a room with the worker at `address`. Raises RequestError if the room is open
+        already."""
         return self._enter(ReceiverMachine(promise, self._timing, now_s), address, now_s)
 
-    def refuse(self, key: RoomKey, ticket: int, address: str, error: Exception, now_s: float) -> list[Action]:
-        """Tell the worker at `address` that the room will not be opened; RoomDrained follows, also if it is not there.
+    def refuse(
+        self, key: RoomKey, ticket: int, address: str, error: Exception, now_s: float
+    ) -> list[Action]:
+        """Tell the worker at `address` that the room will not be opened; RoomDrained follows, also
+        if it is not there.
 
         Raises RequestError if the room is open.
         """
-        return self._enter(RefusalMachine(key, ticket, str(error), self._timing, now_s), address, now_s)
+        return self._enter(
+            RefusalMachine(key, ticket, str(error), self._timing, now_s), address, now_s
+        )
 
-    def _enter(self, machine: ReceiverMachine | RefusalMachine, address: str, now_s: float) -> list[Action]:
+    def _enter(
+        self, machine: ReceiverMachine | RefusalMachine, address: str, now_s: float
+    ) -> list[Action]:
         key = machine.key
         known = self._rooms.get(key)
         if known is not None:
@@ -155,16 +183,21 @@ class DecodeEndpoint:
         if room is not None and isinstance(room.machine, ReceiverMachine):
             self._on(room, receiver.Fail(error), now_s, out)
             if not room.peers:
-                # Prefill has not heard of the room, but may have the request, and wait. Its answer is no news here.
-                refusal = RefusalMachine(key, room.machine.ticket, str(error), self._timing, now_s, is_news=False)
+                # Prefill has not heard of the room, but may have the request, and wait. Its answer
+                # is no news here.
+                refusal = RefusalMachine(
+                    key, room.machine.ticket, str(error), self._timing, now_s, is_news=False
+                )
                 out += self._enter(refusal, room.link.address, now_s)
         return out
 
     def fence(self, peer: PeerId, now_s: float) -> list[Action]:
-        """The caller knows that this incarnation can write no more: its rooms end now, and are drained soon after.
+        """The caller knows that this incarnation can write no more: its rooms end now, and are
+        drained soon after.
 
-        Not at once: over TCP the kernels may still hold what it sent before, and that lands as our own transport
-        reads it. So rooms stay undrained until it has been at that for `fence_settle_s`.
+        Not at once: over TCP the kernels may still hold what it sent before, and that lands as our
+        own transport reads it. So rooms stay undrained until it has been at that for
+        `fence_settle_s`.
         """
         out: list[Action] = []
         self._fenced[peer.name] = max(peer.incarnation, self._fenced.get(peer.name, 0))
@@ -207,7 +240,8 @@ class DecodeEndpoint:
         return out
 
     def farewell(self) -> list[Action]:
-        """Tell every worker that this process leaves; its transport agent has to be destroyed already."""
+        """Tell every worker that this process leaves; its transport agent has to be destroyed
+        already."""
         return [
             SendFrame(link.address, self._stamp.frame(messages.Fenced()))
             for link in self._links.values()
@@ -286,7 +320,11 @@ class DecodeEndpoint:
 
     def rooms(self) -> Iterable[ReceiverMachine]:
         """The machines of all open or undrained rooms, for audits."""
-        return [room.machine for room in self._rooms.values() if isinstance(room.machine, ReceiverMachine)]
+        return [
+            room.machine
+            for room in self._rooms.values()
+            if isinstance(room.machine, ReceiverMachine)
+        ]
 
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
         """By address: who answers there, and "ready", "suspect" or "connecting"."""
@@ -328,7 +366,9 @@ class DecodeEndpoint:
             if outcome.ok and self.staging is not None:
                 self._act_staged(self.staging.on_written(key, outcome.rank), now_s, out)
 
-    def _take_ask(self, link: _Link, ask: messages.LeaseAsk, now_s: float, out: list[Action]) -> None:
+    def _take_ask(
+        self, link: _Link, ask: messages.LeaseAsk, now_s: float, out: list[Action]
+    ) -> None:
         room = self._room_of(link, ask)
         if room is None:
             return
@@ -340,7 +380,9 @@ class DecodeEndpoint:
             self._on(room, receiver.Fail(error), now_s, out)
             raise
 
-    def _act_staged(self, actions: list[room_staging.Action], now_s: float, out: list[Action]) -> None:
+    def _act_staged(
+        self, actions: list[room_staging.Action], now_s: float, out: list[Action]
+    ) -> None:
         for action in actions:
             if isinstance(action, SayGrant):
                 room = self._rooms.get(action.key)
@@ -351,7 +393,9 @@ class DecodeEndpoint:
             else:
                 out.append(action)
 
-    def _take_drained(self, link: _Link, drained: messages.Drained, now_s: float, out: list[Action]) -> None:
+    def _take_drained(
+        self, link: _Link, drained: messages.Drained, now_s: float, out: list[Action]
+    ) -> None:
         room = self._room_of(link, drained)
         if room is not None and drained.settle and room.machine.poll.ended:
             self._settle(RankDrained(room.machine.key, drained.rank, drained.ticket), now_s, out)
@@ -359,28 +403,42 @@ class DecodeEndpoint:
             self._on(room, receiver.DrainedSaid(drained.rank), now_s, out)
 
     def _to_room(
-        self, link: _Link, body: Outcome | messages.PromiseAck, event: receiver.Event, now_s: float, out: list[Action]
+        self,
+        link: _Link,
+        body: Outcome | messages.PromiseAck,
+        event: receiver.Event,
+        now_s: float,
+        out: list[Action],
     ) -> None:
         room = self._room_of(link, body)
         if room is not None:
             self._on(room, event, now_s, out)
 
     def _room_of(
-        self, link: _Link, body: Outcome | messages.PromiseAck | messages.Drained | messages.LeaseAsk
+        self,
+        link: _Link,
+        body: Outcome | messages.PromiseAck | messages.Drained | messages.LeaseAsk,
     ) -> _Room | None:
-        """The room that this is a word of, None if it is over. Raises ProtocolError for another's."""
+        """The room that this is a word of, None if it is over. Raises ProtocolError for
+        another's."""
         room = self._rooms.get(RoomKey(body.room, body.generation))
         if room is None:
             return None
         if link.peer is None or room.peers.get(body.rank) != link.peer:
-            raise ProtocolError(f"room {body.room} was promised to {room.peers}, {link.peer} speaks as {body.rank}")
+            raise ProtocolError(
+                f"room {body.room} was promised to {room.peers}, {link.peer} speaks as {body.rank}"
+            )
         if room.machine.ticket != body.ticket:
             raise ProtocolError(f"a word of an earlier use of room {body.room}")
         return room
 
     def _meet(self, link: _Link, frame: Frame, now_s: float, out: list[Action]) -> None:
         """A HelloReply, or a worker that does not know us (it was restarted, or has forgotten)."""
-        if link.peer is not None and frame.name == link.peer.name and frame.incarnation < link.peer.incarnation:
+        if (
+            link.peer is not None
+            and frame.name == link.peer.name
+            and frame.incarnation < link.peer.incarnation
+        ):
             raise ProtocolError(f"a frame of {frame.sender}, which {link.peer} has replaced")
         if frame.incarnation <= self._fenced.get(frame.name, -1):
             raise ProtocolError(f"a frame of {frame.sender}, which was fenced")
@@ -420,14 +478,18 @@ class DecodeEndpoint:
         """The address of each rank of this leader that our pages are promised to."""
         theirs = reply.topology.mesh(reply.digest)
         if len(reply.endpoints) < theirs.num_ranks:
-            raise HandshakeError("endpoints", theirs.num_ranks, len(reply.endpoints), "are fewer than its ranks")
+            raise HandshakeError(
+                "endpoints", theirs.num_ranks, len(reply.endpoints), "are fewer than its ranks"
+            )
         ranks = ranks_told(theirs, self._mesh, self._hello.rank)
         return {rank: reply.endpoints[rank] if rank else address for rank in ranks}
 
     def _lose_peer(self, link: _Link, newer: PeerId, now_s: float, out: list[Action]) -> None:
-        """Another process answers at this address: whatever was promised to the one before has ended.
+        """Another process answers at this address: whatever was promised to the one before has
+        ended.
 
-        The link is the newer one's from now on, so that a late word of the older one is known for what it is.
+        The link is the newer one's from now on, so that a late word of the older one is known for
+        what it is.
         """
         lost, link.peer, link.ready = link.peer, newer, False
         if lost is None:
@@ -441,7 +503,9 @@ class DecodeEndpoint:
     # --- links ------------------------------------------------------------------------------------
 
     def _new_link(self, address: str, now_s: float, out: list[Action]) -> _Link:
-        link = self._links[address] = _Link(address, Liveness(now_s, now_s), Backoff(self._timing.resend_s))
+        link = self._links[address] = _Link(
+            address, Liveness(now_s, now_s), Backoff(self._timing.resend_s)
+        )
         out.append(Connect(address))
         self._greet(link, now_s, out)
         return link
@@ -467,7 +531,9 @@ class DecodeEndpoint:
             self._check_rank(leader, 0, leader)
             for rank, link in links.items():
                 self._check_rank(leader, rank, link)
-            ready = all(link.ready and not link.live.suspect(self._timing, now_s) for link in links.values())
+            ready = all(
+                link.ready and not link.live.suspect(self._timing, now_s) for link in links.values()
+            )
             if ready and not leader.planned:
                 leader.plan, leader.planned = self._staging_plan(leader, links), True
         except HandshakeError as error:
@@ -486,22 +552,32 @@ class DecodeEndpoint:
                 link.rooms.add(key)
             if leader.plan is not None and isinstance(room.machine, ReceiverMachine):
                 assert self.staging is not None
-                opened = self.staging.open(room.machine.promise, self._hello.topology.page_size, leader.plan)
+                opened = self.staging.open(
+                    room.machine.promise, self._hello.topology.page_size, leader.plan
+                )
                 self._act_staged(opened, now_s, out)
             self._on(room, receiver.PeerReady(tuple(links)), now_s, out)
 
     def _check_rank(self, leader: _Link, rank: int, link: _Link) -> None:
-        """Raises HandshakeError where another rank answers than the leader said, or one that goes another way."""
+        """Raises HandshakeError where another rank answers than the leader said, or one that goes
+        another way."""
         if link.ready and link.reply is not None and leader.reply is not None:
             for name, expected in (("rank", rank), ("topology", leader.reply.topology)):
                 if getattr(link.reply, name) != expected:
-                    raise HandshakeError(name, expected, getattr(link.reply, name), f"of {link.address} differs")
+                    raise HandshakeError(
+                        name, expected, getattr(link.reply, name), f"of {link.address} differs"
+                    )
 
     def _staging_plan(self, leader: _Link, links: dict[int, _Link]) -> StagingPlan | None:
-        """None where nothing is staged. Raises HandshakeError where some of the writers stage, and others do not."""
+        """None where nothing is staged. Raises HandshakeError where some of the writers stage, and
+        others do not."""
         assert leader.reply is not None
-        writers = writers_to(leader.reply.topology.mesh(leader.reply.digest), self._mesh, self._hello.rank)
-        staged = [rank for rank in writers if (reply := links[rank].reply) is not None and reply.staged]
+        writers = writers_to(
+            leader.reply.topology.mesh(leader.reply.digest), self._mesh, self._hello.rank
+        )
+        staged = [
+            rank for rank in writers if (reply := links[rank].reply) is not None and reply.staged
+        ]
         if not staged:
             return None
         if len(staged) < len(writers) or self.staging is None:
@@ -523,12 +599,15 @@ class DecodeEndpoint:
         self._timers.wake(link.address, next_s)
 
     def _refuse_link(self, link: _Link, error: Exception, now_s: float, out: list[Action]) -> None:
-        leaders = [self._links[address] for address in sorted(link.leaders) if address in self._links]
+        leaders = [
+            self._links[address] for address in sorted(link.leaders) if address in self._links
+        ]
         for leader in dict.fromkeys((link, *leaders)):
             for key in list(leader.waiting):
                 self._on(self._rooms[key], receiver.Fail(error), now_s, out)
         if any(link.peer in self._rooms[key].peers.values() for key in link.rooms):
-            # It has pages of ours, and its word on them is still wanted: no new rooms, but the link stays.
+            # It has pages of ours, and its word on them is still wanted: no new rooms, but the link
+            # stays.
             if link.ready:
                 link.ready = False
                 link.hello.start(now_s)
@@ -537,7 +616,8 @@ class DecodeEndpoint:
             self._close_link(link, out)
 
     def _close_link(self, link: _Link, out: list[Action]) -> None:
-        # Rooms of an earlier peer that are still undrained keep their (unlinked) link: only a fence can drain them.
+        # Rooms of an earlier peer that are still undrained keep their (unlinked) link: only a fence
+        # can drain them.
         if self._links.get(link.address) is link:
             del self._links[link.address]
             link.peer = None
@@ -571,7 +651,9 @@ class DecodeEndpoint:
         else:
             self._timers.wake(machine.key, machine.wake_s)
 
-    def _say(self, room: _Room, rank: int, body: messages.AnyBody, now_s: float, out: list[Action]) -> None:
+    def _say(
+        self, room: _Room, rank: int, body: messages.AnyBody, now_s: float, out: list[Action]
+    ) -> None:
         if room.links[rank].peer == room.peers[rank]:  # whom it is meant for still listens there
             self._send(room.links[rank], body, now_s, out)
 

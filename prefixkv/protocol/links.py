@@ -13,7 +13,8 @@ from prefixkv.protocol.state import PeerId
 
 
 class Stamper:
-    """Numbers and encodes what one process says. One sequence over all its peers, so it grows for each."""
+    """Numbers and encodes what one process says. One sequence over all its peers, so it grows for
+    each."""
 
     def __init__(self, me: PeerId) -> None:
         self.me = me
@@ -25,7 +26,8 @@ class Stamper:
 
 @dataclass(slots=True)
 class Liveness:
-    """When the other end was last heard and last spoken to. Silence makes it suspect, never dead."""
+    """When the other end was last heard and last spoken to. Silence makes it suspect, never
+    dead."""
 
     heard_s: float
     sent_s: float
@@ -45,15 +47,19 @@ class Liveness:
         return now_s >= self.heartbeat_due_s(timing)
 
     def heartbeat_due_s(self, timing: ControlConfig) -> float:
-        """When to say something again. Timers take this very sum, so that no wake-up is a rounding error early."""
+        """When to say something again. Timers take this very sum, so that no wake-up is a rounding
+        error early."""
         return self.sent_s + timing.heartbeat_s
 
     def forgettable(self, timing: ControlConfig, now_s: float) -> bool:
         return now_s - self.heard_s > timing.forget_after_s
 
 
-def check_pair(ours: ModelDigest, our_topology: Topology, theirs: ModelDigest, their_topology: Topology) -> None:
-    """Raises HandshakeError for the first thing that keeps two workers apart, ConfigError for a mesh that cannot be."""
+def check_pair(
+    ours: ModelDigest, our_topology: Topology, theirs: ModelDigest, their_topology: Topology
+) -> None:
+    """Raises HandshakeError for the first thing that keeps two workers apart, ConfigError for a
+    mesh that cannot be."""
     ours.check(theirs)
     check_meshes(our_topology.mesh(ours), their_topology.mesh(theirs))
     check_page_sizes(our_topology.page_size, their_topology.page_size)

@@ -1,8 +1,10 @@
-"""What travels on the control plane: msgpack frames of typed structs, nothing pickled, nothing trusted.
+"""What travels on the control plane: msgpack frames of typed structs, nothing pickled, nothing
+trusted.
 
-Every frame names the protocol's version, its sender's name and incarnation, and a sequence number that only
-grows. A receiver takes a frame only if its number is above all it has seen from that incarnation, so a late,
-repeated or overtaken frame is dropped without any memory of rooms; whatever must arrive is said again, under
+Every frame names the protocol's version, its sender's name and incarnation, and a sequence number
+that only grows. A receiver takes a frame only if its number is above all it has seen from that
+incarnation, so a late, repeated or overtaken frame is dropped without any memory of rooms; whatever
+must arrive is said again, under
 a new number, until it is answered:
 
     said (by)             answered by
@@ -12,8 +14,8 @@ a new number, until it is answered:
     Outcome (prefill)     OutcomeAck
     LeaseAsk (prefill)    LeaseGrant
 
-A promise bears a ticket, which decode never uses twice, and all that is said of its room repeats it: so what is
-said late of a room cannot be taken for the next use of its number.
+A promise bears a ticket, which decode never uses twice, and all that is said of its room repeats
+it: so what is said late of a room cannot be taken for the next use of its number.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
-    """What must be equal on both sides for KV and extra state to mean the same; heads are those of all ranks."""
+    """What must be equal on both sides for KV and extra state to mean the same; heads are those of
+    all ranks."""
 
     model: str
     weights_version: str
@@ -64,14 +67,17 @@ class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
             _check_fields(mine, other, mine.__struct_fields__, f"state[{i}].")
 
 
-def _check_fields(ours: msgspec.Struct, theirs: msgspec.Struct, fields: tuple[str, ...], of: str = "") -> None:
+def _check_fields(
+    ours: msgspec.Struct, theirs: msgspec.Struct, fields: tuple[str, ...], of: str = ""
+) -> None:
     for field in fields:
         if getattr(ours, field) != getattr(theirs, field):
             raise HandshakeError(of + field, getattr(ours, field), getattr(theirs, field))
 
 
 class Topology(msgspec.Struct, frozen=True, array_like=True):
-    """What may differ and is negotiated: how a side's ranks share the model, and its page size in tokens."""
+    """What may differ and is negotiated: how a side's ranks share the model, and its page size in
+    tokens."""
 
     page_size: Count
     tensor_parallel: Count = 1
@@ -79,7 +85,8 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
     stage_layers: tuple[Count, ...] = ()
 
     def mesh(self, digest: ModelDigest) -> Mesh:
-        """How the model of `digest` is shared out; a peer's still has to be checked (`check_meshes`)."""
+        """How the model of `digest` is shared out; a peer's still has to be checked
+        (`check_meshes`)."""
         sizes = (self.tensor_parallel, self.pipeline_parallel)
         return Mesh(digest.num_layers, digest.num_kv_heads, *sizes, self.stage_layers)
 
@@ -91,8 +98,8 @@ class Body(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
 class Hello(Body, frozen=True, tag="hello"):
     """A decode rank introduces itself: what it runs, and how to write to its pool.
 
-    `worker` is rank 0's identity: the ranks of one worker name the same. `staging` is where slices may be staged,
-    `state` where the extra state that `digest` lists is kept.
+    `worker` is rank 0's identity: the ranks of one worker name the same. `staging` is where slices
+    may be staged, `state` where the extra state that `digest` lists is kept.
     """
 
     digest: ModelDigest
@@ -108,7 +115,8 @@ class Hello(Body, frozen=True, tag="hello"):
 class HelloReply(Body, frozen=True, tag="hello-reply"):
     """A prefill rank's answer. `refused` is empty, or says why the two cannot work together.
 
-    `endpoints` are the addresses of all ranks, by rank; "" for one's own. `staged`: what it writes is staged.
+    `endpoints` are the addresses of all ranks, by rank; "" for one's own. `staged`: what it writes
+    is staged.
     """
 
     digest: ModelDigest
@@ -120,13 +128,16 @@ class HelloReply(Body, frozen=True, tag="hello-reply"):
 
 
 class HelloWanted(Body, frozen=True, tag="hello-wanted"):
-    """Prefill does not know who sent a frame (it was restarted, or has forgotten): introduce yourself."""
+    """Prefill does not know who sent a frame (it was restarted, or has forgotten): introduce
+    yourself."""
 
 
 class Promise(Body, frozen=True, tag="promise"):
-    """Decode has `prefix_len` tokens of the request and wants the rest of `fill_len` in these pages.
+    """Decode has `prefix_len` tokens of the request and wants the rest of `fill_len` in these
+    pages.
 
-    Its extra state, where the model has some, is wanted in `state_slot`, whole: as it is after `fill_len` tokens.
+    Its extra state, where the model has some, is wanted in `state_slot`, whole: as it is after
+    `fill_len` tokens.
     """
 
     room: U64
@@ -138,7 +149,8 @@ class Promise(Body, frozen=True, tag="promise"):
     state_slot: Slot = -1
 
     def page_ids(self) -> npt.NDArray[np.int32]:
-        """The destination pages, int32. Raises ProtocolError if the bytes are no whole number of ids."""
+        """The destination pages, int32. Raises ProtocolError if the bytes are no whole number of
+        ids."""
         if len(self.pages) % 4:
             raise ProtocolError(f"{len(self.pages)} bytes are no list of page ids")
         return np.frombuffer(self.pages, dtype="<i4").astype(np.int32)
@@ -163,7 +175,8 @@ class Abort(Body, frozen=True, tag="abort"):
 class Drained(Body, frozen=True, tag="drained"):
     """No write of this rank for this generation can land any more.
 
-    `settle`: an agent was destroyed for it, so what kernels held by then may land as decode polls, for a moment.
+    `settle`: an agent was destroyed for it, so what kernels held by then may land as decode polls,
+    for a moment.
     """
 
     room: U64
@@ -196,11 +209,12 @@ class OutcomeAck(Body, frozen=True, tag="outcome-ack"):
 
 
 class LeaseAsk(Body, frozen=True, tag="lease-ask"):
-    """A writer wants to stage units `first_unit`.. of a room, counted from the first one behind the promised prefix.
+    """A writer wants to stage units `first_unit`.. of a room, counted from the first one behind the
+    promised prefix.
 
     `piece` counts the asks of a room from 0; all writers of a room cut it into the same pieces. The
-    writer's writes of all pieces below `written` are DONE: their notifications may have been lost, and their leases be
-    what this one waits for.
+    writer's writes of all pieces below `written` are DONE: their notifications may have been lost,
+    and their leases be what this one waits for.
     """
 
     room: U64
@@ -214,7 +228,8 @@ class LeaseAsk(Body, frozen=True, tag="lease-ask"):
 
 
 class LeaseGrant(Body, frozen=True, tag="lease-grant"):
-    """The piece may be written at `offset` of decode's staging area, each rank its section (`lease_sections`)."""
+    """The piece may be written at `offset` of decode's staging area, each rank its section
+    (`lease_sections`)."""
 
     room: U64
     generation: Count
@@ -229,7 +244,8 @@ class Heartbeat(Body, frozen=True, tag="heartbeat"):
 
 
 class Fenced(Body, frozen=True, tag="fenced"):
-    """The sender has destroyed its transport agent and leaves: no write of this incarnation can land any more."""
+    """The sender has destroyed its transport agent and leaves: no write of this incarnation can
+    land any more."""
 
 
 AnyBody = (

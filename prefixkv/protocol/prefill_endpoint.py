@@ -1,9 +1,11 @@
-"""Prefill's side of the control plane: the decode workers it knows and the rooms it sends for. Sans-IO.
+"""Prefill's side of the control plane: the decode workers it knows and the rooms it sends for.
+Sans-IO.
 
-Page ids from a peer are bounds-checked here, before anything turns them into addresses. A room belongs to the
-peer that promised pages for it first. A promise that comes before the engine's request is parked, bounded a
-peer and with a deadline; so is an abort, so that a request added later fails at once. The other way round, a room
-that our engine ends before its promise has come is kept for a while, so that decode hears of it at once.
+Page ids from a peer are bounds-checked here, before anything turns them into addresses. A room
+belongs to the peer that promised pages for it first. A promise that comes before the engine's
+request is parked, bounded a peer and with a deadline; so is an abort, so that a request added later
+fails at once. The other way round, a room that our engine ends before its promise has come is kept
+for a while, so that decode hears of it at once.
 """
 
 from __future__ import annotations
@@ -35,7 +37,15 @@ from prefixkv.protocol import messages
 from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.lease_cut import LeaseCut
 from prefixkv.protocol.links import Liveness, Stamper, check_pair
-from prefixkv.protocol.messages import Frame, Hello, HelloReply, ModelDigest, Outcome, Promise, Topology
+from prefixkv.protocol.messages import (
+    Frame,
+    Hello,
+    HelloReply,
+    ModelDigest,
+    Outcome,
+    Promise,
+    Topology,
+)
 from prefixkv.protocol.sender_events import (
     Bootstrapped,
     CancelWrite,
@@ -86,7 +96,15 @@ class LeaseGranted:
 
 
 Action = (
-    LeaseGranted | SendFrame | AddPeer | RemovePeer | PostWrite | CancelWrite | Bootstrapped | RoomEnded | SourceFree
+    LeaseGranted
+    | SendFrame
+    | AddPeer
+    | RemovePeer
+    | PostWrite
+    | CancelWrite
+    | Bootstrapped
+    | RoomEnded
+    | SourceFree
 )
 
 
@@ -98,8 +116,8 @@ _NO_CLAIMS: dict[PeerId, Any] = {}
 class _Peer:
     """A rank of a decode worker. `gone` once its rooms have ended because it left or was replaced.
 
-    `readers` are the ranks of its worker that promise us pages, `writes` says whether anything of ours goes to it,
-    `takes_state` whether extra state does.
+    `readers` are the ranks of its worker that promise us pages, `writes` says whether anything of
+    ours goes to it, `takes_state` whether extra state does.
     """
 
     id: PeerId
@@ -121,7 +139,8 @@ class _Peer:
 
 
 class PrefillEndpoint:
-    """See the module's text. Owned by one thread; every method returns the actions to carry out, in order."""
+    """See the module's text. Owned by one thread; every method returns the actions to carry out, in
+    order."""
 
     def __init__(
         self,
@@ -133,7 +152,8 @@ class PrefillEndpoint:
         rank: int = 0,
         slot_bytes: int = 0,
     ) -> None:
-        """`slot_bytes`: of a slot that slices of heads are gathered into where the reader has staging too; 0: none."""
+        """`slot_bytes`: of a slot that slices of heads are gathered into where the reader has
+        staging too; 0: none."""
         self.me = me
         self.counters: Counter[str] = Counter()
         self.endpoints = endpoints
@@ -146,9 +166,13 @@ class PrefillEndpoint:
         self._stamp = Stamper(me)
         self._peers: dict[str, _Peer] = {}
         self._rooms: dict[RoomKey, SenderMachine] = {}
-        self._claims: dict[RoomKey, dict[PeerId, _Peer]] = {}  # the ranks of one worker that have named the room
+        self._claims: dict[
+            RoomKey, dict[PeerId, _Peer]
+        ] = {}  # the ranks of one worker that have named the room
         self._aborted_early: dict[RoomKey, tuple[float, str]] = {}
-        self._unclaimed: set[RoomKey] = set()  # over for our engine; kept to answer a promise that is on its way
+        self._unclaimed: set[RoomKey] = (
+            set()
+        )  # over for our engine; kept to answer a promise that is on its way
         self._jobs: dict[int, RoomKey] = {}
         self._job_ids = count(1)
         self._renewed = False  # some Drained that was lost may have asked decode to let it settle
@@ -157,7 +181,8 @@ class PrefillEndpoint:
     # --- commands ---------------------------------------------------------------------------------
 
     def add(self, key: RoomKey, num_tokens: int, now_s: float) -> list[Action]:
-        """The engine has the request of this room. Raises RequestError if one with its number still lives here."""
+        """The engine has the request of this room. Raises RequestError if one with its number still
+        lives here."""
         out: list[Action] = []
         machine = self._rooms.get(key)
         if machine is not None and machine.added and machine.drained:
@@ -176,18 +201,25 @@ class PrefillEndpoint:
             error = machine.error or AbortedError("the room ended before the request came")
             out += [RoomEnded(key, KVPoll.FAILED, error), SourceFree(key)]
         elif early is not None:
-            self._on(machine, sender.Fail(AbortedError(f"decode: {early[1]}"), tell=False), now_s, out)
+            self._on(
+                machine, sender.Fail(AbortedError(f"decode: {early[1]}"), tell=False), now_s, out
+            )
         return out
 
     def chunk(
-        self, key: RoomKey, first_page: int, src_pages: Pages, last: bool, aux: bytes, ready: Any, now_s: float,
-        state_slot: int = -1,
+        self, key: RoomKey, first_page: int, src_pages: Pages, last: bool, aux: bytes, ready: Any,
+        now_s: float, state_slot: int = -1,
     ) -> list[Action]:  # fmt: skip
         """The engine hands over pages `first_page`.. of the request. Ended or unknown: no-op."""
         out: list[Action] = []
         machine = self._rooms.get(key)
         if machine is not None:
-            self._on(machine, sender.ChunkQueued(first_page, src_pages, last, aux, ready, state_slot), now_s, out)
+            self._on(
+                machine,
+                sender.ChunkQueued(first_page, src_pages, last, aux, ready, state_slot),
+                now_s,
+                out,
+            )
         return out
 
     def abort(self, key: RoomKey, error: Exception, now_s: float) -> list[Action]:
@@ -199,16 +231,20 @@ class PrefillEndpoint:
         return out
 
     def farewell(self) -> list[Action]:
-        """Tell every decode worker that our agent is gone: no write of this incarnation can land any more."""
-        return [SendFrame(peer.route, self._stamp.frame(messages.Fenced())) for peer in self._peers.values()]
+        """Tell every decode worker that our agent is gone: no write of this incarnation can land
+        any more."""
+        return [
+            SendFrame(peer.route, self._stamp.frame(messages.Fenced()))
+            for peer in self._peers.values()
+        ]
 
     # --- what comes in ----------------------------------------------------------------------------
 
     def on_frame(self, route: bytes, credential: str, raw: bytes, now_s: float) -> list[Action]:
         """A frame. What is malformed, stale or foreign is counted and dropped.
 
-        `credential` is what the socket proved of the sender (its CURVE key), "" without keys: a name stays
-        with the credential that used it first.
+        `credential` is what the socket proved of the sender (its CURVE key), "" without keys: a
+        name stays with the credential that used it first.
         """
         out: list[Action] = []
         try:
@@ -219,7 +255,9 @@ class PrefillEndpoint:
             self.counters[f"dropped: {type(error).__name__}"] += 1
         return out
 
-    def on_write_ended(self, job_id: int, error: Exception | None, drained: bool, now_s: float) -> list[Action]:
+    def on_write_ended(
+        self, job_id: int, error: Exception | None, drained: bool, now_s: float
+    ) -> list[Action]:
         """The transport's word on a job. Unknown: no-op."""
         out: list[Action] = []
         machine = self._rooms.get(self._jobs.get(job_id, _NO_ROOM))
@@ -280,11 +318,15 @@ class PrefillEndpoint:
         """The decode workers known, each "ready" or "suspect"."""
         timing = self._timing
         peers = list(self._peers.values())  # at once: the scheduler's thread asks
-        return {peer.id: "suspect" if peer.live.suspect(timing, now_s) else "ready" for peer in peers}
+        return {
+            peer.id: "suspect" if peer.live.suspect(timing, now_s) else "ready" for peer in peers
+        }
 
     # --- frames -----------------------------------------------------------------------------------
 
-    def _take(self, route: bytes, credential: str, frame: Frame, now_s: float, out: list[Action]) -> None:
+    def _take(
+        self, route: bytes, credential: str, frame: Frame, now_s: float, out: list[Action]
+    ) -> None:
         curve = self._timing.curve
         if curve is not None and not _may_speak(curve.allowed_clients, credential, frame.name):
             raise ProtocolError(f"{frame.name!r} speaks under a key that is not its own")
@@ -309,7 +351,11 @@ class PrefillEndpoint:
         elif isinstance(body, messages.OutcomeAck):
             key = RoomKey(body.room, body.generation)
             machine = self._rooms.get(key)
-            if machine is not None and peer.id in self._claimants(key) and machine.ticket == body.ticket:
+            if (
+                machine is not None
+                and peer.id in self._claimants(key)
+                and machine.ticket == body.ticket
+            ):
                 self._on(machine, sender.OutcomeAcked(peer.hello.rank), now_s, out)
         elif isinstance(body, messages.LeaseGrant):
             out.append(LeaseGranted(peer.id, body))
@@ -318,7 +364,15 @@ class PrefillEndpoint:
         elif not isinstance(body, messages.Heartbeat):
             raise ProtocolError(f"{type(body).__name__} is not for prefill")
 
-    def _meet(self, route: bytes, credential: str, frame: Frame, hello: Hello, now_s: float, out: list[Action]) -> None:
+    def _meet(
+        self,
+        route: bytes,
+        credential: str,
+        frame: Frame,
+        hello: Hello,
+        now_s: float,
+        out: list[Action],
+    ) -> None:
         peer = self._peers.get(frame.name)
         if peer is not None and peer.id == frame.sender:
             peer.live.take(frame, now_s)
@@ -332,16 +386,28 @@ class PrefillEndpoint:
             self._answer_hello(route, str(error)[:1000], out)
             return
         if peer is not None:
-            self._lose_peer(peer, PeerLostError(f"{peer.id} was replaced by {frame.sender}"), now_s, out)
+            self._lose_peer(
+                peer, PeerLostError(f"{peer.id} was replaced by {frame.sender}"), now_s, out
+            )
         elif len(self._peers) >= self._timing.max_peers:
-            self._answer_hello(route, f"{len(self._peers)} decode workers are known, the limit is reached", out)
+            self._answer_hello(
+                route, f"{len(self._peers)} decode workers are known, the limit is reached", out
+            )
             return
         live = Liveness(now_s, now_s, frame.seq)
         readers = readers_awaited(self._mesh, self._rank, hello.topology.mesh(hello.digest))
         staged = added is not None and added.cut is not None
         takes_state = added is not None and added.state is not None
         self._peers[frame.name] = _Peer(
-            frame.sender, route, credential, hello, live, readers, added is not None, staged, takes_state
+            frame.sender,
+            route,
+            credential,
+            hello,
+            live,
+            readers,
+            added is not None,
+            staged,
+            takes_state,
         )
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
         if added is not None:
@@ -387,13 +453,19 @@ class PrefillEndpoint:
         if hello.state is None:
             return None
         check_state_pairs(tensors, self._mesh, mesh)
-        hello.state.check_holds(tensors, mesh, hello.rank)  # first, since it bounds what the other costs
+        hello.state.check_holds(
+            tensors, mesh, hello.rank
+        )  # first, since it bounds what the other costs
         hello.state.validate()
         blocks = state_blocks(tensors, self._mesh, self._rank, mesh, hello.rank)
         return StateLink(hello.state, blocks) if blocks else None
 
-    def _answer_hello(self, route: bytes, refused: str, out: list[Action], staged: bool = False) -> None:
-        reply = HelloReply(self._digest, self._topology, self.endpoints, refused, self._rank, staged)
+    def _answer_hello(
+        self, route: bytes, refused: str, out: list[Action], staged: bool = False
+    ) -> None:
+        reply = HelloReply(
+            self._digest, self._topology, self.endpoints, refused, self._rank, staged
+        )
         out.append(SendFrame(route, self._stamp.frame(reply)))
 
     def _take_promise(self, peer: _Peer, promise: Promise, now_s: float, out: list[Action]) -> None:
@@ -403,21 +475,36 @@ class PrefillEndpoint:
             machine = self._rooms.get(key)
             self._check_owner(machine, peer, key)
             if machine is not None and machine.drained and 0 < machine.ticket < promise.ticket:
-                self._drop_room(machine)  # decode has done with that use of the room, if it uses its number again
+                self._drop_room(
+                    machine
+                )  # decode has done with that use of the room, if it uses its number again
                 machine = None
             if machine is not None and not machine.same_promise(event):
-                raise ProtocolError(f"another promise for room {key.room} generation {key.generation}")
-            parks = peer.id not in self._claimants(key) and not (machine is not None and machine.added)
+                raise ProtocolError(
+                    f"another promise for room {key.room} generation {key.generation}"
+                )
+            parks = peer.id not in self._claimants(key) and not (
+                machine is not None and machine.added
+            )
             if parks and peer.num_parked >= self._timing.max_parked_per_peer:
-                raise ProtocolError(f"{peer.num_parked} promises wait for their requests, the limit is reached")
+                raise ProtocolError(
+                    f"{peer.num_parked} promises wait for their requests, the limit is reached"
+                )
             if machine is None:
                 machine = self._new_machine(key, now_s)
         except ProtocolError as error:
-            # Nothing was written for this promise, so its pages are drained as far as it is concerned. If another
-            # promise of this room stands, decode has already ended or will end that one by its own rules.
+            # Nothing was written for this promise, so its pages are drained as far as it is
+            # concerned. If another promise of this room stands, decode has already ended or will
+            # end that one by its own rules.
             known = self._rooms.get(key)
-            if known is None or peer.id not in self._claimants(key) or known.ticket != promise.ticket:
-                refusal = Outcome(*key, self._rank, False, 0, 0, b"", str(error)[:1000], True, promise.ticket)
+            if (
+                known is None
+                or peer.id not in self._claimants(key)
+                or known.ticket != promise.ticket
+            ):
+                refusal = Outcome(
+                    *key, self._rank, False, 0, 0, b"", str(error)[:1000], True, promise.ticket
+                )
                 self._send(peer, refusal, now_s, out)
             raise
         if not machine.poll.ended:
@@ -427,9 +514,12 @@ class PrefillEndpoint:
         self._on(machine, event, now_s, out)
 
     def _check_owner(self, machine: SenderMachine | None, peer: _Peer, key: RoomKey) -> None:
-        """Raises ProtocolError unless the room is nobody's, or of the peer's worker, and it speaks for itself there."""
+        """Raises ProtocolError unless the room is nobody's, or of the peer's worker, and it speaks
+        for itself there."""
         for claimant in self._claimants(key).values():
-            if claimant.worker != peer.worker or (machine is not None and machine.is_strange(peer.id, peer.hello.rank)):
+            if claimant.worker != peer.worker or (
+                machine is not None and machine.is_strange(peer.id, peer.hello.rank)
+            ):
                 raise ProtocolError(f"room {key.room} belongs to {claimant.worker}")
 
     def _claimants(self, key: RoomKey) -> dict[PeerId, _Peer]:
@@ -449,28 +539,37 @@ class PrefillEndpoint:
         page_size = peer.hello.topology.page_size
         pages = promise.page_ids()
         if promise.prefix_len % page_size or promise.prefix_len > promise.fill_len:
-            raise ProtocolError(f"prefix of {promise.prefix_len} tokens of {promise.fill_len}, pages of {page_size}")
+            raise ProtocolError(
+                f"prefix of {promise.prefix_len} tokens of {promise.fill_len}, pages of {page_size}"
+            )
         wanted = pages_for(promise.fill_len, page_size) - promise.prefix_len // page_size
         if len(pages) != wanted:
             raise ProtocolError(f"{len(pages)} pages where {wanted} are needed")
         num_pages = peer.hello.layout.num_pages
         if len(pages) and (pages.min() < 0 or pages.max() >= num_pages):
-            raise ProtocolError(f"page ids {pages.min()} to {pages.max()}, the pool has {num_pages}")
+            raise ProtocolError(
+                f"page ids {pages.min()} to {pages.max()}, the pool has {num_pages}"
+            )
         if len(np.unique(pages)) != len(pages):
             raise ProtocolError("a page id twice in one promise")
         state = peer.hello.state
-        if not (promise.state_slot == -1 if state is None else 0 <= promise.state_slot < state.num_slots):
+        if not (
+            promise.state_slot == -1 if state is None else 0 <= promise.state_slot < state.num_slots
+        ):
             num_slots = 0 if state is None else state.num_slots
             raise ProtocolError(f"state slot {promise.state_slot} of {num_slots}")
         unit_tokens = min(page_size, self._topology.page_size)
         fold = page_size // unit_tokens
         num_units = pages_for(promise.fill_len - promise.prefix_len, unit_tokens)
         return sender.Promised(
-            peer.id, promise.fill_len, promise.prefix_len, unit_pages(pages, fold, 0, num_units), promise.ticket,
-            peer.hello.rank, peer.readers, peer.writes, unit_tokens, fold, promise.state_slot, peer.takes_state,
+            peer.id, promise.fill_len, promise.prefix_len, unit_pages(pages, fold, 0, num_units),
+            promise.ticket, peer.hello.rank, peer.readers, peer.writes, unit_tokens, fold,
+            promise.state_slot, peer.takes_state,
         )  # fmt: skip
 
-    def _take_abort(self, peer: _Peer, abort: messages.Abort, now_s: float, out: list[Action]) -> None:
+    def _take_abort(
+        self, peer: _Peer, abort: messages.Abort, now_s: float, out: list[Action]
+    ) -> None:
         key = RoomKey(abort.room, abort.generation)
         machine = self._rooms.get(key)
         claims = self._claimants(key)
@@ -479,10 +578,15 @@ class PrefillEndpoint:
         if to_come and len(self._aborted_early) < self._timing.max_parked_per_peer:
             # The engine's request is still to come; the room itself will be over by then.
             self._aborted_early[key] = (now_s + self._timing.parked_timeout_s, abort.reason)
-        strange = not theirs or (machine is not None and machine.is_strange(peer.id, peer.hello.rank))
+        strange = not theirs or (
+            machine is not None and machine.is_strange(peer.id, peer.hello.rank)
+        )
         if machine is None or strange or machine.is_other_use(abort.ticket):
-            # Nothing of ours can land in that peer's pages for this room: its later frames outnumber this one.
-            self._send(peer, messages.Drained(*key, self._rank, abort.ticket, self._renewed), now_s, out)
+            # Nothing of ours can land in that peer's pages for this room: its later frames
+            # outnumber this one.
+            self._send(
+                peer, messages.Drained(*key, self._rank, abort.ticket, self._renewed), now_s, out
+            )
             return
         said = sender.AbortSaid(peer.id, abort.reason, abort.ticket, peer.hello.rank, peer.readers)
         if peer.id not in claims and not machine.added and not machine.poll.ended:
@@ -522,11 +626,15 @@ class PrefillEndpoint:
     # --- rooms ------------------------------------------------------------------------------------
 
     def _new_machine(self, key: RoomKey, now_s: float) -> SenderMachine:
-        machine = SenderMachine(key, self._rank, self._topology.page_size, self.next_job_id, self._timing, now_s)
+        machine = SenderMachine(
+            key, self._rank, self._topology.page_size, self.next_job_id, self._timing, now_s
+        )
         self._rooms[key] = machine
         return machine
 
-    def _on(self, machine: SenderMachine, event: sender.Event, now_s: float, out: list[Action]) -> None:
+    def _on(
+        self, machine: SenderMachine, event: sender.Event, now_s: float, out: list[Action]
+    ) -> None:
         key = machine.key
         open_before = not machine.poll.ended
         for action in machine.on(event, now_s):
@@ -561,7 +669,8 @@ class PrefillEndpoint:
 
 
 def _may_speak(allowed: Mapping[str, str], credential: str, name: str) -> bool:
-    """Whether the name is the key's, or, unless another key has it, of a further rank of the worker that is."""
+    """Whether the name is the key's, or, unless another key has it, of a further rank of the worker
+    that is."""
     if name in allowed.values():
         return allowed.get(credential) == name
     worker, _, rank = name.rpartition("/")

@@ -1,8 +1,10 @@
-"""Decode's side of one room: promise pages, wait for every writer rank, know when nothing can land any more.
+"""Decode's side of one room: promise pages, wait for every writer rank, know when nothing can land
+any more.
 
-How a room *ended* and whether it is *drained* are two things. Ended is for the request: SUCCESS or FAILED, once.
-Drained is for the pages: they may be used again only when each rank that was told of them has proved that its
-writes are over (its SUCCESS, its Drained) or was fenced. Time ends rooms; it never drains them.
+How a room *ended* and whether it is *drained* are two things. Ended is for the request: SUCCESS or
+FAILED, once. Drained is for the pages: they may be used again only when each rank that was told of
+them has proved that its writes are over (its SUCCESS, its Drained) or was fenced. Time ends rooms;
+it never drains them.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class DrainedSaid(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """End the room from this side: aborted, refused, or the rank `lost`. `tell` is False where nobody listens."""
+    """End the room from this side: aborted, refused, or the rank `lost`. `tell` is False where
+    nobody listens."""
 
     error: Exception
     tell: bool = True
@@ -78,7 +81,8 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class RoomEnded:
-    """The room's one terminal state. `aux` is the lowest rank's on SUCCESS, `error` is set on FAILED."""
+    """The room's one terminal state. `aux` is the lowest rank's on SUCCESS, `error` is set on
+    FAILED."""
 
     key: RoomKey
     poll: KVPoll
@@ -95,7 +99,8 @@ class RoomDrained:
 
 @dataclass(frozen=True, slots=True)
 class RoomOverdue:
-    """After FAILED: not drained by its deadline. The pages stay; somebody should look at the peer."""
+    """After FAILED: not drained by its deadline. The pages stay; somebody should look at the
+    peer."""
 
     key: RoomKey
 
@@ -157,9 +162,9 @@ class ReceiverMachine:
             actions.append(RoomDrained(self.key))
         return actions
 
-    # What each state listens to; what is absent is ignored there. Tests hold every state to have a row.
-    # An open room takes no DrainedSaid: none was asked for, so it answers an abort of an earlier use of the room
-    # number, and proves nothing of the writes of this one.
+    # What each state listens to; what is absent is ignored there. Tests hold every state to have a
+    # row. An open room takes no DrainedSaid: none was asked for, so it answers an abort of an
+    # earlier use of the room number, and proves nothing of the writes of this one.
     _TABLE: ClassVar[dict[KVPoll, dict[type, str]]] = {
         KVPoll.BOOTSTRAPPING: {
             PeerReady: "_promise",
@@ -226,9 +231,16 @@ class ReceiverMachine:
         if outcome.drained:
             self._undrained.discard(outcome.rank)
         if not outcome.ok:
-            return [ack, *self._fail(Fail(TransferError(f"prefill rank {outcome.rank}: {outcome.error}")), now_s)]
+            return [
+                ack,
+                *self._fail(
+                    Fail(TransferError(f"prefill rank {outcome.rank}: {outcome.error}")), now_s
+                ),
+            ]
         if outcome.num_pages != self.num_pages:
-            error = TransferError(f"{outcome.num_pages} pages were written where {self.num_pages} were promised")
+            error = TransferError(
+                f"{outcome.num_pages} pages were written where {self.num_pages} were promised"
+            )
             return [ack, *self._fail(Fail(error), now_s)]
         self._outcomes[outcome.rank] = outcome
         if len(self._outcomes) < len(self.ranks):
@@ -241,11 +253,15 @@ class ReceiverMachine:
         if event.rank not in self.ranks:
             return []
         self._undrained.discard(event.rank)
-        return self._fail(Fail(TransferError(f"prefill rank {event.rank} was fenced"), lost=event.rank), now_s)
+        return self._fail(
+            Fail(TransferError(f"prefill rank {event.rank} was fenced"), lost=event.rank), now_s
+        )
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
         if now_s >= self._deadline_s:
-            return self._fail(Fail(TransferTimeoutError(f"the deadline passed in {self.poll.name}")), now_s)
+            return self._fail(
+                Fail(TransferTimeoutError(f"the deadline passed in {self.poll.name}")), now_s
+            )
         if self._unacked and self._resend.take(now_s):
             return [Say(rank, self.promise) for rank in sorted(self._unacked)]
         return []
@@ -269,7 +285,9 @@ class ReceiverMachine:
     def _outcome_again(self, event: OutcomeSaid, now_s: float) -> list[Action]:
         if event.outcome.drained:
             self._undrained.discard(event.outcome.rank)
-        return [Say(event.outcome.rank, OutcomeAck(*self.key, event.outcome.rank, self.promise.ticket))]
+        return [
+            Say(event.outcome.rank, OutcomeAck(*self.key, event.outcome.rank, self.promise.ticket))
+        ]
 
     def _drained_late(self, event: DrainedSaid, now_s: float) -> list[Action]:
         self._undrained.discard(event.rank)

@@ -1,6 +1,8 @@
-"""Decode's side of a room that it does not open: tell prefill, which may have the request, that no promise will come.
+"""Decode's side of a room that it does not open: tell prefill, which may have the request, that no
+promise will come.
 
-No page is at stake, only prefill's patience: unlike a receiver's, this room also ends when its time is over.
+No page is at stake, only prefill's patience: unlike a receiver's, this room also ends when its time
+is over.
 """
 
 from __future__ import annotations
@@ -35,7 +37,14 @@ class RefusalMachine:
     drained: ClassVar = True  # no peer ever knew its pages
 
     def __init__(
-        self, key: RoomKey, ticket: int, reason: str, timing: ControlConfig, now_s: float, *, is_news: bool = True
+        self,
+        key: RoomKey,
+        ticket: int,
+        reason: str,
+        timing: ControlConfig,
+        now_s: float,
+        *,
+        is_news: bool = True,
     ) -> None:
         self.key = key
         self.ticket = ticket
@@ -44,7 +53,9 @@ class RefusalMachine:
         self.is_news = is_news
         self._unanswered: set[int] = set()  # ranks that have been told
         self._resend = Backoff(timing.resend_s)
-        self._deadline_s = now_s + timing.bootstrap_timeout_s  # by then prefill has given up by itself
+        self._deadline_s = (
+            now_s + timing.bootstrap_timeout_s
+        )  # by then prefill has given up by itself
 
     @property
     def wake_s(self) -> float:
@@ -70,7 +81,10 @@ class RefusalMachine:
         return []
 
     def _aborts(self) -> list[Action]:
-        return [Say(rank, Abort(*self.key, self._reason, self.ticket)) for rank in sorted(self._unanswered)]
+        return [
+            Say(rank, Abort(*self.key, self._reason, self.ticket))
+            for rank in sorted(self._unanswered)
+        ]
 
     def _end(self) -> list[Action]:
         if self.over:

@@ -1,7 +1,9 @@
-"""What a decode endpoint adds to `StagedRooms`: which pages a lease goes into, and ends that have to wait. Pure.
+"""What a decode endpoint adds to `StagedRooms`: which pages a lease goes into, and ends that have
+to wait. Pure.
 
-A room's machine knows nothing of staging. So what it says of the room's end goes through `pass_on`: SUCCESS is kept
-back until the last scatter, RoomDrained until no copy of ours writes the room's pages any more.
+A room's machine knows nothing of staging. So what it says of the room's end goes through `pass_on`:
+SUCCESS is kept back until the last scatter, RoomDrained until no copy of ours writes the room's
+pages any more.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from prefixkv.protocol.tags import ChunkTag
 
 
 class StagingPlan(NamedTuple):
-    """How one prefill worker stages for us: `parts` are what each of its writers sends, in our pool's own numbers."""
+    """How one prefill worker stages for us: `parts` are what each of its writers sends, in our
+    pool's own numbers."""
 
     cut: LeaseCut
     parts: dict[int, Shard]
@@ -31,7 +34,8 @@ class StagingPlan(NamedTuple):
 
     @classmethod
     def of(cls, hello: Hello, reply: HelloReply) -> StagingPlan:
-        """From what we said and what the worker answered. Raises HandshakeError where a lease takes no unit page."""
+        """From what we said and what the worker answered. Raises HandshakeError where a lease takes
+        no unit page."""
         assert hello.staging is not None
         ours, theirs = hello.topology.mesh(hello.digest), reply.topology.mesh(reply.digest)
         unit_tokens = min(hello.topology.page_size, reply.topology.page_size)
@@ -48,7 +52,8 @@ class StagingPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScatterLease:
-    """Copy each section of a lease, the part `parts[section.rank]` of the model, into these unit pages of our pool.
+    """Copy each section of a lease, the part `parts[section.rank]` of the model, into these unit
+    pages of our pool.
 
     `on_scattered` answers.
     """
@@ -108,7 +113,8 @@ class RoomStaging:
         return self._translate(self.rooms.on_scattered(lease_id, error))
 
     def pass_on(self, ending: Ending) -> list[Action]:
-        """What the room's machine said of its end, if it may be said now, and what follows from it."""
+        """What the room's machine said of its end, if it may be said now, and what follows from
+        it."""
         key = ending.key
         if key not in self._open or isinstance(ending, RoomOverdue):
             return [ending]
@@ -135,7 +141,9 @@ class RoomStaging:
                 case staged_rooms.Scatter(lease_id, key, first, count, sections):
                     units, plan = self._open[key]
                     units = units[first : first + count]
-                    out.append(ScatterLease(lease_id, units, plan.unit_tokens, sections, plan.parts))
+                    out.append(
+                        ScatterLease(lease_id, units, plan.unit_tokens, sections, plan.parts)
+                    )
                 case staged_rooms.RoomScattered(key) | staged_rooms.RoomQuiet(key):
                     held = self._held.pop(key, None)
                     if held is not None:
@@ -145,7 +153,8 @@ class RoomStaging:
         return out
 
     def _broken(self, key: RoomKey, error: Exception) -> list[Action]:
-        """Its machine may have ended well already: then nothing of its writers can land, and only our copy failed."""
+        """Its machine may have ended well already: then nothing of its writers can land, and only
+        our copy failed."""
         if self._held.pop(key, None) is None:
             return [BreakRoom(key, error)]
         ended, *rest = self.pass_on(RoomEnded(key, KVPoll.FAILED, error))

@@ -1,4 +1,5 @@
-"""What `SenderMachine` takes and what it gives: prefill's events and actions of one room. Values, and nothing else."""
+"""What `SenderMachine` takes and what it gives: prefill's events and actions of one room. Values,
+and nothing else."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ class Added(NamedTuple):
 
 
 class Promised(NamedTuple):
-    """Rank `reader` of decode has `prefix_len` tokens and wants the rest of `fill_len` in `units` of its pool.
+    """Rank `reader` of decode has `prefix_len` tokens and wants the rest of `fill_len` in `units`
+    of its pool.
 
-    Checked by the endpoint. `units` are unit pages of `unit_tokens` (pool/unit_pages.py), `fold` of them a page of
-    decode's. `readers` are all ranks that will promise. `writes`: False for one that only has to know how it ends.
-    Extra state is wanted in `state_slot` (-1: none is); `takes_state`: False where none of ours goes there.
+    Checked by the endpoint. `units` are unit pages of `unit_tokens` (pool/unit_pages.py), `fold` of
+    them a page of decode's. `readers` are all ranks that will promise. `writes`: False for one that
+    only has to know how it ends. Extra state is wanted in `state_slot` (-1: none is);
+    `takes_state`: False where none of ours goes there.
     """
 
     peer: PeerId
@@ -45,7 +48,8 @@ class Promised(NamedTuple):
 
 
 class ChunkQueued(NamedTuple):
-    """The engine hands over pages `first_page`.. of the request, counted from its first token; maybe none.
+    """The engine hands over pages `first_page`.. of the request, counted from its first token;
+    maybe none.
 
     With the last one, `state_slot` of our state pool has its extra state; -1: there is none.
     """
@@ -59,7 +63,8 @@ class ChunkQueued(NamedTuple):
 
 
 class WriteEnded(NamedTuple):
-    """A job ended: DONE if `error` is None; else `drained` says whether any of it may still land."""
+    """A job ended: DONE if `error` is None; else `drained` says whether any of it may still
+    land."""
 
     job_id: int
     error: Exception | None = None
@@ -83,7 +88,8 @@ class AbortSaid(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """End the room from this side: aborted by the engine, or the reader `gone` has left. `tell`: False tells nobody."""
+    """End the room from this side: aborted by the engine, or the reader `gone` has left. `tell`:
+    False tells nobody."""
 
     error: Exception
     tell: bool = True
@@ -98,7 +104,17 @@ class Tick(NamedTuple):
     pass
 
 
-Event = Added | Promised | ChunkQueued | WriteEnded | WriteDrained | AbortSaid | Fail | OutcomeAcked | Tick
+Event = (
+    Added
+    | Promised
+    | ChunkQueued
+    | WriteEnded
+    | WriteDrained
+    | AbortSaid
+    | Fail
+    | OutcomeAcked
+    | Tick
+)
 
 # --- actions --------------------------------------------------------------------------------------
 
@@ -113,7 +129,8 @@ class Say:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PostWrite:
-    """Queue this write with the transport: of unit pages, the first of them `first_unit` behind the prefix.
+    """Queue this write with the transport: of unit pages, the first of them `first_unit` behind the
+    prefix.
 
     With `state` the pages are slots of the state pools.
     """
@@ -139,7 +156,8 @@ class CancelWrite:
 
 @dataclass(frozen=True, slots=True)
 class Bootstrapped:
-    """Engine and all readers have named the room: computing may start. `peer` is the lowest reader."""
+    """Engine and all readers have named the room: computing may start. `peer` is the lowest
+    reader."""
 
     key: RoomKey
     peer: PeerId

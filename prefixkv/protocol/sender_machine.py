@@ -1,13 +1,15 @@
-"""Prefill's side of one room: take decode's promises, post what the engine hands over, say how it ended.
+"""Prefill's side of one room: take decode's promises, post what the engine hands over, say how it
+ended.
 
-Each decode rank that takes a part of our KV (a *reader*) promises its pages, all of them the same; the room begins
-when all have, and ends for all of them alike.
+Each decode rank that takes a part of our KV (a *reader*) promises its pages, all of them the same;
+the room begins when all have, and ends for all of them alike.
 
-Three ends are kept apart. *Ended* is for the engine: SUCCESS or FAILED, once. *Source free* is for our own
-pages: no write reads them any more. *Drained* is for decode's pages: said only when every write of the room
-has ended DONE or was refused at post, since a posted write cannot be called back. A write that ended in an
-error proves nothing: such a room is drained when the agent that posted it has been destroyed (`WriteDrained`),
-and decode is told to let settle what kernels hold.
+Three ends are kept apart. *Ended* is for the engine: SUCCESS or FAILED, once. *Source free* is for
+our own
+pages: no write reads them any more. *Drained* is for decode's pages: said only when every write of
+the room has ended DONE or was refused at post, since a posted write cannot be called back. A write
+that ended in an error proves nothing: such a room is drained when the agent that posted it has been
+destroyed (`WriteDrained`), and decode is told to let settle what kernels hold.
 """
 
 from __future__ import annotations
@@ -112,7 +114,9 @@ class SenderMachine:
     @property
     def _answered(self) -> bool:
         """All readers know the outcome, or nobody is left to tell."""
-        return self._nobody or (self._complete and all(reader.answered for reader in self.readers.values()))
+        return self._nobody or (
+            self._complete and all(reader.answered for reader in self.readers.values())
+        )
 
     @property
     def over(self) -> bool:
@@ -137,7 +141,8 @@ class SenderMachine:
             actions.append(SourceFree(self.key))
         return actions
 
-    # What each state listens to; what is absent is ignored there. Tests hold every state to have a row.
+    # What each state listens to; what is absent is ignored there. Tests hold every state to have a
+    # row.
     _TABLE: ClassVar[dict[KVPoll, dict[type, str]]] = {
         KVPoll.BOOTSTRAPPING: {
             Added: "_added",
@@ -201,11 +206,13 @@ class SenderMachine:
         return self.readers.setdefault(event.reader, _Reader(event.peer))
 
     def _promised_again(self, event: Promised, now_s: float) -> list[Action]:
-        # Within a generation the promise stands: a repeat is answered, a different one is not taken.
+        # Within a generation the promise stands: a repeat is answered, a different one is not
+        # taken.
         return [self._promise_ack(event)]
 
     def is_other_use(self, ticket: int) -> bool:
-        """Whether a frame with this ticket is about another use of the room's number than the one promised here."""
+        """Whether a frame with this ticket is about another use of the room's number than the one
+        promised here."""
         return self._promise is not None and self.ticket != ticket
 
     def is_strange(self, peer: PeerId, reader: int) -> bool:
@@ -217,7 +224,9 @@ class SenderMachine:
         """Whether this is the promise we have (or the reader's first, and like the others')."""
         reader, first = self.readers.get(event.reader), self._promise
         ours = reader.promise if reader is not None else None
-        return (ours is None or (ours.peer == event.peer and np.array_equal(ours.units, event.units))) and (
+        return (
+            ours is None or (ours.peer == event.peer and np.array_equal(ours.units, event.units))
+        ) and (
             first is None
             or (
                 (first.ticket, first.fill_len, first.prefix_len, first.state_slot)
@@ -234,7 +243,10 @@ class SenderMachine:
         if promise is None or self._num_tokens is None:
             return []
         if promise.fill_len != self._num_tokens:
-            error = RequestError(f"decode waits for {promise.fill_len} tokens, the request here has {self._num_tokens}")
+            error = RequestError(
+                f"decode waits for {promise.fill_len} tokens, the request here has "
+                f"{self._num_tokens}"
+            )
             return self._fail(Fail(error), now_s)
         if not self._complete:
             return []
@@ -254,15 +266,22 @@ class SenderMachine:
         actions: list[Action] = []
         num_units = len(promise.units)
         if len(event.src_pages):
-            # In units behind the prefix. The first page may hold units that decode has, the last some beyond the end.
+            # In units behind the prefix. The first page may hold units that decode has, the last
+            # some beyond the end.
             unit_tokens = promise.unit_tokens or self._page_size
             fold = self._page_size // unit_tokens
             first = event.first_page * fold - promise.prefix_len // unit_tokens
             end = first + len(event.src_pages) * fold
             start, stop = max(first, 0), min(end, num_units)
-            if first > start or start - first >= fold or end - stop >= fold or start != self._units_written:
+            if (
+                first > start
+                or start - first >= fold
+                or end - stop >= fold
+                or start != self._units_written
+            ):
                 error = TransferError(
-                    f"units {first} to {end} handed over where unit {self._units_written} of {num_units} is next"
+                    f"units {first} to {end} handed over where unit {self._units_written} of "
+                    f"{num_units} is next"
                 )
                 return self._fail(Fail(error), now_s)
             if start < stop:
@@ -277,7 +296,8 @@ class SenderMachine:
                 return actions + self._fail(Fail(error), now_s)
             if (event.state_slot < 0) != (promise.state_slot < 0):
                 error = TransferError(
-                    f"decode wants extra state in slot {promise.state_slot}, slot {event.state_slot} was handed over "
+                    f"decode wants extra state in slot {promise.state_slot}, slot "
+                    f"{event.state_slot} was handed over "
                     "(-1: none)"
                 )
                 return actions + self._fail(Fail(error), now_s)
@@ -294,7 +314,9 @@ class SenderMachine:
                 self.in_flight.add(job_id)
                 dst = promise.units[first_unit : first_unit + len(src)]
                 chunk = self._num_chunks
-                yield PostWrite(job_id, self.key, reader.peer, chunk, src, dst, ready, first_unit, self.ticket)
+                yield PostWrite(
+                    job_id, self.key, reader.peer, chunk, src, dst, ready, first_unit, self.ticket
+                )
         self._num_chunks += 1
 
     def _post_state(self, slot: int, ready: Any) -> Iterator[Action]:
@@ -307,7 +329,18 @@ class SenderMachine:
                 self.in_flight.add(job_id)
                 src, dst = np.array([slot], np.int32), np.array([promise.state_slot], np.int32)
                 chunk = self._num_chunks
-                yield PostWrite(job_id, self.key, reader.peer, chunk, src, dst, ready, 0, self.ticket, state=True)
+                yield PostWrite(
+                    job_id,
+                    self.key,
+                    reader.peer,
+                    chunk,
+                    src,
+                    dst,
+                    ready,
+                    0,
+                    self.ticket,
+                    state=True,
+                )
         self._num_chunks += slot >= 0
 
     def _write_ended(self, event: WriteEnded, now_s: float) -> list[Action]:
@@ -340,17 +373,24 @@ class SenderMachine:
         # Decode ended the room itself, so this reader waits for no outcome, only for our Drained.
         self.ticket = event.ticket
         self._enter(event)
-        actions = self._fail(Fail(AbortedError(f"decode: {event.reason}"), gone=event.reader), now_s)
+        actions = self._fail(
+            Fail(AbortedError(f"decode: {event.reason}"), gone=event.reader), now_s
+        )
         return actions + self._abort_said_late(event, now_s)
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
         if now_s < self._deadline_s:
             return []
-        what = "the request never came" if not self.added else f"the deadline passed in {self.poll.name}"
+        what = (
+            "the request never came"
+            if not self.added
+            else f"the deadline passed in {self.poll.name}"
+        )
         return self._fail(Fail(TransferTimeoutError(what)), now_s)
 
     def _tell(self, now_s: float) -> list[Action]:
-        """Say the outcome to all who have not answered it yet, and wait: also for promises that are on their way."""
+        """Say the outcome to all who have not answered it yet, and wait: also for promises that are
+        on their way."""
         if self._answered:
             return []
         wait_s = self._timing.ack_timeout_s if self._complete else self._timing.parked_timeout_s
@@ -367,9 +407,14 @@ class SenderMachine:
         error = "" if ok else str(self.error)[:1000]
         aux = self._aux if ok else b""
         drained = self.drained and not self.settle  # else Drained will say it
-        num_pages = pages_for(self._units_written, self._promise.fold) if self._promise is not None else 0
+        num_pages = (
+            pages_for(self._units_written, self._promise.fold) if self._promise is not None else 0
+        )
         written = (self._num_chunks, num_pages)
-        return Say(reader.peer, Outcome(*self.key, self._rank, ok, *written, aux, error, drained, self.ticket))
+        return Say(
+            reader.peer,
+            Outcome(*self.key, self._rank, ok, *written, aux, error, drained, self.ticket),
+        )
 
     def _repeat_outcome(self, event: Promised, now_s: float) -> list[Action]:
         return [self._outcome(self.readers[event.reader])]
@@ -421,7 +466,11 @@ class SenderMachine:
         if not self.drained:
             return []
         word = Drained(*self.key, self._rank, self.ticket, self.settle)
-        asked = [reader for reader in self.readers.values() if reader.abort_said and only in (None, reader)]
+        asked = [
+            reader
+            for reader in self.readers.values()
+            if reader.abort_said and only in (None, reader)
+        ]
         return [Say(reader.peer, word) for reader in asked]
 
     def _fail_late(self, event: Fail, now_s: float) -> list[Action]:

@@ -1,21 +1,28 @@
-"""Decode's side of staging: which piece was asked for, granted, has arrived, is to be scattered. Pure, one a rank.
+"""Decode's side of staging: which piece was asked for, granted, has arrived, is to be scattered.
+Pure, one a rank.
 
-A room is promised to its writers with so many unit pages, which all writers cut alike (`LeaseCut`). A piece of it goes
+A room is promised to its writers with so many unit pages, which all writers cut alike (`LeaseCut`).
+A piece of it goes
 
-    asked by some --by all, in its turn--> the ring's --LeaseGrant--> granted --the last writer's last part-->
+    asked by some --by all, in its turn--> the ring's --LeaseGrant--> granted --the last writer's
+    last part-->
         landed, Scatter --on_scattered--> done
 
-The ring is asked when all writers have asked: a lease then waits for nobody who has nothing to write yet. A writer
-that asks again for what is granted and not written by it is answered again; so a lost ask or grant does no harm.
+The ring is asked when all writers have asked: a lease then waits for nobody who has nothing to
+write yet. A writer that asks again for what is granted and not written by it is answered again; so
+a lost ask or grant does no harm.
 
-A writer has arrived when every part of its write was notified, or when it said that the write is DONE: with a later
-ask, or at the end of the room (`on_written`). So a lost notification does no harm either.
+A writer has arrived when every part of its write was notified, or when it said that the write is
+DONE: with a later ask, or at the end of the room (`on_written`). So a lost notification does no
+harm either.
 
-**Two things hold an end back.** SUCCESS waits for the last scatter (`complete`, then RoomScattered). After a failure
-nothing is scattered any more, but a copy that runs still writes our pages: they are not drained until it has ended
-(`may_drain`, then RoomQuiet). The leases of such a room are held until `drained`.
+**Two things hold an end back.** SUCCESS waits for the last scatter (`complete`, then
+RoomScattered). After a failure nothing is scattered any more, but a copy that runs still writes our
+pages: they are not drained until it has ended (`may_drain`, then RoomQuiet). The leases of such a
+room are held until `drained`.
 
-Who a frame or a tag is from was checked before: `rank` is a writer's, its incarnation the one that was promised.
+Who a frame or a tag is from was checked before: `rank` is a writer's, its incarnation the one that
+was promised.
 """
 
 from __future__ import annotations
@@ -53,7 +60,8 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Copy the sections of a lease into unit pages `first_unit`.. of the room, counted from the first one promised.
+    """Copy the sections of a lease into unit pages `first_unit`.. of the room, counted from the
+    first one promised.
 
     `on_scattered` answers.
     """
@@ -82,7 +90,8 @@ class RoomBroken:
 
 @dataclass(frozen=True, slots=True)
 class RoomQuiet:
-    """Of a room that was closed with a copy running: none runs any more, `may_drain` holds from now on."""
+    """Of a room that was closed with a copy running: none runs any more, `may_drain` holds from now
+    on."""
 
     key: RoomKey
 
@@ -129,7 +138,8 @@ class _Room:
 
 
 class StagedRooms:
-    """See the module's text. Owned by the control thread; every method returns the actions to carry out, in order."""
+    """See the module's text. Owned by the control thread; every method returns the actions to carry
+    out, in order."""
 
     def __init__(self, capacity_bytes: int) -> None:
         """Raises ConfigError where the area is no positive number of whole blocks."""
@@ -160,7 +170,8 @@ class StagedRooms:
         return out
 
     def drained(self, key: RoomKey) -> list[Action]:
-        """Proof that no write of the closed room can land any more: its leases are free. Open or unknown: no-op."""
+        """Proof that no write of the closed room can land any more: its leases are free. Open or
+        unknown: no-op."""
         out: list[Action] = []
         room = self._rooms.get(key)
         if room is not None and room.closed:
@@ -173,7 +184,8 @@ class StagedRooms:
         return out
 
     def complete(self, key: RoomKey) -> bool:
-        """Whether every unit was scattered, so that the room may succeed. True also where nothing is staged."""
+        """Whether every unit was scattered, so that the room may succeed. True also where nothing
+        is staged."""
         room = self._rooms.get(key)
         return room is None or (room.num_scattered == room.num_units and not room.broken)
 
@@ -185,10 +197,12 @@ class StagedRooms:
     # --- what comes in ----------------------------------------------------------------------------
 
     def on_ask(self, rank: int, ask: LeaseAsk) -> list[Action]:
-        """A writer wants to write a piece. Of a closed or unknown room, or another use of it: counted, no-op.
+        """A writer wants to write a piece. Of a closed or unknown room, or another use of it:
+        counted, no-op.
 
-        Raises: ProtocolError for who is no writer, for units not promised, or a piece that differs from what another
-        writer asked for or does not join its neighbours. Nothing was changed; the room should fail.
+        Raises: ProtocolError for who is no writer, for units not promised, or a piece that differs
+        from what another writer asked for or does not join its neighbours. Nothing was changed; the
+        room should fail.
         """
         out: list[Action] = []
         room = self._rooms.get(RoomKey(ask.room, ask.generation))
@@ -207,10 +221,15 @@ class StagedRooms:
         return out
 
     def on_arrival(self, tag: ChunkTag) -> list[Action]:
-        """A part of a staged write has landed. Late, double, of no such lease or writer: counted, no-op."""
+        """A part of a staged write has landed. Late, double, of no such lease or writer: counted,
+        no-op."""
         out: list[Action] = []
         live = self._live.get(tag.slot)
-        if live is None or (*live.lease.room, live.lease.chunk) != (tag.room, tag.generation, tag.chunk):
+        if live is None or (*live.lease.room, live.lease.chunk) != (
+            tag.room,
+            tag.generation,
+            tag.chunk,
+        ):
             self.counters["arrivals_of_no_lease"] += 1
             return out
         parts = live.parts.get(tag.rank, set())
@@ -264,7 +283,9 @@ class StagedRooms:
     def _ask_ring(self, room: _Room, out: list[Action]) -> None:
         ranks = room.cut.ranks
         while (piece := room.pieces.get(room.next_piece)) is not None and piece.asked == ranks:
-            leases = self._ring.ask(room.key, room.next_piece, room.cut.lease_bytes(piece.num_units), ranks)
+            leases = self._ring.ask(
+                room.key, room.next_piece, room.cut.lease_bytes(piece.num_units), ranks
+            )
             room.next_piece += 1
             self._say_grants(leases, out)
 
@@ -285,7 +306,9 @@ class StagedRooms:
 
     def _written(self, room: _Room, rank: int, stop: int, out: list[Action]) -> None:
         """The writer's writes of all pieces below `stop` are DONE."""
-        for live in [live for piece, live in room.live.items() if piece < stop and rank in live.lease.missing]:
+        for live in [
+            live for piece, live in room.live.items() if piece < stop and rank in live.lease.missing
+        ]:
             self.counters["arrivals_not_notified"] += 1
             self._arrived(live, rank, out)
 
@@ -316,9 +339,17 @@ class StagedRooms:
     # --- ends -------------------------------------------------------------------------------------
 
     def _break_if_short(self, room: _Room, out: list[Action]) -> None:
-        """All writers have written all they will, and the last of it is scattered: no more will come."""
-        if room.written >= room.cut.ranks and not room.num_scattering and not self.complete(room.key):
-            error = f"{room.num_scattered} of {room.num_units} unit pages were staged when all writers were done"
+        """All writers have written all they will, and the last of it is scattered: no more will
+        come."""
+        if (
+            room.written >= room.cut.ranks
+            and not room.num_scattering
+            and not self.complete(room.key)
+        ):
+            error = (
+                f"{room.num_scattered} of {room.num_units} unit pages were staged when all "
+                "writers were done"
+            )
             self._break(room, TransferError(error), out)
 
     def _break(self, room: _Room, error: Exception, out: list[Action]) -> None:
@@ -351,14 +382,19 @@ class StagedRooms:
         self._ring.check_invariants()
         leases = self._ring.leases()
         laws = {
-            "the ring's leases are ours": sorted(self._live) == sorted(lease.lease_id for lease in leases)
+            "the ring's leases are ours": sorted(self._live)
+            == sorted(lease.lease_id for lease in leases)
             and all(self._live[lease.lease_id].lease is lease for lease in leases)
-            and all(self._rooms[lease.room].live[lease.chunk] is self._live[lease.lease_id] for lease in leases)
+            and all(
+                self._rooms[lease.room].live[lease.chunk] is self._live[lease.lease_id]
+                for lease in leases
+            )
             and sum(len(room.live) for room in self._rooms.values()) == len(leases),
             "the ring's rooms are ours": len(self._rooms) == self._ring.num_rooms
             and all(self._ring.knows(key) for key in self._rooms),
             "a scatter runs for each landed lease": all(
-                room.num_scattering == sum(lease.room == key and lease.state is LeaseState.LANDED for lease in leases)
+                room.num_scattering
+                == sum(lease.room == key and lease.state is LeaseState.LANDED for lease in leases)
                 for key, room in self._rooms.items()
             ),
             "pieces lie inside and join": all(
@@ -373,7 +409,10 @@ class StagedRooms:
             "the ring was asked for what all writers asked for, in order": all(
                 room.closed
                 or (
-                    all(room.pieces[number].asked == room.cut.ranks for number in range(room.next_piece))
+                    all(
+                        room.pieces[number].asked == room.cut.ranks
+                        for number in range(room.next_piece)
+                    )
                     and room.pieces.get(room.next_piece, _Piece(0, 0)).asked != room.cut.ranks
                 )
                 for room in self._rooms.values()
@@ -387,20 +426,31 @@ class StagedRooms:
 def _check_ask(room: _Room, rank: int, ask: LeaseAsk) -> None:
     """Raises ProtocolError for an ask that does not fit the room, see `on_ask`."""
     if rank not in room.cut.ranks or rank != ask.rank:
-        raise ProtocolError(f"rank {rank} asks for staging as rank {ask.rank}, {sorted(room.cut.ranks)} write")
+        raise ProtocolError(
+            f"rank {rank} asks for staging as rank {ask.rank}, {sorted(room.cut.ranks)} write"
+        )
     first, count, end = ask.first_unit, ask.num_units, ask.first_unit + ask.num_units
     if not 0 < count <= room.cut.units_per_piece or end > room.num_units:
         raise ProtocolError(
-            f"a piece of units {first} to {end} of {room.num_units}, at most {room.cut.units_per_piece} at once"
+            f"a piece of units {first} to {end} of {room.num_units}, at most "
+            f"{room.cut.units_per_piece} at once"
         )
     known = room.pieces.get(ask.piece)
     if known is not None and (known.first_unit, known.num_units) != (first, count):
-        raise ProtocolError(f"piece {ask.piece} is units {first} to {end}, another writer's {known}")
+        raise ProtocolError(
+            f"piece {ask.piece} is units {first} to {end}, another writer's {known}"
+        )
     before, after = room.pieces.get(ask.piece - 1), room.pieces.get(ask.piece + 1)
     starts = first == 0 if ask.piece == 0 else first >= ask.piece
     if not starts or (before and before.end != first) or (after and after.first_unit != end):
-        raise ProtocolError(f"piece {ask.piece} is units {first} to {end}, between {before} and {after}")
+        raise ProtocolError(
+            f"piece {ask.piece} is units {first} to {end}, between {before} and {after}"
+        )
     if ask.written > ask.piece:
-        raise ProtocolError(f"rank {rank} asks for piece {ask.piece} and has written all below {ask.written}")
+        raise ProtocolError(
+            f"rank {rank} asks for piece {ask.piece} and has written all below {ask.written}"
+        )
     if rank in room.written and not (known and rank in known.asked):
-        raise ProtocolError(f"rank {rank} asks for piece {ask.piece} and has said that all is written")
+        raise ProtocolError(
+            f"rank {rank} asks for piece {ask.piece} and has said that all is written"
+        )

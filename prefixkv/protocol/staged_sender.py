@@ -1,25 +1,29 @@
-"""Prefill's side of staging: chunks cut into pieces, each written into a lease of the reader. Pure, one a rank.
+"""Prefill's side of staging: chunks cut into pieces, each written into a lease of the reader. Pure,
+one a rank.
 
-It stands between the rooms' machines and the transport: to a machine a staged chunk is one job that ends once, like
-a direct one. A piece of it goes
+It stands between the rooms' machines and the transport: to a machine a staged chunk is one job that
+ends once, like a direct one. A piece of it goes
 
-    QUEUED --its KV is ready--> ASKED --LeaseGrant--> GRANTED --a free slot--> GATHERING --> WRITING --> done
+    QUEUED --its KV is ready--> ASKED --LeaseGrant--> GRANTED --a free slot--> GATHERING --> WRITING
+    --> done
 
-and holds a local slot from GATHERING on. A slot is free again when its write is DONE or drained: before that the
-transport may still read it.
+and holds a local slot from GATHERING on. A slot is free again when its write is DONE or drained:
+before that the transport may still read it.
 
-**What bounds what.** Of one room and reader at most `window` pieces are between asked and done. There is no bound
-over rooms: a reader grants a lease when all its writers have asked for it, so writers that hold asks back for other
-rooms' sake could wait for each other. A lease is asked for once the KV is ready, so none stands idle while it is
-computed. Slots go to pieces in the order of their grants; where there are several readers, none has more than half
-of the slots, rounded up, lest one that is stuck stall them all (two slots at least are needed for that).
+**What bounds what.** Of one room and reader at most `window` pieces are between asked and done.
+There is no bound over rooms: a reader grants a lease when all its writers have asked for it, so
+writers that hold asks back for other rooms' sake could wait for each other. A lease is asked for
+once the KV is ready, so none stands idle while it is computed. Slots go to pieces in the order of
+their grants; where there are several readers, none has more than half of the slots, rounded up,
+lest one that is stuck stall them all (two slots at least are needed for that).
 
-**Ends.** A job whose first error came, or that was cancelled, starts nothing more, and ends once nothing of it is
-being gathered or written. A lease into which a write failed is never written again. After an error nothing more is
-asked for the room and reader, since pieces are granted in order: whoever owns the room cancels its other jobs.
+**Ends.** A job whose first error came, or that was cancelled, starts nothing more, and ends once
+nothing of it is being gathered or written. A lease into which a write failed is never written
+again. After an error nothing more is asked for the room and reader, since pieces are granted in
+order: whoever owns the room cancels its other jobs.
 
-An ask says below which piece all is written. A notification that was lost would else hold its lease until the room's
-end, for which the very pieces that are asked for may have to be granted.
+An ask says below which piece all is written. A notification that was lost would else hold its lease
+until the room's end, for which the very pieces that are asked for may have to be granted.
 
 An exception from `ready.query()` is the error of its job.
 """
@@ -48,7 +52,8 @@ READY_POLL_S: Final = 0.001
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather:
-    """Copy our part of these unit pages of our pool into the first `num_bytes` of a slot; `on_gathered` answers."""
+    """Copy our part of these unit pages of our pool into the first `num_bytes` of a slot;
+    `on_gathered` answers."""
 
     gather_id: int
     peer: PeerId
@@ -59,7 +64,8 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class PostStaged:
-    """Write a slot's first `num_bytes` (up to a whole block) to `dst_offset` of the peer's area, a whole block.
+    """Write a slot's first `num_bytes` (up to a whole block) to `dst_offset` of the peer's area, a
+    whole block.
 
     `piece` and `lease_id` are the tag's chunk and slot. `on_write_ended` answers.
     """
@@ -83,7 +89,8 @@ class CancelStaged:
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """A job's one end. After an error: `drained` is False where any of its writes ended without proof of drain."""
+    """A job's one end. After an error: `drained` is False where any of its writes ended without
+    proof of drain."""
 
     job_id: int
     error: Exception | None = None
@@ -101,19 +108,31 @@ Action = Say | Gather | PostStaged | CancelStaged | JobEnded | JobDrained
 
 
 class StagedSender:
-    """See the module's text. Owned by the control thread; every method returns the actions to carry out, in order."""
+    """See the module's text. Owned by the control thread; every method returns the actions to carry
+    out, in order."""
 
     def __init__(
-        self, me_rank: int, slots: int, slot_bytes: int, window: int, resend_s: float, next_id: Callable[[], int]
+        self,
+        me_rank: int,
+        slots: int,
+        slot_bytes: int,
+        window: int,
+        resend_s: float,
+        next_id: Callable[[], int],
     ) -> None:
-        """`next_id` names gathers and writes; it is the one that names the machines' jobs, so that none collide.
+        """`next_id` names gathers and writes; it is the one that names the machines' jobs, so that
+        none collide.
 
         Raises: ConfigError for slots of no whole blocks, or a number that is not positive.
         """
         if slots < 1 or window < 1:
-            raise ConfigError(f"staging has {slots} slots and a window of {window}, both must be at least 1")
+            raise ConfigError(
+                f"staging has {slots} slots and a window of {window}, both must be at least 1"
+            )
         if slot_bytes < BLOCK_BYTES or slot_bytes % BLOCK_BYTES:
-            raise ConfigError(f"staging slot_bytes is {slot_bytes}, must be a positive multiple of {BLOCK_BYTES}")
+            raise ConfigError(
+                f"staging slot_bytes is {slot_bytes}, must be a positive multiple of {BLOCK_BYTES}"
+            )
         self.slot_bytes = slot_bytes
         self.counters: Counter[str] = Counter()
         self._rank = me_rank
@@ -137,7 +156,8 @@ class StagedSender:
     # --- peers ------------------------------------------------------------------------------------
 
     def add_peer(self, peer: PeerId, cut: LeaseCut) -> None:
-        """Take jobs for this reader. Raises HandshakeError where our section of its leases does not fit into a slot."""
+        """Take jobs for this reader. Raises HandshakeError where our section of its leases does not
+        fit into a slot."""
         cut.check_slots(self._rank, self.slot_bytes)
         self._peers[peer] = cut
 
@@ -163,21 +183,26 @@ class StagedSender:
         ready: Any,
         now_s: float,
     ) -> list[Action]:
-        """Write a chunk: unit pages of our pool, the first being unit `first_unit` behind the promised prefix.
+        """Write a chunk: unit pages of our pool, the first being unit `first_unit` behind the
+        promised prefix.
 
         The chunks of a room for one reader come in order. A JobEnded follows.
 
-        Raises: InternalError for a chunk out of order, or of another use of a room that was not forgotten.
+        Raises: InternalError for a chunk out of order, or of another use of a room that was not
+        forgotten.
         """
         cut = self._peers.get(peer)
         if cut is None:
             return [JobEnded(job_id, PeerLostError(f"{peer} takes no staged writes"))]
         stream = self._streams.setdefault(key, {}).get(peer)
         if stream is None:
-            stream = self._streams[key][peer] = Stream(key, peer, ticket, cut, Backoff(self._resend_s))
+            stream = self._streams[key][peer] = Stream(
+                key, peer, ticket, cut, Backoff(self._resend_s)
+            )
         if stream.ticket != ticket or stream.next_unit != first_unit:
             raise InternalError(
-                f"units {first_unit}.. of {key} under ticket {ticket}, where unit {stream.next_unit} under "
+                f"units {first_unit}.. of {key} under ticket {ticket}, where unit "
+                f"{stream.next_unit} under "
                 f"{stream.ticket} is next"
             )
         if stream.failed:
@@ -187,7 +212,13 @@ class StagedSender:
         self._jobs[job_id] = job = Job(job_id, stream, ready, len(pieces))
         for first, count in pieces:
             num_bytes = cut.sections(count)[self._rank][1]
-            piece = Piece(job, stream.next_piece, first_unit + first, src_units[first : first + count], num_bytes)
+            piece = Piece(
+                job,
+                stream.next_piece,
+                first_unit + first,
+                src_units[first : first + count],
+                num_bytes,
+            )
             stream.next_piece += 1
             stream.queued.append(piece)
         stream.next_unit += len(src_units)
@@ -196,7 +227,8 @@ class StagedSender:
         return out
 
     def cancel(self, job_id: int) -> list[Action]:
-        """Start nothing more of the job. It ends when what is under way has; well, if that was all. Unknown: no-op."""
+        """Start nothing more of the job. It ends when what is under way has; well, if that was all.
+        Unknown: no-op."""
         out: list[Action] = []
         job = self._jobs.get(job_id)
         if job is not None:
@@ -204,7 +236,8 @@ class StagedSender:
         return out
 
     def forget(self, key: RoomKey) -> None:
-        """The room is over. Unknown: no-op. Raises InternalError where a job of it has not ended."""
+        """The room is over. Unknown: no-op. Raises InternalError where a job of it has not
+        ended."""
         streams = self._streams.get(key, {}).values()
         if any(stream.queued or stream.open for stream in streams):
             raise InternalError(f"{key} is over and has jobs under way: {list(streams)}")
@@ -220,15 +253,23 @@ class StagedSender:
     # --- what comes in ----------------------------------------------------------------------------
 
     def on_grant(self, peer: PeerId, grant: LeaseGrant) -> list[Action]:
-        """The reader's word. For a piece that does not wait for one, or outside its area: counted, no-op."""
+        """The reader's word. For a piece that does not wait for one, or outside its area: counted,
+        no-op."""
         out: list[Action] = []
         stream = self._streams.get(RoomKey(grant.room, grant.generation), {}).get(peer)
-        piece = stream.open.get(grant.piece) if stream is not None and stream.ticket == grant.ticket else None
+        piece = (
+            stream.open.get(grant.piece)
+            if stream is not None and stream.ticket == grant.ticket
+            else None
+        )
         if stream is None or piece is None or piece.at is not At.ASKED:
             self.counters["grants_not_awaited"] += 1
             return out
         num_units = len(piece.src_units)
-        if grant.offset % BLOCK_BYTES or grant.offset + stream.cut.lease_bytes(num_units) > stream.cut.area_bytes:
+        if (
+            grant.offset % BLOCK_BYTES
+            or grant.offset + stream.cut.lease_bytes(num_units) > stream.cut.area_bytes
+        ):
             self.counters["grants_outside"] += 1
             return out
         piece.at = At.GRANTED
@@ -256,7 +297,9 @@ class StagedSender:
         self._take_slots(out)
         return out
 
-    def on_write_ended(self, write_id: int, error: Exception | None, drained: bool, now_s: float) -> list[Action]:
+    def on_write_ended(
+        self, write_id: int, error: Exception | None, drained: bool, now_s: float
+    ) -> list[Action]:
         """The transport's word on a PostStaged, as WriteDone or WriteFailed say. Unknown: no-op."""
         out: list[Action] = []
         piece = self._writes.pop(write_id, None)
@@ -355,7 +398,10 @@ class StagedSender:
     def _lease_ask(self, piece: Piece) -> Say:
         stream = piece.job.stream
         units = (piece.number, piece.first_unit, len(piece.src_units))
-        return Say(stream.peer, LeaseAsk(*stream.key, self._rank, *units, stream.ticket, stream.num_written))
+        return Say(
+            stream.peer,
+            LeaseAsk(*stream.key, self._rank, *units, stream.ticket, stream.num_written),
+        )
 
     def _take_slots(self, out: list[Action]) -> None:
         """Gather the pieces next in order whose readers may have one more slot."""
@@ -366,11 +412,22 @@ class StagedSender:
             piece.at = At.GATHERING
             piece.action_id = self._next_id()
             self._gathers[piece.action_id] = piece
-            out.append(Gather(piece.action_id, piece.job.stream.peer, piece.src_units, piece.slot, piece.num_bytes))
+            out.append(
+                Gather(
+                    piece.action_id,
+                    piece.job.stream.peer,
+                    piece.src_units,
+                    piece.slot,
+                    piece.num_bytes,
+                )
+            )
 
     def _next_to_gather(self) -> Piece | None:
         limit = self._num_slots if len(self._peers) == 1 else (self._num_slots + 1) // 2
-        return next((piece for piece in self._granted if self._slots_of[piece.job.stream.peer] < limit), None)
+        return next(
+            (piece for piece in self._granted if self._slots_of[piece.job.stream.peer] < limit),
+            None,
+        )
 
     def _post(self, piece: Piece) -> PostStaged:
         stream = piece.job.stream
@@ -391,7 +448,8 @@ class StagedSender:
     # --- jobs' ends -------------------------------------------------------------------------------
 
     def _fail(self, job: Job, error: Exception, out: list[Action]) -> None:
-        """Start nothing more of the job, end it if nothing is under way. `error` counts if it is the first."""
+        """Start nothing more of the job, end it if nothing is under way. `error` counts if it is
+        the first."""
         if job.error is None:
             job.error = error
             stream = job.stream
@@ -439,11 +497,17 @@ class StagedSender:
         queued = [piece for stream in streams for piece in stream.queued]
         holding = [*self._gathers.values(), *self._writes.values(), *self._undrained.values()]
         laws = {
-            "each slot is free or held, once": sorted([*self._free_slots, *(piece.slot for piece in holding)])
+            "each slot is free or held, once": sorted(
+                [*self._free_slots, *(piece.slot for piece in holding)]
+            )
             == list(range(self._num_slots)),
-            "slots are counted by reader": self._slots_of == Counter(piece.job.stream.peer for piece in holding),
+            "slots are counted by reader": self._slots_of
+            == Counter(piece.job.stream.peer for piece in holding),
             "an open piece is where its state says": {id(piece) for piece in open_pieces}
-            == {id(piece) for piece in [*self._granted, *self._gathers.values(), *self._writes.values()]}
+            == {
+                id(piece)
+                for piece in [*self._granted, *self._gathers.values(), *self._writes.values()]
+            }
             | {id(piece) for piece in open_pieces if piece.at is At.ASKED}
             and all(piece.at is At.GRANTED for piece in self._granted)
             and all(piece.at is At.GATHERING for piece in self._gathers.values())
@@ -455,17 +519,22 @@ class StagedSender:
                 for piece in [*open_pieces, *queued]
             ),
             "a job lives while it has pieces to go": all(
-                job.num_left and (job.error is None or any(piece.job is job for piece in open_pieces))
+                job.num_left
+                and (job.error is None or any(piece.job is job for piece in open_pieces))
                 for job in self._jobs.values()
             ),
             "a failed job starts nothing": all(
-                piece.job.error is None or piece.at in (At.GATHERING, At.WRITING) for piece in [*open_pieces, *queued]
+                piece.job.error is None or piece.at in (At.GATHERING, At.WRITING)
+                for piece in [*open_pieces, *queued]
             ),
             "asks are repeated": self._timers.next_s < float("inf")
             or all(piece.at is not At.ASKED or piece.job.stream.failed for piece in open_pieces),
-            "nobody waits for a slot that may have it": not self._free_slots or self._next_to_gather() is None,
+            "nobody waits for a slot that may have it": not self._free_slots
+            or self._next_to_gather() is None,
             "unready KV is looked at again": not self._unready or self._poll_s < float("inf"),
         }
         broken = [law for law, holds in laws.items() if not holds]
         if broken:
-            raise InternalError(f"{'; '.join(broken)}: {streams}, {self._free_slots}, {self._slots_of}")
+            raise InternalError(
+                f"{'; '.join(broken)}: {streams}, {self._free_slots}, {self._slots_of}"
+            )

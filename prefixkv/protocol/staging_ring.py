@@ -1,25 +1,27 @@
 """Leases of decode's staging memory: who may write which bytes, and until when. Pure.
 
-A chunk asks for a lease and gets it at once, or when room comes free. The lease is written by the ranks that the
-asker named, each once; when the last has arrived our own copy scatters it, and then it is ended:
+A chunk asks for a lease and gets it at once, or when room comes free. The lease is written by the
+ranks that the asker named, each once; when the last has arrived our own copy scatters it, and then
+it is ended:
 
     asked -> GRANTED --last arrival--> LANDED --end--> gone
-                |  the room is closed      ^ the room may be closed meanwhile: our copy still reads it
+                |  the room is closed      ^ the room may be closed meanwhile: our copy reads it
                 v
               HELD --proof that no write can land: `drained`, or the last arrival--> gone
 
-Despite its name it takes the first gap that is large enough, and not the next one round a ring: a lease that is
-held for long keeps only its own bytes from use, where a ring would stand still behind it, and memory that was used
-last is used again first, while caches still hold it.
+Despite its name it takes the first gap that is large enough, and not the next one round a ring: a
+lease that is held for long keeps only its own bytes from use, where a ring would stand still behind
+it, and memory that was used last is used again first, while caches still hold it.
 
-**Who is served.** Rooms take turns, the chunks of a room go in order. While the room whose turn it is needs more
-than is free, up to `MAX_PASSED` leases may go to smaller chunks of rooms behind it: most chunks are of one size, so
-this serves the last, short chunk of a room. Then nothing overtakes it, and the leases that are live make room for
-it as they end. Only where held leases alone keep it out does it bar nobody, since no lease that ends would help it;
-its room has a deadline. A waiting chunk costs nothing until a lease ends: nothing is tried again in between.
+**Who is served.** Rooms take turns, the chunks of a room go in order. While the room whose turn it
+is needs more than is free, up to `MAX_PASSED` leases may go to smaller chunks of rooms behind it:
+most chunks are of one size, so this serves the last, short chunk of a room. Then nothing overtakes
+it, and the leases that are live make room for it as they end. Only where held leases alone keep it
+out does it bar nobody, since no lease that ends would help it; its room has a deadline. A waiting
+chunk costs nothing until a lease ends: nothing is tried again in between.
 
-What a peer says of a lease that is not there, of a dead room, of a writer that is not awaited or that has been
-counted already is counted and changes nothing.
+What a peer says of a lease that is not there, of a dead room, of a writer that is not awaited or
+that has been counted already is counted and changes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from prefixkv.protocol.state import RoomKey
 ALIGNMENT_BYTES: Final = 4096
 MAX_PASSED: Final = 4
 MAX_LEASE_ID: Final = 2**31 - 1  # a tag's slot is an int32
-_LOOK_AHEAD_ROOMS: Final = 16  # of those that wait, so that a lease that ends costs the same however many do
+_LOOK_AHEAD_ROOMS: Final = (
+    16  # of those that wait, so that a lease that ends costs the same however many do
+)
 
 
 class LeaseState(enum.Enum):
@@ -49,8 +53,8 @@ class LeaseState(enum.Enum):
 class Lease:
     """Bytes `offset` to `offset + num_bytes` of the staging memory, for one chunk of one room.
 
-    `lease_id` is not used again before 2^31 others. `missing` are the ranks that have yet to write. Only the ring
-    changes a lease.
+    `lease_id` is not used again before 2^31 others. `missing` are the ranks that have yet to write.
+    Only the ring changes a lease.
     """
 
     lease_id: int
@@ -83,12 +87,19 @@ class _Room:
 
 
 class StagingRing:
-    """See the module's text. Owned by one thread. Every method that may make room returns the leases granted."""
+    """See the module's text. Owned by one thread. Every method that may make room returns the
+    leases granted."""
 
     def __init__(self, capacity_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> None:
         """Raises ConfigError where the capacity is no positive multiple of the alignment."""
-        if alignment_bytes < 1 or capacity_bytes < alignment_bytes or capacity_bytes % alignment_bytes:
-            raise ConfigError(f"capacity_bytes is {capacity_bytes}, must be a multiple of {alignment_bytes}")
+        if (
+            alignment_bytes < 1
+            or capacity_bytes < alignment_bytes
+            or capacity_bytes % alignment_bytes
+        ):
+            raise ConfigError(
+                f"capacity_bytes is {capacity_bytes}, must be a multiple of {alignment_bytes}"
+            )
         self.capacity_bytes = capacity_bytes
         self.counters: Counter[str] = Counter()
         self._alignment = alignment_bytes
@@ -108,7 +119,8 @@ class StagingRing:
         self._rooms[room] = _Room()
 
     def close_room(self, room: RoomKey) -> list[Lease]:
-        """The room has ended: its chunks wait no more, and what it was granted is held. Closed or unknown: no-op.
+        """The room has ended: its chunks wait no more, and what it was granted is held. Closed or
+        unknown: no-op.
 
         Leases are granted too: a chunk that barred others is gone.
         """
@@ -126,7 +138,8 @@ class StagingRing:
         return self._grant()
 
     def drained(self, room: RoomKey) -> list[Lease]:
-        """Proof that no write of the room can land any more: what was held for it is free. Unknown or open: no-op.
+        """Proof that no write of the room can land any more: what was held for it is free. Unknown
+        or open: no-op.
 
         A lease that has landed stays until its own copy has ended.
         """
@@ -139,14 +152,18 @@ class StagingRing:
 
     # --- leases -----------------------------------------------------------------------------------
 
-    def ask(self, room: RoomKey, chunk: int, num_bytes: int, writers: frozenset[int]) -> list[Lease]:
-        """A chunk wants a lease, to be written by these ranks. It is granted now or by a later call, once.
+    def ask(
+        self, room: RoomKey, chunk: int, num_bytes: int, writers: frozenset[int]
+    ) -> list[Lease]:
+        """A chunk wants a lease, to be written by these ranks. It is granted now or by a later
+        call, once.
 
-        Chunks of a room ask in order, from 0. Asking again is harmless: where the lease is still granted it is
-        returned again, so that the word of it can be repeated; otherwise nothing happens.
+        Chunks of a room ask in order, from 0. Asking again is harmless: where the lease is still
+        granted it is returned again, so that the word of it can be repeated; otherwise nothing
+        happens.
 
-        Raises: ProtocolError for a room that is not open, a chunk out of order, no writers, or more bytes than the
-        ring has; nothing was changed.
+        Raises: ProtocolError for a room that is not open, a chunk out of order, no writers, or more
+        bytes than the ring has; nothing was changed.
         """
         known = self._rooms.get(room)
         if known is None or known.closed:
@@ -156,7 +173,9 @@ class StagingRing:
             self.counters["asked_again"] += 1
             return [lease] if lease is not None and lease.state is LeaseState.GRANTED else []
         if chunk != known.next_chunk:
-            raise ProtocolError(f"chunk {chunk} of {room} asks for staging, {known.next_chunk} is next")
+            raise ProtocolError(
+                f"chunk {chunk} of {room} asks for staging, {known.next_chunk} is next"
+            )
         rounded = -(-num_bytes // self._alignment) * self._alignment
         if not 0 < rounded <= self.capacity_bytes:
             raise ProtocolError(f"a lease of {num_bytes} bytes, the ring has {self.capacity_bytes}")
@@ -168,11 +187,15 @@ class StagingRing:
             self._turns.append(room)
         return self._grant()
 
-    def arrived(self, room: RoomKey, lease_id: int, writer: int) -> tuple[Lease | None, list[Lease]]:
-        """A writer's bytes are in the lease. Returns the lease if it was the last, to be scattered and then ended;
-        and what was granted, where the lease was held and this was the proof that it can be freed.
+    def arrived(
+        self, room: RoomKey, lease_id: int, writer: int
+    ) -> tuple[Lease | None, list[Lease]]:
+        """A writer's bytes are in the lease. Returns the lease if it was the last, to be scattered
+        and then ended; and what was granted, where the lease was held and this was the proof that
+        it can be freed.
 
-        A lease that is not there or not this room's, a writer not awaited or counted already: counted, no-op.
+        A lease that is not there or not this room's, a writer not awaited or counted already:
+        counted, no-op.
         """
         lease = self._leases.get(lease_id)
         if lease is None or lease.room != room:
@@ -193,13 +216,17 @@ class StagingRing:
     def end(self, lease_id: int) -> list[Lease]:
         """Our copy out of a landed lease has ended: its bytes are free.
 
-        Raises: LeaseError for a lease that was ended before, never granted, or that writers may still write.
+        Raises: LeaseError for a lease that was ended before, never granted, or that writers may
+        still write.
         """
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseError(f"lease {lease_id} was ended, or never granted")
         if lease.state is not LeaseState.LANDED:
-            raise LeaseError(f"lease {lease_id} is {lease.state.value}, ranks {sorted(lease.missing)} may write it")
+            raise LeaseError(
+                f"lease {lease_id} is {lease.state.value}, ranks {sorted(lease.missing)} may "
+                "write it"
+            )
         self._free(lease)
         return self._grant()
 
@@ -210,8 +237,9 @@ class StagingRing:
         return len(self._rooms)
 
     def knows(self, room: RoomKey) -> bool:
-        """Whether the room is open or has leases left: until then its pages are not drained, for a copy out of a
-        lease may still write them."""
+        """Whether the room is open or has leases left: until then its pages are not drained, for a
+        copy out of a lease may still write them.
+        """
         return room in self._rooms
 
     @property
@@ -235,7 +263,8 @@ class StagingRing:
         return granted
 
     def _grant_one(self) -> Lease | None:
-        """The lease of the first room in turn whose chunk fits, if no room before it bars the way. O(leases)."""
+        """The lease of the first room in turn whose chunk fits, if no room before it bars the way.
+        O(leases)."""
         gaps = _gaps(self.leases(), self.capacity_bytes)
         room_for = max((end - start for start, end in gaps), default=0)
         overtaken: list[_Ask] = []
@@ -279,7 +308,9 @@ class StagingRing:
     def _kept_out_by_held(self, ask: _Ask) -> bool:
         """Whether the chunk would not fit even if all leases but the held ones ended."""
         held = [lease for lease in self.leases() if lease.state is LeaseState.HELD]
-        return bool(held) and all(end - start < ask.num_bytes for start, end in _gaps(held, self.capacity_bytes))
+        return bool(held) and all(
+            end - start < ask.num_bytes for start, end in _gaps(held, self.capacity_bytes)
+        )
 
     # --- audit ------------------------------------------------------------------------------------
 
@@ -288,29 +319,36 @@ class StagingRing:
         leases = self.leases()
         live_rooms = {room for room, known in self._rooms.items() if known.waiting}
         laws = {
-            "the indices of leases agree": sorted(self._leases) == sorted(lease.lease_id for lease in leases)
+            "the indices of leases agree": sorted(self._leases)
+            == sorted(lease.lease_id for lease in leases)
             and self._offsets == sorted(self._by_offset)
             and all(lease.offset == offset for offset, lease in self._by_offset.items()),
             "leases overlap no other and lie inside": all(
                 start >= 0 for start, _ in _edges(leases, self.capacity_bytes)
             ),
             "leases are aligned and not empty": all(
-                lease.offset % self._alignment == 0 and lease.num_bytes > 0 == lease.num_bytes % self._alignment
+                lease.offset % self._alignment == 0
+                and lease.num_bytes > 0 == lease.num_bytes % self._alignment
                 for lease in leases
             ),
             "a landed lease misses nobody, another does": all(
                 bool(lease.missing) != (lease.state is LeaseState.LANDED) for lease in leases
             ),
-            "a lease is its room's": all(self._rooms[lease.room].leases.get(lease.chunk) is lease for lease in leases)
+            "a lease is its room's": all(
+                self._rooms[lease.room].leases.get(lease.chunk) is lease for lease in leases
+            )
             and sum(len(known.leases) for known in self._rooms.values()) == len(leases),
             "rooms are open or hold leases": all(
-                not known.closed or (known.leases and not known.waiting) for known in self._rooms.values()
+                not known.closed or (known.leases and not known.waiting)
+                for known in self._rooms.values()
             ),
             "held leases are of closed rooms, granted ones of open rooms": all(
-                lease.state is LeaseState.LANDED or (lease.state is LeaseState.HELD) == self._rooms[lease.room].closed
+                lease.state is LeaseState.LANDED
+                or (lease.state is LeaseState.HELD) == self._rooms[lease.room].closed
                 for lease in leases
             ),
-            "each room that waits has one turn": len(self._turns) == len(live_rooms) and set(self._turns) == live_rooms,
+            "each room that waits has one turn": len(self._turns) == len(live_rooms)
+            and set(self._turns) == live_rooms,
             "nobody waits whose turn it is and who fits": not self._turns
             or all(
                 end - start < self._rooms[self._turns[0]].waiting[0].num_bytes
@@ -319,7 +357,9 @@ class StagingRing:
         }
         broken = [law for law, holds in laws.items() if not holds]
         if broken:
-            raise InternalError(f"{'; '.join(broken)}: {leases}, {self._rooms}, {list(self._turns)}")
+            raise InternalError(
+                f"{'; '.join(broken)}: {leases}, {self._rooms}, {list(self._turns)}"
+            )
 
 
 def _edges(leases: list[Lease], capacity_bytes: int) -> list[tuple[int, int]]:
@@ -333,4 +373,8 @@ def _edges(leases: list[Lease], capacity_bytes: int) -> list[tuple[int, int]]:
 
 def _gaps(leases: list[Lease], capacity_bytes: int) -> list[tuple[int, int]]:
     """The free ranges (start, end) between leases that are sorted by offset."""
-    return [(start, start + num_bytes) for num_bytes, start in _edges(leases, capacity_bytes) if num_bytes > 0]
+    return [
+        (start, start + num_bytes)
+        for num_bytes, start in _edges(leases, capacity_bytes)
+        if num_bytes > 0
+    ]

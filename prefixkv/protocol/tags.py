@@ -1,8 +1,8 @@
 """The tag that a NIXL notification carries: it names exactly one part of one chunk.
 
-Notifications of different writes arrive in any order, so nothing may be inferred from a count or from
-the last one; whoever waits for a chunk waits for each of its parts by name. Fixed width, so an agent's
-name (which may hold any separator) never has to be parsed.
+Notifications of different writes arrive in any order, so nothing may be inferred from a count or
+from the last one; whoever waits for a chunk waits for each of its parts by name. Fixed width, so an
+agent's name (which may hold any separator) never has to be parsed.
 """
 
 from __future__ import annotations

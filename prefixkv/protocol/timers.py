@@ -1,4 +1,5 @@
-"""Who wants a Tick, and when: a heap with lazy deletion, so that a wait costs O(log waits) and no scan."""
+"""Who wants a Tick, and when: a heap with lazy deletion, so that a wait costs O(log waits) and no
+scan."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Timers(Generic[K]):
         self._wake_s.pop(key, None)
 
     def due(self, now_s: float) -> list[K]:
-        """The keys whose time has come, each once; each has to ask again for another, which comes with a later call."""
+        """The keys whose time has come, each once; each has to ask again for another, which comes
+        with a later call."""
         keys = []
         while self._heap and (self._heap[0][0] <= now_s or self._stale()):
             when_s, _, key = heapq.heappop(self._heap)

@@ -1,11 +1,11 @@
 """Threads that gather and scatter, so that the control thread never waits for a copy.
 
-Jobs start in the order they came in; each ends with one CopyDone to the sink, called from a worker (or from `close`,
-for what had not started). On CUDA each worker has a stream of its own, which is current while its jobs run, and says
-CopyDone when the device has done what they queued there.
+Jobs start in the order they came in; each ends with one CopyDone to the sink, called from a worker
+(or from `close`, for what had not started). On CUDA each worker has a stream of its own, which is
+current while its jobs run, and says CopyDone when the device has done what they queued there.
 
-The copies on the CPU are numpy's, on the worker's thread alone and with the GIL let go. Torch's number of threads is
-left as it is: what one thread sets, threads started later take over.
+The copies on the CPU are numpy's, on the worker's thread alone and with the GIL let go. Torch's
+number of threads is left as it is: what one thread sets, threads started later take over.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from prefixkv.errors import ClosedError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class CopyDone:
-    """A job has ended, and nothing of it runs any more; `error` is what it raised, or ClosedError if it never ran."""
+    """A job has ended, and nothing of it runs any more; `error` is what it raised, or ClosedError
+    if it never ran."""
 
     token: Hashable
     error: Exception | None = None
@@ -36,7 +37,11 @@ class CopyPool:
     """See the module's text. Made, given jobs and closed by one thread."""
 
     def __init__(
-        self, num_threads: int, sink: Callable[[CopyDone], None], device: str = "cpu", name: str = "node"
+        self,
+        num_threads: int,
+        sink: Callable[[CopyDone], None],
+        device: str = "cpu",
+        name: str = "node",
     ) -> None:
         """Raises: ConfigError for a number of threads that is not positive."""
         if num_threads < 1:

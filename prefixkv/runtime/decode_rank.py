@@ -1,4 +1,5 @@
-"""A decode rank above 0: its own pool, agent and rooms; what to do with them it hears from rank 0."""
+"""A decode rank above 0: its own pool, agent and rooms; what to do with them it hears from rank
+0."""
 
 from __future__ import annotations
 
@@ -27,18 +28,27 @@ class DecodeRank:
     """Used from one thread.
 
     Args:
-        pool: this rank's share of the KV; as many pages, and of the same size, as rank 0's. It must outlive this.
+        pool: this rank's share of the KV; as many pages, and of the same size, as rank 0's. It must
+            outlive this.
         config: rank 0's.
         mesh: how the model is shared out over the decode worker's ranks.
         rank: from 1.
         worker: `DecodeNode.peer_id` of rank 0, in whose name this rank receives.
-        state: this rank's share of the extra state, with as many slots as rank 0's; it must outlive this as well.
+        state: this rank's share of the extra state, with as many slots as rank 0's; it must outlive
+            this as well.
     Raises:
-        ConfigError: an unknown policy, a pool that is not this rank's share or cannot be registered.
+        ConfigError: an unknown policy, a pool that is not this rank's share or cannot be
+        registered.
     """
 
     def __init__(
-        self, pool: KVPool, config: DecodeConfig, mesh: Mesh, rank: int, worker: PeerId, state: StatePool | None = None
+        self,
+        pool: KVPool,
+        config: DecodeConfig,
+        mesh: Mesh,
+        rank: int,
+        worker: PeerId,
+        state: StatePool | None = None,
     ) -> None:
         if rank < 1:
             raise ConfigError(f"rank is {rank}: rank 0 is a DecodeNode")
@@ -46,7 +56,9 @@ class DecodeRank:
         self.rank = rank
         self.peer_id = PeerId(f"{config.name}/{rank}", time.time_ns())
         place = Place.of(pool, config.model, mesh, rank, state)
-        self.replica = DecodeReplica(pool.layout.num_pages, pool.layout.page_size, config, place.num_slots)
+        self.replica = DecodeReplica(
+            pool.layout.num_pages, pool.layout.page_size, config, place.num_slots
+        )
         self._num_news = 0
         self._untold: list[RoomEvent] = []
         self._closed = False
@@ -59,19 +71,26 @@ class DecodeRank:
             self.peer_id,
             lambda metadata: place.hello(metadata, worker, area),
             config.control,
-            lambda sink: make_transport(self.peer_id, pool.layout, sink, config.transport, area, place.state_layout),
+            lambda sink: make_transport(
+                self.peer_id, pool.layout, sink, config.transport, area, place.state_layout
+            ),
             staging,
         )
 
     def apply(self, raw: bytes) -> None:
-        """Do what rank 0 did in one pass (`DecodeNode.take_log`). Raises what `DecodeReplica.apply` raises."""
+        """Do what rank 0 did in one pass (`DecodeNode.take_log`). Raises what `DecodeReplica.apply`
+        raises."""
         for order in self.replica.apply(raw):
-            self._manager.submit(Fence(order.peer) if isinstance(order, Fenced) else command_of(order))
+            self._manager.submit(
+                Fence(order.peer) if isinstance(order, Fenced) else command_of(order)
+            )
 
     def take_news(self) -> bytes:
-        """What became of this rank's rooms since the last call: for `DecodeNode.apply_news`, each in order.
+        """What became of this rank's rooms since the last call: for `DecodeNode.apply_news`, each
+        in order.
 
-        Empty if nothing did. Raises InternalError for what went wrong in the control thread; the news come next time.
+        Empty if nothing did. Raises InternalError for what went wrong in the control thread; the
+        news come next time.
         """
         if self._closed:
             raise ClosedError("the rank is closed")
@@ -113,7 +132,11 @@ class DecodeRank:
 
     def stats(self) -> dict[str, int]:
         """Counters of the control thread."""
-        return {**self._manager.counters, **self._manager.endpoint.counters, "rooms": self.num_rooms}
+        return {
+            **self._manager.counters,
+            **self._manager.endpoint.counters,
+            "rooms": self.num_rooms,
+        }
 
     def close(self) -> None:
         """As `DecodeNode.close`."""
@@ -124,6 +147,9 @@ class DecodeRank:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()

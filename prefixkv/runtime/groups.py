@@ -1,5 +1,6 @@
-"""All ranks of a worker in one process, behind the calls of one node: for engines whose ranks are threads, and to try
-meshes on one machine. Where ranks are processes the engine carries the same bytes (decode/ranks.py) itself.
+"""All ranks of a worker in one process, behind the calls of one node: for engines whose ranks are
+threads, and to try meshes on one machine. Where ranks are processes the engine carries the same
+bytes (decode/ranks.py) itself.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class _Readiness:
 
 
 class DecodeGroup(DecodeNode):
-    """Rank 0 of a mesh with the others at hand: every call takes their news in, and hands them the log.
+    """Rank 0 of a mesh with the others at hand: every call takes their news in, and hands them the
+    log.
 
     Args:
         pools: by rank; each holds its rank's share, all have as many pages.
@@ -64,14 +66,18 @@ class DecodeGroup(DecodeNode):
         states = states or [None] * len(pools)
         self.others: list[DecodeRank] = []
         self._log = RankLog(digest_every)
-        super().__init__(pools[0], config, self._log if mesh.num_ranks > 1 else None, mesh, states[0])
+        super().__init__(
+            pools[0], config, self._log if mesh.num_ranks > 1 else None, mesh, states[0]
+        )
         try:
             for rank, pool in enumerate(pools[1:], start=1):
                 self.others.append(DecodeRank(pool, config, mesh, rank, self.peer_id, states[rank]))
         except BaseException:
             self.close()
             raise
-        self._readiness = _Readiness([self._manager.events.fd, *(other.fileno() for other in self.others)])
+        self._readiness = _Readiness(
+            [self._manager.events.fd, *(other.fileno() for other in self.others)]
+        )
 
     def _pump(self) -> float:
         now_s = super()._pump()
@@ -119,11 +125,12 @@ class DecodeGroup(DecodeNode):
 
 
 class PrefillGroup:
-    """The ranks of a prefill worker in step: a request is bootstrapped or sent when it is on all of them, and failed as
-    soon as it is on one, since that rank's pages are not to be computed into any more.
+    """The ranks of a prefill worker in step: a request is bootstrapped or sent when it is on all of
+    them, and failed as soon as it is on one, since that rank's pages are not to be computed into
+    any more.
 
-    Each rank has a cache of its own, so pages and `prefix_len` may differ from rank to rank: `ranks_of` gives all. What
-    the methods return is rank 0's request.
+    Each rank has a cache of its own, so pages and `prefix_len` may differ from rank to rank:
+    `ranks_of` gives all. What the methods return is rank 0's request.
     """
 
     def __init__(
@@ -134,13 +141,16 @@ class PrefillGroup:
         states: Sequence[StatePool | None] = (),
         usable_prefix: UsablePrefix | None = None,
     ) -> None:
-        """`states`: by rank, where requests have extra state. `usable_prefix`: see PrefillNode; each rank asks."""
+        """`states`: by rank, where requests have extra state. `usable_prefix`: see PrefillNode;
+        each rank asks."""
         states = states or [None] * len(pools)
         self.nodes: list[PrefillNode] = []
         try:
             for rank in range(mesh.num_ranks - 1, -1, -1):  # rank 0 tells where the others are
                 endpoints = [node.endpoint for node in self.nodes] if rank == 0 else []
-                node = PrefillNode(pools[rank], config, mesh, rank, endpoints, states[rank], usable_prefix)
+                node = PrefillNode(
+                    pools[rank], config, mesh, rank, endpoints, states[rank], usable_prefix
+                )
                 self.nodes.insert(0, node)
         except BaseException:
             self.close()
@@ -185,8 +195,8 @@ class PrefillGroup:
         return ready
 
     def send_chunk(
-        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"", ready: ReadyEvent | None = None,
-        state_slot: int = -1,
+        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
+        ready: ReadyEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
         """As `PrefillNode.send_chunk`, on every rank."""
         if req.rid in self._failed:
@@ -204,7 +214,8 @@ class PrefillGroup:
         return sent
 
     def pop_failed(self, after: ReadyEvent | None = None) -> list[PrefillRequest]:
-        """As `PrefillNode.pop_failed`; a request that failed on one rank is aborted on the others."""
+        """As `PrefillNode.pop_failed`; a request that failed on one rank is aborted on the
+        others."""
         failed = []
         for node in self.nodes:
             for req in node.pop_failed(after):
@@ -259,6 +270,9 @@ class PrefillGroup:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()

@@ -1,11 +1,14 @@
-"""The control thread of a node: it drives the endpoint with frames, transport events, commands and time.
+"""The control thread of a node: it drives the endpoint with frames, transport events, commands and
+time.
 
-    scheduler's thread  --submit-->  inbox  -->  control thread: endpoint, sockets  --write, expect-->  transport
-                        <--events--  inbox  <--                                     <-----sink-------
+    scheduler's thread  --submit-->  inbox  -->  control thread: endpoint, sockets  --write,
+    expect-->  transport
+                        <--events--  inbox  <--
+                        <-----sink-------
 
-The thread sleeps until one of these has something for it or the endpoint's next deadline comes. An exception
-while one item is handled, or one action carried out, harms nothing else: it is handed to the scheduler's thread,
-which raises it, and the thread lives on.
+The thread sleeps until one of these has something for it or the endpoint's next deadline comes. An
+exception while one item is handled, or one action carried out, harms nothing else: it is handed to
+the scheduler's thread, which raises it, and the thread lives on.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ class ControlFailed:
 
 
 class _Manager:
-    """What both sides share. Made by the scheduler's thread, which calls `submit`, `events` and `close`."""
+    """What both sides share. Made by the scheduler's thread, which calls `submit`, `events` and
+    `close`."""
 
     def __init__(
         self,
@@ -91,7 +95,9 @@ class _Manager:
             raise
         if copies is not None:
             copies.start(self.inbox.put)
-        self._thread = threading.Thread(target=self._run, name=f"prefixkv-control-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"prefixkv-control-{name}", daemon=True
+        )
 
     @property
     def staging_counters(self) -> Mapping[str, int]:
@@ -107,8 +113,8 @@ class _Manager:
     def close(self) -> None:
         """Destroy the transport's agent, say farewell, join the thread. Again: no-op.
 
-        Raises InternalError if the agent could not be destroyed; the peers are then told nothing, since writes
-        may still land.
+        Raises InternalError if the agent could not be destroyed; the peers are then told nothing,
+        since writes may still land.
         """
         if self._closed:
             return
@@ -148,7 +154,8 @@ class _Manager:
             self._close_channel()
 
     def _guarded(self, act: Callable[..., None], *args: Any) -> None:
-        """Run one piece of work; its exception is the scheduler's to raise, and nobody else's to suffer."""
+        """Run one piece of work; its exception is the scheduler's to raise, and nobody else's to
+        suffer."""
         try:
             act(*args)
         except Exception as error:
@@ -157,7 +164,8 @@ class _Manager:
     def _tell_first(self, actions: Sequence[A], news: tuple[type, ...]) -> list[A]:
         """Hand the scheduler its part of the actions; returns the rest.
 
-        A send wakes zmq's own thread and may cost 0.2 ms; nothing that the scheduler does depends on it.
+        A send wakes zmq's own thread and may cost 0.2 ms; nothing that the scheduler does depends
+        on it.
         """
         rest = []
         for action in actions:
@@ -304,7 +312,9 @@ class PrefillManager(_Manager):
             self._close_inboxes()
             raise
         slot_bytes = 0 if staging is None else staging.buffer.area.lease_bytes
-        self.endpoint = PrefillEndpoint(me, digest, topology, timing, ("", *endpoints), rank, slot_bytes)
+        self.endpoint = PrefillEndpoint(
+            me, digest, topology, timing, ("", *endpoints), rank, slot_bytes
+        )
         if staging is not None:
             staging.start_sending(rank, timing.resend_s, self.endpoint.next_job_id)
         self._thread.start()
@@ -320,7 +330,11 @@ class PrefillManager(_Manager):
 
     def _step(self, now_s: float) -> None:
         staging = self._staging
-        wake_s = self.endpoint.wake_s if staging is None else min(self.endpoint.wake_s, staging.machine.wake_s)
+        wake_s = (
+            self.endpoint.wake_s
+            if staging is None
+            else min(self.endpoint.wake_s, staging.machine.wake_s)
+        )
         frames = self._channel.poll(wake_s - now_s)
         now_s = self._now()
         for item in self.inbox.drain():
@@ -351,7 +365,9 @@ class PrefillManager(_Manager):
             case WriteFailed():
                 self.counters["writes_failed"] += 1
                 self._write_ended(item.job_id, item.error, item.drained, now_s)
-                if not item.drained:  # it holds decode's pages until the agent that posted it is gone
+                if (
+                    not item.drained
+                ):  # it holds decode's pages until the agent that posted it is gone
                     self.transport.renew()
             case WriteDrained():
                 self.counters["writes_drained_by_renewal"] += 1
@@ -368,13 +384,22 @@ class PrefillManager(_Manager):
     def _add(self, item: prefill.AddRoom, now_s: float) -> None:
         try:
             actions = self.endpoint.add(item.key, item.num_tokens, now_s)
-        except RequestError as error:  # its number is in use by a room whose end decode has not acknowledged
-            actions = [sender.RoomEnded(item.key, KVPoll.FAILED, error), sender.SourceFree(item.key)]
+        except (
+            RequestError
+        ) as error:  # its number is in use by a room whose end decode has not acknowledged
+            actions = [
+                sender.RoomEnded(item.key, KVPoll.FAILED, error),
+                sender.SourceFree(item.key),
+            ]
         self._act(actions)
 
-    def _write_ended(self, job_id: int, error: Exception | None, drained: bool, now_s: float) -> None:
+    def _write_ended(
+        self, job_id: int, error: Exception | None, drained: bool, now_s: float
+    ) -> None:
         if self._staging is not None and self._staging.machine.owns(job_id):
-            self._act_staged(self._staging.machine.on_write_ended(job_id, error, drained, now_s), now_s)
+            self._act_staged(
+                self._staging.machine.on_write_ended(job_id, error, drained, now_s), now_s
+            )
         else:
             self._act(self.endpoint.on_write_ended(job_id, error, drained, now_s))
 
@@ -398,11 +423,15 @@ class PrefillManager(_Manager):
             case staged_sender.Gather():
                 self._staging.gather(action)
             case staged_sender.PostStaged():
-                self.transport.write(self._staging.job(action, self.endpoint.me.incarnation, self._rank))
+                self.transport.write(
+                    self._staging.job(action, self.endpoint.me.incarnation, self._rank)
+                )
             case staged_sender.CancelStaged():
                 self.transport.cancel(action.write_id)
             case staged_sender.JobEnded():
-                self._act(self.endpoint.on_write_ended(action.job_id, action.error, action.drained, now_s))
+                self._act(
+                    self.endpoint.on_write_ended(action.job_id, action.error, action.drained, now_s)
+                )
             case staged_sender.JobDrained():
                 self._act(self.endpoint.on_write_drained(action.job_id, now_s))
 
@@ -410,15 +439,25 @@ class PrefillManager(_Manager):
         if self._staging is not None and self._staging.takes(action.peer) and not action.state:
             now_s = self._now()
             staged = self._staging.machine.write(
-                action.job_id, action.key, action.ticket, action.peer, action.first_unit, action.src_pages,
-                action.ready, now_s,
+                action.job_id, action.key, action.ticket, action.peer, action.first_unit,
+                action.src_pages, action.ready, now_s,
             )  # fmt: skip
             self._act_staged(staged, now_s)
             return
-        tag = ChunkTag(self.endpoint.me.incarnation, *action.key, rank=self._rank, chunk=action.chunk)
+        tag = ChunkTag(
+            self.endpoint.me.incarnation, *action.key, rank=self._rank, chunk=action.chunk
+        )
         route: Route = "state" if action.state else "pages"
         self.transport.write(
-            WriteJob(action.job_id, action.peer, action.src_pages, action.dst_pages, tag, action.ready, route)
+            WriteJob(
+                action.job_id,
+                action.peer,
+                action.src_pages,
+                action.dst_pages,
+                tag,
+                action.ready,
+                route,
+            )
         )
 
     def _cancel(self, job_id: int) -> None:
@@ -436,7 +475,9 @@ class PrefillManager(_Manager):
                 self._cancel(action.job_id)
             case prefill_endpoint.LeaseGranted():
                 if self._staging is not None:
-                    self._act_staged(self._staging.machine.on_grant(action.peer, action.grant), self._now())
+                    self._act_staged(
+                        self._staging.machine.on_grant(action.peer, action.grant), self._now()
+                    )
             case prefill_endpoint.AddPeer():
                 more = action.parts, action.staging, action.state
                 self.transport.add_peer(action.peer, action.metadata, action.layout, *more)

@@ -1,10 +1,12 @@
-"""Prometheus metrics of nodes, read when they are scraped: `REGISTRY.register(NodeCollector(node, ...))`.
+"""Prometheus metrics of nodes, read when they are scraped: `REGISTRY.register(NodeCollector(node,
+...))`.
 
-The scraper's thread reads, the scheduler's does not know: what is read are single ints, and copies that the
-interpreter makes in one step (of a list, a dict, a set), so there is no lock, nothing is published, and a scheduler
-that is stuck can still be looked at. Figures of one scrape may be of moments a few microseconds apart. Labels are
-bounded: 64 namespaces and 64 peers, all others together are "other"; a request's id appears only as the owner of
-a lock that has been held for `NAME_AFTER_S`.
+The scraper's thread reads, the scheduler's does not know: what is read are single ints, and copies
+that the interpreter makes in one step (of a list, a dict, a set), so there is no lock, nothing is
+published, and a scheduler that is stuck can still be looked at. Figures of one scrape may be of
+moments a few microseconds apart. Labels are
+bounded: 64 namespaces and 64 peers, all others together are "other"; a request's id appears only as
+the owner of a lock that has been held for `NAME_AFTER_S`.
 
 Needs prometheus_client: pip install 'prefixkv[metrics]'.
 """
@@ -16,7 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -59,7 +66,9 @@ def _ended(*outcomes: str) -> Callable[[Node], Samples]:
 
 
 def _tokens(column: int) -> Callable[[Node], Samples]:
-    return lambda node: [((name,), row[column]) for name, row in node.scheduler.journal.tokens.read().items()]
+    return lambda node: [
+        ((name,), row[column]) for name, row in node.scheduler.journal.tokens.read().items()
+    ]
 
 
 def _recent_ratio(node: Node) -> Samples:
@@ -91,12 +100,16 @@ def _decode_queues(node: DecodeNode) -> Samples:
     yield ("flight",), max(0, len(flights) - is_open - complete)
     yield ("commit",), complete
     yield ("device",), scheduler.num_deferred
-    yield ("running",), max(0, scheduler.budget.active - sum(flight.owner is not None for flight in flights))
+    yield (
+        ("running",),
+        max(0, scheduler.budget.active - sum(flight.owner is not None for flight in flights)),
+    )
 
 
 _PREFILL_QUEUES = {
-    PrefillState.BOOTSTRAPPING: "decode", PrefillState.BOOTSTRAPPED: "pages", PrefillState.COMPUTING: "compute",
-    PrefillState.SENDING: "send", PrefillState.SENT: "release", PrefillState.FAILED: "release",
+    PrefillState.BOOTSTRAPPING: "decode", PrefillState.BOOTSTRAPPED: "pages",
+    PrefillState.COMPUTING: "compute", PrefillState.SENDING: "send", PrefillState.SENT: "release",
+    PrefillState.FAILED: "release",
 }  # fmt: skip
 
 
@@ -150,50 +163,162 @@ def _waits(node: Node) -> Iterable[tuple[Labels, Histogram]]:
 _COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
 
 BOTH = (
-    _Spec(_COUNTER, "prompt_tokens", "Tokens of admitted prompts.", ("namespace",), _tokens(Journal.PROMPT)),
-    _Spec(_COUNTER, "hit_tokens", "Tokens of them that were cached here.", ("namespace",), _tokens(Journal.HIT)),
-    _Spec(_GAUGE, "recent_hit_ratio", "Hit tokens by prompt tokens of the last hundred requests or so.",
-          ("namespace",), _recent_ratio),
+    _Spec(
+        _COUNTER,
+        "prompt_tokens",
+        "Tokens of admitted prompts.",
+        ("namespace",),
+        _tokens(Journal.PROMPT),
+    ),
+    _Spec(
+        _COUNTER,
+        "hit_tokens",
+        "Tokens of them that were cached here.",
+        ("namespace",),
+        _tokens(Journal.HIT),
+    ),
+    _Spec(
+        _GAUGE,
+        "recent_hit_ratio",
+        "Hit tokens by prompt tokens of the last hundred requests or so.",
+        ("namespace",),
+        _recent_ratio,
+    ),
     _Spec(_COUNTER, "transfers", "Transfers that ended.", ("peer", "outcome"), _transfers),
     _Spec(_GAUGE, "pages", "Pages of the pool by state.", ("state",), _pages),
-    _Spec(_GAUGE, "evictable_pages", "Cached pages that no lock covers.", (),
-          lambda node: [((), node.scheduler.books.cache.evictable_pages)]),
-    _Spec(_GAUGE, "protected_pages", "Cached pages that a lock covers.", (),
-          lambda node: [((), node.scheduler.books.cache.protected_pages)]),
-    _Spec(_COUNTER, "evicted_pages", "Cached pages given to requests.", (),
-          lambda node: [((), node.scheduler.books.evicted_pages)]),
-    _Spec(_GAUGE, "locks", "Prefixes held in the tree.", (),
-          lambda node: [((), node.scheduler.books.cache.stats().num_locks)]),
-    _Spec(_GAUGE, "oldest_lock_age_seconds", "Age of the oldest lock, 0 if there is none.", (), _oldest_lock_age),
-    _Spec(_GAUGE, "oldest_lock_info", f"Whose it is, once it is {NAME_AFTER_S:g} s old.", ("rid",), _oldest_lock_owner),
-    _Spec(_GAUGE, "rooms", "Rooms that are open, or not drained yet.", (),
-          lambda node: [((), node.num_rooms)]),
+    _Spec(
+        _GAUGE,
+        "evictable_pages",
+        "Cached pages that no lock covers.",
+        (),
+        lambda node: [((), node.scheduler.books.cache.evictable_pages)],
+    ),
+    _Spec(
+        _GAUGE,
+        "protected_pages",
+        "Cached pages that a lock covers.",
+        (),
+        lambda node: [((), node.scheduler.books.cache.protected_pages)],
+    ),
+    _Spec(
+        _COUNTER,
+        "evicted_pages",
+        "Cached pages given to requests.",
+        (),
+        lambda node: [((), node.scheduler.books.evicted_pages)],
+    ),
+    _Spec(
+        _GAUGE,
+        "locks",
+        "Prefixes held in the tree.",
+        (),
+        lambda node: [((), node.scheduler.books.cache.stats().num_locks)],
+    ),
+    _Spec(
+        _GAUGE,
+        "oldest_lock_age_seconds",
+        "Age of the oldest lock, 0 if there is none.",
+        (),
+        _oldest_lock_age,
+    ),
+    _Spec(
+        _GAUGE,
+        "oldest_lock_info",
+        f"Whose it is, once it is {NAME_AFTER_S:g} s old.",
+        ("rid",),
+        _oldest_lock_owner,
+    ),
+    _Spec(
+        _GAUGE,
+        "rooms",
+        "Rooms that are open, or not drained yet.",
+        (),
+        lambda node: [((), node.num_rooms)],
+    ),
     _Spec(_GAUGE, "peers", "Peers by state.", ("state",), _peers),
-)  # fmt: skip
+)
 DECODE = (
-    _Spec(_COUNTER, "shared_tokens", "Tokens of prompts that were on their way for another request already.",
-          ("namespace",), _tokens(Journal.SHARED)),
-    _Spec(_COUNTER, "shared_flights", "Requests that joined another's flight.", (), _count("shared_flights")),
+    _Spec(
+        _COUNTER,
+        "shared_tokens",
+        "Tokens of prompts that were on their way for another request already.",
+        ("namespace",),
+        _tokens(Journal.SHARED),
+    ),
+    _Spec(
+        _COUNTER,
+        "shared_flights",
+        "Requests that joined another's flight.",
+        (),
+        _count("shared_flights"),
+    ),
     _Spec(_COUNTER, "received_bytes", "KV that prefill has written here.", (), _received_bytes),
-    _Spec(_COUNTER, "skipped_bytes", "KV of prompts that was not asked for.", (), _decode_skipped_bytes),
-    _Spec(_GAUGE, "queue_requests", "Requests by what they wait for, and those that run.", ("queue",), _decode_queues),
-    _Spec(_COUNTER, "requests", "Requests that ended.", ("outcome",), _ended("finished", "failed", "aborted")),
-    _Spec(_COUNTER, "retractions", "Running requests whose pages were taken back.", (), _count("retracted")),
-    _Spec(_COUNTER, "retries", "Requests asked for again after a failed transfer.", (), _count("retries")),
-    _Spec(_COUNTER, "quarantined_pages", "Pages that no proof freed in time; see pages for those still held.", (),
-          _count("quarantined_pages")),
-)  # fmt: skip
+    _Spec(
+        _COUNTER,
+        "skipped_bytes",
+        "KV of prompts that was not asked for.",
+        (),
+        _decode_skipped_bytes,
+    ),
+    _Spec(
+        _GAUGE,
+        "queue_requests",
+        "Requests by what they wait for, and those that run.",
+        ("queue",),
+        _decode_queues,
+    ),
+    _Spec(
+        _COUNTER,
+        "requests",
+        "Requests that ended.",
+        ("outcome",),
+        _ended("finished", "failed", "aborted"),
+    ),
+    _Spec(
+        _COUNTER,
+        "retractions",
+        "Running requests whose pages were taken back.",
+        (),
+        _count("retracted"),
+    ),
+    _Spec(
+        _COUNTER,
+        "retries",
+        "Requests asked for again after a failed transfer.",
+        (),
+        _count("retries"),
+    ),
+    _Spec(
+        _COUNTER,
+        "quarantined_pages",
+        "Pages that no proof freed in time; see pages for those still held.",
+        (),
+        _count("quarantined_pages"),
+    ),
+)
 PREFILL = (
-    _Spec(_COUNTER, "sent_bytes", "KV written to decode workers.", (), lambda node: [((), node.bytes_sent)]),
+    _Spec(
+        _COUNTER,
+        "sent_bytes",
+        "KV written to decode workers.",
+        (),
+        lambda node: [((), node.bytes_sent)],
+    ),
     _Spec(_COUNTER, "skipped_bytes", "KV that decode had already.", (), _prefill_skipped_bytes),
     _Spec(_GAUGE, "queue_requests", "Requests by what they wait for.", ("queue",), _prefill_queues),
     _Spec(_COUNTER, "requests", "Requests that ended.", ("outcome",), _ended("sent", "failed")),
-)  # fmt: skip
+)
 HISTOGRAMS = (
-    _HistogramSpec("wait_seconds", "How long requests waited, by what for; first_token is all of it.",
-                   ("reason",), _waits),
-    _HistogramSpec("eviction_seconds", "How long making room took.", (), lambda node: [((), node.evictions)]),
-)  # fmt: skip
+    _HistogramSpec(
+        "wait_seconds",
+        "How long requests waited, by what for; first_token is all of it.",
+        ("reason",),
+        _waits,
+    ),
+    _HistogramSpec(
+        "eviction_seconds", "How long making room took.", (), lambda node: [((), node.evictions)]
+    ),
+)
 
 
 class NodeCollector(Collector):
@@ -210,7 +335,9 @@ class NodeCollector(Collector):
         for specs, of in ((BOTH, nodes), (DECODE, decode), (PREFILL, prefill)):
             for spec in specs if of else ():
                 labels = ("node", *spec.labels)
-                family = families.setdefault(spec.name, spec.family(f"prefixkv_{spec.name}", spec.text, labels=labels))
+                family = families.setdefault(
+                    spec.name, spec.family(f"prefixkv_{spec.name}", spec.text, labels=labels)
+                )
                 for node in of:
                     for values, number in spec.read(node):
                         family.add_metric((node.peer_id.name, *values), number)  # type: ignore[attr-defined]
@@ -219,10 +346,14 @@ class NodeCollector(Collector):
             yield self._histogram(histogram, nodes)
 
     def _histogram(self, spec: _HistogramSpec, nodes: list[Node]) -> Metric:
-        family = HistogramMetricFamily(f"prefixkv_{spec.name}", spec.text, labels=("node", *spec.labels))
+        family = HistogramMetricFamily(
+            f"prefixkv_{spec.name}", spec.text, labels=("node", *spec.labels)
+        )
         for node in nodes:
             for values, histogram in spec.read(node):
                 total, counts = histogram.total, histogram.cumulative()
                 bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
-                family.add_metric((node.peer_id.name, *values), list(zip(bounds, counts, strict=True)), total)
+                family.add_metric(
+                    (node.peer_id.name, *values), list(zip(bounds, counts, strict=True)), total
+                )
         return family

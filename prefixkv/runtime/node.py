@@ -1,4 +1,5 @@
-"""What decode's and prefill's node share: one scheduler, one manager with its threads, and the way between them."""
+"""What decode's and prefill's node share: one scheduler, one manager with its threads, and the way
+between them."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from prefixkv.stats import MICROSECONDS, Histogram
 M = TypeVar("M", DecodeManager, PrefillManager)
 
 COUNTERS = (
-    "aborts_of_unknown", "control_errors", "failed", "frames_dropped", "handshakes_refused", "hit_tokens",
-    "peers_unreachable", "prompt_tokens",
+    "aborts_of_unknown", "control_errors", "failed", "frames_dropped", "handshakes_refused",
+    "hit_tokens", "peers_unreachable", "prompt_tokens",
 )  # fmt: skip
 
 
@@ -44,7 +45,9 @@ class Node(Generic[M]):
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
         """Let the scheduler's journal write to the request log, and put a clock around eviction."""
         layout, books = self.pool.layout, self.scheduler.books
-        log = RequestLog(self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size))
+        log = RequestLog(
+            self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size)
+        )
         self.scheduler.journal.on_ended = log
         self.evictions = Histogram(MICROSECONDS)
         self._feed = EventFeed(books.cache, *self.peer_id)
@@ -59,7 +62,8 @@ class Node(Generic[M]):
         books.evict = timed
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a `pop_*` may have something for the engine, at most `timeout_s`. True if one may."""
+        """Block until a `pop_*` may have something for the engine, at most `timeout_s`. True if one
+        may."""
         self._check_open()
         return self.scheduler.has_news or self._wait(self._manager.events.wait, timeout_s)
 
@@ -71,11 +75,13 @@ class Node(Generic[M]):
         return wait(timeout_s)
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no new requests from now on (`add` raises DrainingError), and say whether all that lived has ended.
+        """Take no new requests from now on (`add` raises DrainingError), and say whether all that
+        lived has ended.
 
-        True once no request lives, nothing is left to pop, and no peer may still write here or read from here: then
-        `close` harms nobody. Waits for that up to `timeout_s`, but not while a `pop_*` has something: the engine's
-        loop goes on, and asks again. Pages in quarantine (`stats`) keep it from being True until they are fenced.
+        True once no request lives, nothing is left to pop, and no peer may still write here or read
+        from here: then `close` harms nobody. Waits for that up to `timeout_s`, but not while a
+        `pop_*` has something: the engine's loop goes on, and asks again. Pages in quarantine
+        (`stats`) keep it from being True until they are fenced.
         """
         self.scheduler.draining = True
         end_s = time.monotonic() + timeout_s
@@ -89,16 +95,18 @@ class Node(Generic[M]):
             self._manager.events.wait(min(end_s - now_s, 0.05))
 
     def fileno(self) -> int:
-        """A descriptor that is readable while a `pop_*` may have something, for the engine's own poller.
+        """A descriptor that is readable while a `pop_*` may have something, for the engine's own
+        poller.
 
-        Now and then it is readable once more when all has been popped already. That a request has waited too long
-        it does not say: call `pop_preallocated` from time to time.
+        Now and then it is readable once more when all has been popped already. That a request has
+        waited too long it does not say: call `pop_preallocated` from time to time.
         """
         self._check_open()
         return self._manager.events.fd
 
     def flush(self) -> int:
-        """Empty the prefix cache, after a weight update; requests that run now finish but cache nothing.
+        """Empty the prefix cache, after a weight update; requests that run now finish but cache
+        nothing.
 
         Returns the pages freed at once.
         """
@@ -108,14 +116,17 @@ class Node(Generic[M]):
         return freed
 
     def audit(self) -> None:
-        """Check every law of tree, allocator, page table and requests. Slow. Raises InternalError."""
+        """Check every law of tree, allocator, page table and requests. Slow. Raises
+        InternalError."""
         self._pump()
         self.scheduler.check_invariants()
 
     def take_cache_events(self, afresh: bool = False) -> EventBatch:
-        """What the prefix cache stored and removed since the last call, for a router (`BoundedAffinityRouter.apply`).
+        """What the prefix cache stored and removed since the last call, for a router
+        (`BoundedAffinityRouter.apply`).
 
-        The first batch, and one `afresh`, gives all that is there. Before the first call nothing is recorded.
+        The first batch, and one `afresh`, gives all that is there. Before the first call nothing is
+        recorded.
         """
         self._pump()
         return self._feed.take(afresh)
@@ -130,8 +141,9 @@ class Node(Generic[M]):
         return self._manager.endpoint.num_rooms
 
     def stats(self) -> dict[str, int]:
-        """Counters, and how many pages are in each state. All keys are there from the start, but for
-        `dropped: ...` and what is odd in staging."""
+        """Counters, and how many pages are in each state. All keys are there from the start, but
+        for `dropped: ...` and what is odd in staging.
+        """
         self._pump()
         books = self.scheduler.books
         pages, slots = books.allocator, books.slots
@@ -140,7 +152,10 @@ class Node(Generic[M]):
             **self.scheduler.counters,
             **self._manager.counters,
             **self._manager.endpoint.counters,
-            **{f"staging_{name}": count for name, count in dict(self._manager.staging_counters).items()},
+            **{
+                f"staging_{name}": count
+                for name, count in dict(self._manager.staging_counters).items()
+            },
             "pages_free": pages.free_pages,
             "pages_owned": pages.owned_pages,
             "pages_cached": pages.cached_pages,
@@ -159,9 +174,9 @@ class Node(Generic[M]):
     def close(self) -> None:
         """Destroy the transport's agent, tell the peers, join every thread. Again: no-op.
 
-        A peer that is writing into this pool over shared memory is not stopped by it: keep the pool's memory until
-        its requests have ended there. Raises InternalError, with the threads joined, if the agent could not be
-        destroyed.
+        A peer that is writing into this pool over shared memory is not stopped by it: keep the
+        pool's memory until its requests have ended there. Raises InternalError, with the threads
+        joined, if the agent could not be destroyed.
         """
         self._closed = True
         self._manager.close()
@@ -170,7 +185,10 @@ class Node(Generic[M]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -192,9 +210,11 @@ class Node(Generic[M]):
         return now_s
 
     def _tell(self) -> None:
-        """Hand the scheduler's commands to the control thread, and let the engine know what is left for it.
+        """Hand the scheduler's commands to the control thread, and let the engine know what is left
+        for it.
 
-        Any call takes in what has happened, but only some pop it: the descriptor has been read by then.
+        Any call takes in what has happened, but only some pop it: the descriptor has been read by
+        then.
         """
         for command in self.scheduler.take_commands():
             self._command(command)

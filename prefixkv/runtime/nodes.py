@@ -1,7 +1,7 @@
 """The two objects an engine holds: DecodeNode and PrefillNode.
 
-Every method is called from the engine's scheduler thread and returns in microseconds; the node's own threads
-(control, transport) are started here and joined by `close`.
+Every method is called from the engine's scheduler thread and returns in microseconds; the node's
+own threads (control, transport) are started here and joined by `close`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from prefixkv.transport.sharded import make_transport
 
 _DECODE_COUNTERS = (
     *COUNTERS, "aborted", "admitted", "finished", "flight_fallbacks", "flights_adopted",
-    "quarantined_pages", "refused", "retracted", "retries", "shared_flights", "shared_tokens", "tags_dropped",
-    "transferred", "transfers_failed",
+    "quarantined_pages", "refused", "retracted", "retries", "shared_flights", "shared_tokens",
+    "tags_dropped", "transferred", "transfers_failed",
 )  # fmt: skip
 _PREFILL_COUNTERS = (
-    *COUNTERS, "bytes_sent", "decode_hit_tokens", "sent", "staging_bytes_staged", "staging_pieces_written",
-    "writes_done", "writes_drained_by_renewal", "writes_failed",
+    *COUNTERS, "bytes_sent", "decode_hit_tokens", "sent", "staging_bytes_staged",
+    "staging_pieces_written", "writes_done", "writes_drained_by_renewal", "writes_failed",
 )  # fmt: skip
 
 
@@ -54,15 +54,18 @@ class DecodeNode(Node[DecodeManager]):
     Args:
         pool: the KV memory; it must outlive the node.
         config: see DecodeConfig.
-        ranks: a RankLog where this is rank 0 of several (decode/ranks.py); then call `take_log` once a pass.
-        mesh: how the model is shared out over the ranks; then each other rank is a `DecodeRank`, whose news go to
-            `apply_news`. None: the pool holds all of the model's KV.
-        state: extra state of requests (a recurrent state, say), which prefill sends with the last chunk to the
-            request's `state_slot`. Each admitted request has a slot until it ends, so no more than it has slots are
-            admitted at once. It is never cached: whoever hits the prefix has it sent all the same, and a retracted
-            request comes back through `pop_needs_prefill`. It must outlive the node.
+        ranks: a RankLog where this is rank 0 of several (decode/ranks.py); then call `take_log`
+            once a pass.
+        mesh: how the model is shared out over the ranks; then each other rank is a `DecodeRank`,
+            whose news go to `apply_news`. None: the pool holds all of the model's KV.
+        state: extra state of requests (a recurrent state, say), which prefill sends with the last
+            chunk to the request's `state_slot`. Each admitted request has a slot until it ends, so
+            no more than it has slots are admitted at once. It is never cached: whoever hits the
+            prefix has it sent all the same, and a retracted request comes back through
+            `pop_needs_prefill`. It must outlive the node.
     Raises:
-        ConfigError: an unknown policy (of eviction or admission), a pool that is not rank 0's share or cannot be
+        ConfigError: an unknown policy (of eviction or admission), a pool that is not rank 0's share
+        or cannot be
             registered, a mesh of several ranks without `ranks`.
     """
 
@@ -108,12 +111,17 @@ class DecodeNode(Node[DecodeManager]):
         buffer = staging_buffer(pool, config.transport)
         area, staging = None, None
         if buffer is not None:
-            area, staging = buffer.area, ReceiveStaging(layout, buffer, config.transport, config.name)
+            area, staging = (
+                buffer.area,
+                ReceiveStaging(layout, buffer, config.transport, config.name),
+            )
         self._manager = DecodeManager(
             self.peer_id,
             lambda metadata: place.hello(metadata, self.peer_id, area),
             config.control,
-            lambda sink: make_transport(self.peer_id, layout, sink, config.transport, area, place.state_layout),
+            lambda sink: make_transport(
+                self.peer_id, layout, sink, config.transport, area, place.state_layout
+            ),
             staging,
         )
 
@@ -129,10 +137,11 @@ class DecodeNode(Node[DecodeManager]):
         return req
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
-        """Tell prefill at once that this request will not be taken here, `add` having refused it, say.
+        """Tell prefill at once that this request will not be taken here, `add` having refused it,
+        say.
 
-        Its room's number is in use here until prefill has answered. Raises RequestError, with nothing changed, if it
-        is in use already.
+        Its room's number is in use here until prefill has answered. Raises RequestError, with
+        nothing changed, if it is in use already.
         """
         self._pump()
         self.scheduler.refuse(request, AbortedError(reason))
@@ -145,11 +154,13 @@ class DecodeNode(Node[DecodeManager]):
         return admitted
 
     def pop_transferred(self) -> list[DecodeRequest]:
-        """Requests whose KV is complete in `req.pages`; `req.aux` came with it. They run from now on."""
+        """Requests whose KV is complete in `req.pages`; `req.aux` came with it. They run from now
+        on."""
         return self.scheduler.pop_transferred(self._pump())
 
     def pop_failed(self) -> list[DecodeRequest]:
-        """Requests that failed or were aborted; `req.error` says why. Their pages are not to be touched."""
+        """Requests that failed or were aborted; `req.error` says why. Their pages are not to be
+        touched."""
         self._pump()
         return self.scheduler.pop_failed()
 
@@ -165,8 +176,11 @@ class DecodeNode(Node[DecodeManager]):
         """
         self.scheduler.append_many(reqs, token_ids, self._pump())
 
-    def finish(self, req: DecodeRequest, after: ReadyEvent | None = None, continues: bool | None = None) -> None:
-        """The request is done: what has KV becomes cached prefix. Nothing is released before `after.query()`.
+    def finish(
+        self, req: DecodeRequest, after: ReadyEvent | None = None, continues: bool | None = None
+    ) -> None:
+        """The request is done: what has KV becomes cached prefix. Nothing is released before
+        `after.query()`.
 
         `continues`: whether the conversation will go on, if known.
         """
@@ -185,7 +199,8 @@ class DecodeNode(Node[DecodeManager]):
         return known
 
     def take_log(self) -> bytes:
-        """What the other tensor-parallel ranks have to apply, for the engine to broadcast once a pass.
+        """What the other tensor-parallel ranks have to apply, for the engine to broadcast once a
+        pass.
 
         Raises CallerError if the node was built without `ranks`.
         """
@@ -194,13 +209,15 @@ class DecodeNode(Node[DecodeManager]):
         return self._ranks.take(self.scheduler.books)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """The caller knows that this prefill process is dead: its rooms end, and their held pages come back."""
+        """The caller knows that this prefill process is dead: its rooms end, and their held pages
+        come back."""
         self._manager.submit(Fence(PeerId(peer, incarnation)))
         if self._rank_rooms is not None and self._ranks is not None:
             self._ranks.rooms.append(Fenced(PeerId(peer, incarnation)))
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
-        """By address of the prefill worker: its identity, and "ready", "suspect" or "connecting"."""
+        """By address of the prefill worker: its identity, and "ready", "suspect" or
+        "connecting"."""
         self._check_open()
         return self._manager.endpoint.peers(time.monotonic())
 
@@ -211,7 +228,8 @@ class DecodeNode(Node[DecodeManager]):
             self._rank_said(0, event, now_s)
 
     def apply_news(self, raw: bytes) -> None:
-        """What a `DecodeRank` has to say; b"" is nothing. Each rank's in order, or not at all: CallerError."""
+        """What a `DecodeRank` has to say; b"" is nothing. Each rank's in order, or not at all:
+        CallerError."""
         self._take_news(raw, self._pump())
         self._tell()
 
@@ -222,7 +240,9 @@ class DecodeNode(Node[DecodeManager]):
         if self._rank_rooms is None or not 1 <= news.rank < self._rank_rooms.num_ranks:
             raise CallerError(f"news of rank {news.rank}, which this worker has not")
         if news.number != self._num_news[news.rank]:
-            raise CallerError(f"news {news.number} of rank {news.rank}, {self._num_news[news.rank]} is next")
+            raise CallerError(
+                f"news {news.number} of rank {news.rank}, {self._num_news[news.rank]} is next"
+            )
         self._num_news[news.rank] += 1
         for event in events:
             self._rank_said(news.rank, event, now_s)
@@ -256,16 +276,21 @@ class PrefillNode(Node[PrefillManager]):
     Args:
         pool: the KV memory; it must outlive the node.
         config: see PrefillConfig.
-        mesh, rank: how the model is shared out over the ranks of this worker, and which of them this is. Every rank
-            is a PrefillNode with its own share, and gets the same requests and chunks. None: the only rank.
-        endpoints: on rank 0, the `endpoint` of each other rank, in order: `Request.prefill` names rank 0's.
-        state: this rank's share of the extra state of requests. Its slots are the engine's: one that it names in
-            `send_chunk(last=True, state_slot=)` is to be left alone until the request is popped as sent or failed.
-        usable_prefix: asked about a hit in this worker's own cache, with the request and the tokens that hit: how
-            many of them can the engine go on from, having the extra state behind them? Rounded down to whole pages.
-            By default none where there is extra state, all where there is none.
+        mesh, rank: how the model is shared out over the ranks of this worker, and which of them
+            this is. Every rank is a PrefillNode with its own share, and gets the same requests and
+            chunks. None: the only rank.
+        endpoints: on rank 0, the `endpoint` of each other rank, in order: `Request.prefill` names
+            rank 0's.
+        state: this rank's share of the extra state of requests. Its slots are the engine's: one
+            that it names in `send_chunk(last=True, state_slot=)` is to be left alone until the
+            request is popped as sent or failed.
+        usable_prefix: asked about a hit in this worker's own cache, with the request and the tokens
+            that hit: how many of them can the engine go on from, having the extra state behind
+            them? Rounded down to whole pages. By default none where there is extra state, all where
+            there is none.
     Raises:
-        ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this rank's share or
+        ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this
+        rank's share or
             cannot be registered.
     """
 
@@ -287,9 +312,16 @@ class PrefillNode(Node[PrefillManager]):
         layout = pool.layout
         place = Place.of(pool, config.model, mesh, rank, state)
         if rank == 0 and len(endpoints) != place.mesh.num_ranks - 1:
-            raise ConfigError(f"{len(endpoints)} endpoints of other ranks, the mesh has {place.mesh.num_ranks} ranks")
+            raise ConfigError(
+                f"{len(endpoints)} endpoints of other ranks, the mesh has {place.mesh.num_ranks} "
+                "ranks"
+            )
         books = PageBooks(
-            layout.num_pages, layout.page_size, config.max_running, caching=config.cache, policy=config.policy
+            layout.num_pages,
+            layout.page_size,
+            config.max_running,
+            caching=config.cache,
+            policy=config.policy,
         )
         self.config = config
         self.peer_id = PeerId(f"{config.name}/{rank}" if rank else config.name, time.time_ns())
@@ -303,14 +335,19 @@ class PrefillNode(Node[PrefillManager]):
         buffer = staging_buffer(pool, config.transport)
         area, staging = None, None
         if buffer is not None:
-            area, staging = buffer.area, SendStaging(layout, buffer, config.transport, self.peer_id.name)
+            area, staging = (
+                buffer.area,
+                SendStaging(layout, buffer, config.transport, self.peer_id.name),
+            )
         self._manager = PrefillManager(
             self.peer_id,
             config.bind,
             place.digest,
             place.topology,
             config.control,
-            lambda sink: make_transport(self.peer_id, layout, sink, config.transport, area, place.state_layout),
+            lambda sink: make_transport(
+                self.peer_id, layout, sink, config.transport, area, place.state_layout
+            ),
             rank,
             tuple(endpoints),
             staging,
@@ -322,25 +359,30 @@ class PrefillNode(Node[PrefillManager]):
         return self._manager.address
 
     def add(self, request: Request) -> PrefillRequest:
-        """Take a request; it waits for decode's promise. Raises RequestError, with nothing changed."""
+        """Take a request; it waits for decode's promise. Raises RequestError, with nothing
+        changed."""
         req = self.scheduler.add(request, self._pump())
         self._tell()
         return req
 
     def pop_bootstrapped(self) -> list[PrefillRequest]:
-        """Requests to compute now: `decode_prefix_len` and `prefix_len` are known, `pages` are there."""
+        """Requests to compute now: `decode_prefix_len` and `prefix_len` are known, `pages` are
+        there."""
         return self.scheduler.pop_bootstrapped(self._pump())
 
     def send_chunk(
-        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"", ready: ReadyEvent | None = None,
-        state_slot: int = -1,
+        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
+        ready: ReadyEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
-        """KV is computed up to token `end`, once `ready.query()`: send what decode lacks. Returns pages queued.
+        """KV is computed up to token `end`, once `ready.query()`: send what decode lacks. Returns
+        pages queued.
 
         With `last`, the extra state in `state_slot`, the outcome and `aux` follow.
         """
         now_s = self._pump()
-        queued = self.scheduler.send_chunk(req, end, now_s, last=last, aux=aux, ready=ready, state_slot=state_slot)
+        queued = self.scheduler.send_chunk(
+            req, end, now_s, last=last, aux=aux, ready=ready, state_slot=state_slot
+        )
         self._tell()
         return queued
 
@@ -349,10 +391,12 @@ class PrefillNode(Node[PrefillManager]):
         return self.scheduler.pop_sent(self._pump())
 
     def pop_failed(self, after: ReadyEvent | None = None) -> list[PrefillRequest]:
-        """Requests that failed or were aborted; `req.error` says why. The engine stops computing them.
+        """Requests that failed or were aborted; `req.error` says why. The engine stops computing
+        them.
 
         One whose extra state was handed over comes when no write reads that any more.
-        `after`: device work launched for them before this call has ended once its `query()` is True.
+        `after`: device work launched for them before this call has ended once its `query()` is
+        True.
         """
         return self.scheduler.pop_failed(self._pump(), after)
 
@@ -383,7 +427,9 @@ class PrefillNode(Node[PrefillManager]):
     def _take(self, event: Any, now_s: float) -> None:
         match event:
             case sender.Bootstrapped():
-                self.scheduler.room_bootstrapped(event.key, event.prefix_len, event.peer.name, now_s)
+                self.scheduler.room_bootstrapped(
+                    event.key, event.prefix_len, event.peer.name, now_s
+                )
             case sender.RoomEnded():
                 self.scheduler.room_ended(event.key, event.poll, event.error, now_s)
             case sender.SourceFree():

@@ -19,7 +19,8 @@ from prefixkv.transport.staging_buffer import StagingBuffer
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Rank `rank` of `mesh`, with this rank's pool, and its state pool if the model has extra state."""
+    """Rank `rank` of `mesh`, with this rank's pool, and its state pool if the model has extra
+    state."""
 
     layout: KVLayout
     model: ModelConfig
@@ -29,9 +30,15 @@ class Place:
 
     @classmethod
     def of(
-        cls, pool: KVPool, model: ModelConfig, mesh: Mesh | None, rank: int = 0, state: StatePool | None = None
+        cls,
+        pool: KVPool,
+        model: ModelConfig,
+        mesh: Mesh | None,
+        rank: int = 0,
+        state: StatePool | None = None,
     ) -> Place:
-        """Without a mesh: the only rank of all. Raises ConfigError where a pool does not hold the rank's share."""
+        """Without a mesh: the only rank of all. Raises ConfigError where a pool does not hold the
+        rank's share."""
         layout = pool.layout
         mesh = mesh or Mesh(layout.num_layers, layout.num_kv_heads)
         mesh.validate()
@@ -58,7 +65,8 @@ class Place:
         layout, model, mesh = self.layout, self.model, self.mesh
         return ModelDigest(
             model.model, model.weights_version, model.kv_scales, layout.dtype, layout.attention,
-            mesh.num_layers, mesh.num_kv_heads, layout.head_dim, () if self.state is None else self.state.tensors,
+            mesh.num_layers, mesh.num_kv_heads, layout.head_dim,
+            () if self.state is None else self.state.tensors,
         )  # fmt: skip
 
     @property
@@ -68,11 +76,21 @@ class Place:
 
     def hello(self, metadata: bytes, worker: PeerId, area: StagingArea | None) -> Hello:
         """What a decode rank says; `worker` is rank 0's identity."""
-        return Hello(self.digest, self.topology, self.layout, metadata, self.rank, worker, area, self.state_layout)
+        return Hello(
+            self.digest,
+            self.topology,
+            self.layout,
+            metadata,
+            self.rank,
+            worker,
+            area,
+            self.state_layout,
+        )
 
 
 def staging_buffer(pool: KVPool, config: TransportConfig) -> StagingBuffer | None:
-    """The staging memory that the settings ask for, on the pool's device. Raises ConfigError, CapacityError."""
+    """The staging memory that the settings ask for, on the pool's device. Raises ConfigError,
+    CapacityError."""
     if not config.staging_bytes:
         return None
     return StagingBuffer(config.staging_bytes, config.lease_bytes, pool.device)

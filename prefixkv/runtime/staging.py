@@ -1,5 +1,6 @@
-"""The staging of a node: its memory, its copy threads, and what the pure machines want of both. Used by the control
-thread, except that copies run in threads of their own."""
+"""The staging of a node: its memory, its copy threads, and what the pure machines want of both.
+Used by the control thread, except that copies run in threads of their own.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class Scattered(NamedTuple):
 class _Staging:
     """What both sides share."""
 
-    def __init__(self, layout: KVLayout, buffer: StagingBuffer, config: TransportConfig, name: str) -> None:
+    def __init__(
+        self, layout: KVLayout, buffer: StagingBuffer, config: TransportConfig, name: str
+    ) -> None:
         self.buffer = buffer
         self._layout = layout
         self._config = config
@@ -60,15 +63,19 @@ class _Staging:
         self._pool.submit(token, copy)
 
     def _copy_of(self, part: Shard, unit_tokens: int) -> StagingCopy:
-        """Made once, as it holds tables of the whole pool; two threads may both make one, and one is kept."""
+        """Made once, as it holds tables of the whole pool; two threads may both make one, and one
+        is kept."""
         copy = self._copies.get((part, unit_tokens))
         if copy is None:
-            copy = self._copies[part, unit_tokens] = staging_copy(self._layout, part, unit_tokens, self.buffer.device)
+            copy = self._copies[part, unit_tokens] = staging_copy(
+                self._layout, part, unit_tokens, self.buffer.device
+            )
         return copy
 
 
 class SendStaging(_Staging):
-    """Prefill's: slices of many pages are gathered into a local slot, which is then written whole."""
+    """Prefill's: slices of many pages are gathered into a local slot, which is then written
+    whole."""
 
     machine: StagedSender
 
@@ -76,7 +83,9 @@ class SendStaging(_Staging):
         """Before anything else; job numbers come from the endpoint."""
         config = self._config
         slots = config.staging_bytes // config.lease_bytes
-        self.machine = StagedSender(rank, slots, config.lease_bytes, config.staging_window, resend_s, next_id)
+        self.machine = StagedSender(
+            rank, slots, config.lease_bytes, config.staging_window, resend_s, next_id
+        )
         self._peers: dict[PeerId, StagingCopy] = {}
 
     def takes(self, peer: PeerId) -> bool:
@@ -104,7 +113,9 @@ class SendStaging(_Staging):
         blocks = np.arange(count, dtype=np.int32)
         src = blocks + np.int32(action.slot * (self._config.lease_bytes // BLOCK_BYTES))
         dst = blocks + np.int32(action.dst_offset // BLOCK_BYTES)
-        tag = ChunkTag(incarnation, *action.key, rank=rank, chunk=action.piece, slot=action.lease_id)
+        tag = ChunkTag(
+            incarnation, *action.key, rank=rank, chunk=action.piece, slot=action.lease_id
+        )
         return WriteJob(action.write_id, action.peer, src, dst, tag, route="staging")
 
 

@@ -1,7 +1,8 @@
 """How threads reach each other: by inboxes, and by nothing else.
 
-The calls that ring and clear a bell keep the GIL. `os.eventfd_write` gives it up for a call of half a microsecond, and
-the thread that rang, the scheduler's, then waits for whoever took it: 1.5 ms a `send_chunk` beside a busy thread.
+The calls that ring and clear a bell keep the GIL. `os.eventfd_write` gives it up for a call of half
+a microsecond, and the thread that rang, the scheduler's, then waits for whoever took it: 1.5 ms a
+`send_chunk` beside a busy thread.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ def hush(fd: int) -> int:
 
 
 class Inbox(Generic[T]):
-    """A queue with one reader and any number of writers, and a descriptor that is readable while it holds something.
+    """A queue with one reader and any number of writers, and a descriptor that is readable while it
+    holds something.
 
     `put` never blocks and may be called from any thread; the rest is the reader's.
     """
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
-        # One entry for each write to the descriptor that has begun and has not been read: exact, so that no item
-        # waits unannounced and the descriptor never stays readable without `pending` saying so.
+        # One entry for each write to the descriptor that has begun and has not been read: exact, so
+        # that no item waits unannounced and the descriptor never stays readable without `pending`
+        # saying so.
         self._begun: deque[None] = deque()
         self._closed = False
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -53,7 +56,8 @@ class Inbox(Generic[T]):
 
     def rouse(self) -> None:
         """Make the descriptor readable until the next `drain` or `wait`."""
-        # A writer that finds a write begun relies on the reader, which forgets it before it looks at the items.
+        # A writer that finds a write begun relies on the reader, which forgets it before it looks
+        # at the items.
         if not self._begun and not self._closed:
             self._begun.append(None)
             ring(self.fd)
@@ -72,7 +76,8 @@ class Inbox(Generic[T]):
         return bool(self._items or self._begun)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until something is queued, at most `timeout_s` (None: for ever). True if something is."""
+        """Wait until something is queued, at most `timeout_s` (None: for ever). True if something
+        is."""
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         poller = None
         while not self._items:
@@ -89,7 +94,9 @@ class Inbox(Generic[T]):
         return True
 
     def _clear(self) -> None:
-        for _ in range(hush(self.fd)):  # none: nothing is written, or what has begun is not written yet
+        for _ in range(
+            hush(self.fd)
+        ):  # none: nothing is written, or what has begun is not written yet
             self._begun.popleft()
 
     def close(self) -> None:

@@ -1,13 +1,14 @@
-"""The contract of a transport: writes from our pool into a peer's, or from our staging area into a peer's, and
-word of how they ended.
+"""The contract of a transport: writes from our pool into a peer's, or from our staging area into a
+peer's, and word of how they ended.
 
-`nixl.py`, `sharded.py` and `fake.py` keep it, and one test suite holds them to it. A call queues and returns at
-once, from any thread. What happened comes back through the `sink` given at construction, one call at a time,
-from a thread of the transport's own (the fake: from whoever steps it).
+`nixl.py`, `sharded.py` and `fake.py` keep it, and one test suite holds them to it. A call queues
+and returns at once, from any thread. What happened comes back through the `sink` given at
+construction, one call at a time, from a thread of the transport's own (the fake: from whoever steps
+it).
 
-A write goes through three points: *posted* (NIXL has it; it can no longer be called back), *ended* (DONE,
-or an error), and the job as a whole is *drained* when none of its writes can land any more. An error
-after posting is an end without proof of drain.
+A write goes through three points: *posted* (NIXL has it; it can no longer be called back), *ended*
+(DONE, or an error), and the job as a whole is *drained* when none of its writes can land any more.
+An error after posting is an end without proof of drain.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ class ReadyEvent(Protocol):
 class WriteJob:
     """Copy page `src_pages[i]` of our pool to page `dst_pages[i]` of the peer's, for every i.
 
-    The pages are int32, equally many, at least one; the arrays are the job's until it ends. Where page sizes differ
-    they are unit pages (`pool/unit_pages.py`). On the route "staging" they are numbers of blocks of BLOCK_BYTES in our
-    staging area and in the peer's, on "state" slots of both state pools; where one side has none, the job fails with a
-    ConfigError. `job_id` is unique
-    among the jobs that have not ended drained. The job is cut into parts of bounded size; every part notifies the peer
-    with `tag` (its `part` and `num_parts` filled in). Nothing is posted before `ready`, and the jobs of one room
-    (`tag.room`, `tag.generation`) are posted in the order they came.
+    The pages are int32, equally many, at least one; the arrays are the job's until it ends. Where
+    page sizes differ they are unit pages (`pool/unit_pages.py`). On the route "staging" they are
+    numbers of blocks of BLOCK_BYTES in our staging area and in the peer's, on "state" slots of both
+    state pools; where one side has none, the job fails with a ConfigError. `job_id` is unique
+    among the jobs that have not ended drained. The job is cut into parts of bounded size; every
+    part notifies the peer with `tag` (its `part` and `num_parts` filled in). Nothing is posted
+    before `ready`, and the jobs of one room (`tag.room`, `tag.generation`) are posted in the order
+    they came.
     """
 
     job_id: int
@@ -70,10 +72,11 @@ class WriteDone:
 class WriteFailed:
     """The job ended otherwise, and no part of it is under way any more.
 
-    `drained` is True when every part either ended DONE or was never posted (cancelled, bad pages, unknown peer,
-    refused before anything was handed on): nothing of the job can land from now on. False when a part ended in
-    an error after it was posted, or in the post itself, which may have handed on some of its descriptors: it
-    may still land until this agent is destroyed. `renew` sees to that.
+    `drained` is True when every part either ended DONE or was never posted (cancelled, bad pages,
+    unknown peer, refused before anything was handed on): nothing of the job can land from now on.
+    False when a part ended in an error after it was posted, or in the post itself, which may have
+    handed on some of its descriptors: it may still land until this agent is destroyed. `renew` sees
+    to that.
     """
 
     job_id: int
@@ -83,7 +86,8 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class WriteDrained:
-    """After a WriteFailed that was not drained, and a `renew`: the agent that posted it is destroyed.
+    """After a WriteFailed that was not drained, and a `renew`: the agent that posted it is
+    destroyed.
 
     What kernels held of it by then may still land as the target polls, as after `close`.
     """
@@ -107,7 +111,8 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class PeerUnreachable:
-    """`add_peer` failed, or a write found the peer gone. A later write tries to reconnect on its own."""
+    """`add_peer` failed, or a write found the peer gone. A later write tries to reconnect on its
+    own."""
 
     peer: PeerId
     error: Exception
@@ -118,7 +123,8 @@ Sink = Callable[[TransportEvent], None]
 
 
 class Transport(Protocol):
-    """See the module's text. One owner creates and closes it; the other methods may be called from any thread."""
+    """See the module's text. One owner creates and closes it; the other methods may be called from
+    any thread."""
 
     @property
     def metadata(self) -> bytes:
@@ -127,59 +133,69 @@ class Transport(Protocol):
 
     def add_peer(
         self, peer: PeerId, metadata: bytes, layout: KVLayout,
-        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None, state: StateLink | None = None,
+        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
+        state: StateLink | None = None,
     ) -> None:  # fmt: skip
         """Make the peer's memory a target: load its metadata, prepare descriptor lists once.
 
-        Of a peer that is known already, new metadata lets its jobs wait for the new connection; jobs for another
-        memory than before fail.
+        Of a peer that is known already, new metadata lets its jobs wait for the new connection;
+        jobs for another memory than before fail.
 
         Args:
-            parts: which layers and heads of our pool go to which of the peer's, each in its pool's own numbers;
-                all of both by default.
+            parts: which layers and heads of our pool go to which of the peer's, each in its pool's
+                own numbers; all of both by default.
             staging: the peer's staging area; needed for staged jobs, as is one of our own.
             state: the peer's state memory, and what of ours goes there.
         """
         ...
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Forget the peer once its jobs have ended; jobs not yet posted end as cancelled. Unknown: no-op."""
+        """Forget the peer once its jobs have ended; jobs not yet posted end as cancelled. Unknown:
+        no-op."""
         ...
 
     def write(self, job: WriteJob) -> None:
-        """Queue a job. Exactly one WriteDone or WriteFailed follows, unless the peer stalls for ever."""
+        """Queue a job. Exactly one WriteDone or WriteFailed follows, unless the peer stalls for
+        ever."""
         ...
 
     def cancel(self, job_id: int) -> None:
-        """Post no further part of the job; it ends when what is posted has ended. Ended or unknown: no-op."""
+        """Post no further part of the job; it ends when what is posted has ended. Ended or unknown:
+        no-op."""
         ...
 
     def expect(self, num_rooms: int) -> None:
-        """How many rooms peers may now be writing for. Notifications are polled while it is not 0."""
+        """How many rooms peers may now be writing for. Notifications are polled while it is not
+        0."""
         ...
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Poll for `for_s`, then say Settled: what kernels still held of a writer that is gone has landed by then.
+        """Poll for `for_s`, then say Settled: what kernels still held of a writer that is gone has
+        landed by then.
 
-        Only time in which this transport was at it counts: a process that was stopped meanwhile has read nothing.
+        Only time in which this transport was at it counts: a process that was stopped meanwhile has
+        read nothing.
         """
         ...
 
     def renew(self) -> None:
-        """Put another agent in place of this one if any job ended undrained: WriteDrained follows for each of these.
+        """Put another agent in place of this one if any job ended undrained: WriteDrained follows
+        for each of these.
 
-        New posts go through the new agent at once. The former one is destroyed when its posts have ended, or after
-        `renew_grace_s`; what it has not ended by then fails, drained. Calls meanwhile are good for one more renewal.
-        Only for a transport that peers do not write to: they know the former agent. Closed: no-op.
+        New posts go through the new agent at once. The former one is destroyed when its posts have
+        ended, or after `renew_grace_s`; what it has not ended by then fails, drained. Calls
+        meanwhile are good for one more renewal. Only for a transport that peers do not write to:
+        they know the former agent. Closed: no-op.
         """
         ...
 
     def close(self) -> None:
-        """Destroy the agent and join the thread; jobs left end with ClosedError. Once it returns, no write of ours
-        can start to land: a fence. May be called again.
+        """Destroy the agent and join the thread; jobs left end with ClosedError. Once it returns,
+        no write of ours can start to land: a fence. May be called again.
 
-        Over TCP the kernels may still hold bytes sent before; they land when the *target* polls next (measured:
-        2 MiB). So a target that learns of a fence polls for a moment (`settle`) before it frees pages.
+        Over TCP the kernels may still hold bytes sent before; they land when the *target* polls
+        next (measured: 2 MiB). So a target that learns of a fence polls for a moment (`settle`)
+        before it frees pages.
 
         Raises: InternalError when the agent could not be destroyed; then it is no fence.
         """

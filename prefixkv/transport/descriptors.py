@@ -1,8 +1,10 @@
-"""Which blocks a write takes: flat indices into the prepared lists of both sides, cut into bounded parts.
+"""Which blocks a write takes: flat indices into the prepared lists of both sides, cut into bounded
+parts.
 
-Indices go run by run, pages inside: NIXL merges neighbouring index pairs only inside one run, and only when
-its blocks touch (stride = length) on both sides; that is the cheapest descriptor there is. The runs are made in
-`runs.py`. Pages here are *unit pages* where the two sides have pages of different sizes. Pure numpy.
+Indices go run by run, pages inside: NIXL merges neighbouring index pairs only inside one run, and
+only when its blocks touch (stride = length) on both sides; that is the cheapest descriptor there
+is. The runs are made in `runs.py`. Pages here are *unit pages* where the two sides have pages of
+different sizes. Pure numpy.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from prefixkv.transport.runs import paired_runs as paired_runs
 
 
 class Part(NamedTuple):
-    """What one post carries: blocks `start` to `stop` of `group`, counted run by run, a job's pages inside."""
+    """What one post carries: blocks `start` to `stop` of `group`, counted run by run, a job's pages
+    inside."""
 
     group: RunGroup
     start: int
@@ -37,21 +40,34 @@ class Part(NamedTuple):
 # --- indices ------------------------------------------------------------------------------------
 
 
-def checked_pages(pages: npt.NDArray[np.integer], num_pages: int, side: str, what: str = "page") -> Pages:
-    """`pages` as int32, after each id was found to lie in [0, num_pages). The only way to an address.
+def checked_pages(
+    pages: npt.NDArray[np.integer], num_pages: int, side: str, what: str = "page"
+) -> Pages:
+    """`pages` as int32, after each id was found to lie in [0, num_pages). The only way to an
+    address.
 
     Raises: PageStateError naming the side, what is counted, and the id or the shape.
     """
-    if not isinstance(pages, np.ndarray) or pages.ndim != 1 or pages.dtype.kind not in "iu" or not len(pages):
-        raise PageStateError(f"{side} {what}s: a one-dimensional array of at least one integer is needed")
+    if (
+        not isinstance(pages, np.ndarray)
+        or pages.ndim != 1
+        or pages.dtype.kind not in "iu"
+        or not len(pages)
+    ):
+        raise PageStateError(
+            f"{side} {what}s: a one-dimensional array of at least one integer is needed"
+        )
     low, high = int(pages.min()), int(pages.max())
     if low < 0 or high >= num_pages:
         raise PageStateError(f"{side} {what} {low if low < 0 else high} is not in [0, {num_pages})")
     return pages.astype(np.int32, copy=False)
 
 
-def flat_indices(pages: Pages, num_runs: int, num_pages: int, start: int = 0, stop: int | None = None) -> Pages:
-    """Indices `run * num_pages + page` for every run and page, run by run; or a slice of that sequence.
+def flat_indices(
+    pages: Pages, num_runs: int, num_pages: int, start: int = 0, stop: int | None = None
+) -> Pages:
+    """Indices `run * num_pages + page` for every run and page, run by run; or a slice of that
+    sequence.
 
     The slice is computed without the rest, so a part of a large job costs only itself.
 
@@ -77,7 +93,8 @@ def flat_indices(pages: Pages, num_runs: int, num_pages: int, start: int = 0, st
 
 
 def part_indices(runs: Runs, part: Part, src_pages: Pages, dst_pages: Pages) -> tuple[Pages, Pages]:
-    """The int32 indices of a part into the prepared lists of both sides; pair i is one block's copy."""
+    """The int32 indices of a part into the prepared lists of both sides; pair i is one block's
+    copy."""
     first = part.group.first_run * len(src_pages)
     start, stop = first + part.start, first + part.stop
     src, dst = runs.src_slots, runs.dst_slots
@@ -90,14 +107,20 @@ def part_indices(runs: Runs, part: Part, src_pages: Pages, dst_pages: Pages) -> 
 # --- parts --------------------------------------------------------------------------------------
 
 
-def cut_parts(runs: Runs, src_pages: Pages, dst_pages: Pages, max_bytes: int, max_descriptors: int) -> list[Part]:
-    """Cut a job into parts of at most `max_bytes` and `max_descriptors` after merging, and at least a block.
+def cut_parts(
+    runs: Runs, src_pages: Pages, dst_pages: Pages, max_bytes: int, max_descriptors: int
+) -> list[Part]:
+    """Cut a job into parts of at most `max_bytes` and `max_descriptors` after merging, and at least
+    a block.
 
-    A post blocks its thread for its whole copy on some transports, and no other peer is served meanwhile: hence
-    the bounds. O(len(pages) + parts).
+    A post blocks its thread for its whole copy on some transports, and no other peer is served
+    meanwhile: hence the bounds. O(len(pages) + parts).
     """
-    # positions where a page does not continue its predecessor on both sides: each begins a descriptor
-    steps = (np.diff(runs.src_slots.of(src_pages)) == 1) & (np.diff(runs.dst_slots.of(dst_pages)) == 1)
+    # positions where a page does not continue its predecessor on both sides: each begins a
+    # descriptor
+    steps = (np.diff(runs.src_slots.of(src_pages)) == 1) & (
+        np.diff(runs.dst_slots.of(dst_pages)) == 1
+    )
     breaks = np.flatnonzero(np.concatenate(([True], ~steps)))
     parts: list[Part] = []
     for group in runs.groups:
@@ -106,7 +129,11 @@ def cut_parts(runs: Runs, src_pages: Pages, dst_pages: Pages, max_bytes: int, ma
 
 
 def _group_parts(
-    group: RunGroup, num_pages: int, breaks: npt.NDArray[np.intp], max_bytes: int, max_descriptors: int
+    group: RunGroup,
+    num_pages: int,
+    breaks: npt.NDArray[np.intp],
+    max_bytes: int,
+    max_descriptors: int,
 ) -> Iterator[Part]:
     end = group.num_runs * num_pages
     most_blocks = max(1, max_bytes // group.block_bytes)
@@ -119,7 +146,8 @@ def _group_parts(
         stop = min(start + most_blocks, end)
         if may_exceed:
             run, within = divmod(start, num_pages)
-            # the part holds one descriptor, and one more for each break behind `start`; find the break too many
+            # the part holds one descriptor, and one more for each break behind `start`; find the
+            # break too many
             descriptor = run * len(breaks) + int(np.searchsorted(breaks, within, side="right"))
             run, nth = divmod(descriptor + max_descriptors - 1, len(breaks))
             stop = min(stop, run * num_pages + int(breaks[nth]))

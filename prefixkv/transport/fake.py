@@ -1,11 +1,12 @@
 """The transport in memory, as adversarial as the contract allows, and replayable from a seed.
 
-A `FakeFabric` joins `FakeTransport`s of one process. Nothing happens by itself: each `step()` picks one of all
-things that could happen now, at random, and does it. A posted write is an object of its own; any of its blocks
-may land at any later step, with the bytes that the source holds at that moment, also after the write failed,
-also when the target was closed. Only the end of the writer's transport stops it. Each landing is shown to
-`guard` first, so a test can say that no page is ever written that its room does not own; one in a staging area to
-`staging_guard`, with the tag of its write, which names the lease; one of state to `state_guard`, with its slot.
+A `FakeFabric` joins `FakeTransport`s of one process. Nothing happens by itself: each `step()` picks
+one of all things that could happen now, at random, and does it. A posted write is an object of its
+own; any of its blocks may land at any later step, with the bytes that the source holds at that
+moment, also after the write failed, also when the target was closed. Only the end of the writer's
+transport stops it. Each landing is shown to `guard` first, so a test can say that no page is ever
+written that its room does not own; one in a staging area to `staging_guard`, with the tag of its
+write, which names the lease; one of state to `state_guard`, with its slot.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class FakeDisconnectError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that may happen. `tag` names the part, where there is one; `number` counts the writes posted."""
+    """One thing that may happen. `tag` names the part, where there is one; `number` counts the
+    writes posted."""
 
     kind: Kind
     owner: PeerId
@@ -97,9 +99,11 @@ class _Fault:
 
 @dataclass(eq=False, slots=True)
 class _Write:
-    """One posted part. `blocks` are those not landed yet: (source address, target address, bytes, target page).
+    """One posted part. `blocks` are those not landed yet: (source address, target address, bytes,
+    target page).
 
-    The page is a block of the peer's staging area, or a slot of its state, where the job goes there.
+    The page is a block of the peer's staging area, or a slot of its state, where the job goes
+    there.
     """
 
     number: int
@@ -126,7 +130,8 @@ class _Peer:
 
 
 class FakeFabric:
-    """All the transports of a test, and chance. Not thread-safe: one thread steps it and calls the transports.
+    """All the transports of a test, and chance. Not thread-safe: one thread steps it and calls the
+    transports.
 
     Args:
         seed: every choice follows from it.
@@ -176,14 +181,16 @@ class FakeFabric:
         staging: StagingArea | None = None,
         state: StateLayout | None = None,
     ) -> FakeTransport:
-        """A transport on this fabric. `memory` is what the others describe; kept alive, since writes land late."""
+        """A transport on this fabric. `memory` is what the others describe; kept alive, since
+        writes land late."""
         if me in self.transports:
             raise CallerError(f"{me} is on this fabric already")
         self.transports[me] = FakeTransport(self, me, layout, sink, config, memory, staging, state)
         return self.transports[me]
 
     def step(self) -> bool:
-        """Let one thing happen. False if nothing can: all is quiet, held, not ready or not expected."""
+        """Let one thing happen. False if nothing can: all is quiet, held, not ready or not
+        expected."""
         choices = self._choices()
         if not choices:
             return False
@@ -192,7 +199,8 @@ class FakeFabric:
         return True
 
     def run(self, max_steps: int = 100_000) -> int:
-        """Step until nothing can happen. Returns the number of steps; InterruptedError beyond `max_steps`."""
+        """Step until nothing can happen. Returns the number of steps; InterruptedError beyond
+        `max_steps`."""
         for taken in range(max_steps):
             if not self.step():
                 return taken
@@ -203,7 +211,8 @@ class FakeFabric:
         return [action for action, _ in self._choices()]
 
     def hold(self, matches: Predicate) -> Hold:
-        """Keep actions from happening until the hold is released, e.g. `lambda a: a.kind == "complete"`."""
+        """Keep actions from happening until the hold is released, e.g. `lambda a: a.kind ==
+        "complete"`."""
         hold = Hold(matches, self._holds)
         self._holds.append(hold)
         return hold
@@ -217,14 +226,16 @@ class FakeFabric:
         lands: bool = True,
         times: int = 1,
     ) -> None:
-        """Fail the next `times` posts that match (their `Action` has kind "post"), refused or once posted.
+        """Fail the next `times` posts that match (their `Action` has kind "post"), refused or once
+        posted.
 
         `lands`: whether the bytes of one that fails at check may still land.
         """
         self._faults.append(_Fault(matches, error, at, lands, times))
 
     def lose(self, peer: PeerId) -> None:
-        """Cut a peer off as a target: what is in flight to it fails, and may land; new posts are refused."""
+        """Cut a peer off as a target: what is in flight to it fails, and may land; new posts are
+        refused."""
         self._lost.append(peer)
         for write in self._writes:
             if write.peer.peer == peer and not write.ended and write.doom is None:
@@ -235,7 +246,8 @@ class FakeFabric:
         self._lost.remove(peer)
 
     def kill(self, peer: PeerId) -> None:
-        """The process of a peer dies: its writes stop, its sink is silent, nothing lands in it any more."""
+        """The process of a peer dies: its writes stop, its sink is silent, nothing lands in it any
+        more."""
         self._lost.append(peer)
         self.transports[peer].die()
         for write in self._writes:
@@ -243,7 +255,9 @@ class FakeFabric:
                 write.doom = FakeDisconnectError(f"{peer.name} is gone")
                 write.doomed_lands = False
                 write.blocks.clear()
-        self._writes = [w for w in self._writes if w.writer.me != peer and (w.blocks or not w.ended)]
+        self._writes = [
+            w for w in self._writes if w.writer.me != peer and (w.blocks or not w.ended)
+        ]
 
     def in_flight(self, writer: PeerId) -> int:
         """How many parts a transport has posted and not seen the end of."""
@@ -289,7 +303,8 @@ class FakeFabric:
             self._writes.remove(write)
 
     def _check_landing(self, write: _Write, blocks: list[tuple[int, int, int, int]]) -> None:
-        """Ask the guards. Of a staged write see also that the area is still the target's, and the blocks the job's."""
+        """Ask the guards. Of a staged write see also that the area is still the target's, and the
+        blocks the job's."""
         pages = np.unique(np.array([page for *_, page in blocks], dtype=np.int32))
         peer, job = write.peer.peer, write.job.job
         if job.route != "staging":
@@ -298,10 +313,16 @@ class FakeFabric:
                 guard(peer, write.job.room, pages)
             return
         area = self.transports[peer].staging
-        first = {area.base + BLOCK_BYTES * block for block in job.dst_pages.tolist()} if area is not None else set()
+        first = (
+            {area.base + BLOCK_BYTES * block for block in job.dst_pages.tolist()}
+            if area is not None
+            else set()
+        )
         for _, target, num_bytes, _ in blocks:
             if target not in first or num_bytes != BLOCK_BYTES:
-                raise InternalError(f"job {job.job_id} lands at {target}, its blocks in {area} are {job.dst_pages}")
+                raise InternalError(
+                    f"job {job.job_id} lands at {target}, its blocks in {area} are {job.dst_pages}"
+                )
         if self.staging_guard is not None:
             self.staging_guard(peer, write.tag, pages)
 
@@ -309,7 +330,11 @@ class FakeFabric:
         self._writes.remove(write)
         write.ended = True
         target = self.transports.get(write.peer.peer)
-        if target is not None and not target.closed and self.random.random() >= self.lose_notification:
+        if (
+            target is not None
+            and not target.closed
+            and self.random.random() >= self.lose_notification
+        ):
             self._notifications.append((write.writer.me, write.peer.peer, write.tag))
         write.writer.part_ended(write, None)
 
@@ -332,7 +357,9 @@ class FakeFabric:
         target = self.transports.get(peer)
         return target is not None and not target.closed and peer not in self._lost
 
-    def post(self, writer: FakeTransport, peer: _Peer, job: ActiveJob, number: int) -> Exception | None:
+    def post(
+        self, writer: FakeTransport, peer: _Peer, job: ActiveJob, number: int
+    ) -> Exception | None:
         """Post a part; returns the error where it is refused."""
         part = job.parts[number]
         tag = job.job.tag._replace(part=number, num_parts=len(job.parts))
@@ -365,7 +392,8 @@ class FakeFabric:
         return None
 
     def end_former(self, transport: FakeTransport) -> None:
-        """What this transport has posted is over: nothing of it lands any more, and what has not ended fails."""
+        """What this transport has posted is over: nothing of it lands any more, and what has not
+        ended fails."""
         mine = [write for write in self._writes if write.writer is transport]
         self._writes = [write for write in self._writes if write.writer is not transport]
         for write in mine:
@@ -374,17 +402,19 @@ class FakeFabric:
                 transport.part_ended(write, TransferError("its agent was replaced"), may_land=False)
 
     def forget(self, transport: FakeTransport) -> None:
-        """The fence: nothing that this transport has posted lands any more. Its notifications are out."""
+        """The fence: nothing that this transport has posted lands any more. Its notifications are
+        out."""
         self._writes = [write for write in self._writes if write.writer is not transport]
         self._notifications = [n for n in self._notifications if n[1] != transport.me]
 
 
 class FakeTransport:
-    """Keeps the contract of `base.Transport` on a `FakeFabric`; events go to the sink inside `step()`."""
+    """Keeps the contract of `base.Transport` on a `FakeFabric`; events go to the sink inside
+    `step()`."""
 
     def __init__(
-        self, fabric: FakeFabric, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig, memory: object,
-        staging: StagingArea | None, state: StateLayout | None,
+        self, fabric: FakeFabric, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
+        memory: object, staging: StagingArea | None, state: StateLayout | None,
     ) -> None:  # fmt: skip
         layout.validate()
         for more in (staging, state):
@@ -412,15 +442,22 @@ class FakeTransport:
 
     def add_peer(
         self, peer: PeerId, metadata: bytes, layout: KVLayout,
-        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None, state: StateLink | None = None,
+        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
+        state: StateLink | None = None,
     ) -> None:  # fmt: skip
         self._check_open()
         memory = PeerMemory(layout, parts, staging, state)
         known = self._peers.get(peer)
-        if known is not None and not known.removed and (known.metadata, known.memory) == (metadata, memory):
+        if (
+            known is not None
+            and not known.removed
+            and (known.metadata, known.memory) == (metadata, memory)
+        ):
             return
         if known is not None:
-            self._jobs.drop(known.outbox, PeerLostError(f"the memory of {peer.name} is another now"))
+            self._jobs.drop(
+                known.outbox, PeerLostError(f"the memory of {peer.name} is another now")
+            )
         self._peers[peer] = _Peer(peer, metadata, memory)
         self._connect(self._peers[peer])
 
@@ -478,7 +515,9 @@ class FakeTransport:
         for peer in self._peers.values():
             if peer.routes is None:
                 if peer.outbox.parked and not peer.in_flight:
-                    found.append((Action("connect", self.me, peer.peer), lambda p=peer: self._connect(p)))  # type: ignore[misc]
+                    found.append(
+                        (Action("connect", self.me, peer.peer), lambda p=peer: self._connect(p))
+                    )  # type: ignore[misc]
             elif peer.in_flight < self._config.window:
                 found.extend(self._post_choices(peer))
         return found
@@ -524,7 +563,9 @@ class FakeTransport:
             self._unproven.add(event.job_id)
         self._events.append(event)
 
-    def _ended(self, peer: _Peer, job: ActiveJob, part: Part, error: Exception | None, may_land: bool) -> None:
+    def _ended(
+        self, peer: _Peer, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
+    ) -> None:
         peer.in_flight -= 1
         self._jobs.part_ended(job, part, error, may_land)
         if isinstance(error, FakeDisconnectError) and peer.routes is not None:
@@ -541,9 +582,13 @@ class FakeTransport:
                 raise HandshakeError("agent name in the metadata", target.metadata, peer.metadata)
             routes = routes_to(peer.memory, self.layout, self.staging, self.state)
             if routes.staging is not None and peer.memory.staging != target.staging:
-                raise HandshakeError("staging", target.staging, peer.memory.staging, "is not registered")
+                raise HandshakeError(
+                    "staging", target.staging, peer.memory.staging, "is not registered"
+                )
             if peer.memory.state is not None and peer.memory.state.layout != target.state:
-                raise HandshakeError("state", target.state, peer.memory.state.layout, "is not registered")
+                raise HandshakeError(
+                    "state", target.state, peer.memory.state.layout, "is not registered"
+                )
         except Exception as error:
             self._lose(peer, error)
             return

@@ -1,4 +1,5 @@
-"""What other threads ask of the transport thread, and where it waits: to the microsecond, unless somebody puts."""
+"""What other threads ask of the transport thread, and where it waits: to the microsecond, unless
+somebody puts."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ T = TypeVar("T")
 class Inbox(Generic[T]):
     """Anyone puts, the thread takes and waits. None closes, by what the two make of it.
 
-    Not a `queue.SimpleQueue`: in CPython 3.11 its `get` with a timeout of microseconds may turn into one
-    without end, when it wakes for an item already taken and the time is up by then.
+    Not a `queue.SimpleQueue`: in CPython 3.11 its `get` with a timeout of microseconds may turn
+    into one without end, when it wakes for an item already taken and the time is up by then.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""The books of writes under way, the same for both transports: every job ends once, and by the same rules.
+"""The books of writes under way, the same for both transports: every job ends once, and by the same
+rules.
 
-A transport asks an `Outbox` what to post next, and tells the `JobTable` how each part ended. Nothing here
-waits, and nothing knows NIXL.
+A transport asks an `Outbox` what to post next, and tells the `JobTable` how each part ended.
+Nothing here waits, and nothing knows NIXL.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ _COUNTED = {"pages": "page", "staging": "block", "state": "slot"}
 class ActiveJob:
     """A write job cut into parts, and how many of them are where.
 
-    A part is unposted, then in flight, then ended. The first error stops the unposted ones; the job ends when
-    none is in flight and either all have been posted or an error came. `drained` falls, and stays down, when a
-    part fails that may still land.
+    A part is unposted, then in flight, then ended. The first error stops the unposted ones; the job
+    ends when none is in flight and either all have been posted or an error came. `drained` falls,
+    and stays down, when a part fails that may still land.
     """
 
-    def __init__(self, job: WriteJob, outbox: Outbox, runs: Runs, max_bytes: int, max_descriptors: int) -> None:
-        """Check the pages and cut the parts. Raises PageStateError for pages that may not become addresses."""
+    def __init__(
+        self, job: WriteJob, outbox: Outbox, runs: Runs, max_bytes: int, max_descriptors: int
+    ) -> None:
+        """Check the pages and cut the parts. Raises PageStateError for pages that may not become
+        addresses."""
         self.job = job
         self.outbox = outbox
         self.runs = runs
@@ -36,8 +40,12 @@ class ActiveJob:
         self.src_pages: Pages = checked_pages(job.src_pages, runs.src_num_pages, "source", what)
         self.dst_pages: Pages = checked_pages(job.dst_pages, runs.dst_num_pages, "target", what)
         if len(self.src_pages) != len(self.dst_pages):
-            raise PageStateError(f"{len(self.src_pages)} source {what}s for {len(self.dst_pages)} target {what}s")
-        self.parts: list[Part] = cut_parts(runs, self.src_pages, self.dst_pages, max_bytes, max_descriptors)
+            raise PageStateError(
+                f"{len(self.src_pages)} source {what}s for {len(self.dst_pages)} target {what}s"
+            )
+        self.parts: list[Part] = cut_parts(
+            runs, self.src_pages, self.dst_pages, max_bytes, max_descriptors
+        )
         while len(self.parts) > _MAX_PARTS:
             max_bytes, max_descriptors = 2 * max_bytes, 2 * max_descriptors
             self.parts = cut_parts(runs, self.src_pages, self.dst_pages, max_bytes, max_descriptors)
@@ -84,7 +92,8 @@ class ActiveJob:
         self.error = self.error or error
 
     def stop(self, error: Exception) -> None:
-        """Post nothing more. Once everything is posted there is nothing to stop, and the parts decide."""
+        """Post nothing more. Once everything is posted there is nothing to stop, and the parts
+        decide."""
         if self.may_post:
             self.error = error
 
@@ -95,7 +104,8 @@ class ActiveJob:
 
 
 class Outbox:
-    """The jobs to one peer that still have parts to post: rooms take turns, the jobs of a room go in order.
+    """The jobs to one peer that still have parts to post: rooms take turns, the jobs of a room go
+    in order.
 
     `parked` holds jobs that came while the peer was not connected; they are cut once it is.
     """
@@ -124,7 +134,8 @@ class Outbox:
                 self._turns.remove(job.room)
 
     def round(self) -> Iterator[ActiveJob]:
-        """The first job of each room, the next in turn first; a room looked at goes behind the others.
+        """The first job of each room, the next in turn first; a room looked at goes behind the
+        others.
 
         The caller may take a job out and must stop iterating then.
         """
@@ -142,7 +153,8 @@ class Outbox:
 
 
 class JobTable:
-    """Every job that has not ended. Whoever ends one does it here, so that it ends once, with one event."""
+    """Every job that has not ended. Whoever ends one does it here, so that it ends once, with one
+    event."""
 
     def __init__(self, emit: Sink, max_bytes: int, max_descriptors: int) -> None:
         self._emit = emit
@@ -200,8 +212,11 @@ class JobTable:
         if not job.may_post:
             job.outbox.discard(job)
 
-    def part_ended(self, job: ActiveJob, part: Part, error: Exception | None, may_land: bool) -> None:
-        """A posted part ended, DONE where `error` is None. `may_land`: whether a failed one may still land."""
+    def part_ended(
+        self, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
+    ) -> None:
+        """A posted part ended, DONE where `error` is None. `may_land`: whether a failed one may
+        still land."""
         if error is None:
             job.part_done(part)
         else:

@@ -1,7 +1,8 @@
-"""The transport over NIXL, as other threads see it. One thread, which runs `nixl_loop.py`, makes every NIXL call.
+"""The transport over NIXL, as other threads see it. One thread, which runs `nixl_loop.py`, makes
+every NIXL call.
 
-The thread waits at its inbox, so a call from outside wakes it at once whatever it waits for. (An eventfd would
-do for the idle wait, but a poll on it cannot time out in microseconds; a lock can.)
+The thread waits at its inbox, so a call from outside wakes it at once whatever it waits for. (An
+eventfd would do for the idle wait, but a poll on it cannot time out in microseconds; a lock can.)
 """
 
 from __future__ import annotations
@@ -32,20 +33,24 @@ _CLOSE_TIMEOUT_S: Final = 120.0
 class NixlTransport:
     """Keeps the contract of `base.Transport` over a NIXL agent of its own.
 
-    The owner creates and closes it; the other methods may be called from any thread, queue and return. The
-    memory of `layout`, `staging` and `state` is registered here and has to stay until `close()` has returned.
+    The owner creates and closes it; the other methods may be called from any thread, queue and
+    return. The memory of `layout`, `staging` and `state` is registered here and has to stay until
+    `close()` has returned.
     """
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
         staging: StagingArea | None = None, shard: int = 0, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
-        """Start the thread, create the agent in it and register the pool's memory; takes 0.05 to 0.5 s.
+        """Start the thread, create the agent in it and register the pool's memory; takes 0.05 to
+        0.5 s.
 
-        `shard`: which of a `ShardedTransport`. Those above 0 have agents of other names, and connect to a peer at the
-        first write to it, so that a peer that cannot be reached is reported once.
+        `shard`: which of a `ShardedTransport`. Those above 0 have agents of other names, and
+        connect to a peer at the first write to it, so that a peer that cannot be reached is
+        reported once.
 
-        Raises: ConfigError for a layout or an area that breaks its laws; what NIXL raises when it cannot start.
+        Raises: ConfigError for a layout or an area that breaks its laws; what NIXL raises when it
+        cannot start.
         """
         layout.validate()
         if staging is not None:
@@ -81,7 +86,8 @@ class NixlTransport:
 
     def add_peer(
         self, peer: PeerId, metadata: bytes, layout: KVLayout,
-        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None, state: StateLink | None = None,
+        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
+        state: StateLink | None = None,
     ) -> None:  # fmt: skip
         memory = PeerMemory(layout, parts, staging, state)
         self._call(lambda loop: loop.add_peer(peer, metadata, memory))
@@ -117,7 +123,9 @@ class NixlTransport:
                 self._inbox.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            raise InternalError(f"the transport thread is still in a NIXL call after {_CLOSE_TIMEOUT_S} s")
+            raise InternalError(
+                f"the transport thread is still in a NIXL call after {_CLOSE_TIMEOUT_S} s"
+            )
         if self._close_error is not None:
             raise self._close_error
 

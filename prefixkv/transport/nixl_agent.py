@@ -1,9 +1,12 @@
-"""One NIXL agent: made, its memory registered, destroyed. With `nixl_loop.py`, which drives it, the only user of nixl.
+"""One NIXL agent: made, its memory registered, destroyed. With `nixl_loop.py`, which drives it, the
+only user of nixl.
 
 - An error says nothing of its siblings and keeps its type; `bare` takes its traceback.
-- A post refused with an error may have begun: NIXL hands its descriptors on one by one and stops at the
+- A post refused with an error may have begun: NIXL hands its descriptors on one by one and stops at
+the
   first that fails. Only what NIXL refuses before that counts as never posted.
-- Only destroying the agent fences its writes, and every handle that somebody keeps, also in the frames of a
+- Only destroying the agent fences its writes, and every handle that somebody keeps, also in the
+frames of a
   traceback, keeps the agent: errors leave here without theirs, and logs get text.
 """
 
@@ -22,7 +25,8 @@ from prefixkv.pool.state_layout import StateLayout
 from prefixkv.protocol.state import PeerId
 from prefixkv.transport.runs import Runs
 
-# Read when the libraries load. Faults are our daily bread and come back as exceptions with their type.
+# Read when the libraries load. Faults are our daily bread and come back as exceptions with their
+# type.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 os.environ.setdefault("UCX_LOG_LEVEL", "FATAL")
 _raise_exceptions = logging.raiseExceptions
@@ -50,10 +54,11 @@ CONNECTION_BROKEN: Final = (
 
 
 class NixlAgent:
-    """An agent with the memory of pool, staging area and state registered. Owned by the transport thread.
+    """An agent with the memory of pool, staging area and state registered. Owned by the transport
+    thread.
 
-    `lists` are descriptor lists that only live on for posts under way, `unproven` the jobs with a part that
-    failed after it was posted here: it may still land until `destroy`.
+    `lists` are descriptor lists that only live on for posts under way, `unproven` the jobs with a
+    part that failed after it was posted here: it may still land until `destroy`.
     """
 
     def __init__(
@@ -90,13 +95,16 @@ class NixlAgent:
         self.api.add_remote_agent(metadata)
 
     def prepare(self, name: str, runs: Runs) -> tuple[Any, Any]:
-        """The descriptor lists of both sides. Raises what NIXL raises, e.g. for memory that is not registered."""
+        """The descriptor lists of both sides. Raises what NIXL raises, e.g. for memory that is not
+        registered."""
         local = self.api.prep_xfer_dlist("", runs.src, self._memory_type)
         return local, self.api.prep_xfer_dlist(name, runs.dst, self._memory_type)
 
     def _is_metadata_of(self, name: str, metadata: bytes) -> bool:
-        """Whether the agent named in the metadata is this one. Metadata under another peer's name would replace
-        that peer's inside NIXL. The name's place is taken from our own metadata, where we know it."""
+        """Whether the agent named in the metadata is this one. Metadata under another peer's name
+        would replace that peer's inside NIXL. The name's place is taken from our own metadata,
+        where we know it.
+        """
         mine, theirs = self.name.encode(), name.encode()
         head, found, _ = self.metadata.partition(len(mine).to_bytes(8, "little") + mine)
         return not found or metadata.startswith(head + len(theirs).to_bytes(8, "little") + theirs)
@@ -104,8 +112,9 @@ class NixlAgent:
     def rest(self, now: float, for_s: float) -> bool:
         """Make progress once; True when that has been going on for `for_s`, and `destroy` is due.
 
-        UCX tidies up a broken connection bit by bit, as it makes progress. An agent that is destroyed while it is at
-        that takes the process with it: "Assertion `ucs_arbiter_group_is_empty(group)' failed", in 1 of 60.
+        UCX tidies up a broken connection bit by bit, as it makes progress. An agent that is
+        destroyed while it is at that takes the process with it: "Assertion
+        `ucs_arbiter_group_is_empty(group)' failed", in 1 of 60.
         """
         if self._resting_since is None:
             self._resting_since = now
@@ -115,7 +124,8 @@ class NixlAgent:
         return now - self._resting_since >= for_s and self._rests >= _MIN_RESTS
 
     def destroy(self) -> bool:
-        """End it; every handle and list of it has to be dropped before. Whether it is gone: then it is a fence."""
+        """End it; every handle and list of it has to be dropped before. Whether it is gone: then it
+        is a fence."""
         self.lists.clear()
         alive = weakref.ref(self.api.agent)
         del self.api
@@ -133,7 +143,8 @@ def error_of(state: str) -> Exception | None:
 
 
 def bare(error: BaseException) -> Exception:
-    """The error without its traceback, whose frames would keep the agent alive after it was destroyed."""
+    """The error without its traceback, whose frames would keep the agent alive after it was
+    destroyed."""
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = None

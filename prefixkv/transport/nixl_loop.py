@@ -1,13 +1,19 @@
-"""What the transport thread does: it owns a NIXL agent, posts jobs, checks posts, polls notifications.
+"""What the transport thread does: it owns a NIXL agent, posts jobs, checks posts, polls
+notifications.
 
 Rules, each the answer to something measured:
 
-- No progress thread inside NIXL (it burns a core): our thread polls on both sides while there is a reason to.
-- On shared memory the copy runs inside the post, so posts are bounded, and between two posts to one peer
+- No progress thread inside NIXL (it burns a core): our thread polls on both sides while there is a
+reason to.
+- On shared memory the copy runs inside the post, so posts are bounded, and between two posts to one
+peer
   every other peer gets one.
-- A lost peer does not heal: it is removed and added again, with new descriptor lists, at its next write.
-- A write that failed after its post may still land, until its agent is destroyed. So `renew` puts another
-  agent in its place, which posts from then on; the former one ends what it has posted, and is destroyed.
+- A lost peer does not heal: it is removed and added again, with new descriptor lists, at its next
+write.
+- A write that failed after its post may still land, until its agent is destroyed. So `renew` puts
+another
+  agent in its place, which posts from then on; the former one ends what it has posted, and is
+  destroyed.
 """
 
 from __future__ import annotations
@@ -37,7 +43,14 @@ from prefixkv.transport.base import (
 from prefixkv.transport.descriptors import part_indices
 from prefixkv.transport.inbox import Inbox
 from prefixkv.transport.jobs import ActiveJob, JobTable
-from prefixkv.transport.nixl_agent import CONNECTION_BROKEN, NEVER_POSTED, NixlAgent, bare, error_of, nixl_name
+from prefixkv.transport.nixl_agent import (
+    CONNECTION_BROKEN,
+    NEVER_POSTED,
+    NixlAgent,
+    bare,
+    error_of,
+    nixl_name,
+)
 from prefixkv.transport.nixl_peer import Peer, Post
 from prefixkv.transport.routes import PeerMemory, routes_to
 
@@ -61,8 +74,8 @@ class NixlLoop:
     """
 
     def __init__(
-        self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig, staging: StagingArea | None = None,
-        shard: int = 0, state: StateLayout | None = None,
+        self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
+        staging: StagingArea | None = None, shard: int = 0, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
         """Raises what NIXL raises."""
         self.layout = layout
@@ -75,7 +88,9 @@ class NixlLoop:
         self.now = self._new_agent(self.name)
         self.former: NixlAgent | None = None  # posts nothing more
         self.former_until = 0.0
-        self.outlived: list[NixlAgent] = []  # that could not be destroyed: what failed there is never proven
+        self.outlived: list[
+            NixlAgent
+        ] = []  # that could not be destroyed: what failed there is never proven
         self.num_renewed = 0
         self.renew_wanted = False
         self.renew_from = 0.0
@@ -110,8 +125,9 @@ class NixlLoop:
                 quiet_since = time.monotonic()
 
     def _guarded(self, step: Callable[[NixlLoop], bool | None]) -> bool | None:
-        """What the step returns. An exception that got this far is a bug of ours; the thread serves others
-        too, so it lives on."""
+        """What the step returns. An exception that got this far is a bug of ours; the thread serves
+        others too, so it lives on.
+        """
         try:
             return step(self)
         except Exception:
@@ -119,7 +135,8 @@ class NixlLoop:
             return None
 
     def _wait_s(self, quiet_since: float | None) -> float | None:
-        """How long to wait for a command: 0 to poll again at once, None when only a command brings work."""
+        """How long to wait for a command: 0 to poll again at once, None when only a command brings
+        work."""
         now = time.monotonic()
         renewing = self.renew_wanted or self.former is not None
         if not (self.jobs or self.expected or self.settling or renewing or now < self.linger_until):
@@ -156,7 +173,9 @@ class NixlLoop:
                 self._connect(peer)
         elif peer.removed or (peer.metadata, peer.memory) != (metadata, memory):
             if peer.memory != memory:
-                self.jobs.drop(peer.outbox, PeerLostError(f"the memory of {peer_id.name} is another now"))
+                self.jobs.drop(
+                    peer.outbox, PeerLostError(f"the memory of {peer_id.name} is another now")
+                )
             # its lists may be in use: they are built again before its next post
             peer.metadata, peer.memory, peer.removed = metadata, memory, False
             peer.routes, peer.retry_at = None, 0.0
@@ -193,8 +212,9 @@ class NixlLoop:
     # --- peers ------------------------------------------------------------------------------------
 
     def _connect(self, peer: Peer) -> bool:
-        """Make the peer known to NIXL, anew if need be, and prepare its lists. Never with a post in flight:
-        NIXL forgets the state of a handle whose peer is removed."""
+        """Make the peer known to NIXL, anew if need be, and prepare its lists. Never with a post in
+        flight: NIXL forgets the state of a handle whose peer is removed.
+        """
         try:
             peer.unload(self.now)
             routes = routes_to(peer.memory, self.layout, self.staging, self.state)
@@ -206,7 +226,8 @@ class NixlLoop:
         return True
 
     def _lose(self, peer: Peer, error: Exception) -> None:
-        """The peer is gone as far as we know: what waits for it fails, a later write tries again."""
+        """The peer is gone as far as we know: what waits for it fails, a later write tries
+        again."""
         peer.routes = None
         peer.retry_at = time.monotonic() + _RECONNECT_S
         self.jobs.drop(peer.outbox, error)
@@ -224,7 +245,8 @@ class NixlLoop:
     # --- writes -----------------------------------------------------------------------------------
 
     def _serve_peer(self, peer: Peer) -> bool:
-        """Post the next part of the first room in turn that can go; connect first if that is due."""
+        """Post the next part of the first room in turn that can go; connect first if that is
+        due."""
         if peer.routes is None:
             if peer.in_flight or time.monotonic() < peer.retry_at:
                 return False
@@ -305,7 +327,9 @@ class NixlLoop:
             try:
                 post.handle.release()
             except Exception as error:
-                _log.warning("a handle of job %d could not be released: %s", post.job.job.job_id, repr(error))
+                _log.warning(
+                    "a handle of job %d could not be released: %s", post.job.job.job_id, repr(error)
+                )
 
     # --- notifications and events -----------------------------------------------------------------
 
@@ -348,7 +372,8 @@ class NixlLoop:
         return NixlAgent(name, self.layout, self.config.memory_type, self.staging, self.state)
 
     def _renew(self) -> None:
-        """Another agent posts from now on. If it cannot be made, the one there is goes on, and it is tried again."""
+        """Another agent posts from now on. If it cannot be made, the one there is goes on, and it
+        is tried again."""
         self.renew_wanted = False
         if not self.now.unproven:
             return
@@ -367,7 +392,8 @@ class NixlLoop:
             self._forget_if_unused(peer)
 
     def _end_former(self, former: NixlAgent) -> None:
-        """Destroy it once its posts have ended, or have had their time; then none of them can land any more."""
+        """Destroy it once its posts have ended, or have had their time; then none of them can land
+        any more."""
         posts = [post for post in self.posts if post.agent is former]
         now = time.monotonic()
         if posts and now < self.former_until:
@@ -382,13 +408,18 @@ class NixlLoop:
             post.handle = None
         destroyed = former.destroy()
         if not destroyed:
-            _log.error("an agent that was replaced could not be destroyed: what it wrote last is never proven to end")
+            _log.error(
+                "an agent that was replaced could not be destroyed: what it wrote last is never "
+                "proven to end"
+            )
             self.outlived.append(former)
         for job_id in sorted(former.unproven):
             if job_id not in self.jobs:  # else it is told when the job ends
                 self._tell_if_proven(job_id)
         for post in posts:
-            error = TransferTimeoutError(f"not done {self.config.renew_grace_s} s after its agent was replaced")
+            error = TransferTimeoutError(
+                f"not done {self.config.renew_grace_s} s after its agent was replaced"
+            )
             self._part_ended(post, error, may_land=not destroyed)
 
     def _tell_if_proven(self, job_id: int) -> None:
@@ -400,7 +431,8 @@ class NixlLoop:
     # --- the end ----------------------------------------------------------------------------------
 
     def destroy(self) -> Exception | None:
-        """Drop every handle, destroy the agent, then end every job: from then on nothing of ours can land.
+        """Drop every handle, destroy the agent, then end every job: from then on nothing of ours
+        can land.
 
         Returns the InternalError to raise where the agent outlived this.
         """
@@ -414,4 +446,8 @@ class NixlLoop:
                 time.sleep(self.config.idle_sleep_s)
             fenced &= agent.destroy()
         self.jobs.close(fenced)
-        return None if fenced else InternalError("the NIXL agent outlived its transport: writes are not fenced")
+        return (
+            None
+            if fenced
+            else InternalError("the NIXL agent outlived its transport: writes are not fenced")
+        )

@@ -31,7 +31,8 @@ class Peer:
         self.removed = False
 
     def load(self, agent: NixlAgent, routes: Routes) -> None:
-        """Make it known to the agent and prepare its lists. Raises HandshakeError, or what NIXL raises."""
+        """Make it known to the agent and prepare its lists. Raises HandshakeError, or what NIXL
+        raises."""
         name = nixl_name(self.peer)
         agent.load(name, self.metadata)
         self.loaded = True
@@ -53,7 +54,8 @@ class Peer:
                 agent.api.remove_remote_agent(nixl_name(self.peer))
 
     def part_from_agent(self) -> list[Any]:
-        """Forget what hangs on the agent, which somebody else ends. Returns the lists, which its posts may need."""
+        """Forget what hangs on the agent, which somebody else ends. Returns the lists, which its
+        posts may need."""
         lists = [prepared for pair in self.lists.values() for prepared in pair]
         self.lists.clear()
         self.routes, self.loaded, self.in_flight, self.retry_at = None, False, 0, 0.0
@@ -65,7 +67,9 @@ class Post:
 
     __slots__ = ("agent", "handle", "job", "part", "peer")
 
-    def __init__(self, agent: NixlAgent, handle: Any, peer: Peer, job: ActiveJob, part: Part) -> None:
+    def __init__(
+        self, agent: NixlAgent, handle: Any, peer: Peer, job: ActiveJob, part: Part
+    ) -> None:
         self.agent = agent
         self.handle = handle
         self.peer = peer

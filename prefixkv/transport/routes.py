@@ -1,7 +1,8 @@
-"""What a peer can be written to, and the runs that each job goes by: pages into pages, our staging or state into its.
+"""What a peer can be written to, and the runs that each job goes by: pages into pages, our staging
+or state into its.
 
-A staging area is one dense run of blocks of BLOCK_BYTES, so NIXL merges neighbouring blocks into one descriptor.
-State has a run for each block of a slot that goes there.
+A staging area is one dense run of blocks of BLOCK_BYTES, so NIXL merges neighbouring blocks into
+one descriptor. State has a run for each block of a slot that goes there.
 Pure numpy, no address is dereferenced.
 """
 
@@ -22,7 +23,8 @@ from prefixkv.transport.runs import RunGroup, Runs, RunTable, Slots, check_index
 
 
 class PeerMemory(NamedTuple):
-    """A peer's memory as `add_peer` was told of it. `parts`: what to pair of both pools; None: all of them."""
+    """A peer's memory as `add_peer` was told of it. `parts`: what to pair of both pools; None: all
+    of them."""
 
     layout: KVLayout
     parts: tuple[Shard, Shard] | None = None
@@ -31,7 +33,8 @@ class PeerMemory(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """The runs to one peer, by `WriteJob.route`. None where not both sides have an area, or state."""
+    """The runs to one peer, by `WriteJob.route`. None where not both sides have an area, or
+    state."""
 
     pages: Runs
     staging: Runs | None = None
@@ -41,16 +44,22 @@ class Routes(NamedTuple):
         """Raises ConfigError for a route that is not there."""
         runs: Runs | None = getattr(self, job.route)
         if runs is None:
-            raise ConfigError(f"a write to {job.peer.name} by way of {job.route}: this side or that one has none")
+            raise ConfigError(
+                f"a write to {job.peer.name} by way of {job.route}: this side or that one has none"
+            )
         return runs
 
 
 def routes_to(
-    peer: PeerMemory, layout: KVLayout, staging: StagingArea | None, state: StateLayout | None = None
+    peer: PeerMemory,
+    layout: KVLayout,
+    staging: StagingArea | None,
+    state: StateLayout | None = None,
 ) -> Routes:
     """The runs from our pool, our area and our state to a peer's.
 
-    Raises: what `paired_runs` raises; ConfigError for an area or a state layout of the peer's that breaks a law.
+    Raises: what `paired_runs` raises; ConfigError for an area or a state layout of the peer's that
+    breaks a law.
     """
     src_part, dst_part = peer.parts or (None, None)
     pages = paired_runs(layout, peer.layout, src_part=src_part, dst_part=dst_part)
@@ -64,7 +73,8 @@ def routes_to(
 
 
 def staging_runs(src: StagingArea, dst: StagingArea) -> Runs:
-    """One run: block i of either area. Raises ConfigError for an area with more blocks than an int32 can name."""
+    """One run: block i of either area. Raises ConfigError for an area with more blocks than an
+    int32 can name."""
     group = RunGroup(0, 1, BLOCK_BYTES, dense=True)
     return Runs(_table(src), _table(dst), (group,), 1, _slots(src), _slots(dst))
 
@@ -79,22 +89,32 @@ def _slots(area: StagingArea) -> Slots:
 
 
 def state_runs(src: StateLayout, link: StateLink) -> Runs:
-    """A run for each block that goes to a peer. Raises ConfigError for a peer's layout, or a block, that cannot be."""
+    """A run for each block that goes to a peer. Raises ConfigError for a peer's layout, or a block,
+    that cannot be."""
     dst, blocks = link.layout, link.blocks
     dst.validate()
     for block in blocks:
         sides = (src, block.src_entry, block.src_offset), (dst, block.dst_entry, block.dst_offset)
         for layout, entry, offset in sides:
-            if not 0 <= entry < len(layout.entries) or offset + block.num_bytes > layout.entries[entry].num_bytes:
+            if (
+                not 0 <= entry < len(layout.entries)
+                or offset + block.num_bytes > layout.entries[entry].num_bytes
+            ):
                 raise ConfigError(f"{block} is not inside a slot of {len(layout.entries)} entries")
-    blocks = tuple(sorted(blocks, key=lambda block: block.num_bytes))  # groups are of blocks of one size
+    blocks = tuple(
+        sorted(blocks, key=lambda block: block.num_bytes)
+    )  # groups are of blocks of one size
     groups: list[RunGroup] = []
     for num_bytes, same in groupby(block.num_bytes for block in blocks):
         first = sum(group.num_runs for group in groups)
         groups.append(RunGroup(first, len(list(same)), num_bytes, dense=False))
     return Runs(
-        _state_table(src, [(block.src_entry, block.src_offset, block.num_bytes) for block in blocks]),
-        _state_table(dst, [(block.dst_entry, block.dst_offset, block.num_bytes) for block in blocks]),
+        _state_table(
+            src, [(block.src_entry, block.src_offset, block.num_bytes) for block in blocks]
+        ),
+        _state_table(
+            dst, [(block.dst_entry, block.dst_offset, block.num_bytes) for block in blocks]
+        ),
         tuple(groups),
         len(blocks),
         Slots.stepping(src.num_slots, fold=1, step=1),
@@ -105,7 +125,13 @@ def state_runs(src: StateLayout, link: StateLink) -> Runs:
 def _state_table(layout: StateLayout, blocks: list[tuple[int, int, int]]) -> RunTable:
     check_index_range(len(blocks), layout.num_slots)
     rows = [
-        (layout.entries[entry].base + offset, num_bytes, 0, layout.entries[entry].slot_stride, layout.num_slots)
+        (
+            layout.entries[entry].base + offset,
+            num_bytes,
+            0,
+            layout.entries[entry].slot_stride,
+            layout.num_slots,
+        )
         for entry, offset, num_bytes in blocks
     ]
     return np.array(rows, dtype=np.uint64)

@@ -1,13 +1,16 @@
-"""Where the bytes of a page lie on both sides of a write: runs of equal blocks, for NIXL's prepared lists.
+"""Where the bytes of a page lie on both sides of a write: runs of equal blocks, for NIXL's prepared
+lists.
 
-A *run* is one block of each page: equal blocks, a page stride apart. Source and target have the same runs in
-the same order, so a block of one side belongs to the block of the same run on the other. What is described is
-the part of a model that the source rank sends the target rank (`pool/mesh.py`): some layers, some heads.
+A *run* is one block of each page: equal blocks, a page stride apart. Source and target have the
+same runs in the same order, so a block of one side belongs to the block of the same run on the
+other. What is described is the part of a model that the source rank sends the target rank
+(`pool/mesh.py`): some layers, some heads.
 
-Where page sizes differ by a whole factor, both sides count pages of the smaller size (`pool/unit_pages.py`). On
-the side with larger pages the units of a page are blocks of the same run where a stride can be found that steps
-through them and from page to page, since NIXL merges neighbours of one run only; else each is a row of its own.
-A *slot* is the place of a unit page in its run, so a block's flat index is `run * num_slots + slot`.
+Where page sizes differ by a whole factor, both sides count pages of the smaller size
+(`pool/unit_pages.py`). On the side with larger pages the units of a page are blocks of the same run
+where a stride can be found that steps through them and from page to page, since NIXL merges
+neighbours of one run only; else each is a row of its own. A *slot* is the place of a unit page in
+its run, so a block's flat index is `run * num_slots + slot`.
 
 Pure numpy, no address is dereferenced.
 """
@@ -48,9 +51,9 @@ class RunGroup(NamedTuple):
 class Slots(NamedTuple):
     """From the unit pages of one side to the slots of each of its runs.
 
-    `step` is the slots from one page to the next; 0 where unit j of all pages makes row j of the run's `fold`
-    rows. `num_slots` are those of one run; some may stand for no unit. With equal page sizes page, unit page and
-    slot are the same.
+    `step` is the slots from one page to the next; 0 where unit j of all pages makes row j of the
+    run's `fold` rows. `num_slots` are those of one run; some may stand for no unit. With equal page
+    sizes page, unit page and slot are the same.
     """
 
     num_pages: int
@@ -60,7 +63,9 @@ class Slots(NamedTuple):
 
     @classmethod
     def stepping(cls, num_pages: int, fold: int, step: int) -> Slots:
-        return cls(num_pages, fold, step, (num_pages - 1) * step + fold if step else num_pages * fold)
+        return cls(
+            num_pages, fold, step, (num_pages - 1) * step + fold if step else num_pages * fold
+        )
 
     def of(self, units: Pages) -> Pages:
         """int32, from unit pages that were checked to lie in the pool."""
@@ -76,8 +81,9 @@ class Slots(NamedTuple):
 class Runs:
     """The paired runs of a source and a target pool.
 
-    `src` and `dst` are uint64 [rows, 5] with columns (address, block bytes, device, stride, count), as NIXL takes
-    them. `groups` cover the runs in order. `src_num_pages` and `dst_num_pages` are in unit pages.
+    `src` and `dst` are uint64 [rows, 5] with columns (address, block bytes, device, stride, count),
+    as NIXL takes them. `groups` cover the runs in order. `src_num_pages` and `dst_num_pages` are in
+    unit pages.
     """
 
     src: RunTable
@@ -102,23 +108,30 @@ class Runs:
 
 
 def paired_runs(
-    src: KVLayout, dst: KVLayout, device: int = 0, src_part: Shard | None = None, dst_part: Shard | None = None
+    src: KVLayout,
+    dst: KVLayout,
+    device: int = 0,
+    src_part: Shard | None = None,
+    dst_part: Shard | None = None,
 ) -> Runs:
-    """Runs of the largest blocks that are contiguous in a page of both pools, whatever their orders.
+    """Runs of the largest blocks that are contiguous in a page of both pools, whatever their
+    orders.
 
-    Found by walking the smallest pieces (one head of one token of one slab) in the order of the source's
-    addresses and joining neighbours that are neighbours on the target too: whole pages where both are
-    page-major, a slab's page where one is layer-major, a token or a head where strides demand it.
-    O(slabs * page_size * heads) once a peer.
+    Found by walking the smallest pieces (one head of one token of one slab) in the order of the
+    source's addresses and joining neighbours that are neighbours on the target too: whole pages
+    where both are page-major, a slab's page where one is layer-major, a token or a head where
+    strides demand it. O(slabs * page_size * heads) once a peer.
 
     Args:
         src, dst: our layout and the peer's. The peer's is validated here.
         device: the NIXL device id of both columns.
-        src_part, dst_part: the layers and heads to copy, in each pool's own numbers; all by default.
+        src_part, dst_part: the layers and heads to copy, in each pool's own numbers; all by
+            default.
 
     Raises:
-        HandshakeError: the parts or the models differ, or neither page size divides the other; names the field.
-        ConfigError: `dst` breaks a law of layouts, a part is not in its pool, or the pools have more blocks than
+        HandshakeError: the parts or the models differ, or neither page size divides the other;
+        names the field. ConfigError: `dst` breaks a law of layouts, a part is not in its pool, or
+        the pools have more blocks than
             an int32 can index.
     """
     src_part, dst_part = src_part or Shard.whole(src), dst_part or Shard.whole(dst)
@@ -131,7 +144,10 @@ def paired_runs(
     dst.validate()
 
     unit_tokens = min(src.page_size, dst.page_size)
-    src_pieces, dst_pieces = _pieces(src, src_part, unit_tokens), _pieces(dst, dst_part, unit_tokens)
+    src_pieces, dst_pieces = (
+        _pieces(src, src_part, unit_tokens),
+        _pieces(dst, dst_part, unit_tokens),
+    )
     order = np.argsort(src_pieces.address, kind="stable")
     src_pieces, dst_pieces = src_pieces.take(order), dst_pieces.take(order)
     head_bytes = src.head_bytes
@@ -162,8 +178,8 @@ def _check_equal(name: str, ours: object, theirs: object) -> None:
 class _Pieces(NamedTuple):
     """One entry for each (slab, token, head) of the first unit of page 0.
 
-    `kind` is a row of `strides`, int64 [kinds, 3] with columns (page stride, unit stride, region); a stride of a
-    dimension with one element means nothing, so it counts as 0.
+    `kind` is a row of `strides`, int64 [kinds, 3] with columns (page stride, unit stride, region);
+    a stride of a dimension with one element means nothing, so it counts as 0.
     """
 
     address: Int64s
@@ -174,7 +190,8 @@ class _Pieces(NamedTuple):
         return _Pieces(self.address[order], self.kind[order], self.strides)
 
     def continues(self, head_bytes: int) -> Bools:
-        """Whether piece i + 1 follows piece i without a gap in every unit of every page. Regions that touch stay
+        """Whether piece i + 1 follows piece i without a gap in every unit of every page. Regions
+        that touch stay
         apart: a descriptor across two registrations is refused by NIXL."""
         follows: Bools = np.diff(self.address) == head_bytes
         follows &= np.diff(self.kind) == 0
@@ -194,9 +211,13 @@ class _Pieces(NamedTuple):
 def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
     whole = Shard.whole(layout)
     if part.overlap(whole) != part:
-        raise ConfigError(f"{part} is not inside a pool of {whole.num_layers} layers and {whole.num_heads} heads")
+        raise ConfigError(
+            f"{part} is not inside a pool of {whole.num_layers} layers and {whole.num_heads} heads"
+        )
     per_layer = layout.slabs_per_layer
-    slabs = layout.slabs[part.first_layer * per_layer : (part.first_layer + part.num_layers) * per_layer]
+    slabs = layout.slabs[
+        part.first_layer * per_layer : (part.first_layer + part.num_layers) * per_layer
+    ]
     starts = sorted(start for start, _ in layout.regions)
     kinds: dict[tuple[int, int, int], int] = {}
     columns = []
@@ -209,15 +230,23 @@ def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
         columns.append((slab.base, token, head, kind))
     base, token, head, kind = np.array(columns, dtype=np.int64).T[:, :, None, None]
     tokens = np.arange(unit_tokens, dtype=np.int64)[None, :, None]
-    heads = np.arange(part.first_head, part.first_head + part.num_heads, dtype=np.int64)[None, None, :]
+    heads = np.arange(part.first_head, part.first_head + part.num_heads, dtype=np.int64)[
+        None, None, :
+    ]
     address = base + tokens * token + heads * head
-    return _Pieces(address.ravel(), np.broadcast_to(kind, address.shape).ravel(), np.array(list(kinds), dtype=np.int64))
+    return _Pieces(
+        address.ravel(),
+        np.broadcast_to(kind, address.shape).ravel(),
+        np.array(list(kinds), dtype=np.int64),
+    )
 
 
 # --- tables -------------------------------------------------------------------------------------
 
 
-def _side(layout: KVLayout, firsts: _Pieces, lengths: Int64s, unit_tokens: int, device: int) -> tuple[Slots, RunTable]:
+def _side(
+    layout: KVLayout, firsts: _Pieces, lengths: Int64s, unit_tokens: int, device: int
+) -> tuple[Slots, RunTable]:
     """How one side's slots are counted, and its table [runs, rows, 5]."""
     num_runs, num_pages, fold = len(lengths), layout.num_pages, layout.page_size // unit_tokens
     slots = Slots.stepping(num_pages, fold, _slot_step(firsts, num_pages, fold, num_runs))
@@ -225,7 +254,9 @@ def _side(layout: KVLayout, firsts: _Pieces, lengths: Int64s, unit_tokens: int, 
     rows = 1 if slots.step else fold  # of each run
     stride = firsts.unit_stride if fold > 1 and slots.step else firsts.page_stride
     table = np.empty((num_runs, rows, 5), dtype=np.uint64)
-    table[:, :, 0] = firsts.address[:, None] + np.arange(rows, dtype=np.int64) * firsts.unit_stride[:, None]
+    table[:, :, 0] = (
+        firsts.address[:, None] + np.arange(rows, dtype=np.int64) * firsts.unit_stride[:, None]
+    )
     table[:, :, 1] = lengths[:, None]
     table[:, :, 2] = device
     table[:, :, 3] = np.where(stride, stride, lengths)[:, None]
@@ -234,7 +265,8 @@ def _side(layout: KVLayout, firsts: _Pieces, lengths: Int64s, unit_tokens: int, 
 
 
 def _slot_step(firsts: _Pieces, num_pages: int, fold: int, num_runs: int) -> int:
-    """Units from page to page, where that is the same whole number in every run and the slots fit into an index."""
+    """Units from page to page, where that is the same whole number in every run and the slots fit
+    into an index."""
     if fold == 1 or num_pages == 1:
         return fold
     page, unit = firsts.page_stride, firsts.unit_stride
@@ -258,7 +290,8 @@ def _groups(lengths: Int64s, dense: Bools) -> Iterator[RunGroup]:
 
 
 def check_index_range(num_runs: int, num_slots: int) -> None:
-    """Raises ConfigError when a flat index would not fit into an int32, the width that NIXL takes."""
+    """Raises ConfigError when a flat index would not fit into an int32, the width that NIXL
+    takes."""
     if num_runs * num_slots - 1 > MAX_INDEX:
         raise ConfigError(
             f"{num_runs} runs of {num_slots} pages are {num_runs * num_slots} blocks, "

@@ -1,8 +1,9 @@
-"""Several posting threads: transports over NIXL side by side, each with an agent and a thread of its own.
+"""Several posting threads: transports over NIXL side by side, each with an agent and a thread of
+its own.
 
-A post over shared memory is a copy that holds its thread, and so may a peer that is being connected. With more
-threads that holds up the rooms of one thread only. Rooms are shared out, so the jobs of a room go in order.
-Peers write to the first agent alone: it says what arrived.
+A post over shared memory is a copy that holds its thread, and so may a peer that is being
+connected. With more threads that holds up the rooms of one thread only. Rooms are shared out, so
+the jobs of a room go in order. Peers write to the first agent alone: it says what arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from prefixkv.transport.base import Sink, Transport, TransportEvent, WriteJob
 from prefixkv.transport.nixl import NixlTransport
 
 _DEFAULTS: Final = TransportConfig()
-_MIX: Final = 0x9E3779B97F4A7C15  # rooms may be numbered in steps that share a factor with the number of threads
+# rooms may be numbered in steps that share a factor with the number of threads
+_MIX: Final = 0x9E3779B97F4A7C15
 
 
 def make_transport(
@@ -36,20 +38,24 @@ def make_transport(
 
 
 class ShardedTransport:
-    """Keeps the contract of `base.Transport`. The sink is called from all of its threads, from one at a time."""
+    """Keeps the contract of `base.Transport`. The sink is called from all of its threads, from one
+    at a time."""
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
         staging: StagingArea | None = None, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
-        """Start the threads one by one; the memory is registered with each agent. Raises as `NixlTransport`."""
+        """Start the threads one by one; the memory is registered with each agent. Raises as
+        `NixlTransport`."""
         self._sink = sink
         self._telling = threading.Lock()
         self._teller: int | None = None  # the thread that is in the sink
         self._shards: list[NixlTransport] = []
         try:
             for shard in range(config.posting_threads):
-                self._shards.append(NixlTransport(me, layout, self._tell, config, staging, shard, state))
+                self._shards.append(
+                    NixlTransport(me, layout, self._tell, config, staging, shard, state)
+                )
         except BaseException:
             self.close()
             raise
@@ -60,7 +66,8 @@ class ShardedTransport:
 
     def add_peer(
         self, peer: PeerId, metadata: bytes, layout: KVLayout,
-        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None, state: StateLink | None = None,
+        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
+        state: StateLink | None = None,
     ) -> None:  # fmt: skip
         for shard in self._shards:
             shard.add_peer(peer, metadata, layout, parts, staging, state)
@@ -87,7 +94,8 @@ class ShardedTransport:
             shard.renew()
 
     def close(self) -> None:
-        """See `base.Transport.close`: a fence only if every agent was destroyed. May be called again.
+        """See `base.Transport.close`: a fence only if every agent was destroyed. May be called
+        again.
 
         Raises: InternalError if one was not; the others have been, all the same.
         """

@@ -1,13 +1,16 @@
 """Gather and scatter between the pages of a pool and a piece of staging memory.
 
-What is staged is a part of the model (some layers, some heads) of some unit pages, dense and in one order
-whatever the pool's: [slab, unit page, token, head, byte]. So a gather with one pool's plan and a scatter with
-another's move KV between pools of any two layouts. `staging_copy` picks who does it:
+What is staged is a part of the model (some layers, some heads) of some unit pages, dense and in one
+order whatever the pool's: [slab, unit page, token, head, byte]. So a gather with one pool's plan
+and a scatter with another's move KV between pools of any two layouts. `staging_copy` picks who does
+it:
 
-- `CpuCopy`, here, for memory that the CPU reads. It sees a pool as rows of opaque bytes, each contiguous both in the
-  pool and in the stage, and copies them by numpy's `take` and indexed assignment. That beat torch's `index_select` and
-  `index_copy_` on rows of int64 wherever measured (32 MiB in 512 B rows, medians of 9, CPU shared: gather 13.8 ms
-  against 16.3, scatter 16.2 against 34.1, a memcpy 8.5), and lets go of the GIL like them.
+- `CpuCopy`, here, for memory that the CPU reads. It sees a pool as rows of opaque bytes, each
+contiguous both in the
+  pool and in the stage, and copies them by numpy's `take` and indexed assignment. That beat torch's
+  `index_select` and `index_copy_` on rows of int64 wherever measured (32 MiB in 512 B rows, medians
+  of 9, CPU shared: gather 13.8 ms against 16.3, scatter 16.2 against 34.1, a memcpy 8.5), and lets
+  go of the GIL like them.
 - `TritonCopy` in `staging_triton.py`, for CUDA.
 """
 
@@ -35,8 +38,10 @@ Int64s = npt.NDArray[np.int64]
 
 
 class StagingCopy(Protocol):
-    """Bound to one pool and one part of it; may be used from several threads at once. The pool's memory has to
-    outlive it. On CUDA a copy is queued on the current stream, and is done when an event recorded there is."""
+    """Bound to one pool and one part of it; may be used from several threads at once. The pool's
+    memory has to outlive it. On CUDA a copy is queued on the current stream, and is done when an
+    event recorded there is.
+    """
 
     def num_bytes(self, num_units: int) -> int:
         """How much staging memory so many unit pages take."""
@@ -46,10 +51,12 @@ class StagingCopy(Protocol):
         """Copy the part of these unit pages into `stage`.
 
         Args:
-            units: int32 [n], n >= 1: unit j of page p is p * fold + j. With pages of one size, page ids.
+            units: int32 [n], n >= 1: unit j of page p is p * fold + j. With pages of one size, page
+                ids.
             stage: uint8 [num_bytes(n)], contiguous, on the pool's device.
 
-        Raises: PageStateError for a unit that is not in the pool, ConfigError for another stage. Nothing was copied.
+        Raises: PageStateError for a unit that is not in the pool, ConfigError for another stage.
+        Nothing was copied.
         """
         ...
 
@@ -58,10 +65,13 @@ class StagingCopy(Protocol):
         ...
 
 
-def staging_copy(layout: KVLayout, part: Shard, unit_tokens: int, device: str = "cpu") -> StagingCopy:
+def staging_copy(
+    layout: KVLayout, part: Shard, unit_tokens: int, device: str = "cpu"
+) -> StagingCopy:
     """The copy of a part of a pool of ours, `part` in the pool's own numbers.
 
-    Raises: ConfigError for a part or a unit that does not fit the pool, or a device that nothing here copies on.
+    Raises: ConfigError for a part or a unit that does not fit the pool, or a device that nothing
+    here copies on.
     """
     plan = StagePlan.of(layout, part, unit_tokens)
     if device == "cpu":
@@ -90,14 +100,19 @@ class StagePlan:
 
     @classmethod
     def of(cls, layout: KVLayout, part: Shard, unit_tokens: int) -> StagePlan:
-        """O(slabs). Raises ConfigError for a part or a unit that does not fit the pool, or a lawless layout."""
+        """O(slabs). Raises ConfigError for a part or a unit that does not fit the pool, or a
+        lawless layout."""
         layout.validate()
         if part.overlap(Shard.whole(layout)) != part:
             raise ConfigError(f"{part} is not inside a pool of {Shard.whole(layout)}")
         if unit_tokens < 1 or layout.page_size % unit_tokens:
-            raise ConfigError(f"unit_tokens is {unit_tokens}, must divide the page size, {layout.page_size}")
+            raise ConfigError(
+                f"unit_tokens is {unit_tokens}, must divide the page size, {layout.page_size}"
+            )
         kinds = layout.slabs_per_layer
-        slabs = layout.slabs[part.first_layer * kinds : (part.first_layer + part.num_layers) * kinds]
+        slabs = layout.slabs[
+            part.first_layer * kinds : (part.first_layer + part.num_layers) * kinds
+        ]
         row_bytes = layout.head_bytes
         tokens, heads = unit_tokens, part.num_heads  # of them, rows of their own
         if heads == 1 or all(slab.head_stride == row_bytes for slab in slabs):
@@ -108,7 +123,11 @@ class StagePlan:
             tokens = 1
         token, head = np.arange(tokens)[:, None], np.arange(heads)
         offsets = [
-            (part.first_head * slab.head_stride + token * slab.token_stride + head * slab.head_stride).ravel()
+            (
+                part.first_head * slab.head_stride
+                + token * slab.token_stride
+                + head * slab.head_stride
+            ).ravel()
             for slab in slabs
         ]
         return cls(
@@ -132,8 +151,15 @@ class StagePlan:
         """`units` as int32. Raises PageStateError or ConfigError for what may not be copied."""
         units = checked_pages(units, self.layout.num_pages * self.fold, "staged")
         expected = (self.num_bytes(len(units)),)
-        if str(stage.dtype) != "torch.uint8" or tuple(stage.shape) != expected or not stage.is_contiguous():
-            raise ConfigError(f"stage is {stage.dtype} {tuple(stage.shape)}, must be contiguous torch.uint8 {expected}")
+        if (
+            str(stage.dtype) != "torch.uint8"
+            or tuple(stage.shape) != expected
+            or not stage.is_contiguous()
+        ):
+            raise ConfigError(
+                f"stage is {stage.dtype} {tuple(stage.shape)}, must be contiguous torch.uint8 "
+                f"{expected}"
+            )
         if stage.device.type != device:
             raise ConfigError(f"stage is on {stage.device}, the pool on {device}")
         return units
@@ -158,9 +184,13 @@ class _Group(NamedTuple):
 
     first_slab: int
     num_slabs: int
-    rows: npt.NDArray[Any]  # of the region's memory from the first slab on: opaque rows, a step apart
+    rows: npt.NDArray[
+        Any
+    ]  # of the region's memory from the first slab on: opaque rows, a step apart
     whole_rows: bool  # the rows are a row apart, so none overlaps another
-    pattern: int  # shared by all layers, where each is a tensor alike: their rows have the same numbers
+    pattern: (
+        int  # shared by all layers, where each is a tensor alike: their rows have the same numbers
+    )
 
 
 class CpuCopy:
@@ -185,11 +215,19 @@ class CpuCopy:
         slabs = plan.slabs[first : first + count]
         origin = min(slab.base for slab in slabs)
         base = np.array([slab.base - origin for slab in slabs], dtype=np.int64)[:, None]
-        page = np.array([slab.page_stride if num_pages > 1 else 0 for slab in slabs], dtype=np.int64)[:, None]
-        unit = np.array(plan.unit_strides[first : first + count] if plan.fold > 1 else [0] * count, dtype=np.int64)
+        page = np.array(
+            [slab.page_stride if num_pages > 1 else 0 for slab in slabs], dtype=np.int64
+        )[:, None]
+        unit = np.array(
+            plan.unit_strides[first : first + count] if plan.fold > 1 else [0] * count,
+            dtype=np.int64,
+        )
         unit = unit[:, None]
         offsets = base + plan.row_offsets[first : first + count]
-        step = gcd(plan.row_bytes, *(stride for column in (offsets, page, unit) for stride in column.ravel().tolist()))
+        step = gcd(
+            plan.row_bytes,
+            *(stride for column in (offsets, page, unit) for stride in column.ravel().tolist()),
+        )
         last = int((offsets + (num_pages - 1) * page + (plan.fold - 1) * unit).max())
         memory = memoryview((ctypes.c_char * (last + plan.row_bytes)).from_address(origin))
         rows: npt.NDArray[Any] = np.ndarray(last // step + 1, self._row, memory, strides=(step,))
@@ -211,9 +249,13 @@ class CpuCopy:
         staged = stage.numpy().view(self._row)
         for group, index, part in self._parts(units):
             if group.whole_rows:
-                np.take(group.rows, index, out=staged[part], mode="clip")  # "raise" would copy twice
+                np.take(
+                    group.rows, index, out=staged[part], mode="clip"
+                )  # "raise" would copy twice
             else:
-                staged[part] = group.rows[index]  # `take` would first copy all rows, to have them apart
+                staged[part] = group.rows[
+                    index
+                ]  # `take` would first copy all rows, to have them apart
 
     def scatter(self, units: Pages, stage: torch.Tensor) -> None:
         units = self._plan.checked(units, stage, "cpu")
@@ -223,7 +265,9 @@ class CpuCopy:
 
     def _parts(self, units: Pages) -> Iterator[tuple[_Group, Int64s, slice]]:
         """For each group the numbers of its rows in the pool, and where they lie in the stage."""
-        page, unit = (column.astype(np.int64) for column in np.divmod(units, np.int32(self._plan.fold)))
+        page, unit = (
+            column.astype(np.int64) for column in np.divmod(units, np.int32(self._plan.fold))
+        )
         rows_a_slab = len(units) * self._plan.row_offsets.shape[1]
         rows = [pattern.rows_of(page, unit) for pattern in self._patterns]
         for group in self._groups:

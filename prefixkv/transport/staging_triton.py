@@ -1,7 +1,8 @@
 """Gather and scatter on CUDA, or on the CPU under Triton's interpreter (TRITON_INTERPRET=1).
 
-One kernel for both directions: a program copies some rows of one slab, a tile of words wide. Where a row lies in
-the pool it computes from the plan's tables, in bytes, as addresses: so a pool of many tensors takes one launch.
+One kernel for both directions: a program copies some rows of one slab, a tile of words wide. Where
+a row lies in the pool it computes from the plan's tables, in bytes, as addresses: so a pool of many
+tensors takes one launch.
 """
 
 from __future__ import annotations
@@ -23,23 +24,30 @@ if TYPE_CHECKING:
 
     from prefixkv.transport.descriptors import Pages
 
-_WORDS: Final = ((8, "int64", tl.int64), (4, "int32", tl.int32), (2, "int16", tl.int16), (1, "uint8", tl.uint8))
+_WORDS: Final = (
+    (8, "int64", tl.int64),
+    (4, "int32", tl.int32),
+    (2, "int16", tl.int16),
+    (1, "uint8", tl.uint8),
+)
 _TILE_WORDS: Final = 1024
 _MOST_WORDS_WIDE: Final = 256
 
 
 @cache
 def _kernel(interpreted: bool) -> Any:
-    """The kernel, compiled or interpreted as Triton's settings say now; it reads them here, once a kernel."""
+    """The kernel, compiled or interpreted as Triton's settings say now; it reads them here, once a
+    kernel."""
     return triton.jit(_copy_rows)
 
 
 def _copy_rows(
-    slabs: tl.tensor, offsets: tl.tensor, units: tl.tensor, stage: tl.tensor, num_rows: tl.tensor, row_words: tl.tensor,
-    fold: tl.constexpr, rows_a_unit: tl.constexpr, alignment: tl.constexpr, word: tl.constexpr,
-    tile_rows: tl.constexpr, tile_width: tl.constexpr, to_stage: tl.constexpr,
+    slabs: tl.tensor, offsets: tl.tensor, units: tl.tensor, stage: tl.tensor, num_rows: tl.tensor,
+    row_words: tl.tensor, fold: tl.constexpr, rows_a_unit: tl.constexpr, alignment: tl.constexpr,
+    word: tl.constexpr, tile_rows: tl.constexpr, tile_width: tl.constexpr, to_stage: tl.constexpr,
 ) -> None:  # fmt: skip
-    """`slabs` int64 [slab, 3]: base, page stride, unit stride; `offsets` int64 [slab, row of a unit]; all in bytes.
+    """`slabs` int64 [slab, 3]: base, page stride, unit stride; `offsets` int64 [slab, row of a
+    unit]; all in bytes.
 
     `num_rows` are a slab's, `row_words` a row's.
     """
@@ -79,7 +87,9 @@ class TritonCopy:
         ]
         places = [place for slab in slabs for place in slab] + plan.row_offsets.ravel().tolist()
         self._alignment = gcd(16, plan.row_bytes, *places)
-        self._word_bytes, dtype, self._word = next(word for word in _WORDS if self._alignment % word[0] == 0)
+        self._word_bytes, dtype, self._word = next(
+            word for word in _WORDS if self._alignment % word[0] == 0
+        )
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._slabs = torch.tensor(slabs, dtype=torch.int64, device=self._device)
         self._offsets = torch.from_numpy(plan.row_offsets).to(self._device)
@@ -99,7 +109,9 @@ class TritonCopy:
         plan = self._plan
         units = plan.checked(units, stage, self._device.type)
         if stage.data_ptr() % self._word_bytes:
-            raise ConfigError(f"stage begins at {stage.data_ptr():#x}, must be a multiple of {self._word_bytes}")
+            raise ConfigError(
+                f"stage begins at {stage.data_ptr():#x}, must be a multiple of {self._word_bytes}"
+            )
         rows_a_unit = plan.row_offsets.shape[1]
         num_rows = len(units) * rows_a_unit
         row_words = plan.row_bytes // self._word_bytes
@@ -107,8 +119,8 @@ class TritonCopy:
         tile_rows = max(1, _TILE_WORDS // width)
         grid = (triton.cdiv(num_rows, tile_rows), len(plan.slabs), triton.cdiv(row_words, width))
         _kernel(knobs.runtime.interpret)[grid](
-            self._slabs, self._offsets, torch.from_numpy(np.ascontiguousarray(units)).to(self._device),
-            stage.view(self._dtype), num_rows, row_words,
-            fold=plan.fold, rows_a_unit=rows_a_unit, alignment=self._alignment, word=self._word,
-            tile_rows=tile_rows, tile_width=width, to_stage=to_stage,
+            self._slabs, self._offsets,
+            torch.from_numpy(np.ascontiguousarray(units)).to(self._device), stage.view(self._dtype),
+            num_rows, row_words, fold=plan.fold, rows_a_unit=rows_a_unit, alignment=self._alignment,
+            word=self._word, tile_rows=tile_rows, tile_width=width, to_stage=to_stage,
         )  # fmt: skip

@@ -54,7 +54,9 @@ def test_pages_in_use_may_be_written(watched: WatchedAllocator) -> None:
 
 @pytest.mark.parametrize("how", ["free", "release", "never used"])
 @pytest.mark.parametrize("found", ["taken", "scanned"])
-def test_a_write_to_a_free_page_is_found_once(watched: WatchedAllocator, how: str, found: str) -> None:
+def test_a_write_to_a_free_page_is_found_once(
+    watched: WatchedAllocator, how: str, found: str
+) -> None:
     pages = watched.alloc(8)
     if how == "release":
         watched.hold(pages, "room")
@@ -77,7 +79,9 @@ def test_a_write_to_a_free_page_is_found_once(watched: WatchedAllocator, how: st
 
 
 @pytest.mark.parametrize("how", ["free", "release", "uncache"])
-def test_what_a_page_held_is_gone_as_soon_as_nobody_holds_it(watched: WatchedAllocator, how: str) -> None:
+def test_what_a_page_held_is_gone_as_soon_as_nobody_holds_it(
+    watched: WatchedAllocator, how: str
+) -> None:
     pages = watched.alloc(2)
     watched._pool.write_pages(pages, watched._pool.read_pages(pages).fill_(9))
     assert not watched.holds_canary(int(pages[0]))
@@ -89,7 +93,9 @@ def test_what_a_page_held_is_gone_as_soon_as_nobody_holds_it(watched: WatchedAll
     else:
         watched.cache(pages)
         watched.uncache(pages)
-    assert torch.equal(watched._pool.read_pages(pages).unique(), torch.tensor([TARGET_CANARY], dtype=torch.uint8))
+    assert torch.equal(
+        watched._pool.read_pages(pages).unique(), torch.tensor([TARGET_CANARY], dtype=torch.uint8)
+    )
     assert watched.holds_canary(int(pages[0]))
     assert SOURCE_CANARY != TARGET_CANARY
 
@@ -209,7 +215,9 @@ class Booked:
     def __init__(self) -> None:
         self.ledger = Ledger(deadline_s=5.0)
         self.decode, self.prefill = worker("decode"), worker("prefill")
-        conversation = Conversation(random.Random(1), system_prompts(random.Random(1), Sizes()), Sizes())
+        conversation = Conversation(
+            random.Random(1), system_prompts(random.Random(1), Sizes()), Sizes()
+        )
         self.call = Call("r1", self.ledger.new_room(None), self.decode, conversation, 0.0)
         self.ledger.opened(self.call)
         self.ledger.asked("r1.0", self.prefill, self.call)

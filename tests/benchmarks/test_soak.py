@@ -16,7 +16,9 @@ from prefixkv.protocol.timers import Timers
 
 def test_a_short_soak_comes_to_rest_and_counts(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
-    status = soak.main(["--rooms", "120", "--every", "40", "--restart-every", "50", "--json", str(path)])
+    status = soak.main(
+        ["--rooms", "120", "--every", "40", "--restart-every", "50", "--json", str(path)]
+    )
     written = json.loads(path.read_text())
     assert status == (0 if written["verdict"]["flat"] else 1)
     assert [sample["rooms"] for sample in written["samples"]] == [40, 80, 120]
@@ -35,7 +37,9 @@ def test_containers_are_found_wherever_they_hang() -> None:
     assert instances()["prefixkv.protocol.timers.Timers"] >= 1
 
 
-def sample(rooms: int, rss: int = 10**8, size: int = 3, threads: int = 8, objects: int = 5) -> dict[str, Any]:
+def sample(
+    rooms: int, rss: int = 10**8, size: int = 3, threads: int = 8, objects: int = 5
+) -> dict[str, Any]:
     return {
         "rooms": rooms, "rss_bytes": rss, "descriptors": 50, "threads": threads,
         "containers": {"decode._rooms": size}, "objects": {"prefixkv.X": objects},
@@ -44,7 +48,9 @@ def sample(rooms: int, rss: int = 10**8, size: int = 3, threads: int = 8, object
 
 def test_what_grows_only_while_it_warms_up_is_flat() -> None:
     first = sample(0, rss=10**7, size=0)
-    assert soak.verdict([first, *(sample(rooms) for rooms in range(10_000, 100_000, 10_000))])["flat"]
+    assert soak.verdict([first, *(sample(rooms) for rooms in range(10_000, 100_000, 10_000))])[
+        "flat"
+    ]
 
 
 @pytest.mark.parametrize("what", ["rss", "size", "threads", "objects"])

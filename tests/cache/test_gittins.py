@@ -1,4 +1,5 @@
-"""The gittins policy by hand; eviction for eviction it is held against its model in `test_policies.py`."""
+"""The gittins policy by hand; eviction for eviction it is held against its model in
+`test_policies.py`."""
 
 from __future__ import annotations
 
@@ -6,16 +7,32 @@ import pytest
 
 from prefixkv.cache.gittins import Gittins
 from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.cache.return_tables import BEGINS_S, LENGTHS_S, NUM_BINS, ReturnTables, bin_of, chances, gittins_index
+from prefixkv.cache.return_tables import (
+    BEGINS_S,
+    LENGTHS_S,
+    NUM_BINS,
+    ReturnTables,
+    bin_of,
+    chances,
+    gittins_index,
+)
 
 
 def gittins(**settings):
-    small = {"short_tokens": 1, "long_tokens": 3, "block_tokens": 1, "stride_blocks": 4, "trust": 1.0, "period": 1}
+    small = {
+        "short_tokens": 1,
+        "long_tokens": 3,
+        "block_tokens": 1,
+        "stride_blocks": 4,
+        "trust": 1.0,
+        "period": 1,
+    }
     return RadixCache(page_size=1, policy=Gittins(**small | settings), pool_pages=10_000)
 
 
 def taught(rounds=40, pause_s=30.0):
-    """A cache that has seen who comes back: second turns do, after `pause_s`; what is long and new does not."""
+    """A cache that has seen who comes back: second turns do, after `pause_s`; what is long and new
+    does not."""
     cache = gittins()
     now_s = 0.0
     for at in range(rounds):
@@ -68,7 +85,9 @@ def test_only_who_goes_on_at_the_end_of_another_has_come_back():
     with cache.lock(cache.match_prefix([1, 2, 8, 9, 10]), now_s=9.0) as lock:
         prompt = cache.insert([1, 2, 8, 9, 10], [*lock.pages.tolist(), 14], now_s=9.0)
     with cache.lock(prompt, now_s=9.0):
-        cache.insert([1, 2, 8, 9, 10, 11], [*prompt.pages.tolist(), 15], now_s=12.0)  # the same request
+        cache.insert(
+            [1, 2, 8, 9, 10, 11], [*prompt.pages.tolist(), 15], now_s=12.0
+        )  # the same request
     assert sum(map(sum, cache.policy.tables._returns)) == 1
     assert cache.policy.tables._returns[cache.policy._kind(1, 2)][bin_of(7.0)] == 1
 
@@ -96,11 +115,12 @@ def test_without_a_clock_the_oldest_goes():
     assert sorted(cache.evict(5).tolist()) == [0, 1, 2, 3, 13]
 
 
-# --- the tables ------------------------------------------------------------------------------------
+# --- the tables -----------------------------------------------------------------------------------
 
 
 def test_the_index_looks_past_a_lull():
-    """Nobody comes back in the first bins, half of all in a later one: all before are worth keeping for that."""
+    """Nobody comes back in the first bins, half of all in a later one: all before are worth keeping
+    for that."""
     index = gittins_index([0.0] * 10 + [0.5] + [0.0] * (NUM_BINS - 11))
     assert index[:11] == sorted(index[:11])
     assert index[0] > 0
@@ -108,7 +128,9 @@ def test_the_index_looks_past_a_lull():
 
 
 def test_the_index_of_a_steady_rate_is_that_rate_at_every_age():
-    assert gittins_index([1e-4 * length_s for length_s in LENGTHS_S]) == pytest.approx([1e-4] * NUM_BINS, rel=0.06)
+    assert gittins_index([1e-4 * length_s for length_s in LENGTHS_S]) == pytest.approx(
+        [1e-4] * NUM_BINS, rel=0.06
+    )
 
 
 def test_chances_lean_on_what_was_known_before():

@@ -1,4 +1,5 @@
-"""Policies under a workload of conversations: the merged tree evicts what a page-by-page model evicts."""
+"""Policies under a workload of conversations: the merged tree evicts what a page-by-page model
+evicts."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ CAPACITY = 30
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_conversations_evict_as_the_model_does(policy, seed):
-    """Sessions with a common beginning take turns under pressure; some are hinted, some wait in a queue."""
+    """Sessions with a common beginning take turns under pressure; some are hinted, some wait in a
+    queue."""
     rng = random.Random(seed)
     cache, model = make_pair(policy, page_size=1)
     sessions: list[list[int]] = []
@@ -129,11 +131,17 @@ def test_settings_out_of_range_name_the_value():
             build()
 
 
-# --- gated -----------------------------------------------------------------------------------------
+# --- gated ----------------------------------------------------------------------------------------
 
 
 def gated(**settings):
-    small = {"fresh_s": 100.0, "known_s": 300.0, "short_tokens": 2, "block_tokens": 1, "stride_blocks": 4}
+    small = {
+        "fresh_s": 100.0,
+        "known_s": 300.0,
+        "short_tokens": 2,
+        "block_tokens": 1,
+        "stride_blocks": 4,
+    }
     return RadixCache(page_size=1, policy=Gated(**small | settings), pool_pages=1000)
 
 
@@ -161,7 +169,12 @@ def test_what_nobody_used_for_too_long_goes_first_the_most_overdue_before_others
     cache = gated()
     for at, when in enumerate((0.0, 50.0, 200.0)):
         cache.insert([at + 1] * 4, range(10 * at, 10 * at + 4), now_s=when)
-    assert sorted(cache.evict(4, 201.0).tolist()) == [0, 1, 2, 3]  # overdue for 101 s, the next for 51 s
+    assert sorted(cache.evict(4, 201.0).tolist()) == [
+        0,
+        1,
+        2,
+        3,
+    ]  # overdue for 101 s, the next for 51 s
     assert sorted(cache.evict(4, 201.0).tolist()) == [10, 11, 12, 13]
 
 
@@ -175,7 +188,10 @@ def test_the_short_end_of_a_next_turn_is_known_a_long_one_is_not():
 
 
 def test_what_was_evicted_is_known_when_it_comes_back_unless_forgotten():
-    for share, visits in ((1.0, 2), (0.003, 1)):  # ghosts may stand for 3 of 1,000 pages, or for all
+    for share, visits in (
+        (1.0, 2),
+        (0.003, 1),
+    ):  # ghosts may stand for 3 of 1,000 pages, or for all
         cache = gated(ghosts=share)
         cache.insert([1] * 6, range(6), now_s=0.0)
         cache.evict(6, 0.0)
@@ -225,7 +241,11 @@ def test_a_large_batch_takes_what_single_steps_take(policy, clock):
         return cache
 
     one, many = build(), build()
-    for share in (0.5, 0.6, 0.7):  # of what is left, so that the last half falls among the fresh ones
+    for share in (
+        0.5,
+        0.6,
+        0.7,
+    ):  # of what is left, so that the last half falls among the fresh ones
         num_pages = int(one.evictable_pages * share)
         batch = set(one.evict(num_pages, clock).tolist())
         assert batch == {page for _ in range(num_pages) for page in many.evict(1, clock).tolist()}

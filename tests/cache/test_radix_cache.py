@@ -9,7 +9,14 @@ import torch
 from prefixkv.cache.eviction import policy_names
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.errors import CallerError, ConfigError, InternalError, LockError, PageStateError, TokenError
+from prefixkv.errors import (
+    CallerError,
+    ConfigError,
+    InternalError,
+    LockError,
+    PageStateError,
+    TokenError,
+)
 
 
 def filled(*runs: str, page_size: int = 1, policy: str = "lru") -> RadixCache:
@@ -41,7 +48,7 @@ def fails_unchanged(cache, error, call, *args, **kwargs):
     return str(caught.value)
 
 
-# --- matching and inserting ------------------------------------------------------------------------
+# --- matching and inserting -----------------------------------------------------------------------
 
 
 def test_only_whole_pages_are_cached_and_matched():
@@ -76,7 +83,9 @@ def test_looking_does_not_fragment():
     cache = RadixCache(page_size=1)
     run = np.random.default_rng(0).integers(0, 5, 2000)
     cache.insert(run, np.arange(2000))
-    cache.insert(np.append(run[:900], run[:50] + 10), np.append(np.arange(900), np.arange(2000, 2050)))
+    cache.insert(
+        np.append(run[:900], run[:50] + 10), np.append(np.arange(900), np.arange(2000, 2050))
+    )
     before = (cache.stats(), [repr(node) for node in cache.nodes()])
     for length in np.random.default_rng(1).integers(1, 2000, 100_000).tolist():
         assert cache.match_prefix(run[:length]).prefix_len == length
@@ -191,7 +200,9 @@ def test_a_page_that_left_the_tree_may_come_back():
     cache.check_invariants()
 
 
-@pytest.mark.parametrize("wrong", [[1, -1], [1, 2**31], [1, 2.5], [1, True], np.array([1, -1], np.int32)])
+@pytest.mark.parametrize(
+    "wrong", [[1, -1], [1, 2**31], [1, 2.5], [1, True], np.array([1, -1], np.int32)]
+)
 def test_wrong_tokens_change_nothing(wrong):
     cache = filled("abc")
     fails_unchanged(cache, TokenError, cache.insert, wrong, [10, 11])
@@ -203,7 +214,7 @@ def test_wrong_settings():
             RadixCache(**settings)
 
 
-# --- locks -----------------------------------------------------------------------------------------
+# --- locks ----------------------------------------------------------------------------------------
 
 
 def test_a_lock_protects_a_prefix_and_no_more():
@@ -223,7 +234,10 @@ def test_a_lock_protects_a_prefix_and_no_more():
 
 def test_double_unlock_changes_nothing():
     cache = filled("abc")
-    lock, other = cache.lock(cache.match_prefix(tokens("abc"))), cache.lock(cache.match_prefix(tokens("ab")))
+    lock, other = (
+        cache.lock(cache.match_prefix(tokens("abc"))),
+        cache.lock(cache.match_prefix(tokens("ab"))),
+    )
     cache.unlock(lock)
     fails_unchanged(cache, LockError, cache.unlock, lock)
     assert cache.protected_pages == 2
@@ -329,11 +343,19 @@ def test_locking_stops_at_the_first_node_that_is_held():
 
 def test_reset_under_locks():
     cache = filled("abcd", "abxy", "q")
-    one, two = cache.lock(cache.match_prefix(tokens("abc"))), cache.lock(cache.match_prefix(tokens("abxy")))
+    one, two = (
+        cache.lock(cache.match_prefix(tokens("abc"))),
+        cache.lock(cache.match_prefix(tokens("abxy"))),
+    )
     free = cache.lock(cache.match_prefix([]))
     assert sorted(cache.reset().tolist()) == [3, 8]
     cache.check_invariants()
-    assert (cache.num_pages, cache.num_nodes, cache.protected_pages, cache.orphan_pages) == (0, 0, 0, 5)
+    assert (cache.num_pages, cache.num_nodes, cache.protected_pages, cache.orphan_pages) == (
+        0,
+        0,
+        0,
+        5,
+    )
     assert cached(cache, "abc") == 0
     assert one.pages.tolist() == [0, 1, 2]
     cache.insert(tokens("abc"), [10, 11, 12])
@@ -348,7 +370,7 @@ def test_reset_under_locks():
     cache.check_invariants()
 
 
-# --- eviction --------------------------------------------------------------------------------------
+# --- eviction -------------------------------------------------------------------------------------
 
 
 def test_eviction_takes_exactly_what_is_asked_from_the_end():
@@ -408,11 +430,13 @@ def test_a_deep_chain_is_no_recursion_error():
 def test_a_broken_law_is_reported_with_the_state():
     cache = filled("abc", "abd")
     next(iter(cache.nodes())).lock_ref = 1
-    with pytest.raises(InternalError, match=r"lock_ref is the locks that end there[\s\S]*CacheStats"):
+    with pytest.raises(
+        InternalError, match=r"lock_ref is the locks that end there[\s\S]*CacheStats"
+    ):
         cache.check_invariants()
 
 
-# --- wants and events ------------------------------------------------------------------------------
+# --- wants and events -----------------------------------------------------------------------------
 
 
 def test_what_somebody_waits_for_goes_last():

@@ -1,4 +1,5 @@
-"""Keys: every form in which an engine has tokens packs to the same bytes, and what is no token is refused."""
+"""Keys: every form in which an engine has tokens packs to the same bytes, and what is no token is
+refused."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ def test_a_key_grows_and_keeps_what_was_taken_of_it():
 def test_growth_is_checked_once(monkeypatch):
     looked_at = []
     monkeypatch.setattr(
-        "prefixkv.cache.radix_key.check_packed", lambda data, start=0: looked_at.append(len(data) - start)
+        "prefixkv.cache.radix_key.check_packed",
+        lambda data, start=0: looked_at.append(len(data) - start),
     )
     key = RadixKey(list(range(1000)))
     key.check()

@@ -7,7 +7,9 @@ from tests.models.radix_machine import POLICIES, RadixMachine
 
 def _machine(policy: str) -> type:
     case = type(f"Machine_{policy}", (RadixMachine,), {"policy": policy}).TestCase
-    case.settings = settings(case.settings, max_examples=case.settings.max_examples // 2)  # there are ten of them
+    case.settings = settings(
+        case.settings, max_examples=case.settings.max_examples // 2
+    )  # there are ten of them
     return case
 
 

@@ -14,8 +14,8 @@ def test_a_quick_run_measures_what_has_a_target():
     bench.probes()
     assert bench.rows == rows
     assert [row["name"] for row in rows] == [
-        "match_prefix", "walk", "match.pages", "lock_unlock", "lock_unlock_held_inside", "evict_one_page",
-        "nodes_after_partial_matches",
+        "match_prefix", "walk", "match.pages", "lock_unlock", "lock_unlock_held_inside",
+        "evict_one_page", "nodes_after_partial_matches",
     ]  # fmt: skip
     assert all(row["us"] > 0 for row in rows[:-1])
     assert rows[-1]["met"]

@@ -1,4 +1,5 @@
-"""The simulation of several workers: what each way to route finds, on a trace small enough to know."""
+"""The simulation of several workers: what each way to route finds, on a trace small enough to
+know."""
 
 from __future__ import annotations
 
@@ -23,22 +24,32 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for turn in range(TURNS):
         for chat in range(CHATS):
             ids = [0, *(1 + chat * 1000 + i for i in range(BLOCKS * (turn + 1)))]
-            entry = {"timestamp": 60_000 * turn + 500 * chat, "input_length": 512 * len(ids), "output_length": 100}
+            entry = {
+                "timestamp": 60_000 * turn + 500 * chat,
+                "input_length": 512 * len(ids),
+                "output_length": 100,
+            }
             lines.append(json.dumps(entry | {"hash_ids": ids}))
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
 
 
 def run(path: Path, name: str, capacity: int = 1000):
-    return RouterSimulation(read_trace(path), output_lengths(path), 4, capacity, ServiceTimes()).run(name)
+    return RouterSimulation(
+        read_trace(path), output_lengths(path), 4, capacity, ServiceTimes()
+    ).run(name)
 
 
 def test_bounded_affinity_finds_every_turn_and_is_balanced(path: Path) -> None:
     total = sum(CHATS * (1 + BLOCKS * (turn + 1)) for turn in range(TURNS))
     chats = sum(CHATS * (1 + BLOCKS * turn) for turn in range(1, TURNS))
-    bounded = run(path, "bounded")  # a chat or two may move once; the first turns may share the first block
+    bounded = run(
+        path, "bounded"
+    )  # a chat or two may move once; the first turns may share the first block
     assert 0.9 * chats / total <= bounded.block_hit_ratio <= (chats + CHATS) / total
-    assert bounded.load_routed < 1.2 + 4 * 2 / (CHATS * TURNS) + 0.1  # the bound, and the slack of two in so few
+    assert (
+        bounded.load_routed < 1.2 + 4 * 2 / (CHATS * TURNS) + 0.1
+    )  # the bound, and the slack of two in so few
     assert bounded.stats["out_of_sync"] == 0
     assert bounded.stats["routed"] == CHATS * TURNS
     assert bounded == run(path, "bounded")
@@ -49,9 +60,16 @@ def test_bounded_affinity_finds_every_turn_and_is_balanced(path: Path) -> None:
 
 def test_the_command_writes_recipe_and_results(path: Path, tmp_path: Path) -> None:
     to = tmp_path / "router.json"
-    assert run_command(["bench", "router", str(path), "--workers", "2", "--capacity", "40", "--json", str(to)]) == 0
+    assert (
+        run_command(
+            ["bench", "router", str(path), "--workers", "2", "--capacity", "40", "--json", str(to)]
+        )
+        == 0
+    )
     written = json.loads(to.read_text(encoding="utf-8"))
-    assert [result["router"] for result in written["results"] if not result["settings"]] == list(ROUTERS)
+    assert [result["router"] for result in written["results"] if not result["settings"]] == list(
+        ROUTERS
+    )
     assert written["decision"]["route_us"]["p50"] > 0
     assert f"{CHATS * TURNS} requests" in written["recipe"]["trace"]
 

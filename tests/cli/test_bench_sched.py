@@ -65,7 +65,9 @@ def test_figures_are_percentiles_in_microseconds(monkeypatch):
 
 
 def test_rows_and_recipe_are_written(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(bench_sched.Bench, "run", lambda self: self._add("nothing", _one_sample(), 1e9))
+    monkeypatch.setattr(
+        bench_sched.Bench, "run", lambda self: self._add("nothing", _one_sample(), 1e9)
+    )
     assert run_command(["bench", "sched", "--seed", "3", "--json", str(tmp_path / "out.json")]) == 0
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["recipe"]["seed"] == 3
@@ -73,7 +75,9 @@ def test_rows_and_recipe_are_written(tmp_path, monkeypatch, capfd):
     assert "name=nothing" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("arguments", "why"), [("--json {tmp}/no/x", "--json"), ("--policy perhaps", "perhaps")])
+@pytest.mark.parametrize(
+    ("arguments", "why"), [("--json {tmp}/no/x", "--json"), ("--policy perhaps", "perhaps")]
+)
 def test_bad_input_is_one_line_and_status_2(arguments, why, tmp_path, capfd):
     assert run_command(["bench", "sched", *arguments.format(tmp=tmp_path).split()]) == 2
     out, err = capfd.readouterr()

@@ -33,7 +33,12 @@ def test_goodput_is_measured_against_raw_writes_of_the_same_bytes(tmp_path, monk
 
 @pytest.mark.parametrize("name", [name.value for name in bench_claims.Name if name != "goodput"])
 def test_each_claim_is_measured(name, tmp_path, capfd):
-    assert run_command(["bench", "claims", "--quick", "--only", name, "--json", str(tmp_path / "out.json")]) == 0
+    assert (
+        run_command(
+            ["bench", "claims", "--quick", "--only", name, "--json", str(tmp_path / "out.json")]
+        )
+        == 0
+    )
     written = json.loads((tmp_path / "out.json").read_text())
     assert list(written["measured"]) == [name]
     claims = written["measured"][name]["claims"]
@@ -60,7 +65,7 @@ def test_what_is_met():
     assert Claim("a", "b", 0.9, "ms").met is None
 
 
-# --- ageing -----------------------------------------------------------------------------------------
+# --- ageing ---------------------------------------------------------------------------------------
 
 
 def test_an_aged_pool_is_full_and_scattered():
@@ -73,7 +78,7 @@ def test_an_aged_pool_is_full_and_scattered():
         books.open(claim_prepare.Burst().request(1, 1).key, None, case.num_pages + 1, 0.0)
 
 
-# --- processes --------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def _ask(pipe, watch, number):
@@ -104,7 +109,7 @@ def test_a_side_that_fails_ends_the_pair(serving, why):
         run_pair(_ask, serving, 4)
 
 
-# --- repetitions ------------------------------------------------------------------------------------
+# --- repetitions ----------------------------------------------------------------------------------
 
 
 class _Disturbed(Watch):
@@ -131,7 +136,10 @@ def _numbers() -> Callable[[int], dict[str, float]]:
 def test_it_goes_on_until_enough_repetitions_were_left_alone():
     watch = _Disturbed([1.0, 0.0, 0.5, 0.05, 1.0])
     rows = watch.least_disturbed(_numbers(), 2, patience_s=1e9)
-    assert [(row["number"], row["foreign_cores"], row["taken"]) for row in rows] == [(1, 0.0, 4), (3, 0.05, 4)]
+    assert [(row["number"], row["foreign_cores"], row["taken"]) for row in rows] == [
+        (1, 0.0, 4),
+        (3, 0.05, 4),
+    ]
 
 
 def test_the_least_disturbed_are_kept_when_none_is_left_alone():
@@ -139,7 +147,8 @@ def test_the_least_disturbed_are_kept_when_none_is_left_alone():
     assert [row["number"] for row in rows] == [1, 0]
     load = bench_pair.load_of(rows)
     assert load == {
-        "repetitions": 2, "of_so_many_taken": 2, "foreign_cores_median": 0.75, "foreign_cores_most": 1.0
+        "repetitions": 2, "of_so_many_taken": 2, "foreign_cores_median": 0.75,
+        "foreign_cores_most": 1.0
     }  # fmt: skip
 
 

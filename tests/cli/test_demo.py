@@ -45,7 +45,12 @@ def test_both_sides_share_one_load_and_no_salt():
 def test_the_load_is_cache_offs_even_if_only_cache_on_is_wanted():
     plans = []
     report = run_passes({}, (True,), stand_in(plans), show([]))
-    assert [(p.cache, p.verify) for p in plans] == [(True, True), (False, False), (True, False), (True, False)]
+    assert [(p.cache, p.verify) for p in plans] == [
+        (True, True),
+        (False, False),
+        (True, False),
+        (True, False),
+    ]
     assert plans[-1].rate == pytest.approx(7.0)
     assert set(report.as_json()["saturated"]) == set(report.as_json()["runs"]) == {"cache_on"}
 

@@ -1,4 +1,5 @@
-"""The stand-in engine over a fake pair of nodes: answers and KV are the same whatever scheduling does to them."""
+"""The stand-in engine over a fake pair of nodes: answers and KV are the same whatever scheduling
+does to them."""
 
 import contextlib
 import itertools
@@ -26,10 +27,11 @@ PAGE_SIZE = 4
 
 
 class FakePair:
-    """Decode and prefill nodes over two pools: pages move by a copy, `corrupt(pages)` may spoil what has arrived.
+    """Decode and prefill nodes over two pools: pages move by a copy, `corrupt(pages)` may spoil
+    what has arrived.
 
-    Decode caches whole pages by everything up to their end; only what finished requests leave is cached.
-    Every `squeeze`th `append_many` is out of pages and names the request that joined last.
+    Decode caches whole pages by everything up to their end; only what finished requests leave is
+    cached. Every `squeeze`th `append_many` is out of pages and names the request that joined last.
     """
 
     def __init__(self, pages=200, cache=True, corrupt=None, squeeze=0):
@@ -79,7 +81,9 @@ class FakePrefill(FakeNode):
             pages = np.arange(self.next_page, self.next_page + count, dtype=np.int32) % 400
             self.next_page += count
             self.bootstrapped.append(
-                SimpleNamespace(rid=request.rid, key=key, pages=pages, prefix_len=0, cursor=0, n=len(tokens))
+                SimpleNamespace(
+                    rid=request.rid, key=key, pages=pages, prefix_len=0, cursor=0, n=len(tokens)
+                )
             )
             self.wake()
 
@@ -121,12 +125,20 @@ class FakeDecode(FakeNode):
 
     def add(self, request):
         req = SimpleNamespace(
-            rid=request.rid, room=request.room, request=request, generation=0, output=[], aux=b"", pages=None
+            rid=request.rid,
+            room=request.room,
+            request=request,
+            generation=0,
+            output=[],
+            aux=b"",
+            pages=None,
         )
         self.queued.append(req)
 
     def fill(self, req):
-        return np.concatenate([np.asarray(req.request.tokens), np.array(req.output[:-1], dtype=np.int32)])
+        return np.concatenate(
+            [np.asarray(req.request.tokens), np.array(req.output[:-1], dtype=np.int32)]
+        )
 
     def pop_preallocated(self):
         pair, out = self.pair, []
@@ -144,7 +156,9 @@ class FakeDecode(FakeNode):
                     break
                 self.queued.remove(req)
                 req.prefix_len = len(hit) * PAGE_SIZE
-                req.pages = np.array(hit + [pair.free.popleft() for _ in range(need)], dtype=np.int32)
+                req.pages = np.array(
+                    hit + [pair.free.popleft() for _ in range(need)], dtype=np.int32
+                )
                 pair.promised[req.room, req.generation] = req
                 pair.prefill.match(req.room, req.generation)
                 out.append(req)
@@ -160,7 +174,10 @@ class FakeDecode(FakeNode):
         return self.take(self.transferred)
 
     def append_many(self, reqs, tokens):
-        needed = [len(req.request.tokens) + len(req.output) + 1 > len(req.pages) * PAGE_SIZE for req in reqs]
+        needed = [
+            len(req.request.tokens) + len(req.output) + 1 > len(req.pages) * PAGE_SIZE
+            for req in reqs
+        ]
         self.running = [req for req in self.running if req not in reqs] + list(reqs)
         self.appends += 1
         if self.pair.squeeze and self.appends % self.pair.squeeze == 0:
@@ -183,7 +200,13 @@ class FakeDecode(FakeNode):
         self.queued.append(req)
         known = req.output[-1] if req.output else None
         self.asks.append(
-            SimpleNamespace(rid=rid, tokens=self.fill(req), room=req.room, generation=req.generation, known_token=known)
+            SimpleNamespace(
+                rid=rid,
+                tokens=self.fill(req),
+                room=req.room,
+                generation=req.generation,
+                known_token=known,
+            )
         )
 
     def finish(self, req, continues):
@@ -252,12 +275,17 @@ def expected():
 
 def answers(pair):
     """(prompt and answer as bytes) of every finished request."""
-    return sorted((tokens.tobytes(), tuple(output)) for tokens, output, _ in pair.finished_tokens.values())
+    return sorted(
+        (tokens.tobytes(), tuple(output)) for tokens, output, _ in pair.finished_tokens.values()
+    )
 
 
 def answers_by_hand(expected):
     return sorted(
-        (np.concatenate([prompt, np.array(out[:-1], dtype=np.int32)]).astype(np.int32).tobytes(), tuple(out))
+        (
+            np.concatenate([prompt, np.array(out[:-1], dtype=np.int32)]).astype(np.int32).tobytes(),
+            tuple(out),
+        )
         for prompt, out in expected.values()
     )
 
@@ -285,7 +313,9 @@ def test_retraction_changes_no_answer(squeeze, expected):
     assert answers(pair) == answers_by_hand(expected)
     assert (measured.failed, measured.pages_mismatched) == (0, 0)
     assert len(measured.ttft_s) == 12
-    assert measured.prompt_tokens == prefill.prompt_tokens  # what was computed again is not counted again
+    assert (
+        measured.prompt_tokens == prefill.prompt_tokens
+    )  # what was computed again is not counted again
 
 
 def test_a_wrong_byte_in_a_transferred_page_is_counted():

@@ -34,6 +34,11 @@ def test_long_prompts_and_their_extension():
 
 
 def test_splitmix64_is_the_published_sequence():
-    # The generator started at 0 adds its constant before each output, so output i is the mix of i constants.
+    # The generator started at 0 adds its constant before each output, so output i is the mix of i
+    # constants.
     state = np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    assert splitmix64(state).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert splitmix64(state).tolist() == [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+    ]

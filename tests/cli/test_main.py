@@ -42,7 +42,8 @@ def test_help_names_every_option(capfd):
     assert run_command(["demo", "--help"]) == 0
     out, _ = capfd.readouterr()
     options = (
-        "seed conversations turns requests concurrency page-size layers kv-heads head-dim dtype attention layout "
+        "seed conversations turns requests concurrency page-size layers kv-heads head-dim dtype "
+        "attention layout "
         "prefill-pages decode-pages cache trace block-tokens json plot"
     )
     for option in options.split():
@@ -51,6 +52,7 @@ def test_help_names_every_option(capfd):
 
 def test_loading_it_loads_neither_torch_nor_nixl():
     code = (
-        "import sys, prefixkv.cli.main; print([m for m in ('torch', 'nixl', 'zmq', 'matplotlib') if m in sys.modules])"
+        "import sys, prefixkv.cli.main; print([m for m in ('torch', 'nixl', 'zmq', 'matplotlib') "
+        "if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -1,4 +1,5 @@
-"""Options are checked, alone and against each other, and the message has the option, the value and the bound."""
+"""Options are checked, alone and against each other, and the message has the option, the value and
+the bound."""
 
 import inspect
 
@@ -26,15 +27,24 @@ from prefixkv.paging import pages_for
         ({"decode_pages": 0}, "--decode-pages is 0"),
         ({"block_tokens": 513}, r"--block-tokens is 513, must be in \[1, 512\]"),
         ({"step_ms": float("nan")}, "--step-ms is nan"),
-        ({"dtype": "int4"}, "--dtype is 'int4', must be one of float32, float16, bfloat16, float8, uint8"),
+        (
+            {"dtype": "int4"},
+            "--dtype is 'int4', must be one of float32, float16, bfloat16, float8, uint8",
+        ),
         ({"attention": "mqa"}, "--attention is 'mqa', must be one of mha, mla"),
         ({"layout": "strided"}, "--layout is 'strided'"),
         ({"decode_layout": "strided"}, "--decode-layout is 'strided'"),
         ({"prefill_tp": 3}, "--prefill-tp is 3: tp_size is 3, must divide num_kv_heads, 8"),
-        ({"prefill_tp": 2, "decode_tp": 3, "kv_heads": 6}, "--prefill-tp 2 and --decode-tp 3: tp_size"),
+        (
+            {"prefill_tp": 2, "decode_tp": 3, "kv_heads": 6},
+            "--prefill-tp 2 and --decode-tp 3: tp_size",
+        ),
         ({"staging": "maybe"}, "--staging is 'maybe', must be one of on, off"),
         ({"staging_leases": 0.5}, "--staging-leases is 0.5"),
-        ({"attention": "mla", "kv_heads": 2}, "--kv-heads is 2, it has to be 1 with --attention mla"),
+        (
+            {"attention": "mla", "kv_heads": 2},
+            "--kv-heads is 2, it has to be 1 with --attention mla",
+        ),
     ],
 )
 def test_out_of_range(bad, why):
@@ -70,7 +80,9 @@ def test_a_pool_too_small_for_one_request():
     for name, needed in enough.items():
         small = DemoOptions(conversations=2, turns=3, **(enough | {name: needed - 1}))
         flag = name.replace("_", "-")
-        with pytest.raises(ConfigError, match=f"--{flag} is {needed - 1}, at least {needed} are needed"):
+        with pytest.raises(
+            ConfigError, match=f"--{flag} is {needed - 1}, at least {needed} are needed"
+        ):
             small.check_pools(workload, 1 << 50)
 
 

@@ -21,13 +21,20 @@ SHAPES = [  # dtype, attention, order, heads, head_dim
 PAGES, PAGE_SIZE, LAYERS = 12, 4, 3
 
 
-def make_pool(dtype="bfloat16", attention="mha", order="layer_major", heads=2, head_dim=8) -> KVPool:
-    return KVPool.create(PAGES, PAGE_SIZE, LAYERS, heads, head_dim, dtype=dtype, attention=attention, order=order)
+def make_pool(
+    dtype="bfloat16", attention="mha", order="layer_major", heads=2, head_dim=8
+) -> KVPool:
+    return KVPool.create(
+        PAGES, PAGE_SIZE, LAYERS, heads, head_dim, dtype=dtype, attention=attention, order=order
+    )
 
 
 def engine_tensors() -> KVPool:
-    """K and V side by side in one tensor a layer, heads before tokens, with room between the pages."""
-    stores = [torch.zeros(PAGES + 1, 3, 2, PAGE_SIZE, 24, dtype=torch.float16) for _ in range(LAYERS)]
+    """K and V side by side in one tensor a layer, heads before tokens, with room between the
+    pages."""
+    stores = [
+        torch.zeros(PAGES + 1, 3, 2, PAGE_SIZE, 24, dtype=torch.float16) for _ in range(LAYERS)
+    ]
     views = [[s[:PAGES, i, :, :, 4:20].transpose(1, 2) for s in stores] for i in range(2)]
     return KVPool.from_tensors(*views)
 
@@ -53,10 +60,14 @@ def by_hand(pool: KVPool, salt: int, pages, start: int, hashes) -> np.ndarray:
     size = next(s for s in (8, 4, 2, 1) if layout.head_bytes % s == 0)
     lanes = layout.head_bytes // size
     for i in range(start, len(hashes)):
-        value = int(splitmix64(hashes[i : i + 1] ^ splitmix64(np.array([salt], dtype=np.uint64)))[0])
+        value = int(
+            splitmix64(hashes[i : i + 1] ^ splitmix64(np.array([salt], dtype=np.uint64)))[0]
+        )
         for slab in range(len(layout.slabs)):
             for head in range(layout.num_kv_heads):
-                place = (slab * layout.num_kv_heads + head) * lanes + np.arange(lanes, dtype=np.uint64)
+                place = (slab * layout.num_kv_heads + head) * lanes + np.arange(
+                    lanes, dtype=np.uint64
+                )
                 words = (splitmix64(place) ^ np.uint64(value)).astype(f"u{size}")
                 out[pages[i // PAGE_SIZE], slab, i % PAGE_SIZE, head] = words.view(np.uint8)
     return out
@@ -77,7 +88,9 @@ def test_token_by_token_is_the_same_as_at_once(pool):
     many = [(pages_of(2, 9), hashes_of(7, 1)), (pages_of(4, 3), hashes_of(7, 2))]
     for i in range(7):
         at = np.array([pages[i // PAGE_SIZE] for pages, _ in many], dtype=np.int32)
-        pattern.fill_tokens(at, np.full(2, i % PAGE_SIZE), np.array([h[i] for _, h in many], dtype=np.uint64))
+        pattern.fill_tokens(
+            at, np.full(2, i % PAGE_SIZE), np.array([h[i] for _, h in many], dtype=np.uint64)
+        )
     one_by_one = as_bytes(pool).copy()
     for pages, hashes in many:
         assert pattern.mismatches(pages, hashes) == 0
@@ -99,7 +112,11 @@ def test_any_flipped_bit_is_seen_in_its_page_only(data):
     pattern.fill(pages, 0, hashes)
     assert pattern.mismatches(pages, hashes) == 0
     raw = pool.read_pages(pages)
-    flipped = data.draw(st.sets(st.tuples(*(st.integers(0, n - 1) for n in raw.shape), st.integers(0, 7)), max_size=3))
+    flipped = data.draw(
+        st.sets(
+            st.tuples(*(st.integers(0, n - 1) for n in raw.shape), st.integers(0, 7)), max_size=3
+        )
+    )
     for *place, bit in flipped:
         raw[tuple(place)] ^= 1 << bit
     pool.write_pages(pages, raw)

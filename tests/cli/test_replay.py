@@ -56,14 +56,18 @@ def plain_lru(path, capacity, counted_from=0):
 def test_lru_agrees_with_a_plain_model(tmp_path, capacity, warm):
     path = write_trace(tmp_path / "t.jsonl")
     result = replay_policy(read_trace(path), "lru", capacity, warm)
-    assert result.block_hit_ratio == pytest.approx(plain_lru(path, capacity, int(warm * 400)), abs=1e-12)
+    assert result.block_hit_ratio == pytest.approx(
+        plain_lru(path, capacity, int(warm * 400)), abs=1e-12
+    )
 
 
 def test_no_policy_passes_the_optimum_and_all_agree_when_everything_fits(tmp_path):
     trace = read_trace(write_trace(tmp_path / "t.jsonl"))
     for capacity in (20, 100):
         best = replay_optimum(trace, capacity).block_hit_ratio
-        ratios = {name: replay_policy(trace, name, capacity).block_hit_ratio for name in policy_names()}
+        ratios = {
+            name: replay_policy(trace, name, capacity).block_hit_ratio for name in policy_names()
+        }
         assert max(ratios.values()) <= best
         assert min(ratios.values()) < best
     best = replay_optimum(trace, 10**6)
@@ -157,15 +161,25 @@ def test_bad_options(tmp_path, options):
 def test_the_command_writes_its_results(tmp_path, capsys):
     path = write_trace(tmp_path / "t.jsonl", 60)
     pytest.importorskip("matplotlib")
-    replay([path], policy=f"lru,gated,{OPTIMUM}", capacity="10,50", warm=0.5, queue=0, requests=None, page_size=16,
-           block_tokens=512, json_file=tmp_path / "r.json", plot=tmp_path / "r.png")  # fmt: skip
+    replay(
+        [path],
+        policy=f"lru,gated,{OPTIMUM}",
+        capacity="10,50",
+        warm=0.5,
+        queue=0,
+        requests=None,
+        page_size=16,
+        block_tokens=512,
+        json_file=tmp_path / "r.json",
+        plot=tmp_path / "r.png",
+    )
     results = json.loads((tmp_path / "r.json").read_text())
     assert [(row["policy"], row["capacity_blocks"]) for row in results] == [
         ("lru", 10), ("gated", 10), ("optimum", 10), ("lru", 50), ("gated", 50), ("optimum", 50),
     ]  # fmt: skip
     assert set(results[0]) == {
-        "trace", "policy", "capacity_blocks", "block_hit_ratio", "token_hit_ratio", "requests", "evicted_pages",
-        "us_per_request",
+        "trace", "policy", "capacity_blocks", "block_hit_ratio", "token_hit_ratio", "requests",
+        "evicted_pages", "us_per_request",
     }  # fmt: skip
     assert {row["requests"] for row in results} == {30}
     assert (tmp_path / "r.png").stat().st_size > 1000

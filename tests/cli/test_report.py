@@ -9,9 +9,9 @@ from rich.console import Console
 from prefixkv.cli.report import Measured, Report, machine
 
 R_KEYS = {
-    "requests", "failed", "token_hit_rate", "prefill_hit_rate", "prompt_tokens", "hit_tokens", "bytes_sent",
-    "bytes_skipped", "ttft_s", "itl_s", "requests_per_s", "duration_s", "evicted_pages", "pages_verified",
-    "pages_mismatched", "locks_at_end", "pages_at_end",
+    "requests", "failed", "token_hit_rate", "prefill_hit_rate", "prompt_tokens", "hit_tokens",
+    "bytes_sent", "bytes_skipped", "ttft_s", "itl_s", "requests_per_s", "duration_s",
+    "evicted_pages", "pages_verified", "pages_mismatched", "locks_at_end", "pages_at_end",
 }  # fmt: skip
 
 
@@ -35,7 +35,10 @@ def measured(scale=1.0, **changed):
 def both():
     return Report(
         {"seed": 1, "offered_load": {"requests_per_s": 2.0}},
-        verified={c: measured(pages_verified=40 + c, pages_mismatched=2 * c, failed=1) for c in (True, False)},
+        verified={
+            c: measured(pages_verified=40 + c, pages_mismatched=2 * c, failed=1)
+            for c in (True, False)
+        },
         timed={True: measured(), False: measured(4.0)},
         saturated={True: measured(), False: measured(2.0, failed=5)},
     )
@@ -67,7 +70,9 @@ def test_one_side_alone_has_no_ratios(tmp_path):
     report = Report({}, timed={True: measured()}, saturated={True: measured()})
     content = report.as_json()
     assert set(content["runs"]) == {"cache_on"}
-    assert content["ratios"] == dict.fromkeys(["ttft_p50", "ttft_p50_saturated", "requests_per_s", "bytes_sent"])
+    assert content["ratios"] == dict.fromkeys(
+        ["ttft_p50", "ttft_p50_saturated", "requests_per_s", "bytes_sent"]
+    )
     assert report.verdict() == ""
 
 
@@ -84,7 +89,16 @@ def test_table_and_verdict_show_the_figures():
     console = Console(width=160, file=io.StringIO())
     console.print(both().table())
     text = console.file.getvalue()
-    for shown in ("80.0%", "70.0%", "5050.0", "9010.0", "9901.0", "saturated", "moderate load", "2.5"):
+    for shown in (
+        "80.0%",
+        "70.0%",
+        "5050.0",
+        "9010.0",
+        "9901.0",
+        "saturated",
+        "moderate load",
+        "2.5",
+    ):
         assert shown in text
     verdict = both().verdict()
     assert "4.00 times lower TTFT P50" in verdict
@@ -92,8 +106,14 @@ def test_table_and_verdict_show_the_figures():
 
 
 def test_complaints_name_the_pass():
-    report = Report({}, verified={True: measured(pages_mismatched=3)}, saturated={False: measured(locks_at_end=2)})
-    report.timed[True] = measured(prefill_pages_at_end={"held": 1, "cached": 5}, prefill_locks_at_end=4)
+    report = Report(
+        {},
+        verified={True: measured(pages_mismatched=3)},
+        saturated={False: measured(locks_at_end=2)},
+    )
+    report.timed[True] = measured(
+        prefill_pages_at_end={"held": 1, "cached": 5}, prefill_locks_at_end=4
+    )
     assert report.complaints() == [
         "verified pass, cache_on: 3 pages mismatched",
         "timed pass, cache_on: 4 prefill locks left",

@@ -1,4 +1,5 @@
-"""The whole demo over real NIXL between two processes, small; and that it leaves nothing behind, however it ends."""
+"""The whole demo over real NIXL between two processes, small; and that it leaves nothing behind,
+however it ends."""
 
 import contextlib
 import json
@@ -14,7 +15,8 @@ import pytest
 from tests.models.patience import PATIENCE_S
 
 SMALL = (
-    "--conversations 3 --turns 3 --layers 2 --kv-heads 2 --head-dim 16 --system-tokens 40 --user-tokens 20 "
+    "--conversations 3 --turns 3 --layers 2 --kv-heads 2 --head-dim 16 --system-tokens 40 "
+    "--user-tokens 20 "
     "--output-tokens 6 --step-ms 1 --prefill-pages 200 --decode-pages 200"
 )
 WHOLE_TIMEOUT_S = 5 * PATIENCE_S
@@ -26,7 +28,9 @@ def start():
     with contextlib.ExitStack() as stack:
 
         def begin(*arguments):
-            before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background may ignore it
+            before = signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            )  # a test run in the background may ignore it
             process = subprocess.Popen(
                 [sys.executable, "-m", "prefixkv.cli.main", "demo", *SMALL.split(), *arguments],
                 stdout=subprocess.PIPE,
@@ -123,13 +127,19 @@ def test_cache_on_and_off(start, tmp_path):
 def test_a_trace_through_small_pools_with_mla(start, tmp_path):
     trace = tmp_path / "trace.jsonl"
     lines = [
-        {"timestamp": i * 100, "input_length": 512 * (1 + i % 4), "output_length": 200, "hash_ids": ids[: 1 + i % 4]}
+        {
+            "timestamp": i * 100,
+            "input_length": 512 * (1 + i % 4),
+            "output_length": 200,
+            "hash_ids": ids[: 1 + i % 4],
+        }
         for i, ids in enumerate([[i % 2, 100 + i, 200 + i, 300 + i] for i in range(24)])
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     content, _ = run_small(
-        start, tmp_path, "--trace", str(trace), "--requests", "20", "--cache", "on", "--attention", "mla",
-        "--kv-heads", "1", "--dtype", "float8", "--layout", "page_major", "--decode-pages", "24",
+        start, tmp_path, "--trace", str(trace), "--requests", "20", "--cache", "on", "--attention",
+        "mla", "--kv-heads", "1", "--dtype", "float8", "--layout", "page_major", "--decode-pages",
+        "24",
     )  # fmt: skip
     run = content["runs"]["cache_on"]
     assert_clean(run)
@@ -165,8 +175,8 @@ def spawn(*args, real=util.spawnv_passfds):
     return pid
 
 util.spawnv_passfds = spawn
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the test run is in the background
-threading.Thread(target=time.sleep, args=(600,), daemon=True).start()  # one that does not mask the signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored in the background
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()  # masks no signal
 sys.argv[1:] = ["demo"] + sys.argv[1:]
 main()
 """
@@ -175,7 +185,9 @@ main()
 def test_ctrl_c_waits_until_a_worker_has_been_started():
     """Else it would find nobody who tells it what to do, and say so in a traceback of its own."""
     command = [sys.executable, "-c", INTERRUPTED_WHILE_A_WORKER_STARTS, *SMALL.split()]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=WHOLE_TIMEOUT_S, check=False)
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=WHOLE_TIMEOUT_S, check=False
+    )
     assert (run.returncode, run.stderr) == (130, "prefixkv: interrupted\n")
 
 

@@ -52,7 +52,9 @@ def test_conversations_share_the_system_prompt_and_nothing_else():
 
 def test_lengths_stay_near_their_median():
     workload = chat(3, 50, 10, system_tokens=40, user_tokens=80, output_tokens=24)
-    texts = np.array([t.text_len - (40 if i == 0 else 0) for s in workload.sessions for i, t in enumerate(s)])
+    texts = np.array(
+        [t.text_len - (40 if i == 0 else 0) for s in workload.sessions for i, t in enumerate(s)]
+    )
     outputs = np.array([t.output_len for s in workload.sessions for t in s])
     assert 70 < np.median(texts) < 90
     assert 20 <= texts.min() < texts.max() <= 320
@@ -105,7 +107,8 @@ def test_arrivals_keep_to_the_offered_rate():
     assert 1000 / every[-1] == pytest.approx(20, rel=0.1)
     gaps = np.diff(every)
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.15)  # as Poisson arrivals have it
-    # The more recent half of the conversations is never picked: while 40 go on, 20 arrivals lie between turns.
+    # The more recent half of the conversations is never picked: while 40 go on, 20 arrivals lie
+    # between turns.
     early = np.concatenate([np.diff(times) for times in due])
     assert np.quantile(early, 0.05) > 0.5
     assert np.array_equal(every, np.sort(np.concatenate(arrival_times(workload, 9, rate=20.0))))
@@ -147,7 +150,11 @@ def test_trace_blocks_become_equal_runs(tmp_path):
     )
     workload = trace(path, None, 32)
     first, second, third = (prompt(workload, i) for i in range(3))
-    assert [len(first), len(second), len(third)] == [65, 128, 1]  # 6 of 512 tokens scale to 1, rounded up
+    assert [len(first), len(second), len(third)] == [
+        65,
+        128,
+        1,
+    ]  # 6 of 512 tokens scale to 1, rounded up
     assert np.array_equal(first[:64], second[:64])
     assert first[64] != second[64]
     assert third[0] == first[0]

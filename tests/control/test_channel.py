@@ -31,7 +31,9 @@ class Ends:
         stack.callback(os.close, self.wake_fd)
 
     def router(self, config: ControlConfig | None = None, bind: str = LOCAL) -> RouterChannel:
-        return self.stack.enter_context(RouterChannel(bind, config or ControlConfig(), self.wake_fd))
+        return self.stack.enter_context(
+            RouterChannel(bind, config or ControlConfig(), self.wake_fd)
+        )
 
     def dealer(self, address: str, config: ControlConfig | None = None) -> DealerChannel:
         dealer = self.stack.enter_context(DealerChannel(config or ControlConfig(), self.wake_fd))
@@ -107,7 +109,9 @@ def test_poll_waits_as_long_as_it_says(ends: Ends, monkeypatch: pytest.MonkeyPat
     assert router.poll(0.03) == []
     assert time.monotonic() - before_s >= 0.03
     waits_ms: list[int | None] = []
-    monkeypatch.setattr(router._poller, "poll", lambda timeout_ms: waits_ms.append(timeout_ms) or [])
+    monkeypatch.setattr(
+        router._poller, "poll", lambda timeout_ms: waits_ms.append(timeout_ms) or []
+    )
     for timeout_s in (0.0004, 0.0304, 0.0, -1.0, float("inf")):
         assert router.poll(timeout_s) == []
     assert waits_ms == [1, 31, 0, 0, None]
@@ -135,7 +139,9 @@ def test_a_frame_to_nobody_is_counted(ends: Ends) -> None:
     router.send(b"no such route", b"x")
     dealer = ends.dealer(router.endpoint)
     dealer.send("tcp://127.0.0.1:1", b"x")
-    assert [name for name in router.counters if name.startswith("frames_not_sent")] == list(router.counters)
+    assert [name for name in router.counters if name.startswith("frames_not_sent")] == list(
+        router.counters
+    )
     assert sum(router.counters.values()) == 1
     assert dealer.counters == {"frames_not_sent: not connected": 1}
 
@@ -230,12 +236,23 @@ def test_an_oversize_frame_does_not_get_in_and_its_sender_may_go_on(ends: Ends) 
 @pytest.mark.parametrize(
     ("address", "local"),
     [
-        ("tcp://127.0.0.1:1", True), ("tcp://127.9.9.9:1", True), ("tcp://localhost:1", True),
-        ("tcp://[::1]:1", True), ("ipc:///run/kv", True), ("inproc://kv", True), ("tcp://*:1", False),
-        ("tcp://0.0.0.0:1", False), ("tcp://[::]:1", False), ("tcp://10.0.0.1:1", False), ("tcp://eth0:1", False),
-        ("tcp://localhost.example.com:1", False), ("tcp://[::1", False), ("", False), ("127.0.0.1", False),
+        ("tcp://127.0.0.1:1", True),
+        ("tcp://127.9.9.9:1", True),
+        ("tcp://localhost:1", True),
+        ("tcp://[::1]:1", True),
+        ("ipc:///run/kv", True),
+        ("inproc://kv", True),
+        ("tcp://*:1", False),
+        ("tcp://0.0.0.0:1", False),
+        ("tcp://[::]:1", False),
+        ("tcp://10.0.0.1:1", False),
+        ("tcp://eth0:1", False),
+        ("tcp://localhost.example.com:1", False),
+        ("tcp://[::1", False),
+        ("", False),
+        ("127.0.0.1", False),
     ],
-)  # fmt: skip
+)
 def test_what_is_loopback(address: str, local: bool) -> None:
     assert is_loopback(address) is local
 
@@ -249,10 +266,13 @@ def test_other_machines_need_keys_or_the_flag(ends: Ends, bind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "bind", ["tcp://127.0.0.1:99999", "tcp://127.0.0.1", "nonsense", "tcp://[::1", "", "tcp://localhost:x"]
+    "bind",
+    ["tcp://127.0.0.1:99999", "tcp://127.0.0.1", "nonsense", "tcp://[::1", "", "tcp://localhost:x"],
 )
 @pytest.mark.parametrize("curve", [False, True])
-def test_an_address_that_cannot_be_bound_is_a_config_error(ends: Ends, bind: str, curve: bool) -> None:
+def test_an_address_that_cannot_be_bound_is_a_config_error(
+    ends: Ends, bind: str, curve: bool
+) -> None:
     config = ControlConfig(allow_remote_without_keys=True, curve=keys() if curve else None)
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="bind is"):
@@ -266,7 +286,9 @@ def test_a_port_in_use_is_a_config_error(ends: Ends) -> None:
         ends.router(bind=taken)
 
 
-@pytest.mark.parametrize("address", ["nonsense", "", "tcp://", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:x"])
+@pytest.mark.parametrize(
+    "address", ["nonsense", "", "tcp://", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:x"]
+)
 def test_an_address_that_is_none_is_a_config_error(ends: Ends, address: str) -> None:
     dealer = ends.dealer(ends.router().endpoint)
     with pytest.raises(ConfigError, match="prefill is"):
@@ -318,19 +340,25 @@ def test_a_key_on_the_list_gets_in_and_is_seen(ends: Ends) -> None:
     assert polled(dealer) == [(router.endpoint, b"welcome")]
 
 
-@pytest.mark.parametrize("who", ["unknown key", "no key", "stolen public key", "wrong server key", "null with zap"])
+@pytest.mark.parametrize(
+    "who", ["unknown key", "no key", "stolen public key", "wrong server key", "null with zap"]
+)
 def test_nobody_else_gets_in(ends: Ends, who: str) -> None:
     guarded = Guarded(ends)
     router = guarded.router
     if who == "unknown key":
-        ends.dealer(router.endpoint, ControlConfig(curve=guarded.unknown)).send(router.endpoint, b"x")
+        ends.dealer(router.endpoint, ControlConfig(curve=guarded.unknown)).send(
+            router.endpoint, b"x"
+        )
     elif who == "no key":
         ends.dealer(router.endpoint).send(router.endpoint, b"x")
     elif who == "stolen public key":
         mine = CurveConfig(guarded.known.public_key, guarded.unknown.secret_key, guarded.server_key)
         ends.dealer(router.endpoint, ControlConfig(curve=mine)).send(router.endpoint, b"x")
     elif who == "wrong server key":
-        mine = CurveConfig(guarded.known.public_key, guarded.known.secret_key, guarded.unknown.public_key)
+        mine = CurveConfig(
+            guarded.known.public_key, guarded.known.secret_key, guarded.unknown.public_key
+        )
         ends.dealer(router.endpoint, ControlConfig(curve=mine)).send(router.endpoint, b"x")
     else:
         ends.raw(zmq.DEALER, router.endpoint, zap_domain=b"global").send(b"x")

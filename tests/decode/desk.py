@@ -1,4 +1,5 @@
-"""A decode scheduler with the other side played by hand, one call a step; all books are checked after each."""
+"""A decode scheduler with the other side played by hand, one call a step; all books are checked
+after each."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ BROKEN = TransferError("broken")
 
 class Desk:
     def __init__(
-        self, num_pages: int = 16, *, rows: int = 8, caching: bool = True, num_slots: int = 0, **settings: Any
+        self,
+        num_pages: int = 16,
+        *,
+        rows: int = 8,
+        caching: bool = True,
+        num_slots: int = 0,
+        **settings: Any,
     ) -> None:
         self.books = PageBooks(num_pages, PAGE_SIZE, rows, caching=caching, num_slots=num_slots)
         settings = {"reserve_tokens": 0, **settings}
@@ -38,14 +45,24 @@ class Desk:
 
     # --- one call each ----------------------------------------------------------------------------
 
-    def request(self, rid: str, tokens: int | list[int] = 8, max_new: int = 4, **fields: Any) -> Request:
-        """`tokens` as a number: so many that no other request shares, unless its rid begins alike."""
+    def request(
+        self, rid: str, tokens: int | list[int] = 8, max_new: int = 4, **fields: Any
+    ) -> Request:
+        """`tokens` as a number: so many that no other request shares, unless its rid begins
+        alike."""
         self.num_rooms += 1
         if isinstance(tokens, int):
             tokens = [ord(rid[0]) * 1000 + place for place in range(tokens)]
-        return Request(rid, tokens, max_new_tokens=max_new, **{"room": self.num_rooms, "prefill": "p", **fields})
+        return Request(
+            rid,
+            tokens,
+            max_new_tokens=max_new,
+            **{"room": self.num_rooms, "prefill": "p", **fields},
+        )
 
-    def add(self, rid: str, tokens: int | list[int] = 8, max_new: int = 4, **fields: Any) -> DecodeRequest:
+    def add(
+        self, rid: str, tokens: int | list[int] = 8, max_new: int = 4, **fields: Any
+    ) -> DecodeRequest:
         req = self.scheduler.add(self.request(rid, tokens, max_new, **fields), self.now_s)
         return self._checked(req)
 
@@ -98,7 +115,8 @@ class Desk:
         return req
 
     def carry_out_aborts(self) -> None:
-        """What the control plane does with an abort: the room fails, and is drained some time later."""
+        """What the control plane does with an abort: the room fails, and is drained some time
+        later."""
         for command in self.commands():
             if isinstance(command, AbortRoom):
                 self.fail(command.key, drained=True)
@@ -106,21 +124,27 @@ class Desk:
                 self.drain(command.key)
 
     def count_looks(self, monkeypatch: pytest.MonkeyPatch) -> list[DecodeRequest]:
-        """The requests that are looked at from now on, whether they fit, in order; it grows as that goes on."""
+        """The requests that are looked at from now on, whether they fit, in order; it grows as that
+        goes on."""
         looks: list[DecodeRequest] = []
         waiting = self.scheduler.waiting
         look = waiting._look
-        monkeypatch.setattr(waiting, "_look", lambda waiter: looks.append(waiter.req) or look(waiter))
+        monkeypatch.setattr(
+            waiting, "_look", lambda waiter: looks.append(waiter.req) or look(waiter)
+        )
         return looks
 
     def snapshot(self) -> Any:
         """All that a call which changes nothing leaves as it was."""
         scheduler = self.scheduler
-        requests = [(req.rid, req.state, req.kv_len, tuple(req.output), req.pages.tolist()) for req in
-                    scheduler.requests.values()]  # fmt: skip
+        requests = [
+            (req.rid, req.state, req.kv_len, tuple(req.output), req.pages.tolist())
+            for req in scheduler.requests.values()
+        ]
         return (
-            requests, self.states(), self.books.version, self.books.evicted_pages, dict(scheduler.counters),
-            scheduler._rooms.copy(), len(scheduler.waiting), scheduler.budget.active, scheduler.budget.private_pages,
+            requests, self.states(), self.books.version, self.books.evicted_pages,
+            dict(scheduler.counters), scheduler._rooms.copy(), len(scheduler.waiting),
+            scheduler.budget.active, scheduler.budget.private_pages,
         )  # fmt: skip
 
     def states(self) -> dict[str, int]:

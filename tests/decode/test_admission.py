@@ -1,4 +1,5 @@
-"""Who is admitted first: policies by name, the bound on being overtaken, and what a pass looks at."""
+"""Who is admitted first: policies by name, the bound on being overtaken, and what a pass looks
+at."""
 
 from __future__ import annotations
 
@@ -144,9 +145,13 @@ def desk_halfway() -> tuple[Desk, DecodeRequest, DecodeRequest]:
 def test_who_was_admitted_before_a_policy_raised_is_on_its_way() -> None:
     desk, first, second = desk_halfway()
     assert first.state is DecodeState.PREALLOCATED
-    assert [command.promise.room for command in desk.commands() if isinstance(command, OpenRoom)] == [first.room]
+    assert [
+        command.promise.room for command in desk.commands() if isinstance(command, OpenRoom)
+    ] == [first.room]
     assert desk.admit() == ["a", "b"], "the caller hears of it with the next call"
-    assert [command.promise.room for command in desk.commands() if isinstance(command, OpenRoom)] == [second.room]
+    assert [
+        command.promise.room for command in desk.commands() if isinstance(command, OpenRoom)
+    ] == [second.room]
     assert desk.admit() == []
     for req in (first, second):
         desk.succeed(req.room_key)
@@ -157,7 +162,9 @@ def test_who_was_admitted_before_a_policy_raised_is_on_its_way() -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "fail", "succeed"])
-def test_who_was_admitted_before_a_policy_raised_may_end_before_the_caller_hears_of_it(end: str) -> None:
+def test_who_was_admitted_before_a_policy_raised_may_end_before_the_caller_hears_of_it(
+    end: str,
+) -> None:
     desk, first, second = desk_halfway()
     if end == "abort":
         desk.abort(first)
@@ -194,7 +201,9 @@ def test_a_policy_that_raises_at_every_pass_stops_no_deadline() -> None:
 
 
 @pytest.mark.parametrize("policy", ["hit_aware", "priority"])
-def test_a_stream_of_small_ones_passes_a_large_one_only_until_its_patience_ends(policy: str) -> None:
+def test_a_stream_of_small_ones_passes_a_large_one_only_until_its_patience_ends(
+    policy: str,
+) -> None:
     desk = Desk(16, rows=32, admission=policy, patience_s=10.0)
     small = [desk.start("s", 16, max_new=1, cacheable=False)]
     large = desk.add("L", 56, max_new=1, priority=-1)
@@ -205,7 +214,9 @@ def test_a_stream_of_small_ones_passes_a_large_one_only_until_its_patience_ends(
         overtook += len([rid for rid in desk.admit() if rid != "L"])
         if large.state is not DecodeState.QUEUED:
             break
-        for req in [req for req in desk.scheduler.requests.values() if req.state is DecodeState.PREALLOCATED]:
+        for req in [
+            req for req in desk.scheduler.requests.values() if req.state is DecodeState.PREALLOCATED
+        ]:
             desk.succeed(req.room_key)
         small += [desk.scheduler.requests[rid] for rid in desk.transferred()]
         if small:
@@ -273,7 +284,9 @@ def test_an_estimate_that_was_too_low_puts_it_behind_those_that_need_less() -> N
     assert desk.admit() == ["b", "was cached"], "nine pages now, not one"
 
 
-def test_at_most_so_many_are_matched_in_vain_and_none_twice_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_so_many_are_matched_in_vain_and_none_twice_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     desk, _ = blocked_desk(64, 2)
     for number in range(100):
         desk.add(f"{chr(300 + number)}", 20 + 4 * (number % 8), max_new=1)
@@ -291,7 +304,9 @@ def test_at_most_so_many_are_matched_in_vain_and_none_twice_for_nothing(monkeypa
     assert len(seen) == 100, "the oldest estimates are renewed first"
 
 
-def test_those_that_may_grow_too_large_do_not_hide_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_that_may_grow_too_large_do_not_hide_one_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They need few pages now, and come first; what keeps them out is all they may come to need."""
     desk = Desk(64, rows=8)
     in_transfer = desk.add("T", 200, max_new=1)  # of whose pages retraction could free none
@@ -321,15 +336,19 @@ def test_who_may_come_to_need_more_than_there_will_be_is_not_admitted(policy: st
 @pytest.mark.parametrize("policy", POLICIES)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(-1, 1), st.sampled_from("abc")),
-        min_size=1, max_size=12,
+        st.tuples(
+            st.integers(1, 40), st.integers(1, 6), st.integers(-1, 1), st.sampled_from("abc")
+        ),
+        min_size=1,
+        max_size=12,
     ),
     st.integers(6, 14),
-)  # fmt: skip
+)
 def test_everybody_is_admitted_in_the_end(
     policy: str, arrivals: list[tuple[int, int, int, str]], num_pages: int
 ) -> None:
-    """Whatever comes, whatever it shares: with somebody finishing at each step, the queue runs dry."""
+    """Whatever comes, whatever it shares: with somebody finishing at each step, the queue runs
+    dry."""
     desk = Desk(num_pages, rows=4, admission=policy, patience_s=3.0)
     for number, (length, max_new, priority, kind) in enumerate(arrivals):
         if pages_for(length + max_new, PAGE_SIZE) <= num_pages:
@@ -340,7 +359,10 @@ def test_everybody_is_admitted_in_the_end(
         desk.now_s += 1.0
         desk.admit()
         for req in list(desk.scheduler.requests.values()):
-            if req.state is DecodeState.PREALLOCATED and desk.scheduler.transfers.get(req.room_key) is not None:
+            if (
+                req.state is DecodeState.PREALLOCATED
+                and desk.scheduler.transfers.get(req.room_key) is not None
+            ):
                 desk.succeed(req.room_key)
         running += [desk.scheduler.requests[rid] for rid in desk.transferred()]
         if running:
@@ -378,7 +400,7 @@ def test_who_waits_too_long_fails_and_prefill_is_told() -> None:
     assert desk.scheduler.wake_s == float("inf")
 
 
-def test_who_fits_when_its_time_is_over_is_admitted_and_who_was_admitted_has_no_deadline_any_more() -> None:
+def test_what_fits_when_its_time_is_over_is_admitted_and_has_no_deadline_any_more() -> None:
     desk = Desk(16, waiting_timeout_s=20.0)
     hog = desk.start("H", 40, max_new=20)
     late = desk.add("L", 40, max_new=8)

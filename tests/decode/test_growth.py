@@ -18,10 +18,16 @@ from tests.models.lock_machine import Event
 
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=4),
-    st.lists(st.tuples(st.sets(st.integers(0, 3)), st.sampled_from(["", "look", "retract", "finish"])), max_size=25),
+    st.lists(
+        st.tuples(st.sets(st.integers(0, 3)), st.sampled_from(["", "look", "retract", "finish"])),
+        max_size=25,
+    ),
 )
-def test_every_token_is_where_it_belongs(prompts: list[tuple[int, int]], steps: list[tuple[set[int], str]]) -> None:
-    """Batches of any requests in any order; whoever is looked at, or taken back and resumed, has all its tokens."""
+def test_every_token_is_where_it_belongs(
+    prompts: list[tuple[int, int]], steps: list[tuple[set[int], str]]
+) -> None:
+    """Batches of any requests in any order; whoever is looked at, or taken back and resumed, has
+    all its tokens."""
     desk = Desk(64)
     reqs = [desk.start("abcd"[at], length, most) for at, (length, most) in enumerate(prompts)]
     expected: list[list[int]] = [[] for _ in reqs]
@@ -58,7 +64,10 @@ def test_every_token_is_where_it_belongs(prompts: list[tuple[int, int]], steps: 
         elif then == "retract" and last is not next(req for req in reqs if req.state in CAN_RUN):
             desk.retract(last)
             assert last.output_room == 0
-            assert desk.books.cache.match_prefix(known).prefix_len == len(known) // PAGE_SIZE * PAGE_SIZE
+            assert (
+                desk.books.cache.match_prefix(known).prefix_len
+                == len(known) // PAGE_SIZE * PAGE_SIZE
+            )
             assert desk.admit() == [last.rid]
             for ask in desk.scheduler.pop_needs_prefill():
                 assert ask.tokens.tolist() == known
@@ -66,7 +75,10 @@ def test_every_token_is_where_it_belongs(prompts: list[tuple[int, int]], steps: 
             assert desk.transferred() == [last.rid]
         elif then == "finish":
             desk.finish(last)
-            assert desk.books.cache.match_prefix(known).prefix_len == len(known) // PAGE_SIZE * PAGE_SIZE
+            assert (
+                desk.books.cache.match_prefix(known).prefix_len
+                == len(known) // PAGE_SIZE * PAGE_SIZE
+            )
     for at in range(len(reqs)):
         if reqs[at].state in CAN_RUN:
             check(at)
@@ -92,7 +104,9 @@ def test_who_has_ended_gets_no_token_though_its_pages_have_room(how: str) -> Non
     assert len(req.output) == 1
 
 
-def test_one_that_grows_by_eviction_leaves_the_blocked_head_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_grows_by_eviction_leaves_the_blocked_head_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Taking pages makes no room for anybody else, so nothing is to be looked at."""
     desk = Desk(8)
     desk.finish(desk.start("i", 16, max_new=1))
@@ -121,7 +135,9 @@ def test_what_is_taken_by_eviction_is_all_that_was_free_and_what_was_evicted() -
     req = desk.add("a", 20, max_new=1)
     desk.admit()
     assert desk.states() == {"OWNED": 5, "CACHED": 3}
-    assert req.pages.tolist() == sorted(req.pages.tolist()), "neighbours side by side: they travel as one"
+    assert req.pages.tolist() == sorted(req.pages.tolist()), (
+        "neighbours side by side: they travel as one"
+    )
     assert set(free) < set(req.pages.tolist()) <= set(free + cached)
 
 

@@ -1,4 +1,5 @@
-"""The index of what is on its way, against a list that is searched through; and who goes with whom."""
+"""The index of what is on its way, against a list that is searched through; and who goes with
+whom."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Air:
         check: bool = True,
     ) -> Flight:
         """Of tokens of which the tree has `cached_pages`; what is on its way already is joined."""
-        key = RadixKey([ord(letter) for letter in tokens] if isinstance(tokens, str) else tokens, namespace)
+        key = RadixKey(
+            [ord(letter) for letter in tokens] if isinstance(tokens, str) else tokens, namespace
+        )
         self.count += 1
         joined, end = self.flights.find(key, cached_pages) if shareable else (None, cached_pages)
         req = DecodeRequest(Request(str(self.count), key, room=self.count), BOOKS, 0.0)
@@ -47,8 +50,12 @@ class Air:
             self.flights.check_invariants()
         return req.flight
 
-    def find(self, tokens: str, cached_pages: int = 0, namespace: Any = None) -> tuple[Flight | None, int]:
-        return self.flights.find(RadixKey([ord(letter) for letter in tokens], namespace), cached_pages)
+    def find(
+        self, tokens: str, cached_pages: int = 0, namespace: Any = None
+    ) -> tuple[Flight | None, int]:
+        return self.flights.find(
+            RadixKey([ord(letter) for letter in tokens], namespace), cached_pages
+        )
 
 
 # --- looking --------------------------------------------------------------------------------------
@@ -59,7 +66,11 @@ def test_the_deepest_flight_is_found_along_ends_and_branches() -> None:
     a = air.start("aabbccddee")
     b = air.start("aabbccxxyy")  # leaves a at 3
     c = air.start("aabbccddeeffgg")  # begins where a ends
-    assert [(one.start_pages, one.end_pages, one.joined) for one in (a, b, c)] == [(0, 5, None), (3, 5, a), (5, 7, a)]
+    assert [(one.start_pages, one.end_pages, one.joined) for one in (a, b, c)] == [
+        (0, 5, None),
+        (3, 5, a),
+        (5, 7, a),
+    ]
     cases: dict[str, tuple[Flight | None, int]] = {
         "": (None, 0),
         "a": (None, 0),
@@ -216,7 +227,9 @@ class Model(RuleBasedStateMachine):
             for end in range(start + 1, min(flight.end_pages, len(key) // PAGE_SIZE) + 1):
                 if self._prefix(key, end) == self._prefix(flight.key, end):
                     further = self._search(key, end)
-                    best = max(best, further if further[0] else (flight, end), key=lambda way: way[1])
+                    best = max(
+                        best, further if further[0] else (flight, end), key=lambda way: way[1]
+                    )
         return best
 
     @rule(
@@ -253,7 +266,9 @@ class Model(RuleBasedStateMachine):
         while True:  # until nothing more goes
             more = {other for other in self.live if other.joined in gone}
             more |= {
-                one.joined for one in gone if one.joined and not one.joined.owner and one.joined.waiters.keys() <= gone
+                one.joined
+                for one in gone
+                if one.joined and not one.joined.owner and one.joined.waiters.keys() <= gone
             }
             if more <= gone:
                 break
@@ -272,8 +287,16 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
         """A prefix that nothing goes on from, and no flight holds."""
-        held = {self._prefix(one.key, end) for one in self.live for end in range(1, one.pages.num_locked + 1)}
-        free = [one for one in self.tree - held if not any(other[: len(one)] == one for other in self.tree - {one})]
+        held = {
+            self._prefix(one.key, end)
+            for one in self.live
+            for end in range(1, one.pages.num_locked + 1)
+        }
+        free = [
+            one
+            for one in self.tree - held
+            if not any(other[: len(one)] == one for other in self.tree - {one})
+        ]
         if free:
             self.tree.remove(data.draw(st.sampled_from(sorted(free, key=repr))))
 

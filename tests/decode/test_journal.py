@@ -31,14 +31,21 @@ class Watched(Desk):
 
     def times(self, rid: str) -> list[float | None]:
         record = self.ended[rid]
-        return [record[f"{name}_s"] for name in ("admitted", "transferred", "committed", "first_token", "ended")]
+        return [
+            record[f"{name}_s"]
+            for name in ("admitted", "transferred", "committed", "first_token", "ended")
+        ]
 
     def waited(self, reason: str) -> tuple[int, float]:
         histogram = self.scheduler.journal.waits[reason]
         return histogram.cumulative()[-1], histogram.total
 
     def transfers(self) -> dict[str, dict[str, list[float]]]:
-        return {name: rows for name, tally in self.scheduler.journal.transfers.items() if (rows := tally.read())}
+        return {
+            name: rows
+            for name, tally in self.scheduler.journal.transfers.items()
+            if (rows := tally.read())
+        }
 
 
 def test_a_request_from_arrival_to_its_end() -> None:
@@ -47,7 +54,9 @@ def test_a_request_from_arrival_to_its_end() -> None:
     desk.token(desk.scheduler.requests["first"])
     desk.finish(desk.scheduler.requests["first"])
 
-    req = desk.at(10.0).add("f2", [*(ord("f") * 1000 + place for place in range(8)), 1, 2], namespace=None)
+    req = desk.at(10.0).add(
+        "f2", [*(ord("f") * 1000 + place for place in range(8)), 1, 2], namespace=None
+    )
     desk.at(11.0).admit()
     desk.at(13.0).succeed(req.room_key)
     desk.at(13.5).transferred()
@@ -56,16 +65,23 @@ def test_a_request_from_arrival_to_its_end() -> None:
     desk.at(20.0).finish(req)
     assert desk.times("f2") == [1.0, 3.0, 3.5, 4.0, 10.0]
     assert desk.ended["f2"] == desk.ended["f2"] | {
-        "side": "decode", "rid": "f2", "room": 2, "generation": 0, "namespace": "", "outcome": "finished",
-        "error": None, "peer": "p", "prompt_tokens": 10, "hit_tokens": 8, "shared_tokens": 0, "output_tokens": 2,
-        "asked_bytes": PAGE_BYTES, "skipped_bytes": 2 * PAGE_BYTES, "retractions": 0, "retries": 0,
+        "side": "decode", "rid": "f2", "room": 2, "generation": 0, "namespace": "",
+        "outcome": "finished", "error": None, "peer": "p", "prompt_tokens": 10, "hit_tokens": 8,
+        "shared_tokens": 0, "output_tokens": 2, "asked_bytes": PAGE_BYTES,
+        "skipped_bytes": 2 * PAGE_BYTES, "retractions": 0, "retries": 0,
     }  # fmt: skip
     assert desk.scheduler.journal.tokens.read()[""][:2] == [18, 8]
     assert desk.scheduler.journal.pages_received == 3
     assert desk.transfers() == {"success": {"p": [2]}}
-    assert [desk.waited(reason) for reason in ("pages", "transfer", "flight", "engine", "first_token")] == [
-        (2, 1.0), (2, 2.0), (0, 0.0), (2, 1.0), (2, 4.0),
-    ]  # fmt: skip
+    assert [
+        desk.waited(reason) for reason in ("pages", "transfer", "flight", "engine", "first_token")
+    ] == [
+        (2, 1.0),
+        (2, 2.0),
+        (0, 0.0),
+        (2, 1.0),
+        (2, 4.0),
+    ]
 
 
 def test_who_joins_a_flight_waits_for_it_and_its_tokens_are_shared() -> None:
@@ -84,7 +100,10 @@ def test_who_joins_a_flight_waits_for_it_and_its_tokens_are_shared() -> None:
     assert (desk.ended["a1"]["hit_tokens"], desk.ended["a2"]["hit_tokens"]) == (0, 0)
     assert (desk.ended["a1"]["asked_bytes"], desk.ended["a2"]["asked_bytes"]) == (3 * PAGE_BYTES, 0)
     assert desk.waited("flight") == (1, 4.0)
-    assert desk.waited("engine") == (2, 2.0 + 1.0)  # the first one's pages were there at 5, but nobody popped them
+    assert desk.waited("engine") == (
+        2,
+        2.0 + 1.0,
+    )  # the first one's pages were there at 5, but nobody popped them
     assert desk.scheduler.journal.tokens.read()[""][-1] == 12
     assert desk.scheduler.journal.pages_received == 3
 
@@ -122,7 +141,8 @@ def test_a_retry_says_what_went_wrong_first_and_both_transfers_are_counted() -> 
     desk.finish(req)
     assert desk.times("a") == [0.0, 3.0, 3.0, 3.0, 3.0]
     assert desk.ended["a"] == desk.ended["a"] | {
-        "outcome": "finished", "retries": 1, "error": "TransferError: broken", "asked_bytes": 4 * PAGE_BYTES,
+        "outcome": "finished", "retries": 1, "error": "TransferError: broken",
+        "asked_bytes": 4 * PAGE_BYTES,
     }  # fmt: skip
     assert desk.transfers() == {"success": {"p": [1]}, "failed": {"p": [1]}}
 
@@ -174,4 +194,7 @@ def test_a_flight_whose_request_has_gone_is_named_by_its_room() -> None:
     first, _ = desk.add("a1", 12), desk.add("a2", 12)
     desk.admit()
     desk.abort(first)
-    assert sorted(name for name, _ in desk.scheduler.holders()) == ["a2", f"flight of room {first.room}"]
+    assert sorted(name for name, _ in desk.scheduler.holders()) == [
+        "a2",
+        f"flight of room {first.room}",
+    ]

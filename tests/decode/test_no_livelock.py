@@ -1,4 +1,5 @@
-"""Running requests that need more than the pool take turns, and all end: how often one is taken back is stated."""
+"""Running requests that need more than the pool take turns, and all end: how often one is taken
+back is stated."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ POLICIES = ["hit_aware", "fifo", "priority"]
 class Engine:
     """A loop like the README's: one token a step for everybody who runs; transfers take one step.
 
-    `tries_again`: it takes back as many as it must within a step; the README's takes back one, and sees to the rest
-    in its next pass, after admission.
+    `tries_again`: it takes back as many as it must within a step; the README's takes back one, and
+    sees to the rest in its next pass, after admission.
     """
 
     def __init__(self, desk: Desk, tries_again: bool = True) -> None:
@@ -66,7 +67,8 @@ class Engine:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("reserve_tokens", [0, 8])
 def test_twice_the_pool_runs_to_its_end(policy: str, reserve_tokens: int) -> None:
-    """Eight requests grow to eight pages each, in a pool of 32 that takes all their prompts at once."""
+    """Eight requests grow to eight pages each, in a pool of 32 that takes all their prompts at
+    once."""
     desk = Desk(32, rows=8, admission=policy, reserve_tokens=reserve_tokens)
     for rid in "abcdefgh":
         desk.add(rid, 8, max_new=24)
@@ -79,7 +81,8 @@ def test_twice_the_pool_runs_to_its_end(policy: str, reserve_tokens: int) -> Non
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_large_one_runs_among_a_stream_of_small_ones(policy: str) -> None:
-    """Small ones keep coming for as long as it has not been admitted, and more than the pool takes."""
+    """Small ones keep coming for as long as it has not been admitted, and more than the pool
+    takes."""
     desk = Desk(32, rows=16, admission=policy, reserve_tokens=4, patience_s=20.0)
     engine = Engine(desk)
     large, arrivals = None, 0
@@ -101,7 +104,8 @@ def test_a_large_one_runs_among_a_stream_of_small_ones(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_who_was_taken_back_comes_again_only_once_the_others_can_go_on(policy: str) -> None:
-    """All it had is cached still, so it could return at once, take the page that was freed, and be taken back again."""
+    """All it had is cached still, so it could return at once, take the page that was freed, and be
+    taken back again."""
     desk = Desk(9, rows=4, admission=policy, reserve_tokens=0)
     for rid in "abc":
         desk.add(rid, 8, max_new=8)

@@ -1,4 +1,5 @@
-"""A replica that follows the log ends up equal to rank 0, whatever happened; one that drifts says so."""
+"""A replica that follows the log ends up equal to rank 0, whatever happened; one that drifts says
+so."""
 
 from typing import Any
 
@@ -16,7 +17,8 @@ from tests.models.pair_sim import Chaos, PairSim
 
 def _tree(books: PageBooks) -> list[tuple[object, ...]]:
     return sorted(
-        (node.start, node.end, bytes(node.key), bytes(node.pages), node.lock_ref) for node in books.cache.nodes()
+        (node.start, node.end, bytes(node.key), bytes(node.pages), node.lock_ref)
+        for node in books.cache.nodes()
     )
 
 
@@ -42,17 +44,25 @@ def test_replica_equals_rank_0_after_a_storm(seed: int, monkeypatch: pytest.Monk
             return PageBooks(num_pages, page_size, rows, **settings)
         log: list[bytes] = []
         logs.append(log)
-        leaders.append(LoggedBooks(lambda op: log.append(encode_op(op)), num_pages, page_size, rows, **settings))
+        leaders.append(
+            LoggedBooks(
+                lambda op: log.append(encode_op(op)), num_pages, page_size, rows, **settings
+            )
+        )
         return leaders[-1]
 
     monkeypatch.setattr(pair_sim, "PageBooks", logged)
     chaos = Chaos(abort=0.02, fail_at_check=0.03, drop=0.02, flush=0.004 * (seed % 2))
-    sim = PairSim(seed, chaos, decode_pages=(13, 18)[seed % 2], failure_policy="retry", num_slots=num_slots)
+    sim = PairSim(
+        seed, chaos, decode_pages=(13, 18)[seed % 2], failure_policy="retry", num_slots=num_slots
+    )
     sim.run()
     assert sum(map(len, logs)) > 10
     for leader, log in zip(leaders, logs, strict=True):
         settings: dict[str, Any] = {"policy": leader.cache.policy.name, "num_slots": num_slots}
-        replica = Replica(PageBooks(leader.num_pages, leader.page_size, len(leader.table.array), **settings))
+        replica = Replica(
+            PageBooks(leader.num_pages, leader.page_size, len(leader.table.array), **settings)
+        )
         for raw in log:
             replica.apply(decode_op(raw))
         replica.books.check_invariants()

@@ -26,7 +26,9 @@ def test_first_come_first_served_and_a_head_that_does_not_fit_is_waited_for() ->
     assert desk.admit() == []
 
 
-def test_a_blocked_head_is_not_matched_again_while_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_head_is_not_matched_again_while_nothing_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     desk = Desk(8, admission="fifo")
     running = desk.start("a", 16, 8, outputs=1)
     head = desk.add("big", 20)
@@ -38,13 +40,17 @@ def test_a_blocked_head_is_not_matched_again_while_nothing_has_changed(monkeypat
     desk.add("small", 4)
     desk.token(running)
     assert desk.admit() == []
-    assert len(looks) == 1, "one behind the head and a token in a page that is there change nothing for it"
+    assert len(looks) == 1, (
+        "one behind the head and a token in a page that is there change nothing for it"
+    )
     desk.abort(head)
     assert desk.admit() == ["small"]
 
 
 @pytest.mark.parametrize("change", ["finish", "flush", "release", "abort"])
-def test_whatever_makes_room_lets_the_head_be_looked_at_again(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_makes_room_lets_the_head_be_looked_at_again(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     desk = Desk(9)
     idle = desk.start("i", 4, max_new=1)
     desk.finish(idle)
@@ -66,7 +72,9 @@ def test_whatever_makes_room_lets_the_head_be_looked_at_again(change: str, monke
 
 
 @pytest.mark.parametrize("flushed", [False, True])
-def test_it_is_matched_anew_only_if_the_tree_has_changed(flushed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_matched_anew_only_if_the_tree_has_changed(
+    flushed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     desk = Desk(16)
     desk.finish(desk.start("x", 12, max_new=1))
     hog = desk.start("H", 40, max_new=1, cacheable=False)
@@ -76,7 +84,9 @@ def test_it_is_matched_anew_only_if_the_tree_has_changed(flushed: bool, monkeypa
     monkeypatch.setattr(desk.books, "match", lambda *args: matches.append(args) or match(*args))
     assert desk.admit() == []
     assert not matches, "what `add` found holds"
-    desk.start("xz", 13, max_new=1)  # its match is locked by another now, which is no change of the tree
+    desk.start(
+        "xz", 13, max_new=1
+    )  # its match is locked by another now, which is no change of the tree
     assert len(matches) == 1, "of the other"
     if flushed:
         desk.scheduler.flush()
@@ -135,7 +145,9 @@ def test_one_that_comes_to_run_first_finds_its_pages_also_when_nobody_can_be_ret
     for _ in range(8):
         desk.token(first)
     desk.finish(first)
-    assert desk.admit() == ["c", "d"], "of the three pages now, one is what any of them may still need"
+    assert desk.admit() == ["c", "d"], (
+        "of the three pages now, one is what any of them may still need"
+    )
 
 
 def test_what_the_match_itself_would_lock_is_no_room() -> None:
@@ -158,7 +170,9 @@ def test_the_reserve_keeps_room_for_those_admitted_before() -> None:
     desk = Desk(5, reserve_tokens=8)
     desk.add("a", 4, max_new=8)
     desk.add("b", 4, max_new=8)
-    assert desk.admit() == ["a"], "a may need two pages more, so of four only two are b's to count on"
+    assert desk.admit() == ["a"], (
+        "a may need two pages more, so of four only two are b's to count on"
+    )
     assert desk.states() == {"OWNED": 1, "FREE": 4}, "kept back, not taken"
 
 
@@ -175,7 +189,8 @@ def test_the_reserve_keeps_room_for_those_admitted_before() -> None:
 def test_what_is_admitted_fits_as_the_match_said(
     num_pages: int, reserve: int, prompts: list[tuple[list[int], int, str]]
 ) -> None:
-    """Over trees of all shapes: opening never fails, and a request has exactly the pages of its prompt."""
+    """Over trees of all shapes: opening never fails, and a request has exactly the pages of its
+    prompt."""
     desk = Desk(num_pages, rows=3, reserve_tokens=reserve)
     running = []
     for number, (tokens, max_new, then) in enumerate(prompts):

@@ -1,4 +1,5 @@
-"""One room on several ranks: whatever the order of their words, the scheduler hears one end, and one drain in time."""
+"""One room on several ranks: whatever the order of their words, the scheduler hears one end, and
+one drain in time."""
 
 from __future__ import annotations
 
@@ -55,10 +56,16 @@ def test_every_order_of_two_ranks_words_ends_right(first: int, second: int) -> N
             news += joined
             commands += orders
             heard = order[: i + 1]
-            good = sum(isinstance(said, RoomEnded) and said.poll is KVPoll.SUCCESS for _, said in heard)
-            assert (DRAINED in news) == (good < 2 and sum(said == DRAINED for _, said in heard) + good == 2)
+            good = sum(
+                isinstance(said, RoomEnded) and said.poll is KVPoll.SUCCESS for _, said in heard
+            )
+            assert (DRAINED in news) == (
+                good < 2 and sum(said == DRAINED for _, said in heard) + good == 2
+            )
         ends = [word for word in news if isinstance(word, RoomEnded)]
-        bad = [word for _, word in order if isinstance(word, RoomEnded) and word.poll is KVPoll.FAILED]
+        bad = [
+            word for _, word in order if isinstance(word, RoomEnded) and word.poll is KVPoll.FAILED
+        ]
         if first == 3:
             assert (ends, news) == ([], [DRAINED])
         elif not bad:
@@ -89,7 +96,12 @@ def test_the_abort_that_follows_a_failure_names_rank_and_reason() -> None:
 
 
 def test_news_come_back_as_they_were() -> None:
-    said = [success(3), RoomEnded(OTHER, KVPoll.FAILED, TransferError("x" * 5000)), DRAINED, OVERDUE]
+    said = [
+        success(3),
+        RoomEnded(OTHER, KVPoll.FAILED, TransferError("x" * 5000)),
+        DRAINED,
+        OVERDUE,
+    ]
     news, events = unpack_news(pack_news(3, 17, said))
     assert (news.rank, news.number) == (3, 17)
     assert events[0] == said[0]
@@ -110,7 +122,10 @@ def test_bytes_that_are_no_news_are_the_callers_mistake(cut: int | str) -> None:
 def test_orders_come_back_as_they_were_but_for_the_kind_of_error() -> None:
     opened = OpenRoom(Promise(7, 1, 10, 4, b"\0\0\0\0" * 2, 9), "tcp://p")
     assert command_of(order_of(opened)) == opened
-    for command in (AbortRoom(KEY, TransferError("why")), RefuseRoom(KEY, 9, "tcp://p", TransferError("why"))):
+    for command in (
+        AbortRoom(KEY, TransferError("why")),
+        RefuseRoom(KEY, 9, "tcp://p", TransferError("why")),
+    ):
         back = command_of(order_of(command))
         assert type(back) is type(command)
         assert isinstance(back.error, AbortedError)

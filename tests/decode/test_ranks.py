@@ -1,4 +1,5 @@
-"""Ranks that follow rank 0's log: equal after any run, in processes of their own; one that drifts says so at once."""
+"""Ranks that follow rank 0's log: equal after any run, in processes of their own; one that drifts
+says so at once."""
 
 from __future__ import annotations
 
@@ -31,14 +32,17 @@ CONFIG = DecodeConfig(max_running=4)
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_in_processes_of_their_own_end_equal(world: int, tmp_path: pathlib.Path) -> None:
-    """gloo carries the log; digests of all books are compared at every message, whole dumps at the end of each run."""
+    """gloo carries the log; digests of all books are compared at every message, whole dumps at the
+    end of each run."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.models.rank_process"]
     ranks = []
     for rank in range(world):
         own = [*command, str(rank), str(world), str(tmp_path / "rendezvous"), "3"]
         pipe = subprocess.PIPE
-        ranks.append(subprocess.Popen(own, cwd=ROOT, env=environment, text=True, stdout=pipe, stderr=pipe))
+        ranks.append(
+            subprocess.Popen(own, cwd=ROOT, env=environment, text=True, stdout=pipe, stderr=pipe)
+        )
     try:
         told = [rank.communicate(timeout=600) for rank in ranks]
     finally:
@@ -62,7 +66,9 @@ class Ranks:
         self.books = LoggedBooks(self.log.append, num_pages, PAGE_SIZE, 4, policy="gated")
         self.replica = DecodeReplica(num_pages, PAGE_SIZE, CONFIG)
 
-    def open(self, tokens: range, num_new: int, now_s: float = 1.0) -> tuple[RequestPages, RadixKey]:
+    def open(
+        self, tokens: range, num_new: int, now_s: float = 1.0
+    ) -> tuple[RequestPages, RadixKey]:
         key = RadixKey(tokens)
         return self.books.open(key, self.books.match(key), num_new, now_s), key
 
@@ -78,7 +84,8 @@ class Ranks:
 
 
 def busy() -> Ranks:
-    """Two prompts in the tree, one of them held by a request that runs, and a room that holds pages."""
+    """Two prompts in the tree, one of them held by a request that runs, and a room that holds
+    pages."""
     ranks = Ranks()
     ranks.finish(*ranks.open(range(8), 2))
     ranks.finish(*ranks.open(range(100, 112), 3))
@@ -100,7 +107,9 @@ def test_a_replica_has_the_rows_that_its_kernels_read() -> None:
 def _corruptions() -> Iterator[tuple[str, Callable[[DecodeReplica], object]]]:
     yield (
         "a use that rank 0 has not seen",
-        lambda r: r.books.cache.unlock(r.books.cache.lock(r.books.cache.match_prefix(range(100, 112)))),
+        lambda r: r.books.cache.unlock(
+            r.books.cache.lock(r.books.cache.match_prefix(range(100, 112)))
+        ),
     )
     yield "an evicted page", lambda r: r.books.allocator.uncache(r.books.cache.evict(1))
     yield "a lost tree", lambda r: r.books.flush()
@@ -119,20 +128,27 @@ def _older(replica: DecodeReplica) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "corrupt"), list(_corruptions()), ids=lambda value: value if isinstance(value, str) else ""
+    ("what", "corrupt"),
+    list(_corruptions()),
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_rank_that_differs_says_so_at_the_next_message(what: str, corrupt: Callable[[DecodeReplica], object]) -> None:
+def test_a_rank_that_differs_says_so_at_the_next_message(
+    what: str, corrupt: Callable[[DecodeReplica], object]
+) -> None:
     ranks = busy()
     corrupt(ranks.replica)
     raw = ranks.log.take(ranks.books)
     with pytest.raises(InternalError, match="differs from rank 0 in message 1"):
         ranks.replica.apply(raw)
-    with pytest.raises(InternalError, match="differs from rank 0 in message 1"):  # and is of no use any more
+    with pytest.raises(
+        InternalError, match="differs from rank 0 in message 1"
+    ):  # and is of no use any more
         ranks.replica.apply(ranks.log.take(ranks.books))
 
 
 def test_without_digests_the_pages_of_the_next_operation_tell() -> None:
-    """Rank 1 thinks another prompt the older: nothing differs that can be counted, until one has to go."""
+    """Rank 1 thinks another prompt the older: nothing differs that can be counted, until one has to
+    go."""
     ranks = Ranks(digest_every=0)
     for start in (0, 100, 200):
         ranks.finish(*ranks.open(range(start, start + 20), 5))
@@ -153,7 +169,11 @@ def test_messages_are_read_once_each_and_in_order() -> None:
     first = ranks.log.take(ranks.books)
     ranks.open(range(8), 2)
     second = ranks.log.take(ranks.books)
-    for wrong, message in ((second, "message 1 of rank 0 came where 0"), (b"", "no message"), (b"\xc1", "no message")):
+    for wrong, message in (
+        (second, "message 1 of rank 0 came where 0"),
+        (b"", "no message"),
+        (b"\xc1", "no message"),
+    ):
         with pytest.raises(CallerError, match=message):
             ranks.replica.apply(wrong)
     ranks.replica.apply(first)
@@ -169,11 +189,19 @@ def test_messages_are_read_once_each_and_in_order() -> None:
         (lambda: DecodeReplica(17, PAGE_SIZE, CONFIG), "num_pages is 17"),
         (lambda: DecodeReplica(16, 8, CONFIG), "page_size is 8"),
         (lambda: DecodeReplica(16, PAGE_SIZE, DecodeConfig(max_running=5)), "max_running is 5"),
-        (lambda: DecodeReplica(16, PAGE_SIZE, DecodeConfig(max_running=4, policy="lru")), "policy is lru"),
-        (lambda: DecodeReplica(16, PAGE_SIZE, DecodeConfig(max_running=4, cache=False)), "cache is False"),
+        (
+            lambda: DecodeReplica(16, PAGE_SIZE, DecodeConfig(max_running=4, policy="lru")),
+            "policy is lru",
+        ),
+        (
+            lambda: DecodeReplica(16, PAGE_SIZE, DecodeConfig(max_running=4, cache=False)),
+            "cache is False",
+        ),
     ],
 )
-def test_a_rank_of_other_settings_is_refused(replica: Callable[[], DecodeReplica], name: str) -> None:
+def test_a_rank_of_other_settings_is_refused(
+    replica: Callable[[], DecodeReplica], name: str
+) -> None:
     ranks = Ranks()
     with pytest.raises(ConfigError, match=name):
         replica().apply(ranks.log.take(ranks.books))
@@ -199,7 +227,10 @@ def test_namespaces_travel_or_are_refused() -> None:
         pages = ranks.books.open(request.key, ranks.books.match(request.key), 1, 0.0)
         ranks.finish(pages, request.key)
         ranks.pass_ends()
-        assert ranks.replica.books.cache.match_prefix([1, 2, 3, 4], namespace=namespace).prefix_len == 4
+        assert (
+            ranks.replica.books.cache.match_prefix([1, 2, 3, 4], namespace=namespace).prefix_len
+            == 4
+        )
     for refused in (frozenset({1}), ("tenant", 1.5), object()):
         with pytest.raises(RequestError, match="namespace"):
             log.check(Request("r", [1], namespace=refused))
@@ -218,7 +249,8 @@ def test_a_message_is_the_operations_since_the_last() -> None:
 
 @pytest.mark.parametrize("policy", policy_names())
 def test_a_listener_on_rank_0_leaves_no_trace(policy: str) -> None:
-    """What is remembered of pages that went may be a sum of floats: it has to be summed in one order."""
+    """What is remembered of pages that went may be a sum of floats: it has to be summed in one
+    order."""
     chance = random.Random(1)
     ranks = [RadixCache(page_size=1, policy=policy, pool_pages=200) for _ in range(2)]
     ranks[0].drain_events()  # a router reads rank 0's events
@@ -227,7 +259,9 @@ def test_a_listener_on_rank_0_leaves_no_trace(policy: str) -> None:
     for step in range(400):
         now_s = 1000.0 + 37.3 * step
         tokens = [chance.randint(0, 1) for _ in range(chance.randint(1, 6))]
-        action = chance.choice(["insert", "insert", "insert", "lock", "unlock", "evict all", "evict"])
+        action = chance.choice(
+            ["insert", "insert", "insert", "lock", "unlock", "evict all", "evict"]
+        )
         if action == "insert":
             there = ranks[0].match_prefix(tokens)
             new = [free.pop() for _ in range(len(tokens) - there.prefix_len)]

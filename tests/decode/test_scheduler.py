@@ -1,4 +1,5 @@
-"""The decode scheduler, call by call. Random orders of the same calls are in `test_lock_leaks.py`."""
+"""The decode scheduler, call by call. Random orders of the same calls are in
+`test_lock_leaks.py`."""
 
 from __future__ import annotations
 
@@ -124,7 +125,9 @@ def _complete_without_transfer(desk: Desk) -> DecodeRequest:
     return req
 
 
-PLACES: dict[str, tuple[Callable[[Desk], DecodeRequest], bool]] = {  # and whether a peer may write its pages
+PLACES: dict[
+    str, tuple[Callable[[Desk], DecodeRequest], bool]
+] = {  # and whether a peer may write its pages
     "queued": (_queued, False),
     "preallocated": (_preallocated, True),
     "arrived": (_arrived, False),
@@ -139,7 +142,9 @@ PLACES: dict[str, tuple[Callable[[Desk], DecodeRequest], bool]] = {  # and wheth
 
 
 @pytest.mark.parametrize(("place", "exposed"), PLACES.values(), ids=PLACES)
-def test_an_abort_wherever_a_request_is_leaves_nothing(place: Callable[[Desk], DecodeRequest], exposed: bool) -> None:
+def test_an_abort_wherever_a_request_is_leaves_nothing(
+    place: Callable[[Desk], DecodeRequest], exposed: bool
+) -> None:
     desk = Desk(failure_policy="retry")
     req = place(desk)
     desk.commands()
@@ -205,7 +210,9 @@ def test_an_abort_while_it_is_being_retracted_waits_for_the_same_device() -> Non
     assert desk.states() == before
     desk.scheduler._deferred[0][0].done = True
     assert desk.admit() == [], "and it does not come back"
-    assert desk.states() == {"FREE": 12, "CACHED": 3, "OWNED": 1}, "the older one keeps the page it writes to"
+    assert desk.states() == {"FREE": 12, "CACHED": 3, "OWNED": 1}, (
+        "the older one keeps the page it writes to"
+    )
 
 
 def test_an_unknown_request_is_no_error() -> None:
@@ -248,14 +255,26 @@ def test_retry_asks_prefill_once_more_under_the_next_generation() -> None:
     assert desk.pop_failed() == []
     assert desk.admit() == ["a", "b"], "it goes first"
     [ask] = desk.scheduler.pop_needs_prefill()
-    assert (ask.rid, ask.room, ask.generation, ask.known_token, ask.prefill) == ("a", req.room, 1, None, "p")
+    assert (ask.rid, ask.room, ask.generation, ask.known_token, ask.prefill) == (
+        "a",
+        req.room,
+        1,
+        None,
+        "p",
+    )
     assert ask.tokens.tolist() == req.tokens.tolist()
     opened = [command for command in desk.commands() if isinstance(command, OpenRoom)]
     assert [command.promise.generation for command in opened] == [1, 0]
-    assert desk.states()["HELD"] == 2, "the pages of the first attempt are still its peer's to write"
-    assert set(desk.books.allocator.held_by(RoomKey(req.room, 0)).tolist()).isdisjoint(req.pages.tolist())
+    assert desk.states()["HELD"] == 2, (
+        "the pages of the first attempt are still its peer's to write"
+    )
+    assert set(desk.books.allocator.held_by(RoomKey(req.room, 0)).tolist()).isdisjoint(
+        req.pages.tolist()
+    )
     desk.succeed(RoomKey(req.room, 0))
-    assert (desk.states(), desk.transferred()) == ({"FREE": 12, "OWNED": 4}, []), "late news of the first attempt"
+    assert (desk.states(), desk.transferred()) == ({"FREE": 12, "OWNED": 4}, []), (
+        "late news of the first attempt"
+    )
     desk.fail(req.room_key)
     assert (req.state, desk.pop_failed()) == (DecodeState.FAILED, [req]), "once, not for ever"
     desk.drain(req.room_key)
@@ -287,14 +306,18 @@ def test_a_request_from_arrival_to_the_cache() -> None:
     assert req.kv_len == req.fill_len == 7
     desk.succeed(req.room_key, b"first")
     assert (desk.transferred(), req.aux, req.state) == (["a"], b"first", DecodeState.TRANSFERRED)
-    assert desk.books.cache.protected_pages == 1, "the prompt's whole page is the tree's, under the request's lock"
+    assert desk.books.cache.protected_pages == 1, (
+        "the prompt's whole page is the tree's, under the request's lock"
+    )
     desk.token(req, token=5)
     assert (req.state, req.kv_len, len(req.pages)) == (DecodeState.RUNNING, 7, 2)
     desk.token(req, token=6)
     assert (req.kv_len, len(req.pages)) == (8, 3), "the next step writes to a page that is there"
     desk.finish(req)
     assert desk.states() == {"FREE": 14, "CACHED": 2}
-    assert desk.books.cache.match_prefix(req.tokens).prefix_len == 8, "the last token has no KV, and is not cached"
+    assert desk.books.cache.match_prefix(req.tokens).prefix_len == 8, (
+        "the last token has no KV, and is not cached"
+    )
     desk.at_rest()
 
 
@@ -302,7 +325,9 @@ def test_a_request_from_arrival_to_the_cache() -> None:
 def test_only_what_runs_can_be_finished_retracted_or_get_tokens(state: str) -> None:
     desk = Desk()
     desk.start("old", 4)
-    req = {"queued": _queued, "preallocated": _preallocated}.get(state, lambda desk: desk.start("a", outputs=1))(desk)
+    req = {"queued": _queued, "preallocated": _preallocated}.get(
+        state, lambda desk: desk.start("a", outputs=1)
+    )(desk)
     if state == "finished":
         desk.finish(req)
     elif state == "aborted":
@@ -411,7 +436,11 @@ def test_back_from_retraction_what_was_evicted_is_asked_for_and_the_known_token_
     assert desk.books.cache.match_prefix(req.tokens).prefix_len == 8
     assert desk.admit() == ["a"]
     [ask] = desk.scheduler.pop_needs_prefill()
-    assert (ask.tokens.tolist(), ask.known_token, ask.generation) == (req.tokens.tolist()[:-1], 13, 1)
+    assert (ask.tokens.tolist(), ask.known_token, ask.generation) == (
+        req.tokens.tolist()[:-1],
+        13,
+        1,
+    )
     promise = desk.commands()[-1].promise
     assert (promise.fill_len, promise.prefix_len, len(promise.page_ids())) == (10, 8, 1)
     desk.succeed(req.room_key, b"another first token")
@@ -510,16 +539,22 @@ def test_a_flush_lets_what_runs_finish_and_keeps_none_of_it(place: str) -> None:
 
 
 @pytest.mark.parametrize("continues", [None, True, False])
-def test_the_hint_about_the_conversation_reaches_the_tree(continues: bool | None, monkeypatch: Any) -> None:
+def test_the_hint_about_the_conversation_reaches_the_tree(
+    continues: bool | None, monkeypatch: Any
+) -> None:
     desk = Desk()
     hints: list[Any] = []
-    monkeypatch.setattr(desk.books.cache, "hint", lambda node, continues: hints.append((node.end, continues)))
+    monkeypatch.setattr(
+        desk.books.cache, "hint", lambda node, continues: hints.append((node.end, continues))
+    )
     desk.finish(desk.start("a", 8), continues=continues)
     assert hints == ([] if continues is None else [(2, continues)])
 
 
 @pytest.mark.parametrize("fields", [{"cacheable": False}, {}])
-def test_warm_ups_never_enter_the_tree_and_with_the_cache_off_nothing_does(fields: dict[str, Any]) -> None:
+def test_warm_ups_never_enter_the_tree_and_with_the_cache_off_nothing_does(
+    fields: dict[str, Any],
+) -> None:
     desk = Desk(caching=bool(fields))
     old = desk.start("old", 4, **fields)
     req = desk.start("a", 8, outputs=1, **fields)
@@ -542,7 +577,9 @@ def test_priority_reaches_the_tree() -> None:
     desk = Desk()
     seen = []
     insert = desk.books.cache.insert
-    desk.books.cache.insert = lambda *args, **more: seen.append(more["priority"]) or insert(*args, **more)
+    desk.books.cache.insert = lambda *args, **more: (
+        seen.append(more["priority"]) or insert(*args, **more)
+    )
     desk.finish(desk.start("a", 8, priority=3))
     assert seen == [3]
 

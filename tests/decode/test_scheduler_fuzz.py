@@ -20,7 +20,14 @@ def test_nothing_is_left_after_a_storm() -> None:
         totals.update(sim.decode.scheduler.counters)
         totals["steps"] += sim.counts["steps"]
     assert totals["steps"] > 400 * RUNS
-    for what in ("finished", "shared_flights", "flight_fallbacks", "transfers_failed", "aborted", "hit_tokens"):
+    for what in (
+        "finished",
+        "shared_flights",
+        "flight_fallbacks",
+        "transfers_failed",
+        "aborted",
+        "hit_tokens",
+    ):
         assert totals[what], (what, totals)
 
 

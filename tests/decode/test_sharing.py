@@ -90,7 +90,9 @@ def test_samples_of_one_prompt_share_all_its_whole_pages() -> None:
     prompt = [*tokens(1), 7, 7]
     reqs = burst(desk, prompt, prompt, prompt)
     sent = promises(desk)
-    assert [len(sent[req.room_key].page_ids()) for req in reqs] == [4, 1, 1], "and each has the partial page"
+    assert [len(sent[req.room_key].page_ids()) for req in reqs] == [4, 1, 1], (
+        "and each has the partial page"
+    )
     for at, req in enumerate(reqs):
         desk.succeed(req.room_key, b"first token of %d" % at)
     assert desk.transferred() == ["a", "b", "c"]
@@ -104,7 +106,11 @@ def test_who_lacks_nothing_but_the_aux_still_has_a_room() -> None:
     desk = in_order()
     a, b = burst(desk, tokens(), tokens())
     sent = promises(desk)
-    assert (sent[b.room_key].fill_len, sent[b.room_key].prefix_len, sent[b.room_key].pages) == (8, 8, b"")
+    assert (sent[b.room_key].fill_len, sent[b.room_key].prefix_len, sent[b.room_key].pages) == (
+        8,
+        8,
+        b"",
+    )
     desk.succeed(a.room_key)
     assert desk.transferred() == ["a"]
     desk.succeed(b.room_key, b"aux")
@@ -139,7 +145,9 @@ def test_behind_what_is_cached_the_rest_is_shared() -> None:
 
 
 @pytest.mark.parametrize("order", ["abc", "acb", "bac", "bca", "cab", "cba"])
-def test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_there(order: str) -> None:
+def test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_there(
+    order: str,
+) -> None:
     desk = in_order(32)
     reqs = {req.rid: req for req in trio(desk)}
     there: set[str] = set()
@@ -147,7 +155,9 @@ def test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_t
     for rid in order:
         desk.succeed(reqs[rid].room_key, rid.encode())
         there.add(rid)
-        assert desk.scheduler.has_news == any({"a": 0, "b": 1, "c": 2}[rid] == len(ran) for rid in there - set(ran))
+        assert desk.scheduler.has_news == any(
+            {"a": 0, "b": 1, "c": 2}[rid] == len(ran) for rid in there - set(ran)
+        )
         ran += desk.transferred()
         expected = [rid for at, rid in enumerate("abc") if {*"abc"[: at + 1]} <= there]
         assert ran == expected
@@ -160,8 +170,12 @@ def test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_t
 def test_a_long_chain_is_committed_in_one_call() -> None:
     length = 600
     desk = in_order(2 * length, rows=length)
-    prompts = [[at // PAGE_SIZE for at in range(PAGE_SIZE * (number + 1))] for number in range(length)]
-    reqs = [desk.scheduler.add(desk.request(f"r{at}", prompt), 0.0) for at, prompt in enumerate(prompts)]
+    prompts = [
+        [at // PAGE_SIZE for at in range(PAGE_SIZE * (number + 1))] for number in range(length)
+    ]
+    reqs = [
+        desk.scheduler.add(desk.request(f"r{at}", prompt), 0.0) for at, prompt in enumerate(prompts)
+    ]
     assert len(desk.admit()) == length
     for req in reversed(reqs):
         desk.scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", 0.0)
@@ -193,7 +207,9 @@ def test_pages_that_the_tree_has_by_now_are_repointed_for_all_that_joined() -> N
 @pytest.mark.parametrize("how", ["not cacheable", "cache off", "namespaces"])
 def test_what_may_not_be_shared_is_not(how: str) -> None:
     desk = in_order(caching=how != "cache off")
-    fields: dict[str, Any] = {"not cacheable": {"cacheable": False}, "cache off": {}}.get(how, {"namespace": "lora"})
+    fields: dict[str, Any] = {"not cacheable": {"cacheable": False}, "cache off": {}}.get(
+        how, {"namespace": "lora"}
+    )
     a = desk.add("a", tokens())
     b = desk.add("b", tokens(), **fields)
     again = desk.add("c", tokens(1), **fields)
@@ -220,7 +236,9 @@ ROOMS: dict[str, Callable[[Desk, DecodeRequest], None]] = {"open": _open, "arriv
 
 @pytest.mark.parametrize("theirs", ROOMS)
 @pytest.mark.parametrize("own", ROOMS)
-def test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others(own: str, theirs: str) -> None:
+def test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others(
+    own: str, theirs: str
+) -> None:
     desk = in_order(32)
     a, b, c = trio(desk)
     ROOMS[own](desk, a)
@@ -238,7 +256,9 @@ def test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others(own: 
     ran = desk.transferred()
     assert ran == (["b"] if theirs == "arrived" else []), "what nobody owns is for the tree"
     assert desk.books.cache.match_prefix(tokens(1, 2)).prefix_len == 16
-    assert (b.pages_held.num_locked, b.pages_held.num_joined) == ((4, 0) if theirs == "arrived" else (3, 0))
+    assert (b.pages_held.num_locked, b.pages_held.num_joined) == (
+        (4, 0) if theirs == "arrived" else (3, 0)
+    )
     desk.admit()
     end_well(desk, [b, c, again])
 
@@ -280,7 +300,8 @@ def test_an_arrived_flight_that_nobody_needs_any_more_is_dropped() -> None:
 
 
 def test_an_abort_that_crosses_a_success_drops_nothing_that_others_need() -> None:
-    """The owner's end and its room's success come in either order with the same result; see above for the other."""
+    """The owner's end and its room's success come in either order with the same result; see above
+    for the other."""
     desk = in_order()
     a, b = burst(desk, tokens(1), tokens(2))
     desk.commands()
@@ -297,7 +318,9 @@ def test_an_abort_that_crosses_a_success_drops_nothing_that_others_need() -> Non
 
 @pytest.mark.parametrize("theirs", ROOMS)
 @pytest.mark.parametrize("owned", [True, False])
-def test_those_that_wait_for_what_fails_ask_again_in_their_order_and_share_again(theirs: str, owned: bool) -> None:
+def test_those_that_wait_for_what_fails_ask_again_in_their_order_and_share_again(
+    theirs: str, owned: bool
+) -> None:
     desk = in_order(32)
     a, b, c = trio(desk)
     d = desk.add("d", tokens(5))
@@ -314,12 +337,20 @@ def test_those_that_wait_for_what_fails_ask_again_in_their_order_and_share_again
     assert desk.scheduler.counters["flight_fallbacks"] == 3
     was = [RoomKey(req.room, 0) for req in (b, c, d)]
     assert set(aborted(desk)) == (set(was) if theirs == "open" else set())
-    assert desk.states()["HELD"] == (7 if theirs == "open" else 4), "what had arrived is free, nobody writes it"
+    assert desk.states()["HELD"] == (7 if theirs == "open" else 4), (
+        "what had arrived is free, nobody writes it"
+    )
     assert desk.admit() == ["b", "c", "d"]
     asks = desk.scheduler.pop_needs_prefill()
-    assert [(ask.rid, ask.generation, len(ask.tokens)) for ask in asks] == [("b", 1, 16), ("c", 1, 20), ("d", 1, 12)]
+    assert [(ask.rid, ask.generation, len(ask.tokens)) for ask in asks] == [
+        ("b", 1, 16),
+        ("c", 1, 20),
+        ("d", 1, 12),
+    ]
     sent = promises(desk)
-    assert [sent[req.room_key].prefix_len for req in (b, c, d)] == [0, 16, 8], "the first brings it, the others join"
+    assert [sent[req.room_key].prefix_len for req in (b, c, d)] == [0, 16, 8], (
+        "the first brings it, the others join"
+    )
     assert [req.retries for req in (b, c, d)] == [0, 0, 0]
     for key in (a.room_key, *(was if theirs == "open" else [])):
         desk.fail(key, drained=True)
@@ -351,7 +382,11 @@ def test_what_fails_in_the_middle_leaves_those_before_it_alone() -> None:
     desk = in_order(32)
     a, b, c = trio(desk)
     desk.fail(b.room_key, drained=True)
-    assert [req.state for req in (a, b, c)] == [DecodeState.PREALLOCATED, DecodeState.FAILED, DecodeState.RETRACTED]
+    assert [req.state for req in (a, b, c)] == [
+        DecodeState.PREALLOCATED,
+        DecodeState.FAILED,
+        DecodeState.RETRACTED,
+    ]
     desk.admit()
     assert c.flight is not None
     assert c.flight.joined is a.flight
@@ -377,14 +412,18 @@ def test_the_pages_of_a_failed_attempt_are_not_written_twice() -> None:
     desk.admit()
     held = [desk.books.allocator.held_by(RoomKey(req.room, 0)).tolist() for req in (a, b, c)]
     writable = [page for pages in held for page in pages]
-    writable += [page for promise in promises(desk).values() for page in promise.page_ids().tolist()]
+    writable += [
+        page for promise in promises(desk).values() for page in promise.page_ids().tolist()
+    ]
     assert len(writable) == len(set(writable)) == 6 + 5
     for req in (a, b, c):
         desk.drain(RoomKey(req.room, 0))
     end_well(desk, [b, c])
 
 
-def test_one_that_comes_back_waits_for_a_flight_that_brings_all_it_has_lost_without_a_room() -> None:
+def test_one_that_comes_back_waits_for_a_flight_that_brings_all_it_has_lost_without_a_room() -> (
+    None
+):
     desk = in_order(32)
     desk.start("old", 4)
     req = desk.start("r", SYSTEM[:4], max_new=12)
@@ -423,7 +462,9 @@ def test_one_that_comes_back_waits_for_a_flight_that_brings_all_it_has_lost_with
 
 @pytest.mark.parametrize("theirs", ROOMS)
 @pytest.mark.parametrize("owned", [True, False])
-def test_a_flush_sends_those_that_wait_to_ask_for_kv_of_the_new_weights(theirs: str, owned: bool) -> None:
+def test_a_flush_sends_those_that_wait_to_ask_for_kv_of_the_new_weights(
+    theirs: str, owned: bool
+) -> None:
     desk = in_order(32)
     a, b, c = trio(desk)
     for req in (b, c):
@@ -438,7 +479,9 @@ def test_a_flush_sends_those_that_wait_to_ask_for_kv_of_the_new_weights(theirs: 
     assert [req.state for req in (b, c)] == [DecodeState.RETRACTED] * 2
     late = desk.add("l", tokens(1, 2))
     assert desk.admit() == ["b", "c", "l"]
-    assert [req.prefix_len for req in (b, c, late)] == [0, 16, 12], "nobody joins what is on its way from before"
+    assert [req.prefix_len for req in (b, c, late)] == [0, 16, 12], (
+        "nobody joins what is on its way from before"
+    )
     assert desk.scheduler.counters["flight_fallbacks"] == 2
     for key in was:
         desk.drain(key)

@@ -1,4 +1,5 @@
-"""A request's slot of extra state goes the way of its own pages, and its state is never taken from the cache."""
+"""A request's slot of extra state goes the way of its own pages, and its state is never taken from
+the cache."""
 
 from __future__ import annotations
 

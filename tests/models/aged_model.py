@@ -27,7 +27,9 @@ class AgedModel(GhostModel):
             found = self.find(tokens, old)
             for depth, visited_s in found:
                 for at in range(old, depth):
-                    bases[at] = max(bases[at], visited_s, key=lambda visits_s: self.worth(visits_s, use.now_s))
+                    bases[at] = max(
+                        bases[at], visited_s, key=lambda visits_s: self.worth(visits_s, use.now_s)
+                    )
             self.come_back(tokens, found)
         return bases
 
@@ -36,8 +38,13 @@ class AgedModel(GhostModel):
 
     def choose(self, unwanted: list[Place], now_s: float, likely: set[int]) -> Place:
         """Where rounding may decide, one of those that are likely."""
-        ranks = {place: (self.worth(self.visited_s(self.pages[place]), now_s), self.pages[place].last.tick)
-                 for place in unwanted}  # fmt: skip
+        ranks = {
+            place: (
+                self.worth(self.visited_s(self.pages[place]), now_s),
+                self.pages[place].last.tick,
+            )
+            for place in unwanted
+        }
         least = min(unwanted, key=lambda place: ranks[place])
         near = [place for place in unwanted if ranks[place][0] <= ranks[least][0] * (1 + 1e-9)]
         return next((place for place in near if self.pages[place].page_id in likely), least)

@@ -1,7 +1,7 @@
 """The page allocator as a list of states, and the machine that holds the real one to it.
 
-Which pages an allocation gives is the allocator's choice; the model says which choices are right: pages that
-were free, in as few runs as any choice would have.
+Which pages an allocation gives is the allocator's choice; the model says which choices are right:
+pages that were free, in as few runs as any choice would have.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class AllocatorModel:
 
 
 class Pick(NamedTuple):
-    """Chooses some of a list: cheap to draw, shrinks to nothing, and with a stride it makes holes."""
+    """Chooses some of a list: cheap to draw, shrinks to nothing, and with a stride it makes
+    holes."""
 
     offset: int
     stride: int
@@ -78,7 +79,9 @@ class Pick(NamedTuple):
 
 picks = st.builds(Pick, st.integers(0, 8), st.integers(1, 4), st.integers(0, 60), st.booleans())
 owners = st.sampled_from(["a", "b", ("room", 7), 3])
-kinds = st.sampled_from([list, tuple, lambda pages: np.array(pages, np.int32), lambda pages: np.array(pages, np.int64)])
+kinds = st.sampled_from(
+    [list, tuple, lambda pages: np.array(pages, np.int32), lambda pages: np.array(pages, np.int64)]
+)
 
 # What each method that takes pages starts from, and where it leads.
 MOVES = {
@@ -94,7 +97,9 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @initialize(num_pages=st.integers(1, 150), loop_below_runs=st.sampled_from([2, DEFAULT_LOOP]))
     def start(self, num_pages: int, loop_below_runs: int) -> None:
-        free_runs._LOOP_BELOW_RUNS = loop_below_runs  # else few examples have the many runs that need vectors
+        free_runs._LOOP_BELOW_RUNS = (
+            loop_below_runs  # else few examples have the many runs that need vectors
+        )
         self.real = PageAllocator(num_pages)
         self.model = AllocatorModel(num_pages)
 
@@ -175,8 +180,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         again=st.booleans(),
         kind=kinds,
     )
-    def wrong_pages(self, method: str, pick: Pick, extra: list[int], again: bool, kind: type) -> None:
-        """Pages in the right state mixed with others; raises for the first wrong one, and changes nothing."""
+    def wrong_pages(
+        self, method: str, pick: Pick, extra: list[int], again: bool, kind: type
+    ) -> None:
+        """Pages in the right state mixed with others; raises for the first wrong one, and changes
+        nothing."""
         before, _ = MOVES[method]
         pages = pick.of(self.model.pages_in(before))
         pages = pages + extra + (pages[:1] if again else [])
@@ -211,7 +219,13 @@ class AllocatorMachine(RuleBasedStateMachine):
         real.check_invariants()
         for state in PageState:
             assert real.pages_in(state).tolist() == model.pages_in(state)
-        counts = (real.free_pages, real.owned_pages, real.cached_pages, real.held_pages, real.quarantined_pages)
+        counts = (
+            real.free_pages,
+            real.owned_pages,
+            real.cached_pages,
+            real.held_pages,
+            real.quarantined_pages,
+        )
         assert counts == tuple(len(model.pages_in(state)) for state in PageState)
         assert real.free_runs() == runs_of(model.pages_in(FREE))
         assert real.num_free_runs == len(real.free_runs())

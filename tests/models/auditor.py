@@ -1,4 +1,5 @@
-"""One auditor for the laws that hold between structures (DESIGN section 11). Called after every step of the pair test.
+"""One auditor for the laws that hold between structures (DESIGN section 11). Called after every
+step of the pair test.
 
 Each structure checks itself (`check_invariants`); here they are held against each other.
 """
@@ -42,22 +43,35 @@ def audit_decode(scheduler: DecodeScheduler, endpoint: DecodeEndpoint) -> None:
                 "law 6: what is promised is there or comes"
             )
             if flight.owner is not None:
-                assert flight.owner.prefix_len == machine.promise.prefix_len, "law 6: the promise stands"
+                assert flight.owner.prefix_len == machine.promise.prefix_len, (
+                    "law 6: the promise stands"
+                )
         elif books.holds(machine.key):
             own = set(allocator.held_by(machine.key).tolist())
         else:
-            # The scheduler may not have read yet that the room succeeded; nothing else excuses a room without pages.
-            assert not mine or machine.poll is KVPoll.SUCCESS, f"law 4: pages of {machine.key} are nobody's"
+            # The scheduler may not have read yet that the room succeeded; nothing else excuses a
+            # room without pages.
+            assert not mine or machine.poll is KVPoll.SUCCESS, (
+                f"law 4: pages of {machine.key} are nobody's"
+            )
             own = mine
         assert mine <= own, f"law 4: {sorted(mine - own)} may be written, but are not the room's"
         for page in mine:
-            assert page not in writable, f"law 5: page {page} is writable by {machine.key} and {writable[page]}"
-            assert allocator.state(page) in (PageState.OWNED, PageState.HELD, PageState.QUARANTINED), "law 4"
+            assert page not in writable, (
+                f"law 5: page {page} is writable by {machine.key} and {writable[page]}"
+            )
+            assert allocator.state(page) in (
+                PageState.OWNED,
+                PageState.HELD,
+                PageState.QUARANTINED,
+            ), "law 4"
             writable[page] = machine.key
     assert undrained == endpoint.num_expected, "the endpoint counts the rooms that may be written"
 
 
-def _audit_slot(scheduler: DecodeScheduler, machine: ReceiverMachine, writable: dict[int, object]) -> None:
+def _audit_slot(
+    scheduler: DecodeScheduler, machine: ReceiverMachine, writable: dict[int, object]
+) -> None:
     """Laws 4 and 5 of the slot that an undrained room may be written in."""
     books, slot, key = scheduler.books, machine.promise.state_slot, machine.key
     assert (slot >= 0) == (books.slots is not None), "a slot is promised where there is extra state"
@@ -68,18 +82,23 @@ def _audit_slot(scheduler: DecodeScheduler, machine: ReceiverMachine, writable: 
         assert flight.pages.slot == slot, f"law 4: slot {slot} of {key} is not its flight's"
         states = {PageState.OWNED}
     elif books.holds(key):
-        assert books.slots.held_by(key).tolist() == [slot], f"law 4: slot {slot} of {key} is not held for it"
+        assert books.slots.held_by(key).tolist() == [slot], (
+            f"law 4: slot {slot} of {key} is not held for it"
+        )
         states = {PageState.HELD, PageState.QUARANTINED}
     else:
         assert machine.poll is KVPoll.SUCCESS, f"law 4: slot {slot} of {key} is nobody's"
         states = {PageState.OWNED}
-    assert books.slots.state(slot) in states, f"law 4: slot {slot} of {key} is {books.slots.state(slot).name}"
+    assert books.slots.state(slot) in states, (
+        f"law 4: slot {slot} of {key} is {books.slots.state(slot).name}"
+    )
     assert slot not in writable, f"law 5: slot {slot} is writable by {key} and {writable[slot]}"
     writable[slot] = key
 
 
 def audit_prefill(scheduler: PrefillScheduler) -> None:
-    """Laws on the prefill side: what is being read stays, and each request's pages cover its tokens."""
+    """Laws on the prefill side: what is being read stays, and each request's pages cover its
+    tokens."""
     scheduler.check_invariants()
     for req in scheduler.requests.values():
         if req.pages_held is not None:

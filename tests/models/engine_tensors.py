@@ -1,4 +1,5 @@
-"""KV tensors as engines lay them out, each as per-layer views [page, token, head, dim] (mla: [page, token, dim])."""
+"""KV tensors as engines lay them out, each as per-layer views [page, token, head, dim] (mla: [page,
+token, dim])."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def _heads_before_pages(dtype: str) -> Views:
 
 def _all_layers_of_a_token_together(dtype: str) -> Views:
     whole = distinct((PAGES * TOKENS, LAYERS, 2, HEADS, DIM), dtype).unflatten(0, (PAGES, TOKENS))
-    return [whole[:, :, layer, 0] for layer in range(LAYERS)], [whole[:, :, layer, 1] for layer in range(LAYERS)]
+    return [whole[:, :, layer, 0] for layer in range(LAYERS)], [
+        whole[:, :, layer, 1] for layer in range(LAYERS)
+    ]
 
 
 def _k_and_v_of_a_head_together(dtype: str) -> Views:
@@ -60,7 +63,9 @@ def _mla(dtype: str) -> Views:
 
 
 def _mla_padded(dtype: str) -> Views:
-    return [distinct((PAGES, TOKENS, DIM + 3), dtype)[..., 1 : DIM + 1] for _ in range(LAYERS)], None
+    return [
+        distinct((PAGES, TOKENS, DIM + 3), dtype)[..., 1 : DIM + 1] for _ in range(LAYERS)
+    ], None
 
 
 # name -> (views, is a page of a slab dense)

@@ -17,7 +17,11 @@ class GatedModel(GhostModel):
         ghosts = self.find(tokens, old)
         found = [depth for depth, _ in ghosts]
         before = self.before(tokens, namespace, old)
-        if not use.visit and before is not None and before.marks[old] not in ("closed", "continues"):
+        if (
+            not use.visit
+            and before is not None
+            and before.marks[old] not in ("closed", "continues")
+        ):
             kind = before.marks[old]
         else:
             known, path = old, before.covers if before is not None else -1

@@ -13,7 +13,9 @@ GHOST_PAGES = 40
 class GhostModel(RadixModel):
     def __init__(self, page_size: int, policy: str) -> None:
         super().__init__(page_size, policy)
-        self.ghosts: dict[tuple[int, Prefix], tuple[int, Any]] = {}  # depth, what the policy wants to know again
+        self.ghosts: dict[
+            tuple[int, Prefix], tuple[int, Any]
+        ] = {}  # depth, what the policy wants to know again
 
     def name(self, tokens: Prefix, depth: int) -> tuple[int, Prefix]:
         return depth, self.cut(tokens, depth)[-max(16, self.page_size) :]
@@ -35,14 +37,17 @@ class GhostModel(RadixModel):
             del self.ghosts[self.name(tokens, depth)]
 
     def remember(self, place: Place, path: int, known: Any) -> list[tuple[int, Any]]:
-        """A page whose last path had `path` pages was evicted; returns the ghosts that are forgotten for it."""
+        """A page whose last path had `path` pages was evicted; returns the ghosts that are
+        forgotten for it."""
         depth = self.whole(place[1])
         if depth % STRIDE_PAGES and depth != path:
             return []
         self.ghosts.pop(self.name(place[1], depth), None)
         self.ghosts[self.name(place[1], depth)] = (depth, known)
         forgotten = []
-        while sum((depth - 1) % STRIDE_PAGES + 1 for depth, _ in self.ghosts.values()) > GHOST_PAGES:
+        while (
+            sum((depth - 1) % STRIDE_PAGES + 1 for depth, _ in self.ghosts.values()) > GHOST_PAGES
+        ):
             forgotten.append(self.ghosts.pop(next(iter(self.ghosts))))
         return forgotten
 

@@ -1,4 +1,5 @@
-"""The gittins policy, page by page, with a list of everything that ever happened in the place of tables."""
+"""The gittins policy, page by page, with a list of everything that ever happened in the place of
+tables."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class GittinsModel(GhostModel):
         self.losses: list[tuple[Kind, float]] = []
         self.worths = self.work_out()
 
-    # --- uses --------------------------------------------------------------------------------------
+    # --- uses -------------------------------------------------------------------------------------
 
     def look_up(self, use: ModelUse, tokens: Prefix, namespace: Hashable, old: int) -> list[int]:
         found = self.find(tokens, old)
@@ -55,7 +56,10 @@ class GittinsModel(GhostModel):
             if goes_on and last is not None:
                 self.returns.append((last.kind, use.now_s - last.now_s))
             new = self.whole(tokens) - known
-            kind = (min([turn, 4]) if turn < 6 else 5, 0 if new <= TINY_PAGES else 1 if new <= LONG_PAGES else 2)
+            kind = (
+                min([turn, 4]) if turn < 6 else 5,
+                0 if new <= TINY_PAGES else 1 if new <= LONG_PAGES else 2,
+            )
             has_end = turn > 1 or new > 0
             if has_end:
                 self.starts.append((use.now_s, kind))
@@ -78,7 +82,7 @@ class GittinsModel(GhostModel):
             if depth == known.path:
                 self.losses.append((known.kind, self.starts[-1][0] - known.now_s))
 
-    # --- what it is worth --------------------------------------------------------------------------
+    # --- what it is worth -------------------------------------------------------------------------
 
     def snapshots(self) -> list[int]:
         """After which starts it was written down how many there were."""
@@ -101,7 +105,10 @@ class GittinsModel(GhostModel):
                     until = [number for number in snapshots if self.starts[number][0] <= limit_s]
                     old_enough = self.starts[: until[-1] + 1] if until else []
                 started = sum(other == kind for _, other in old_enough)
-                ended = sum(other == kind and age_s < BEGINS_S[at] for other, age_s in self.returns + self.losses)
+                ended = sum(
+                    other == kind and age_s < BEGINS_S[at]
+                    for other, age_s in self.returns + self.losses
+                )
                 here = sum(other == kind and in_bin(age_s) == at for other, age_s in self.returns)
                 entered += max(started - ended, here)
                 returned += here
@@ -111,17 +118,26 @@ class GittinsModel(GhostModel):
     def work_out(self) -> dict[Kind, tuple[int, list[float]]]:
         """(peak, worth by bin) of each class."""
         sizes, turns = range(3), (1, 2, 3, 4, 5)
-        common = smooth(self.counts([(turn, size) for turn in turns for size in sizes]), UNTAUGHT, 5 * TRUST)
+        common = smooth(
+            self.counts([(turn, size) for turn in turns for size in sizes]), UNTAUGHT, 5 * TRUST
+        )
         worths = {}
         for turn in turns:
             alike = smooth(self.counts([(turn, size) for size in sizes]), common, TRUST)
             for size in sizes:
                 own = smooth(self.counts([(turn, size)]), alike, TRUST)
-                mixed = [index(alike, at) ** (1 - POWER) * index(own, at) ** POWER for at in range(NUM_BINS)]
+                mixed = [
+                    index(alike, at) ** (1 - POWER) * index(own, at) ** POWER
+                    for at in range(NUM_BINS)
+                ]
                 peak = mixed.index(max(mixed))
                 worths[turn, size] = (
-                    peak, [max(mixed[: at + 1]) if at < peak else max(mixed[at:]) for at in range(NUM_BINS)],
-                )  # fmt: skip
+                    peak,
+                    [
+                        max(mixed[: at + 1]) if at < peak else max(mixed[at:])
+                        for at in range(NUM_BINS)
+                    ],
+                )
         return worths
 
     def rank(self, page: ModelPage, now_s: float) -> tuple[Any, ...]:
@@ -146,7 +162,10 @@ def in_bin(age_s: float) -> int:
 
 
 def smooth(counts: list[tuple[int, int]], chance: Any, trust: float) -> list[float]:
-    return [(returned + trust * chance[at]) / (entered + trust) for at, (entered, returned) in enumerate(counts)]
+    return [
+        (returned + trust * chance[at]) / (entered + trust)
+        for at, (entered, returned) in enumerate(counts)
+    ]
 
 
 def index(chance: list[float], first: int) -> float:

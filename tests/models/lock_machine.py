@@ -1,7 +1,9 @@
-"""A state machine over the decode scheduler: any order of arrive, admit, transfer, fail, abort, retract, finish, evict
-and flush, with the other side played by rules. After every rule all laws hold; at the end nothing may be left.
+"""A state machine over the decode scheduler: any order of arrive, admit, transfer, fail, abort,
+retract, finish, evict and flush, with the other side played by rules. After every rule all laws
+hold; at the end nothing may be left.
 
-What a page was written with is known: for which tokens, and of which weights. A second rank follows the log.
+What a page was written with is known: for which tokens, and of which weights. A second rank follows
+the log.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ class Event:
 
 
 class LockMachine(RuleBasedStateMachine):
-    """`rooms` are those the control plane has open; `aborting` those it has been told to abort and may still see
-    succeed; `undrained` have ended and may still be written. `writable` are their pages, and what comes there."""
+    """`rooms` are those the control plane has open; `aborting` those it has been told to abort and
+    may still see succeed; `undrained` have ended and may still be written. `writable` are their
+    pages, and what comes there.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,41 +70,51 @@ class LockMachine(RuleBasedStateMachine):
         waiting_timeout_s=st.sampled_from([20.0, 1e9]),
     )
     def start(
-        self, num_pages: int, rows: int, reserve: int, policy: str, caching: bool, admission: str, patience_s: float,
-        waiting_timeout_s: float,
+        self, num_pages: int, rows: int, reserve: int, policy: str, caching: bool, admission: str,
+        patience_s: float, waiting_timeout_s: float,
     ) -> None:  # fmt: skip
         self.patience_s, self.waiting_timeout_s = patience_s, waiting_timeout_s
         self.replica = Replica(PageBooks(num_pages, PAGE_SIZE, rows, caching=caching))
         books = LoggedBooks(
-            lambda op: self.replica.apply(decode_op(encode_op(op))), num_pages, PAGE_SIZE, rows, caching=caching
+            lambda op: self.replica.apply(decode_op(encode_op(op))),
+            num_pages,
+            PAGE_SIZE,
+            rows,
+            caching=caching,
         )
         self.scheduler = DecodeScheduler(
-            books, reserve_tokens=reserve, failure_policy=policy, admission=admission, patience_s=patience_s,
-            waiting_timeout_s=waiting_timeout_s,
+            books, reserve_tokens=reserve, failure_policy=policy, admission=admission,
+            patience_s=patience_s, waiting_timeout_s=waiting_timeout_s,
         )  # fmt: skip
 
     # --- the engine's side ------------------------------------------------------------------------
 
     @rule(
         tokens=st.one_of(
-            st.sampled_from([[0] * 6, [0] * 7, [0] * 4 + [1] * 3]), st.lists(st.integers(0, 1), min_size=1, max_size=12)
+            st.sampled_from([[0] * 6, [0] * 7, [0] * 4 + [1] * 3]),
+            st.lists(st.integers(0, 1), min_size=1, max_size=12),
         ),
         max_new=st.sampled_from([1, 3, 6]),
         cacheable=st.sampled_from([True, True, True, False]),
         namespace=st.sampled_from([None, None, "lora"]),
         twins=st.sampled_from([1, 2, 4]),
     )
-    def arrive(self, tokens: list[int], max_new: int, cacheable: bool, namespace: str | None, twins: int) -> None:
+    def arrive(
+        self, tokens: list[int], max_new: int, cacheable: bool, namespace: str | None, twins: int
+    ) -> None:
         for _ in range(twins):
             self._arrive(tokens, max_new, cacheable, namespace)
 
     @rule(
         system=st.integers(1, 4),
         suffixes=st.lists(st.lists(st.integers(0, 1), max_size=5), min_size=2, max_size=5),
-        then=st.sampled_from(["nothing", "the first is aborted", "its room fails", "it succeeds", "a flush"]),
+        then=st.sampled_from(
+            ["nothing", "the first is aborted", "its room fails", "it succeeds", "a flush"]
+        ),
     )
     def burst(self, system: int, suffixes: list[list[int]], then: str) -> None:
-        """Requests with one new system prompt, and what becomes of the first while they are on their way."""
+        """Requests with one new system prompt, and what becomes of the first while they are on
+        their way."""
         first = self.count + 1
         for suffix in suffixes:
             self._arrive([2 + self.count_bursts % 3] * (system * PAGE_SIZE) + suffix, 3, True, None)
@@ -116,11 +130,13 @@ class LockMachine(RuleBasedStateMachine):
         elif then == "a flush":
             self.flush()
 
-    def _arrive(self, tokens: list[int], max_new: int, cacheable: bool, namespace: str | None) -> None:
+    def _arrive(
+        self, tokens: list[int], max_new: int, cacheable: bool, namespace: str | None
+    ) -> None:
         self.count += 1
         request = Request(
-            f"r{self.count}", tokens, max_new_tokens=max_new, room=self.count, prefill="p", namespace=namespace,
-            cacheable=cacheable, priority=self.count % 3,
+            f"r{self.count}", tokens, max_new_tokens=max_new, room=self.count, prefill="p",
+            namespace=namespace, cacheable=cacheable, priority=self.count % 3,
         )  # fmt: skip
         try:
             self.scheduler.add(request, self.now_s)
@@ -130,12 +146,19 @@ class LockMachine(RuleBasedStateMachine):
     @rule()
     def admit(self) -> None:
         waited = {req: req.state for req in self.scheduler.waiting}
-        admitted = [req for req in self.scheduler.pop_preallocated(self.now_s) if waited[req] is DecodeState.QUEUED]
+        admitted = [
+            req
+            for req in self.scheduler.pop_preallocated(self.now_s)
+            if waited[req] is DecodeState.QUEUED
+        ]
         self._nobody_was_overtaken_for_too_long(admitted)
         self._carry_out()
         for ask in self.scheduler.pop_needs_prefill():
             assert RoomKey(ask.room, ask.generation) in self.rooms
-            assert ask.known_token is None or ask.known_token == self.scheduler.requests[ask.rid].output[-1]
+            assert (
+                ask.known_token is None
+                or ask.known_token == self.scheduler.requests[ask.rid].output[-1]
+            )
 
     def _nobody_was_overtaken_for_too_long(self, admitted: list[DecodeRequest]) -> None:
         waiting = list(self.scheduler.waiting)
@@ -145,7 +168,9 @@ class LockMachine(RuleBasedStateMachine):
             waited_s = self.now_s - late.arrived_s
             assert waited_s < self.waiting_timeout_s
             if waited_s >= self.patience_s:
-                assert all(req.room < late.room for req in admitted), "nothing overtakes it any more"
+                assert all(req.room < late.room for req in admitted), (
+                    "nothing overtakes it any more"
+                )
 
     @rule()
     def commit(self) -> None:
@@ -208,12 +233,16 @@ class LockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.requests)
     @rule(data=st.data(), deferred=st.booleans())
     def abort(self, data: st.DataObject, deferred: bool) -> None:
-        self._abort(data.draw(st.sampled_from(sorted(self.scheduler.requests))), self._event(deferred))
+        self._abort(
+            data.draw(st.sampled_from(sorted(self.scheduler.requests))), self._event(deferred)
+        )
 
     @precondition(lambda self: any(flight.waiters for flight in self.scheduler.flights))
     @rule(data=st.data())
     def abort_an_owner(self, data: st.DataObject) -> None:
-        owners = [flight.owner.rid for flight in self.scheduler.flights if flight.waiters and flight.owner]
+        owners = [
+            flight.owner.rid for flight in self.scheduler.flights if flight.waiters and flight.owner
+        ]
         if owners:
             self._abort(data.draw(st.sampled_from(owners)), None)
 
@@ -332,7 +361,9 @@ class LockMachine(RuleBasedStateMachine):
                     assert flight.owner is not None
                     assert promise.prefix_len == flight.start_pages * PAGE_SIZE
                     pages = enumerate(promise.page_ids().tolist(), flight.start_pages)
-                    self.writable[key] = {page: written(flight.owner, place) for place, page in pages}
+                    self.writable[key] = {
+                        page: written(flight.owner, place) for place, page in pages
+                    }
                     for page in self.writable[key]:
                         self.written.pop(page, None)
                 case RefuseRoom(key):
@@ -343,7 +374,8 @@ class LockMachine(RuleBasedStateMachine):
                     self.aborting.add(key)
 
     def _check_content(self, req: DecodeRequest) -> None:
-        """Law 8: each whole page below `kv_len` was written for these tokens, with weights of one time."""
+        """Law 8: each whole page below `kv_len` was written for these tokens, with weights of one
+        time."""
         for place, page in enumerate(req.pages[: req.kv_len // PAGE_SIZE].tolist()):
             assert self.written.get(page) == written(req, place), f"law 8: page {place} of {req}"
 
@@ -359,7 +391,9 @@ class LockMachine(RuleBasedStateMachine):
                 "law 4: a page with a possible writer is in use"
             )
             ours, theirs = self.scheduler.books, self.replica.books
-            assert np.array_equal(ours.table.array, theirs.table.array), "the second rank has drifted"
+            assert np.array_equal(ours.table.array, theirs.table.array), (
+                "the second rank has drifted"
+            )
             assert ours.allocator.free_pages == theirs.allocator.free_pages
 
     def teardown(self) -> None:
@@ -377,7 +411,9 @@ class LockMachine(RuleBasedStateMachine):
             self.scheduler.room_drained(key)
         assert_at_rest(self.scheduler)
         self.replica.books.check_invariants()
-        assert self.scheduler.books.allocator.free_runs() == self.replica.books.allocator.free_runs()
+        assert (
+            self.scheduler.books.allocator.free_runs() == self.replica.books.allocator.free_runs()
+        )
         assert not len(self.scheduler.waiting)
         assert not len(self.scheduler.transfers)
         assert self.scheduler.budget.active == 0
@@ -388,7 +424,8 @@ Written = tuple[Any, ...]
 
 
 def written(req: DecodeRequest, place: int) -> Written:
-    """What the page at this place of a request's row is written with: all tokens before its end, by which weights."""
+    """What the page at this place of a request's row is written with: all tokens before its end, by
+    which weights."""
     assert req.pages_held is not None
     tokens: Sequence[int] = req.tokens[: (place + 1) * PAGE_SIZE].tolist()
     return (req.pages_held.epoch, req.request.namespace, *tokens)

@@ -1,7 +1,9 @@
-"""The KV of a model spread over the ranks of a mesh, element by element; for tests of descriptors and staging.
+"""The KV of a model spread over the ranks of a mesh, element by element; for tests of descriptors
+and staging.
 
-Addresses are virtual: a rank's memory is an array of its own, and address `a` is its byte `a - BASE`. So equal
-ranks have equal layouts. Everything in a rank's memory that is not KV is a canary: gaps between regions, padding.
+Addresses are virtual: a rank's memory is an array of its own, and address `a` is its byte `a -
+BASE`. So equal ranks have equal layouts. Everything in a rank's memory that is not KV is a canary:
+gaps between regions, padding.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ BASE = 1 << 20
 HEAD_BYTES = 2
 GAP = 24  # bytes around each region
 
-# Dimensions from the widest stride to the narrowest: Layer, Kind (K or V), Page, Token, Head. Each index of those
-# before the bar is a region of its own; x is padding.
+# Dimensions from the widest stride to the narrowest: Layer, Kind (K or V), Page, Token, Head. Each
+# index of those before the bar is a region of its own; x is padding.
 ORDERS = {
     "layer_major": "L|KPTH",
     "page_major": "|PLKTH",
@@ -42,8 +44,8 @@ Bytes = npt.NDArray[np.uint8]
 
 @cache
 def mesh_layout(
-    order: str, num_pages: int, page_size: int, num_layers: int, num_heads: int, attention: str = "mha",
-    head_bytes: int = HEAD_BYTES,
+    order: str, num_pages: int, page_size: int, num_layers: int, num_heads: int,
+    attention: str = "mha", head_bytes: int = HEAD_BYTES,
 ) -> tuple[KVLayout, int]:  # fmt: skip
     """A layout of that order and the bytes of memory it lies in, canaries included."""
     outer, inner = ORDERS[order].split("|")
@@ -70,9 +72,10 @@ def mesh_layout(
         base = region + layer * strides["L"] + kind * strides["K"]
         slabs.append(Slab(base, strides["P"], strides["T"], strides["H"]))
     layout = KVLayout(
-        num_pages=num_pages, page_size=page_size, num_layers=num_layers, num_kv_heads=num_heads, head_dim=head_bytes,
-        dtype="uint8", attention=attention, order=order if order in ("layer_major", "page_major") else "strided",
-        slabs=tuple(slabs), regions=tuple((base, extent) for base in bases.values()),
+        num_pages=num_pages, page_size=page_size, num_layers=num_layers, num_kv_heads=num_heads,
+        head_dim=head_bytes, dtype="uint8", attention=attention,
+        order=order if order in ("layer_major", "page_major") else "strided", slabs=tuple(slabs),
+        regions=tuple((base, extent) for base in bases.values()),
     )  # fmt: skip
     layout.validate()
     return layout, at - BASE
@@ -90,7 +93,8 @@ def moved(layout: KVLayout, address: int) -> KVLayout:
 
 @cache
 def elements(layout: KVLayout, pages: tuple[int, ...], stop: int) -> Int64s:
-    """Where tokens 0 to `stop` of a request in these pages lie in a rank's memory: [slab, token, head, byte]."""
+    """Where tokens 0 to `stop` of a request in these pages lie in a rank's memory: [slab, token,
+    head, byte]."""
     token = np.arange(stop)
     page, slot = np.array(pages)[token // layout.page_size], token % layout.page_size
     head, byte = np.arange(layout.num_kv_heads)[:, None], np.arange(layout.head_bytes)
@@ -114,7 +118,9 @@ def routes(writers: Mesh, readers: Mesh, reader: int) -> tuple[tuple[int, Shard,
     for writer in writers_to(writers, readers, reader):
         share = sent_share(writers, writer, readers, reader)
         assert share is not None
-        found.append((writer, share.inside(writers.shard(writer)), share.inside(readers.shard(reader))))
+        found.append(
+            (writer, share.inside(writers.shard(writer)), share.inside(readers.shard(reader)))
+        )
     return tuple(found)
 
 
@@ -131,22 +137,35 @@ class Side:
     memory: list[Bytes]
 
     @classmethod
-    def make(cls, mesh: Mesh, order: str, page_size: int, pages: tuple[int, ...], attention: str, seed: int) -> Side:
+    def make(
+        cls,
+        mesh: Mesh,
+        order: str,
+        page_size: int,
+        pages: tuple[int, ...],
+        attention: str,
+        seed: int,
+    ) -> Side:
         """Every byte random, canaries and KV alike."""
         rng = np.random.default_rng(seed)
         made = [
-            mesh_layout(order, max(pages) + 2, page_size, shard.num_layers, shard.num_heads, attention)
+            mesh_layout(
+                order, max(pages) + 2, page_size, shard.num_layers, shard.num_heads, attention
+            )
             for shard in shards(mesh)
         ]
         memory = [rng.integers(0, 256, num_bytes, np.uint8) for _, num_bytes in made]
         return cls(mesh, order, page_size, attention, pages, [layout for layout, _ in made], memory)
 
     def put(self, kv: Bytes, start: int, memory: list[Bytes] | None = None) -> None:
-        """Write tokens `start`.. of the model's KV, [layer, kind, token, head, byte], where each rank holds them."""
+        """Write tokens `start`.. of the model's KV, [layer, kind, token, head, byte], where each
+        rank holds them."""
         for rank, layout in enumerate(self.layouts):
             shard = shards(self.mesh)[rank]
             layers = slice(shard.first_layer, shard.first_layer + shard.num_layers)
             heads = slice(shard.first_head, shard.first_head + shard.num_heads)
-            part = kv[layers, :, start:, heads].reshape(len(layout.slabs), -1, shard.num_heads, layout.head_bytes)
+            part = kv[layers, :, start:, heads].reshape(
+                len(layout.slabs), -1, shard.num_heads, layout.head_bytes
+            )
             at = elements(layout, self.pages, kv.shape[2])[:, start:]
             (self.memory if memory is None else memory)[rank][at] = part

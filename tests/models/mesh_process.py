@@ -1,5 +1,6 @@
-"""Ranks above decode's rank 0 in processes of their own: a prefill rank with its engine's hands, or a `DecodeRank`,
-obeying calls over a pipe. What a worker's ranks tell each other the test carries."""
+"""Ranks above decode's rank 0 in processes of their own: a prefill rank with its engine's hands, or
+a `DecodeRank`, obeying calls over a pipe. What a worker's ranks tell each other the test carries.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ _PR_SET_PDEATHSIG = 1
 class _PrefillServed:
     """One prefill rank."""
 
-    def __init__(self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...]) -> None:
+    def __init__(
+        self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...]
+    ) -> None:
         from prefixkv.cli.hashing import PrefixHasher
         from prefixkv.cli.pattern import KVPattern
         from prefixkv.cli.rank_kv import make_pools

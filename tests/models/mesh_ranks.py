@@ -1,5 +1,6 @@
-"""The processes of a mesh simulation: prefill and decode ranks with the real control threads' code (`kv_manager`), but
-no thread: the simulation hands over one item at a time. Sockets, copy pool and transport are in memory.
+"""The processes of a mesh simulation: prefill and decode ranks with the real control threads' code
+(`kv_manager`), but no thread: the simulation hands over one item at a time. Sockets, copy pool and
+transport are in memory.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from tests.models.mesh_pools import elements, mesh_layout, moved
 HEAD_BYTES = 128
 CANARY = 0xA5
 TIMING = ControlConfig(
-    heartbeat_s=1.0, suspect_after_s=4.0, forget_after_s=50.0, resend_s=0.3, bootstrap_timeout_s=20.0,
-    waiting_timeout_s=30.0, transfer_timeout_s=30.0, ack_timeout_s=10.0, drain_timeout_s=8.0, parked_timeout_s=10.0,
+    heartbeat_s=1.0, suspect_after_s=4.0, forget_after_s=50.0, resend_s=0.3,
+    bootstrap_timeout_s=20.0, waiting_timeout_s=30.0, transfer_timeout_s=30.0, ack_timeout_s=10.0,
+    drain_timeout_s=8.0, parked_timeout_s=10.0,
 )  # fmt: skip
 
 
@@ -61,10 +63,18 @@ class Queue:
 class Memory:
     """A rank's pool, canaries round every region, and its pages as arrays."""
 
-    def __init__(self, mesh: Mesh, rank: int, order: str, num_pages: int, page_size: int, attention: str) -> None:
+    def __init__(
+        self, mesh: Mesh, rank: int, order: str, num_pages: int, page_size: int, attention: str
+    ) -> None:
         self.shard = mesh.shard(rank)
         layout, num_bytes = mesh_layout(
-            order, num_pages, page_size, self.shard.num_layers, self.shard.num_heads, attention, HEAD_BYTES
+            order,
+            num_pages,
+            page_size,
+            self.shard.num_layers,
+            self.shard.num_heads,
+            attention,
+            HEAD_BYTES,
         )
         self._virtual = layout
         self.bytes = np.full(num_bytes, CANARY, np.uint8)
@@ -86,7 +96,9 @@ class Memory:
         stop = kv.shape[2] - skip
         if not stop:
             return 0
-        return int((self.bytes[self._at(pages, 0, stop)] != self._part(kv, skip, kv.shape[2])).sum())
+        return int(
+            (self.bytes[self._at(pages, 0, stop)] != self._part(kv, skip, kv.shape[2])).sum()
+        )
 
     def scribble(self, pages: np.ndarray, value: int) -> None:
         if len(pages):
@@ -133,7 +145,9 @@ class Copies:
     def submit(self, token: Any, copy: Callable[[], None]) -> None:
         self.jobs.append((token, copy))
 
-    def run(self, number: int, before: Callable[[Any], None], error: Exception | None = None) -> None:
+    def run(
+        self, number: int, before: Callable[[Any], None], error: Exception | None = None
+    ) -> None:
         token, copy = self.jobs.pop(number)
         before(token)
         try:  # as CopyPool does: what cannot be copied, its peer being gone, say, has failed
@@ -182,7 +196,8 @@ class Side:
     def digest(self) -> ModelDigest:
         mesh = self.mesh
         return ModelDigest(
-            "m", "1", "none", "uint8", self.attention, mesh.num_layers, mesh.num_kv_heads, HEAD_BYTES
+            "m", "1", "none", "uint8", self.attention, mesh.num_layers, mesh.num_kv_heads,
+            HEAD_BYTES
         )  # fmt: skip
 
     @property
@@ -200,7 +215,9 @@ class Side:
 class PrefillRank(PrefillManager):
     """One life of a prefill rank. `sendings` is the engine's side, kept by the simulation."""
 
-    def __init__(self, world: World, side: Side, rank: int, incarnation: int, addresses: tuple[str, ...]) -> None:
+    def __init__(
+        self, world: World, side: Side, rank: int, incarnation: int, addresses: tuple[str, ...]
+    ) -> None:
         self.me = PeerId(f"prefill/{rank}", incarnation)
         self.alive = True
         self._world = world
@@ -216,11 +233,15 @@ class PrefillRank(PrefillManager):
         )
         slot_bytes = 0 if area is None else area.lease_bytes
         endpoints = addresses if rank == 0 else ()
-        self.endpoint = PrefillEndpoint(self.me, side.digest, side.topology, TIMING, endpoints, rank, slot_bytes)
+        self.endpoint = PrefillEndpoint(
+            self.me, side.digest, side.topology, TIMING, endpoints, rank, slot_bytes
+        )
         self.copies = Copies(self.inbox.put)
         self._staging = self._copies = None
         if self.buffer is not None:
-            self._staging = self._copies = SendStaging(self.memory.layout, self.buffer, side.transport, self.me.name)
+            self._staging = self._copies = SendStaging(
+                self.memory.layout, self.buffer, side.transport, self.me.name
+            )
             self._staging._pool = self.copies
             self._staging.start_sending(rank, TIMING.resend_s, self.endpoint.next_job_id)
 
@@ -268,7 +289,11 @@ class PrefillRank(PrefillManager):
         }  # fmt: skip
         if self._staging is not None:
             machine = self._staging.machine
-            left["staged"] = (machine.num_jobs, machine.num_rooms, machine._num_slots - machine.free_slots)
+            left["staged"] = (
+                machine.num_jobs,
+                machine.num_rooms,
+                machine._num_slots - machine.free_slots,
+            )
             left["undrained pieces"] = machine._undrained
             known = {peer.id for peer in endpoint._peers.values()}
             left["forgotten peers"] = (set(machine._peers) | set(self._staging._peers)) - known
@@ -278,7 +303,9 @@ class PrefillRank(PrefillManager):
 class DecodeRank(DecodeManager):
     """One life of a decode rank. Above 0 it hears of rooms by `orders`, and answers with `news`."""
 
-    def __init__(self, world: World, side: Side, rank: int, incarnation: int, worker: PeerId | None) -> None:
+    def __init__(
+        self, world: World, side: Side, rank: int, incarnation: int, worker: PeerId | None
+    ) -> None:
         self.me = PeerId(f"decode/{rank}", incarnation)
         self.route = f"{rank}-{incarnation}".encode()
         self.alive = True
@@ -296,7 +323,13 @@ class DecodeRank(DecodeManager):
             self.me, self.memory.layout, self.inbox.put, side.transport, self.memory, area
         )
         hello = Hello(
-            side.digest, side.topology, self.memory.layout, self.transport.metadata, rank, worker or self.me, area
+            side.digest,
+            side.topology,
+            self.memory.layout,
+            self.transport.metadata,
+            rank,
+            worker or self.me,
+            area,
         )
         self.endpoint = DecodeEndpoint(self.me, hello, TIMING)
         self.copies = Copies(self.inbox.put)
@@ -304,7 +337,9 @@ class DecodeRank(DecodeManager):
         self._expected = 0
         self._staging = self._copies = None
         if self.buffer is not None:
-            self._staging = self._copies = _Receive(self.memory.layout, self.buffer, side.transport, self.me.name)
+            self._staging = self._copies = _Receive(
+                self.memory.layout, self.buffer, side.transport, self.me.name
+            )
             self._staging._pool = self.copies
 
     def _failed(self, error: Exception) -> None:
@@ -339,7 +374,9 @@ class DecodeRank(DecodeManager):
             self._num_news += 1
             self.events.items.clear()
 
-    def copy(self, number: int, error: Exception | None, may_write: Callable[[RoomKey, np.ndarray], None]) -> None:
+    def copy(
+        self, number: int, error: Exception | None, may_write: Callable[[RoomKey, np.ndarray], None]
+    ) -> None:
         """Run a scatter; `may_write` is asked for the pages that it writes."""
 
         def before(token: Scattered) -> None:
@@ -358,11 +395,18 @@ class DecodeRank(DecodeManager):
         """What has to be nothing at rest."""
         endpoint = self.endpoint
         left: dict[str, Any] = {
-            "rooms": list(endpoint._rooms), "expected": endpoint.num_expected, "settling": endpoint._settling,
-            "rooms of links": [link.address for link in endpoint._links.values() if link.rooms or link.waiting],
-            "copies": self.copies.jobs, "inbox": list(self.inbox.items), "orders": list(self.orders),
-            "events": list(self.events.items), "news": list(self.news),
-        }  # fmt: skip
+            "rooms": list(endpoint._rooms),
+            "expected": endpoint.num_expected,
+            "settling": endpoint._settling,
+            "rooms of links": [
+                link.address for link in endpoint._links.values() if link.rooms or link.waiting
+            ],
+            "copies": self.copies.jobs,
+            "inbox": list(self.inbox.items),
+            "orders": list(self.orders),
+            "events": list(self.events.items),
+            "news": list(self.news),
+        }
         if endpoint.staging is not None:
             staging = endpoint.staging
             left |= {

@@ -1,9 +1,11 @@
-"""A prefill and a decode worker of any two meshes in one process, joined by a bad network, all from one seed.
+"""A prefill and a decode worker of any two meshes in one process, joined by a bad network, all from
+one seed.
 
-Real: endpoints, machines, rings, the control threads' wiring, RankRooms, gather and scatter, KV bytes. Simulated: the
-network (drops, duplicates, reorder), the transport (`FakeFabric`), the clock, the copy pools' threads, the carriage of
-orders and news between decode ranks, and the two schedulers, which know no cache: each use of a room gets pages of its
-own, promises them and looks at every byte when it has succeeded.
+Real: endpoints, machines, rings, the control threads' wiring, RankRooms, gather and scatter, KV
+bytes. Simulated: the network (drops, duplicates, reorder), the transport (`FakeFabric`), the clock,
+the copy pools' threads, the carriage of orders and news between decode ranks, and the two
+schedulers, which know no cache: each use of a room gets pages of its own, promises them and looks
+at every byte when it has succeeded.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ import numpy as np
 
 from prefixkv.config import TransportConfig
 from prefixkv.decode.commands import AbortRoom, OpenRoom, RefuseRoom
-from prefixkv.decode.rank_rooms import Fenced, RankRooms, RoomEvent, RoomOrder, order_of, unpack_news
+from prefixkv.decode.rank_rooms import (
+    Fenced,
+    RankRooms,
+    RoomEvent,
+    RoomOrder,
+    order_of,
+    unpack_news,
+)
 from prefixkv.errors import AbortedError
 from prefixkv.paging import pages_for
 from prefixkv.pool.mesh import Mesh, lease_sections
@@ -55,7 +64,9 @@ class Storm:
     lose_notification: float = 0.0
     restart_prefill: float = 0.0
     restart_decode: float = 0.0
-    slow_writes: float = 0.0  # of the steps in which a transport could do something, those that it lets pass
+    slow_writes: float = (
+        0.0  # of the steps in which a transport could do something, those that it lets pass
+    )
     slow_copies: float = 0.0
 
 
@@ -154,7 +165,8 @@ class MeshSim:
         storm = self.storm
         self.fabric = FakeFabric(
             self.seed, fail_at_post=storm.fail_at_post, fail_at_check=storm.fail_at_check,
-            lose_notification=storm.lose_notification, guard=self._guard, staging_guard=self._staging_guard,
+            lose_notification=storm.lose_notification, guard=self._guard,
+            staging_guard=self._staging_guard,
         )  # fmt: skip
         self.counters: Counter[str] = Counter()
         self._incarnation = self._ticket = self._room = 0
@@ -165,10 +177,16 @@ class MeshSim:
         prefill, decode = self.shape.meshes
         lease = self._lease_bytes(prefill, decode)
         self.sides = [
-            Side(mesh, self.shape.orders[i], NUM_PAGES * 4 // self.shape.page_sizes[i], self.shape.page_sizes[i],
-                 self.shape.attention, self._transport(lease, self.shape.slots if i == 0 else self.shape.staging))
+            Side(
+                mesh,
+                self.shape.orders[i],
+                NUM_PAGES * 4 // self.shape.page_sizes[i],
+                self.shape.page_sizes[i],
+                self.shape.attention,
+                self._transport(lease, self.shape.slots if i == 0 else self.shape.staging),
+            )
             for i, mesh in enumerate((prefill, decode))
-        ]  # fmt: skip
+        ]
         self.addresses = tuple(f"tcp://prefill-{rank}" for rank in range(prefill.num_ranks))
         self.prefill = [self._new_prefill(rank) for rank in range(prefill.num_ranks)]
         self.free_src = [set(range(self.sides[0].num_pages)) for _ in self.prefill]
@@ -179,13 +197,22 @@ class MeshSim:
     def _lease_bytes(self, prefill: Mesh, decode: Mesh) -> int:
         kinds = 1 if self.shape.attention == "mla" else 2
         head_bytes = min(self.shape.page_sizes) * HEAD_BYTES * kinds * self.shape.units_per_lease
-        sections = [lease_sections(prefill, decode, reader, head_bytes) for reader in range(decode.num_ranks)]
-        return max(sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for _, size in by.values()) for by in sections)
+        sections = [
+            lease_sections(prefill, decode, reader, head_bytes)
+            for reader in range(decode.num_ranks)
+        ]
+        return max(
+            sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for _, size in by.values()) for by in sections
+        )
 
     def _transport(self, lease: int, leases: float) -> TransportConfig:
         size = -(-int(lease * leases) // BLOCK_BYTES) * BLOCK_BYTES if self.shape.staging else 0
         return TransportConfig(
-            post_descriptors=5, window=3, staging_bytes=size, lease_bytes=lease, staging_window=self.shape.window
+            post_descriptors=5,
+            window=3,
+            staging_bytes=size,
+            lease_bytes=lease,
+            staging_window=self.shape.window,
         )
 
     def next_incarnation(self) -> int:
@@ -193,7 +220,9 @@ class MeshSim:
         return self._incarnation
 
     def _new_prefill(self, rank: int) -> PrefillRank:
-        return PrefillRank(self, self.sides[0], rank, self.next_incarnation(), ("", *self.addresses[1:]))
+        return PrefillRank(
+            self, self.sides[0], rank, self.next_incarnation(), ("", *self.addresses[1:])
+        )
 
     def _start_decode(self) -> None:
         ranks: list[DecodeRank] = []
@@ -218,7 +247,8 @@ class MeshSim:
         reordered = not self.calm and self.random.random() < self.storm.reorder
         source, to, raw = self.wire.pop(self.random.randrange(len(self.wire)) if reordered else 0)
         if not self.calm and self.random.random() < self.storm.junk:
-            # Cut, not changed: a flipped bit may name a sequence number that nothing true comes after.
+            # Cut, not changed: a flipped bit may name a sequence number that nothing true comes
+            # after.
             raw = raw[: self.random.randrange(len(raw))]
         if isinstance(to, str):
             self.prefill[self.addresses.index(to or self.addresses[0])].frame(source.route, raw)
@@ -230,7 +260,8 @@ class MeshSim:
     # --- decode's scheduler -----------------------------------------------------------------------
 
     def open(self) -> None:
-        """A use of a room: of a new number, one that is over, or a later attempt at one that failed."""
+        """A use of a room: of a new number, one that is over, or a later attempt at one that
+        failed."""
         fill_len = self.random.randint(1, 40)
         page_size = self.sides[1].page_size
         prefix_len = self.random.randint(0, fill_len // page_size) * page_size
@@ -248,12 +279,29 @@ class MeshSim:
             0, 256, (LAYERS, kinds, fill_len, mesh.num_kv_heads, HEAD_BYTES), np.uint8
         )
         sendings = [
-            Sending(rank, self._pick(free, src_pages)) for rank, free in zip(self.prefill, self.free_src, strict=True)
+            Sending(rank, self._pick(free, src_pages))
+            for rank, free in zip(self.prefill, self.free_src, strict=True)
         ]
-        ends = sorted({fill_len, *(self.random.randint(1, fill_len) for _ in range(self.random.randint(0, 3)))})
+        ends = sorted(
+            {
+                fill_len,
+                *(self.random.randint(1, fill_len) for _ in range(self.random.randint(0, 3))),
+            }
+        )
         refused = self.random.random() < self.refuse
         pages = self._pick(self.free_dst, 0 if refused else num_pages)
-        use = Use(key, self._ticket, fill_len, prefix_len, pages, kv, self.decode[0].me, sendings, ends, refused)
+        use = Use(
+            key,
+            self._ticket,
+            fill_len,
+            prefix_len,
+            pages,
+            kv,
+            self.decode[0].me,
+            sendings,
+            ends,
+            refused,
+        )
         self.uses.append(use)
         self.counters["uses"] += 1
         if refused:
@@ -271,14 +319,24 @@ class MeshSim:
     def _key(self) -> RoomKey:
         live = {use.key for use in self.uses}
         busy = {use.key.room for use in self.uses if not use.decode_over and use.poll is None}
-        again = [use.key for use in self.uses if use.poll is KVPoll.FAILED and use.key.room not in busy]
-        if again and self.random.random() < self.reuse:  # a later attempt, while the former may be undrained
+        again = [
+            use.key for use in self.uses if use.poll is KVPoll.FAILED and use.key.room not in busy
+        ]
+        if (
+            again and self.random.random() < self.reuse
+        ):  # a later attempt, while the former may be undrained
             room = self.random.choice(again).room
             self.generations[room] += 1
             self.counters["higher generations"] += 1
             return RoomKey(room, self.generations[room])
-        ended = [RoomKey(room, gen) for room, last in self.generations.items() for gen in range(last + 1)]
-        ended = [key for key in ended if key not in live and key.room not in {use.key.room for use in self.uses}]
+        ended = [
+            RoomKey(room, gen) for room, last in self.generations.items() for gen in range(last + 1)
+        ]
+        ended = [
+            key
+            for key in ended
+            if key not in live and key.room not in {use.key.room for use in self.uses}
+        ]
         if ended and self.random.random() < self.reuse:
             self.counters["numbers reused"] += 1
             return self.random.choice(ended)
@@ -336,7 +394,9 @@ class MeshSim:
             wrong = rank.memory.wrong_bytes(use.pages, use.kv, use.prefix_len)
             assert not wrong, f"{wrong} bytes of {use.key} are wrong on rank {rank.rank}"
         for sending in use.sendings:
-            assert sending.lost or sending.poll is KVPoll.SUCCESS, f"{use.key} succeeded where prefill failed"
+            assert sending.lost or sending.poll is KVPoll.SUCCESS, (
+                f"{use.key} succeeded where prefill failed"
+            )
         self._free(use)
 
     def _free(self, use: Use) -> None:
@@ -362,12 +422,19 @@ class MeshSim:
         use = self.random.choice(self.uses)
         if any(sending.lost or sending.poll is KVPoll.FAILED for sending in use.sendings):
             for sending in use.sendings:  # as PrefillGroup does
-                if sending.added and not sending.aborted and sending.poll is None and not sending.lost:
+                if (
+                    sending.added
+                    and not sending.aborted
+                    and sending.poll is None
+                    and not sending.lost
+                ):
                     self._abort(use, sending)
         waiting = [sending for sending in use.sendings if not sending.added and not sending.over]
         if waiting:
             self._add(use, self.random.choice(waiting))
-        elif use.chunks and all(sending.plan is not None for sending in use.sendings if not sending.over):
+        elif use.chunks and all(
+            sending.plan is not None for sending in use.sendings if not sending.over
+        ):
             self._hand_over(use)
         elif use.unready:
             self._compute(use)
@@ -375,8 +442,12 @@ class MeshSim:
     def _add(self, use: Use, sending: Sending) -> None:
         key, rank = use.key, sending.rank
         # The scheduler takes no request whose number is in use.
-        if any(other.rank is rank and other.added and not other.over for u in self.uses if u.key == key and u is not use
-               for other in u.sendings):  # fmt: skip
+        if any(
+            other.rank is rank and other.added and not other.over
+            for u in self.uses
+            if u.key == key and u is not use
+            for other in u.sendings
+        ):
             return
         sending.added = True
         rank.inbox.put(prefill_scheduler.AddRoom(key, use.fill_len))
@@ -395,7 +466,9 @@ class MeshSim:
             span = sending.plan.send(end, last)
             src = sending.pages[span.first_page : span.end_page]
             aux = b"aux %d" % use.ticket if last else b""
-            sending.rank.inbox.put(prefill_scheduler.SendChunk(use.key, span.first_page, src, last, aux, event))
+            sending.rank.inbox.put(
+                prefill_scheduler.SendChunk(use.key, span.first_page, src, last, aux, event)
+            )
             handed = True
         use.chunks.pop(0)
         if handed:
@@ -412,8 +485,12 @@ class MeshSim:
         event.is_ready = True
 
     def prefill_said(self, rank: PrefillRank, event: Any) -> None:
-        found = [(use, sending) for use in self.uses for sending in use.sendings
-                 if use.key == event.key and sending.rank is rank and sending.added and not sending.over]  # fmt: skip
+        found = [
+            (use, sending)
+            for use in self.uses
+            for sending in use.sendings
+            if use.key == event.key and sending.rank is rank and sending.added and not sending.over
+        ]
         assert len(found) == 1, f"{event} and {len(found)} requests"
         use, sending = found[0]
         if isinstance(event, sender.Bootstrapped):
@@ -448,7 +525,9 @@ class MeshSim:
         if roll() < storm.abort_decode:
             open_uses = [use for use in self.uses if not use.decode_over]
             if open_uses:
-                self._command(AbortRoom(self.random.choice(open_uses).key, AbortedError("decode's engine")))
+                self._command(
+                    AbortRoom(self.random.choice(open_uses).key, AbortedError("decode's engine"))
+                )
         if roll() < storm.abort_rank and self.uses:
             use = self.random.choice(self.uses)
             sending = self.random.choice(use.sendings)
@@ -456,14 +535,16 @@ class MeshSim:
                 self._abort(use, sending)
         if roll() < storm.restart_prefill:
             self.restart_prefill(
-                self.random.randrange(len(self.prefill)), self.random.choice(["killed", "stopped", "left"])
+                self.random.randrange(len(self.prefill)),
+                self.random.choice(["killed", "stopped", "left"]),
             )
         if roll() < storm.restart_decode:
             self.restart_decode()
 
     def restart_prefill(self, number: int, how: str) -> None:
-        """A new life of one rank. The old one is killed, or leaves in good order, or is only stopped: then what it has
-        posted goes on landing until it is killed."""
+        """A new life of one rank. The old one is killed, or leaves in good order, or is only
+        stopped: then what it has posted goes on landing until it is killed.
+        """
         old = self.prefill[number]
         if how == "left":
             old.leave()
@@ -508,7 +589,11 @@ class MeshSim:
             choices += [self._deliver] * 3
         if self.calm or self.random.random() >= self.storm.slow_writes:
             choices += [self.fabric.step] * 3
-        copies = [(rank, number) for rank in (*self.prefill, *self.decode) for number in range(len(rank.copies.jobs))]
+        copies = [
+            (rank, number)
+            for rank in (*self.prefill, *self.decode)
+            for number in range(len(rank.copies.jobs))
+        ]
         if copies and (self.calm or self.random.random() >= self.storm.slow_copies):
             choices.append(lambda: self._copy(*self.random.choice(copies)))
         if self.to_fence and (self.calm or self.random.random() < 0.02):
@@ -536,14 +621,18 @@ class MeshSim:
     def _may_write(self, key: RoomKey, pages: np.ndarray) -> None:
         use = self._owner(key)
         assert use is not None, f"a scatter for {key}, which is over"
-        assert set(pages.tolist()) <= set(use.pages.tolist()), f"a scatter of {key} writes pages that are not its own"
+        assert set(pages.tolist()) <= set(use.pages.tolist()), (
+            f"a scatter of {key} writes pages that are not its own"
+        )
 
     def _guard(self, target: PeerId, key: RoomKey, pages: np.ndarray) -> None:
         """Called as bytes land in a pool."""
         if target in {rank.me for rank in self.decode}:
             use = self._owner(key)
             assert use is not None, f"a write of {key}, which is over, lands"
-            assert set(pages.tolist()) <= set(use.pages.tolist()), f"a write of {key} lands on pages not its own"
+            assert set(pages.tolist()) <= set(use.pages.tolist()), (
+                f"a write of {key} lands on pages not its own"
+            )
 
     def _staging_guard(self, target: PeerId, tag: ChunkTag, blocks: np.ndarray) -> None:
         """Called as bytes land in a staging area."""
@@ -600,14 +689,19 @@ class MeshSim:
 
     def leftovers(self) -> dict[str, Any]:
         left = {str(rank.me): rank.leftovers() for rank in (*self.prefill, *self.decode)}
-        left |= {"uses": self.uses, "to fence": self.to_fence, "joined": self.rank_rooms and len(self.rank_rooms)}  # type: ignore[dict-item]
+        left |= {
+            "uses": self.uses,
+            "to fence": self.to_fence,
+            "joined": self.rank_rooms and len(self.rank_rooms),
+        }  # type: ignore[dict-item]
         return {name: what for name, what in left.items() if what}
 
 
 _STORM = {
-    "drop": 0.1, "duplicate": 0.3, "reorder": 0.5, "junk": 0.05, "abort_decode": 0.01, "abort_rank": 0.01,
-    "fail_copy": 0.05, "fail_at_post": 0.04, "fail_at_check": 0.06, "lose_notification": 0.3,
-    "restart_prefill": 0.002, "restart_decode": 0.001, "slow_writes": 1.0, "slow_copies": 1.0,
+    "drop": 0.1, "duplicate": 0.3, "reorder": 0.5, "junk": 0.05, "abort_decode": 0.01,
+    "abort_rank": 0.01, "fail_copy": 0.05, "fail_at_post": 0.04, "fail_at_check": 0.06,
+    "lose_notification": 0.3, "restart_prefill": 0.002, "restart_decode": 0.001, "slow_writes": 1.0,
+    "slow_copies": 1.0,
 }  # fmt: skip
 _SIZES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 
@@ -615,7 +709,8 @@ _SIZES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 def shape_of(chance: random.Random) -> Shape:
     """Two workers that can work together."""
     return Shape(
-        prefill=chance.choice(_SIZES), decode=chance.choice(_SIZES), attention=chance.choice(["mha", "mha", "mla"]),
+        prefill=chance.choice(_SIZES), decode=chance.choice(_SIZES),
+        attention=chance.choice(["mha", "mha", "mla"]),
         page_sizes=chance.choice([(4, 4), (4, 4), (4, 8), (8, 4)]),
         orders=chance.choice([("layer_major", "page_major"), ("page_major", "layer_major")]),
         staging=chance.choice([0, 1.5, 1.5, 4]), units_per_lease=chance.choice([1, 2]),
@@ -627,7 +722,9 @@ def simulation(seed: int) -> MeshSim:
     """A simulation whose workers and storms follow from the seed."""
     chance = random.Random(seed)
     shape = shape_of(chance)
-    storm = Storm(**{name: most * chance.random() for name, most in _STORM.items() if chance.random() < 0.5})
+    storm = Storm(
+        **{name: most * chance.random() for name, most in _STORM.items() if chance.random() < 0.5}
+    )
     return MeshSim(seed, shape, storm)
 
 

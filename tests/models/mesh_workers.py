@@ -1,7 +1,8 @@
-"""A prefill and a decode worker of any two meshes in one process over real NIXL, and stand-in engines round them.
+"""A prefill and a decode worker of any two meshes in one process over real NIXL, and stand-in
+engines round them.
 
-The KV is the demo's pattern, which follows from the whole prefix, the layer, K or V, and the head of the *model*; so
-each rank's bytes are right only if they came from the right place.
+The KV is the demo's pattern, which follows from the whole prefix, the layer, K or V, and the head
+of the *model*; so each rank's bytes are right only if they came from the right place.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ class MeshPair:
     """Both workers, stepped from one thread. `step` never blocks."""
 
     def __init__(
-        self, prefill: Mesh, decode: Mesh, *, attention: str = "mha", orders: tuple[str, str] = ("layer_major",) * 2,
-        page_sizes: tuple[int, int] = (4, 4), num_pages: int = 64, head_dim: int = 16, chunk: int = 12,
+        self, prefill: Mesh, decode: Mesh, *, attention: str = "mha",
+        orders: tuple[str, str] = ("layer_major",) * 2, page_sizes: tuple[int, int] = (4, 4),
+        num_pages: int = 64, head_dim: int = 16, chunk: int = 12,
         prefill_config: PrefillConfig | None = None, decode_config: DecodeConfig | None = None,
         prefill_more: dict[str, Any] | None = None, decode_more: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
@@ -40,10 +42,14 @@ class MeshPair:
             make_pools(side, num_pages, page_size, head_dim, attention=attention, order=order)
             for side, page_size, order in zip((prefill, decode), page_sizes, orders, strict=True)
         )
-        self.prefill = PrefillGroup(prefill_pools, prefill_config or PrefillConfig(), prefill, **prefill_more or {})
+        self.prefill = PrefillGroup(
+            prefill_pools, prefill_config or PrefillConfig(), prefill, **prefill_more or {}
+        )
         try:
             config = replace(decode_config or DecodeConfig(), reserve_tokens=8)
-            self.decode = DecodeGroup(self.decode_pools, config, decode, digest_every=1, **decode_more or {})
+            self.decode = DecodeGroup(
+                self.decode_pools, config, decode, digest_every=1, **decode_more or {}
+            )
         except BaseException:
             self.prefill.close()
             raise
@@ -62,7 +68,9 @@ class MeshPair:
 
     def submit(self, rid: str, tokens: Tokens, room: int, *, tell: bool = True) -> DecodeRequest:
         """To both sides; to decode alone with `tell` False."""
-        req = self.decode.add(Request(rid, tokens, max_new_tokens=4, room=room, prefill=self.prefill.endpoint))
+        req = self.decode.add(
+            Request(rid, tokens, max_new_tokens=4, room=room, prefill=self.prefill.endpoint)
+        )
         if tell:
             self.prefill.add(Request(rid, tokens, room=room))
         return req
@@ -118,7 +126,11 @@ class MeshPair:
         """Step until `reached()` is true."""
         give_up_s = time.monotonic() + PATIENCE_S
         while not reached():
-            assert time.monotonic() < give_up_s, (self.failed, self.prefill_failed, self.decode.stats())
+            assert time.monotonic() < give_up_s, (
+                self.failed,
+                self.prefill_failed,
+                self.decode.stats(),
+            )
             self.step()
             time.sleep(0.0005)
 

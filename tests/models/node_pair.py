@@ -1,8 +1,9 @@
-"""Stand-in engines around a DecodeNode and a PrefillNode: the scheduler loops of the tests that run real nodes.
+"""Stand-in engines around a DecodeNode and a PrefillNode: the scheduler loops of the tests that run
+real nodes.
 
-Both compute the KV pattern of the demo, so every byte of every page a request holds can be checked at any time.
-`step` never blocks. A test may keep prefill from computing (`hold`), or decode from going on (`hold_running`),
-to stop a request in the state it wants.
+Both compute the KV pattern of the demo, so every byte of every page a request holds can be checked
+at any time. `step` never blocks. A test may keep prefill from computing (`hold`), or decode from
+going on (`hold_running`), to stop a request in the state it wants.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class PrefillDriver:
         self.node = node
         self.chunk = chunk
         self.hold = False
-        self.aux: Callable[[PrefillRequest], bytes] = lambda req: first_token(req.tokens).to_bytes(4, "little")
+        self.aux: Callable[[PrefillRequest], bytes] = lambda req: first_token(req.tokens).to_bytes(
+            4, "little"
+        )
         self.ready: dict[tuple[str, int], Any] = {}  # by request and number of the chunk
         self.pattern = KVPattern(node.pool.layout, SALT, node.pool)
         self.computing: dict[str, PrefillRequest] = {}
@@ -109,7 +112,9 @@ class DecodeDriver:
         self.node = node
         self.ask = ask
         self.hold_running = False
-        self.together = False  # who is admitted runs once all who are admitted have arrived, on any machine
+        self.together = (
+            False  # who is admitted runs once all who are admitted have arrived, on any machine
+        )
         self.pattern = KVPattern(node.pool.layout, SALT, node.pool)
         self.prompts: dict[str, Tokens] = {}
         self.running: dict[str, DecodeRequest] = {}
@@ -122,12 +127,21 @@ class DecodeDriver:
         self._rooms = 0
 
     def submit(
-        self, rid: str, tokens: Tokens, prefill: str, max_new_tokens: int = 4, *, room: int = -1, tell: bool = True
+        self,
+        rid: str,
+        tokens: Tokens,
+        prefill: str,
+        max_new_tokens: int = 4,
+        *,
+        room: int = -1,
+        tell: bool = True,
     ) -> DecodeRequest:
         """A request to both sides; to decode alone with `tell` False."""
         self._rooms += 1
         room = 1000 * self._rooms if room < 0 else room
-        req = self.node.add(Request(rid, tokens, max_new_tokens=max_new_tokens, room=room, prefill=prefill))
+        req = self.node.add(
+            Request(rid, tokens, max_new_tokens=max_new_tokens, room=room, prefill=prefill)
+        )
         self.prompts[rid] = tokens
         self.prefix_lens[rid] = []
         if tell:
@@ -137,7 +151,9 @@ class DecodeDriver:
     def step(self) -> None:
         self.node.pop_preallocated()
         for ask in self.node.pop_needs_prefill():
-            self.ask(f"{ask.rid}.{ask.generation}", np.asarray(ask.tokens), ask.room, ask.generation)
+            self.ask(
+                f"{ask.rid}.{ask.generation}", np.asarray(ask.tokens), ask.room, ask.generation
+            )
         for req in self.node.pop_failed():
             self.running.pop(req.rid, None)
             self.ended[req.rid] = req.error
@@ -168,7 +184,8 @@ class DecodeDriver:
         self._append([req for req in reqs if req.state is not DecodeState.FINISHED], write=True)
 
     def _append(self, reqs: list[DecodeRequest], write: bool = False) -> None:
-        """Write the KV of each request's newest token, then sample the next; retract until all of it fits."""
+        """Write the KV of each request's newest token, then sample the next; retract until all of
+        it fits."""
         for req in reqs if write else ():
             self.pattern.fill(req.pages, len(req.tokens) - 1, _hasher.prefixes(req.tokens))
         while reqs:
@@ -192,7 +209,9 @@ class NodePair:
         self.p = PrefillDriver(prefill)
         self.d = DecodeDriver(decode, self.p.add)
 
-    def submit(self, rid: str, tokens: Tokens, max_new_tokens: int = 4, **options: Any) -> DecodeRequest:
+    def submit(
+        self, rid: str, tokens: Tokens, max_new_tokens: int = 4, **options: Any
+    ) -> DecodeRequest:
         return self.d.submit(rid, tokens, self.prefill.endpoint, max_new_tokens, **options)
 
     def step(self) -> None:
@@ -223,7 +242,8 @@ class NodePair:
 
 
 def asked_for(rids: Iterable[str]) -> set[str]:
-    """The requests on decode behind these on prefill, whose ids name the attempt from the second on."""
+    """The requests on decode behind these on prefill, whose ids name the attempt from the second
+    on."""
     return {rid.partition(".")[0] for rid in rids}
 
 
@@ -241,7 +261,9 @@ def node_at_rest(node: DecodeNode | PrefillNode) -> None:
 
 
 def drive_until(
-    done: Callable[[], bool], drivers: Iterable[DecodeDriver | PrefillDriver], patience_s: float = PATIENCE_S
+    done: Callable[[], bool],
+    drivers: Iterable[DecodeDriver | PrefillDriver],
+    patience_s: float = PATIENCE_S,
 ) -> None:
     """Step the engines until it is so; sleep on the nodes' descriptors while nothing happens."""
     drivers = list(drivers)
@@ -255,7 +277,12 @@ def drive_until(
         if done():
             return
         if time.monotonic() > deadline_s:
-            raise AssertionError(f"not within {patience_s} s; {[driver.node.stats() for driver in drivers]}")
-        busy = any(d.running if isinstance(d, DecodeDriver) else d.computing and not d.hold for d in drivers)
+            raise AssertionError(
+                f"not within {patience_s} s; {[driver.node.stats() for driver in drivers]}"
+            )
+        busy = any(
+            d.running if isinstance(d, DecodeDriver) else d.computing and not d.hold
+            for d in drivers
+        )
         with contextlib.suppress(InterruptedError):
             poller.poll(0 if busy else 5)

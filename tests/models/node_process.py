@@ -1,7 +1,8 @@
-"""A PrefillNode or DecodeNode and its stand-in engine in a process of their own, obeying calls over a pipe.
+"""A PrefillNode or DecodeNode and its stand-in engine in a process of their own, obeying calls over
+a pipe.
 
-The processes are forked from a server that has everything imported but no agent. None outlives its test: the
-kernel kills them when the server is gone, and the server goes with us.
+The processes are forked from a server that has everything imported but no agent. None outlives its
+test: the kernel kills them when the server is gone, and the server goes with us.
 """
 
 from __future__ import annotations
@@ -20,22 +21,26 @@ from prefixkv.protocol.state import PeerId
 from tests.models.patience import PATIENCE_S, SkippableClock
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["prefixkv.runtime.nodes", "tests.models.node_pair", "tests.models.transport_pools"])
+_context.set_forkserver_preload(
+    ["prefixkv.runtime.nodes", "tests.models.node_pair", "tests.models.transport_pools"]
+)
 _PR_SET_PDEATHSIG = 1
 
 
 class SignalSelf:
-    """A device event that sends its own process a signal the first time it is asked, and then is done.
+    """A device event that sends its own process a signal the first time it is asked, and then is
+    done.
 
-    The transport's thread asks, between two writes: what was posted before is under way, and what is posted
-    next is posted after whatever the signal did.
+    The transport's thread asks, between two writes: what was posted before is under way, and what
+    is posted next is posted after whatever the signal did.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     def query(self) -> bool:
-        # To this thread: one for the process would be taken by another, and we might go on for a moment.
+        # To this thread: one for the process would be taken by another, and we might go on for a
+        # moment.
         signal.pthread_kill(threading.get_ident(), self.number)
         return True
 
@@ -112,7 +117,9 @@ class _Served:
         node_at_rest(self.node)
 
 
-def _serve(pipe: Any, parent: int, side: str, pool: dict[str, Any], config: Any, env: dict[str, str]) -> None:
+def _serve(
+    pipe: Any, parent: int, side: str, pool: dict[str, Any], config: Any, env: dict[str, str]
+) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also while we are stopped
     if os.getppid() != parent:
         os._exit(1)
@@ -151,7 +158,9 @@ class NodeProcess:
 
         _forkserver.ensure_running()
         self.process = _context.Process(
-            target=_serve, args=(theirs, _forkserver._forkserver_pid, side, pool or {}, config, env), daemon=True
+            target=_serve,
+            args=(theirs, _forkserver._forkserver_pid, side, pool or {}, config, env),
+            daemon=True,
         )
         self.process.start()
         theirs.close()
@@ -207,7 +216,8 @@ class NodeProcess:
 
 @contextmanager
 def node_processes() -> Iterator[Any]:
-    """Yields a starter of processes, `start(side, config, pool)`; all have ended when the block is left."""
+    """Yields a starter of processes, `start(side, config, pool)`; all have ended when the block is
+    left."""
     started: list[NodeProcess] = []
 
     def start(side: str, config: Any, pool: dict[str, Any] | None = None) -> NodeProcess:

@@ -1,8 +1,10 @@
-"""A whole decode side and a whole prefill side in one process, joined by a bad network, all from one seed.
+"""A whole decode side and a whole prefill side in one process, joined by a bad network, all from
+one seed.
 
-Real: tree, allocator, page table, queues, machines, endpoints, KV bytes. Simulated: the network (delay, reorder,
-duplicates, drops), the transport (`FakeFabric`), the clock, the two engines, and the threads between scheduler
-and endpoint (their queues are emptied at random moments). Each `step` lets one thing happen and audits all laws.
+Real: tree, allocator, page table, queues, machines, endpoints, KV bytes. Simulated: the network
+(delay, reorder, duplicates, drops), the transport (`FakeFabric`), the clock, the two engines, and
+the threads between scheduler and endpoint (their queues are emptied at random moments). Each `step`
+lets one thing happen and audits all laws.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ PAGE_SIZE = 4
 SALT = 7
 _STATE = (StateTensor("a", 0, 1, (8,)), StateTensor("b", 0, 2, (3,), "uint8"))
 TIMING = ControlConfig(
-    heartbeat_s=1.0, suspect_after_s=4.0, forget_after_s=50.0, resend_s=0.3, bootstrap_timeout_s=20.0,
-    waiting_timeout_s=30.0, transfer_timeout_s=30.0, ack_timeout_s=10.0, drain_timeout_s=8.0, parked_timeout_s=10.0,
+    heartbeat_s=1.0, suspect_after_s=4.0, forget_after_s=50.0, resend_s=0.3,
+    bootstrap_timeout_s=20.0, waiting_timeout_s=30.0, transfer_timeout_s=30.0, ack_timeout_s=10.0,
+    drain_timeout_s=8.0, parked_timeout_s=10.0,
 )  # fmt: skip
 
 
@@ -110,7 +113,9 @@ class PrefillSide:
             case prefill_scheduler.AddRoom(key, num_tokens):
                 try:
                     self.act(self.endpoint.add(key, num_tokens, now_s))
-                except RequestError as error:  # as the control thread does: the number is in use still
+                except (
+                    RequestError
+                ) as error:  # as the control thread does: the number is in use still
                     self.act([sender.RoomEnded(key, KVPoll.FAILED, error), sender.SourceFree(key)])
             case prefill_scheduler.SendChunk() as chunk:
                 self.act(
@@ -143,8 +148,17 @@ class PrefillSide:
                     self.sim.send(("decode", route), self, raw)
                 case sender.PostWrite():
                     tag = ChunkTag(self.me.incarnation, *action.key, rank=0, chunk=action.chunk)
-                    what = action.job_id, action.peer, action.src_pages, action.dst_pages, tag, action.ready
-                    self.transport.write(WriteJob(*what, route="state" if action.state else "pages"))
+                    what = (
+                        action.job_id,
+                        action.peer,
+                        action.src_pages,
+                        action.dst_pages,
+                        tag,
+                        action.ready,
+                    )
+                    self.transport.write(
+                        WriteJob(*what, route="state" if action.state else "pages")
+                    )
                 case sender.CancelWrite(job_id):
                     self.transport.cancel(job_id)
                 case prefill_endpoint.AddPeer(peer, metadata, layout):
@@ -154,7 +168,9 @@ class PrefillSide:
                 case _:
                     self.events.append(action)
                     if isinstance(action, sender.RoomEnded):
-                        assert self.sim.may_end(action.key, self.ended), f"law 7: {action.key} ended twice"
+                        assert self.sim.may_end(action.key, self.ended), (
+                            f"law 7: {action.key} ended twice"
+                        )
                         self.ended[action.key] = action.poll
 
     def schedule(self) -> None:
@@ -192,12 +208,16 @@ class PrefillSide:
 
     def _compute(self, req: PrefillRequest) -> None:
         assert req.plan is not None
-        assert req.prefix_len <= self.usable.get(req.room_key, req.num_tokens), "the engine has no state behind that"
+        assert req.prefix_len <= self.usable.get(req.room_key, req.num_tokens), (
+            "the engine has no state behind that"
+        )
         hashes = self.sim.hasher.prefixes(req.tokens)
         start = max(req.plan.computed, req.prefix_len)
         end = min(req.num_tokens, start + self.sim.random.randint(1, 3 * PAGE_SIZE))
         if req.plan.computed == 0 and req.prefix_len:
-            assert self.pattern.mismatches(req.pages, hashes[: req.prefix_len]) == 0, "law 8: prefill's own cache"
+            assert self.pattern.mismatches(req.pages, hashes[: req.prefix_len]) == 0, (
+                "law 8: prefill's own cache"
+            )
         self.pattern.fill(req.pages, start, hashes[:end])
         last = end == req.num_tokens
         slot = -1
@@ -234,7 +254,9 @@ class DecodeSide:
         self.ended: dict[RoomKey, KVPoll] = {}
         self.outcomes: dict[str, DecodeState] = {}
         memory, state, layout = (self.pool, self.state), _layout(self.state), self.pool.layout
-        self.transport = sim.fabric.transport(self.me, layout, self.commands.append, memory=memory, state=state)
+        self.transport = sim.fabric.transport(
+            self.me, layout, self.commands.append, memory=memory, state=state
+        )
         digest = _digest(self.pool, self.state)
         hello = Hello(digest, Topology(PAGE_SIZE), layout, self.transport.metadata, state=state)
         self.endpoint = DecodeEndpoint(self.me, hello, TIMING)
@@ -266,7 +288,9 @@ class DecodeSide:
                 case decode_endpoint.SendFrame(_, raw):
                     self.sim.send(("prefill", self.route), self, raw)
                 case receiver.RoomEnded():
-                    assert self.sim.may_end(action.key, self.ended), f"law 7: {action.key} ended twice"
+                    assert self.sim.may_end(action.key, self.ended), (
+                        f"law 7: {action.key} ended twice"
+                    )
                     self.ended[action.key] = action.poll
                     self.events.append(action)
                 case receiver.RoomDrained() | receiver.RoomOverdue():
@@ -291,10 +315,17 @@ class DecodeSide:
         self.tell()
         for ask in self.scheduler.pop_needs_prefill():
             self.sim.submit(
-                Request(f"{ask.rid}/{ask.generation}", ask.tokens, room=ask.room, generation=ask.generation)
+                Request(
+                    f"{ask.rid}/{ask.generation}",
+                    ask.tokens,
+                    room=ask.room,
+                    generation=ask.generation,
+                )
             )
         for req in self.scheduler.pop_transferred(now_s):
-            if req.state is DecodeState.TRANSFERRED:  # starting one of these may have retracted another
+            if (
+                req.state is DecodeState.TRANSFERRED
+            ):  # starting one of these may have retracted another
                 self._start(req)
         for req in self.scheduler.pop_failed():
             self.running.pop(req.rid, None)
@@ -307,7 +338,9 @@ class DecodeSide:
         wrong = self.pattern.mismatches(req.pages, hashes)
         assert wrong == 0, f"law 8: {wrong} pages of {req} are wrong"
         if self.state is not None:
-            assert self.state.is_of(req.state_slot, int(hashes[-1])), f"law 8: the state of {req} is wrong"
+            assert self.state.is_of(req.state_slot, int(hashes[-1])), (
+                f"law 8: the state of {req} is wrong"
+            )
 
     def _start(self, req: DecodeRequest) -> None:
         self.verify(req)
@@ -345,7 +378,8 @@ class DecodeSide:
         self.sim.retractions += 1
 
     def _step(self, req: DecodeRequest) -> None:
-        """Write the KV of the token sampled last, sample the next one, and perhaps finish: that one has no KV then."""
+        """Write the KV of the token sampled last, sample the next one, and perhaps finish: that one
+        has no KV then."""
         if len(req.output) < req.max_new_tokens:
             tokens = req.tokens
             hashes = self.sim.hasher.prefixes(tokens)
@@ -355,7 +389,10 @@ class DecodeSide:
             self._append(req, self.sim.next_token(tokens))
         if req.rid not in self.running:  # its page went to somebody else
             return
-        if len(req.output) >= req.max_new_tokens or self.sim.random.random() < self.sim.finish_early:
+        if (
+            len(req.output) >= req.max_new_tokens
+            or self.sim.random.random() < self.sim.finish_early
+        ):
             self.verify(req)
             del self.running[req.rid]
             self.finish(req)
@@ -378,7 +415,8 @@ class DecodeSide:
 
 @dataclass
 class PairSim:
-    """See the module's text. `conversations` are started one by one; each goes on for a few turns."""
+    """See the module's text. `conversations` are started one by one; each goes on for a few
+    turns."""
 
     seed: int
     chaos: Chaos = field(default_factory=Chaos)
@@ -443,20 +481,30 @@ class PairSim:
         return int(self.hasher.prefixes(tokens)[-1] % np.uint64(5))
 
     def add_request(self) -> None:
-        """A new conversation (all share a system prompt), submitted to decode and, some time, to prefill."""
+        """A new conversation (all share a system prompt), submitted to decode and, some time, to
+        prefill."""
         history = [1] * 6 + [self.random.randint(0, 1) for _ in range(self.random.randint(1, 14))]
         self._submit(history)
 
     def add_burst(self) -> None:
-        """Conversations with one new system prompt, all at once; some go on with the same tokens for a while."""
-        system = [2 + self.random.randint(0, 2) for _ in range(self.random.randint(PAGE_SIZE, 4 * PAGE_SIZE))]
+        """Conversations with one new system prompt, all at once; some go on with the same tokens
+        for a while."""
+        system = [
+            2 + self.random.randint(0, 2)
+            for _ in range(self.random.randint(PAGE_SIZE, 4 * PAGE_SIZE))
+        ]
         for _ in range(self.random.randint(2, 5)):
-            self._submit(system + [self.random.randint(0, 1)] * self.random.randint(0, 2 * PAGE_SIZE))
+            self._submit(
+                system + [self.random.randint(0, 1)] * self.random.randint(0, 2 * PAGE_SIZE)
+            )
 
     def continue_conversation(self, req: DecodeRequest) -> None:
         self.finished += 1
         if len(req.tokens) < 40 and not self.calm:
-            self._submit(req.tokens.tolist() + [self.random.randint(0, 1) for _ in range(self.random.randint(1, 6))])
+            self._submit(
+                req.tokens.tolist()
+                + [self.random.randint(0, 1) for _ in range(self.random.randint(1, 6))]
+            )
 
     def _submit(self, tokens: list[int]) -> None:
         rid = f"r{self._next_room}"
@@ -464,10 +512,16 @@ class PairSim:
         cacheable = self.random.random() < 0.9
         try:
             self.decode.scheduler.add(
-                Request(rid, tokens, max_new_tokens=self.random.randint(1, 24), room=room, prefill=ADDRESS,
-                        cacheable=cacheable),
+                Request(
+                    rid,
+                    tokens,
+                    max_new_tokens=self.random.randint(1, 24),
+                    room=room,
+                    prefill=ADDRESS,
+                    cacheable=cacheable,
+                ),
                 self.now_s,
-            )  # fmt: skip
+            )
         except PrefixKVError:
             return
         self.submit(Request(rid, tokens, room=room, cacheable=cacheable))
@@ -476,7 +530,8 @@ class PairSim:
         return key not in ended or key.room in self.reused
 
     def _room_number(self) -> int:
-        """A new number, or one whose request has ended on both sides (words about it may still be under way)."""
+        """A new number, or one whose request has ended on both sides (words about it may still be
+        under way)."""
         self._next_room += 1
         sides = (self.decode.scheduler, self.prefill.scheduler)
         live = {req.room for side in sides for req in side.requests.values()}
@@ -505,7 +560,9 @@ class PairSim:
 
     def _deliver(self) -> None:
         reordered = not self.calm and self.random.random() < self.chaos.reorder
-        (side, route), source, raw = self._wire.pop(self.random.randrange(len(self._wire)) if reordered else 0)
+        (side, route), source, raw = self._wire.pop(
+            self.random.randrange(len(self._wire)) if reordered else 0
+        )
         if self.chaos.junk and not self.calm and self.random.random() < self.chaos.junk:
             raw = bytearray(raw)
             raw[self.random.randrange(len(raw))] ^= 1 << self.random.randrange(8)
@@ -519,14 +576,17 @@ class PairSim:
     # --- faults -----------------------------------------------------------------------------------
 
     def restart_prefill(self, stop: bool) -> None:
-        """A new incarnation answers at the same address. The old one is dead, or only stopped (`stop`): then its
-        posted writes go on landing until `kill_old`."""
+        """A new incarnation answers at the same address. The old one is dead, or only stopped
+        (`stop`): then its posted writes go on landing until `kill_old`.
+        """
         old = self.prefill
         if stop:
             self.old_prefills.append(old)
         else:
             self.fabric.kill(old.me)
-        self._wire = [frame for frame in self._wire if frame[1] is not old and frame[0][0] != "prefill"]
+        self._wire = [
+            frame for frame in self._wire if frame[1] is not old and frame[0][0] != "prefill"
+        ]
         self.prefill = PrefillSide(self, self.prefill_pages)
 
     def kill_old(self) -> None:
@@ -546,8 +606,8 @@ class PairSim:
         """Let one thing happen, then audit."""
         roll = self.random.random
         choices: list[Any] = [
-            self.prefill.work, self.decode.work, self.prefill.schedule, self.decode.schedule, self._tick,
-            self._submit_one,
+            self.prefill.work, self.decode.work, self.prefill.schedule, self.decode.schedule,
+            self._tick, self._submit_one,
         ]  # fmt: skip
         choices += [self._deliver] * (3 if self._wire else 0)
         choices += [self.fabric.step] * 3
@@ -559,7 +619,11 @@ class PairSim:
                 self.random.choice([self.decode, self.prefill]).scheduler.flush()
             if roll() < self.chaos.restart:
                 self.random.choice(
-                    [lambda: self.restart_prefill(True), lambda: self.restart_prefill(False), self.restart_decode]
+                    [
+                        lambda: self.restart_prefill(True),
+                        lambda: self.restart_prefill(False),
+                        self.restart_decode,
+                    ]
                 )()
         self.decode.tell()
         self.prefill.tell()
@@ -570,8 +634,12 @@ class PairSim:
         audit_prefill(self.prefill.scheduler)
         for key, poll in self.decode.ended.items():
             if poll is KVPoll.SUCCESS and key in self.prefill.ended and key.room not in self.reused:
-                assert self.prefill.ended[key] is KVPoll.SUCCESS, f"law 7: {key} succeeded where prefill failed"
-                assert key not in self.prefill.failed, f"law 7: {key} succeeded and prefill's engine was told it failed"
+                assert self.prefill.ended[key] is KVPoll.SUCCESS, (
+                    f"law 7: {key} succeeded where prefill failed"
+                )
+                assert key not in self.prefill.failed, (
+                    f"law 7: {key} succeeded and prefill's engine was told it failed"
+                )
         if self.random.random() < 0.2:
             self.decode.scribble()
             self.prefill.scribble()
@@ -590,7 +658,11 @@ class PairSim:
 
     def _abort_one(self) -> None:
         live = list(self.decode.scheduler.requests)
-        needed = [flight.owner.rid for flight in self.decode.scheduler.flights if flight.waiters and flight.owner]
+        needed = [
+            flight.owner.rid
+            for flight in self.decode.scheduler.flights
+            if flight.waiters and flight.owner
+        ]
         if needed and self.random.random() < 0.3:
             self.decode.scheduler.abort(self.random.choice(needed), self.now_s)
         elif live and self.random.random() < 0.7:
@@ -611,18 +683,25 @@ class PairSim:
             allowed = set(books.pages(flight.pages)[flight.pages.num_shared :].tolist())
         elif books.holds(room):
             allowed = set(books.allocator.held_by(room).tolist())
-        assert set(pages.tolist()) <= allowed, f"a write of {room} lands on pages that are not its own"
+        assert set(pages.tolist()) <= allowed, (
+            f"a write of {room} lands on pages that are not its own"
+        )
 
     def _state_guard(self, target: PeerId, room: RoomKey, slots: np.ndarray) -> None:
         """As `_guard`, for the slots of extra state."""
         books = self.decode.scheduler.books
         if target == self.decode.me and books.slots is not None:
             flight = self.decode.scheduler.transfers.get(room)
-            allowed = [flight.pages.slot] if flight is not None else books.slots.held_by(room).tolist()
-            assert slots.tolist() == allowed, f"a write of {room} lands in slots {slots}, its own is {allowed}"
+            allowed = (
+                [flight.pages.slot] if flight is not None else books.slots.held_by(room).tolist()
+            )
+            assert slots.tolist() == allowed, (
+                f"a write of {room} lands in slots {slots}, its own is {allowed}"
+            )
 
     def run(self, max_steps: int = 20_000) -> None:
-        """Start all conversations in the storm, then let it calm down; at the end nothing may be left."""
+        """Start all conversations in the storm, then let it calm down; at the end nothing may be
+        left."""
         for _ in range(self.num_requests):
             self.random.choice([self.add_request, self.add_request, self.add_burst])()
             for _ in range(self.random.randint(0, 40)):
@@ -636,8 +715,8 @@ class PairSim:
             if steps % 20 == 0:
                 self.now_s += 0.5
             if steps in (2_000, 4_000, 6_000):
-                # Every deadline has passed by now: what is left is held for want of proof, which a fence gives.
-                # What the current prefill worker wrote last, it proves itself.
+                # Every deadline has passed by now: what is left is held for want of proof, which a
+                # fence gives. What the current prefill worker wrote last, it proves itself.
                 self._fence_old()
             if self._quiet():
                 break
@@ -652,7 +731,9 @@ class PairSim:
     def _fence_old(self) -> None:
         self.kill_old()
         for incarnation in range(self.prefill.me.incarnation):
-            self.decode.act(self.decode.endpoint.fence(PeerId("prefill-0", incarnation), self.now_s))
+            self.decode.act(
+                self.decode.endpoint.fence(PeerId("prefill-0", incarnation), self.now_s)
+            )
 
     def _fence_current(self) -> None:
         """Pages whose write failed after posting come back only when the writer's agent ends."""
@@ -671,15 +752,20 @@ class PairSim:
 
 def _pool(num_pages: int) -> KVPool:
     return KVPool.create(
-        num_pages=num_pages, page_size=PAGE_SIZE, num_layers=1, num_kv_heads=1, head_dim=8, dtype="uint8"
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=8,
+        dtype="uint8",
     )
 
 
 def _digest(pool: KVPool, state: StateMemory | None = None) -> ModelDigest:
     layout = pool.layout
     return ModelDigest(
-        "m", "1", "none", layout.dtype, layout.attention, layout.num_layers, layout.num_kv_heads, layout.head_dim,
-        () if state is None else state.tensors,
+        "m", "1", "none", layout.dtype, layout.attention, layout.num_layers, layout.num_kv_heads,
+        layout.head_dim, () if state is None else state.tensors,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """How long tests wait, and how time passes in them without a wait.
 
-No test fails because the machine is slow, or stood still for a while: it waits for a state, for `PATIENCE_S` at
-most, and deadlines that are not its subject are `NEVER_S`. Where a deadline is the subject, the test lets it pass
-on a `SkippableClock`, once the state it wants is there.
+No test fails because the machine is slow, or stood still for a while: it waits for a state, for
+`PATIENCE_S` at most, and deadlines that are not its subject are `NEVER_S`. Where a deadline is the
+subject, the test lets it pass on a `SkippableClock`, once the state it wants is there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def until(done: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
 
 
 def returned(call: Callable[[], T]) -> T:
-    """What the call returns, from a thread of its own: one that hangs is an error, not a test without end."""
+    """What the call returns, from a thread of its own: one that hangs is an error, not a test
+    without end."""
     results: list[T] = []
     thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
     thread.start()
@@ -41,7 +42,8 @@ def returned(call: Callable[[], T]) -> T:
 
 
 class SkippableClock:
-    """The `time` of the modules that drive nodes: the real one, but for what the test has skipped."""
+    """The `time` of the modules that drive nodes: the real one, but for what the test has
+    skipped."""
 
     def __init__(self) -> None:
         self._skipped_s = 0.0
@@ -70,7 +72,8 @@ _ports = itertools.count(os.getpid() * 7)
 
 
 def lasting_address() -> str:
-    """A TCP address that stays ours while nobody listens there: not of the ports that the kernel gives away."""
+    """A TCP address that stays ours while nobody listens there: not of the ports that the kernel
+    gives away."""
     for number in itertools.islice(_ports, 10_000):
         port = 10_000 + number % 20_000
         with socket.socket() as sock, suppress(OSError):

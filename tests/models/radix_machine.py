@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from prefixkv.cache.aged import AgedFrequency
 from prefixkv.cache.events import NO_PARENT, Cleared, Removed, Stored, page_key
@@ -18,7 +25,15 @@ from prefixkv.cache.radix_key import RadixKey
 from tests.models.aged_model import AgedModel
 from tests.models.gated_model import FRESH_S, KNOWN_S, SHORT_PAGES, GatedModel
 from tests.models.ghost_model import BLOCK_PAGES, GHOST_PAGES, STRIDE_PAGES
-from tests.models.gittins_model import LONG_PAGES, PERIOD, POWER, PROMISE_S, TINY_PAGES, TRUST, GittinsModel
+from tests.models.gittins_model import (
+    LONG_PAGES,
+    PERIOD,
+    POWER,
+    PROMISE_S,
+    TINY_PAGES,
+    TRUST,
+    GittinsModel,
+)
 from tests.models.radix_model import RANKS, TTL_S, RadixModel
 
 POOL_PAGES = 4096
@@ -27,7 +42,8 @@ SECONDS = st.integers(0, 40)
 
 
 MODELS: dict[str, type[RadixModel]] = {
-    **dict.fromkeys(RANKS, RadixModel), "aged": AgedModel, "gated": GatedModel, "gittins": GittinsModel,
+    **dict.fromkeys(RANKS, RadixModel), "aged": AgedModel, "gated": GatedModel,
+    "gittins": GittinsModel,
 }  # fmt: skip
 POLICIES = list(MODELS)
 
@@ -44,13 +60,17 @@ def make_pair(policy: str, page_size: int) -> tuple[RadixCache, RadixModel]:
     elif policy == "aged":
         chosen = AgedFrequency(**ghosts)
     elif policy == "gated":
-        chosen = Gated(fresh_s=FRESH_S, known_s=KNOWN_S, short_tokens=SHORT_PAGES * page_size, **ghosts)
+        chosen = Gated(
+            fresh_s=FRESH_S, known_s=KNOWN_S, short_tokens=SHORT_PAGES * page_size, **ghosts
+        )
     elif policy == "gittins":
         chosen = Gittins(
-            promise_s=PROMISE_S, short_tokens=TINY_PAGES * page_size, long_tokens=LONG_PAGES * page_size,
-            power=POWER, trust=TRUST, period=PERIOD, **ghosts,
+            promise_s=PROMISE_S, short_tokens=TINY_PAGES * page_size,
+            long_tokens=LONG_PAGES * page_size, power=POWER, trust=TRUST, period=PERIOD, **ghosts,
         )  # fmt: skip
-    return RadixCache(page_size=page_size, policy=chosen, pool_pages=POOL_PAGES), MODELS[policy](page_size, policy)
+    return RadixCache(page_size=page_size, policy=chosen, pool_pages=POOL_PAGES), MODELS[policy](
+        page_size, policy
+    )
 
 
 class RadixMachine(RuleBasedStateMachine):
@@ -73,7 +93,8 @@ class RadixMachine(RuleBasedStateMachine):
         self.listens = data.draw(st.booleans(), label="listens")
         if self.listens:
             self.cache.drain_events()
-        # Some paths to begin with, from few branches, so that most runs come to eviction among them.
+        # Some paths to begin with, from few branches, so that most runs come to eviction among
+        # them.
         paths = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8)
         for runs in data.draw(paths, label="paths"):
             self.serve((tuple(run for run in runs for _ in range(self.page_size)), None), [], False)
@@ -88,15 +109,27 @@ class RadixMachine(RuleBasedStateMachine):
             key = page_key(key, np.array(prefix[at : at + self.page_size], np.int32).tobytes())
         return namespace, key
 
-    # A key is a list of page-sized runs of one of three values, then a few more tokens: few enough kinds that
-    # paths meet, part and end inside one another.
+    # A key is a list of page-sized runs of one of three values, then a few more tokens: few enough
+    # kinds that paths meet, part and end inside one another.
 
-    @rule(target=keys, runs=st.lists(st.integers(0, 2), max_size=8), tail=st.integers(0, 3), namespace=NAMESPACES)
+    @rule(
+        target=keys,
+        runs=st.lists(st.integers(0, 2), max_size=8),
+        tail=st.integers(0, 3),
+        namespace=NAMESPACES,
+    )
     def new_key(self, runs: list[int], tail: int, namespace: Any) -> Any:
-        tokens = [run for run in runs for _ in range(self.page_size)] + [9] * min(tail, self.page_size - 1)
+        tokens = [run for run in runs for _ in range(self.page_size)] + [9] * min(
+            tail, self.page_size - 1
+        )
         return tuple(tokens), namespace
 
-    @rule(target=keys, key=keys, runs=st.lists(st.integers(0, 2), min_size=1, max_size=4), last=st.booleans())
+    @rule(
+        target=keys,
+        key=keys,
+        runs=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+        last=st.booleans(),
+    )
     def longer_key(self, key: Any, runs: list[int], last: bool) -> Any:
         tokens, namespace = key
         tokens = tokens[: len(tokens) // self.page_size * self.page_size][: 20 * self.page_size]
@@ -127,7 +160,8 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(result=results)
     def match_again(self, result: Any) -> None:
-        """Until pages come or go, a match is as good as a new one, whatever is locked, split or merged meanwhile."""
+        """Until pages come or go, a match is as good as a new one, whatever is locked, split or
+        merged meanwhile."""
         old, (tokens, namespace), is_match = result
         if is_match and old.is_current:
             new = self.cache.match_prefix(tokens, namespace)
@@ -149,7 +183,8 @@ class RadixMachine(RuleBasedStateMachine):
         return result, key, False
 
     def insert_behind(self, key: Any, lock: Any) -> Any:
-        """As `insert`, of what is behind a lock of the key's beginning; for the model it is no other call."""
+        """As `insert`, of what is behind a lock of the key's beginning; for the model it is no
+        other call."""
         tokens, namespace = key
         old, num_pages = self.model.match(tokens, namespace), len(tokens) // self.page_size
         ids = self.model.page_ids(tokens, namespace, old) + self._pages(num_pages - old)
@@ -168,11 +203,15 @@ class RadixMachine(RuleBasedStateMachine):
         lock, twin = self.locks[data.draw(st.integers(0, len(self.locks) - 1))]
         if lock.epoch == self.cache._epoch:
             namespace, prefix = twin.place
-            self.insert_behind((prefix + tuple(run for run in runs for _ in range(self.page_size)), namespace), lock)
+            self.insert_behind(
+                (prefix + tuple(run for run in runs for _ in range(self.page_size)), namespace),
+                lock,
+            )
 
     @rule(key=keys, more=st.lists(st.integers(0, 2), max_size=3), pauses=st.booleans())
     def serve(self, key: Any, more: list[int], pauses: bool) -> None:
-        """A whole request, as an engine runs it: hold what is there, add the prompt, add the answer."""
+        """A whole request, as an engine runs it: hold what is there, add the prompt, add the
+        answer."""
         tokens, namespace = key
         self.lock((self.cache.match_prefix(tokens, namespace), key, True))
         prefix = self.locks.pop()
@@ -198,7 +237,9 @@ class RadixMachine(RuleBasedStateMachine):
         lock = self.cache.lock(found, self.now_s)
         twin = self.model.lock(tokens, namespace, self.now_s, visit)
         assert lock.prefix_len == len(twin.place[1])
-        assert lock.pages.tolist() == self.model.page_ids(tokens, namespace, lock.prefix_len // self.page_size)
+        assert lock.pages.tolist() == self.model.page_ids(
+            tokens, namespace, lock.prefix_len // self.page_size
+        )
         self.locks.append((lock, twin))
 
     @precondition(lambda self: self.locks)
@@ -224,7 +265,9 @@ class RadixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.wants)
     @rule(data=st.data())
     def wait_no_longer(self, data: st.DataObject) -> None:
-        namespace, tokens = self.model.wants.pop(data.draw(st.integers(0, len(self.model.wants) - 1)))
+        namespace, tokens = self.model.wants.pop(
+            data.draw(st.integers(0, len(self.model.wants) - 1))
+        )
         self.cache.wanted(tokens, -1, namespace)
 
     @rule(result=results, continues=st.sampled_from([True, False, None]))

@@ -1,6 +1,8 @@
-"""A radix cache without a tree: a dictionary of prefixes, every page for itself, every use remembered.
+"""A radix cache without a tree: a dictionary of prefixes, every page for itself, every use
+remembered.
 
-Slow and obvious. A page knows all uses that covered it; its rank is computed from them from scratch.
+Slow and obvious. A page knows all uses that covered it; its rank is computed from them from
+scratch.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ class ModelUse:
     priority: int | None  # None: a lock
     brings: bool  # new pages
     covers: int  # pages
-    marks: dict[int, Any] = field(default_factory=dict)  # depths at which it left something; what is for the policy
+    marks: dict[int, Any] = field(
+        default_factory=dict
+    )  # depths at which it left something; what is for the policy
     known: Any = None  # to the policy
 
 
@@ -40,7 +44,9 @@ class ModelPage:
 @dataclass(eq=False)
 class ModelLock:
     place: Place
-    orphan: dict[Place, ModelPage] | None = None  # after a reset: the pages it shares with other orphans
+    orphan: dict[Place, ModelPage] | None = (
+        None  # after a reset: the pages it shares with other orphans
+    )
 
 
 def visits(page: ModelPage) -> int:
@@ -61,7 +67,9 @@ RANKS: dict[str, Callable[[ModelPage, float], object]] = {
     "slru": lambda page, now_s: (visits(page) > 1, page.last.tick),
     "priority": lambda page, now_s: (priority(page), page.last.tick),
     "priority-ttl": lambda page, now_s: (
-        (float("-inf"), page.last.tick) if now_s - page.last.now_s > TTL_S else (priority(page), page.last.tick)
+        (float("-inf"), page.last.tick)
+        if now_s - page.last.now_s > TTL_S
+        else (priority(page), page.last.tick)
     ),
 }
 
@@ -98,7 +106,9 @@ class RadixModel:
     def held(self, place: Place) -> bool:
         namespace, prefix = place
         return any(
-            lock.orphan is None and lock.place[0] == namespace and lock.place[1][: len(prefix)] == prefix
+            lock.orphan is None
+            and lock.place[0] == namespace
+            and lock.place[1][: len(prefix)] == prefix
             for lock in self.locks
         )
 
@@ -109,19 +119,29 @@ class RadixModel:
     def is_leaf(self, place: Place) -> bool:
         namespace, prefix = place
         longer = len(prefix) + self.page_size
-        return not any(ns == namespace and len(p) == longer and p[: len(prefix)] == prefix for ns, p in self.pages)
+        return not any(
+            ns == namespace and len(p) == longer and p[: len(prefix)] == prefix
+            for ns, p in self.pages
+        )
 
     @property
     def protected_pages(self) -> int:
         return sum(self.held(place) for place in self.pages)
 
-    # --- what changes it ---------------------------------------------------------------------------
+    # --- what changes it --------------------------------------------------------------------------
 
     def use(self, tokens: Prefix, namespace: Hashable, use: ModelUse) -> None:
         for at in range(use.covers):
             self.pages[namespace, self.cut(tokens, at + 1)].uses.append(use)
 
-    def insert(self, tokens: Prefix, ids: list[int], namespace: Hashable, now_s: float = 0.0, priority: int = 0) -> int:
+    def insert(
+        self,
+        tokens: Prefix,
+        ids: list[int],
+        namespace: Hashable,
+        now_s: float = 0.0,
+        priority: int = 0,
+    ) -> int:
         old = self.match(tokens, namespace)
         depth = self.whole(tokens)
         if not depth:
@@ -131,7 +151,9 @@ class RadixModel:
         use = ModelUse(self.tick, now_s, visit, priority, depth > old, depth)
         bases = self.look_up(use, tokens, namespace, old)
         for at in range(old, depth):
-            self.pages[namespace, self.cut(tokens, at + 1)] = ModelPage(ids[at], self.tick, bases[at])
+            self.pages[namespace, self.cut(tokens, at + 1)] = ModelPage(
+                ids[at], self.tick, bases[at]
+            )
         self.use(tokens, namespace, use)
         return old
 
@@ -147,7 +169,8 @@ class RadixModel:
         return lock
 
     def look_up(self, use: ModelUse, tokens: Prefix, namespace: Hashable, old: int) -> list[Any]:
-        """For policies that remember: complete the use; returns the visits remembered of each page."""
+        """For policies that remember: complete the use; returns the visits remembered of each
+        page."""
         use.marks = {use.covers: None}
         return [0] * use.covers
 
@@ -173,7 +196,8 @@ class RadixModel:
         return freed
 
     def victim(self, now_s: float, likely: set[int]) -> Place | None:
-        """The page that goes next. Where rounding may decide (sums of worths), one of the `likely` if it can be."""
+        """The page that goes next. Where rounding may decide (sums of worths), one of the `likely`
+        if it can be."""
         leaves = [place for place in self.pages if self.is_leaf(place) and not self.held(place)]
         unwanted = [place for place in leaves if not self.wanted(place)]
         if not unwanted:

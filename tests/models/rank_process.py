@@ -1,7 +1,9 @@
-"""One tensor-parallel decode rank in a process of its own; torch.distributed carries the log among them.
+"""One tensor-parallel decode rank in a process of its own; torch.distributed carries the log among
+them.
 
-Rank 0 runs `SchedulerSim`s and broadcasts a message a pass, with digests of all its books; the others apply what
-they receive, each as late as its own chance has it. At each end rank 0 broadcasts a whole dump of its books too.
+Rank 0 runs `SchedulerSim`s and broadcasts a message a pass, with digests of all its books; the
+others apply what they receive, each as late as its own chance has it. At each end rank 0 broadcasts
+a whole dump of its books too.
 
     python -m tests.models.rank_process RANK WORLD RENDEZVOUS RUNS
 """
@@ -47,10 +49,23 @@ def receive() -> tuple[int, bytes]:
 
 def dump(books: PageBooks) -> bytes:
     """Tree, page table, allocator and free lists, all of them."""
-    nodes = sorted((node.start, bytes(node.pages).hex(), bytes(node.key).hex(), node.lock_ref, repr(node.mark),
-                    repr(node.steps)) for node in books.cache.nodes())  # fmt: skip
-    owners = [(owner, books.allocator.held_by(owner).tolist()) for owner in books.allocator.owners()]
-    return json.dumps([nodes, books.table.array.tolist(), books.allocator.free_runs(), owners]).encode()
+    nodes = sorted(
+        (
+            node.start,
+            bytes(node.pages).hex(),
+            bytes(node.key).hex(),
+            node.lock_ref,
+            repr(node.mark),
+            repr(node.steps),
+        )
+        for node in books.cache.nodes()
+    )
+    owners = [
+        (owner, books.allocator.held_by(owner).tolist()) for owner in books.allocator.owners()
+    ]
+    return json.dumps(
+        [nodes, books.table.array.tolist(), books.allocator.free_runs(), owners]
+    ).encode()
 
 
 class BroadcastSim(SchedulerSim):
@@ -105,7 +120,9 @@ def follow(rank: int) -> None:
         latest = max(latest, len(unread))
         if kind == BEGIN:
             num_pages, policy, evict_reserve, cache, num_slots = json.loads(raw)
-            config = DecodeConfig(max_running=ROWS, policy=policy, evict_reserve=evict_reserve, cache=cache)
+            config = DecodeConfig(
+                max_running=ROWS, policy=policy, evict_reserve=evict_reserve, cache=cache
+            )
             replica = DecodeReplica(num_pages, PAGE_SIZE, config, num_slots)
         elif kind == COMPARE:
             assert replica is not None
@@ -114,7 +131,10 @@ def follow(rank: int) -> None:
             assert ours == raw, f"rank {rank}\n{ours!r}\nrank 0\n{raw!r}"
             compared += 1
         elif kind == END:
-            print(f"rank {rank} applied {applied} batches, up to {latest} late, {compared} dumps equal")
+            print(
+                f"rank {rank} applied {applied} batches, up to {latest} late, {compared} dumps "
+                "equal"
+            )
             return
 
 

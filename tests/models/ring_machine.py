@@ -1,4 +1,5 @@
-"""The staging ring against a naive model: it paints bytes, and looks for room by trying every offset."""
+"""The staging ring against a naive model: it paints bytes, and looks for room by trying every
+offset."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ CAPACITY = 24
 
 
 class RingMachine(RuleBasedStateMachine):
-    """`paint` has the lease of each byte; grants have to come in the order and at the offset that the model names."""
+    """`paint` has the lease of each byte; grants have to come in the order and at the offset that
+    the model names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +40,9 @@ class RingMachine(RuleBasedStateMachine):
 
     def place(self, size: int, blocked: tuple[LeaseState, ...] = tuple(LeaseState)) -> int | None:
         for at in range(CAPACITY - size + 1):
-            if all(byte is None or byte.state not in blocked for byte in self.paint[at : at + size]):
+            if all(
+                byte is None or byte.state not in blocked for byte in self.paint[at : at + size]
+            ):
                 return at
         return None
 
@@ -100,7 +104,11 @@ class RingMachine(RuleBasedStateMachine):
             self.next_chunk[room] = 0
             self.passed[room] = 0
 
-    @rule(room=st.sampled_from(ROOMS), size=st.integers(1, CAPACITY), writers=st.sets(st.integers(0, 2), min_size=1))
+    @rule(
+        room=st.sampled_from(ROOMS),
+        size=st.integers(1, CAPACITY),
+        writers=st.sets(st.integers(0, 2), min_size=1),
+    )
     def ask(self, room: RoomKey, size: int, writers: set[int]) -> None:
         chunk = self.next_chunk.get(room, 0)
         if self.state.get(room) != "open":
@@ -117,7 +125,11 @@ class RingMachine(RuleBasedStateMachine):
     def ask_again(self, room: RoomKey, back: int) -> None:
         chunk = self.next_chunk.get(room, 0) - back
         if self.state.get(room) == "open" and chunk >= 0:
-            same = [ls for ls in self.live() if (ls.room, ls.chunk, ls.state) == (room, chunk, LeaseState.GRANTED)]
+            same = [
+                ls
+                for ls in self.live()
+                if (ls.room, ls.chunk, ls.state) == (room, chunk, LeaseState.GRANTED)
+            ]
             assert self.ring.ask(room, chunk, 1, frozenset({0})) == same
 
     @precondition(lambda self: self.live())
@@ -163,7 +175,9 @@ class RingMachine(RuleBasedStateMachine):
     def drained(self, room: RoomKey) -> None:
         served = self.ring.drained(room)
         if self.state.get(room) == "closed":
-            for lease in [ls for ls in self.live() if ls.room == room and ls.state is LeaseState.HELD]:
+            for lease in [
+                ls for ls in self.live() if ls.room == room and ls.state is LeaseState.HELD
+            ]:
                 self.wipe(lease)
         self.expect(served)
 

@@ -1,9 +1,10 @@
-"""The whole decode side under fire, one to four ranks of it, with and without extra state: `PairSim` with every fault
-as a step of its own.
+"""The whole decode side under fire, one to four ranks of it, with and without extra state:
+`PairSim` with every fault as a step of its own.
 
-A run is a list of integers, so that hypothesis can draw it and shrink it: each spells one step (`Spelled`). The
-laws are audited after each; when the list ends, everybody goes on without faults until all is quiet, and nothing
-may be held then. Ranks above 0 follow rank 0's log, each as late as chance has it, and must end equal to it.
+A run is a list of integers, so that hypothesis can draw it and shrink it: each spells one step
+(`Spelled`). The laws are audited after each; when the list ends, everybody goes on without faults
+until all is quiet, and nothing may be held then. Ranks above 0 follow rank 0's log, each as late as
+chance has it, and must end equal to it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,17 @@ from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.models.pair_sim import ADDRESS, PAGE_SIZE, Chaos, DecodeSide, PairSim
 
 ROWS = 8
-_IDLE, _DONE, _DECODE, _PREFILL = 0, 1, 2, 4  # what an action says: nothing to do; done; and whose books it touched
+_IDLE, _DONE, _DECODE, _PREFILL = (
+    0,
+    1,
+    2,
+    4,
+)  # what an action says: nothing to do; done; and whose books it touched
 
 
 class Spelled(random.Random):
-    """Chance that reads its choices off an integer, digit by digit; 0 spells the first of every choice.
+    """Chance that reads its choices off an integer, digit by digit; 0 spells the first of every
+    choice.
 
     What a step needs beyond its digits follows from the integer too.
     """
@@ -61,7 +68,8 @@ class Spelled(random.Random):
 
 @register
 class QuickGated(Gated):
-    """Pages are overdue within the seconds that a run takes, so that the time decides many evictions."""
+    """Pages are overdue within the seconds that a run takes, so that the time decides many
+    evictions."""
 
     name = "gated-quick"
 
@@ -139,7 +147,8 @@ class SchedulerSim(PairSim):
         settings = {**self.config.for_books(num_pages), "num_slots": self.num_slots}
         books = LoggedBooks(self.log.append, num_pages, PAGE_SIZE, ROWS, **settings)
         self.replicas = [
-            DecodeReplica(num_pages, PAGE_SIZE, self.config, self.num_slots) for _ in range(self.num_ranks - 1)
+            DecodeReplica(num_pages, PAGE_SIZE, self.config, self.num_slots)
+            for _ in range(self.num_ranks - 1)
         ]
         self.unread: list[deque[bytes]] = [deque() for _ in self.replicas]
         return DecodeScheduler(
@@ -188,8 +197,12 @@ class SchedulerSim(PairSim):
             audit_prefill(self.prefill.scheduler)
         for key, poll in self.decode.ended.items():
             if poll is KVPoll.SUCCESS and key.room not in self.reused:
-                assert self.prefill.ended.get(key, poll) is poll, f"law 7: {key} succeeded where prefill failed"
-                assert key not in self.prefill.failed, f"law 7: {key} succeeded and prefill's engine was told it failed"
+                assert self.prefill.ended.get(key, poll) is poll, (
+                    f"law 7: {key} succeeded where prefill failed"
+                )
+                assert key not in self.prefill.failed, (
+                    f"law 7: {key} succeeded and prefill's engine was told it failed"
+                )
 
     # --- what goes on by itself -------------------------------------------------------------------
 
@@ -230,7 +243,12 @@ class SchedulerSim(PairSim):
 
     def decode_schedule(self) -> int:
         side = self.decode
-        if not (side.events or side.running or side.scheduler.has_news or side.scheduler.waiting.wake_s <= self.now_s):
+        if not (
+            side.events
+            or side.running
+            or side.scheduler.has_news
+            or side.scheduler.waiting.wake_s <= self.now_s
+        ):
             return _IDLE
         side.schedule()
         for req in list(side.running.values()) if self.random.randrange(2) else ():
@@ -262,7 +280,8 @@ class SchedulerSim(PairSim):
     # --- the other ranks --------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """The pass is over: one message for all ranks. Some engines take several passes together."""
+        """The pass is over: one message for all ranks. Some engines take several passes
+        together."""
         if self.replicas and (self.calm or self.random.randrange(3)):
             raw = self.log.take(self.decode.scheduler.books)
             for unread in self.unread:
@@ -314,8 +333,9 @@ class SchedulerSim(PairSim):
         rid, room = f"r{self._next_room}", self._room_number()
         cacheable = self.random.random() < 0.9
         request = Request(
-            rid, tokens, max_new_tokens=self.random.randint(1, 24), room=room, prefill=ADDRESS, cacheable=cacheable,
-            namespace=namespace, priority=self.random.choice([0, 5]), deadline_s=self.random.choice([None, None, 1.0]),
+            rid, tokens, max_new_tokens=self.random.randint(1, 24), room=room, prefill=ADDRESS,
+            cacheable=cacheable, namespace=namespace, priority=self.random.choice([0, 5]),
+            deadline_s=self.random.choice([None, None, 1.0]),
         )  # fmt: skip
         try:
             self.decode.scheduler.add(request, self.now_s)
@@ -331,9 +351,12 @@ class SchedulerSim(PairSim):
             self._submit(req.tokens.tolist() + more, req.request.key.namespace)
 
     def abort(self) -> int:
-        """Anybody; but those that run, and those that others wait for, more often than they are there."""
+        """Anybody; but those that run, and those that others wait for, more often than they are
+        there."""
         live = self.decode.scheduler.requests
-        waited_for = [req.rid for req in live.values() if req.flight is not None and req.flight.waiters]
+        waited_for = [
+            req.rid for req in live.values() if req.flight is not None and req.flight.waiters
+        ]
         groups = [group for group in (list(self.decode.running), waited_for, list(live)) if group]
         if not groups:
             return _IDLE
@@ -387,7 +410,9 @@ class SchedulerSim(PairSim):
             self._wire.append((to, source, raw))
 
     def reorder(self) -> int:
-        return self.deliver(self.random.randrange(len(self._wire))) if len(self._wire) > 1 else _IDLE
+        return (
+            self.deliver(self.random.randrange(len(self._wire))) if len(self._wire) > 1 else _IDLE
+        )
 
     def drop(self) -> int:
         if not self._wire:
@@ -421,7 +446,11 @@ class SchedulerSim(PairSim):
         return _DONE
 
     def _next_s(self) -> float:
-        return min(self.decode.endpoint.wake_s, self.prefill.endpoint.wake_s, self.decode.scheduler.waiting.wake_s)
+        return min(
+            self.decode.endpoint.wake_s,
+            self.prefill.endpoint.wake_s,
+            self.decode.scheduler.waiting.wake_s,
+        )
 
     def silence(self) -> int:
         """Long enough for any deadline to pass."""
@@ -440,7 +469,9 @@ class SchedulerSim(PairSim):
     def stall(self) -> int:
         """What is posted neither lands nor is known to have ended, until the next of these."""
         if not self._go_on():
-            self.stalls.append(self.fabric.hold(lambda action: action.kind in ("land", "complete", "fail")))
+            self.stalls.append(
+                self.fabric.hold(lambda action: action.kind in ("land", "complete", "fail"))
+            )
         return _DONE
 
     def _go_on(self) -> bool:
@@ -496,7 +527,8 @@ class SchedulerSim(PairSim):
                     break
                 self.now_s = max(self.now_s + 0.01, min(self._next_s(), self.now_s + 10.0))
             if self.now_s - started_s > 100.0 * (fenced + 1) and fenced < 2:
-                # Every deadline has passed by now: what is left is held for want of proof, which a fence gives.
+                # Every deadline has passed by now: what is left is held for want of proof, which a
+                # fence gives.
                 (self._fence_old, self._fence_current)[fenced]()
                 fenced += 1
         self._assert_nothing_is_left()
@@ -529,22 +561,34 @@ class SchedulerSim(PairSim):
         assert not unended, f"law 7: {unended} have not ended, or ended unknown"
 
 
-_ONWARD = ("fabric_step", "deliver", "decode_work", "prefill_work", "decode_schedule", "prefill_schedule",
-           "submit_one", "follow")  # fmt: skip
+_ONWARD = (
+    "fabric_step",
+    "deliver",
+    "decode_work",
+    "prefill_work",
+    "decode_schedule",
+    "prefill_schedule",
+    "submit_one",
+    "follow",
+)
 _ONCE = ("decode_schedule", "prefill_schedule")
 _WEIGHTS = {
-    "nothing": 1, "arrive": 4, "burst": 2, "submit_one": 5, "deliver": 14, "fabric_step": 16, "decode_work": 8,
-    "prefill_work": 8, "decode_schedule": 14, "prefill_schedule": 10, "follow": 4, "tick": 4, "device_is_done": 2,
-    "scribble": 3, "reorder": 3, "duplicate": 2, "junk": 1, "drop": 1, "cut": 0.15, "deadline": 1, "silence": 0.1,
-    "abort": 1.5, "abort_at_prefill": 0.3, "retract": 2, "flush": 0.4, "flush_prefill": 0.2, "listen": 0.4,
-    "lose_peer": 0.2, "stall": 0.3, "restart_prefill_dead": 0.15, "restart_prefill_stopped": 0.15, "fence": 0.25,
+    "nothing": 1, "arrive": 4, "burst": 2, "submit_one": 5, "deliver": 14, "fabric_step": 16,
+    "decode_work": 8, "prefill_work": 8, "decode_schedule": 14, "prefill_schedule": 10, "follow": 4,
+    "tick": 4, "device_is_done": 2, "scribble": 3, "reorder": 3, "duplicate": 2, "junk": 1,
+    "drop": 1, "cut": 0.15, "deadline": 1, "silence": 0.1, "abort": 1.5, "abort_at_prefill": 0.3,
+    "retract": 2, "flush": 0.4, "flush_prefill": 0.2, "listen": 0.4, "lose_peer": 0.2, "stall": 0.3,
+    "restart_prefill_dead": 0.15, "restart_prefill_stopped": 0.15, "fence": 0.25,
     "fence_current": 0.1, "restart_decode": 0.15,
 }  # fmt: skip
 _FAULTS = (  # each is spared in half of the runs
-    "reorder", "duplicate", "junk", "drop", "cut", "silence", "abort", "abort_at_prefill", "retract", "flush",
-    "lose_peer", "stall", "restart_prefill_dead", "restart_prefill_stopped", "fence_current", "restart_decode",
+    "reorder", "duplicate", "junk", "drop", "cut", "silence", "abort", "abort_at_prefill",
+    "retract", "flush", "lose_peer", "stall", "restart_prefill_dead", "restart_prefill_stopped",
+    "fence_current", "restart_decode",
 )  # fmt: skip
-_WHEEL: Sequence[str] = [name for name, weight in _WEIGHTS.items() for _ in range(round(20 * weight))]
+_WHEEL: Sequence[str] = [
+    name for name, weight in _WEIGHTS.items() for _ in range(round(20 * weight))
+]
 
 
 def run(setup: int, steps: Sequence[int]) -> SchedulerSim:
@@ -556,23 +600,32 @@ def run(setup: int, steps: Sequence[int]) -> SchedulerSim:
             sim.spell(value)
         sim.settle()
     except BaseException as error:
-        error.add_note(f"{sim.num_ranks} ranks, {sim.decode_pages} pages, {sim.failure_policy}, {sim.config}")
+        error.add_note(
+            f"{sim.num_ranks} ranks, {sim.decode_pages} pages, {sim.failure_policy}, {sim.config}"
+        )
         error.add_note(f"steps: {' '.join(name for name in sim.trace if name != 'nothing')}")
         raise
     return sim
 
 
 def fuzz_round(round_seed: int, examples: int, storm_steps: int, totals: Counter[str]) -> None:
-    """Some runs that follow from the seed. A finding is shrunk and raised; its notes tell the steps."""
+    """Some runs that follow from the seed. A finding is shrunk and raised; its notes tell the
+    steps."""
 
     @seed(round_seed)
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(
         setup=st.binary(min_size=8, max_size=8),
-        steps=st.lists(st.binary(min_size=4, max_size=4), min_size=storm_steps, max_size=storm_steps),
+        steps=st.lists(
+            st.binary(min_size=4, max_size=4), min_size=storm_steps, max_size=storm_steps
+        ),
     )
     def one_run(setup: bytes, steps: list[bytes]) -> None:
-        sim = run(int.from_bytes(setup, "little"), [int.from_bytes(step, "little") for step in steps])
+        sim = run(
+            int.from_bytes(setup, "little"), [int.from_bytes(step, "little") for step in steps]
+        )
         totals.update({"runs": 1, "steps": sim.counts["steps"]})
         totals.update(sim.decode.scheduler.counters)
 

@@ -1,4 +1,5 @@
-"""The staged path under hypothesis: any interleaving, with faults of every part around the two machines."""
+"""The staged path under hypothesis: any interleaving, with faults of every part around the two
+machines."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ ROOMS = st.integers(0, 4)
 
 
 class StagedMachine(RuleBasedStateMachine):
-    """Rooms of two readers, written by up to three writers; at the end all of it has to come to rest."""
+    """Rooms of two readers, written by up to three writers; at the end all of it has to come to
+    rest."""
 
     world: World
 
     @initialize(
-        num_writers=st.integers(1, 3), num_readers=st.integers(1, 2), pieces=st.sampled_from([1, 1.5, 1.5, 3]),
-        slots=st.integers(1, 4), window=st.integers(1, 4), rooms=st.lists(CHUNKS, min_size=3, max_size=3),
+        num_writers=st.integers(1, 3), num_readers=st.integers(1, 2),
+        pieces=st.sampled_from([1, 1.5, 1.5, 3]), slots=st.integers(1, 4), window=st.integers(1, 4),
+        rooms=st.lists(CHUNKS, min_size=3, max_size=3),
     )  # fmt: skip
     def start(
         self,
@@ -52,7 +55,11 @@ class StagedMachine(RuleBasedStateMachine):
         if faults:
             faults[pick % len(faults)]()
 
-    @rule(seed=st.integers(0, 2**32), num_steps=st.integers(1, 200), fault_every=st.sampled_from([3, 10, 30]))
+    @rule(
+        seed=st.integers(0, 2**32),
+        num_steps=st.integers(1, 200),
+        fault_every=st.sampled_from([3, 10, 30]),
+    )
     def storm(self, seed: int, num_steps: int, fault_every: int) -> None:
         self.world.storm(seed, num_steps, fault_every)
 

@@ -1,9 +1,9 @@
-"""Writers and readers of staged rooms in memory: the machines under test, around them what an endpoint, a transport,
-a copy pool and a wire would do, one small step at a time and in any order.
+"""Writers and readers of staged rooms in memory: the machines under test, around them what an
+endpoint, a transport, a copy pool and a wire would do, one small step at a time and in any order.
 
-Laws that are looked at as things happen: a write lands in its own section of a live lease and finds its slot as it
-was gathered; a gather reads for a job that lives; a scatter writes pages of a room that is not over; each job and each
-room ends once; what succeeded has the bytes of all writers.
+Laws that are looked at as things happen: a write lands in its own section of a live lease and finds
+its slot as it was gathered; a gather reads for a job that lives; a scatter writes pages of a room
+that is not over; each job and each room ends once; what succeeded has the bytes of all writers.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ class Writer:
         self.slot_bytes = rounded(UNITS_PER_PIECE * UNIT_BYTES[rank])
         self.num_slots = slots
         self.memory = bytearray(slots * self.slot_bytes)
-        self.sender = StagedSender(rank, slots, self.slot_bytes, window, RESEND_S, lambda: next(world.ids))
+        self.sender = StagedSender(
+            rank, slots, self.slot_bytes, window, RESEND_S, lambda: next(world.ids)
+        )
         self.rooms: dict[RoomKey, Sending] = {}
         self.jobs: dict[int, Sending] = {}  # until drained
         self.gathers: dict[int, Gather] = {}
@@ -174,7 +176,11 @@ class Writer:
         sending.live.add(job_id)
         self.jobs[job_id] = sending
         src = np.arange(use.ticket * 256 + first, use.ticket * 256 + first + units, dtype=np.int32)
-        self.do(self.sender.write(job_id, use.key, use.ticket, use.reader.peer, first, src, event, self.world.now_s))
+        self.do(
+            self.sender.write(
+                job_id, use.key, use.ticket, use.reader.peer, first, src, event, self.world.now_s
+            )
+        )
 
     def fail(self, sending: Sending, tell: bool = True) -> None:
         if sending.state == "open":
@@ -235,7 +241,11 @@ class Writer:
         gather = self.gathers.pop(gather_id)
         data = b"".join(content(self.rank, int(unit)) for unit in gather.src_units)
         assert len(data) == gather.num_bytes <= self.slot_bytes
-        owners = [s for s in self.jobs.values() if s.live and s.use.ticket == int(gather.src_units[0]) // 256]
+        owners = [
+            s
+            for s in self.jobs.values()
+            if s.live and s.use.ticket == int(gather.src_units[0]) // 256
+        ]
         assert owners, "a gather reads pages that its room has let go of"
         start = gather.slot * self.slot_bytes
         self.memory[start : start + len(data)] = data if error is None else b"\xee" * len(data)
@@ -257,7 +267,9 @@ class Writer:
         write.parts.remove(part)
         post, reader = write.post, write.reader
         assert self.slot(post) == write.data, "the slot was used again"
-        (lease,) = [lease for lease in reader.rooms._ring.leases() if lease.lease_id == post.lease_id]
+        (lease,) = [
+            lease for lease in reader.rooms._ring.leases() if lease.lease_id == post.lease_id
+        ]
         assert (lease.room, lease.chunk) == (post.key, post.piece)
         assert self.rank in lease.missing
         offset, _ = reader.cut.sections(UNITS_PER_PIECE)[self.rank]
@@ -268,7 +280,9 @@ class Writer:
         start, end = part * step, min((part + 1) * step, len(write.data))
         reader.memory[post.dst_offset + start : post.dst_offset + end] = write.data[start:end]
         if not write.undrained:
-            tag = ChunkTag(1, *post.key, self.rank, post.piece, part, write.num_parts, post.lease_id)
+            tag = ChunkTag(
+                1, *post.key, self.rank, post.piece, part, write.num_parts, post.lease_id
+            )
             self.world.say(reader, self, tag, lossy=True)
 
     def end_write(self, write: Write, error: Exception | None = None, drained: bool = True) -> None:
@@ -291,7 +305,11 @@ class Writer:
         for sending in self.rooms.values():
             if sending.state == "open" and not sending.handed_over:
                 steps.append(lambda s=sending: self.hand_over(s))
-            steps += [lambda e=event: setattr(e, "answer", True) for event in sending.events if not event.answer]
+            steps += [
+                lambda e=event: setattr(e, "answer", True)
+                for event in sending.events
+                if not event.answer
+            ]
         steps += [lambda g=gather: self.gather(g) for gather in self.gathers]
         for write in self.writes.values():
             steps += [lambda w=write, p=part: self.land(w, p) for part in write.parts]
@@ -319,7 +337,15 @@ class Reader:
     # what the control thread does
 
     def open(self, key: RoomKey, chunks: list[tuple[int, bool]]) -> None:
-        use = Use(self, key, next(self.world.tickets), chunks, dict(self.world.writers), {}, set(self.cut.ranks))
+        use = Use(
+            self,
+            key,
+            next(self.world.tickets),
+            chunks,
+            dict(self.world.writers),
+            {},
+            set(self.cut.ranks),
+        )
         use.pages = {rank: bytearray(use.num_units * UNIT_BYTES[rank]) for rank in self.cut.ranks}
         self.uses[key] = use
         self.world.uses.append(use)
@@ -379,7 +405,10 @@ class Reader:
     def over(self, use: Use) -> None:
         assert not any(other is use for other, _ in self.scatters.values())
         for writer in self.world.writers.values():
-            assert not any(write.post.key == use.key and write.reader is self for write in writer.writes.values())
+            assert not any(
+                write.post.key == use.key and write.reader is self
+                for write in writer.writes.values()
+            )
         del self.uses[use.key]
 
     def do(self, actions: list[Any]) -> None:
@@ -412,7 +441,9 @@ class Reader:
             start = scatter.first_unit * UNIT_BYTES[rank]
             assert num_bytes == scatter.num_units * UNIT_BYTES[rank]
             if error is None:
-                use.pages[rank][start : start + num_bytes] = self.memory[offset : offset + num_bytes]
+                use.pages[rank][start : start + num_bytes] = self.memory[
+                    offset : offset + num_bytes
+                ]
         self.do(self.rooms.on_scattered(lease_id, error))
 
     def steps(self) -> list[Callable[[], None]]:
@@ -420,9 +451,12 @@ class Reader:
 
 
 class World:
-    """All of it. `pieces` is how many of the largest leases the readers' areas take, halves allowed."""
+    """All of it. `pieces` is how many of the largest leases the readers' areas take, halves
+    allowed."""
 
-    def __init__(self, num_writers: int, num_readers: int, pieces: float, slots: int, window: int) -> None:
+    def __init__(
+        self, num_writers: int, num_readers: int, pieces: float, slots: int, window: int
+    ) -> None:
         self.ids, self.tickets = count(1), count(1)
         self.now_s = 0.0
         self.mail: list[Mail] = []
@@ -494,18 +528,27 @@ class World:
                 faults.append(lambda m=mail: self.mail.remove(m))
                 faults.append(lambda m=mail: self.deliver(m, again=True))
         for writer in self.writers.values():
-            faults += [lambda w=writer, g=gather: w.gather(g, OSError("gather")) for gather in writer.gathers]
+            faults += [
+                lambda w=writer, g=gather: w.gather(g, OSError("gather"))
+                for gather in writer.gathers
+            ]
             for write in [write for write in writer.writes.values() if not write.undrained]:
                 faults.append(lambda w=writer, x=write: w.end_write(x, OSError("refused")))
-                faults.append(lambda w=writer, x=write: w.end_write(x, OSError("lost"), drained=False))
+                faults.append(
+                    lambda w=writer, x=write: w.end_write(x, OSError("lost"), drained=False)
+                )
             faults += [lambda w=writer, s=sending: w.abort(s) for sending in writer.rooms.values()]
         for reader in self.readers:
-            faults += [lambda r=reader, x=lease: r.scatter(x, OSError("scatter")) for lease in reader.scatters]
+            faults += [
+                lambda r=reader, x=lease: r.scatter(x, OSError("scatter"))
+                for lease in reader.scatters
+            ]
             faults += [lambda r=reader, u=use: r.fail(u) for use in reader.uses.values()]
         return faults
 
     def storm(self, seed: int, num_steps: int, fault_every: int) -> None:
-        """So many steps, drawn from the seed, about one in `fault_every` a fault; rooms open again as they end."""
+        """So many steps, drawn from the seed, about one in `fault_every` a fault; rooms open again
+        as they end."""
         rng = Random(seed)
         for _ in range(num_steps):
             faults = self.faults() if rng.randrange(fault_every) == 0 else []
@@ -519,7 +562,8 @@ class World:
                 self.restart_reader(rng.randrange(len(self.readers)))
             elif rng.randrange(8) == 0:
                 self.open(
-                    rng.randrange(5), [(rng.randint(1, 11), rng.random() < 0.5) for _ in range(rng.randint(0, 3))]
+                    rng.randrange(5),
+                    [(rng.randint(1, 11), rng.random() < 0.5) for _ in range(rng.randint(0, 3))],
                 )
             else:
                 self.step(rng.randrange(2**16))
@@ -558,7 +602,8 @@ class World:
             steps[pick // 8 % len(steps)]()
 
     def finish(self, seed: int = 1, limit: int = 50_000, loss_percent: int = 0) -> None:
-        """Without any fault, but for frames and notifications that are lost: everything ends, and nothing is held."""
+        """Without any fault, but for frames and notifications that are lost: everything ends, and
+        nothing is held."""
         pick = seed
         for _ in range(limit):
             steps = self.steps()
@@ -577,7 +622,11 @@ class World:
         self.check()
         for writer in self.writers.values():
             sender = writer.sender
-            assert (sender.num_jobs, sender.num_rooms, sender.free_slots) == (0, 0, writer.num_slots)
+            assert (sender.num_jobs, sender.num_rooms, sender.free_slots) == (
+                0,
+                0,
+                writer.num_slots,
+            )
             assert writer.jobs == {}
         for reader in self.readers:
             assert reader.rooms.num_rooms == 0
@@ -587,6 +636,8 @@ class World:
     def check(self) -> None:
         for writer in self.writers.values():
             writer.sender.check_invariants()
-            assert writer.sender.num_jobs == sum(len(sending.live) for sending in writer.rooms.values())
+            assert writer.sender.num_jobs == sum(
+                len(sending.live) for sending in writer.rooms.values()
+            )
         for reader in self.readers:
             reader.rooms.check_invariants()

@@ -1,4 +1,5 @@
-"""A rank's extra state in numpy, with canaries round every slot, and bytes that follow from what the state is of."""
+"""A rank's extra state in numpy, with canaries round every slot, and bytes that follow from what
+the state is of."""
 
 from __future__ import annotations
 
@@ -15,15 +16,26 @@ CANARY = 0xCA
 
 SHARDED = StateTensor("conv", 0, 4, (3, 5), "float16")  # heads as the KV's of the tests
 WHOLE = StateTensor("tail", 1, 1, (40,), "uint8")
-TENSORS = (SHARDED, WHOLE, StateTensor("conv", 1, 4, (3, 5), "float16"), StateTensor("recurrent", 1, 4, (2, 2, 2)))
+TENSORS = (
+    SHARDED,
+    WHOLE,
+    StateTensor("conv", 1, 4, (3, 5), "float16"),
+    StateTensor("recurrent", 1, 4, (2, 2, 2)),
+)
 
 
 class StateMemory:
     """What one rank holds. `owner` of the state is a number, a hash of its tokens, say."""
 
-    def __init__(self, tensors: Sequence[StateTensor], num_slots: int, mesh: Mesh, rank: int = 0) -> None:
+    def __init__(
+        self, tensors: Sequence[StateTensor], num_slots: int, mesh: Mesh, rank: int = 0
+    ) -> None:
         self.tensors, self.mesh, self.rank = tuple(tensors), mesh, rank
-        self.held = [(i, shard) for i, tensor in enumerate(tensors) if (shard := tensor.shard(mesh, rank)) is not None]
+        self.held = [
+            (i, shard)
+            for i, tensor in enumerate(tensors)
+            if (shard := tensor.shard(mesh, rank)) is not None
+        ]
         sizes = [tensors[i].head_bytes * shard.num_heads for i, shard in self.held]
         self.raw = [np.full((num_slots, GUARD + size + GUARD), CANARY, np.uint8) for size in sizes]
         self.slots = [raw[:, GUARD:-GUARD] for raw in self.raw]
@@ -31,7 +43,9 @@ class StateMemory:
             StateEntry(slots.ctypes.data, raw.strides[0], size)
             for raw, slots, size in zip(self.raw, self.slots, sizes, strict=True)
         )
-        self.layout = StateLayout(num_slots, entries, tuple((raw.ctypes.data, raw.nbytes) for raw in self.raw))
+        self.layout = StateLayout(
+            num_slots, entries, tuple((raw.ctypes.data, raw.nbytes) for raw in self.raw)
+        )
         self.layout.validate()
 
     def pool(self) -> Any:
@@ -53,7 +67,10 @@ class StateMemory:
         found = []
         for i, shard in self.held:
             heads = range(shard.first_head, shard.first_head + shard.num_heads)
-            rows = [np.random.default_rng((owner, i, head)).bytes(self.tensors[i].head_bytes) for head in heads]
+            rows = [
+                np.random.default_rng((owner, i, head)).bytes(self.tensors[i].head_bytes)
+                for head in heads
+            ]
             found.append(np.frombuffer(b"".join(rows), np.uint8))
         return found
 
@@ -70,4 +87,7 @@ class StateMemory:
             memory[list(slots)] = value
 
     def canaries_live(self) -> bool:
-        return all((raw[:, :GUARD] == CANARY).all() and (raw[:, -GUARD:] == CANARY).all() for raw in self.raw)
+        return all(
+            (raw[:, :GUARD] == CANARY).all() and (raw[:, -GUARD:] == CANARY).all()
+            for raw in self.raw
+        )

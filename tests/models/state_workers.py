@@ -1,7 +1,8 @@
-"""`MeshPair` with extra state: engines whose state can be computed only from its beginning, or from a snapshot.
+"""`MeshPair` with extra state: engines whose state can be computed only from its beginning, or from
+a snapshot.
 
-The state after some tokens is a hash of them. Prefill's engine that goes on from a cached prefix without a snapshot
-of the state behind it computes a wrong one, as a real engine would.
+The state after some tokens is a hash of them. Prefill's engine that goes on from a cached prefix
+without a snapshot of the state behind it computes a wrong one, as a real engine would.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ def owner_of(tokens: Any) -> int:
 
 
 class StatePair(MeshPair):
-    """Args: see MeshPair. `slots`: of prefill and of decode. `snapshots`: prefixes that prefill has the state of."""
+    """Args: see MeshPair. `slots`: of prefill and of decode. `snapshots`: prefixes that prefill has
+    the state of."""
 
     def __init__(
         self, prefill: Mesh, decode: Mesh, *, tensors: tuple[StateTensor, ...] = TENSORS,
         slots: tuple[int, int] = (6, 4), usable: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        self.sources = [StateMemory(tensors, slots[0], prefill, rank) for rank in range(prefill.num_ranks)]
-        self.targets = [StateMemory(tensors, slots[1], decode, rank) for rank in range(decode.num_ranks)]
+        self.sources = [
+            StateMemory(tensors, slots[0], prefill, rank) for rank in range(prefill.num_ranks)
+        ]
+        self.targets = [
+            StateMemory(tensors, slots[1], decode, rank) for rank in range(decode.num_ranks)
+        ]
         self.snapshots: set[int] = set()
         self.free_slots = list(range(slots[0]))
         self.handed: dict[str, int] = {}
@@ -49,7 +55,9 @@ class StatePair(MeshPair):
         )  # fmt: skip
 
     def _usable(self, req: PrefillRequest, prefix_len: int) -> int:
-        known = (end for end in range(prefix_len, 0, -1) if owner_of(req.tokens[:end]) in self.snapshots)
+        known = (
+            end for end in range(prefix_len, 0, -1) if owner_of(req.tokens[:end]) in self.snapshots
+        )
         return next(known, 0)
 
     def step(self) -> None:
@@ -68,7 +76,9 @@ class StatePair(MeshPair):
         return bool(self.free_slots)
 
     def last(self, req: PrefillRequest) -> dict[str, Any]:
-        start = self.starts[req.rid] = max(rank.prefix_len for rank in self.prefill.ranks_of(req.rid))
+        start = self.starts[req.rid] = max(
+            rank.prefix_len for rank in self.prefill.ranks_of(req.rid)
+        )
         owner = owner_of(req.tokens)
         if start and owner_of(req.tokens[:start]) not in self.snapshots:
             owner ^= 1

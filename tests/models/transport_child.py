@@ -1,6 +1,7 @@
 """A target in a process of its own, obeying one command at a time over a pipe.
 
-The processes are forked from a server that has nixl imported but no agent, which saves two seconds each.
+The processes are forked from a server that has nixl imported but no agent, which saves two seconds
+each.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def serve(pipe: Any, me: PeerId, num_pages: int, shape: Shape, env: dict[str, st
 
 
 def cut_connections(spared: int) -> int:
-    """Shut down every TCP connection of this process, as a broken network does. Returns how many."""
+    """Shut down every TCP connection of this process, as a broken network does. Returns how
+    many."""
     cut = 0
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
@@ -68,7 +70,9 @@ class Child:
         self.me = me
         self._pipe, theirs = _context.Pipe()
         env = {"UCX_TLS": os.environ["UCX_TLS"]} if "UCX_TLS" in os.environ else {}
-        self.process = _context.Process(target=serve, args=(theirs, me, num_pages, shape, env), daemon=True)
+        self.process = _context.Process(
+            target=serve, args=(theirs, me, num_pages, shape, env), daemon=True
+        )
         self.process.start()
         theirs.close()
         self.metadata: bytes

@@ -1,4 +1,5 @@
-"""Drivers that let one contract suite run on the fake and on NIXL, in shared memory and over TCP."""
+"""Drivers that let one contract suite run on the fake and on NIXL, in shared memory and over
+TCP."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from prefixkv.pool.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.pool.state_layout import StateLayout, StateLink
 from prefixkv.protocol.state import PeerId
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.transport.base import Arrived, Sink, Transport, TransportEvent, WriteDone, WriteFailed, WriteJob
+from prefixkv.transport.base import (
+    Arrived,
+    Sink,
+    Transport,
+    TransportEvent,
+    WriteDone,
+    WriteFailed,
+    WriteJob,
+)
 from prefixkv.transport.fake import FakeFabric
 from tests.models.patience import PATIENCE_S
 from tests.models.state_memory import StateMemory
@@ -33,7 +42,9 @@ class Staging:
     """A staging area with a block of canaries on either side."""
 
     def __init__(self, num_blocks: int, seed: int) -> None:
-        self.memory = np.random.default_rng(seed).integers(1, 256, (num_blocks + 2, BLOCK_BYTES), np.uint8)
+        self.memory = np.random.default_rng(seed).integers(
+            1, 256, (num_blocks + 2, BLOCK_BYTES), np.uint8
+        )
         num_bytes = num_blocks * BLOCK_BYTES
         self.area = StagingArea(self.memory[1:].ctypes.data, num_bytes, lease_bytes=num_bytes)
 
@@ -73,15 +84,30 @@ class Node:
     def of(self, kind: type) -> list[Any]:
         return [e for e in self.events if isinstance(e, kind)]
 
-    def job(self, job_id: int, to: Node, src: Any, dst: Any, room: int | None = None, **more: Any) -> WriteJob:
-        tag = ChunkTag(self.me.incarnation, room=job_id if room is None else room, generation=1, rank=0, chunk=3)
+    def job(
+        self, job_id: int, to: Node, src: Any, dst: Any, room: int | None = None, **more: Any
+    ) -> WriteJob:
+        tag = ChunkTag(
+            self.me.incarnation,
+            room=job_id if room is None else room,
+            generation=1,
+            rank=0,
+            chunk=3,
+        )
         src_pages = np.asarray(src) if isinstance(src, np.ndarray) else np.array(src, np.int32)
         dst_pages = np.asarray(dst) if isinstance(dst, np.ndarray) else np.array(dst, np.int32)
         return WriteJob(job_id, to.me, src_pages, dst_pages, tag, **more)
 
-    def add(self, *others: Node, parts: tuple[Shard, Shard] | None = None, state: StateLink | None = None) -> None:
+    def add(
+        self,
+        *others: Node,
+        parts: tuple[Shard, Shard] | None = None,
+        state: StateLink | None = None,
+    ) -> None:
         for other in others:
-            self.transport.add_peer(other.me, other.transport.metadata, other.pool.layout, parts, other.area, state)
+            self.transport.add_peer(
+                other.me, other.transport.metadata, other.pool.layout, parts, other.area, state
+            )
 
 
 class Driver:
@@ -91,15 +117,23 @@ class Driver:
         self.nodes: list[Node] = []
         self._changed = threading.Condition()
 
-    def node(self, name: str, order: str = "layer_major", config: TransportConfig | None = None, **pool: Any) -> Node:
+    def node(
+        self,
+        name: str,
+        order: str = "layer_major",
+        config: TransportConfig | None = None,
+        **pool: Any,
+    ) -> Node:
         blocks, state = pool.pop("num_blocks", 0), pool.pop("state", None)
         memory = make_pool(order, pool.pop("num_pages", NUM_PAGES), **pool)
         memory.fill(next(_seeds))
-        return self.node_of(name, memory, config, Staging(blocks, next(_seeds)) if blocks else None, state)
+        return self.node_of(
+            name, memory, config, Staging(blocks, next(_seeds)) if blocks else None, state
+        )
 
     def node_of(
-        self, name: str, pool: Any, config: TransportConfig | None = None, staging: Staging | None = None,
-        state: StateMemory | None = None,
+        self, name: str, pool: Any, config: TransportConfig | None = None,
+        staging: Staging | None = None, state: StateMemory | None = None,
     ) -> Node:  # fmt: skip
         """A node of a pool that there is. It has a `layout`, and lives as long as the node."""
         me = PeerId(name, next(_incarnations))
@@ -114,7 +148,9 @@ class Driver:
         self.nodes.append(node)
         return node
 
-    def pair(self, src: str = "layer_major", dst: str = "page_major", **more: Any) -> tuple[Node, Node]:
+    def pair(
+        self, src: str = "layer_major", dst: str = "page_major", **more: Any
+    ) -> tuple[Node, Node]:
         writer, target = self.node("prefill", src, **more), self.node("decode", dst, **more)
         writer.add(target)
         target.transport.expect(1)
@@ -143,7 +179,9 @@ class FakeDriver(Driver):
         self.fabric = FakeFabric(seed=1)
 
     def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        return self.fabric.transport(node.me, node.pool.layout, sink, config, node, node.area, node.state_layout)
+        return self.fabric.transport(
+            node.me, node.pool.layout, sink, config, node, node.area, node.state_layout
+        )
 
     def until(self, condition: Callable[[], object]) -> None:
         while not condition():
@@ -163,7 +201,9 @@ class NixlDriver(Driver):
 
     def until(self, condition: Callable[[], object]) -> None:
         with self._changed:
-            assert self._changed.wait_for(condition, timeout=PATIENCE_S), [node.events for node in self.nodes]
+            assert self._changed.wait_for(condition, timeout=PATIENCE_S), [
+                node.events for node in self.nodes
+            ]
 
 
 class Gate:

@@ -29,7 +29,8 @@ class Shape:
 
 @dataclass
 class NumpyPool:
-    """A pool and its layout. `views` is a [page, token, head, byte] array a slab, whatever the memory's order."""
+    """A pool and its layout. `views` is a [page, token, head, byte] array a slab, whatever the
+    memory's order."""
 
     layout: KVLayout
     views: list[npt.NDArray[np.uint8]] = field(repr=False)
@@ -49,12 +50,15 @@ class NumpyPool:
         return [self.page(p) for p in range(self.layout.num_pages)]
 
 
-def make_pool(order: str, num_pages: int, shape: Shape = Shape(), dtype: str = "uint8") -> NumpyPool:
+def make_pool(
+    order: str, num_pages: int, shape: Shape = Shape(), dtype: str = "uint8"
+) -> NumpyPool:
     """A zeroed pool.
 
-    `layer_major`: a region a slab, [page, token, head]. `page_major`: one region, [page, slab, token, head].
-    `heads_first`: as layer_major with [page, head, token]. `page_kv`: a region a layer, [page, K or V, token,
-    head]. `padded`: a gap after each page. `tokens_outer`: [token, page, head] in each slab.
+    `layer_major`: a region a slab, [page, token, head]. `page_major`: one region, [page, slab,
+    token, head]. `heads_first`: as layer_major with [page, head, token]. `page_kv`: a region a
+    layer, [page, K or V, token, head]. `padded`: a gap after each page. `tokens_outer`: [token,
+    page, head] in each slab.
     """
     slabs, layers = shape.num_slabs, shape.num_layers
     per_layer = slabs // layers

@@ -54,7 +54,9 @@ def bytes_of(layout: KVLayout) -> list[int]:
 
 def test_sizes_of_a_known_model() -> None:
     """Llama-3-8B: 32 layers, 8 KV heads of 128, bfloat16; pages of 16 tokens."""
-    layout = changed(page_size=16, num_layers=32, num_kv_heads=8, head_dim=128, slabs=GOOD.slabs[:1] * 64)
+    layout = changed(
+        page_size=16, num_layers=32, num_kv_heads=8, head_dim=128, slabs=GOOD.slabs[:1] * 64
+    )
     assert layout.head_bytes == 256
     assert layout.token_bytes == 2048
     assert layout.kv_bytes_per_token == 131072
@@ -79,7 +81,9 @@ def test_a_layout_travels_as_it_is() -> None:
         ((0, 0, 0, 0, 2), ConfigError, "head is 2"),
     ],
 )
-def test_no_address_outside_the_pool(arguments: tuple[int, ...], error: type[Exception], message: str) -> None:
+def test_no_address_outside_the_pool(
+    arguments: tuple[int, ...], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         GOOD.address(*arguments)
 
@@ -88,7 +92,9 @@ HUGE = [0, -1, 2**31, 2**63, 2**64 - 1, -(2**63), 10**40]
 
 
 @pytest.mark.parametrize("value", HUGE)
-@pytest.mark.parametrize("field", ["num_pages", "page_size", "num_layers", "num_kv_heads", "head_dim"])
+@pytest.mark.parametrize(
+    "field", ["num_pages", "page_size", "num_layers", "num_kv_heads", "head_dim"]
+)
 def test_sizes_out_of_range(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=rf"{field} is {value}, must be in \[1, "):
         changed(**{field: value}).validate()
@@ -105,7 +111,10 @@ def test_sizes_out_of_range(field: str, value: int) -> None:
         (changed(slabs=()), "0 slabs, must be 4"),
         (changed(num_layers=2**31 - 1), f"4 slabs, must be {2**32 - 2}"),
         (changed(regions=()), "slab 0 is .* not inside one region"),
-        (changed(num_pages=11), "slab 1 is .* not inside one region; the nearest one ends at 0x10a00"),
+        (
+            changed(num_pages=11),
+            "slab 1 is .* not inside one region; the nearest one ends at 0x10a00",
+        ),
         (changed(num_pages=2**31 - 1), "not inside one region"),
         (changed(head_dim=2**31 - 1), "stride of 16, must be at least 4294967294"),
         (with_slab(0, base=0x0FFF0), "slab 0 is .* not inside one region"),
@@ -121,7 +130,10 @@ def test_sizes_out_of_range(field: str, value: int) -> None:
         (with_slab(1, base=0x10000), "slabs 0 and 1 overlap"),
         (with_slab(3, base=0x20080), "slabs 2 and 3 overlap"),
         (with_slab(1, base=0x10080, page_stride=130), "interleave with different strides"),
-        (changed(regions=(*GOOD.regions, (0x10100, 16))), "region at 0x10100 begins inside the one at 0x10000"),
+        (
+            changed(regions=(*GOOD.regions, (0x10100, 16))),
+            "region at 0x10100 begins inside the one at 0x10000",
+        ),
         (changed(regions=((0, 2**63),)), None),
         (changed(regions=((0, 2**63 + 1),)), "region bytes"),
         (changed(regions=((2**64, 1),)), "region address"),
@@ -144,8 +156,12 @@ def test_a_slab_across_two_adjacent_regions() -> None:
 
 @given(data=st.data())
 def test_every_nesting_of_the_dimensions_is_accepted(data: st.DataObject) -> None:
-    """One dense tensor whose dimensions page, token, head, layer, kv come in any order, with padding anywhere."""
-    counts = {name: data.draw(st.integers(1, 3), name) for name in ("page", "token", "head", "layer", "kv")}
+    """One dense tensor whose dimensions page, token, head, layer, kv come in any order, with
+    padding anywhere."""
+    counts = {
+        name: data.draw(st.integers(1, 3), name)
+        for name in ("page", "token", "head", "layer", "kv")
+    }
     counts["kv"] = 2
     layout_dim, stride, strides = 4, 4, {}
     for name in data.draw(st.permutations(sorted(counts))):
@@ -161,7 +177,10 @@ def test_every_nesting_of_the_dimensions_is_accepted(data: st.DataObject) -> Non
         attention="mha",
         order="strided",
         slabs=tuple(
-            Slab(64 + layer * strides["layer"] + kv * strides["kv"], *(strides[n] for n in ("page", "token", "head")))
+            Slab(
+                64 + layer * strides["layer"] + kv * strides["kv"],
+                *(strides[n] for n in ("page", "token", "head")),
+            )
             for layer, kv in itertools.product(range(counts["layer"]), range(2))
         ),
         regions=((64, stride),),
@@ -186,8 +205,11 @@ def strides_are_dense(counts: dict[str, int], strides: dict[str, int], element: 
 
 
 @st.composite
-def loose_strides(draw: st.DrawFn, counts: tuple[int, int, int], element: int, unit: int) -> tuple[int, int, int]:
-    """Strides of (page, token, head) that nest in some order with gaps for other slabs, now and then spoilt."""
+def loose_strides(
+    draw: st.DrawFn, counts: tuple[int, int, int], element: int, unit: int
+) -> tuple[int, int, int]:
+    """Strides of (page, token, head) that nest in some order with gaps for other slabs, now and
+    then spoilt."""
     strides, stride = [0, 0, 0], element
     for dim in draw(st.permutations(range(3))):
         stride *= draw(st.integers(1, 3))
@@ -201,7 +223,8 @@ def loose_strides(draw: st.DrawFn, counts: tuple[int, int, int], element: int, u
 @settings(max_examples=max(300, settings.default.max_examples))
 @given(data=st.data())
 def test_what_is_accepted_shares_no_byte_and_stays_in_its_regions(data: st.DataObject) -> None:
-    """Slabs that interleave at random, many of them wrongly: accepted ones are checked byte by byte."""
+    """Slabs that interleave at random, many of them wrongly: accepted ones are checked byte by
+    byte."""
     dtype = data.draw(st.sampled_from(["uint8", "float16"]))
     unit = ITEMSIZE[dtype]
     attention = data.draw(st.sampled_from(["mha", "mla"]))
@@ -215,9 +238,20 @@ def test_what_is_accepted_shares_no_byte_and_stays_in_its_regions(data: st.DataO
     shared = data.draw(some_strides)
     layers = data.draw(st.integers(1, 2))
     slabs = tuple(
-        Slab(base * unit, *(data.draw(some_strides) if data.draw(st.integers(0, 9), "own strides") == 0 else shared))
+        Slab(
+            base * unit,
+            *(
+                data.draw(some_strides)
+                if data.draw(st.integers(0, 9), "own strides") == 0
+                else shared
+            ),
+        )
         for base in data.draw(
-            st.lists(st.integers(0, 60), min_size=layers * SLABS_PER_LAYER[attention], max_size=layers * 2),
+            st.lists(
+                st.integers(0, 60),
+                min_size=layers * SLABS_PER_LAYER[attention],
+                max_size=layers * 2,
+            ),
             "bases",
         )[: layers * SLABS_PER_LAYER[attention]]
     )
@@ -231,7 +265,9 @@ def test_what_is_accepted_shares_no_byte_and_stays_in_its_regions(data: st.DataO
         attention=attention,
         order="strided",
         slabs=slabs,
-        regions=data.draw(st.sampled_from([((0, 2000),), ((0, 100), (100, 900)), ((80, 900), (5, 70))])),
+        regions=data.draw(
+            st.sampled_from([((0, 2000),), ((0, 100), (100, 900)), ((80, 900), (5, 70))])
+        ),
     )
     try:
         layout.validate()
@@ -242,7 +278,9 @@ def test_what_is_accepted_shares_no_byte_and_stays_in_its_regions(data: st.DataO
     per_slab = len(touched) // len(slabs)
     for i in range(len(slabs)):
         mine = touched[i * per_slab : (i + 1) * per_slab]
-        assert any(start <= min(mine) and max(mine) < start + size for start, size in layout.regions)
+        assert any(
+            start <= min(mine) and max(mine) < start + size for start, size in layout.regions
+        )
 
 
 # --- layouts that do not say how many pages they have ---------------------------------------------
@@ -250,13 +288,16 @@ def test_what_is_accepted_shares_no_byte_and_stays_in_its_regions(data: st.DataO
 
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_layout_without_its_number_of_pages_has_as_many_as_it_has_room_for(order: str, attention: str) -> None:
+def test_a_layout_without_its_number_of_pages_has_as_many_as_it_has_room_for(
+    order: str, attention: str
+) -> None:
     layout, _ = mesh_layout(order, 6, 4, 3, 4 if attention == "mha" else 1, attention)
     silent = msgspec.structs.replace(layout, num_pages=0)
     assert layout.sized() is layout
     found = silent.sized()
     found.validate()
-    # bytes behind the last page may be part of a page's padding, so one more may seem to fit, but no further
+    # bytes behind the last page may be part of a page's padding, so one more may seem to fit, but
+    # no further
     assert found.num_pages in (6, 7)
     assert found.num_pages == 6 or "padded" in order
     with pytest.raises(ConfigError, match="num_pages is 0"):
@@ -282,8 +323,18 @@ def test_slabs_in_one_arena_have_room_up_to_the_next_and_slack_counts_for_the_la
         ({"regions": ((0x10000, 0x0A00),)}, "not inside one region"),
         ({"slabs": GOOD.slabs[:3]}, "3 slabs, must be 4"),
         ({"page_size": 0}, "page_size is 0"),
-        ({"slabs": tuple(msgspec.structs.replace(slab, page_stride=0) for slab in GOOD.slabs)}, "leaves no room"),
-        ({"slabs": tuple(msgspec.structs.replace(slab, page_stride=-128) for slab in GOOD.slabs)}, "leaves no room"),
+        (
+            {"slabs": tuple(msgspec.structs.replace(slab, page_stride=0) for slab in GOOD.slabs)},
+            "leaves no room",
+        ),
+        (
+            {
+                "slabs": tuple(
+                    msgspec.structs.replace(slab, page_stride=-128) for slab in GOOD.slabs
+                )
+            },
+            "leaves no room",
+        ),
     ],
 )
 def test_a_lawless_layout_has_room_for_nothing(change: dict[str, Any], message: str) -> None:

@@ -19,9 +19,17 @@ ORDERS = ["layer_major", "page_major"]
 ATTENTION = ["mha", "mla"]
 
 
-def make(dtype: str = "bfloat16", attention: str = "mha", order: str = "layer_major", **sizes: int) -> KVPool:
+def make(
+    dtype: str = "bfloat16", attention: str = "mha", order: str = "layer_major", **sizes: int
+) -> KVPool:
     heads = 1 if attention == "mla" else HEADS
-    shape = {"num_pages": PAGES, "page_size": TOKENS, "num_layers": LAYERS, "num_kv_heads": heads, "head_dim": DIM}
+    shape = {
+        "num_pages": PAGES,
+        "page_size": TOKENS,
+        "num_layers": LAYERS,
+        "num_kv_heads": heads,
+        "head_dim": DIM,
+    }
     return KVPool.create(**{**shape, **sizes}, dtype=dtype, attention=attention, order=order)
 
 
@@ -33,11 +41,14 @@ def views_of(pool: KVPool) -> list[torch.Tensor]:
 def fill(pool: KVPool) -> None:
     """Other bytes in every slab."""
     for i, view in enumerate(views_of(pool)):
-        view.view(torch.uint8).copy_(distinct((i + 1, *view.shape), pool.layout.dtype)[i].view(torch.uint8) + i)
+        view.view(torch.uint8).copy_(
+            distinct((i + 1, *view.shape), pool.layout.dtype)[i].view(torch.uint8) + i
+        )
 
 
 def assert_described(pool: KVPool, views: list[torch.Tensor]) -> None:
-    """Every element of `views` (slab by slab, [page, token, head, dim]) lies where the layout says."""
+    """Every element of `views` (slab by slab, [page, token, head, dim]) lies where the layout
+    says."""
     layout = pool.layout
     layout.validate()
     assert len(views) == len(layout.slabs)
@@ -45,7 +56,9 @@ def assert_described(pool: KVPool, views: list[torch.Tensor]) -> None:
         layer, kv = divmod(i, layout.slabs_per_layer)
         raw = view.view(torch.uint8)
         for page, token, head in itertools.product(*map(range, view.shape[:3])):
-            there = ctypes.string_at(layout.address(layer, kv, page, token, head), layout.head_bytes)
+            there = ctypes.string_at(
+                layout.address(layer, kv, page, token, head), layout.head_bytes
+            )
             assert there == bytes(raw[page, token, head].tolist())
 
 
@@ -73,14 +86,22 @@ def test_engine_tensors_are_described(dtype: str, engine: str) -> None:
     build, dense = ENGINES[engine]
     k, v = build(dtype)
     pool = KVPool.from_tensors(k, v)
-    views = [view.unsqueeze(2) for view in k] if v is None else [t for pair in zip(k, v, strict=True) for t in pair]
+    views = (
+        [view.unsqueeze(2) for view in k]
+        if v is None
+        else [t for pair in zip(k, v, strict=True) for t in pair]
+    )
     assert_described(pool, views)
     assert pool.layout.order == "strided"
     assert {pool.layout.page_is_dense(slab) for slab in pool.layout.slabs} == {dense}
     assert not pool.layout.pages_are_whole
     for layer, view in enumerate(k):
         same = pool.latent(layer) if v is None else pool.k(layer)
-        assert (same.data_ptr(), same.shape, same.stride()) == (view.data_ptr(), view.shape, view.stride())
+        assert (same.data_ptr(), same.shape, same.stride()) == (
+            view.data_ptr(),
+            view.shape,
+            view.stride(),
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,9 +112,17 @@ def test_pages_read_are_the_bytes_of_the_views(engine: str, dtype: str) -> None:
     pages = [3, 0, 4]
     data = pool.read_pages(pages)
     layout = pool.layout
-    assert tuple(data.shape) == (3, len(layout.slabs), TOKENS, layout.num_kv_heads, layout.head_bytes)
+    assert tuple(data.shape) == (
+        3,
+        len(layout.slabs),
+        TOKENS,
+        layout.num_kv_heads,
+        layout.head_bytes,
+    )
     for i, view in enumerate(views_of(pool)):
-        assert torch.equal(data[:, i], torch.stack([view[page].contiguous().view(torch.uint8) for page in pages]))
+        assert torch.equal(
+            data[:, i], torch.stack([view[page].contiguous().view(torch.uint8) for page in pages])
+        )
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
@@ -124,7 +153,10 @@ def test_inner_strides_ignore_dimensions_of_one() -> None:
     one_head = make(num_kv_heads=1)
     assert one_head.layout.inner_strides(one_head.layout.slabs[0]) == (DIM * 2, 0)
     heads_first = KVPool.from_tensors(*ENGINES["heads before tokens"][0]("float32"))
-    assert heads_first.layout.inner_strides(heads_first.layout.slabs[0]) == (DIM * 4, TOKENS * DIM * 4)
+    assert heads_first.layout.inner_strides(heads_first.layout.slabs[0]) == (
+        DIM * 4,
+        TOKENS * DIM * 4,
+    )
 
 
 def test_the_pool_keeps_an_engines_tensors_alive() -> None:
@@ -140,7 +172,10 @@ def test_regions_are_whole_storages_or_as_given() -> None:
     whole = distinct((2, PAGES, TOKENS, HEADS, DIM), "float16")
     pool = KVPool.from_tensors([whole[0]], [whole[1]])
     assert pool.layout.regions == ((whole.data_ptr(), whole.numel() * 2),)
-    split = [(whole[0].data_ptr(), whole[0].numel() * 2), (whole[1].data_ptr(), whole[1].numel() * 2)]
+    split = [
+        (whole[0].data_ptr(), whole[0].numel() * 2),
+        (whole[1].data_ptr(), whole[1].numel() * 2),
+    ]
     assert KVPool.from_tensors([whole[0]], [whole[1]], regions=split).layout.regions == tuple(split)
     with pytest.raises(ConfigError, match=r"slab 1 is .* not inside one region"):
         KVPool.from_tensors([whole[0]], [whole[1]], regions=split[:1])
@@ -176,7 +211,9 @@ SHAPE = (PAGES, TOKENS, HEADS, DIM)
         ([bad((0, *SHAPE[1:]))], [bad((0, *SHAPE[1:]))], "num_pages is 0"),
     ],
 )
-def test_tensors_that_are_no_pool(k: list[torch.Tensor], v: list[torch.Tensor] | None, message: str) -> None:
+def test_tensors_that_are_no_pool(
+    k: list[torch.Tensor], v: list[torch.Tensor] | None, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         KVPool.from_tensors(k, v)
 
@@ -234,9 +271,12 @@ def test_data_of_another_shape() -> None:
             pool.write_pages([0, 1], wrong)
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages"
+)
 def test_a_pool_asks_for_huge_pages() -> None:
-    """Copies between processes are 1.4 to 2.1 times as fast with them (results/transfer_small_pages.json)."""
+    """Copies between processes are 1.4 to 2.1 times as fast with them
+    (results/transfer_small_pages.json)."""
     pool = KVPool.create(640, 16, 1, 8, 128)  # 40 MiB
     start, num_bytes = pool.layout.regions[0]
     asked, inside = 0, (0, 0)

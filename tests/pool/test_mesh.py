@@ -71,13 +71,18 @@ def test_the_writers_of_a_reader_cover_its_shard_once() -> None:
             assert len(seen) == len(set(seen))
             assert set(seen) == held(readers.shard(reader))
             assert list(waits_for) == sorted(waits_for)
-        assert all(readers_of(writers, writer, readers) == tuple(found) for writer, found in targets.items())
+        assert all(
+            readers_of(writers, writer, readers) == tuple(found)
+            for writer, found in targets.items()
+        )
 
 
 def test_replicas_share_the_readers_out_evenly() -> None:
     for writers, readers in PAIRS:
         if writers.pp_size == readers.pp_size == 1 and writers.replicas <= readers.replicas:
-            loads = {len(readers_of(writers, writer, readers)) for writer in range(writers.num_ranks)}
+            loads = {
+                len(readers_of(writers, writer, readers)) for writer in range(writers.num_ranks)
+            }
             assert len(loads) == 1
 
 
@@ -142,7 +147,9 @@ def test_a_lawless_mesh_is_refused_by_its_value(mesh: Mesh, message: str) -> Non
         (Mesh(4, 6, 3), "tp_size", "tp_size neither divides the other: ours 2, theirs 3"),
     ],
 )
-def test_an_impossible_pair_is_refused_with_the_reason(theirs: Mesh, field: str, message: str) -> None:
+def test_an_impossible_pair_is_refused_with_the_reason(
+    theirs: Mesh, field: str, message: str
+) -> None:
     with pytest.raises(HandshakeError, match=message) as caught:
         check_meshes(Mesh(4, 6, 2), theirs)
     assert caught.value.field == field
@@ -161,7 +168,10 @@ def test_a_pool_has_to_be_its_ranks_share() -> None:
     layout, _ = mesh_layout("layer_major", 4, 4, 2, 4)
     mesh = Mesh(4, 8, 2, 2)
     check_holds(layout, mesh.shard(3))
-    for shard, field in ((Mesh(4, 8, 2).shard(0), "layout.num_layers"), (Mesh(4, 8, 1, 2).shard(0), "layout.num_kv")):
+    for shard, field in (
+        (Mesh(4, 8, 2).shard(0), "layout.num_layers"),
+        (Mesh(4, 8, 1, 2).shard(0), "layout.num_kv"),
+    ):
         with pytest.raises(HandshakeError, match=field):
             check_holds(layout, shard)
 
@@ -202,4 +212,9 @@ def test_units_that_an_int32_cannot_name_are_refused() -> None:
 
 
 def test_a_promised_prefix_is_whole_pages_on_both_sides() -> None:
-    assert [shared_prefix(200, *sizes) for sizes in ((16, 16), (16, 64), (64, 16), (256, 1))] == [192, 192, 192, 0]
+    assert [shared_prefix(200, *sizes) for sizes in ((16, 16), (16, 64), (64, 16), (256, 1))] == [
+        192,
+        192,
+        192,
+        0,
+    ]

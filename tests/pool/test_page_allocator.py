@@ -74,7 +74,9 @@ def test_pages_just_outside_the_pool(method: str, page: int) -> None:
         allocator.cache(range(4))
     before = [allocator.state(i) for i in range(4)]
     with pytest.raises(PageStateError, match=rf"^page {page} is not in \[0, 4\)"):
-        getattr(allocator, method)(np.array([0, page], np.int32), *(["room"] if method == "hold" else []))
+        getattr(allocator, method)(
+            np.array([0, page], np.int32), *(["room"] if method == "hold" else [])
+        )
     allocator.check_invariants()
     assert [allocator.state(i) for i in range(4)] == before
 
@@ -110,7 +112,13 @@ def test_state_names_each_state() -> None:
     allocator.hold(pages[1:2], "a")
     allocator.hold(pages[2:3], "b")
     allocator.quarantine("b")
-    assert [allocator.state(page).name for page in range(5)] == ["CACHED", "HELD", "QUARANTINED", "OWNED", "FREE"]
+    assert [allocator.state(page).name for page in range(5)] == [
+        "CACHED",
+        "HELD",
+        "QUARANTINED",
+        "OWNED",
+        "FREE",
+    ]
 
 
 @pytest.mark.parametrize("break_it", ["state", "count", "owner", "run", "filed"])
@@ -141,7 +149,9 @@ def test_check_invariants_sees(break_it: str) -> None:
 def test_adding_back_any_pages_gives_maximal_runs(loop_below: int, data: st.DataObject) -> None:
     num_pages = data.draw(st.integers(1, 60))
     free = np.array(data.draw(st.lists(st.booleans(), min_size=num_pages, max_size=num_pages)))
-    back = np.array(data.draw(st.lists(st.booleans(), min_size=num_pages, max_size=num_pages))) & ~free
+    back = (
+        np.array(data.draw(st.lists(st.booleans(), min_size=num_pages, max_size=num_pages))) & ~free
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(free_runs, "_LOOP_BELOW_RUNS", loop_below)
         runs = FreeRuns(num_pages)

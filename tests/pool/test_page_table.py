@@ -112,7 +112,9 @@ def test_append_each() -> None:
         ([0], [2**31], PageStateError, "does not fit"),
     ],
 )
-def test_append_each_all_or_nothing(rows: list[int], pages: list[int], error: type[Exception], message: str) -> None:
+def test_append_each_all_or_nothing(
+    rows: list[int], pages: list[int], error: type[Exception], message: str
+) -> None:
     table = PageTable(3, 2)
     table.alloc_row()
     table.write(table.alloc_row(), 0, [1, 2])

@@ -1,4 +1,5 @@
-"""Extra state: which rank holds and sends what of it, by brute force; and descriptions that cannot be."""
+"""Extra state: which rank holds and sends what of it, by brute force; and descriptions that cannot
+be."""
 
 from __future__ import annotations
 
@@ -25,10 +26,14 @@ SIZES = (1, 2, 3, 4, 6, 12)
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 6, 12])
 def test_every_byte_of_a_slot_comes_once_and_only_from_ranks_that_send_kv(kv_heads: int) -> None:
-    """Or the pair of meshes is refused. Of those with no more heads than the KV has, only uneven ones are."""
+    """Or the pair of meshes is refused. Of those with no more heads than the KV has, only uneven
+    ones are."""
     taken = 0
     for num_heads in (1, 2, 3, 4, 6, 8, 12):
-        tensors = (StateTensor("a", 0, num_heads, (3,), "uint8"), StateTensor("b", 2, 1, (5,), "uint8"))
+        tensors = (
+            StateTensor("a", 0, num_heads, (3,), "uint8"),
+            StateTensor("b", 2, 1, (5,), "uint8"),
+        )
         for p, d in ((p, d) for p in SIZES for d in SIZES):
             writers, readers = Mesh(3, kv_heads, p, 2), Mesh(3, kv_heads, d, 3)
             try:
@@ -51,10 +56,18 @@ def test_every_byte_of_a_slot_comes_once_and_only_from_ranks_that_send_kv(kv_hea
                     blocks = state_blocks(tensors, writers, writer, readers, reader)
                     stray |= bool(blocks) and sent_share(writers, writer, readers, reader) is None
                     for block in blocks:
-                        came.update((block.dst_entry, block.dst_offset + i) for i in range(block.num_bytes))
+                        came.update(
+                            (block.dst_entry, block.dst_offset + i) for i in range(block.num_bytes)
+                        )
                 shards = [tensor.shard(readers, reader) for tensor in tensors]
-                sizes = [t.head_bytes * s.num_heads for t, s in zip(tensors, shards, strict=True) if s is not None]
-                assert came == {(entry, i): 1 for entry, size in enumerate(sizes) for i in range(size)}
+                sizes = [
+                    t.head_bytes * s.num_heads
+                    for t, s in zip(tensors, shards, strict=True)
+                    if s is not None
+                ]
+                assert came == {
+                    (entry, i): 1 for entry, size in enumerate(sizes) for i in range(size)
+                }
             assert refused == stray, (kv_heads, num_heads, p, d)
     assert taken > 40
 
@@ -77,7 +90,9 @@ def test_a_peer_s_layout_is_checked() -> None:
         " apart": with_first(slot_stride=first.num_bytes - 1),
         "one region": with_first(base=5),
         "overlap": StateLayout(3, (first, *good.entries), good.regions),
-        "overlap ": StateLayout(3, (first, msgspec.structs.replace(first, base=first.base + 1), *rest), good.regions),
+        "overlap ": StateLayout(
+            3, (first, msgspec.structs.replace(first, base=first.base + 1), *rest), good.regions
+        ),
     }
     for words, layout in bad.items():
         with pytest.raises(ConfigError, match=words.strip()):
@@ -129,7 +144,13 @@ def test_a_pool_of_our_own_and_of_an_engine_s_tensors() -> None:
         ([view], "1 state views"),
         ([view[:, :1]] * 4, "must be torch.float16"),
         ([view.transpose(1, 3)] * 4, "must be torch.float16"),
-        ([pool.view(t.name, t.layer)[:2] if t.name == "tail" else pool.view(t.name, t.layer) for t in TENSORS], "tail"),
+        (
+            [
+                pool.view(t.name, t.layer)[:2] if t.name == "tail" else pool.view(t.name, t.layer)
+                for t in TENSORS
+            ],
+            "tail",
+        ),
     ]:
         with pytest.raises(ConfigError, match=words):
             StatePool(TENSORS, views, Mesh(2, 4, 2), 1)

@@ -34,7 +34,9 @@ def scheduler(ended: list[dict[str, Any]]) -> PrefillScheduler:
     return scheduler
 
 
-def test_a_request_from_arrival_to_sent(scheduler: PrefillScheduler, ended: list[dict[str, Any]]) -> None:
+def test_a_request_from_arrival_to_sent(
+    scheduler: PrefillScheduler, ended: list[dict[str, Any]]
+) -> None:
     req = scheduler.add(Request("a", list(range(10)), room=3, namespace="lora"), 5.0)
     scheduler.room_bootstrapped(req.room_key, 4, "decode-1", 6.0)
     scheduler.pop_bootstrapped(8.0)
@@ -43,12 +45,26 @@ def test_a_request_from_arrival_to_sent(scheduler: PrefillScheduler, ended: list
     scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, 15.0)
     assert ended == [
         {
-            "side": "prefill", "rid": "a", "room": 3, "generation": 0, "namespace": "lora", "outcome": "sent",
-            "error": None, "peer": "decode-1", "prompt_tokens": 10, "hit_tokens": 0, "decode_hit_tokens": 4,
-            "chunks": 2, "sent_bytes": 2 * PAGE_BYTES, "skipped_bytes": PAGE_BYTES, "promised_s": 1.0,
-            "started_s": 3.0, "computed_s": 6.0, "ended_s": 10.0,
+            "side": "prefill",
+            "rid": "a",
+            "room": 3,
+            "generation": 0,
+            "namespace": "lora",
+            "outcome": "sent",
+            "error": None,
+            "peer": "decode-1",
+            "prompt_tokens": 10,
+            "hit_tokens": 0,
+            "decode_hit_tokens": 4,
+            "chunks": 2,
+            "sent_bytes": 2 * PAGE_BYTES,
+            "skipped_bytes": PAGE_BYTES,
+            "promised_s": 1.0,
+            "started_s": 3.0,
+            "computed_s": 6.0,
+            "ended_s": 10.0,
         }
-    ]  # fmt: skip
+    ]
     journal = scheduler.journal
     assert {reason: waits.total for reason, waits in journal.waits.items()} == {
         "decode": 1.0, "pages": 2.0, "compute": 3.0, "send": 4.0,
@@ -67,9 +83,15 @@ def test_what_fails_or_is_aborted_is_written_down_once(
     scheduler.room_ended(first.room_key, KVPoll.FAILED, TransferError("broken"), 2.0)
     scheduler.room_ended(first.room_key, KVPoll.FAILED, TransferError("again"), 3.0)
     scheduler.abort("b", now_s=4.0)
-    assert [(record["rid"], record["outcome"], record["error"], record["ended_s"]) for record in ended] == [
+    assert [
+        (record["rid"], record["outcome"], record["error"], record["ended_s"]) for record in ended
+    ] == [
         ("a", "failed", "TransferError: broken", 2.0),
         ("b", "aborted", "AbortedError: request 'b' was aborted", 4.0),
     ]
     transfers = {name: tally.read() for name, tally in scheduler.journal.transfers.items()}
-    assert transfers == {"success": {}, "failed": {"d": [1]}, "aborted": {}}  # the other had met no peer
+    assert transfers == {
+        "success": {},
+        "failed": {"d": [1]},
+        "aborted": {},
+    }  # the other had met no peer

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.errors import AbortedError, AuxTooLargeError, InternalError, RequestError, TransferError
+from prefixkv.errors import (
+    AbortedError,
+    AuxTooLargeError,
+    InternalError,
+    RequestError,
+    TransferError,
+)
 from prefixkv.paging import pages_for
 from prefixkv.pool.page_allocator import PageState
 from prefixkv.prefill.request import PrefillRequest, PrefillState
@@ -25,9 +31,12 @@ BROKEN = TransferError("broken")
 
 
 class Desk:
-    """A prefill scheduler with the other side played by hand; all books are checked after each call."""
+    """A prefill scheduler with the other side played by hand; all books are checked after each
+    call."""
 
-    def __init__(self, num_pages: int = 16, *, rows: int = 8, caching: bool = True, max_aux_bytes: int = 8) -> None:
+    def __init__(
+        self, num_pages: int = 16, *, rows: int = 8, caching: bool = True, max_aux_bytes: int = 8
+    ) -> None:
         self.books = PageBooks(num_pages, PAGE_SIZE, rows, caching=caching)
         self.scheduler = PrefillScheduler(self.books, max_aux_bytes=max_aux_bytes)
         self.num_rooms = 0
@@ -36,7 +45,9 @@ class Desk:
         self.num_rooms += 1
         if isinstance(tokens, int):
             tokens = [ord(rid[0]) * 1000 + place for place in range(tokens)]
-        return self._checked(self.scheduler.add(Request(rid, tokens, **{"room": self.num_rooms, **fields})))
+        return self._checked(
+            self.scheduler.add(Request(rid, tokens, **{"room": self.num_rooms, **fields}))
+        )
 
     def bootstrap(self, req: PrefillRequest, decode_prefix_len: int = 0) -> list[str]:
         self.scheduler.room_bootstrapped(req.room_key, decode_prefix_len)
@@ -111,14 +122,24 @@ def test_a_request_from_arrival_to_sent() -> None:
     key = RoomKey(70, 3)
     assert desk.scheduler.take_commands() == [AddRoom(key, 10)]
     assert desk.bootstrap(req, 4) == ["a"]
-    assert (req.state, req.decode_prefix_len, req.prefix_len, len(req.pages)) == (PrefillState.COMPUTING, 4, 0, 3)
+    assert (req.state, req.decode_prefix_len, req.prefix_len, len(req.pages)) == (
+        PrefillState.COMPUTING,
+        4,
+        0,
+        3,
+    )
     row, ready = req.pages.tolist(), Event()
     assert [desk.send(req, 3), desk.send(req, 9, ready=ready)] == [0, 1]
     assert desk.send(req, 10, last=True, aux=b"first") == 1
     chunk, last = desk.scheduler.take_commands()
     assert (chunk.key, chunk.first_page, chunk.src_pages.tolist()) == (key, 1, row[1:2])
     assert (chunk.last, chunk.aux, chunk.ready) == (False, b"", ready)
-    assert (last.first_page, last.src_pages.tolist(), last.last, last.aux) == (2, row[2:], True, b"first")
+    assert (last.first_page, last.src_pages.tolist(), last.last, last.aux) == (
+        2,
+        row[2:],
+        True,
+        b"first",
+    )
     assert (req.state, desk.pop_sent()) == (PrefillState.SENDING, [])
     desk.end(req)
     assert (req.state, desk.pop_sent(), desk.pop_sent()) == (PrefillState.SENT, [req], [])
@@ -184,10 +205,15 @@ def test_a_chunk_that_cannot_be_is_refused_and_changes_nothing() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=16), st.integers(0, 4), st.integers(1, 8)),
-        min_size=1, max_size=5,
+        st.tuples(
+            st.lists(st.integers(0, 1), min_size=1, max_size=16),
+            st.integers(0, 4),
+            st.integers(1, 8),
+        ),
+        min_size=1,
+        max_size=5,
     )
-)  # fmt: skip
+)
 def test_decode_gets_each_page_it_lacks_once_from_the_pages_the_engine_computed(
     prompts: list[tuple[list[int], int, int]],
 ) -> None:
@@ -202,7 +228,9 @@ def test_decode_gets_each_page_it_lacks_once_from_the_pages_the_engine_computed(
         for end in range(0, req.num_tokens, step):
             desk.send(req, end)
         desk.send(req, req.num_tokens, last=True)
-        chunks = [command for command in desk.scheduler.take_commands() if isinstance(command, SendChunk)]
+        chunks = [
+            command for command in desk.scheduler.take_commands() if isinstance(command, SendChunk)
+        ]
         assert [chunk.last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         sent = [page for chunk in chunks for page in chunk.src_pages.tolist()]
         assert sent == row[decode_prefix_len // PAGE_SIZE :]
@@ -220,7 +248,9 @@ def test_decode_gets_each_page_it_lacks_once_from_the_pages_the_engine_computed(
 # --- the queue ------------------------------------------------------------------------------------
 
 
-def test_first_promised_first_opened_and_a_blocked_head_is_not_matched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_promised_first_opened_and_a_blocked_head_is_not_matched_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     desk = Desk(4)
     running, big, small = desk.computing("r", 8), desk.add("b", 16), desk.add("s", 4)
     looks: list[Any] = []
@@ -261,7 +291,9 @@ def test_rows_are_a_limit_of_their_own() -> None:
 
 @pytest.mark.parametrize("order", [["free", "pop"], ["pop", "free"]])
 @pytest.mark.parametrize("ok", [True, False])
-def test_pages_stay_until_the_source_is_free_and_the_engine_knows(order: list[str], ok: bool) -> None:
+def test_pages_stay_until_the_source_is_free_and_the_engine_knows(
+    order: list[str], ok: bool
+) -> None:
     desk = Desk()
     req = desk.sending("a", 10)
     desk.end(req, ok=ok)
@@ -293,7 +325,9 @@ def test_duplicates_that_are_being_read_are_not_freed_early() -> None:
     own = second.pages.tolist()
     desk.send(first, 10, last=True)
     desk.send(second, 10, last=True)
-    [chunk] = [command for command in desk.scheduler.take_commands() if command.key == second.room_key]
+    [chunk] = [
+        command for command in desk.scheduler.take_commands() if command.key == second.room_key
+    ]
     assert chunk.src_pages.tolist() == own, "the writes read its own pages"
     assert second.pages.tolist() == first.pages.tolist()[:2] + own[2:], "its row reads the tree's"
     assert [desk.books.allocator.state(page) for page in own] == [PageState.OWNED] * 3
@@ -311,7 +345,9 @@ def test_a_flush_while_writes_read_the_pages_keeps_them() -> None:
     req = desk.sending("a", 10)
     row = req.pages.tolist()
     desk.scheduler.flush()
-    assert [desk.books.allocator.state(page) for page in row] == [PageState.CACHED] * 2 + [PageState.OWNED]
+    assert [desk.books.allocator.state(page) for page in row] == [PageState.CACHED] * 2 + [
+        PageState.OWNED
+    ]
     desk.done(req)
     assert desk.states() == {"FREE": 16}
 
@@ -323,7 +359,10 @@ PLACES = {
     "bootstrapping": lambda desk: desk.add("a"),
     "bootstrapped": lambda desk: (desk.add("a"), desk.bootstrap(desk.scheduler.requests["a"]))[0],
     "computing": lambda desk: desk.computing("a"),
-    "computed in part": lambda desk: (desk.computing("a"), desk.send(desk.scheduler.requests["a"], 5))[0],
+    "computed in part": lambda desk: (
+        desk.computing("a"),
+        desk.send(desk.scheduler.requests["a"], 5),
+    )[0],
     "sending": lambda desk: desk.sending("a"),
 }
 
@@ -348,7 +387,9 @@ def test_an_end_wherever_a_request_is_leaves_nothing(place: str, how: str) -> No
         assert req.error is (None if place == "sending" else command.error)
         succeeds = how != "abort"
         desk.end(req, ok=succeeds)
-        if place == "sending" and succeeds:  # the abort came too late: decode has the KV, so both say success
+        if (
+            place == "sending" and succeeds
+        ):  # the abort came too late: decode has the KV, so both say success
             assert (desk.pop_sent(), desk.pop_failed()) == ([req], [])
             desk.source_free(req)
             assert_at_rest(desk.scheduler)
@@ -401,4 +442,8 @@ def test_news_of_unknown_rooms_changes_nothing() -> None:
     desk.scheduler.room_ended(key, KVPoll.FAILED, BROKEN)
     desk.scheduler.source_free(key, 0.0)
     assert not desk.scheduler.abort("nobody")
-    assert (req.state, desk.pop_failed(), desk.scheduler.counters["aborts_of_unknown"]) == (PrefillState.SENDING, [], 1)
+    assert (req.state, desk.pop_failed(), desk.scheduler.counters["aborts_of_unknown"]) == (
+        PrefillState.SENDING,
+        [],
+        1,
+    )

@@ -1,4 +1,5 @@
-"""Extra state on prefill: which slot is handed over when, when it is the engine's again, and what a hit is worth."""
+"""Extra state on prefill: which slot is handed over when, when it is the engine's again, and what a
+hit is worth."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from prefixkv.prefill.scheduler import PrefillScheduler, SendChunk
 from tests.prefill.test_prefill_scheduler import Desk
 
 
-def state_desk(usable: Callable[[PrefillRequest, int], int] | None = None, num_slots: int = 2) -> Desk:
+def state_desk(
+    usable: Callable[[PrefillRequest, int], int] | None = None, num_slots: int = 2
+) -> Desk:
     desk = Desk()
     desk.scheduler = PrefillScheduler(desk.books, num_slots=num_slots, usable_prefix=usable)
     return desk
@@ -27,7 +30,9 @@ def handed_over(desk: Desk, slot: int = 1) -> PrefillRequest:
     return req
 
 
-@pytest.mark.parametrize(("end", "last", "slot"), [(4, False, 0), (10, True, -1), (10, True, 2), (10, True, -2)])
+@pytest.mark.parametrize(
+    ("end", "last", "slot"), [(4, False, 0), (10, True, -1), (10, True, 2), (10, True, -2)]
+)
 def test_a_slot_that_is_none_changes_nothing(end: int, last: bool, slot: int) -> None:
     desk = state_desk()
     req = desk.computing("a")

@@ -26,18 +26,26 @@ def test_every_page_that_decode_lacks_is_sent_once_in_order_and_only_when_it_is_
     case: tuple[int, int, int, list[int]],
 ) -> None:
     page_size, num_tokens, prefix_len, ends = case
-    lacking = [page for page in range(-(-num_tokens // page_size)) if page >= prefix_len // page_size]
+    lacking = [
+        page for page in range(-(-num_tokens // page_size)) if page >= prefix_len // page_size
+    ]
     plan = SendPlan(num_tokens, prefix_len, page_size)
     sent: list[int] = []
     for end in ends:
         span = plan.send(end)
         sent += range(*span)
-        assert sent == [page for page in lacking if (page + 1) * page_size <= end], "all that is whole, nothing else"
+        assert sent == [page for page in lacking if (page + 1) * page_size <= end], (
+            "all that is whole, nothing else"
+        )
     last = plan.send(num_tokens, last=True)
     assert sent + list(range(*last)) == lacking
     assert plan.ended
     ends = [end for end in ends if end < num_tokens] + [num_tokens]
-    assert [page for span in plan_sends(ends, num_tokens, prefix_len, page_size) for page in range(*span)] == lacking
+    assert [
+        page
+        for span in plan_sends(ends, num_tokens, prefix_len, page_size)
+        for page in range(*span)
+    ] == lacking
 
 
 def test_a_full_hit_sends_once_and_nothing() -> None:
@@ -47,7 +55,11 @@ def test_a_full_hit_sends_once_and_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("end", "last", "text"),
-    [(9, False, r"lie in \[10, 30\]"), (31, False, "token 31"), (29, True, "last chunk ends at token 29")],
+    [
+        (9, False, r"lie in \[10, 30\]"),
+        (31, False, "token 31"),
+        (29, True, "last chunk ends at token 29"),
+    ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(end: int, last: bool, text: str) -> None:
     plan = SendPlan(30, 8, 4)
@@ -62,11 +74,17 @@ def test_what_cannot_be_is_refused_and_changes_nothing(end: int, last: bool, tex
 
 @pytest.mark.parametrize("prefix_len", [-4, 12])
 def test_a_prefix_that_is_no_prefix_is_refused(prefix_len: int) -> None:
-    with pytest.raises(RequestError, match=f"decode_prefix_len is {prefix_len}, the request has 10"):
+    with pytest.raises(
+        RequestError, match=f"decode_prefix_len is {prefix_len}, the request has 10"
+    ):
         SendPlan(10, prefix_len, 4)
 
 
 def test_a_page_that_decode_has_in_part_is_handed_over() -> None:
     """Its own pages are smaller, say."""
     plan = SendPlan(num_tokens=10, decode_prefix_len=6, page_size=4)
-    assert [plan.send(4), plan.send(8), plan.send(10, last=True)] == [Span(1, 1), Span(1, 2), Span(2, 3)]
+    assert [plan.send(4), plan.send(8), plan.send(10, last=True)] == [
+        Span(1, 1),
+        Span(1, 2),
+        Span(2, 3),
+    ]

@@ -1,4 +1,5 @@
-"""Endpoints of meshes under test, each opposite ranks that are played by hand. The model has 2 layers, 4 heads."""
+"""Endpoints of meshes under test, each opposite ranks that are played by hand. The model has 2
+layers, 4 heads."""
 
 from __future__ import annotations
 
@@ -32,16 +33,25 @@ def mesh(tp: int) -> Mesh:
     return Mesh(2, 4, tp)
 
 
-def hello(tp: int, rank: int, worker: PeerId, *, page_size: int = PAGE_SIZE, **changes: Any) -> Hello:
+def hello(
+    tp: int, rank: int, worker: PeerId, *, page_size: int = PAGE_SIZE, **changes: Any
+) -> Hello:
     shard = mesh(tp).shard(rank)
     layout, _ = mesh_layout(
-        "layer_major", NUM_PAGES, page_size, shard.num_layers, shard.num_heads, head_bytes=HEAD_BYTES
+        "layer_major",
+        NUM_PAGES,
+        page_size,
+        shard.num_layers,
+        shard.num_heads,
+        head_bytes=HEAD_BYTES,
     )
     fields = {"digest": DIGEST, "topology": Topology(page_size, tp), "layout": layout, **changes}
     return Hello(agent_metadata=b"agent", rank=rank, worker=worker, **fields)
 
 
-def promise(ticket: int = 1, *, fill_len: int = 10, pages: Sequence[int] = (3, 9, 5), prefix_len: int = 0) -> Promise:
+def promise(
+    ticket: int = 1, *, fill_len: int = 10, pages: Sequence[int] = (3, 9, 5), prefix_len: int = 0
+) -> Promise:
     return Promise(*KEY, fill_len, prefix_len, ids(pages), ticket)
 
 
@@ -69,20 +79,29 @@ class _Opposite:
 
 
 class Writers(_Opposite):
-    """A real DecodeEndpoint, rank `rank` of `tp`, opposite the ranks of a prefill worker of `prefill_tp`."""
+    """A real DecodeEndpoint, rank `rank` of `tp`, opposite the ranks of a prefill worker of
+    `prefill_tp`."""
 
-    def __init__(self, prefill_tp: int = 2, tp: int = 1, rank: int = 0, staging: StagingArea | None = None) -> None:
+    def __init__(
+        self, prefill_tp: int = 2, tp: int = 1, rank: int = 0, staging: StagingArea | None = None
+    ) -> None:
         super().__init__()
         me = PeerId(f"d/{rank}", 5)
         self.prefill_tp = prefill_tp
-        self.endpoint = decode_endpoint.DecodeEndpoint(me, hello(tp, rank, me, staging=staging), TIMING)
+        self.endpoint = decode_endpoint.DecodeEndpoint(
+            me, hello(tp, rank, me, staging=staging), TIMING
+        )
         self.peers = [PeerId(f"p/{i}", 5) for i in range(prefill_tp)]
 
-    def say(self, rank: int, body: Any, *, by: PeerId | None = None, address: str = "") -> list[Any]:
+    def say(
+        self, rank: int, body: Any, *, by: PeerId | None = None, address: str = ""
+    ) -> list[Any]:
         raw = messages.encode(by or self.peers[rank], next(self.seq), body)
         return self.call("on_frame", address or ADDRESSES[rank], raw)
 
-    def reply(self, rank: int, /, *, by: PeerId | None = None, address: str = "", **changes: Any) -> list[Any]:
+    def reply(
+        self, rank: int, /, *, by: PeerId | None = None, address: str = "", **changes: Any
+    ) -> list[Any]:
         fields = {
             "digest": DIGEST, "topology": Topology(PAGE_SIZE, self.prefill_tp), "rank": rank,
             "endpoints": ("", *ADDRESSES[1 : self.prefill_tp]) if rank == 0 else ("",), **changes,
@@ -99,23 +118,37 @@ class Writers(_Opposite):
             self.reply(rank, **changes)
         return self
 
-    def outcome(self, rank: int, *, ok: bool = True, drained: bool = True, ticket: int = 1) -> list[Any]:
+    def outcome(
+        self, rank: int, *, ok: bool = True, drained: bool = True, ticket: int = 1
+    ) -> list[Any]:
         error = "" if ok else "broke"
-        return self.say(rank, messages.Outcome(*KEY, rank, ok, 1, 3, b"aux%d" % rank, error, drained, ticket))
+        return self.say(
+            rank, messages.Outcome(*KEY, rank, ok, 1, 3, b"aux%d" % rank, error, drained, ticket)
+        )
 
 
 class Readers(_Opposite):
     """A real PrefillEndpoint, rank `rank` of `tp`, opposite the ranks of decode workers."""
 
-    def __init__(self, tp: int = 1, rank: int = 0, page_size: int = PAGE_SIZE, slot_bytes: int = 0) -> None:
+    def __init__(
+        self, tp: int = 1, rank: int = 0, page_size: int = PAGE_SIZE, slot_bytes: int = 0
+    ) -> None:
         super().__init__()
         topology = Topology(page_size, tp)
         self.endpoint = prefill_endpoint.PrefillEndpoint(
-            PeerId(f"p/{rank}", 5), DIGEST, topology, TIMING, ("", *ADDRESSES[1:tp]), rank, slot_bytes
+            PeerId(f"p/{rank}", 5),
+            DIGEST,
+            topology,
+            TIMING,
+            ("", *ADDRESSES[1:tp]),
+            rank,
+            slot_bytes,
         )
 
     def say(self, by: PeerId, body: Any, credential: str = "") -> list[Any]:
-        return self.call("on_frame", by.name.encode(), credential, messages.encode(by, next(self.seq), body))
+        return self.call(
+            "on_frame", by.name.encode(), credential, messages.encode(by, next(self.seq), body)
+        )
 
     def greet(self, tp: int, name: str = "d", incarnation: int = 5, **changes: Any) -> list[PeerId]:
         """The ranks of a decode worker introduce themselves."""
@@ -128,13 +161,17 @@ class Readers(_Opposite):
         src = np.array(src_pages, np.int32)
         return self.call("chunk", KEY, first_page, src, last, b"aux" if last else b"", None)
 
-    def ended(self, job_id: int, error: Exception | None = None, *, drained: bool = True) -> list[Any]:
+    def ended(
+        self, job_id: int, error: Exception | None = None, *, drained: bool = True
+    ) -> list[Any]:
         return self.call("on_write_ended", job_id, error, drained)
 
 
 def bodies(actions: Sequence[Any], kind: type) -> list[tuple[Any, Any]]:
     """(to whom, body) of the frames of this kind."""
-    return [action for action in actions if isinstance(action, tuple) and isinstance(action[1], kind)]
+    return [
+        action for action in actions if isinstance(action, tuple) and isinstance(action[1], kind)
+    ]
 
 
 def of(actions: Sequence[Any], kind: type) -> list[Any]:

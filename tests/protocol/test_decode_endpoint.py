@@ -26,7 +26,18 @@ from prefixkv.protocol.messages import (
 from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.tags import ChunkTag
-from tests.protocol.wire import ADDRESS, DIGEST, HELLO, KEY, PREFILL, TIMING, PrefillPeer, kinds, newer, promise
+from tests.protocol.wire import (
+    ADDRESS,
+    DIGEST,
+    HELLO,
+    KEY,
+    PREFILL,
+    TIMING,
+    PrefillPeer,
+    kinds,
+    newer,
+    promise,
+)
 
 ACK = OutcomeAck(*KEY, 0)
 WHY = AbortedError("enough")
@@ -44,7 +55,9 @@ def test_the_path_of_one_room() -> None:
     assert endpoint.num_expected == 0, "nobody knows the pages yet"
     assert peer.greet() == [promise()]
     assert endpoint.num_expected == 1
-    assert peer.open(promise(8, pages=(1, 2))) == [promise(8, pages=(1, 2))], "known by now: promised at once"
+    assert peer.open(promise(8, pages=(1, 2))) == [promise(8, pages=(1, 2))], (
+        "known by now: promised at once"
+    )
     assert endpoint.num_expected == 2
     peer.say(PromiseAck(*KEY, 0))
     assert peer.call("on_arrival", ChunkTag(PREFILL.incarnation, *KEY, 0, 0).pack()) == []
@@ -78,7 +91,10 @@ def test_a_room_whose_worker_never_answers_fails_and_the_link_is_forgotten() -> 
     peer = PrefillPeer()
     peer.open()
     said = peer.pass_time(TIMING.bootstrap_timeout_s)
-    assert kinds([action for action in said if not isinstance(action, Hello)]) == ["RoomEnded", "RoomDrained"]
+    assert kinds([action for action in said if not isinstance(action, Hello)]) == [
+        "RoomEnded",
+        "RoomDrained",
+    ]
     assert peer.endpoint.num_rooms == 0
     assert Disconnect(ADDRESS) in peer.pass_time(TIMING.forget_after_s)
     assert peer.endpoint.peers(peer.now_s) == {}
@@ -86,14 +102,19 @@ def test_a_room_whose_worker_never_answers_fails_and_the_link_is_forgotten() -> 
 
 
 REFUSALS = {
-    "another model": ({"digest": msgspec.structs.replace(DIGEST, weights_version="2")}, "weights_version differs"),
+    "another model": (
+        {"digest": msgspec.structs.replace(DIGEST, weights_version="2")},
+        "weights_version differs",
+    ),
     "another page size": ({"topology": Topology(6)}, "page_size"),
     "refused by prefill": ({"refused": "no room"}, "no room"),
 }
 
 
 @pytest.mark.parametrize(("changes", "text"), REFUSALS.values(), ids=REFUSALS)
-def test_two_that_do_not_fit_fail_the_rooms_and_name_the_field(changes: dict[str, Any], text: str) -> None:
+def test_two_that_do_not_fit_fail_the_rooms_and_name_the_field(
+    changes: dict[str, Any], text: str
+) -> None:
     peer = PrefillPeer()
     peer.open()
     actions = peer.greet(**changes)
@@ -108,7 +129,11 @@ def test_an_address_that_does_not_exist_fails_its_rooms() -> None:
     peer = PrefillPeer()
     peer.open()
     error = TransferError("no such address")
-    assert kinds(peer.call("unreachable", ADDRESS, error)) == ["RoomEnded", "RoomDrained", "Disconnect"]
+    assert kinds(peer.call("unreachable", ADDRESS, error)) == [
+        "RoomEnded",
+        "RoomDrained",
+        "Disconnect",
+    ]
     assert peer.call("unreachable", ADDRESS, error) == []
 
 
@@ -185,12 +210,17 @@ def test_an_abort_before_the_promise_needs_no_proof() -> None:
     peer.open()
     assert peer.call("abort", KEY, WHY) == [RoomEnded(KEY, KVPoll.FAILED, WHY), RoomDrained(KEY)]
     assert peer.call("abort", KEY, WHY) == []
-    assert kinds(peer.greet()) == ["Abort"], "the promise is not made any more, and prefill need not wait for it"
+    assert kinds(peer.greet()) == ["Abort"], (
+        "the promise is not made any more, and prefill need not wait for it"
+    )
 
 
 def test_an_abort_after_the_promise_is_repeated_until_drained() -> None:
     peer = PrefillPeer().opened()
-    assert peer.call("abort", KEY, WHY) == [RoomEnded(KEY, KVPoll.FAILED, WHY), Abort(*KEY, "enough")]
+    assert peer.call("abort", KEY, WHY) == [
+        RoomEnded(KEY, KVPoll.FAILED, WHY),
+        Abort(*KEY, "enough"),
+    ]
     assert peer.endpoint.num_expected == 1
     said = peer.pass_time(TIMING.drain_timeout_s)
     assert said.count(Abort(*KEY, "enough")) == 3
@@ -290,7 +320,9 @@ def test_a_worker_that_does_not_know_us_is_greeted_again() -> None:
     assert peer.say(HelloWanted()) == [], "a hello is on its way already"
     assert peer.endpoint.peers(peer.now_s)[ADDRESS] == (PREFILL, "connecting")
     assert peer.greet() == []
-    assert peer.endpoint.poll(KEY) is KVPoll.WAITING_FOR_INPUT, "it is the same process: the room goes on"
+    assert peer.endpoint.poll(KEY) is KVPoll.WAITING_FOR_INPUT, (
+        "it is the same process: the room goes on"
+    )
     assert peer.endpoint.peers(peer.now_s)[ADDRESS] == (PREFILL, "ready")
 
 
@@ -348,7 +380,9 @@ def test_farewell_is_said_to_whoever_is_known() -> None:
 
 def test_what_is_sent_is_numbered_upwards_under_our_name() -> None:
     peer = PrefillPeer()
-    frames = [action for action in peer.endpoint.open(promise(), ADDRESS, 0.0) if hasattr(action, "raw")]
+    frames = [
+        action for action in peer.endpoint.open(promise(), ADDRESS, 0.0) if hasattr(action, "raw")
+    ]
     for seconds in (1.0, 2.0, 4.0, 8.0):
         frames += [action for action in peer.endpoint.tick(seconds) if hasattr(action, "raw")]
     numbers = [messages.decode(frame.raw).seq for frame in frames]
@@ -365,7 +399,8 @@ def test_promise_is_what_was_opened() -> None:
 
 
 def test_late_words_of_an_earlier_use_of_a_room_number_are_nothing_to_the_next() -> None:
-    """The room was used before (ticket 1), and is used again (ticket 2): only what bears ticket 2 counts."""
+    """The room was used before (ticket 1), and is used again (ticket 2): only what bears ticket 2
+    counts."""
     peer = PrefillPeer()
     peer.open(msgspec.structs.replace(promise(), ticket=2))
     peer.greet()
@@ -387,7 +422,9 @@ def test_after_a_fence_pages_wait_until_what_the_kernel_holds_has_been_read() ->
     assert ends(actions)
     assert actions.count(Settle(PREFILL)) == 1
     assert Settle(PREFILL) not in peer.call("fence", PREFILL), "it is at that already"
-    assert "RoomDrained" not in kinds(peer.after(100.0)), "time alone proves nothing: nobody may have read"
+    assert "RoomDrained" not in kinds(peer.after(100.0)), (
+        "time alone proves nothing: nobody may have read"
+    )
     assert peer.endpoint.num_expected == 1, "the transport goes on polling"
     assert peer.call("settled", PREFILL) == [RoomDrained(KEY)]
 

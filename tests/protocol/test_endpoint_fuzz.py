@@ -1,5 +1,7 @@
-"""Whatever a peer sends, in whatever order and however damaged: nothing is raised out of `on_frame`, every room
-ends at most once and only forwards, nothing is called drained or free without proof, and no page is written twice."""
+"""Whatever a peer sends, in whatever order and however damaged: nothing is raised out of
+`on_frame`, every room ends at most once and only forwards, nothing is called drained or free
+without proof, and no page is written twice.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from tests.protocol.wire import (
 
 ROOMS = st.builds(RoomKey, st.integers(0, 1), st.integers(0, 1))
 PAUSES = st.sampled_from([0.0, 0.1, 0.6, 3.0, 11.0])
-DAMAGE = st.one_of(st.none(), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=3))
+DAMAGE = st.one_of(
+    st.none(), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=3)
+)
 
 
 def damaged(raw: bytes, damage: list[tuple[float, int]] | None) -> bytes:
@@ -44,19 +48,27 @@ def damaged(raw: bytes, damage: list[tuple[float, int]] | None) -> bytes:
 
 def room_bodies(key: RoomKey, ok: bool, drained: bool, num_pages: int) -> list[Any]:
     return [
-        messages.PromiseAck(*key, 0), messages.Drained(*key, 0), messages.Abort(*key, ""), messages.OutcomeAck(*key, 0),
-        Outcome(*key, 0, ok, 1, num_pages, b"", "", drained), Outcome(*key, 3, ok, 1, num_pages, b"", "", drained),
-        promise(*key), promise(*key, pages=(3, 9) if ok else (3, 99)),
+        messages.PromiseAck(*key, 0), messages.Drained(*key, 0), messages.Abort(*key, ""),
+        messages.OutcomeAck(*key, 0), Outcome(*key, 0, ok, 1, num_pages, b"", "", drained),
+        Outcome(*key, 3, ok, 1, num_pages, b"", "", drained), promise(*key),
+        promise(*key, pages=(3, 9) if ok else (3, 99)),
     ]  # fmt: skip
 
 
-ROOM_BODIES = st.builds(room_bodies, ROOMS, st.booleans(), st.booleans(), st.integers(0, 3)).flatmap(st.sampled_from)
+ROOM_BODIES = st.builds(
+    room_bodies, ROOMS, st.booleans(), st.booleans(), st.integers(0, 3)
+).flatmap(st.sampled_from)
 OTHER_BODIES = st.sampled_from(
     [
-        messages.Heartbeat(), messages.Fenced(), HelloWanted(), HELLO, HelloReply(DIGEST, TOPOLOGY, ()),
-        HelloReply(DIGEST, Topology(8), ()), HelloReply(DIGEST, TOPOLOGY, (), "no"),
+        messages.Heartbeat(),
+        messages.Fenced(),
+        HelloWanted(),
+        HELLO,
+        HelloReply(DIGEST, TOPOLOGY, ()),
+        HelloReply(DIGEST, Topology(8), ()),
+        HelloReply(DIGEST, TOPOLOGY, (), "no"),
     ]
-)  # fmt: skip
+)
 FRAMES = st.tuples(st.just("frame"), st.one_of(ROOM_BODIES, ROOM_BODIES, OTHER_BODIES), DAMAGE)
 JUNK = st.tuples(st.just("junk"), st.binary(max_size=60))
 TICKS = st.tuples(st.just("tick"), PAUSES)
@@ -85,7 +97,9 @@ class RoomLaws:
             assert machine.poll >= self.polls.get(name, KVPoll.BOOTSTRAPPING)
             assert machine.wake_s < float("inf"), "a room waits without a deadline"
         self.polls = {name: machine.poll for name, machine in machines.items()}
-        assert sum(not machine.drained for machine in machines.values()) == self.endpoint.num_expected
+        assert (
+            sum(not machine.drained for machine in machines.values()) == self.endpoint.num_expected
+        )
         for key in self.opened:  # one that is forgotten has ended and is drained, or succeeded
             assert self.endpoint.poll(key) is not None or self.ended[key] == self.opened[key]
 
@@ -105,7 +119,11 @@ def test_decodes_endpoint_survives_any_prefill_worker(steps: list[tuple[Any, ...
     peer = PrefillPeer()
     laws = RoomLaws(peer)
     me = PREFILL
-    for what, *args in [("open", RoomKey(0, 0)), ("frame", HelloReply(DIGEST, TOPOLOGY, ()), None), *steps]:
+    for what, *args in [
+        ("open", RoomKey(0, 0)),
+        ("frame", HelloReply(DIGEST, TOPOLOGY, ()), None),
+        *steps,
+    ]:
         if what == "frame":
             actions = peer.call("on_frame", ADDRESS, damaged(peer.raw(args[0], me), args[1]))
         elif what == "junk":
@@ -147,12 +165,16 @@ class WriteLaws:
         self.added: Counter[RoomKey] = Counter()
         self.ended: Counter[RoomKey] = Counter()
         self.freed: Counter[RoomKey] = Counter()
-        self.written: set[tuple[int, int]] = set()  # (machine, page): a page is written once a promise
+        self.written: set[tuple[int, int]] = (
+            set()
+        )  # (machine, page): a page is written once a promise
 
     def see(self, actions: list[Any]) -> None:
         for action in actions:
             if isinstance(action, sender.PostWrite):
-                [machine] = [machine for machine in self.endpoint.rooms() if machine.key == action.key]
+                [machine] = [
+                    machine for machine in self.endpoint.rooms() if machine.key == action.key
+                ]
                 for page in action.dst_pages.tolist():
                     assert (id(machine), page) not in self.written
                     assert page in (3, 9)
@@ -163,11 +185,17 @@ class WriteLaws:
             elif isinstance(action, sender.SourceFree):
                 self.freed[action.key] += 1
                 assert action.key not in self.in_flight.values(), "a write still reads the source"
-            elif isinstance(action, messages.Drained | Outcome) and getattr(action, "drained", True):
+            elif isinstance(action, messages.Drained | Outcome) and getattr(
+                action, "drained", True
+            ):
                 key = RoomKey(action.room, action.generation)
-                assert key not in self.in_flight.values(), "called drained while a write is in flight"
+                assert key not in self.in_flight.values(), (
+                    "called drained while a write is in flight"
+                )
         for key in self.ended:
-            assert self.freed[key] <= self.ended[key] <= self.added[key], "the engine is told once, of what it added"
+            assert self.freed[key] <= self.ended[key] <= self.added[key], (
+                "the engine is told once, of what it added"
+            )
 
 
 @given(
@@ -186,7 +214,12 @@ def test_prefills_endpoint_survives_any_decode_worker(steps: list[tuple[Any, ...
     peer = DecodePeer()
     laws = WriteLaws(peer)
     me = DECODE
-    start = [("frame", HELLO, None), ("frame", promise(0, 0), None), ("add", RoomKey(0, 0)), ("chunk", RoomKey(0, 0))]
+    start = [
+        ("frame", HELLO, None),
+        ("frame", promise(0, 0), None),
+        ("add", RoomKey(0, 0)),
+        ("chunk", RoomKey(0, 0)),
+    ]
     for what, *args in [*start, *steps]:
         if what == "frame":
             actions = peer.call("on_frame", ROUTE, "", damaged(peer.raw(args[0], me), args[1]))
@@ -208,7 +241,11 @@ def test_prefills_endpoint_survives_any_decode_worker(steps: list[tuple[Any, ...
             for job_id in jobs:
                 del laws.in_flight[job_id]
             error = None if args[1] else OSError("reset")
-            actions = [action for job_id in jobs for action in peer.ended(job_id, error, drained=args[1] or args[2])]
+            actions = [
+                action
+                for job_id in jobs
+                for action in peer.ended(job_id, error, drained=args[1] or args[2])
+            ]
         elif what == "restart":
             me, actions = newer(me), []
         else:
@@ -219,14 +256,19 @@ def test_prefills_endpoint_survives_any_decode_worker(steps: list[tuple[Any, ...
         laws.see(peer.ended(job_id))
     for _ in range(60):
         laws.see(peer.after(1.0))
-    assert laws.ended == laws.freed == laws.added, "all that was added has ended, and its source is free"
+    assert laws.ended == laws.freed == laws.added, (
+        "all that was added has ended, and its source is free"
+    )
     laws.see(peer.say(HELLO, newer(me)))
     assert peer.endpoint.num_rooms == 0, "no tombstone lives longer than its peer"
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_change_nothing(raw: bytes) -> None:
-    for peer, args in ((PrefillPeer().opened(), (ADDRESS,)), (DecodePeer().bootstrapped(), (ROUTE, ""))):
+    for peer, args in (
+        (PrefillPeer().opened(), (ADDRESS,)),
+        (DecodePeer().bootstrapped(), (ROUTE, "")),
+    ):
         before = [machine.poll for machine in peer.endpoint.rooms()]
         assert peer.call("on_frame", *args, raw) == []
         assert [machine.poll for machine in peer.endpoint.rooms()] == before
@@ -236,8 +278,9 @@ def test_random_bytes_change_nothing(raw: bytes) -> None:
 def test_the_actions_seen_here_are_all_there_are() -> None:
     """A new action would need a law above."""
     seen = {
-        "SendFrame", "Connect", "Disconnect", "Settle", "RoomEnded", "RoomDrained", "RoomOverdue", "AddPeer",
-        "RemovePeer", "PostWrite", "CancelWrite", "Bootstrapped", "SourceFree", "LeaseGranted", "ScatterLease",
+        "SendFrame", "Connect", "Disconnect", "Settle", "RoomEnded", "RoomDrained", "RoomOverdue",
+        "AddPeer", "RemovePeer", "PostWrite", "CancelWrite", "Bootstrapped", "SourceFree",
+        "LeaseGranted", "ScatterLease",
     }  # fmt: skip
     actions = (*decode_endpoint.Action.__args__, *prefill_endpoint.Action.__args__)
     assert {action.__name__ for action in actions} == seen

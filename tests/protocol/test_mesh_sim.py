@@ -1,4 +1,5 @@
-"""Whole workers of any meshes over a bad network: short runs. The long profile: `fuzz/mesh_pair.py`."""
+"""Whole workers of any meshes over a bad network: short runs. The long profile:
+`fuzz/mesh_pair.py`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from prefixkv.errors import ConfigError, HandshakeError, ProtocolError
 from prefixkv.protocol import messages
 from prefixkv.protocol.links import check_pair
-from prefixkv.protocol.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Frame, Promise, Topology, decode, encode
+from prefixkv.protocol.messages import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Frame,
+    Promise,
+    Topology,
+    decode,
+    encode,
+)
 from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
 from tests.protocol.wire import ADDRESS, DECODE, DIGEST, HELLO, TOPOLOGY, promise
 
@@ -35,7 +43,9 @@ BODIES = [
 
 
 def test_every_body_comes_back_as_it_was() -> None:
-    assert {type(body) for body in BODIES} == set(get_args(messages.AnyBody)), "a body without a test"
+    assert {type(body) for body in BODIES} == set(get_args(messages.AnyBody)), (
+        "a body without a test"
+    )
     for body in BODIES:
         frame = decode(encode(DECODE, 2**63, body))
         assert frame == Frame(PROTOCOL_VERSION, DECODE.name, DECODE.incarnation, 2**63, body)
@@ -43,7 +53,14 @@ def test_every_body_comes_back_as_it_was() -> None:
 
 
 def _plain(**changes: Any) -> list[Any]:
-    frame = {"version": PROTOCOL_VERSION, "name": "a", "incarnation": 1, "seq": 1, "body": ["heartbeat"], **changes}
+    frame = {
+        "version": PROTOCOL_VERSION,
+        "name": "a",
+        "incarnation": 1,
+        "seq": 1,
+        "body": ["heartbeat"],
+        **changes,
+    }
     return list(frame.values())
 
 
@@ -67,7 +84,9 @@ BAD_FRAMES = {
     "a generation beyond int32": _plain(body=["promise-ack", 7, 2**31, 0]),
     "a long reason": _plain(body=["abort", 7, 0, "x" * 5000]),
     "pages as a list": _plain(body=["promise", 7, 0, 10, 4, [3, 9]]),
-    "text that is no text": encode(DECODE, 1, messages.Abort(7, 0, "abc")).replace(b"abc", b"\xff\xfe\xfd"),
+    "text that is no text": encode(DECODE, 1, messages.Abort(7, 0, "abc")).replace(
+        b"abc", b"\xff\xfe\xfd"
+    ),
 }
 
 
@@ -78,7 +97,9 @@ def test_what_is_no_frame_is_a_protocol_error(raw: Any) -> None:
 
 
 @given(st.sampled_from(BODIES), st.data())
-def test_a_damaged_frame_is_another_frame_or_a_protocol_error(body: Any, data: st.DataObject) -> None:
+def test_a_damaged_frame_is_another_frame_or_a_protocol_error(
+    body: Any, data: st.DataObject
+) -> None:
     raw = bytearray(encode(DECODE, 1, body))
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
@@ -104,10 +125,16 @@ def test_page_ids_are_little_endian_int32(pages: list[int], extra_bytes: int) ->
 @pytest.mark.parametrize("field", [field for field in DIGEST.__struct_fields__ if field != "state"])
 def test_a_digest_that_differs_names_the_field(field: str) -> None:
     value = getattr(DIGEST, field)
-    theirs = msgspec.structs.replace(DIGEST, **{field: value + 1 if isinstance(value, int) else value + "x"})
+    theirs = msgspec.structs.replace(
+        DIGEST, **{field: value + 1 if isinstance(value, int) else value + "x"}
+    )
     with pytest.raises(HandshakeError, match=f"{field} differs") as caught:
         check_pair(DIGEST, TOPOLOGY, theirs, TOPOLOGY)
-    assert (caught.value.field, caught.value.ours, caught.value.theirs) == (field, value, getattr(theirs, field))
+    assert (caught.value.field, caught.value.ours, caught.value.theirs) == (
+        field,
+        value,
+        getattr(theirs, field),
+    )
     check_pair(DIGEST, TOPOLOGY, DIGEST, TOPOLOGY)
 
 
@@ -134,8 +161,9 @@ def test_a_topology_that_fits_may_differ() -> None:
 
 TAGS = st.builds(
     ChunkTag, incarnation=st.integers(0, 2**64 - 1), room=st.integers(0, 2**64 - 1),
-    generation=st.integers(0, 2**32 - 1), rank=st.integers(0, 2**16 - 1), chunk=st.integers(0, 2**32 - 1),
-    part=st.integers(0, 99), num_parts=st.integers(100, 2**16 - 1), slot=st.integers(-1, 2**31 - 1),
+    generation=st.integers(0, 2**32 - 1), rank=st.integers(0, 2**16 - 1),
+    chunk=st.integers(0, 2**32 - 1), part=st.integers(0, 99), num_parts=st.integers(100, 2**16 - 1),
+    slot=st.integers(-1, 2**31 - 1),
 )  # fmt: skip
 
 
@@ -149,10 +177,14 @@ def test_a_tag_comes_back_as_it_was(tag: ChunkTag) -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        b"", b"x" * TAG_BYTES, ChunkTag(1, 7, 0, 0, 2).pack()[:-1], ChunkTag(1, 7, 0, 0, 2).pack() + b"\x00",
-        ChunkTag(1, 7, 0, 0, 2, part=1, num_parts=1).pack(), ChunkTag(1, 7, 0, 0, 2, part=0, num_parts=0).pack(),
+        b"",
+        b"x" * TAG_BYTES,
+        ChunkTag(1, 7, 0, 0, 2).pack()[:-1],
+        ChunkTag(1, 7, 0, 0, 2).pack() + b"\x00",
+        ChunkTag(1, 7, 0, 0, 2, part=1, num_parts=1).pack(),
+        ChunkTag(1, 7, 0, 0, 2, part=0, num_parts=0).pack(),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_tag_is_a_protocol_error(raw: bytes) -> None:
     with pytest.raises(ProtocolError):
         ChunkTag.unpack(raw)

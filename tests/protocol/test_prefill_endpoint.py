@@ -68,11 +68,18 @@ def refusal(actions: list[Any]) -> str:
 
 def test_the_path_of_one_room() -> None:
     peer = DecodePeer()
-    assert peer.say(HELLO) == [AddPeer(DECODE, b"agent", LAYOUT, (Shard.whole(LAYOUT),) * 2, PAGE_SIZE), WELCOME]
+    assert peer.say(HELLO) == [
+        AddPeer(DECODE, b"agent", LAYOUT, (Shard.whole(LAYOUT),) * 2, PAGE_SIZE),
+        WELCOME,
+    ]
     assert peer.say(promise()) == [ACK]
     assert peer.call("add", KEY, 10) == [Bootstrapped(KEY, DECODE, 4)]
     [post] = peer.chunk(1, [30, 31])
-    assert (post.peer, post.src_pages.tolist(), post.dst_pages.tolist()) == (DECODE, [30, 31], [3, 9])
+    assert (post.peer, post.src_pages.tolist(), post.dst_pages.tolist()) == (
+        DECODE,
+        [30, 31],
+        [3, 9],
+    )
     assert peer.chunk(3, [], last=True) == []
     outcome = Outcome(*KEY, 0, True, 1, 2, b"first", "", True)
     assert peer.ended(post.job_id) == [RoomEnded(KEY, KVPoll.SUCCESS), outcome, SourceFree(KEY)]
@@ -100,9 +107,18 @@ REFUSALS = {
     "another model": ({"digest": msgspec.structs.replace(DIGEST, model="qwen")}, "model differs"),
     "another page size": ({"topology": Topology(6)}, "page_size"),
     "a rank that cannot be": ({"rank": 1}, "rank is 1"),
-    "a layout outside its memory": ({"layout": msgspec.structs.replace(LAYOUT, num_pages=NUM_PAGES + 1)}, "region"),
-    "a layout whose pages overlap": ({"layout": msgspec.structs.replace(LAYOUT, slabs=(STRIDED,) * 2)}, "stride"),
-    "a layout of other pages": ({"layout": msgspec.structs.replace(LAYOUT, page_size=2)}, "layout differs"),
+    "a layout outside its memory": (
+        {"layout": msgspec.structs.replace(LAYOUT, num_pages=NUM_PAGES + 1)},
+        "region",
+    ),
+    "a layout whose pages overlap": (
+        {"layout": msgspec.structs.replace(LAYOUT, slabs=(STRIDED,) * 2)},
+        "stride",
+    ),
+    "a layout of other pages": (
+        {"layout": msgspec.structs.replace(LAYOUT, page_size=2)},
+        "layout differs",
+    ),
     "a layout of other heads": ({"layout": TWO_HEADS}, "layout.num_kv_heads"),
     "an unknown dtype": ({"layout": msgspec.structs.replace(LAYOUT, dtype="int3")}, "int3"),
 }
@@ -129,10 +145,14 @@ def test_more_peers_than_the_limit_are_refused() -> None:
     peer.say(HELLO, OTHER)
     [reply] = peer.say(HELLO, PeerId("decode-2", 1))
     assert "limit" in reply.refused
-    assert kinds(peer.say(HELLO, newer(DECODE))) == ["RemovePeer", "AddPeer", "HelloReply"], "a restart takes its place"
+    assert kinds(peer.say(HELLO, newer(DECODE))) == ["RemovePeer", "AddPeer", "HelloReply"], (
+        "a restart takes its place"
+    )
 
 
-@pytest.mark.parametrize("body", [promise(), Abort(*KEY, ""), Heartbeat(), OutcomeAck(*KEY, 0), messages.Fenced()])
+@pytest.mark.parametrize(
+    "body", [promise(), Abort(*KEY, ""), Heartbeat(), OutcomeAck(*KEY, 0), messages.Fenced()]
+)
 def test_who_has_not_introduced_itself_is_asked_to(body: Any) -> None:
     peer = DecodePeer()
     assert peer.say(body) == [HelloWanted()]
@@ -153,7 +173,9 @@ def test_a_name_stays_with_the_key_that_used_it_first() -> None:
 
 
 def test_with_an_allow_list_a_key_speaks_under_its_own_name_only() -> None:
-    curve = CurveConfig("p" * 40, "s" * 40, allowed_clients={"key a": "decode-0", "key b": "decode-1"})
+    curve = CurveConfig(
+        "p" * 40, "s" * 40, allowed_clients={"key a": "decode-0", "key b": "decode-1"}
+    )
     peer = DecodePeer(dataclasses.replace(TIMING, curve=curve))
     for credential in ("key b", "key c", ""):
         assert peer.say(HELLO, credential=credential) == []
@@ -165,7 +187,8 @@ def test_with_an_allow_list_a_key_speaks_under_its_own_name_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [WELCOME, HelloWanted(), ACK, Drained(*KEY, 0), Outcome(*KEY, 0, True, 1, 2, b"", "", True)]
+    "body",
+    [WELCOME, HelloWanted(), ACK, Drained(*KEY, 0), Outcome(*KEY, 0, True, 1, 2, b"", "", True)],
 )
 def test_what_is_not_for_prefill_is_dropped(body: Any) -> None:
     peer = DecodePeer().bootstrapped()
@@ -202,21 +225,28 @@ BAD_PROMISES = {
     "too many pages": (promise(pages=(3, 4, 5)), "3 pages where 2 are needed"),
     "pages for what is cached": (promise(prefix_len=8, pages=(3, 4)), "2 pages where 1 are needed"),
     "half a page cached": (promise(prefix_len=6), "prefix of 6"),
-    "more cached than there is": (promise(fill_len=4, prefix_len=8, pages=()), "prefix of 8 tokens of 4"),
+    "more cached than there is": (
+        promise(fill_len=4, prefix_len=8, pages=()),
+        "prefix of 8 tokens of 4",
+    ),
     "half a page id": (msgspec.structs.replace(promise(), pages=b"\x03\x00\x00"), "3 bytes"),
 }
 
 
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize(("bad", "text"), BAD_PROMISES.values(), ids=BAD_PROMISES)
-def test_a_bad_promise_is_refused_and_writes_nothing(bad: messages.Promise, text: str, added: bool) -> None:
+def test_a_bad_promise_is_refused_and_writes_nothing(
+    bad: messages.Promise, text: str, added: bool
+) -> None:
     peer = DecodePeer().known()
     if added:
         peer.call("add", KEY, 10)
     assert text in refusal(peer.say(bad))
     assert peer.endpoint.counters["dropped: ProtocolError"] == 1
     assert peer.endpoint.num_rooms == added
-    assert all(not machine.readers for machine in peer.endpoint.rooms()), "the room is still anybody's"
+    assert all(not machine.readers for machine in peer.endpoint.rooms()), (
+        "the room is still anybody's"
+    )
     assert peer.chunk(1, [30, 31], last=True) == []
 
 
@@ -231,7 +261,9 @@ def test_a_promise_said_twice_is_answered_twice_and_written_once() -> None:
     assert peer.say(promise()) == [outcome]
 
 
-@pytest.mark.parametrize("other", [promise(pages=(4, 9)), promise(fill_len=11), promise(prefix_len=0, pages=(1, 2, 3))])
+@pytest.mark.parametrize(
+    "other", [promise(pages=(4, 9)), promise(fill_len=11), promise(prefix_len=0, pages=(1, 2, 3))]
+)
 def test_within_a_generation_the_promise_stands(other: messages.Promise) -> None:
     for parked in (True, False):
         peer = DecodePeer().known()
@@ -257,7 +289,9 @@ def test_a_room_belongs_to_the_peer_that_opened_it() -> None:
     peer.say(HELLO, OTHER)
     [post] = peer.chunk(1, [30, 31], last=True)
     assert "belongs to" in refusal(peer.say(promise(), OTHER))
-    assert peer.say(Abort(*KEY, "mine"), OTHER) == [Drained(*KEY, 0)], "nothing of it can land in *its* pages"
+    assert peer.say(Abort(*KEY, "mine"), OTHER) == [Drained(*KEY, 0)], (
+        "nothing of it can land in *its* pages"
+    )
     [_, outcome, _] = peer.ended(post.job_id)
     assert outcome.ok
     assert peer.say(OutcomeAck(*KEY, 0), OTHER) == []
@@ -291,7 +325,9 @@ def test_promises_are_parked_up_to_a_limit_a_peer() -> None:
     assert kinds(peer.say(promise(99), OTHER)) == ["PromiseAck"], "the limit is each peer's own"
     assert kinds(peer.say(promise(0))) == ["PromiseAck"], "one that is parked is answered"
     peer.call("add", RoomKey(98, 0), 10)
-    assert kinds(peer.say(promise(98))) == ["PromiseAck", "Bootstrapped"], "one that was waited for is not parked"
+    assert kinds(peer.say(promise(98))) == ["PromiseAck", "Bootstrapped"], (
+        "one that was waited for is not parked"
+    )
     peer.call("add", RoomKey(0, 0), 10)
     assert kinds(peer.say(promise(100))) == ["PromiseAck"], "one that was taken leaves its place"
     peer.say(Abort(1, 0, "enough"))
@@ -304,7 +340,9 @@ def test_what_is_parked_has_a_deadline_and_leaves_its_place() -> None:
     for _ in range(3):
         for room in range(TIMING.max_parked_per_peer):
             assert kinds(peer.say(promise(room))) == ["PromiseAck"]
-        said = [action for action in peer.after(TIMING.parked_timeout_s) if isinstance(action, Outcome)]
+        said = [
+            action for action in peer.after(TIMING.parked_timeout_s) if isinstance(action, Outcome)
+        ]
         assert [outcome.ok for outcome in said] == [False] * TIMING.max_parked_per_peer
         for room in range(TIMING.max_parked_per_peer):
             peer.say(OutcomeAck(room, 0, 0))
@@ -323,7 +361,11 @@ def test_a_request_that_comes_after_its_room_has_ended_fails_at_once() -> None:
 def test_a_request_that_decode_never_promises_for_fails_by_its_deadline() -> None:
     peer = DecodePeer().known()
     assert peer.call("add", KEY, 10) == []
-    [ended, free] = [action for action in peer.after(TIMING.bootstrap_timeout_s) if not isinstance(action, Heartbeat)]
+    [ended, free] = [
+        action
+        for action in peer.after(TIMING.bootstrap_timeout_s)
+        if not isinstance(action, Heartbeat)
+    ]
     assert isinstance(ended.error, TransferTimeoutError)
     assert free == SourceFree(KEY)
     assert peer.endpoint.num_rooms == 0
@@ -396,10 +438,14 @@ def test_decodes_abort_is_acknowledged_with_the_end_of_the_last_write() -> None:
     assert peer.say(Abort(*KEY, "enough")) == []
     assert peer.ended(second.job_id) == []
     said = [action for _ in range(20) for action in peer.after(1.0)]
-    assert set(kinds(said)) == {"Heartbeat"}, "a write that is delayed delays the acknowledgement, for ever if need be"
+    assert set(kinds(said)) == {"Heartbeat"}, (
+        "a write that is delayed delays the acknowledgement, for ever if need be"
+    )
     assert peer.ended(first.job_id) == [Drained(*KEY, 0), SourceFree(KEY)]
     assert peer.endpoint.num_rooms == 0
-    assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0)], "the acknowledgement was lost: said again"
+    assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0)], (
+        "the acknowledgement was lost: said again"
+    )
 
 
 def test_a_write_that_proves_nothing_is_not_acknowledged_before_its_agent_is_destroyed() -> None:
@@ -416,7 +462,9 @@ def test_a_write_that_proves_nothing_is_not_acknowledged_before_its_agent_is_des
     assert peer.call("on_write_drained", post.job_id) == [Drained(*KEY, 0, settle=True)]
     assert peer.endpoint.num_rooms == 0
     assert peer.call("on_write_drained", post.job_id) == []
-    assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0, settle=True)], "that it was lost is no reason to hurry"
+    assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0, settle=True)], (
+        "that it was lost is no reason to hurry"
+    )
 
 
 def test_the_end_of_an_agent_says_nothing_of_a_room_that_was_dropped_since() -> None:
@@ -438,7 +486,9 @@ def test_the_engines_abort_ends_the_room_and_tells_decode(promised: bool) -> Non
         peer.say(promise())
     peer.call("add", KEY, 10)
     actions = peer.call("abort", KEY, WHY)
-    assert kinds(actions) == (["RoomEnded", "Outcome", "SourceFree"] if promised else ["RoomEnded", "SourceFree"])
+    assert kinds(actions) == (
+        ["RoomEnded", "Outcome", "SourceFree"] if promised else ["RoomEnded", "SourceFree"]
+    )
     assert peer.call("abort", KEY, WHY) == []
     assert peer.chunk(1, [30, 31], last=True) == []
 
@@ -507,17 +557,23 @@ def test_a_write_of_nobody_is_nobodys() -> None:
     [post] = peer.chunk(1, [30, 31])
     assert isinstance(post, PostWrite)
     assert peer.ended(post.job_id + 1) == []
-    assert [action for action in peer.call("abort", KEY, WHY) if isinstance(action, CancelWrite)] == [
-        CancelWrite(post.job_id)
-    ]
+    assert [
+        action for action in peer.call("abort", KEY, WHY) if isinstance(action, CancelWrite)
+    ] == [CancelWrite(post.job_id)]
 
 
 def test_a_room_number_is_used_again_while_the_last_acknowledgement_is_still_out() -> None:
     peer = DecodePeer().bootstrapped(msgspec.structs.replace(promise(), ticket=1))
-    post = next(action for action in peer.chunk(1, [5, 6], last=True) if isinstance(action, PostWrite))
+    post = next(
+        action for action in peer.chunk(1, [5, 6], last=True) if isinstance(action, PostWrite)
+    )
     assert peer.ended(post.job_id)
-    assert "PromiseAck" in kinds(peer.say(msgspec.structs.replace(promise(), ticket=2))), "the old use has ended"
-    assert not any(isinstance(action, RoomEnded) for action in peer.say(messages.OutcomeAck(*KEY, 0, ticket=1)))
+    assert "PromiseAck" in kinds(peer.say(msgspec.structs.replace(promise(), ticket=2))), (
+        "the old use has ended"
+    )
+    assert not any(
+        isinstance(action, RoomEnded) for action in peer.say(messages.OutcomeAck(*KEY, 0, ticket=1))
+    )
     peer.call("add", KEY, 10)
     assert any(isinstance(action, PostWrite) for action in peer.chunk(1, [7, 8], last=True))
 

@@ -1,4 +1,5 @@
-"""Decode's room machine: the laws of `Laws` hold after every event, whatever comes, from any number of ranks."""
+"""Decode's room machine: the laws of `Laws` hold after every event, whatever comes, from any number
+of ranks."""
 
 from __future__ import annotations
 
@@ -34,8 +35,12 @@ NUM_PAGES = 2
 ABORT = Fail(AbortedError("enough"))
 
 
-def outcome(rank: int = 0, ok: bool = True, num_pages: int = NUM_PAGES, drained: bool = True) -> OutcomeSaid:
-    return OutcomeSaid(Outcome(*KEY, rank, ok, 1, num_pages, b"aux %d" % rank, "" if ok else "broke", drained))
+def outcome(
+    rank: int = 0, ok: bool = True, num_pages: int = NUM_PAGES, drained: bool = True
+) -> OutcomeSaid:
+    return OutcomeSaid(
+        Outcome(*KEY, rank, ok, 1, num_pages, b"aux %d" % rank, "" if ok else "broke", drained)
+    )
 
 
 class Laws:
@@ -81,7 +86,9 @@ class Laws:
             assert action.poll.ended
             assert (action.error is None) == (action.poll is KVPoll.SUCCESS)
             if action.poll is KVPoll.SUCCESS:
-                assert self.succeeded >= set(range(self.num_ranks)), "success only when all ranks have said so"
+                assert self.succeeded >= set(range(self.num_ranks)), (
+                    "success only when all ranks have said so"
+                )
         elif isinstance(action, RoomDrained):
             assert not self.drained, "drained is said once"
             assert self.ended is not None
@@ -106,7 +113,9 @@ class Laws:
         assert not (before.ended and machine.poll is not before), "a terminal state stands"
         assert machine.poll.ended == (self.ended is not None)
         if machine.poll is KVPoll.FAILED:
-            assert machine.drained == self.drained == machine.over, "what is drained is said, and is over"
+            assert machine.drained == self.drained == machine.over, (
+                "what is drained is said, and is over"
+            )
             assert self.drained or not self._proof, "all proof is there"
             assert self.drained or machine.wake_s < float("inf"), "an abort would not be said again"
         elif machine.poll is KVPoll.SUCCESS:
@@ -132,11 +141,12 @@ SCRIPTS: dict[str, list[Any]] = {
     "two ranks, one failed": [PeerReady((0, 1)), outcome(1, ok=False)],
 }
 EVENTS: list[tuple[Any, float]] = [
-    (PeerReady((0,)), 0), (PromiseAcked(0), 0), (PromiseAcked(9), 0), (ChunkLanded(0, 0, 0), 0), (outcome(), 0),
-    (outcome(1), 0), (outcome(9), 0), (outcome(num_pages=1), 0), (outcome(ok=False), 0),
-    (outcome(ok=False, drained=False), 0), (DrainedSaid(0), 0), (DrainedSaid(1), 0), (DrainedSaid(9), 0), (ABORT, 0),
-    (Fail(AbortedError("gone"), tell=False), 0), (FencedOff(0), 0), (Tick(), 0), (Tick(), TIMING.resend_s),
-    (Tick(), 100.0),
+    (PeerReady((0,)), 0), (PromiseAcked(0), 0), (PromiseAcked(9), 0), (ChunkLanded(0, 0, 0), 0),
+    (outcome(), 0), (outcome(1), 0), (outcome(9), 0), (outcome(num_pages=1), 0),
+    (outcome(ok=False), 0), (outcome(ok=False, drained=False), 0), (DrainedSaid(0), 0),
+    (DrainedSaid(1), 0), (DrainedSaid(9), 0), (ABORT, 0),
+    (Fail(AbortedError("gone"), tell=False), 0), (FencedOff(0), 0), (Tick(), 0),
+    (Tick(), TIMING.resend_s), (Tick(), 100.0),
 ]  # fmt: skip
 
 
@@ -164,14 +174,20 @@ def test_any_two_events_in_any_state_keep_the_laws(script: list[Any]) -> None:
     st.lists(
         st.one_of(
             st.sampled_from(EVENTS),
-            st.builds(lambda rank, ok: (outcome(rank, ok, drained=ok), 0), st.integers(0, 4), st.booleans()),
+            st.builds(
+                lambda rank, ok: (outcome(rank, ok, drained=ok), 0),
+                st.integers(0, 4),
+                st.booleans(),
+            ),
             st.builds(lambda rank: (DrainedSaid(rank), 0), st.integers(0, 4)),
             st.builds(lambda pause_s: (Tick(), pause_s), st.floats(0, 5)),
         ),
         max_size=30,
     ),
 )
-def test_any_sequence_keeps_the_laws_and_all_proof_ends_it(num_ranks: int, events: list[tuple[Any, float]]) -> None:
+def test_any_sequence_keeps_the_laws_and_all_proof_ends_it(
+    num_ranks: int, events: list[tuple[Any, float]]
+) -> None:
     laws = Laws()
     laws.on(PeerReady(tuple(range(num_ranks))))
     for event in events:
@@ -186,18 +202,28 @@ def test_any_sequence_keeps_the_laws_and_all_proof_ends_it(num_ranks: int, event
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_success_waits_for_every_rank_and_aux_is_the_first_ranks(num_ranks: int) -> None:
     laws = Laws()
-    assert [say.rank for say in laws.on(PeerReady(tuple(range(num_ranks))))] == list(range(num_ranks))
+    assert [say.rank for say in laws.on(PeerReady(tuple(range(num_ranks))))] == list(
+        range(num_ranks)
+    )
     for rank in reversed(range(1, num_ranks)):
         assert laws.on(outcome(rank)) == [Say(rank, OutcomeAck(*KEY, rank))]
-        assert laws.on(outcome(rank)) == [Say(rank, OutcomeAck(*KEY, rank))], "said twice, it is answered twice"
-    assert laws.on(outcome(0)) == [Say(0, OutcomeAck(*KEY, 0)), RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux 0")]
+        assert laws.on(outcome(rank)) == [Say(rank, OutcomeAck(*KEY, rank))], (
+            "said twice, it is answered twice"
+        )
+    assert laws.on(outcome(0)) == [
+        Say(0, OutcomeAck(*KEY, 0)),
+        RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux 0"),
+    ]
 
 
 def test_one_failing_rank_ends_the_room_and_each_other_rank_has_to_drain() -> None:
     laws = run([PeerReady((0, 1, 2)), outcome(0)])
     actions = laws.on(outcome(1, ok=False))
     assert isinstance(laws.ended.error, TransferError)
-    assert [(say.rank, type(say.body)) for say in actions if isinstance(say, Say)] == [(1, OutcomeAck), (2, Abort)]
+    assert [(say.rank, type(say.body)) for say in actions if isinstance(say, Say)] == [
+        (1, OutcomeAck),
+        (2, Abort),
+    ]
     assert not laws.drained
     laws.on(DrainedSaid(2))
     assert laws.drained
@@ -230,7 +256,13 @@ def test_a_page_count_that_is_not_the_promised_one_fails(num_pages: int) -> None
 
 
 def test_what_a_rank_that_does_not_exist_says_means_nothing() -> None:
-    for stray in (outcome(1), outcome(1, ok=False), DrainedSaid(1), PromiseAcked(1), ChunkLanded(1, 0, 0)):
+    for stray in (
+        outcome(1),
+        outcome(1, ok=False),
+        DrainedSaid(1),
+        PromiseAcked(1),
+        ChunkLanded(1, 0, 0),
+    ):
         laws = run([PeerReady((0,)), stray])
         assert laws.machine.poll is KVPoll.WAITING_FOR_INPUT, stray
 
@@ -247,7 +279,9 @@ def test_what_a_rank_that_does_not_exist_says_means_nothing() -> None:
 def test_every_waiting_state_has_its_deadline(script: str, deadline_s: float) -> None:
     laws = run(SCRIPTS[script])
     check_deadline(laws, Tick(), deadline_s)
-    assert laws.drained == (script == "bootstrapping"), "time drains nothing that a peer was told of"
+    assert laws.drained == (script == "bootstrapping"), (
+        "time drains nothing that a peer was told of"
+    )
 
 
 def says_at(laws: Laws, seconds: float) -> list[float]:

@@ -1,4 +1,5 @@
-"""Rooms that decode does not open: prefill is told until it answers, and is not waited for beyond its own patience."""
+"""Rooms that decode does not open: prefill is told until it answers, and is not waited for beyond
+its own patience."""
 
 from __future__ import annotations
 
@@ -22,7 +23,17 @@ from prefixkv.protocol.receiver_machine import (
 )
 from prefixkv.protocol.refusal_machine import RefusalMachine
 from prefixkv.protocol.state import RoomKey
-from tests.protocol.wire import ADDRESS, HELLO, KEY, PREFILL, TIMING, PrefillPeer, kinds, newer, promise
+from tests.protocol.wire import (
+    ADDRESS,
+    HELLO,
+    KEY,
+    PREFILL,
+    TIMING,
+    PrefillPeer,
+    kinds,
+    newer,
+    promise,
+)
 
 WHY = AbortedError("no room for it")
 TOLD = Abort(*KEY, "no room for it", 9)
@@ -79,7 +90,9 @@ def test_an_abort_before_prefill_is_there_frees_the_pages_at_once_and_is_told_la
     assert peer.greet() == [Abort(*KEY, "no room for it", promise().ticket)]
     assert peer.call("abort", KEY, WHY) == []
     assert peer.endpoint.num_rooms == 1, "it waits for the answer"
-    assert peer.say(Drained(*KEY, 0, promise().ticket)) == [], "which is no news: the number was free already"
+    assert peer.say(Drained(*KEY, 0, promise().ticket)) == [], (
+        "which is no news: the number was free already"
+    )
     assert peer.endpoint.num_rooms == 0
 
 

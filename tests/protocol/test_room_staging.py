@@ -1,4 +1,5 @@
-"""What of a room's end waits for copies: SUCCESS for the last scatter, RoomDrained until none runs."""
+"""What of a room's end waits for copies: SUCCESS for the last scatter, RoomDrained until none
+runs."""
 
 from __future__ import annotations
 
@@ -125,7 +126,9 @@ def test_a_copy_that_fails_before_the_machine_has_ended_breaks_it() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_copy_that_fails_after_success_was_held_back_ends_and_drains_the_room_here(others: int) -> None:
+def test_a_copy_that_fails_after_success_was_held_back_ends_and_drains_the_room_here(
+    others: int,
+) -> None:
     staging = opened()
     lease = landed(staging)
     more = [landed(staging, 1 + i, 1 + i) for i in range(others)]

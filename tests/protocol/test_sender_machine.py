@@ -1,5 +1,7 @@
-"""Prefill's room machine: the laws of `Laws` hold after every event. The one that matters most: nobody is told
-*drained* while a write is in flight, or after one has ended in an error that proves nothing."""
+"""Prefill's room machine: the laws of `Laws` hold after every event. The one that matters most:
+nobody is told *drained* while a write is in flight, or after one has ended in an error that proves
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +86,12 @@ class Laws:
             assert self.ended is None, "a write after the end"
             self.in_flight.add(action.job_id)
             self.written += action.dst_pages.tolist()
-            assert self.written == list(PAGES[: len(self.written)]), "pages in order, each once, none but the promised"
-            assert action.src_pages.tolist() == [21 + PAGES.index(page) for page in action.dst_pages.tolist()]
+            assert self.written == list(PAGES[: len(self.written)]), (
+                "pages in order, each once, none but the promised"
+            )
+            assert action.src_pages.tolist() == [
+                21 + PAGES.index(page) for page in action.dst_pages.tolist()
+            ]
         elif isinstance(action, CancelWrite):
             assert action.job_id in self.in_flight
         elif isinstance(action, RoomEnded):
@@ -108,11 +114,15 @@ class Laws:
         if isinstance(body, Drained):
             assert safe, "Drained without proof"
             assert self.asked
-            assert body.settle == self.settle, "what kernels hold must be read when an agent was destroyed, only then"
+            assert body.settle == self.settle, (
+                "what kernels hold must be read when an agent was destroyed, only then"
+            )
         elif isinstance(body, Outcome):
             assert self.ended is not None, "an outcome before the end"
             assert body.ok == (self.ended.poll is KVPoll.SUCCESS)
-            assert body.drained == (safe and not self.settle), "the outcome says drained without proof, or hides it"
+            assert body.drained == (safe and not self.settle), (
+                "the outcome says drained without proof, or hides it"
+            )
             assert body.rank == 2
             assert not body.ok or (body.num_pages == len(PAGES) and body.aux == b"first")
 
@@ -142,9 +152,19 @@ SCRIPTS: dict[str, list[Any]] = {
     "all posted": [*POSTED, chunk(3, 2, last=True)],
     "all but one done": [*POSTED, chunk(3, 2, last=True), WriteEnded(2)],
     "success": [*POSTED, chunk(3, 2, last=True), WriteEnded(2), WriteEnded(1)],
-    "success, acknowledged": [*POSTED, chunk(3, 2, last=True), WriteEnded(2), WriteEnded(1), OutcomeAcked()],
+    "success, acknowledged": [
+        *POSTED,
+        chunk(3, 2, last=True),
+        WriteEnded(2),
+        WriteEnded(1),
+        OutcomeAcked(),
+    ],
     "failed, write in flight": [*POSTED, Fail(AbortedError("enough"))],
-    "failed, acknowledged, write in flight": [*POSTED, Fail(AbortedError("enough")), OutcomeAcked()],
+    "failed, acknowledged, write in flight": [
+        *POSTED,
+        Fail(AbortedError("enough")),
+        OutcomeAcked(),
+    ],
     "failed by a write that proves nothing": [*POSTED, WriteEnded(1, BROKEN, drained=False)],
     "failed by a write that proves nothing, its agent destroyed": [
         *POSTED,
@@ -159,12 +179,13 @@ SCRIPTS: dict[str, list[Any]] = {
 }
 EVENTS: list[tuple[Any, float]] = [
     (Added(18), 0), (Added(17), 0), (promised(), 0), (chunk(1, 2), 0), (chunk(1, 4, last=True), 0),
-    (chunk(3, 2, last=True), 0), (chunk(3, 1, last=True), 0), (chunk(5, 0, last=True), 0), (chunk(2, 1), 0),
-    (chunk(1, 9), 0), (WriteEnded(1), 0), (WriteEnded(2), 0), (WriteEnded(99), 0),
-    (WriteEnded(1, BROKEN), 0), (WriteEnded(1, BROKEN, drained=False), 0), (WriteEnded(2, BROKEN, drained=False), 0),
-    (WriteDrained(1), 0), (WriteDrained(2), 0),
-    (AbortSaid(DECODE, "enough"), 0), (Fail(AbortedError("enough")), 0), (Fail(BROKEN, tell=False), 0),
-    (OutcomeAcked(), 0), (Tick(), 0), (Tick(), TIMING.resend_s), (Tick(), 100.0),
+    (chunk(3, 2, last=True), 0), (chunk(3, 1, last=True), 0), (chunk(5, 0, last=True), 0),
+    (chunk(2, 1), 0), (chunk(1, 9), 0), (WriteEnded(1), 0), (WriteEnded(2), 0), (WriteEnded(99), 0),
+    (WriteEnded(1, BROKEN), 0), (WriteEnded(1, BROKEN, drained=False), 0),
+    (WriteEnded(2, BROKEN, drained=False), 0), (WriteDrained(1), 0), (WriteDrained(2), 0),
+    (AbortSaid(DECODE, "enough"), 0), (Fail(AbortedError("enough")), 0),
+    (Fail(BROKEN, tell=False), 0), (OutcomeAcked(), 0), (Tick(), 0), (Tick(), TIMING.resend_s),
+    (Tick(), 100.0),
 ]  # fmt: skip
 
 
@@ -176,11 +197,14 @@ def run(script: list[Any]) -> Laws:
 
 
 def finish(laws: Laws) -> None:
-    """All writes end, decode aborts, time passes, agents with writes that proved nothing are destroyed: all is over."""
+    """All writes end, decode aborts, time passes, agents with writes that proved nothing are
+    destroyed: all is over."""
     for job_id in sorted(laws.in_flight):
         laws.on(WriteEnded(job_id))
     laws.on(Tick(), 1000.0)
-    if not laws.machine.readers:  # no decode worker has ever named the room: the endpoint answers for it
+    if (
+        not laws.machine.readers
+    ):  # no decode worker has ever named the room: the endpoint answers for it
         laws.on(Tick(), 1000.0)  # nor has one since it failed
         assert laws.machine.over
         return
@@ -234,8 +258,11 @@ def test_any_sequence_keeps_the_laws(events: list[tuple[Any, float]]) -> None:
 
 
 @given(st.permutations([1, 2, 3]), st.integers(0, 3), st.data())
-def test_no_acknowledgement_before_the_last_write_has_ended(order: list[int], done: int, data: st.DataObject) -> None:
-    """Three writes; decode aborts when `done` of them are done, and hears Drained with the last end, not before."""
+def test_no_acknowledgement_before_the_last_write_has_ended(
+    order: list[int], done: int, data: st.DataObject
+) -> None:
+    """Three writes; decode aborts when `done` of them are done, and hears Drained with the last
+    end, not before."""
     laws = run([Added(18), promised(), chunk(1, 1), chunk(2, 1), chunk(3, 1)])
     unproven = data.draw(st.sampled_from([0, *order]))
     for job_id in order[:done]:
@@ -245,7 +272,9 @@ def test_no_acknowledgement_before_the_last_write_has_ended(order: list[int], do
         assert not any(isinstance(say.body, Drained) for say in said if isinstance(say, Say))
         laws.on(Tick(), 50.0)
         said = laws.on(WriteEnded(job_id, *((BROKEN, False) if job_id == unproven else ())))
-    assert [Say(DECODE, Drained(*KEY, 2))] * (not unproven) == [say for say in said if isinstance(say, Say)]
+    assert [Say(DECODE, Drained(*KEY, 2))] * (not unproven) == [
+        say for say in said if isinstance(say, Say)
+    ]
     if unproven:
         assert laws.on(WriteDrained(unproven)) == [Say(DECODE, Drained(*KEY, 2, settle=True))]
         assert laws.on(WriteDrained(unproven)) == []
@@ -296,14 +325,18 @@ def test_a_full_hit_sends_no_page_and_still_says_its_outcome() -> None:
         ([*POSTED, AbortSaid(DECODE, "why")], AbortedError, "why"),
     ],
 )
-def test_what_cannot_be_fails_the_room_and_says_why(script: list[Any], error: type, text: str) -> None:
+def test_what_cannot_be_fails_the_room_and_says_why(
+    script: list[Any], error: type, text: str
+) -> None:
     laws = run(script)
     assert laws.machine.poll is KVPoll.FAILED
     with pytest.raises(error, match=text):
         raise laws.ended.error
 
 
-def test_a_failing_room_cancels_all_that_is_in_flight_and_frees_its_source_with_the_last_end() -> None:
+def test_a_failing_room_cancels_all_that_is_in_flight_and_frees_its_source_with_the_last_end() -> (
+    None
+):
     laws = run([Added(18), promised(), chunk(1, 1), chunk(2, 1), chunk(3, 1)])
     actions = laws.on(WriteEnded(2, BROKEN))
     assert [action.job_id for action in actions if isinstance(action, CancelWrite)] == [1, 3]

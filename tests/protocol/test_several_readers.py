@@ -1,4 +1,5 @@
-"""A prefill rank that several decode ranks read from: its machine, and the endpoint that checks who speaks."""
+"""A prefill rank that several decode ranks read from: its machine, and the endpoint that checks who
+speaks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from prefixkv.config import CurveConfig
 from prefixkv.errors import AbortedError, PeerLostError, TransferError, TransferTimeoutError
 from prefixkv.pool.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol import sender_events as sm
-from prefixkv.protocol.messages import Abort, Drained, Fenced, HelloReply, LeaseGrant, Outcome, OutcomeAck, PromiseAck
+from prefixkv.protocol.messages import (
+    Abort,
+    Drained,
+    Fenced,
+    HelloReply,
+    LeaseGrant,
+    Outcome,
+    OutcomeAck,
+    PromiseAck,
+)
 from prefixkv.protocol.prefill_endpoint import AddPeer, LeaseGranted, RemovePeer
 from prefixkv.protocol.sender_machine import (
     Bootstrapped,
@@ -39,7 +49,14 @@ WHY = AbortedError("enough")
 class Machine:
     """Two readers of four unit pages each, in a room of 16 tokens and pages of 4."""
 
-    def __init__(self, page_size: int = 4, unit_tokens: int = 0, fold: int = 1, fill_len: int = 16, prefix: int = 0):
+    def __init__(
+        self,
+        page_size: int = 4,
+        unit_tokens: int = 0,
+        fold: int = 1,
+        fill_len: int = 16,
+        prefix: int = 0,
+    ):
         self.machine = SenderMachine(KEY, 0, page_size, count(1).__next__, TIMING, 0.0)
         self.now_s = 0.0
         self.changes = {"unit_tokens": unit_tokens, "fold": fold}
@@ -50,10 +67,19 @@ class Machine:
     def on(self, event: Any) -> list[Any]:
         return self.machine.on(event, self.now_s)
 
-    def promised(self, reader: int, ticket: int = 1, writes: bool = True, **changes: Any) -> sm.Promised:
-        fields = {"fill_len": self.fill_len, "prefix_len": self.prefix, "units": self.units, **self.changes, **changes}
+    def promised(
+        self, reader: int, ticket: int = 1, writes: bool = True, **changes: Any
+    ) -> sm.Promised:
+        fields = {
+            "fill_len": self.fill_len,
+            "prefix_len": self.prefix,
+            "units": self.units,
+            **self.changes,
+            **changes,
+        }
         return sm.Promised(
-            peer=(A, B)[reader], ticket=ticket, reader=reader, readers=(0, 1), writes=writes, **fields
+            peer=(A, B)[reader], ticket=ticket, reader=reader, readers=(0, 1), writes=writes,
+            **fields
         )  # fmt: skip
 
     def begun(self, **changes: Any) -> Machine:
@@ -69,12 +95,16 @@ class Machine:
 
 def said(actions: list[Any], kind: type) -> list[tuple[PeerId, Any]]:
     return [
-        (action.peer, action.body) for action in actions if isinstance(action, Say) and isinstance(action.body, kind)
+        (action.peer, action.body)
+        for action in actions
+        if isinstance(action, Say) and isinstance(action.body, kind)
     ]
 
 
 @pytest.mark.parametrize("order", list(permutations(["added", 0, 1])))
-def test_a_room_begins_when_the_engine_and_all_readers_have_named_it(order: tuple[Any, ...]) -> None:
+def test_a_room_begins_when_the_engine_and_all_readers_have_named_it(
+    order: tuple[Any, ...],
+) -> None:
     room = Machine()
     for i, who in enumerate(order):
         actions = room.on(sm.Added(16) if who == "added" else room.promised(who))
@@ -93,7 +123,10 @@ def test_each_reader_gets_every_chunk_and_the_outcome() -> None:
         assert room.on(sm.WriteEnded(post.job_id)) == []
     actions = room.on(sm.WriteEnded(second.job_id))
     assert of(actions, RoomEnded) == [RoomEnded(KEY, KVPoll.SUCCESS)]
-    assert [(to, body.ok, body.num_pages) for to, body in said(actions, Outcome)] == [(A, True, 4), (B, True, 4)]
+    assert [(to, body.ok, body.num_pages) for to, body in said(actions, Outcome)] == [
+        (A, True, 4),
+        (B, True, 4),
+    ]
     room.on(sm.OutcomeAcked(1))
     assert not room.machine.over
     room.now_s += TIMING.resend_s
@@ -114,7 +147,9 @@ def test_an_abort_of_one_reader_fails_the_other_and_drains_for_both_with_the_las
     posts = of(room.chunk(0, [5, 6, 7, 8]), PostWrite)
     actions = room.on(sm.AbortSaid(A, "no", 1, 0, (0, 1)))
     assert of(actions, CancelWrite) == [CancelWrite(post.job_id) for post in posts]
-    assert [(to, body.ok, body.drained) for to, body in said(actions, Outcome)] == [(B, False, False)]
+    assert [(to, body.ok, body.drained) for to, body in said(actions, Outcome)] == [
+        (B, False, False)
+    ]
     assert said(actions, Drained) == []
     assert room.on(sm.AbortSaid(B, "no", 1, 1, (0, 1))) == []
     assert room.on(sm.WriteEnded(posts[1].job_id, WHY)) == []
@@ -152,7 +187,9 @@ def test_a_promise_after_the_failure_is_told_at_once() -> None:
     room.on(sm.OutcomeAcked(0))
     assert not room.machine.over, "the other's promise is on its way"
     actions = room.on(room.promised(1))
-    assert [(to, body.ok, body.drained) for to, body in said(actions, Outcome)] == [(B, False, True)]
+    assert [(to, body.ok, body.drained) for to, body in said(actions, Outcome)] == [
+        (B, False, True)
+    ]
     room.on(sm.OutcomeAcked(1))
     assert room.machine.over
 
@@ -169,7 +206,9 @@ def test_a_reader_that_never_promises_is_not_waited_for_for_ever() -> None:
     assert room.machine.over
 
 
-@pytest.mark.parametrize("changes", [{"prefix_len": 4}, {"fill_len": 17}, {"ticket": 2}, {"units": np.arange(3)}])
+@pytest.mark.parametrize(
+    "changes", [{"prefix_len": 4}, {"fill_len": 17}, {"ticket": 2}, {"units": np.arange(3)}]
+)
 def test_promises_that_are_not_alike_are_known_for_that(changes: dict[str, Any]) -> None:
     room = Machine()
     room.on(room.promised(0))
@@ -179,10 +218,13 @@ def test_promises_that_are_not_alike_are_known_for_that(changes: dict[str, Any])
 
 
 def test_smaller_pages_of_decode_of_which_it_has_some_of_our_first_page() -> None:
-    """Ours hold 16 tokens, decode's 4; it has 20 tokens of 58: the rest of our page 1 and pages 2 and 3."""
+    """Ours hold 16 tokens, decode's 4; it has 20 tokens of 58: the rest of our page 1 and pages 2
+    and 3."""
     room = Machine(page_size=16, unit_tokens=4, fill_len=58, prefix=20).begun()
     posts = of(room.chunk(1, [5, 6], last=False), PostWrite)
-    assert posts[0].src_pages.tolist() == [21, 22, 23, 24, 25, 26, 27], "page 5 without its first unit, and page 6"
+    assert posts[0].src_pages.tolist() == [21, 22, 23, 24, 25, 26, 27], (
+        "page 5 without its first unit, and page 6"
+    )
     assert (posts[0].first_unit, posts[0].dst_pages.tolist()) == (0, [40, 41, 42, 43, 44, 45, 46])
     posts = of(room.chunk(3, [9]), PostWrite)
     assert posts[0].src_pages.tolist() == [36, 37, 38], "10 tokens of 16: three units"
@@ -205,7 +247,9 @@ def test_larger_pages_of_decode_are_counted_in_its_own() -> None:
     [(1, [5, 6, 7, 8]), (0, [5, 6]), (2, [5, 6]), (1, [5, 6]), (1, [5])],
     ids=["a page too many", "a page that decode has", "a gap", "short", "shorter"],
 )
-def test_pages_that_are_not_the_promised_fail_the_room(first_page: int, src_pages: list[int]) -> None:
+def test_pages_that_are_not_the_promised_fail_the_room(
+    first_page: int, src_pages: list[int]
+) -> None:
     room = Machine(page_size=16, unit_tokens=4, fill_len=58, prefix=20).begun()
     (ended,) = of(room.chunk(first_page, src_pages), RoomEnded)
     assert isinstance(ended.error, TransferError)
@@ -245,7 +289,9 @@ def test_a_promise_for_a_later_use_is_refused_while_this_one_may_write() -> None
     for post in posts:
         actions = peer.ended(post.job_id)
     assert [body.ticket for _, body in bodies(actions, Outcome)] == [1, 1]
-    assert bodies(peer.say(a, promise(ticket=2)), PromiseAck), "the next use, though nobody has acknowledged this one"
+    assert bodies(peer.say(a, promise(ticket=2)), PromiseAck), (
+        "the next use, though nobody has acknowledged this one"
+    )
 
 
 def test_two_that_say_they_are_one_rank_of_a_worker_are_not_joined() -> None:
@@ -267,11 +313,17 @@ def test_parked_promises_are_counted_by_reader_and_come_free_with_the_request() 
             assert bodies(peer.say(who, msgspec.structs.replace(promise(), room=room)), PromiseAck)
     full = msgspec.structs.replace(promise(), room=50)
     assert "limit" in bodies(peer.say(a, full), Outcome)[0][1].error
-    assert [known.num_parked for known in peer.endpoint._peers.values()] == [TIMING.max_parked_per_peer] * 2
+    assert [known.num_parked for known in peer.endpoint._peers.values()] == [
+        TIMING.max_parked_per_peer
+    ] * 2
     peer.call("add", (0, 0), 10)
-    assert [known.num_parked for known in peer.endpoint._peers.values()] == [TIMING.max_parked_per_peer - 1] * 2
+    assert [known.num_parked for known in peer.endpoint._peers.values()] == [
+        TIMING.max_parked_per_peer - 1
+    ] * 2
     peer.say(b, Abort(1, 0, "no", 1))
-    assert [known.num_parked for known in peer.endpoint._peers.values()] == [TIMING.max_parked_per_peer - 2] * 2
+    assert [known.num_parked for known in peer.endpoint._peers.values()] == [
+        TIMING.max_parked_per_peer - 2
+    ] * 2
     peer.after(TIMING.parked_timeout_s)
     assert [known.num_parked for known in peer.endpoint._peers.values()] == [0, 0]
 
@@ -301,7 +353,9 @@ def test_a_reader_that_leaves_takes_nobodys_proof_with_it() -> None:
     peer.say(b, Fenced())
     peer.ended(to_b.job_id, WHY)
     peer.ended(to_a.job_id, TransferError("after its post"), drained=False)
-    assert bodies(peer.say(a, Abort(*KEY, "no", 1)), Drained) == [], "it may still land in the other's pages"
+    assert bodies(peer.say(a, Abort(*KEY, "no", 1)), Drained) == [], (
+        "it may still land in the other's pages"
+    )
     ((to, drained),) = bodies(peer.call("on_write_drained", to_a.job_id), Drained)
     assert (to, drained.settle) == (b"d/0", True)
     assert peer.endpoint.num_rooms == 0
@@ -327,7 +381,9 @@ def test_a_lone_reader_of_replicas_is_written_by_one_and_told_by_all() -> None:
 
 def test_a_worker_of_several_ranks_has_one_key() -> None:
     peer = Readers()
-    curve = CurveConfig("p" * 40, "s" * 40, allowed_clients={"key d": "d", "key e": "e", "key r": "e/1"})
+    curve = CurveConfig(
+        "p" * 40, "s" * 40, allowed_clients={"key d": "d", "key e": "e", "key r": "e/1"}
+    )
     peer.endpoint._timing = dataclasses.replace(TIMING, curve=curve)
 
     def known(name: str, key: str) -> bool:
@@ -373,7 +429,11 @@ def test_a_staging_area_that_cannot_be_is_refused_with_the_reason(area: StagingA
 
 
 def test_slices_are_staged_where_both_can() -> None:
-    for slot_bytes, area, staged in ((4 * BLOCK_BYTES, AREA, True), (0, AREA, False), (4 * BLOCK_BYTES, None, False)):
+    for slot_bytes, area, staged in (
+        (4 * BLOCK_BYTES, AREA, True),
+        (0, AREA, False),
+        (4 * BLOCK_BYTES, None, False),
+    ):
         peer = Readers(tp=1, slot_bytes=slot_bytes)
         who = PeerId("d/0", 5)
         said = peer.say(who, hello(2, 0, who, staging=area))
@@ -404,7 +464,9 @@ def test_layouts_that_do_not_divide_or_hold_another_share_are_refused() -> None:
         "tp_size * pp_size": {"tensor_parallel": 2**30, "pipeline_parallel": 2**20},
     }
     for text, fields in changes.items():
-        greeting = msgspec.structs.replace(good, topology=msgspec.structs.replace(good.topology, **fields))
+        greeting = msgspec.structs.replace(
+            good, topology=msgspec.structs.replace(good.topology, **fields)
+        )
         said = Readers(tp=1).say(A, greeting)
         assert of(said, AddPeer) == []
         assert text in bodies(said, HelloReply)[0][1].refused

@@ -8,12 +8,31 @@ import pytest
 
 from prefixkv.errors import AbortedError, HandshakeError, PeerLostError, TransferTimeoutError
 from prefixkv.protocol.decode_endpoint import Connect
-from prefixkv.protocol.messages import Abort, Drained, HelloWanted, LeaseAsk, LeaseGrant, Outcome, Promise, Topology
+from prefixkv.protocol.messages import (
+    Abort,
+    Drained,
+    HelloWanted,
+    LeaseAsk,
+    LeaseGrant,
+    Outcome,
+    Promise,
+    Topology,
+)
 from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded
 from prefixkv.protocol.room_staging import ScatterLease
 from prefixkv.protocol.state import KVPoll, PeerId
 from prefixkv.protocol.tags import ChunkTag
-from tests.protocol.mesh_wire import ADDRESSES, AREA, KEY, PAGE_SIZE, TIMING, Writers, bodies, of, promise
+from tests.protocol.mesh_wire import (
+    ADDRESSES,
+    AREA,
+    KEY,
+    PAGE_SIZE,
+    TIMING,
+    Writers,
+    bodies,
+    of,
+    promise,
+)
 
 WHY = AbortedError("enough")
 
@@ -31,7 +50,9 @@ def test_the_leader_says_where_the_others_are_and_all_are_promised_at_once() -> 
     assert bodies(pair.reply(2), Promise) == [(ADDRESSES[2], promise()), (ADDRESSES[3], promise())]
     assert pair.endpoint.num_expected == 1
     again = Promise(8, 0, 10, 0, promise().pages, 2)
-    assert bodies(pair.open(again), Promise) == [(ADDRESSES[2], again), (ADDRESSES[3], again)], "known by now"
+    assert bodies(pair.open(again), Promise) == [(ADDRESSES[2], again), (ADDRESSES[3], again)], (
+        "known by now"
+    )
 
 
 def test_success_takes_every_writer_and_the_aux_of_the_lowest() -> None:
@@ -53,7 +74,10 @@ def test_one_that_failed_fails_the_room_and_each_proves_for_itself() -> None:
 
 def test_a_rank_speaks_for_itself_only() -> None:
     pair = Writers().opened()
-    for body in (Outcome(*KEY, 0, True, 1, 3, b"", "", True, 1), Outcome(*KEY, 9, True, 1, 3, b"", "", True, 1)):
+    for body in (
+        Outcome(*KEY, 0, True, 1, 3, b"", "", True, 1),
+        Outcome(*KEY, 9, True, 1, 3, b"", "", True, 1),
+    ):
         assert pair.say(1, body) == []
     assert pair.endpoint.counters["frames_dropped"] == 2
     assert pair.endpoint.poll(KEY) is KVPoll.WAITING_FOR_INPUT
@@ -77,7 +101,9 @@ def test_a_leader_with_too_few_endpoints_is_refused() -> None:
     assert "endpoints" in str(ended(pair.reply(0, endpoints=("",))).error)
 
 
-@pytest.mark.parametrize("changes", [{"rank": 0}, {"topology": Topology(PAGE_SIZE, 4)}], ids=["rank", "topology"])
+@pytest.mark.parametrize(
+    "changes", [{"rank": 0}, {"topology": Topology(PAGE_SIZE, 4)}], ids=["rank", "topology"]
+)
 def test_a_rank_that_is_another_than_the_leader_said_is_refused(changes: dict[str, Any]) -> None:
     pair = Writers()
     pair.open()
@@ -135,7 +161,9 @@ def test_a_writer_that_was_restarted_fails_the_room_and_only_a_fence_drains_it(w
     newer = PeerId("p/1", 6)
     said = pair.reply(1, by=newer) if word == "reply" else pair.say(1, HelloWanted(), by=newer)
     assert isinstance(ended(said).error, PeerLostError)
-    assert [to for to, _ in bodies(said, Abort)] == [ADDRESSES[0]], "the new one knows nothing of it"
+    assert [to for to, _ in bodies(said, Abort)] == [ADDRESSES[0]], (
+        "the new one knows nothing of it"
+    )
     assert pair.say(1, Drained(*KEY, 1, 1), by=newer) == []
     pair.say(0, Drained(*KEY, 0, 1))
     assert of(pair.call("fence", pair.peers[1]), RoomDrained) == [RoomDrained(KEY)]
@@ -171,10 +199,12 @@ def test_an_abort_before_the_promise_is_said_to_all_that_would_have_had_it() -> 
     assert pair.endpoint.num_rooms == 0
 
 
-# --- staged -----------------------------------------------------------------------------------------
+# --- staged ---------------------------------------------------------------------------------------
 
 
-def asked(pair: Writers, rank: int, piece: int = 0, first: int = 0, count: int = 1, **changes: Any) -> list[Any]:
+def asked(
+    pair: Writers, rank: int, piece: int = 0, first: int = 0, count: int = 1, **changes: Any
+) -> list[Any]:
     fields = {"ticket": 1, **changes}
     return pair.say(rank, LeaseAsk(*KEY, rank, piece, first, count, **fields))
 
@@ -194,7 +224,10 @@ def test_a_grant_goes_to_all_writers_and_a_lease_is_scattered_by_their_sections(
         actions = pair.call("on_arrival", ChunkTag(5, *KEY, rank, 0, slot=lease).pack())
     (scatter,) = of(actions, ScatterLease)
     assert scatter.units.tolist() == [3]
-    assert [(part.first_head, part.num_heads) for _, part in sorted(scatter.parts.items())] == [(0, 2), (2, 2)]
+    assert [(part.first_head, part.num_heads) for _, part in sorted(scatter.parts.items())] == [
+        (0, 2),
+        (2, 2),
+    ]
     assert [section.rank for section in scatter.sections] == [0, 1]
 
 
@@ -213,7 +246,9 @@ def test_writers_that_stage_for_one_that_has_no_staging_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"count": 4}, {"first": 1}, {"count": 3}, {"written": 1}], ids=["many", "gap", "large", "written"]
+    "bad",
+    [{"count": 4}, {"first": 1}, {"count": 3}, {"written": 1}],
+    ids=["many", "gap", "large", "written"],
 )
 def test_an_ask_that_cannot_be_fails_its_room_alone(bad: dict[str, int]) -> None:
     pair = staged()
@@ -246,7 +281,9 @@ def test_arrivals_for_a_lease_of_a_room_that_is_over_change_nothing() -> None:
     assert pair.endpoint.num_rooms == 0
     assert pair.call("on_arrival", ChunkTag(5, *KEY, 0, 0, slot=lease).pack()) == []
     pair.open(promise(ticket=2))
-    assert pair.call("on_arrival", ChunkTag(5, *KEY, 0, 0, slot=lease).pack()) == [], "an earlier use's"
+    assert pair.call("on_arrival", ChunkTag(5, *KEY, 0, 0, slot=lease).pack()) == [], (
+        "an earlier use's"
+    )
     assert pair.endpoint.staging.rooms.counters["arrivals_of_no_lease"] == 1
     assert pair.endpoint.counters["tags_dropped"] == 1
 
@@ -258,8 +295,16 @@ def test_tags_in_any_order_double_foreign_or_cut_are_counted_and_scatter_once() 
         asked(pair, 1, piece, piece)
         leases.append(bodies(asked(pair, 0, piece, piece), LeaseGrant)[0][1].lease_id)
 
-    def arrive(rank: int, piece: int, part: int = 0, incarnation: int = 5, cut: int = 0, **changes: int) -> list[Any]:
-        fields = {"room": KEY.room, "generation": KEY.generation, "slot": leases[piece], "num_parts": 2, **changes}
+    def arrive(
+        rank: int, piece: int, part: int = 0, incarnation: int = 5, cut: int = 0, **changes: int
+    ) -> list[Any]:
+        fields = {
+            "room": KEY.room,
+            "generation": KEY.generation,
+            "slot": leases[piece],
+            "num_parts": 2,
+            **changes,
+        }
         raw = ChunkTag(incarnation, rank=rank, chunk=piece, part=part, **fields).pack()
         return of(pair.call("on_arrival", raw[: len(raw) - cut]), ScatterLease)
 
@@ -273,7 +318,9 @@ def test_tags_in_any_order_double_foreign_or_cut_are_counted_and_scatter_once() 
     assert counters["arrivals_of_no_lease"] == 2
     assert arrive(0, 0, slot=-1) == [], "a direct one: progress only"
     order = [(1, 1, 1), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 0, 1), (1, 0, 0), (0, 1, 1), (1, 0, 1)]
-    scattered = [scatter.lease_id for rank, piece, part in order for scatter in arrive(rank, piece, part)]
+    scattered = [
+        scatter.lease_id for rank, piece, part in order for scatter in arrive(rank, piece, part)
+    ]
     assert scattered == [leases[1]]
     assert [scatter.lease_id for scatter in arrive(0, 0, 0)] == [leases[0]]
     assert arrive(0, 0, 0) == [], "late"

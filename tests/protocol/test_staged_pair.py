@@ -1,4 +1,5 @@
-"""Staged senders and rooms joined, over memory: whole, with little room, and with faults everywhere."""
+"""Staged senders and rooms joined, over memory: whole, with little room, and with faults
+everywhere."""
 
 from __future__ import annotations
 
@@ -44,7 +45,13 @@ def test_frames_and_notifications_that_are_lost_do_no_harm(
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_goes_wrong_all_comes_to_rest(seed: int) -> None:
-    shape = (1 + seed % 3, 1 + seed // 3 % 2, (1, 1.5, 3)[seed // 6 % 3], 1 + seed % 4, 1 + seed // 2 % 4)
+    shape = (
+        1 + seed % 3,
+        1 + seed // 3 % 2,
+        (1, 1.5, 3)[seed // 6 % 3],
+        1 + seed % 4,
+        1 + seed // 2 % 4,
+    )
     world = World(*shape)
     world.storm(seed, num_steps=300, fault_every=(4, 12, 40)[seed % 3])
     world.finish(seed=seed + 1)

@@ -36,7 +36,9 @@ def rooms_of(num_units: int, *keys: RoomKey, leases: int = 2) -> StagedRooms:
     return rooms
 
 
-def ask(rooms: StagedRooms, key: RoomKey, rank: int, piece: int, first: int, count: int = 4) -> list[Action]:
+def ask(
+    rooms: StagedRooms, key: RoomKey, rank: int, piece: int, first: int, count: int = 4
+) -> list[Action]:
     out = rooms.on_ask(rank, LeaseAsk(*key, rank, piece, first, count, TICKET))
     rooms.check_invariants()
     return out
@@ -48,7 +50,9 @@ def grants(actions: list[Action]) -> list[tuple[int, int, int, int]]:
     said = [action for action in actions if isinstance(action, SayGrant)]
     assert all((action.grant.room, action.grant.generation) == action.key for action in said)
     assert all(action.grant.ticket == TICKET for action in said)
-    return [(action.key.room, action.rank, action.grant.piece, action.grant.offset) for action in said]
+    return [
+        (action.key.room, action.rank, action.grant.piece, action.grant.offset) for action in said
+    ]
 
 
 def lease_of(actions: list[Action]) -> int:
@@ -57,7 +61,13 @@ def lease_of(actions: list[Action]) -> int:
 
 
 def arrive(
-    rooms: StagedRooms, key: RoomKey, rank: int, piece: int, lease: int, part: int = 0, parts: int = 1
+    rooms: StagedRooms,
+    key: RoomKey,
+    rank: int,
+    piece: int,
+    lease: int,
+    part: int = 0,
+    parts: int = 1,
 ) -> list[Action]:
     out = rooms.on_arrival(ChunkTag(1, *key, rank, piece, part, parts, lease))
     rooms.check_invariants()
@@ -98,7 +108,12 @@ def test_pieces_are_granted_in_order_whatever_the_order_of_asks() -> None:
         for rank in (0, 2):
             assert ask(rooms, A, rank, piece, 4 * piece) == []
     assert ask(rooms, A, 0, 0, 0) == []
-    assert grants(ask(rooms, A, 2, 0, 0)) == [(1, 0, 0, 0), (1, 2, 0, 0), (1, 0, 1, LEASE), (1, 2, 1, LEASE)]
+    assert grants(ask(rooms, A, 2, 0, 0)) == [
+        (1, 0, 0, 0),
+        (1, 2, 0, 0),
+        (1, 0, 1, LEASE),
+        (1, 2, 1, LEASE),
+    ]
     assert rooms.num_waiting == 1
 
 
@@ -165,7 +180,12 @@ def test_a_piece_is_scattered_when_every_part_of_every_writer_has_come() -> None
 def test_arrivals_that_fit_no_lease_are_counted_and_change_nothing() -> None:
     rooms = rooms_of(8, A, B)
     lease = granted(rooms, A, 0, 0)
-    for key, rank, piece, slot in ((B, 0, 0, lease), (A, 0, 1, lease), (A, 0, 0, lease + 1), (A, 0, 0, -1)):
+    for key, rank, piece, slot in (
+        (B, 0, 0, lease),
+        (A, 0, 1, lease),
+        (A, 0, 0, lease + 1),
+        (A, 0, 0, -1),
+    ):
         assert arrive(rooms, key, rank, piece, slot) == []
     assert rooms.counters["arrivals_of_no_lease"] == 4
     assert arrive(rooms, A, 1, 0, lease) == []  # no writer

@@ -68,21 +68,31 @@ class Desk:
         return out
 
     def write(
-        self, job: int, units: int, key: RoomKey = A, peer: PeerId = P, ready: Event | None = None, now_s: float = 0.0
+        self,
+        job: int,
+        units: int,
+        key: RoomKey = A,
+        peer: PeerId = P,
+        ready: Event | None = None,
+        now_s: float = 0.0,
     ) -> list[Action]:
         first = self.next_unit.get((key, peer), 0)
         self.next_unit[key, peer] = first + units
         src = np.arange(100 * job, 100 * job + units, dtype=np.int32)
         return self.checked(self.sender.write(job, key, TICKET, peer, first, src, ready, now_s))
 
-    def grant(self, piece: int, key: RoomKey = A, peer: PeerId = P, offset: int = 0) -> list[Action]:
+    def grant(
+        self, piece: int, key: RoomKey = A, peer: PeerId = P, offset: int = 0
+    ) -> list[Action]:
         grant = LeaseGrant(*key, piece, next(self.leases), offset, TICKET)
         return self.checked(self.sender.on_grant(peer, grant))
 
     def gathered(self, gather: Gather, error: Exception | None = None) -> list[Action]:
         return self.checked(self.sender.on_gathered(gather.gather_id, error, 0.0))
 
-    def ended(self, post: PostStaged, error: Exception | None = None, drained: bool = True) -> list[Action]:
+    def ended(
+        self, post: PostStaged, error: Exception | None = None, drained: bool = True
+    ) -> list[Action]:
         return self.checked(self.sender.on_write_ended(post.write_id, error, drained, 0.0))
 
     def posted(self, piece: int, key: RoomKey = A, peer: PeerId = P) -> PostStaged:
@@ -104,8 +114,14 @@ def asks(actions: list[Action]) -> list[tuple[int, int, int]]:
     """(piece, first unit, units) of each ask; nothing else may be among them."""
     bodies = [action.body for action in actions if isinstance(action, Say)]
     assert len(bodies) == len(actions)
-    assert all(isinstance(body, LeaseAsk) and (body.rank, body.ticket) == (RANK, TICKET) for body in bodies)
-    return [(body.piece, body.first_unit, body.num_units) for body in bodies if isinstance(body, LeaseAsk)]
+    assert all(
+        isinstance(body, LeaseAsk) and (body.rank, body.ticket) == (RANK, TICKET) for body in bodies
+    )
+    return [
+        (body.piece, body.first_unit, body.num_units)
+        for body in bodies
+        if isinstance(body, LeaseAsk)
+    ]
 
 
 # --- the cut --------------------------------------------------------------------------------------
@@ -130,19 +146,26 @@ def test_the_cut_is_the_meshes_sections_in_the_largest_lease_that_fits(
 
         def end(units: int, reader: int = reader) -> int:
             sections = lease_sections(writers, readers, reader, units * unit_head_bytes)
-            return max(-(-(offset + size) // BLOCK_BYTES) * BLOCK_BYTES for offset, size in sections.values())
+            return max(
+                -(-(offset + size) // BLOCK_BYTES) * BLOCK_BYTES
+                for offset, size in sections.values()
+            )
 
         most = cut.units_per_piece
         assert end(most) <= area.lease_bytes < end(most + 1)
         for units in (1, 2, most // 2 + 1, most):
-            assert cut.sections(units) == lease_sections(writers, readers, reader, units * unit_head_bytes)
+            assert cut.sections(units) == lease_sections(
+                writers, readers, reader, units * unit_head_bytes
+            )
             assert cut.lease_bytes(units) == end(units)
         assert cut.ranks == set(cut.sections(1))
 
 
 def test_a_lease_that_takes_no_unit_is_refused_with_both_sizes() -> None:
     area = StagingArea(BLOCK_BYTES, 8 * BLOCK_BYTES, 2 * BLOCK_BYTES)
-    with pytest.raises(HandshakeError, match=r"lease_bytes cannot take one unit page: ours 12288, theirs 8192"):
+    with pytest.raises(
+        HandshakeError, match=r"lease_bytes cannot take one unit page: ours 12288, theirs 8192"
+    ):
         LeaseCut.of(Mesh(1, 3, tp_size=3), Mesh(1, 3), 0, 10, area)
 
 
@@ -155,7 +178,8 @@ def test_a_section_larger_than_a_slot_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "slot_bytes", "window"), [(0, BLOCK_BYTES, 1), (1, 0, 1), (1, BLOCK_BYTES - 1, 1), (1, BLOCK_BYTES, 0)]
+    ("slots", "slot_bytes", "window"),
+    [(0, BLOCK_BYTES, 1), (1, 0, 1), (1, BLOCK_BYTES - 1, 1), (1, BLOCK_BYTES, 0)],
 )
 def test_settings_out_of_range_are_refused(slots: int, slot_bytes: int, window: int) -> None:
     with pytest.raises(ConfigError):
@@ -169,7 +193,11 @@ def test_a_chunk_is_cut_asked_for_gathered_written_and_ends_once() -> None:
     desk = Desk()
     assert asks(desk.write(1, 6)) == [(0, 0, 4), (1, 4, 2)]
     first = only(Gather, desk.grant(0, offset=LEASE))
-    assert (first.peer, first.src_units.tolist(), first.num_bytes) == (P, [100, 101, 102, 103], 4096)
+    assert (first.peer, first.src_units.tolist(), first.num_bytes) == (
+        P,
+        [100, 101, 102, 103],
+        4096,
+    )
     post = only(PostStaged, desk.gathered(first))
     assert post == PostStaged(post.write_id, A, P, 0, 50, first.slot, LEASE + BLOCK_BYTES, 4096)
     second = only(Gather, desk.grant(1, offset=2 * LEASE))
@@ -472,7 +500,7 @@ def test_words_of_what_is_unknown_change_nothing() -> None:
     desk.write(1, 4)
     sender = desk.sender
     nothing = [
-        *sender.on_gathered(7, None, 0.0), *sender.on_write_ended(7, None, True, 0.0), *sender.on_write_drained(7),
-        *sender.cancel(7), *sender.remove_peer(PeerId("who", 1)),
+        *sender.on_gathered(7, None, 0.0), *sender.on_write_ended(7, None, True, 0.0),
+        *sender.on_write_drained(7), *sender.cancel(7), *sender.remove_peer(PeerId("who", 1)),
     ]  # fmt: skip
     assert desk.checked(nothing) == []

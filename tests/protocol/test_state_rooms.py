@@ -1,4 +1,5 @@
-"""Extra state in the sender's room: it goes with the last chunk, and without it the room does not succeed."""
+"""Extra state in the sender's room: it goes with the last chunk, and without it the room does not
+succeed."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def room(*promises: Promised) -> SenderMachine:
     return machine
 
 
-def promise(state_slot: int, reader: int = 0, readers: tuple[int, ...] = (0,), takes_state: bool = True) -> Promised:
+def promise(
+    state_slot: int, reader: int = 0, readers: tuple[int, ...] = (0,), takes_state: bool = True
+) -> Promised:
     peer = PeerId(f"d{reader}", 1)
     return Promised(peer, 8, 8, NO_PAGES, 5, reader, readers, True, 4, 1, state_slot, takes_state)
 
@@ -54,7 +57,10 @@ def test_a_full_hit_posts_the_state_alone_and_waits_for_it() -> None:
     assert (post.state, post.src_pages.tolist(), post.dst_pages.tolist()) == (True, [3], [7])
     assert machine.poll is KVPoll.TRANSFERRING
     actions = machine.on(WriteEnded(post.job_id), 0.0)
-    assert [type(action) for action in actions if isinstance(action, RoomEnded | SourceFree)] == [RoomEnded, SourceFree]
+    assert [type(action) for action in actions if isinstance(action, RoomEnded | SourceFree)] == [
+        RoomEnded,
+        SourceFree,
+    ]
     assert machine.poll is KVPoll.SUCCESS
 
 
@@ -62,7 +68,9 @@ def test_only_readers_that_take_state_get_some() -> None:
     both = (0, 1)
     machine = room(promise(7, 0, both), promise(7, 1, both, takes_state=False))
     posts = machine.on(ChunkQueued(2, NO_PAGES, True, b"", None, 3), 0.0)
-    assert [(post.peer.name, post.state) for post in posts if isinstance(post, PostWrite)] == [("d0", True)]
+    assert [(post.peer.name, post.state) for post in posts if isinstance(post, PostWrite)] == [
+        ("d0", True)
+    ]
 
 
 @pytest.mark.parametrize(("promised", "handed"), [(7, -1), (-1, 3)])
@@ -86,8 +94,12 @@ def test_a_room_that_fails_frees_the_source_when_the_write_has_ended() -> None:
     machine = room(promise(7))
     (post,) = machine.on(ChunkQueued(2, NO_PAGES, True, b"", None, 3), 0.0)
     assert isinstance(post, PostWrite)
-    assert not any(isinstance(action, SourceFree) for action in machine.on(Fail(RuntimeError("x")), 0.0))
-    assert any(isinstance(action, SourceFree) for action in machine.on(WriteEnded(post.job_id), 0.0))
+    assert not any(
+        isinstance(action, SourceFree) for action in machine.on(Fail(RuntimeError("x")), 0.0)
+    )
+    assert any(
+        isinstance(action, SourceFree) for action in machine.on(WriteEnded(post.job_id), 0.0)
+    )
 
 
 # --- the endpoint ---------------------------------------------------------------------------------
@@ -98,7 +110,9 @@ class StatePeer(DecodePeer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.endpoint = prefill_endpoint.PrefillEndpoint(PREFILL, WITH_STATE, TOPOLOGY, TIMING, (ADDRESS,))
+        self.endpoint = prefill_endpoint.PrefillEndpoint(
+            PREFILL, WITH_STATE, TOPOLOGY, TIMING, (ADDRESS,)
+        )
 
 
 GOOD = msgspec.structs.replace(HELLO, digest=WITH_STATE, state=MEMORY)
@@ -115,7 +129,9 @@ def test_a_room_with_state() -> None:
     assert (pages.state, state.state) == (False, True)  # type: ignore[union-attr]
     assert (state.src_pages.tolist(), state.dst_pages.tolist()) == ([2], [3])  # type: ignore[union-attr]
     assert peer.ended(pages.job_id) == []  # type: ignore[union-attr]
-    assert [action.poll for action in peer.ended(state.job_id) if isinstance(action, RoomEnded)] == [KVPoll.SUCCESS]  # type: ignore[union-attr]
+    assert [
+        action.poll for action in peer.ended(state.job_id) if isinstance(action, RoomEnded)
+    ] == [KVPoll.SUCCESS]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("with_state", "slot"), [(True, -1), (True, 4), (False, 0)])
@@ -138,7 +154,9 @@ def test_a_promise_of_a_slot_that_is_none_is_refused(with_state: bool, slot: int
         ({"digest": DIGEST}, "state[0]"),
     ],
 )
-def test_who_describes_its_state_otherwise_is_refused(changes: dict[str, object], text: str) -> None:
+def test_who_describes_its_state_otherwise_is_refused(
+    changes: dict[str, object], text: str
+) -> None:
     peer = StatePeer()
     [reply] = peer.say(msgspec.structs.replace(GOOD, **changes))
     assert text in reply.refused

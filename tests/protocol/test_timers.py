@@ -20,7 +20,9 @@ _STEPS = st.lists(
 
 
 @given(_STEPS)
-def test_timers_wake_each_key_once_and_never_late(steps: list[tuple[str, str | None, int | None]]) -> None:
+def test_timers_wake_each_key_once_and_never_late(
+    steps: list[tuple[str, str | None, int | None]],
+) -> None:
     timers: Timers[str] = Timers()
     model: dict[str, int] = {}
     now_s = 0
@@ -37,7 +39,9 @@ def test_timers_wake_each_key_once_and_never_late(steps: list[tuple[str, str | N
             assert sorted(due) == sorted(key for key, when_s in model.items() if when_s <= now_s)
             model = {key: when_s for key, when_s in model.items() if key not in due}
         assert len(timers) == len(model)
-        assert timers.next_s <= min(model.values(), default=float("inf")), "a wake-up would come late"
+        assert timers.next_s <= min(model.values(), default=float("inf")), (
+            "a wake-up would come late"
+        )
 
 
 def test_a_key_that_asks_for_now_again_comes_with_the_next_call() -> None:

@@ -1,4 +1,5 @@
-"""Both endpoints under test, each opposite a peer that is played by hand: what it says, and what it hears."""
+"""Both endpoints under test, each opposite a peer that is played by hand: what it says, and what it
+hears."""
 
 from __future__ import annotations
 
@@ -20,15 +21,17 @@ NUM_PAGES = 16
 ADDRESS = "tcp://prefill"
 ROUTE = b"route"
 TIMING = ControlConfig(
-    heartbeat_s=1.0, suspect_after_s=3.0, forget_after_s=50.0, resend_s=0.5, bootstrap_timeout_s=10.0,
-    waiting_timeout_s=20.0, transfer_timeout_s=15.0, ack_timeout_s=8.0, drain_timeout_s=6.0, parked_timeout_s=5.0,
-    max_parked_per_peer=3, max_peers=2, fence_settle_s=0.0,
+    heartbeat_s=1.0, suspect_after_s=3.0, forget_after_s=50.0, resend_s=0.5,
+    bootstrap_timeout_s=10.0, waiting_timeout_s=20.0, transfer_timeout_s=15.0, ack_timeout_s=8.0,
+    drain_timeout_s=6.0, parked_timeout_s=5.0, max_parked_per_peer=3, max_peers=2,
+    fence_settle_s=0.0,
 )  # fmt: skip
 DIGEST = ModelDigest("llama", "1", "none", "uint8", "mha", 1, 1, 8)
 TOPOLOGY = Topology(PAGE_SIZE)
 LAYOUT = KVLayout(
     PAGE_SIZE, 1, 1, 8, "uint8", "mha", "layer_major", num_pages=NUM_PAGES,
-    slabs=(Slab(4096, 32, 8, 8), Slab(4096 + 32 * NUM_PAGES, 32, 8, 8)), regions=((4096, 64 * NUM_PAGES),),
+    slabs=(Slab(4096, 32, 8, 8), Slab(4096 + 32 * NUM_PAGES, 32, 8, 8)),
+    regions=((4096, 64 * NUM_PAGES),),
 )  # fmt: skip
 HELLO = Hello(DIGEST, TOPOLOGY, LAYOUT, b"agent")
 DECODE, PREFILL = PeerId("decode-0", 5), PeerId("prefill-0", 5)
@@ -53,7 +56,8 @@ def newer(peer: PeerId) -> PeerId:
 
 
 class _Opposite:
-    """The peer, and the clock. `said` keeps all bodies that the endpoint under test has sent, oldest first."""
+    """The peer, and the clock. `said` keeps all bodies that the endpoint under test has sent,
+    oldest first."""
 
     def __init__(self, me: PeerId) -> None:
         self.now_s = 100.0
@@ -90,7 +94,9 @@ class PrefillPeer(_Opposite):
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call the endpoint with the time appended."""
-        return self.heard(getattr(self.endpoint, method)(*args, self.now_s), decode_endpoint.SendFrame)
+        return self.heard(
+            getattr(self.endpoint, method)(*args, self.now_s), decode_endpoint.SendFrame
+        )
 
     def say(self, body: Any, by: PeerId | None = None) -> list[Any]:
         return self.call("on_frame", ADDRESS, self.raw(body, by))
@@ -120,9 +126,19 @@ class PrefillPeer(_Opposite):
             out += self.after(step_s)
         return out
 
-    def outcome(self, ok: bool = True, *, num_pages: int = 2, drained: bool = True, generation: int = 0, room: int = 7,
-                aux: bytes = b"first") -> messages.Outcome:  # fmt: skip
-        return messages.Outcome(room, generation, 0, ok, 1, num_pages, aux, "" if ok else "broke", drained)
+    def outcome(
+        self,
+        ok: bool = True,
+        *,
+        num_pages: int = 2,
+        drained: bool = True,
+        generation: int = 0,
+        room: int = 7,
+        aux: bytes = b"first",
+    ) -> messages.Outcome:
+        return messages.Outcome(
+            room, generation, 0, ok, 1, num_pages, aux, "" if ok else "broke", drained
+        )
 
 
 class DecodePeer(_Opposite):
@@ -130,12 +146,18 @@ class DecodePeer(_Opposite):
 
     def __init__(self, timing: ControlConfig = TIMING) -> None:
         super().__init__(DECODE)
-        self.endpoint = prefill_endpoint.PrefillEndpoint(PREFILL, DIGEST, TOPOLOGY, timing, (ADDRESS,))
+        self.endpoint = prefill_endpoint.PrefillEndpoint(
+            PREFILL, DIGEST, TOPOLOGY, timing, (ADDRESS,)
+        )
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return self.heard(getattr(self.endpoint, method)(*args, self.now_s), prefill_endpoint.SendFrame)
+        return self.heard(
+            getattr(self.endpoint, method)(*args, self.now_s), prefill_endpoint.SendFrame
+        )
 
-    def say(self, body: Any, by: PeerId | None = None, *, credential: str = "", route: bytes = ROUTE) -> list[Any]:
+    def say(
+        self, body: Any, by: PeerId | None = None, *, credential: str = "", route: bytes = ROUTE
+    ) -> list[Any]:
         return self.call("on_frame", route, credential, self.raw(body, by))
 
     def known(self) -> DecodePeer:
@@ -152,12 +174,16 @@ class DecodePeer(_Opposite):
         self.take_said()
         return self
 
-    def chunk(self, first_page: int, src_pages: Sequence[int], *, last: bool = False, key: RoomKey = KEY) -> list[Any]:
+    def chunk(
+        self, first_page: int, src_pages: Sequence[int], *, last: bool = False, key: RoomKey = KEY
+    ) -> list[Any]:
         src = np.array(src_pages, dtype=np.int32)
         aux = b"first" if last else b""
         return self.call("chunk", key, first_page, src, last, aux, None)
 
-    def ended(self, job_id: int, error: Exception | None = None, *, drained: bool = True) -> list[Any]:
+    def ended(
+        self, job_id: int, error: Exception | None = None, *, drained: bool = True
+    ) -> list[Any]:
         return self.call("on_write_ended", job_id, error, drained)
 
     def after(self, seconds: float) -> list[Any]:
@@ -171,7 +197,8 @@ def kinds(actions: Sequence[Any]) -> list[str]:
 
 
 def check_table(machine: Any, module: Any) -> None:
-    """Every state of a machine has a row, of events that its module knows, and every row leads somewhere."""
+    """Every state of a machine has a row, of events that its module knows, and every row leads
+    somewhere."""
     assert set(machine._TABLE) == set(KVPoll)
     for row in machine._TABLE.values():
         assert set(row) <= set(module.Event.__args__)

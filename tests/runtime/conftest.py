@@ -15,11 +15,13 @@ from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.node_pair import NodePair, make_pool
 from tests.models.patience import NEVER_S, SkippableClock
 
-# What is said again is said soon; no deadline comes by itself, however slow the machine: see SkippableClock.
+# What is said again is said soon; no deadline comes by itself, however slow the machine: see
+# SkippableClock.
 QUICK = ControlConfig(
-    heartbeat_s=0.1, suspect_after_s=NEVER_S, forget_after_s=2 * NEVER_S, resend_s=0.05, fence_settle_s=0.05,
-    bootstrap_timeout_s=NEVER_S, waiting_timeout_s=NEVER_S, transfer_timeout_s=NEVER_S, ack_timeout_s=NEVER_S,
-    drain_timeout_s=NEVER_S, parked_timeout_s=NEVER_S,
+    heartbeat_s=0.1, suspect_after_s=NEVER_S, forget_after_s=2 * NEVER_S, resend_s=0.05,
+    fence_settle_s=0.05, bootstrap_timeout_s=NEVER_S, waiting_timeout_s=NEVER_S,
+    transfer_timeout_s=NEVER_S, ack_timeout_s=NEVER_S, drain_timeout_s=NEVER_S,
+    parked_timeout_s=NEVER_S,
 )  # fmt: skip
 
 
@@ -34,7 +36,8 @@ def open_descriptors() -> int:
 
 @pytest.fixture(params=["shared memory", "tcp"])
 def _wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both of UCX's ways between two agents: copies inside the post, and writes that go on after it."""
+    """Both of UCX's ways between two agents: copies inside the post, and writes that go on after
+    it."""
     if request.param == "tcp":
         monkeypatch.setenv("UCX_TLS", "tcp")  # read when an agent is created
 
@@ -53,7 +56,8 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
-    """make_pair(pool={...}, decode={...}, prefill={...}, control=...): options of pools and configs.
+    """make_pair(pool={...}, decode={...}, prefill={...}, control=...): options of pools and
+    configs.
 
     At the end of the test each pair is settled and audited, closed, and nothing of it is left.
     """
@@ -65,9 +69,13 @@ def make_pair() -> Iterator[MakePair]:
         prefill: dict[str, Any] | None = None,
         control: ControlConfig = QUICK,
     ) -> NodePair:
-        prefill_node = PrefillNode(make_pool(**(pool or {})), PrefillConfig(**{"control": control} | (prefill or {})))
+        prefill_node = PrefillNode(
+            make_pool(**(pool or {})), PrefillConfig(**{"control": control} | (prefill or {}))
+        )
         try:
-            decode_node = DecodeNode(make_pool(**(pool or {})), DecodeConfig(**{"control": control} | (decode or {})))
+            decode_node = DecodeNode(
+                make_pool(**(pool or {})), DecodeConfig(**{"control": control} | (decode or {}))
+            )
         except BaseException:
             prefill_node.close()
             raise

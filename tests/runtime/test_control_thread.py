@@ -1,4 +1,5 @@
-"""The control thread between a node and its peers: exceptions in it, and news that nobody may miss."""
+"""The control thread between a node and its peers: exceptions in it, and news that nobody may
+miss."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tests.models.patience import SkippableClock, until
 def test_an_exception_in_the_control_thread(
     pair: NodePair, monkeypatch: pytest.MonkeyPatch, side: str, where: str
 ) -> None:
-    """It comes out of the next call, with its cause; the thread goes on, and what was lost is said again."""
+    """It comes out of the next call, with its cause; the thread goes on, and what was lost is said
+    again."""
     node = getattr(pair, side)
     owner = node._manager._channel if where == "send" else node._manager.endpoint
     real = getattr(owner, where)
@@ -75,7 +77,9 @@ def test_an_exception_in_one_item_does_not_end_the_batch(
     assert pair.d.ended["r"] is None
 
 
-def test_a_step_that_keeps_failing_is_no_busy_loop(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_keeps_failing_is_no_busy_loop(
+    pair: NodePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It pauses after each failure, so that whoever wants to close the node gets the processor."""
     naps: list[float] = []
     step = pair.decode._manager._step
@@ -128,7 +132,8 @@ def test_no_wait_misses_what_another_call_has_taken_in(pair: NodePair, how: str)
         return bool(select.select([node.fileno()], [], [], 0)[0])
 
     def writing(node: DecodeNode | PrefillNode) -> bool:
-        """Whoever queues something writes the descriptor behind it, and may be held up in between."""
+        """Whoever queues something writes the descriptor behind it, and may be held up in
+        between."""
         return bool(node._manager.events._begun) and not readable(node)
 
     def quiet(node: DecodeNode | PrefillNode) -> None:

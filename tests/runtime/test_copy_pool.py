@@ -1,4 +1,5 @@
-"""The copy pool: jobs in order, each reported once, whatever they raise and whenever the pool closes."""
+"""The copy pool: jobs in order, each reported once, whatever they raise and whenever the pool
+closes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,11 @@ def test_wait_ends_when_a_request_has_waited_too_long_and_not_before_there_is_so
     with group(waiting_timeout_s=0.3) as decode:
         assert not decode.wait(0.0)
         for room, rid in enumerate(("takes all", "waits")):
-            decode.add(Request(rid, tokens_of(room, 60), max_new_tokens=2, room=room, prefill=lasting_address()))
+            decode.add(
+                Request(
+                    rid, tokens_of(room, 60), max_new_tokens=2, room=room, prefill=lasting_address()
+                )
+            )
         assert [req.rid for req in decode.pop_preallocated()] == ["takes all"]
 
         def wait() -> bool:
@@ -68,7 +72,10 @@ def test_the_ranks_of_a_worker_share_its_key() -> None:
     server, client = (CurveConfig(*(key.decode() for key in zmq.curve_keypair())) for _ in range(2))
     ours = replace(QUICK, curve=replace(server, allowed_clients={client.public_key: "decode-0"}))
     theirs = replace(QUICK, curve=replace(client, server_key=server.public_key))
-    configs = {"prefill_config": PrefillConfig(control=ours), "decode_config": DecodeConfig(control=theirs)}
+    configs = {
+        "prefill_config": PrefillConfig(control=ours),
+        "decode_config": DecodeConfig(control=theirs),
+    }
     with MeshPair(Mesh(2, 2), MESH, **configs) as pair:  # type: ignore[arg-type]
         pair.submit("r", tokens_of(1, 20), room=1)
         pair.until(lambda: "r" in pair.arrived)

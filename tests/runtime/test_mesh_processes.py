@@ -1,4 +1,5 @@
-"""A prefill worker of two processes and a decode worker of two, staged over real NIXL; one prefill rank is killed."""
+"""A prefill worker of two processes and a decode worker of two, staged over real NIXL; one prefill
+rank is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from tests.models.node_pair import tokens_of
 from tests.models.patience import SkippableClock, lasting_address, until
 from tests.runtime.conftest import QUICK
 
-PREFILL, DECODE = Mesh(4, 4, tp_size=2), Mesh(4, 4, pp_size=2)  # each writes half of each reader's heads
+PREFILL, DECODE = (
+    Mesh(4, 4, tp_size=2),
+    Mesh(4, 4, pp_size=2),
+)  # each writes half of each reader's heads
 LEASE = 16 << 10
 TRANSPORT = TransportConfig(staging_bytes=LEASE * 3 // 2, lease_bytes=LEASE)
 NUM_TOKENS, CHUNK = 60, 20
@@ -42,7 +46,9 @@ class Workers:
         self._hashes = PrefixHasher().prefixes
         self._ready: dict[str, int] = {}
         self.computed: dict[str, int] = {}
-        self.events: dict[tuple[str, int], str] = {}  # what a chunk waits for on rank 1, by its start
+        self.events: dict[
+            tuple[str, int], str
+        ] = {}  # what a chunk waits for on rank 1, by its start
         self.live: set[str] = set()  # on prefill
         self.arrived: dict[str, Any] = {}
         self.failed: dict[str, Exception | None] = {}
@@ -54,7 +60,9 @@ class Workers:
     def submit(self, rid: str, seed: int, event: str = "", at: int = -1) -> None:
         tokens = tokens_of(seed, NUM_TOKENS)
         self.events[rid, at] = event
-        self.node.add(Request(rid, tokens, max_new_tokens=2, room=seed, prefill=self.prefill[0].endpoint))
+        self.node.add(
+            Request(rid, tokens, max_new_tokens=2, room=seed, prefill=self.prefill[0].endpoint)
+        )
         for rank in self.prefill:
             rank.call("add", rid, tokens, seed)
         self.live.add(rid)
@@ -135,12 +143,16 @@ def test_a_prefill_rank_is_killed_and_comes_back(clock: SkippableClock) -> None:
             there.prefill[1] = there.start_prefill(1)
             there.until(lambda: all(peer.incarnation > lost.peer_id.incarnation and how == "ready"
                                     for peer, how in there.node.peers().values()))  # fmt: skip
-            assert there.held() == 2 * NUM_TOKENS // 4, "the new one proves nothing of the old one's writes"
+            assert there.held() == 2 * NUM_TOKENS // 4, (
+                "the new one proves nothing of the old one's writes"
+            )
             there.node.fence(lost.peer_id.name, lost.peer_id.incarnation)
             there.until(lambda: not there.held())
             there.submit("again", 4)
             there.until(lambda: "again" in there.arrived and "again" not in there.live)
             there.finish("again")
-            there.until(lambda: not there.rooms() and not any(rank.call("rooms") for rank in there.prefill))
+            there.until(
+                lambda: not there.rooms() and not any(rank.call("rooms") for rank in there.prefill)
+            )
             there.node.audit()
             assert there.node.stats()["locks"] == 0

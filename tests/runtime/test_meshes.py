@@ -1,5 +1,6 @@
-"""Whole workers of unequal meshes over real NIXL: every byte on every rank, whatever the meshes, layouts, page sizes,
-and whether slices are staged or written one by one."""
+"""Whole workers of unequal meshes over real NIXL: every byte on every rank, whatever the meshes,
+layouts, page sizes, and whether slices are staged or written one by one.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def staging(num_bytes: int) -> dict[str, object]:
 
 
 def serve(pair: MeshPair, turns: int = 2, rooms: int = 3) -> None:
-    """Conversations of `turns` turns side by side; each turn finds the one before in decode's cache."""
+    """Conversations of `turns` turns side by side; each turn finds the one before in decode's
+    cache."""
     lengths = [30, 61, 97][:turns]
     room = 0
     for turn, length in enumerate(lengths):
@@ -59,9 +61,15 @@ SIZES = [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (1, 4)]
 @pytest.mark.parametrize("mode", ["sliced", "staged", "staged, 1.5 leases"])
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 @pytest.mark.parametrize("sizes", SIZES, ids=[f"{p}x{d}" for p, d in SIZES])
-def test_every_byte_arrives_on_every_rank(sizes: tuple[int, int], attention: str, mode: str) -> None:
+def test_every_byte_arrives_on_every_rank(
+    sizes: tuple[int, int], attention: str, mode: str
+) -> None:
     orders = ("layer_major", "page_major") if sum(sizes) % 2 else ("page_major", "layer_major")
-    options = {"sliced": {}, "staged": staging(8 * LEASE), "staged, 1.5 leases": staging(LEASE * 3 // 2)}[mode]
+    options = {
+        "sliced": {},
+        "staged": staging(8 * LEASE),
+        "staged, 1.5 leases": staging(LEASE * 3 // 2),
+    }[mode]
     prefill, decode = (mesh(size, attention=attention) for size in sizes)
     with MeshPair(prefill, decode, attention=attention, orders=orders, **options) as pair:  # type: ignore[arg-type]
         serve(pair)
@@ -76,14 +84,20 @@ def test_page_sizes_may_differ_by_a_whole_factor(
     sizes: tuple[int, int], page_sizes: tuple[int, int], mode: str
 ) -> None:
     options = staging(8 * LEASE) if mode == "staged" else {}
-    with MeshPair(mesh(sizes[0]), mesh(sizes[1]), page_sizes=page_sizes, chunk=32, num_pages=128, **options) as pair:  # type: ignore[arg-type]
+    with MeshPair(
+        mesh(sizes[0]), mesh(sizes[1]), page_sizes=page_sizes, chunk=32, num_pages=128, **options
+    ) as pair:  # type: ignore[arg-type]
         serve(pair, turns=3)
 
 
 @pytest.mark.parametrize("mode", ["sliced", "staged"])
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [(mesh(1, 2), mesh(1)), (mesh(2, 2, stages=(1, 3)), mesh(1, 2)), (mesh(1), mesh(2, 2, stages=(3, 1)))],
+    [
+        (mesh(1, 2), mesh(1)),
+        (mesh(2, 2, stages=(1, 3)), mesh(1, 2)),
+        (mesh(1), mesh(2, 2, stages=(3, 1))),
+    ],
     ids=["stages to one", "uneven stages", "one to uneven stages"],
 )
 def test_pipeline_stages_may_differ(prefill: Mesh, decode: Mesh, mode: str) -> None:
@@ -110,7 +124,9 @@ def test_an_abort_from_either_side_ends_the_room_on_all_ranks(mode: str) -> None
         assert "aborted" in str(pair.failed["by prefill"])
         assert pair.mismatches == 0
         pair.finish("stays")
-        pair.until(lambda: len(pair.prefill_failed) == 2 and pair.sent == ["stays"] and pair.at_rest())
+        pair.until(
+            lambda: len(pair.prefill_failed) == 2 and pair.sent == ["stays"] and pair.at_rest()
+        )
         pair.decode.audit()
 
 
@@ -122,7 +138,8 @@ def test_meshes_that_cannot_work_together_say_why() -> None:
 
 
 def test_a_request_that_failed_on_one_rank_is_computed_no_more_on_any() -> None:
-    """Its pages there are free once it is popped: the engine hears of it in that call, not when it failed on all."""
+    """Its pages there are free once it is popped: the engine hears of it in that call, not when it
+    failed on all."""
     with MeshPair(mesh(2), mesh(2)) as pair:
         pair.hold = True
         pair.submit("r", tokens_of(1, 60), room=1)

@@ -79,13 +79,21 @@ def test_a_closed_node_says_so() -> None:
     request = Request("s", [1], room=9, prefill="tcp://127.0.0.1:1")
     shared: list[Callable[[], Any]] = []
     for node in (decode, prefill):
-        shared += [node.wait, node.fileno, node.flush, node.audit, node.stats, node.peers, node.pop_failed]
+        shared += [
+            node.wait,
+            node.fileno,
+            node.flush,
+            node.audit,
+            node.stats,
+            node.peers,
+            node.pop_failed,
+        ]
         shared += [lambda node=node: node.add(request), lambda node=node: node.abort("r")]
     for call in [
         *shared, decode.pop_preallocated, decode.pop_transferred, decode.pop_needs_prefill,
-        lambda: decode.append_many([req], [1]), lambda: decode.finish(req), lambda: decode.retract("r"),
-        lambda: decode.fence("prefill-0", 1), prefill.pop_bootstrapped, prefill.pop_sent,
-        lambda: prefill.send_chunk(None, 1),
+        lambda: decode.append_many([req], [1]), lambda: decode.finish(req),
+        lambda: decode.retract("r"), lambda: decode.fence("prefill-0", 1), prefill.pop_bootstrapped,
+        prefill.pop_sent, lambda: prefill.send_chunk(None, 1),
     ]:  # fmt: skip
         with pytest.raises(ClosedError):
             call()
@@ -93,7 +101,8 @@ def test_a_closed_node_says_so() -> None:
 
 @pytest.fixture
 def patient_farewells(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The last words of a node that closes arrive, however slow the machine, while somebody is there to hear them."""
+    """The last words of a node that closes arrive, however slow the machine, while somebody is
+    there to hear them."""
     with monkeypatch.context() as patch:
         patch.setattr(kv_manager, "_FAREWELL_S", PATIENCE_S)
         yield
@@ -111,7 +120,9 @@ def test_prefill_closes_and_its_pages_are_free_at_once(
     pair.p.hold = False
     drive_until(lambda: "r" in pair.d.ended and not left(pair.decode), [pair.d])
     assert isinstance(pair.d.ended["r"], TransferError)
-    pair.prefill = PrefillNode(make_pool(), PrefillConfig(bind=pair.prefill.endpoint, control=QUICK))
+    pair.prefill = PrefillNode(
+        make_pool(), PrefillConfig(bind=pair.prefill.endpoint, control=QUICK)
+    )
     again = NodePair(pair.decode, pair.prefill)  # under the same name and address
     again.submit("again", tokens_of(2, 20), room=77)
     again.run("again")
@@ -142,7 +153,8 @@ def test_decode_closes_and_prefill_lets_go(
 def test_a_node_whose_agent_lives_on_claims_no_fence(
     clock: SkippableClock, pair: NodePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its writes may still land: decode's pages stay held, until somebody who knows says otherwise."""
+    """Its writes may still land: decode's pages stay held, until somebody who knows says
+    otherwise."""
     transferring(pair)
     transport = pair.prefill._manager.transport
     real = transport.close

@@ -1,4 +1,5 @@
-"""Nodes that take no new requests, for a restart; and requests given up before prefill was promised anything."""
+"""Nodes that take no new requests, for a restart; and requests given up before prefill was promised
+anything."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def test_a_node_that_is_drained_serves_what_it_has_and_takes_nothing_new(pair: N
         before = {name: value for name, value in node.stats().items() if name == "requests"}
         with pytest.raises(DrainingError, match="'late' comes too late") as caught:
             node.add(Request("late", tokens_of(1, 8), room=77, prefill=pair.prefill.endpoint))
-        assert isinstance(caught.value, RequestError), "who looks for those it cannot place finds it"
+        assert isinstance(caught.value, RequestError), (
+            "who looks for those it cannot place finds it"
+        )
         assert {name: value for name, value in node.stats().items() if name == "requests"} == before
     pair.p.hold = False
     pair.until(lambda: pair.decode.drain() and pair.prefill.drain())
@@ -60,7 +63,9 @@ def test_a_request_that_waits_too_long_for_pages_fails_on_both_sides(
 
 def test_prefill_is_told_of_a_request_that_add_has_refused(pair: NodePair) -> None:
     pair.p.add("r", tokens_of(1, 30), 5)
-    request = Request("r", tokens_of(1, 30), max_new_tokens=10_000, room=5, prefill=pair.prefill.endpoint)
+    request = Request(
+        "r", tokens_of(1, 30), max_new_tokens=10_000, room=5, prefill=pair.prefill.endpoint
+    )
     with pytest.raises(RequestError, match="2508 pages"):
         pair.decode.add(request)
     pair.decode.refuse(request, "it is too long")

@@ -80,7 +80,9 @@ def test_an_engine_that_never_comes(clock: SkippableClock, make_pair: MakePair, 
         assert isinstance(pair.d.ended["r"], TransferTimeoutError)
     else:
         pair.p.add("r", tokens_of(1, 10), room=1)
-        until(lambda: not pair.prefill._manager.inbox.pending and pair.prefill.stats()["rooms"] == 1)
+        until(
+            lambda: not pair.prefill._manager.inbox.pending and pair.prefill.stats()["rooms"] == 1
+        )
         clock.skip(soon, [pair.prefill])
         pair.until(lambda: "r" in pair.p.failed)
         assert isinstance(pair.p.failed["r"], TransferTimeoutError)
@@ -90,15 +92,24 @@ def test_an_engine_that_never_comes(clock: SkippableClock, make_pair: MakePair, 
 @pytest.mark.parametrize(
     ("field", "decode"),
     [
-        ("dtype", {"dtype": "float16"}), ("attention", {"attention": "mla", "num_kv_heads": 1}),
-        ("num_layers", {"num_layers": 3}), ("num_kv_heads", {"num_kv_heads": 4}), ("head_dim", {"head_dim": 8}),
-        ("page_size", {"page_size": 6}), ("model", ModelConfig(model="other")),
-        ("weights_version", ModelConfig(weights_version="2")), ("kv_scales", ModelConfig(kv_scales="per-head")),
+        ("dtype", {"dtype": "float16"}),
+        ("attention", {"attention": "mla", "num_kv_heads": 1}),
+        ("num_layers", {"num_layers": 3}),
+        ("num_kv_heads", {"num_kv_heads": 4}),
+        ("head_dim", {"head_dim": 8}),
+        ("page_size", {"page_size": 6}),
+        ("model", ModelConfig(model="other")),
+        ("weights_version", ModelConfig(weights_version="2")),
+        ("kv_scales", ModelConfig(kv_scales="per-head")),
     ],
-)  # fmt: skip
+)
 def test_nodes_that_do_not_fit_say_what_differs(field: str, decode: Any) -> None:
     """At once, not after a deadline, and again for the next request."""
-    pool, model = (make_pool(), decode) if isinstance(decode, ModelConfig) else (make_pool(**decode), ModelConfig())
+    pool, model = (
+        (make_pool(), decode)
+        if isinstance(decode, ModelConfig)
+        else (make_pool(**decode), ModelConfig())
+    )
     with (
         PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill,
         DecodeNode(pool, DecodeConfig(control=QUICK, model=model)) as node,
@@ -109,7 +120,9 @@ def test_nodes_that_do_not_fit_say_what_differs(field: str, decode: Any) -> None
             assert isinstance(error, HandshakeError)
             assert error.field == field
         until(lambda: not left(node))
-        assert prefill.stats()["handshakes_refused"] >= 2  # decode may have asked again before it was answered
+        assert (
+            prefill.stats()["handshakes_refused"] >= 2
+        )  # decode may have asked again before it was answered
         assert prefill.peers() == {}
 
 
@@ -131,9 +144,16 @@ def junk_frames() -> list[bytes]:
     good = messages.encode(PeerId("stranger", 1), 1, messages.Heartbeat())
     promise = messages.encode(PeerId("stranger", 1), 2, messages.Promise(1, 0, 8, 0, bytes(8)))
     rng = np.random.default_rng(1)
-    return [b"", b"\xc1", good[:-1], good + b"x", promise[:20], rng.bytes(10_000), good, promise] + [
-        rng.bytes(int(size)) for size in rng.integers(1, 200, 40)
-    ]
+    return [
+        b"",
+        b"\xc1",
+        good[:-1],
+        good + b"x",
+        promise[:20],
+        rng.bytes(10_000),
+        good,
+        promise,
+    ] + [rng.bytes(int(size)) for size in rng.integers(1, 200, 40)]
 
 
 def test_prefill_lives_through_junk(pair: NodePair) -> None:
@@ -156,7 +176,9 @@ def test_decode_lives_through_junk(clock: SkippableClock) -> None:
     """A server that is no prefill worker answers with anything."""
     with lone_decode(QUICK) as node, raw_socket(zmq.ROUTER) as sock:
         port = sock.bind_to_random_port("tcp://127.0.0.1")
-        node.add(Request("r", [1, 2, 3], max_new_tokens=4, room=1, prefill=f"tcp://127.0.0.1:{port}"))
+        node.add(
+            Request("r", [1, 2, 3], max_new_tokens=4, room=1, prefill=f"tcp://127.0.0.1:{port}")
+        )
         node.pop_preallocated()
         assert sock.poll(PATIENCE_S * 1000)
         route, hello = sock.recv_multipart()
@@ -182,7 +204,9 @@ def test_a_notification_that_is_no_tag_is_counted(pair: NodePair) -> None:
 
 def test_keys_and_names(clock: SkippableClock) -> None:
     """A key opens the door under its own name only; the others' requests end by their deadline."""
-    server, alice, bob = (CurveConfig(*(key.decode() for key in zmq.curve_keypair())) for _ in range(3))
+    server, alice, bob = (
+        CurveConfig(*(key.decode() for key in zmq.curve_keypair())) for _ in range(3)
+    )
     allowed = {alice.public_key: "alice", bob.public_key: "bob"}
     guarded = replace(QUICK, curve=replace(server, allowed_clients=allowed))
 
@@ -198,7 +222,9 @@ def test_keys_and_names(clock: SkippableClock) -> None:
                 until(impostor.peers)
                 if keys is not None:
                     attempts += 1
-                    until(lambda wanted=attempts: prefill.stats().get("frames_dropped", 0) >= wanted)
+                    until(
+                        lambda wanted=attempts: prefill.stats().get("frames_dropped", 0) >= wanted
+                    )
                 clock.skip(NEVER_S, [impostor])
                 assert isinstance(end_of(impostor, "r"), TransferTimeoutError)
         assert prefill.peers() == {}

@@ -1,4 +1,5 @@
-"""A decode node as rank 0 of two: another rank's page table names the same pages, whatever the node goes through."""
+"""A decode node as rank 0 of two: another rank's page table names the same pages, whatever the node
+goes through."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ def test_another_rank_reads_the_same_pages() -> None:
 
         rids = [f"r{i}" for i in range(12)]
         for i, rid in enumerate(rids):
-            pair.submit(rid, np.concatenate([tokens_of(1, 16), tokens_of(50 + i % 3, 3 + i)]), max_new_tokens=12)
+            pair.submit(
+                rid,
+                np.concatenate([tokens_of(1, 16), tokens_of(50 + i % 3, 3 + i)]),
+                max_new_tokens=12,
+            )
         decode.abort(rids[3])
 
         def ended() -> bool:

@@ -1,4 +1,5 @@
-"""A burst of requests with one new system prompt, over real NIXL: it is sent once, whatever becomes of the first."""
+"""A burst of requests with one new system prompt, over real NIXL: it is sent once, whatever becomes
+of the first."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def burst(make_pair: MakePair) -> NodePair:
     pair.p.hold = True
     system = tokens_of(1, SYSTEM_PAGES * PAGE_SIZE)
     for at, rid in enumerate(RIDS):
-        pair.submit(rid, np.concatenate([system, tokens_of(100 + at, SUFFIX_PAGES * PAGE_SIZE - 1)]))
+        pair.submit(
+            rid, np.concatenate([system, tokens_of(100 + at, SUFFIX_PAGES * PAGE_SIZE - 1)])
+        )
     pair.until(lambda: all(rid in pair.p.computing for rid in RIDS))
     assert pair.decode.stats()["shared_flights"] == len(RIDS) - 1
     assert pair.decode.stats()["shared_tokens"] == (len(RIDS) - 1) * SYSTEM_PAGES * PAGE_SIZE
@@ -36,7 +39,8 @@ def sent_pages(pair: NodePair) -> int:
 
 
 def prefill_has_heard(pair: NodePair, rids: list[str]) -> None:
-    """That the first attempts at these are over: it would go on with them, on a machine that is slow to tell."""
+    """That the first attempts at these are over: it would go on with them, on a machine that is
+    slow to tell."""
     pair.until(lambda: all(rid in pair.p.failed for rid in rids))
 
 
@@ -50,7 +54,9 @@ def test_the_system_prompt_is_sent_once(burst: NodePair) -> None:
     go_on(burst)
     assert all(burst.d.ended[rid] is None for rid in RIDS)
     assert sent_pages(burst) == SYSTEM_PAGES + len(RIDS) * SUFFIX_PAGES
-    assert [burst.d.prefix_lens[rid] for rid in RIDS[1:]] == [[SYSTEM_PAGES * PAGE_SIZE]] * (len(RIDS) - 1)
+    assert [burst.d.prefix_lens[rid] for rid in RIDS[1:]] == [[SYSTEM_PAGES * PAGE_SIZE]] * (
+        len(RIDS) - 1
+    )
 
 
 @pytest.mark.usefixtures("_wire")
@@ -61,7 +67,9 @@ def test_and_once_if_the_first_is_aborted_on_its_way(burst: NodePair) -> None:
     burst.submit("r0 again", tokens_of(1, SYSTEM_PAGES * PAGE_SIZE), max_new_tokens=1)
     go_on(burst)
     assert all(burst.d.ended[rid] is None for rid in RIDS[1:])
-    assert sent_pages(burst) == SYSTEM_PAGES + len(RIDS) * SUFFIX_PAGES, "the room of the first went on for the others"
+    assert sent_pages(burst) == SYSTEM_PAGES + len(RIDS) * SUFFIX_PAGES, (
+        "the room of the first went on for the others"
+    )
     stats = burst.decode.stats()
     assert (stats["flights_adopted"], stats.get("flight_fallbacks", 0)) == (1, 0)
     burst.run("r0 again")
@@ -86,7 +94,9 @@ def test_when_nobody_is_left_nothing_is(burst: NodePair) -> None:
     assert sent_pages(burst) == 2
 
 
-def test_a_flush_in_the_middle_sends_the_new_weights_kv_to_those_that_waited(burst: NodePair) -> None:
+def test_a_flush_in_the_middle_sends_the_new_weights_kv_to_those_that_waited(
+    burst: NodePair,
+) -> None:
     burst.decode.flush()
     prefill_has_heard(burst, RIDS[1:])
     go_on(burst)

@@ -33,7 +33,8 @@ def page_bytes(pair: NodePair, pages: int) -> int:
 
 @pytest.mark.usefixtures("_wire")
 def test_a_miss_a_partial_hit_and_a_full_hit(pair: NodePair) -> None:
-    """Bytes are sent for what decode lacks only; for a full hit of whole pages, none and no write at all."""
+    """Bytes are sent for what decode lacks only; for a full hit of whole pages, none and no write
+    at all."""
     prompt = tokens_of(1, 40)
     pair.submit("miss", prompt, max_new_tokens=1)
     pair.run("miss")
@@ -51,7 +52,10 @@ def test_a_miss_a_partial_hit_and_a_full_hit(pair: NodePair) -> None:
     pair.run("full")
     after = pair.prefill.stats()
     assert pair.d.prefix_lens["full"] == [52]
-    assert (after["writes_done"], after["bytes_sent"]) == (before["writes_done"], before["bytes_sent"])
+    assert (after["writes_done"], after["bytes_sent"]) == (
+        before["writes_done"],
+        before["bytes_sent"],
+    )
     assert after["decode_hit_tokens"] == 40 + 52
     assert after["bytes_skipped"] == page_bytes(pair, 10 + 13)
     assert pair.p.sent == ["miss", "partial", "full"]
@@ -70,7 +74,13 @@ def test_turns_of_a_conversation(
 ) -> None:
     """Each turn's prompt is the whole conversation: decode has it all but the new user's text."""
     pair = make_pair(
-        pool={"order": order, "attention": attention, "num_kv_heads": heads, "head_dim": dim, "dtype": dtype}
+        pool={
+            "order": order,
+            "attention": attention,
+            "num_kv_heads": heads,
+            "head_dim": dim,
+            "dtype": dtype,
+        }
     )
     history, kv_len = tokens_of(2, 21), 0
     for turn in range(3):
@@ -84,7 +94,9 @@ def test_turns_of_a_conversation(
         assert pair.d.prefix_lens[rid] == [kv_len // PAGE_SIZE * PAGE_SIZE]
         kv_len = len(expected) - 1  # the token sampled last has none
         history = np.append(expected, tokens_of(3 + turn, 7))
-    assert sent_bytes(pair) < page_bytes(pair, 14)  # 37 tokens of users' text, and the pages they share
+    assert sent_bytes(pair) < page_bytes(
+        pair, 14
+    )  # 37 tokens of users' text, and the pages they share
 
 
 @pytest.mark.parametrize("orders", [("layer_major", "page_major"), ("page_major", "layer_major")])
@@ -101,7 +113,8 @@ def test_pools_of_two_layouts_work_together(orders: tuple[str, str]) -> None:
 
 @pytest.mark.usefixtures("_wire")
 def test_many_at_once_in_a_small_pool(make_pair: MakePair) -> None:
-    """More requests than the pool holds: admission waits, cached pages are evicted, runners are retracted."""
+    """More requests than the pool holds: admission waits, cached pages are evicted, runners are
+    retracted."""
     pair = make_pair(pool={"num_pages": 40}, decode={"reserve_tokens": 0, "max_running": 8})
     pair.d.together = True
     rng = np.random.default_rng(5)
@@ -110,7 +123,9 @@ def test_many_at_once_in_a_small_pool(make_pair: MakePair) -> None:
     for i in range(14):
         own = tokens_of(100 + i % 6, int(rng.integers(1, 30)))
         rids.append(f"r{i}")
-        pair.submit(rids[-1], np.concatenate([system, own]), max_new_tokens=int(rng.integers(1, 40)))
+        pair.submit(
+            rids[-1], np.concatenate([system, own]), max_new_tokens=int(rng.integers(1, 40))
+        )
     pair.run(*rids)
     assert set(pair.d.ended.values()) == {None}
     stats = pair.decode.stats()
@@ -151,7 +166,9 @@ def test_equal_tokens_in_two_namespaces_share_nothing(pair: NodePair) -> None:
     for rid, namespace in (("a", "lora-1"), ("b", "lora-2"), ("c", "lora-1")):
         room = ord(rid)
         request: dict[str, Any] = {"room": room, "namespace": namespace}
-        pair.decode.add(Request(rid, prompt, max_new_tokens=1, prefill=pair.prefill.endpoint, **request))
+        pair.decode.add(
+            Request(rid, prompt, max_new_tokens=1, prefill=pair.prefill.endpoint, **request)
+        )
         pair.prefill.add(Request(rid, prompt, **request))
         pair.d.prompts[rid], pair.d.prefix_lens[rid] = prompt, []
         pair.run(rid)
@@ -331,7 +348,11 @@ def test_what_is_refused_changes_nothing(pair: NodePair) -> None:
     ):
         with pytest.raises(RequestError):
             pair.decode.add(request)
-    for request in (Request("r", [1], room=8), Request("s", [1], room=7), Request("s", list(range(300)), room=8)):
+    for request in (
+        Request("r", [1], room=8),
+        Request("s", [1], room=7),
+        Request("s", list(range(300)), room=8),
+    ):
         with pytest.raises(RequestError):
             pair.prefill.add(request)
     assert pair.decode.stats()["requests"] == pair.prefill.stats()["requests"] == 1
@@ -352,17 +373,19 @@ def test_stats_and_peers(pair: NodePair) -> None:
     pair.until(lambda: "r" in pair.d.running)
     stats = pair.decode.stats()
     wanted = {
-        "admitted": 1, "prompt_tokens": 10, "hit_tokens": 0, "transferred": 1, "requests": 1, "rooms": 0,
-        "locks": 1, "protected_pages": 2, "evictable_pages": 0, "pages_cached": 2, "pages_owned": 1, "pages_free": 61,
-        "pages_held": 0, "pages_quarantined": 0, "evicted_pages": 0,
+        "admitted": 1, "prompt_tokens": 10, "hit_tokens": 0, "transferred": 1, "requests": 1,
+        "rooms": 0, "locks": 1, "protected_pages": 2, "evictable_pages": 0, "pages_cached": 2,
+        "pages_owned": 1, "pages_free": 61, "pages_held": 0, "pages_quarantined": 0,
+        "evicted_pages": 0,
     }  # fmt: skip
     assert {name: stats[name] for name in wanted} == wanted
     pair.d.hold_running = False
     pair.run("r")
     stats = pair.prefill.stats()
     wanted = {
-        "prompt_tokens": 10, "hit_tokens": 0, "decode_hit_tokens": 0, "sent": 1, "bytes_skipped": 0, "requests": 0,
-        "bytes_sent": page_bytes(pair, 3), "pages_cached": 2, "pages_owned": 0, "locks": 0,
+        "prompt_tokens": 10, "hit_tokens": 0, "decode_hit_tokens": 0, "sent": 1, "bytes_skipped": 0,
+        "requests": 0, "bytes_sent": page_bytes(pair, 3), "pages_cached": 2, "pages_owned": 0,
+        "locks": 0,
     }  # fmt: skip
     assert {name: stats[name] for name in wanted} == wanted
     assert pair.decode.stats()["finished"] == 1
@@ -378,5 +401,7 @@ def test_idle_nodes_keep_each_other_alive(clock: SkippableClock, make_pair: Make
     pair.run("r")
     for _ in range(3):
         clock.skip(NEVER_S, [])
-        pair.until(lambda: pair.decode.peers() == {pair.prefill.endpoint: (pair.prefill.peer_id, "ready")})
+        pair.until(
+            lambda: pair.decode.peers() == {pair.prefill.endpoint: (pair.prefill.peer_id, "ready")}
+        )
         pair.until(lambda: pair.prefill.peers() == {pair.decode.peer_id: "ready"})

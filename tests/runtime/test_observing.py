@@ -1,4 +1,5 @@
-"""What an operator sees of two real nodes: metrics as scraped, the request log, cache events, against what happened."""
+"""What an operator sees of two real nodes: metrics as scraped, the request log, cache events,
+against what happened."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Scrape:
         self._values = parsed(generate_latest(registry).decode())
 
     def get(self, side: str, name: str, **labels: str) -> float:
-        return self._values[f"prefixkv_{name}", frozenset({"node": self._names[side], **labels}.items())]
+        return self._values[
+            f"prefixkv_{name}", frozenset({"node": self._names[side], **labels}.items())
+        ]
 
     def labels(self, name: str) -> list[dict[str, str]]:
         return [dict(labels) for metric, labels in self._values if metric == f"prefixkv_{name}"]
@@ -49,7 +52,9 @@ class Scrape:
 
 def parsed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Every sample once, by name and labels."""
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
     values = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
     assert len(values) == len(samples)
     return values
@@ -79,7 +84,9 @@ def test_a_scrape_says_what_happened(make_pair: MakePair, monkeypatch: pytest.Mo
     assert scrape.get("decode", "oldest_lock_age_seconds") > 0
     assert scrape.labels("oldest_lock_info") == []
     monkeypatch.setattr(metrics, "NAME_AFTER_S", 0.0)
-    assert {"node": pair.decode.peer_id.name, "rid": "holder"} in Scrape(pair).labels("oldest_lock_info")
+    assert {"node": pair.decode.peer_id.name, "rid": "holder"} in Scrape(pair).labels(
+        "oldest_lock_info"
+    )
     pair.p.hold = False
     pair.run("first", "second", "holder")
 
@@ -96,14 +103,25 @@ def test_a_scrape_says_what_happened(make_pair: MakePair, monkeypatch: pytest.Mo
         assert scrape.get(side, "skipped_bytes_total") == (10 + 5 + 10) * page_bytes
         assert scrape.get(side, "peers", state="ready") == 1
         assert scrape.get(side, "locks") == scrape.get(side, "rooms") == 0
-    assert scrape.get("decode", "transfers_total", peer=pair.prefill.endpoint, outcome="success") == 5
-    assert scrape.get("prefill", "transfers_total", peer=pair.decode.peer_id.name, outcome="success") == 5
+    assert (
+        scrape.get("decode", "transfers_total", peer=pair.prefill.endpoint, outcome="success") == 5
+    )
+    assert (
+        scrape.get("prefill", "transfers_total", peer=pair.decode.peer_id.name, outcome="success")
+        == 5
+    )
     assert scrape.get("decode", "requests_total", outcome="finished") == 5
     assert scrape.get("prefill", "requests_total", outcome="sent") == 5
     stats = pair.decode.stats()
     for state in ("free", "owned", "cached", "held", "quarantined"):
         assert scrape.get("decode", "pages", state=state) == stats[f"pages_{state}"]
-    for reason, count in {"pages": 5, "transfer": 5, "flight": 1, "engine": 5, "first_token": 5}.items():
+    for reason, count in {
+        "pages": 5,
+        "transfer": 5,
+        "flight": 1,
+        "engine": 5,
+        "first_token": 5,
+    }.items():
         assert scrape.get("decode", "wait_seconds_count", reason=reason) == count
         assert scrape.get("decode", "wait_seconds_bucket", reason=reason, le="+Inf") == count
     for reason in ("decode", "pages", "compute", "send"):
@@ -149,9 +167,13 @@ def test_evictions_retractions_and_aborts_are_counted(make_pair: MakePair) -> No
     pair.run("aborted")
     scrape = Scrape(pair)
     assert scrape.get("decode", "evicted_pages_total") == pair.decode.stats()["evicted_pages"] > 0
-    assert scrape.get("decode", "eviction_seconds_count") == pair.decode.evictions.cumulative()[-1] > 0
+    assert (
+        scrape.get("decode", "eviction_seconds_count") == pair.decode.evictions.cumulative()[-1] > 0
+    )
     assert scrape.get("decode", "eviction_seconds_sum") > 0
-    assert scrape.get("decode", "transfers_total", peer=pair.prefill.endpoint, outcome="aborted") == 1
+    assert (
+        scrape.get("decode", "transfers_total", peer=pair.prefill.endpoint, outcome="aborted") == 1
+    )
     assert scrape.get("decode", "requests_total", outcome="aborted") == 1
     assert scrape.get("decode", "retractions_total") == scrape.get("decode", "retries_total") == 0
 
@@ -166,12 +188,21 @@ def test_scrapes_from_another_thread_while_requests_run(pair: NodePair) -> None:
         try:
             while not done.is_set():
                 scrape = Scrape(pair)
-                seen.append(sum(scrape.get("decode", "prompt_tokens_total", **labels) for labels in namespaces(scrape)))
+                seen.append(
+                    sum(
+                        scrape.get("decode", "prompt_tokens_total", **labels)
+                        for labels in namespaces(scrape)
+                    )
+                )
         except BaseException as error:
             failures.append(error)
 
     def namespaces(scrape: Scrape) -> list[dict[str, str]]:
-        own = [label for label in scrape.labels("prompt_tokens_total") if label["node"] == pair.decode.peer_id.name]
+        own = [
+            label
+            for label in scrape.labels("prompt_tokens_total")
+            if label["node"] == pair.decode.peer_id.name
+        ]
         return [{"namespace": label["namespace"]} for label in own]
 
     scraper = threading.Thread(target=scrape_on)
@@ -187,7 +218,9 @@ def test_scrapes_from_another_thread_while_requests_run(pair: NodePair) -> None:
         scraper.join()
     assert failures == []
     assert seen == sorted(seen)
-    assert Scrape(pair).get("decode", "prompt_tokens_total", namespace="") == sum(20 + n for n in range(40))
+    assert Scrape(pair).get("decode", "prompt_tokens_total", namespace="") == sum(
+        20 + n for n in range(40)
+    )
 
 
 def test_two_collectors_of_one_registry_are_refused_and_a_closed_node_has_no_metrics() -> None:
@@ -201,7 +234,9 @@ def test_two_collectors_of_one_registry_are_refused_and_a_closed_node_has_no_met
         assert generate_latest(registry) == b""
 
 
-def test_one_record_a_request_on_either_side(pair: NodePair, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_record_a_request_on_either_side(
+    pair: NodePair, caplog: pytest.LogCaptureFixture
+) -> None:
     submit(pair, "quiet", tokens_of(1, 40))
     pair.run("quiet")
     with caplog.at_level(logging.INFO, logger="prefixkv.requests"):
@@ -224,7 +259,10 @@ def test_one_record_a_request_on_either_side(pair: NodePair, caplog: pytest.LogC
     assert decode["outcome"], prefill["outcome"] == ("finished", "sent")
     assert decode["hit_tokens"] == prefill["decode_hit_tokens"] == 40
     assert decode["asked_bytes"] == prefill["sent_bytes"] == 4 * pair.decode.pool.layout.page_bytes
-    steps = [decode[f"{name}_s"] for name in ("admitted", "transferred", "committed", "first_token", "ended")]
+    steps = [
+        decode[f"{name}_s"]
+        for name in ("admitted", "transferred", "committed", "first_token", "ended")
+    ]
     assert steps == sorted(steps)
     steps = [prefill[f"{name}_s"] for name in ("promised", "started", "computed", "ended")]
     assert steps == sorted(steps)

@@ -1,4 +1,5 @@
-"""Two processes over real NIXL, one of which dies, stands still or leaves: what that does to the other."""
+"""Two processes over real NIXL, one of which dies, stands still or leaves: what that does to the
+other."""
 
 from __future__ import annotations
 
@@ -86,9 +87,14 @@ class WithPrefillChild:
         assert self.d.mismatches == self.d.wrong_aux == 0
 
 
-@pytest.mark.parametrize(("_wire", "restarts_first"), [("tcp", False), ("shared memory", True)], indirect=["_wire"])
-def test_prefill_is_killed(start: Any, stack: ExitStack, clock: SkippableClock, restarts_first: bool) -> None:
-    """Requests end, by deadline or when another answers under the name; pages come back by a fence alone."""
+@pytest.mark.parametrize(
+    ("_wire", "restarts_first"), [("tcp", False), ("shared memory", True)], indirect=["_wire"]
+)
+def test_prefill_is_killed(
+    start: Any, stack: ExitStack, clock: SkippableClock, restarts_first: bool
+) -> None:
+    """Requests end, by deadline or when another answers under the name; pages come back by a fence
+    alone."""
     there = WithPrefillChild(start, stack)
     lost = there.child.peer_id
     there.submit("between two chunks", 1, 2, "kill")
@@ -105,8 +111,12 @@ def test_prefill_is_killed(start: Any, stack: ExitStack, clock: SkippableClock, 
     assert all(isinstance(error, expected) for error in errors), errors
     clock.skip(NEVER_S, [there.node])
     there.until(lambda: there.node.stats()["pages_quarantined"] == 3 * 32)
-    if restarts_first:  # it goes on with the new one, and that it is there proves nothing of the old one's writes
-        there.until(lambda: there.node.peers()[there.child.endpoint] == (there.child.peer_id, "ready"))
+    if (
+        restarts_first
+    ):  # it goes on with the new one, and that it is there proves nothing of the old one's writes
+        there.until(
+            lambda: there.node.peers()[there.child.endpoint] == (there.child.peer_id, "ready")
+        )
         there.submit("again", 4)
         there.until(lambda: "again" in there.d.ended)
         assert there.node.stats()["pages_quarantined"] == 3 * 32
@@ -125,7 +135,8 @@ def test_prefill_is_killed(start: Any, stack: ExitStack, clock: SkippableClock, 
 def test_prefill_stands_still_past_every_deadline_and_goes_on(
     start: Any, stack: ExitStack, clock: SkippableClock
 ) -> None:
-    """What it writes when it wakes lands in quarantined pages; they come back when it says it is done."""
+    """What it writes when it wakes lands in quarantined pages; they come back when it says it is
+    done."""
     there = WithPrefillChild(start, stack)
     pool, allocator = there.node.pool, there.node.scheduler.books.allocator
     there.submit("r", 1, 1, "stop")
@@ -149,7 +160,9 @@ def test_prefill_stands_still_past_every_deadline_and_goes_on(
     there.child.call("skip", NEVER_S)
     there.until(lambda: not left(there.node))
     assert pool.read_pages(others).equal(before)
-    assert not pool.read_pages(quarantined).equal(late_before), "nothing came late: the test has shown nothing"
+    assert not pool.read_pages(quarantined).equal(late_before), (
+        "nothing came late: the test has shown nothing"
+    )
     # To prefill it may be a success: it was all written before decode's abort was heard.
     until(lambda: "r" in there.child.call("names", "failed") + there.child.call("get", "sent"))
     there.run("again", 2)
@@ -160,7 +173,8 @@ def test_prefill_stands_still_past_every_deadline_and_goes_on(
 
 @pytest.mark.parametrize("_wire", ["tcp"], indirect=True)
 def test_a_data_plane_that_is_cut_costs_a_request_and_no_page(start: Any, stack: ExitStack) -> None:
-    """Both processes live on. What failed to be written is proved to be over by prefill itself: nobody is fenced."""
+    """Both processes live on. What failed to be written is proved to be over by prefill itself:
+    nobody is fenced."""
     there = WithPrefillChild(start, stack)
     for number in range(30):  # a write may have ended just before: then another time
         rid = f"cut {number}"
@@ -185,8 +199,11 @@ def left_there(child: NodeProcess) -> int:
     return sum(stats[name] for name in ("requests", "rooms", "locks", "pages_owned"))
 
 
-def test_prefill_leaves_in_the_middle_and_another_takes_its_place(start: Any, stack: ExitStack) -> None:
-    """Its farewell is a fence: all pages are back before the deadlines that would only quarantine them."""
+def test_prefill_leaves_in_the_middle_and_another_takes_its_place(
+    start: Any, stack: ExitStack
+) -> None:
+    """Its farewell is a fence: all pages are back before the deadlines that would only quarantine
+    them."""
     there = WithPrefillChild(start, stack)
     there.submit("half", 1, 2, "never")
     there.submit("none", 2, 0, "never")
@@ -220,7 +237,9 @@ def test_aborts_from_both_sides(start: Any, stack: ExitStack) -> None:
     there.until(lambda: len(there.d.ended) == 1 + len(rids))
     for rid in there.child.call("get", "added"):
         if there.d.ended[rid.partition(".")[0]] is not None:
-            there.child.call("abort", rid)  # decode may have ended it before it was promised anything
+            there.child.call(
+                "abort", rid
+            )  # decode may have ended it before it was promised anything
     there.check_at_rest()
     until(lambda: not left_there(there.child))
     there.child.call("check_at_rest")
@@ -230,7 +249,8 @@ def test_aborts_from_both_sides(start: Any, stack: ExitStack) -> None:
 
 
 def test_decode_is_killed(start: Any, stack: ExitStack) -> None:
-    """Prefill's requests fail, its pages are free again, and it serves whoever comes next under the name."""
+    """Prefill's requests fail, its pages are free again, and it serves whoever comes next under the
+    name."""
     config = DecodeConfig(control=QUICK, reserve_tokens=0)  # four of these have room at once
     child = start("decode", config, POOL)
     node = stack.enter_context(PrefillNode(make_pool(**POOL), PrefillConfig(control=QUICK)))

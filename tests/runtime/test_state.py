@@ -1,4 +1,5 @@
-"""Extra state of requests over real NIXL: it arrives on every rank, and no prefix hit is served without it."""
+"""Extra state of requests over real NIXL: it arrives on every rank, and no prefix hit is served
+without it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from tests.models.state_workers import StatePair, owner_of
 from tests.runtime.conftest import QUICK
 
 ONE = Mesh(4, 4)
-QUICKLY = {"prefill_config": PrefillConfig(control=QUICK), "decode_config": DecodeConfig(control=QUICK)}
+QUICKLY = {
+    "prefill_config": PrefillConfig(control=QUICK),
+    "decode_config": DecodeConfig(control=QUICK),
+}
 
 
 def mesh(tp: int, pp: int = 1) -> Mesh:
@@ -77,7 +81,11 @@ def test_no_more_requests_are_admitted_than_there_are_slots() -> None:
         done = 0
         while done < 5:
             pair.until(lambda: bool(pair.arrived))
-            held = [req.state_slot for req in pair.decode.scheduler.requests.values() if req.state_slot >= 0]
+            held = [
+                req.state_slot
+                for req in pair.decode.scheduler.requests.values()
+                if req.state_slot >= 0
+            ]
             assert len(held) == len(set(held)) <= 2
             pair.finish(next(iter(pair.arrived)))
             done += 1
@@ -142,7 +150,9 @@ def test_prefill_goes_on_from_its_own_prefix_only_as_far_as_the_engine_has_the_s
         for number, known in enumerate([[], [], [22], [22, 40]]):
             pair.snapshots.update(owner_of(tokens[:end]) for end in known)
             if 22 in known:
-                pair.snapshots.add(owner_of(tokens[:20]))  # an engine that rounds to pages has this one
+                pair.snapshots.add(
+                    owner_of(tokens[:20])
+                )  # an engine that rounds to pages has this one
             rid = str(number)
             pair.submit(rid, tokens, room=number + 1)
             pair.until(lambda rid=rid: rid in pair.arrived)
@@ -187,12 +197,17 @@ def test_a_slot_goes_with_the_last_chunk_and_with_no_other() -> None:
         ((StateTensor("other", 0, 4, (3, 5), "float16"), *TENSORS[1:]), "state[0].name"),
         ((SHARDED, StateTensor("tail", 0, 1, (40,), "uint8"), *TENSORS[2:]), "state[1].layer"),
         ((SHARDED, StateTensor("tail", 1, 2, (20,), "uint8"), *TENSORS[2:]), "state[1].num_heads"),
-        ((SHARDED, StateTensor("tail", 1, 1, (20, 2), "uint8"), *TENSORS[2:]), "state[1].head_shape"),
+        (
+            (SHARDED, StateTensor("tail", 1, 1, (20, 2), "uint8"), *TENSORS[2:]),
+            "state[1].head_shape",
+        ),
         ((StateTensor("conv", 0, 4, (3, 5), "bfloat16"), *TENSORS[1:]), "state[0].dtype"),
     ],
 )
 @pytest.mark.parametrize("turned", [False, True])
-def test_workers_of_other_state_refuse_each_other(theirs: tuple[StateTensor, ...], field: str, turned: bool) -> None:
+def test_workers_of_other_state_refuse_each_other(
+    theirs: tuple[StateTensor, ...], field: str, turned: bool
+) -> None:
     ours, other = (StateMemory(t, 2, ONE).pool() if t else None for t in (TENSORS, theirs))
     prefill, decode = (other, ours) if turned else (ours, other)
     more = {"prefill_more": {"states": [prefill]}, "decode_more": {"states": [decode]}}
@@ -205,7 +220,9 @@ def test_workers_of_other_state_refuse_each_other(theirs: tuple[StateTensor, ...
 def test_heads_that_would_come_from_ranks_that_send_no_kv_are_refused() -> None:
     meshes = Mesh(2, 1, 2), Mesh(2, 1)
     tensors = (StateTensor("conv", 0, 2, (4,)),)
-    states = [[StateMemory(tensors, 2, m, rank).pool() for rank in range(m.num_ranks)] for m in meshes]
+    states = [
+        [StateMemory(tensors, 2, m, rank).pool() for rank in range(m.num_ranks)] for m in meshes
+    ]
     more = {"prefill_more": {"states": states[0]}, "decode_more": {"states": states[1]}}
     with MeshPair(*meshes, attention="mla", **QUICKLY, **more) as pair:  # type: ignore[arg-type]
         pair.submit("r", tokens_of(0, 10), room=1)

@@ -95,8 +95,8 @@ def test_close_gives_the_descriptor_back_and_later_puts_touch_no_other() -> None
 
 
 # --- interleavings, each forced -------------------------------------------------------------------
-# A writer notes that it will write the descriptor, then does; a reader reads it, strikes the note out, then
-# takes the items. The other side is let in between two of these steps.
+# A writer notes that it will write the descriptor, then does; a reader reads it, strikes the note
+# out, then takes the items. The other side is let in between two of these steps.
 
 
 def nothing_is_stuck(inbox: Inbox[int], taken: list[int], want: list[int]) -> None:
@@ -113,7 +113,9 @@ def nothing_is_stuck(inbox: Inbox[int], taken: list[int], want: list[int]) -> No
     assert inbox.drain() == [99]
 
 
-def let_a_writer_in(inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, after_read: bool, puts: int) -> None:
+def let_a_writer_in(
+    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, after_read: bool, puts: int
+) -> None:
     """The reader's next read of the descriptor is interrupted by a writer."""
     read = threads.hush
 
@@ -147,8 +149,11 @@ def test_a_writer_around_the_read_of_a_reader_that_waits(
     nothing_is_stuck(inbox, inbox.drain(), [2])
 
 
-def test_a_wait_goes_on_when_the_bell_rang_for_nothing(inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it rang for another call has drained, say: it rings just before the reader sleeps, then an item comes."""
+def test_a_wait_goes_on_when_the_bell_rang_for_nothing(
+    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it rang for another call has drained, say: it rings just before the reader sleeps, then
+    an item comes."""
     hush = threads.hush
     writers = iter([inbox.rouse, lambda: inbox.put(1)])
 
@@ -167,7 +172,8 @@ def test_a_wait_goes_on_when_the_bell_rang_for_nothing(inbox: Inbox[int], monkey
 def test_a_reader_between_the_writer_s_note_and_its_write(
     inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, others: list[int]
 ) -> None:
-    """The reader takes the item before it is announced; the announcement that follows must not stay."""
+    """The reader takes the item before it is announced; the announcement that follows must not
+    stay."""
     write = threads.ring
     taken: list[int] = []
 
@@ -184,7 +190,8 @@ def test_a_reader_between_the_writer_s_note_and_its_write(
 
 
 def test_two_writers_that_both_write(inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither saw the other's note. The reader is let in after the first write; the second must not stay."""
+    """Neither saw the other's note. The reader is let in after the first write; the second must not
+    stay."""
     write = threads.ring
     notes = inbox._begun
 
@@ -240,7 +247,8 @@ def jumpy() -> Iterator[None]:
 @pytest.mark.parametrize("how", ["drain", "wait"])
 @pytest.mark.usefixtures("jumpy")
 def test_many_writers_and_one_reader_that_sleeps_in_between(how: str) -> None:
-    """The reader looks only when it is told to: one lost wake-up leaves items that nobody announces."""
+    """The reader looks only when it is told to: one lost wake-up leaves items that nobody
+    announces."""
     inbox: Inbox[tuple[int, int]] = Inbox()
     num_writers, num_items = 4, 10_000
     poller = select.poll()
@@ -274,7 +282,8 @@ def test_many_writers_and_one_reader_that_sleeps_in_between(how: str) -> None:
 
 @pytest.mark.usefixtures("jumpy")
 def test_one_item_at_a_time_is_never_late() -> None:
-    """Ping and pong: each side sleeps until the other has written, so any lost wake-up stops both for good."""
+    """Ping and pong: each side sleeps until the other has written, so any lost wake-up stops both
+    for good."""
     ping: Inbox[int] = Inbox()
     pong: Inbox[int] = Inbox()
     rounds = 2000

@@ -1,4 +1,5 @@
-"""The contract suite runs on each of these: the fake, NIXL in shared memory, over TCP, and with more threads."""
+"""The contract suite runs on each of these: the fake, NIXL in shared memory, over TCP, and with
+more threads."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from tests.models.transport_driver import Driver, FakeDriver, NixlDriver
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     if request.param == "nixl-tcp":
         monkeypatch.setenv("UCX_TLS", "tcp")  # read when an agent is created
-    made = FakeDriver() if request.param == "fake" else NixlDriver(3 if "threads" in request.param else 1)
+    made = (
+        FakeDriver()
+        if request.param == "fake"
+        else NixlDriver(3 if "threads" in request.param else 1)
+    )
     try:
         yield made
     finally:
@@ -21,7 +26,9 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture(params=["nixl", "nixl-tcp"])
-def nixl_driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlDriver]:
+def nixl_driver(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[NixlDriver]:
     if request.param == "nixl-tcp":
         monkeypatch.setenv("UCX_TLS", "tcp")
     made = NixlDriver()

@@ -1,4 +1,5 @@
-"""What every transport keeps: the fake, NIXL in shared memory, over TCP, and with more posting threads."""
+"""What every transport keeps: the fake, NIXL in shared memory, over TCP, and with more posting
+threads."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def test_pages_arrive_whole_and_nothing_else_changes(
     driver: Driver, src_order: str, dst_order: str, contiguous: bool
 ) -> None:
     writer, target = driver.pair(src_order, dst_order)
-    src, dst = (list(range(3, 13)), list(range(8, 18))) if contiguous else (some_pages(10), some_pages(10))
+    src, dst = (
+        (list(range(3, 13)), list(range(8, 18))) if contiguous else (some_pages(10), some_pages(10))
+    )
     after = expected(writer, target, src, dst)
     writer.transport.write(writer.job(1, target, src, dst))
     driver.until(writer.ends)
@@ -78,7 +81,10 @@ def test_many_jobs_each_end_once_with_their_bytes(driver: Driver) -> None:
     a, b = driver.pair("page_kv", "layer_major", config=config)
     b.add(a)
     a.transport.expect(1)
-    source_a, source_b = list(range(12)), list(range(12))  # each writes its lower half into the other's upper
+    source_a, source_b = (
+        list(range(12)),
+        list(range(12)),
+    )  # each writes its lower half into the other's upper
     after_b = expected(a, b, source_a, [12 + p for p in source_a])
     after_a = expected(b, a, source_b, [12 + p for p in source_b])
     for n in range(12):
@@ -97,7 +103,10 @@ def test_two_peers_get_their_own(driver: Driver) -> None:
     two = driver.node("decode-2", "heads_first")
     writer.add(two)
     two.transport.expect(1)
-    after_one, after_two = expected(writer, one, [1, 2], [5, 6]), expected(writer, two, [3, 2], [5, 6])
+    after_one, after_two = (
+        expected(writer, one, [1, 2], [5, 6]),
+        expected(writer, two, [3, 2], [5, 6]),
+    )
     writer.transport.write(writer.job(1, one, [1, 2], [5, 6]))
     writer.transport.write(writer.job(2, two, [3, 2], [5, 6]))
     driver.until(lambda: len(writer.ends()) == 2 and one.tags() and two.tags())
@@ -110,7 +119,9 @@ def test_nothing_is_posted_before_ready_and_other_rooms_go_on(driver: Driver) ->
     gate = Gate(driver)
     before = target.pool.pages()
     writer.transport.write(writer.job(1, target, [1], [2], room=1, ready=gate))
-    writer.transport.write(writer.job(2, target, [1], [3], room=1))  # behind it: a room's jobs go in order
+    writer.transport.write(
+        writer.job(2, target, [1], [3], room=1)
+    )  # behind it: a room's jobs go in order
     writer.transport.write(writer.job(3, target, [4], [5], room=2))
     driver.until(lambda: writer.ends(3) and gate.queries > 2)
     assert not writer.ends(1, 2)

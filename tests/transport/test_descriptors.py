@@ -1,4 +1,5 @@
-"""Runs, indices and parts against brute force: copies byte by byte, descriptors merged one by one."""
+"""Runs, indices and parts against brute force: copies byte by byte, descriptors merged one by
+one."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ shapes = st.builds(
 )
 mla_shapes = shapes.map(lambda shape: replace(shape, num_kv_heads=1, attention="mla"))
 page_pairs = st.lists(
-    st.tuples(st.integers(0, NUM_PAGES - 1), st.integers(0, NUM_PAGES - 2)), min_size=1, max_size=NUM_PAGES,
-    unique_by=lambda pair: pair[1],
+    st.tuples(st.integers(0, NUM_PAGES - 1), st.integers(0, NUM_PAGES - 2)), min_size=1,
+    max_size=NUM_PAGES, unique_by=lambda pair: pair[1],
 )  # fmt: skip
 
 
@@ -48,8 +49,11 @@ def _block(table: np.ndarray, num_pages: int, index: int) -> tuple[int, int, int
     return run, address + page * stride, length, stride == length
 
 
-def _descriptors(runs: Runs, part: Part, src: np.ndarray, dst: np.ndarray) -> list[tuple[int, int, int]]:
-    """(source address, target address, bytes) after NIXL's merging, which this repeats pair by pair."""
+def _descriptors(
+    runs: Runs, part: Part, src: np.ndarray, dst: np.ndarray
+) -> list[tuple[int, int, int]]:
+    """(source address, target address, bytes) after NIXL's merging, which this repeats pair by
+    pair."""
     merged: list[tuple[int, int, int]] = []
     last = None
     for i, j in zip(*part_indices(runs, part, src, dst), strict=True):
@@ -70,13 +74,22 @@ def _arrays(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(
-    shape=st.one_of(shapes, mla_shapes), src_order=st.sampled_from(ORDERS), dst_order=st.sampled_from(ORDERS),
-    pairs=page_pairs, max_bytes=st.integers(1, 400), max_descriptors=st.integers(1, 12),
+    shape=st.one_of(shapes, mla_shapes), src_order=st.sampled_from(ORDERS),
+    dst_order=st.sampled_from(ORDERS), pairs=page_pairs, max_bytes=st.integers(1, 400),
+    max_descriptors=st.integers(1, 12),
 )  # fmt: skip
 def test_parts_copy_each_byte_once_within_their_bounds(
-    shape: Shape, src_order: str, dst_order: str, pairs: list[tuple[int, int]], max_bytes: int, max_descriptors: int
+    shape: Shape,
+    src_order: str,
+    dst_order: str,
+    pairs: list[tuple[int, int]],
+    max_bytes: int,
+    max_descriptors: int,
 ) -> None:
-    source, target = make_pool(src_order, NUM_PAGES, shape), make_pool(dst_order, NUM_PAGES - 1, shape)
+    source, target = (
+        make_pool(src_order, NUM_PAGES, shape),
+        make_pool(dst_order, NUM_PAGES - 1, shape),
+    )
     source.fill(1)
     target.fill(2)
     expected = target.pages()
@@ -101,7 +114,10 @@ def test_parts_copy_each_byte_once_within_their_bounds(
     for part, following in pairwise(parts):  # each part is as large as it may be
         if part.group == following.group:
             more = part._replace(stop=part.stop + 1)
-            assert more.num_bytes > max_bytes or len(_descriptors(runs, more, src, dst)) > max_descriptors
+            assert (
+                more.num_bytes > max_bytes
+                or len(_descriptors(runs, more, src, dst)) > max_descriptors
+            )
 
 
 SLABS = 4  # of the default shape: 2 layers, K and V
@@ -129,7 +145,9 @@ def test_blocks_are_as_large_as_both_sides_allow(src: str, dst: str, num_runs: i
         assert {int(x) for x in runs.src[:, 1]} == {256 // num_runs}
 
 
-@pytest.mark.parametrize(("order", "dense"), [("page_major", True), ("layer_major", True), ("padded", False)])
+@pytest.mark.parametrize(
+    ("order", "dense"), [("page_major", True), ("layer_major", True), ("padded", False)]
+)
 def test_only_pages_that_touch_are_dense(order: str, dense: bool) -> None:
     runs = paired_runs(make_pool("layer_major", 5).layout, make_pool(order, 5).layout)
     # a slab's page of a page_major pool does not touch that of the next page
@@ -142,8 +160,9 @@ def test_blocks_never_cross_a_region() -> None:
     memory = np.zeros(64, np.uint8)
     base = memory.ctypes.data
     layout = KVLayout(
-        num_pages=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=32, dtype="uint8", attention="mha",
-        order="strided", slabs=(Slab(base, 0, 0, 0), Slab(base + 32, 0, 0, 0)), regions=((base, 64),),
+        num_pages=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=32, dtype="uint8",
+        attention="mha", order="strided", slabs=(Slab(base, 0, 0, 0), Slab(base + 32, 0, 0, 0)),
+        regions=((base, 64),),
     )  # fmt: skip
     assert paired_runs(layout, layout).num_runs == 1
     apart = msgspec.structs.replace(layout, regions=((base, 32), (base + 32, 32)))
@@ -202,8 +221,14 @@ def test_more_blocks_than_an_index_reaches_are_refused() -> None:
         paired_runs(more, more)
 
 
-@given(pages=st.lists(st.integers(0, 9), min_size=1, max_size=6), num_runs=st.integers(1, 5), data=st.data())
-def test_a_slice_of_indices_is_a_slice_of_all(pages: list[int], num_runs: int, data: st.DataObject) -> None:
+@given(
+    pages=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    num_runs=st.integers(1, 5),
+    data=st.data(),
+)
+def test_a_slice_of_indices_is_a_slice_of_all(
+    pages: list[int], num_runs: int, data: st.DataObject
+) -> None:
     everything = [run * 10 + page for run in range(num_runs) for page in pages]
     start = data.draw(st.integers(0, len(everything) - 1))
     stop = data.draw(st.integers(start + 1, len(everything)))

@@ -25,7 +25,11 @@ SHAPE = Shape()
 
 
 def make_node(
-    fabric: FakeFabric, name: str, order: str = "page_major", incarnation: int = 1, shape: Shape = SHAPE
+    fabric: FakeFabric,
+    name: str,
+    order: str = "page_major",
+    incarnation: int = 1,
+    shape: Shape = SHAPE,
 ) -> Node:
     me = PeerId(name, incarnation)
     pool = make_pool(order, 16, shape)
@@ -48,7 +52,10 @@ def run_once(seed: int) -> tuple[int, list[Any], list[bytes]]:
     for n in range(6):
         writer.transport.write(writer.job(n, target, [n, 15 - n], [n, 15 - n], room=n % 2))
     fabric.run()
-    described = [(type(e).__name__, getattr(e, "job_id", None), getattr(e, "tag", None)) for e in writer.events]
+    described = [
+        (type(e).__name__, getattr(e, "job_id", None), getattr(e, "tag", None))
+        for e in writer.events
+    ]
     return fabric.steps, described + target.events, target.pool.pages()
 
 
@@ -79,7 +86,10 @@ def test_a_job_ends_once_and_drained_means_that_nothing_lands_any_more(seed: int
         for event in writer.events[seen:]:
             if isinstance(event, WriteDone):
                 n = event.job_id
-                assert [target.pool.page(2 * n), target.pool.page(2 * n + 1)] == [source[n], source[15 - n]]
+                assert [target.pool.page(2 * n), target.pool.page(2 * n + 1)] == [
+                    source[n],
+                    source[15 - n],
+                ]
                 drained[n] = n
             elif isinstance(event, WriteFailed) and event.drained:
                 drained[event.job_id] = event.job_id
@@ -268,7 +278,7 @@ def test_a_run_that_never_ends_and_a_second_self_are_refused() -> None:
         make_node(fabric, "prefill")
 
 
-# --- staged writes ----------------------------------------------------------------------------------
+# --- staged writes --------------------------------------------------------------------------------
 
 
 def staged_pair(fabric: FakeFabric) -> tuple[Node, Node]:
@@ -277,7 +287,9 @@ def staged_pair(fabric: FakeFabric) -> tuple[Node, Node]:
         me, pool, staging = PeerId(name, 1), make_pool("page_major", 16), Staging(8, len(name))
         node = Node(me, pool, None, staging=staging)
         config = TransportConfig(post_bytes=2 * BLOCK_BYTES)
-        node.transport = fabric.transport(me, pool.layout, node.events.append, config, node, staging.area)
+        node.transport = fabric.transport(
+            me, pool.layout, node.events.append, config, node, staging.area
+        )
         nodes.append(node)
     nodes[0].add(nodes[1])
     nodes[1].transport.expect(1)
@@ -288,13 +300,19 @@ def test_each_landing_in_staging_is_shown_to_its_guard_with_the_tag() -> None:
     shown: list[tuple[PeerId, int, int, list[int]]] = []
     refused: list[object] = []
     fabric = FakeFabric(1, guard=lambda *args: refused.append(args))
-    fabric.staging_guard = lambda peer, tag, blocks: shown.append((peer, tag.room, tag.part, blocks.tolist()))
+    fabric.staging_guard = lambda peer, tag, blocks: shown.append(
+        (peer, tag.room, tag.part, blocks.tolist())
+    )
     writer, target = staged_pair(fabric)
     writer.transport.write(writer.job(1, target, [0, 1, 2], [7, 3, 5], room=9, route="staging"))
     fabric.run()
     assert not refused
     assert {(peer, room) for peer, room, *_ in shown} == {(target.me, 9)}
-    assert sorted((part, block) for _, _, part, blocks in shown for block in blocks) == [(0, 3), (0, 7), (1, 5)]
+    assert sorted((part, block) for _, _, part, blocks in shown for block in blocks) == [
+        (0, 3),
+        (0, 7),
+        (1, 5),
+    ]
     writer.transport.write(writer.job(2, target, [0], [0]))
     fabric.run()
     assert len(refused) == 1, "pages go to the guard of pages"
@@ -341,7 +359,10 @@ def test_pages_are_named_to_the_guard_as_their_owner_counts_them() -> None:
     """Not as units of the smaller pages on the other side."""
     landed: set[int] = set()
     fabric = FakeFabric(1, guard=lambda peer, room, pages: landed.update(pages.tolist()))
-    writer, target = make_node(fabric, "prefill"), make_node(fabric, "decode", shape=Shape(page_size=8))
+    writer, target = (
+        make_node(fabric, "prefill"),
+        make_node(fabric, "decode", shape=Shape(page_size=8)),
+    )
     writer.add(target)
     writer.transport.write(writer.job(1, target, [0, 1, 2], [6, 7, 21]))  # two units a page
     fabric.run()

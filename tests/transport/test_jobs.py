@@ -42,13 +42,20 @@ class Desk:
         self.table.part_posted(job)
         return job, number
 
-    def end(self, job: ActiveJob, number: int, error: Exception | None = None, may_land: bool = True) -> None:
+    def end(
+        self, job: ActiveJob, number: int, error: Exception | None = None, may_land: bool = True
+    ) -> None:
         self.table.part_ended(job, job.parts[number], error, may_land)
 
 
 def test_rooms_take_turns_and_the_jobs_of_a_room_go_in_order() -> None:
     desk = Desk()
-    desk.start(write_job(1, room=10), write_job(2, room=10), write_job(3, room=20), write_job(4, room=30, num_pages=1))
+    desk.start(
+        write_job(1, room=10),
+        write_job(2, room=10),
+        write_job(3, room=20),
+        write_job(4, room=30, num_pages=1),
+    )
     order = []
     while desk.outbox:
         job, number = desk.post()
@@ -70,7 +77,9 @@ def test_a_job_is_done_with_its_last_part_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("may_land", [True, False])
-def test_after_an_error_nothing_is_posted_and_the_end_waits_for_what_is_in_flight(may_land: bool) -> None:
+def test_after_an_error_nothing_is_posted_and_the_end_waits_for_what_is_in_flight(
+    may_land: bool,
+) -> None:
     desk = Desk()
     desk.start(write_job(1, 1, num_pages=4))
     posted = [desk.post() for _ in range(3)]
@@ -86,7 +95,9 @@ def test_after_an_error_nothing_is_posted_and_the_end_waits_for_what_is_in_fligh
 
 def test_cancel_stops_what_is_not_posted_only() -> None:
     desk = Desk()
-    desk.start(write_job(1, 1, num_pages=3), write_job(2, 2, num_pages=1), write_job(3, 3, num_pages=1))
+    desk.start(
+        write_job(1, 1, num_pages=3), write_job(2, 2, num_pages=1), write_job(3, 3, num_pages=1)
+    )
     first = desk.post()
     desk.table.cancel(1)
     assert not desk.events  # a part is in flight

@@ -1,4 +1,5 @@
-"""What NIXL makes of our runs: it merges contiguous pages where both layouts allow, also of unequal sizes."""
+"""What NIXL makes of our runs: it merges contiguous pages where both layouts allow, also of unequal
+sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def agent() -> Iterator[Any]:
     """An agent that writes to itself."""
     import nixl._api as api
 
-    config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], capture_telemetry=True)
+    config = api.nixl_agent_config(
+        enable_prog_thread=False, backends=["UCX"], capture_telemetry=True
+    )
     agent = api.nixl_agent("merging", config)
     yield agent
     del agent
@@ -38,7 +41,12 @@ def agent() -> Iterator[Any]:
         (("layer_major", 2), ("layer_major", 2), FRESH, SLABS),
         (("layer_major", 2), ("layer_major", 8), FRESH, SLABS),
         (("layer_major", 8), ("layer_major", 2), FRESH, SLABS),
-        (("layer_major", 2), ("page_major", 8), FRESH, SLABS * NUM_UNITS // 4),  # inside each large page
+        (
+            ("layer_major", 2),
+            ("page_major", 8),
+            FRESH,
+            SLABS * NUM_UNITS // 4,
+        ),  # inside each large page
         (("page_major", 8), ("layer_major", 2), FRESH, SLABS * NUM_UNITS // 4),
         (("page_major", 2), ("page_major", 8), FRESH, SLABS * NUM_UNITS),  # neighbours nowhere
         (("page_major", 2), ("page_major", 2), FRESH, 1),
@@ -47,7 +55,11 @@ def agent() -> Iterator[Any]:
     ],
 )
 def test_contiguous_pages_reach_nixl_as_neighbours(
-    agent: Any, src: tuple[str, int], dst: tuple[str, int], pages: dict[int, tuple[int, ...]], num_descriptors: int
+    agent: Any,
+    src: tuple[str, int],
+    dst: tuple[str, int],
+    pages: dict[int, tuple[int, ...]],
+    num_descriptors: int,
 ) -> None:
     virtual, memory, layouts, registered = [], [], [], []
     for order, page_size in (src, dst):
@@ -66,7 +78,9 @@ def test_contiguous_pages_reach_nixl_as_neighbours(
     local = agent.prep_xfer_dlist("", runs.src, "DRAM")
     remote = agent.prep_xfer_dlist("merging", runs.dst, "DRAM")
     units = [
-        unit_pages(np.array(pages[layout.page_size], np.int32), layout.page_size // UNIT, 0, NUM_UNITS)
+        unit_pages(
+            np.array(pages[layout.page_size], np.int32), layout.page_size // UNIT, 0, NUM_UNITS
+        )
         for layout in layouts
     ]
     sent = 0

@@ -1,4 +1,5 @@
-"""What only real NIXL can show: other processes that die or stand still, and the end of an agent."""
+"""What only real NIXL can show: other processes that die or stand still, and the end of an
+agent."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def add_child(writer: Node, child: Child) -> Node:
     return Node(child.me, writer.pool, None)
 
 
-def write_until_failed(driver: NixlDriver, writer: Node, to: Node, first_job: int, pages: list[int]) -> int:
+def write_until_failed(
+    driver: NixlDriver, writer: Node, to: Node, first_job: int, pages: list[int]
+) -> int:
     """Writes jobs until one fails; returns its id."""
     for job_id in range(first_job, first_job + 200):
         writer.transport.write(writer.job(job_id, to, pages, pages))
@@ -54,8 +57,13 @@ def write_until_failed(driver: NixlDriver, writer: Node, to: Node, first_job: in
 
 
 def test_importing_the_package_loads_no_nixl() -> None:
-    program = "import sys, prefixkv.transport, prefixkv.transport.fake; sys.exit('nixl' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE_S).returncode == 0
+    program = (
+        "import sys, prefixkv.transport, prefixkv.transport.fake; sys.exit('nixl' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE_S).returncode
+        == 0
+    )
 
 
 def test_close_ends_the_thread_and_destroys_the_agent(nixl_driver: NixlDriver) -> None:
@@ -69,7 +77,8 @@ def test_close_ends_the_thread_and_destroys_the_agent(nixl_driver: NixlDriver) -
 
 
 def test_close_says_so_when_the_agent_cannot_be_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else holds the agent: then its writes are not fenced, and no job is called drained."""
+    """Somebody else holds the agent: then its writes are not fenced, and no job is called
+    drained."""
     held: list[Any] = []
     create = nixl_agent.nixl_api.nixl_agent
 
@@ -100,13 +109,18 @@ def test_close_says_so_when_the_agent_cannot_be_destroyed(monkeypatch: pytest.Mo
 
 
 def test_an_error_met_by_the_thread_does_not_keep_the_agent(nixl_driver: NixlDriver) -> None:
-    """Errors go out in events, their tracebacks stay behind: a frame in one would hold the agent."""
+    """Errors go out in events, their tracebacks stay behind: a frame in one would hold the
+    agent."""
     writer, target = nixl_driver.pair()
     writer.transport.add_peer(PeerId("garbage", 1), b"\x00", target.pool.layout)
     named_right = writer.transport.metadata.replace(b"prefill", b"garbage")
-    writer.transport.add_peer(PeerId("garbage", writer.me.incarnation), named_right[:90], target.pool.layout)
+    writer.transport.add_peer(
+        PeerId("garbage", writer.me.incarnation), named_right[:90], target.pool.layout
+    )
     nixl_driver.until(lambda: len(writer.of(PeerUnreachable)) == 2)
-    assert type(writer.of(PeerUnreachable)[1].error).__module__.startswith("nixl")  # the type is kept
+    assert type(writer.of(PeerUnreachable)[1].error).__module__.startswith(
+        "nixl"
+    )  # the type is kept
     writer.transport.close()
 
 
@@ -154,13 +168,16 @@ def test_memory_that_is_not_there_is_an_error_at_start() -> None:
     """The transport that does not start leaves no thread behind, and the error keeps its type."""
     pool = make_pool("layer_major", 4)
     with pytest.raises(Exception, match="NIXL") as caught:
-        NixlTransport(PeerId("gpu", 1), pool.layout, lambda e: None, TransportConfig(memory_type="VRAM"))
+        NixlTransport(
+            PeerId("gpu", 1), pool.layout, lambda e: None, TransportConfig(memory_type="VRAM")
+        )
     assert type(caught.value).__module__.startswith("nixl")
     assert not transport_threads()
 
 
 def test_a_killed_peer_fails_its_own_jobs_only_and_may_come_back(nixl_driver: NixlDriver) -> None:
-    """SIGKILL, then a restart under the same name, then one under the same identity with new metadata."""
+    """SIGKILL, then a restart under the same name, then one under the same identity with new
+    metadata."""
     writer = nixl_driver.node("prefill", "page_major", TransportConfig(), num_pages=4, shape=BIG)
     friend = nixl_driver.node("friend", "page_major", num_pages=4, shape=BIG)
     writer.add(friend)
@@ -176,7 +193,9 @@ def test_a_killed_peer_fails_its_own_jobs_only_and_may_come_back(nixl_driver: Ni
         for job_id in range(100, 110):
             writer.transport.write(writer.job(job_id, to, [0, 1, 2, 3], [3, 2, 1, 0]))
             writer.transport.write(writer.job(job_id + 100, friend, [job_id % 4], [job_id % 4]))
-        nixl_driver.until(lambda: len(writer.ends(*range(200, 210))) == 10)  # the stuck peer stalls nobody
+        nixl_driver.until(
+            lambda: len(writer.ends(*range(200, 210))) == 10
+        )  # the stuck peer stalls nobody
         victim.kill()
         failed = write_until_failed(nixl_driver, writer, to, 1000, [0, 1])
         nixl_driver.until(lambda: len(writer.ends(*range(100, 110))) == 10)
@@ -194,8 +213,12 @@ def test_a_killed_peer_fails_its_own_jobs_only_and_may_come_back(nixl_driver: Ni
         assert successor.pages()[2:] == [writer.pool.page(1), writer.pool.page(2)]
 
         with children(first) as (reborn,):  # the very identity that was lost, without remove_peer
-            writer.transport.add_peer(first, victim.metadata, victim.layout)  # as if nobody had noticed
-            failed = write_until_failed(nixl_driver, writer, Node(first, writer.pool, None), 3000, [0])
+            writer.transport.add_peer(
+                first, victim.metadata, victim.layout
+            )  # as if nobody had noticed
+            failed = write_until_failed(
+                nixl_driver, writer, Node(first, writer.pool, None), 3000, [0]
+            )
             assert failed == 3000
             to = add_child(writer, reborn)
             writer.transport.write(writer.job(4, to, [3], [0]))
@@ -206,7 +229,8 @@ def test_a_killed_peer_fails_its_own_jobs_only_and_may_come_back(nixl_driver: Ni
 
 @pytest.fixture
 def tcp_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlDriver]:
-    """TCP only: there a post needs the target's help, so it stays under way as long as the target stands still."""
+    """TCP only: there a post needs the target's help, so it stays under way as long as the target
+    stands still."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     driver = NixlDriver()
     try:
@@ -216,7 +240,8 @@ def tcp_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlDriver]:
 
 
 def test_a_cut_connection_is_made_anew_at_the_next_write(tcp_driver: NixlDriver) -> None:
-    """The peer lives on, with the very metadata; without removing it first NIXL would go on failing."""
+    """The peer lives on, with the very metadata; without removing it first NIXL would go on
+    failing."""
     writer = tcp_driver.node("prefill", "page_major", TransportConfig(), num_pages=4, shape=BIG)
     with children(PeerId("decode", 5)) as (child,):
         to = add_child(writer, child)
@@ -236,7 +261,8 @@ def test_a_peer_that_stands_still_holds_its_window_and_nobody_else(
     tcp_driver: NixlDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = tcp_driver.node(
-        "prefill", "page_major", TransportConfig(window=3, post_bytes=2 << 20), num_pages=16, shape=BIG
+        "prefill", "page_major", TransportConfig(window=3, post_bytes=2 << 20), num_pages=16,
+        shape=BIG
     )  # fmt: skip
     friend = tcp_driver.node("friend", "page_major", num_pages=16, shape=BIG)
     writer.add(friend)
@@ -269,7 +295,8 @@ def test_a_peer_that_stands_still_holds_its_window_and_nobody_else(
 
 
 def test_the_inbox_never_waits_longer_than_asked() -> None:
-    """A ring left over from a command already taken must not turn a short wait into one without end."""
+    """A ring left over from a command already taken must not turn a short wait into one without
+    end."""
     inbox: Inbox[int] = Inbox()
     inbox.put(None)
     inbox.put(None)
@@ -293,7 +320,8 @@ def test_the_inbox_never_waits_longer_than_asked() -> None:
 
 
 def test_close_is_a_fence_for_what_a_stopped_peer_has_not_got(nixl_driver: NixlDriver) -> None:
-    """The writer is closed with posts under way; what it changes in its source afterwards never arrives.
+    """The writer is closed with posts under way; what it changes in its source afterwards never
+    arrives.
 
     Bytes that the kernel holds already may: over TCP they land when the target polls again.
     """
@@ -319,14 +347,17 @@ def test_close_is_a_fence_for_what_a_stopped_peer_has_not_got(nixl_driver: NixlD
             assert ((now == before) | (now == 0)).all()
 
 
-# --- another agent in place of one whose writes failed ----------------------------------------------
+# --- another agent in place of one whose writes failed --------------------------------------------
 
 
 class Renewal:
-    """A writer with a job that failed undrained, a peer that stands still with posts under way, and a friend."""
+    """A writer with a job that failed undrained, a peer that stands still with posts under way, and
+    a friend."""
 
     def __init__(self, driver: NixlDriver, cut: Child, stuck: Child, grace_s: float) -> None:
-        config = TransportConfig(renew_grace_s=grace_s, post_bytes=32 << 20)  # job 4 is posted whole, by one agent
+        config = TransportConfig(
+            renew_grace_s=grace_s, post_bytes=32 << 20
+        )  # job 4 is posted whole, by one agent
         self.driver = driver
         self.writer = driver.node("prefill", "page_major", config, num_pages=16, shape=BIG)
         self.friend = driver.node("friend", "page_major", num_pages=16, shape=BIG)
@@ -388,7 +419,8 @@ def test_a_renewed_agent_writes_at_once_and_the_former_ends_what_it_has_posted(
 def test_what_a_former_agent_has_not_ended_in_time_never_lands(
     tcp_driver: NixlDriver, two_children: list[Child]
 ) -> None:
-    """Bytes that the kernel holds already may, so it is the old ones or none; and the job says that it is drained."""
+    """Bytes that the kernel holds already may, so it is the old ones or none; and the job says that
+    it is drained."""
     cut, stuck = two_children
     there = Renewal(tcp_driver, cut, stuck, grace_s=0.0)
     before = stuck.layout.num_pages
@@ -465,7 +497,9 @@ def test_an_agent_that_cannot_be_destroyed_proves_nothing(
     tcp_driver.nodes.remove(writer)
 
 
-def test_only_time_spent_polling_lets_what_the_kernels_hold_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_time_spent_polling_lets_what_the_kernels_hold_settle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A process that was stopped, or kept from its processor, has read nothing meanwhile."""
     now_s = [100.0]
     events: list[object] = []

@@ -1,4 +1,5 @@
-"""What only real NIXL shows of staging: merged descriptors, lists that are released, agents that are replaced."""
+"""What only real NIXL shows of staging: merged descriptors, lists that are released, agents that
+are replaced."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from tests.models.transport_driver import NixlDriver, Node
 Api = nixl_agent.nixl_api
 
 
-def staged_job(writer: Node, job_id: int, target: Node, src: list[int], dst: list[int], **more: Any) -> WriteJob:
+def staged_job(
+    writer: Node, job_id: int, target: Node, src: list[int], dst: list[int], **more: Any
+) -> WriteJob:
     return writer.job(job_id, target, src, dst, route="staging", **more)
 
 
@@ -39,13 +42,18 @@ def written(driver: NixlDriver, job_id: int, writer: Node, target: Node, staged:
     """Write two pages or blocks, and see that they arrive."""
     assert writer.staging is not None
     assert target.staging is not None
-    writer.transport.write(writer.job(job_id, target, [2, 3], [3, 1], route="staging" if staged else "pages"))
+    writer.transport.write(
+        writer.job(job_id, target, [2, 3], [3, 1], route="staging" if staged else "pages")
+    )
     driver.until(lambda: writer.ends(job_id))
     assert isinstance(writer.ends(job_id)[0], WriteDone), writer.ends(job_id)
     if staged:
         assert np.array_equal(target.staging.blocks[[3, 1]], writer.staging.blocks[[2, 3]])
     else:
-        assert [target.pool.page(3), target.pool.page(1)] == [writer.pool.page(2), writer.pool.page(3)]
+        assert [target.pool.page(3), target.pool.page(1)] == [
+            writer.pool.page(2),
+            writer.pool.page(3),
+        ]
 
 
 @pytest.mark.parametrize(
@@ -58,9 +66,14 @@ def written(driver: NixlDriver, job_id: int, writer: Node, target: Node, staged:
     ],
 )
 def test_neighbouring_blocks_reach_nixl_as_one_descriptor(
-    nixl_driver: NixlDriver, monkeypatch: pytest.MonkeyPatch, src: list[int], dst: list[int], descriptors: list[int]
+    nixl_driver: NixlDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    src: list[int],
+    dst: list[int],
+    descriptors: list[int],
 ) -> None:
-    """And are counted as one: a part holds as many bytes as `post_bytes` allows, in at most `post_descriptors`."""
+    """And are counted as one: a part holds as many bytes as `post_bytes` allows, in at most
+    `post_descriptors`."""
     counted: list[int] = []
 
     def counting(transfer: Any, agent: Any, handle: Any, tag: bytes) -> Any:
@@ -71,7 +84,9 @@ def test_neighbouring_blocks_reach_nixl_as_one_descriptor(
         return state
 
     config = Api.nixl_agent_config
-    monkeypatch.setattr(Api, "nixl_agent_config", lambda **more: config(capture_telemetry=True, **more))
+    monkeypatch.setattr(
+        Api, "nixl_agent_config", lambda **more: config(capture_telemetry=True, **more)
+    )
     wrap_posts(monkeypatch, counting)
     writer, target = nixl_driver.pair(
         config=TransportConfig(post_bytes=4 * BLOCK_BYTES, post_descriptors=2), num_blocks=20

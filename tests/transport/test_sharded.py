@@ -1,4 +1,5 @@
-"""Several posting threads: what one of them waits for holds up its own rooms, and only all of them make a fence."""
+"""Several posting threads: what one of them waits for holds up its own rooms, and only all of them
+make a fence."""
 
 from __future__ import annotations
 
@@ -99,17 +100,23 @@ def test_rooms_are_shared_out_and_a_thread_that_is_held_up_keeps_its_own_rooms_o
     assert all(isinstance(end, WriteDone) for end in writer.ends())
     assert sorted(len(names) for names in posting.values()) == [1] * THREADS
     assert len(set.union(*posting.values())) == THREADS
-    assert [target.pool.page(page) for page in range(11)] == [writer.pool.page(page) for page in range(11)]
+    assert [target.pool.page(page) for page in range(11)] == [
+        writer.pool.page(page) for page in range(11)
+    ]
     driver.until(lambda: len(target.tags()) == 11)
 
 
-def test_a_peer_that_stands_still_stalls_no_room_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_stands_still_stalls_no_room_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Over TCP, with posts to it under way on every thread."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     driver = NixlDriver(THREADS)
     rooms = [room for shard in range(THREADS) for room in rooms_of(shard, 4)]
     try:
-        writer = driver.node("prefill", "page_major", TransportConfig(window=2), num_pages=16, shape=BIG)
+        writer = driver.node(
+            "prefill", "page_major", TransportConfig(window=2), num_pages=16, shape=BIG
+        )
         friend = driver.node("friend", "page_major", num_pages=16, shape=BIG)
         writer.add(friend)
         friend.transport.expect(1)
@@ -125,7 +132,9 @@ def test_a_peer_that_stands_still_stalls_no_room_of_another(monkeypatch: pytest.
             for number, room in enumerate(rooms):
                 writer.transport.write(writer.job(200 + number, to, pages, pages, room=room))
             for number, room in enumerate(rooms):
-                writer.transport.write(writer.job(300 + number, friend, [number], [number], room=room))
+                writer.transport.write(
+                    writer.job(300 + number, friend, [number], [number], room=room)
+                )
             driver.until(lambda: len(writer.ends(*range(300, 400))) == len(rooms))
             assert not writer.ends(*range(200, 300))
             child.resume()
@@ -240,5 +249,7 @@ def test_a_thread_that_does_not_start_leaves_none_behind(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(nixl_loop, "NixlAgent", failing)
     with pytest.raises(ZeroDivisionError):
-        make_transport(PeerId("decode", 1), make_pool("page_major", 4).layout, lambda event: None, CONFIG)
+        make_transport(
+            PeerId("decode", 1), make_pool("page_major", 4).layout, lambda event: None, CONFIG
+        )
     assert not transport_threads()

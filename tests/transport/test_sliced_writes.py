@@ -1,5 +1,6 @@
-"""Pairs of ranks with unequal shares, through `add_peer(parts=...)` on every transport: every byte of every rank's
-memory is as a copy element by element leaves it, canaries included."""
+"""Pairs of ranks with unequal shares, through `add_peer(parts=...)` on every transport: every byte
+of every rank's memory is as a copy element by element leaves it, canaries included.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def ranks(driver: Driver, name: str, side: Side) -> list[Node]:
     """A node a rank, whose pool is that rank's memory."""
     return [
         driver.node_of(
-            f"{name}-{rank}", SimpleNamespace(layout=moved(layout, memory.ctypes.data), memory=memory), CONFIG
+            f"{name}-{rank}",
+            SimpleNamespace(layout=moved(layout, memory.ctypes.data), memory=memory),
+            CONFIG,
         )
         for rank, (layout, memory) in enumerate(zip(side.layouts, side.memory, strict=True))
     ]
@@ -44,13 +47,20 @@ def ranks(driver: Driver, name: str, side: Side) -> list[Node]:
 )
 @pytest.mark.parametrize(("src_tp", "dst_tp"), [(4, 1), (1, 4)])
 def test_slices_of_all_writers_make_up_every_reader(
-    driver: Driver, src_tp: int, dst_tp: int, orders: tuple[str, str], sizes: tuple[int, int], attention: str
+    driver: Driver,
+    src_tp: int,
+    dst_tp: int,
+    orders: tuple[str, str],
+    sizes: tuple[int, int],
+    attention: str,
 ) -> None:
     num_heads = 4 if attention == "mha" else 1
     meshes = Mesh(2, num_heads, src_tp), Mesh(2, num_heads, dst_tp)
     unit, prefix = min(sizes), shared_prefix(9, *sizes)
     stop = -(-FILL // unit) * unit  # the last unit page is copied whole
-    kv = np.random.default_rng(1).integers(0, 256, (2, 2 if attention == "mha" else 1, stop, num_heads, 2), np.uint8)
+    kv = np.random.default_rng(1).integers(
+        0, 256, (2, 2 if attention == "mha" else 1, stop, num_heads, 2), np.uint8
+    )
     src, dst = (
         Side.make(mesh, order, size, PAGES[size], attention, seed)
         for mesh, order, size, seed in zip(meshes, orders, sizes, (2, 3), strict=True)
@@ -61,19 +71,28 @@ def test_slices_of_all_writers_make_up_every_reader(
 
     writers, readers = ranks(driver, "prefill", src), ranks(driver, "decode", dst)
     src_pages, dst_pages = (
-        unit_pages(np.array(PAGES[size], np.int32), size // unit, prefix // unit, stop // unit) for size in sizes
+        unit_pages(np.array(PAGES[size], np.int32), size // unit, prefix // unit, stop // unit)
+        for size in sizes
     )
     jobs: list[tuple[Node, int, int]] = []
     for number, reader in enumerate(readers):
         reader.transport.expect(1)
         for rank, *parts in routes(*meshes, number):
             writers[rank].add(reader, parts=(parts[0], parts[1]))
-            writers[rank].transport.write(writers[rank].job(number, reader, src_pages, dst_pages, room=1))
-            num_bytes = dst.layouts[number].kv_bytes_per_token * (stop - prefix) // len(routes(*meshes, number))
+            writers[rank].transport.write(
+                writers[rank].job(number, reader, src_pages, dst_pages, room=1)
+            )
+            num_bytes = (
+                dst.layouts[number].kv_bytes_per_token
+                * (stop - prefix)
+                // len(routes(*meshes, number))
+            )
             jobs.append((writers[rank], number, num_bytes))
     assert len(jobs) == 4 if attention == "mha" else dst_tp
     driver.until(lambda: all(writer.ends(job) for writer, job, _ in jobs))
-    assert [writer.ends(job) for writer, job, _ in jobs] == [[WriteDone(job, size)] for _, job, size in jobs]
+    assert [writer.ends(job) for writer, job, _ in jobs] == [
+        [WriteDone(job, size)] for _, job, size in jobs
+    ]
     for number in range(dst_tp):
         assert np.array_equal(dst.memory[number], expected[number]), number
 

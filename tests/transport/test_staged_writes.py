@@ -1,4 +1,5 @@
-"""Staged writes on every transport: what arrives where, what is refused, and how they go beside writes of pages."""
+"""Staged writes on every transport: what arrives where, what is refused, and how they go beside
+writes of pages."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def staged_pair(driver: Driver) -> tuple[Node, Node]:
     return driver.pair(config=CONFIG, num_blocks=NUM_BLOCKS)
 
 
-def staged_job(writer: Node, job_id: int, target: Node, src: Any, dst: Any, **more: Any) -> WriteJob:
+def staged_job(
+    writer: Node, job_id: int, target: Node, src: Any, dst: Any, **more: Any
+) -> WriteJob:
     """Into lease 77."""
     job = writer.job(job_id, target, src, dst, route="staging", **more)
     return dataclasses.replace(job, tag=job.tag._replace(slot=77))
@@ -116,7 +119,9 @@ def test_bad_blocks_are_refused(driver: Driver, src: Any, dst: Any) -> None:
 
 
 @pytest.mark.parametrize("lacking", ["writer", "target"])
-def test_without_staging_on_both_sides_a_staged_write_fails_drained(driver: Driver, lacking: str) -> None:
+def test_without_staging_on_both_sides_a_staged_write_fails_drained(
+    driver: Driver, lacking: str
+) -> None:
     writer = driver.node("prefill", num_blocks=0 if lacking == "writer" else 8)
     target = driver.node("decode", num_blocks=0 if lacking == "target" else 8)
     writer.add(target)
@@ -152,7 +157,9 @@ def test_a_peer_may_come_to_have_staging(driver: Driver) -> None:
     assert np.array_equal(memory_of(other), after)
 
 
-def test_an_area_that_breaks_its_laws_or_is_not_there_makes_the_peer_unreachable(driver: Driver) -> None:
+def test_an_area_that_breaks_its_laws_or_is_not_there_makes_the_peer_unreachable(
+    driver: Driver,
+) -> None:
     writer, target = staged_pair(driver)
     area = target.area
     assert area is not None
@@ -162,12 +169,16 @@ def test_an_area_that_breaks_its_laws_or_is_not_there_makes_the_peer_unreachable
         StagingArea(area.base, area.num_bytes, 2 * area.lease_bytes),
         StagingArea(area.base, 0, 0),
         StagingArea(4096, BLOCK_BYTES << 33, BLOCK_BYTES),  # more blocks than an index reaches
-        StagingArea(area.base, area.num_bytes + BLOCK_BYTES, area.lease_bytes),  # the canary behind it
+        StagingArea(
+            area.base, area.num_bytes + BLOCK_BYTES, area.lease_bytes
+        ),  # the canary behind it
         StagingArea(area.base - BLOCK_BYTES, area.num_bytes, area.lease_bytes),  # the one before it
     ]
     for number, lie in enumerate(lies, 1):
         writer.transport.remove_peer(target.me)
-        writer.transport.add_peer(target.me, target.transport.metadata, target.pool.layout, None, lie)
+        writer.transport.add_peer(
+            target.me, target.transport.metadata, target.pool.layout, None, lie
+        )
         driver.until(lambda n=number: len(writer.of(PeerUnreachable)) == n)  # type: ignore[misc]
     errors = [event.error for event in writer.of(PeerUnreachable)]
     assert [isinstance(error, ConfigError) for error in errors] == [True] * 5 + [False] * 2
@@ -190,7 +201,9 @@ def test_a_staged_job_is_cancelled_and_dropped_as_any(driver: Driver) -> None:
     writer.transport.remove_peer(target.me)
     driver.until(lambda: writer.ends(2))
     assert all(isinstance(end, WriteFailed) and end.drained for end in writer.ends())
-    assert all(isinstance(end.error, AbortedError) for end in writer.ends() if isinstance(end, WriteFailed))
+    assert all(
+        isinstance(end.error, AbortedError) for end in writer.ends() if isinstance(end, WriteFailed)
+    )
     assert np.array_equal(memory_of(target), before)
 
 

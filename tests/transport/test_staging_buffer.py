@@ -9,7 +9,10 @@ from prefixkv.errors import CapacityError, ConfigError
 from prefixkv.pool.staging_area import BLOCK_BYTES
 from prefixkv.transport.staging_buffer import StagingBuffer
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -18,7 +21,10 @@ def test_the_area_describes_aligned_memory(device: str) -> None:
     for buffer in buffers:
         buffer.area.validate()
         assert buffer.area.base % BLOCK_BYTES == 0
-        assert (buffer.area.num_bytes, buffer.area.lease_bytes) == (5 * BLOCK_BYTES, 2 * BLOCK_BYTES)
+        assert (buffer.area.num_bytes, buffer.area.lease_bytes) == (
+            5 * BLOCK_BYTES,
+            2 * BLOCK_BYTES,
+        )
         assert torch.device(buffer.device).type == device
         whole = buffer.slice(0, 5 * BLOCK_BYTES)
         assert whole.data_ptr() == buffer.area.base
@@ -35,13 +41,17 @@ def test_slices_are_views(device: str) -> None:
     assert int(buffer.slice(0, 2 * BLOCK_BYTES).sum()) == 700
 
 
-@pytest.mark.parametrize(("offset", "num_bytes"), [(-1, 1), (0, -1), (0, BLOCK_BYTES + 1), (BLOCK_BYTES, 1)])
+@pytest.mark.parametrize(
+    ("offset", "num_bytes"), [(-1, 1), (0, -1), (0, BLOCK_BYTES + 1), (BLOCK_BYTES, 1)]
+)
 def test_a_slice_outside_is_refused(offset: int, num_bytes: int) -> None:
     with pytest.raises(ConfigError, match="of a staging area of 4096"):
         StagingBuffer(BLOCK_BYTES, BLOCK_BYTES).slice(offset, num_bytes)
 
 
-@pytest.mark.parametrize(("num_bytes", "lease_bytes"), [(0, 0), (100, 100), (BLOCK_BYTES, 2 * BLOCK_BYTES)])
+@pytest.mark.parametrize(
+    ("num_bytes", "lease_bytes"), [(0, 0), (100, 100), (BLOCK_BYTES, 2 * BLOCK_BYTES)]
+)
 def test_sizes_that_no_area_has_are_refused(num_bytes: int, lease_bytes: int) -> None:
     with pytest.raises(ConfigError):
         StagingBuffer(num_bytes, lease_bytes)

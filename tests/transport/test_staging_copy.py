@@ -1,4 +1,5 @@
-"""One contract, one suite: staging's gather and scatter on the CPU and by Triton, byte by byte, canaries around.
+"""One contract, one suite: staging's gather and scatter on the CPU and by Triton, byte by byte,
+canaries around.
 
 Triton's kernels run on CUDA where there is one, else on the CPU under its interpreter.
 """
@@ -53,7 +54,8 @@ def make(engine: str, device: str, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 class Memory:
-    """A rank's memory on a device, with the layout that says where it really is. Every byte random."""
+    """A rank's memory on a device, with the layout that says where it really is. Every byte
+    random."""
 
     def __init__(self, made: tuple[KVLayout, int], device: str, seed: int = 0) -> None:
         virtual, num_bytes = made
@@ -65,8 +67,11 @@ class Memory:
     def bytes(self) -> np.ndarray:
         return self.tensor.cpu().numpy().copy()
 
-    def places(self, pages: tuple[int, ...], part: Shard, unit_tokens: int, start: int, stop: int) -> np.ndarray:
-        """Where units `start` to `stop` of a request in `pages` lie, in the order of the stage: flat."""
+    def places(
+        self, pages: tuple[int, ...], part: Shard, unit_tokens: int, start: int, stop: int
+    ) -> np.ndarray:
+        """Where units `start` to `stop` of a request in `pages` lie, in the order of the stage:
+        flat."""
         kinds = self.virtual.slabs_per_layer
         at = elements(self.virtual, pages, stop * unit_tokens)[:, start * unit_tokens :]
         layers = slice(part.first_layer * kinds, (part.first_layer + part.num_layers) * kinds)
@@ -82,7 +87,13 @@ PAGES = (5, 2, 3, 0)
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_gather_reads_and_scatter_writes_just_the_bytes_of_the_part(
-    make: Make, engine: str, device: str, order: str, attention: str, unit_tokens: int, head_bytes: int
+    make: Make,
+    engine: str,
+    device: str,
+    order: str,
+    attention: str,
+    unit_tokens: int,
+    head_bytes: int,
 ) -> None:
     heads = 4 if attention == "mha" else 1
     memory = Memory(mesh_layout(order, 7, 4, 3, heads, attention, head_bytes), device)
@@ -90,7 +101,9 @@ def test_gather_reads_and_scatter_writes_just_the_bytes_of_the_part(
     start, stop = (0, len(PAGES)) if fold == 1 else (1, len(PAGES) * fold - 1)
     units = unit_pages(np.array(PAGES, np.int32), fold, start, stop)
     parts = PARTS if attention == "mha" else LATENT
-    for part in parts if engine == "cpu" else [parts[unit_tokens % len(parts)]]:  # the interpreter is slow
+    for part in (
+        parts if engine == "cpu" else [parts[unit_tokens % len(parts)]]
+    ):  # the interpreter is slow
         copy = make(memory.layout, part, unit_tokens)
         places = memory.places(PAGES, part, unit_tokens, start, stop)
         before = memory.bytes()
@@ -124,10 +137,14 @@ def test_more_rows_and_longer_ones_than_a_tile(make: Make, device: str) -> None:
 
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kv_of_any_dtype_moves_between_our_layouts(make: Make, device: str, dtype: str, attention: str) -> None:
+def test_kv_of_any_dtype_moves_between_our_layouts(
+    make: Make, device: str, dtype: str, attention: str
+) -> None:
     heads = 2 if attention == "mha" else 1
     pools = [
-        KVPool.create(6, 4, 2, heads, 8, dtype=dtype, attention=attention, order=order, device=device)
+        KVPool.create(
+            6, 4, 2, heads, 8, dtype=dtype, attention=attention, order=order, device=device
+        )
         for order in ("layer_major", "page_major")
     ]
     source, target = pools
@@ -195,12 +212,20 @@ def test_a_lease_carries_the_sections_of_all_writers(
     attention = "mla" if writers.num_kv_heads == 1 else "mha"
     kinds, unit, num_units = 1 if attention == "mla" else 2, min(src_size, dst_size), 4
     stop = num_units * unit
-    src_pages, dst_pages = ((4, 1, 3, 2, 0, 6, 5)[: -(-stop // size)] for size in (src_size, dst_size))
-    kv = np.random.default_rng(3).integers(0, 256, (writers.num_layers, kinds, stop, writers.num_kv_heads, 8), np.uint8)
+    src_pages, dst_pages = (
+        (4, 1, 3, 2, 0, 6, 5)[: -(-stop // size)] for size in (src_size, dst_size)
+    )
+    kv = np.random.default_rng(3).integers(
+        0, 256, (writers.num_layers, kinds, stop, writers.num_kv_heads, 8), np.uint8
+    )
 
     def sides(mesh: Mesh, order: str, size: int) -> list[Memory]:
         return [
-            Memory(mesh_layout(order, 8, size, shard.num_layers, shard.num_heads, attention, 8), device, seed)
+            Memory(
+                mesh_layout(order, 8, size, shard.num_layers, shard.num_heads, attention, 8),
+                device,
+                seed,
+            )
             for seed, shard in enumerate(shards(mesh))
         ]
 
@@ -208,7 +233,10 @@ def test_a_lease_carries_the_sections_of_all_writers(
         layers = slice(shard.first_layer, shard.first_layer + shard.num_layers)
         return kv[layers, :, :, shard.first_head : shard.first_head + shard.num_heads].ravel()
 
-    sources, targets = sides(writers, "layer_major", src_size), sides(readers, "page_major", dst_size)
+    sources, targets = (
+        sides(writers, "layer_major", src_size),
+        sides(readers, "page_major", dst_size),
+    )
     for memory, shard in zip(sources, shards(writers), strict=True):
         whole = Shard.whole(memory.layout)
         at = torch.from_numpy(memory.places(src_pages, whole, unit, 0, num_units)).to(device)
@@ -220,7 +248,9 @@ def test_a_lease_carries_the_sections_of_all_writers(
     for reader, memory in enumerate(targets):
         shard = shards(readers)[reader]
         expected = memory.bytes()
-        expected[memory.places(dst_pages, Shard.whole(memory.layout), unit, 0, num_units)] = part_of(shard)
+        expected[memory.places(dst_pages, Shard.whole(memory.layout), unit, 0, num_units)] = (
+            part_of(shard)
+        )
         sections = lease_sections(writers, readers, reader, kinds * stop * 8)
         ends = [offset + num_bytes for offset, num_bytes in sections.values()]
         assert all(a <= b for a, (b, _) in zip(ends, list(sections.values())[1:], strict=False))
@@ -229,7 +259,9 @@ def test_a_lease_carries_the_sections_of_all_writers(
             share = sent_share(writers, writer, readers, reader)
             assert share is not None
             section = lease[offset : offset + num_bytes]
-            make(sources[writer].layout, share.inside(shards(writers)[writer]), unit).gather(src_units, section)
+            make(sources[writer].layout, share.inside(shards(writers)[writer]), unit).gather(
+                src_units, section
+            )
             make(memory.layout, share.inside(shard), unit).scatter(dst_units, section)
         assert np.array_equal(memory.bytes(), expected)
 
@@ -239,9 +271,16 @@ def test_a_lease_carries_the_sections_of_all_writers(
 
 @pytest.mark.parametrize(
     ("units", "error"),
-    [([0, 7], PageStateError), ([-1], PageStateError), ([], PageStateError), ([[0]], PageStateError)],
+    [
+        ([0, 7], PageStateError),
+        ([-1], PageStateError),
+        ([], PageStateError),
+        ([[0]], PageStateError),
+    ],
 )
-def test_units_outside_the_pool_are_not_copied(make: Make, device: str, units: list[int], error: type) -> None:
+def test_units_outside_the_pool_are_not_copied(
+    make: Make, device: str, units: list[int], error: type
+) -> None:
     memory = Memory(mesh_layout("layer_major", 7, 4, 3, 4), device)
     copy = make(memory.layout, PARTS[0], 4)
     before = memory.bytes()
@@ -315,7 +354,8 @@ from prefixkv.transport import staging_triton
 
 kernel = triton.jit(staging_triton._copy_rows)
 constants = dict(fold=4, rows_a_unit=16, alignment=16, word=tl.int64, tile_rows=16, tile_width=64)
-types = dict(slabs="*i64", offsets="*i64", units="*i32", stage="*i64", num_rows="i32", row_words="i32")
+types = dict(slabs="*i64", offsets="*i64", units="*i32", stage="*i64", num_rows="i32")
+types |= dict(row_words="i32")
 for to_stage in (True, False):
     values = dict(constants, to_stage=to_stage)
     signature = dict(types, **dict.fromkeys(values, "constexpr"))
@@ -324,7 +364,10 @@ for to_stage in (True, False):
         fn=kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in values.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("slabs", "stage", "row_words")},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in ("slabs", "stage", "row_words")
+        },
     )
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx, ptx
@@ -332,7 +375,8 @@ for to_stage in (True, False):
 
 
 def test_the_kernel_compiles_for_a_gpu_and_moves_16_bytes_at_a_time(tmp_path: Path) -> None:
-    """The interpreter takes what the compiler refuses. Compiling needs no GPU, and says nothing of running on one."""
+    """The interpreter takes what the compiler refuses. Compiling needs no GPU, and says nothing of
+    running on one."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}

@@ -1,4 +1,5 @@
-"""Writes of extra state on every transport: a rank's share goes from its slot to the peer's, and nowhere else."""
+"""Writes of extra state on every transport: a rank's share goes from its slot to the peer's, and
+nowhere else."""
 
 from __future__ import annotations
 
@@ -29,11 +30,16 @@ def memory_of(node: Node) -> Any:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)], ids=str)
-def test_all_writers_together_fill_the_slot_and_nothing_else(driver: Driver, sizes: tuple[int, int]) -> None:
+def test_all_writers_together_fill_the_slot_and_nothing_else(
+    driver: Driver, sizes: tuple[int, int]
+) -> None:
     writers, readers = Mesh(2, 4, sizes[0]), Mesh(2, 4, sizes[1])
     sources = [driver.node(f"p{rank}", config=CONFIG, state=StateMemory(TENSORS, 3, writers, rank))
                for rank in range(sizes[0])]  # fmt: skip
-    targets = [driver.node(f"d{rank}", state=StateMemory(TENSORS, 5, readers, rank)) for rank in range(sizes[1])]
+    targets = [
+        driver.node(f"d{rank}", state=StateMemory(TENSORS, 5, readers, rank))
+        for rank in range(sizes[1])
+    ]
     for target in targets:
         target.transport.expect(1)
     jobs: list[tuple[Node, int]] = []
@@ -53,19 +59,27 @@ def test_all_writers_together_fill_the_slot_and_nothing_else(driver: Driver, siz
         assert target.state is not None
         assert target.state.is_of(4, owner=17)
         target.state.scribble([4], 0xCA)
-        assert all(np.array_equal(now, then) for now, then in zip(target.state.raw, was, strict=True))
+        assert all(
+            np.array_equal(now, then) for now, then in zip(target.state.raw, was, strict=True)
+        )
 
 
 @pytest.fixture
 def pair(driver: Driver) -> tuple[Node, Node]:
     one = Mesh(2, 4)
-    writer, target = (driver.node(name, config=CONFIG, state=StateMemory(TENSORS, 4, one)) for name in ("p", "d"))
+    writer, target = (
+        driver.node(name, config=CONFIG, state=StateMemory(TENSORS, 4, one)) for name in ("p", "d")
+    )
     writer.add(target, state=link(one, 0, one, 0, target))
     return writer, target
 
 
-@pytest.mark.parametrize(("src", "dst"), [([4], [0]), ([0], [4]), ([-1], [0]), ([0], [-1]), ([0, 1], [0]), ([], [])])
-def test_bad_slots_are_refused(driver: Driver, pair: tuple[Node, Node], src: list[int], dst: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("src", "dst"), [([4], [0]), ([0], [4]), ([-1], [0]), ([0], [-1]), ([0, 1], [0]), ([], [])]
+)
+def test_bad_slots_are_refused(
+    driver: Driver, pair: tuple[Node, Node], src: list[int], dst: list[int]
+) -> None:
     writer, target = pair
     before = memory_of(target)
     writer.transport.write(writer.job(1, target, src, dst, route="state"))
@@ -75,10 +89,14 @@ def test_bad_slots_are_refused(driver: Driver, pair: tuple[Node, Node], src: lis
     assert failed.drained
     assert isinstance(failed.error, PageStateError)
     assert "slot" in str(failed.error)
-    assert all(np.array_equal(now, then) for now, then in zip(memory_of(target), before, strict=True))
+    assert all(
+        np.array_equal(now, then) for now, then in zip(memory_of(target), before, strict=True)
+    )
 
 
-def test_without_state_on_both_sides_the_write_fails_drained(driver: Driver, pair: tuple[Node, Node]) -> None:
+def test_without_state_on_both_sides_the_write_fails_drained(
+    driver: Driver, pair: tuple[Node, Node]
+) -> None:
     writer, _ = pair
     without = driver.node("without")
     writer.add(without)
@@ -90,12 +108,16 @@ def test_without_state_on_both_sides_the_write_fails_drained(driver: Driver, pai
     assert isinstance(failed.error, ConfigError)
 
 
-def test_what_a_peer_says_of_its_state_is_not_taken_for_granted(driver: Driver, pair: tuple[Node, Node]) -> None:
+def test_what_a_peer_says_of_its_state_is_not_taken_for_granted(
+    driver: Driver, pair: tuple[Node, Node]
+) -> None:
     writer, target = pair
     assert target.state is not None
     layout = target.state.layout
     first = layout.entries[0]
-    far = StateLayout(4, (StateEntry(first.base + (1 << 40), 500, 120), *layout.entries[1:]), layout.regions)
+    far = StateLayout(
+        4, (StateEntry(first.base + (1 << 40), 500, 120), *layout.entries[1:]), layout.regions
+    )
     long = StateLayout(5, layout.entries, layout.regions)
     lies = [
         StateLink(far, (StateBlock(0, 0, 0, 0, 120),)),

@@ -1,4 +1,5 @@
-"""Every pair of small meshes, orders and page sizes against a copy element by element, canaries around it all."""
+"""Every pair of small meshes, orders and page sizes against a copy element by element, canaries
+around it all."""
 
 from __future__ import annotations
 
@@ -17,10 +18,23 @@ from prefixkv.pool.mesh import Mesh, Shard, check_meshes
 from prefixkv.pool.unit_pages import shared_prefix, unit_pages
 from prefixkv.transport.descriptors import Part, Runs, cut_parts, paired_runs, part_indices
 from prefixkv.transport.runs import Slots
-from tests.models.mesh_pools import BASE, STRIDED, Int64s, Side, elements, mesh_layout, routes, shards
+from tests.models.mesh_pools import (
+    BASE,
+    STRIDED,
+    Int64s,
+    Side,
+    elements,
+    mesh_layout,
+    routes,
+    shards,
+)
 
 PAGE_SIZES = ((2, 2), (2, 4), (4, 2), (2, 8), (8, 2))
-PAGES = {2: (3, 4, 5, 0, 7, 1, 6), 4: (1, 2, 4, 0), 8: (2, 0)}  # of a request of 13 tokens; some are neighbours
+PAGES = {
+    2: (3, 4, 5, 0, 7, 1, 6),
+    4: (1, 2, 4, 0),
+    8: (2, 0),
+}  # of a request of 13 tokens; some are neighbours
 MODELS = [*((heads, "mha") for heads in (1, 2, 4, 8)), (1, "mla")]
 FRESH = {2: (1, 2, 3, 4, 5, 6, 7), 4: (1, 2, 3, 4), 8: (1, 2)}
 FILL = 13
@@ -28,7 +42,9 @@ FILL = 13
 
 @cache
 def _runs(src: tuple, dst: tuple, src_part: Shard, dst_part: Shard) -> Runs:
-    return paired_runs(mesh_layout(*src)[0], mesh_layout(*dst)[0], src_part=src_part, dst_part=dst_part)
+    return paired_runs(
+        mesh_layout(*src)[0], mesh_layout(*dst)[0], src_part=src_part, dst_part=dst_part
+    )
 
 
 @cache
@@ -39,25 +55,34 @@ def _addresses(
     runs = _runs(src, dst, src_part, dst_part)
     unit = min(src[2], dst[2])
     src_pages, dst_pages = (
-        unit_pages(np.array(PAGES[side[2]], np.int32), side[2] // unit, start, stop) for side in (src, dst)
+        unit_pages(np.array(PAGES[side[2]], np.int32), side[2] // unit, start, stop)
+        for side in (src, dst)
     )
     found: list[tuple[Int64s, Int64s]] = []
     for group in runs.groups:
         whole = Part(group, 0, group.num_runs * (stop - start))
         pair = part_indices(runs, whole, src_pages, dst_pages)
-        found.append(tuple(_bytes(table, index) for table, index in zip((runs.src, runs.dst), pair, strict=True)))
+        found.append(
+            tuple(
+                _bytes(table, index)
+                for table, index in zip((runs.src, runs.dst), pair, strict=True)
+            )
+        )
     return np.concatenate([f for f, _ in found]), np.concatenate([t for _, t in found])
 
 
 def _bytes(table: np.ndarray, index: np.ndarray) -> Int64s:
-    """Every byte that NIXL reads or writes for these indices: rows in order, `count` blocks each."""
+    """Every byte that NIXL reads or writes for these indices: rows in order, `count` blocks
+    each."""
     assert index.dtype == np.int32
     address, length, _, stride, count = table.astype(np.int64).T
     assert len(set(count)) == 1
     row, block = np.divmod(index.astype(np.int64), count[0])
     assert row.max() < len(table)
     assert len(set(length[row])) == 1
-    return ((address[row] + block * stride[row])[:, None] + np.arange(length[row[0]]) - BASE).ravel()
+    return (
+        (address[row] + block * stride[row])[:, None] + np.arange(length[row[0]]) - BASE
+    ).ravel()
 
 
 @pytest.mark.parametrize(("num_heads", "attention"), MODELS)
@@ -74,14 +99,21 @@ def test_every_byte_lands_once_and_nothing_else_is_touched(
     for number, (src_order, dst_order, sizes) in enumerate(product(orders, orders, PAGE_SIZES)):
         # each strided order meets each other one somewhere
         src_order, dst_order = (
-            STRIDED[(number + skip * (src_tp + dst_pp)) % len(STRIDED)] if order == "strided" else order
+            STRIDED[(number + skip * (src_tp + dst_pp)) % len(STRIDED)]
+            if order == "strided"
+            else order
             for skip, order in enumerate((src_order, dst_order))
         )
         _check_copy(*meshes, (src_order, dst_order), sizes, attention, number)
 
 
 def _check_copy(
-    src_mesh: Mesh, dst_mesh: Mesh, orders: tuple[str, str], sizes: tuple[int, int], attention: str, seed: int
+    src_mesh: Mesh,
+    dst_mesh: Mesh,
+    orders: tuple[str, str],
+    sizes: tuple[int, int],
+    attention: str,
+    seed: int,
 ) -> None:
     unit = min(sizes)
     stop = -(-FILL // unit) * unit  # the last unit page is copied whole
@@ -106,11 +138,24 @@ def _check_copy(
 
 
 def _copy(
-    src: Side, dst: Side, reader: int, route: tuple[int, Shard, Shard], memory: np.ndarray, start: int, stop: int
+    src: Side,
+    dst: Side,
+    reader: int,
+    route: tuple[int, Shard, Shard],
+    memory: np.ndarray,
+    start: int,
+    stop: int,
 ) -> Int64s:
     writer, *parts = route
     keys = [
-        (side.order, max(side.pages) + 2, side.page_size, shard.num_layers, shard.num_heads, side.attention)
+        (
+            side.order,
+            max(side.pages) + 2,
+            side.page_size,
+            shard.num_layers,
+            shard.num_heads,
+            side.attention,
+        )
         for side, shard in ((src, shards(src.mesh)[writer]), (dst, shards(dst.mesh)[reader]))
     ]
     from_, to = _addresses(*keys, *parts, start, stop)
@@ -129,12 +174,12 @@ def _copy(
 )
 @settings(max_examples=20)
 @given(
-    heads=st.sampled_from([Shard(0, 2, 0, 4), Shard(1, 1, 1, 2), Shard(0, 2, 3, 1)]), data=st.data(),
-    max_bytes=st.integers(1, 200), max_descriptors=st.integers(1, 12),
+    heads=st.sampled_from([Shard(0, 2, 0, 4), Shard(1, 1, 1, 2), Shard(0, 2, 3, 1)]),
+    data=st.data(), max_bytes=st.integers(1, 200), max_descriptors=st.integers(1, 12),
 )  # fmt: skip
 def test_parts_keep_their_bounds_whatever_the_page_sizes(
-    orders: tuple[str, str], sizes: tuple[int, int], heads: Shard, data: st.DataObject, max_bytes: int,
-    max_descriptors: int,
+    orders: tuple[str, str], sizes: tuple[int, int], heads: Shard, data: st.DataObject,
+    max_bytes: int, max_descriptors: int,
 ) -> None:  # fmt: skip
     pages_of = data.draw(st.sampled_from([PAGES, FRESH]))
     unit, total = min(sizes), 7 * 2 // min(sizes)
@@ -144,7 +189,9 @@ def test_parts_keep_their_bounds_whatever_the_page_sizes(
     src = mesh_layout(orders[0], 9, sizes[0], 2, 4)[0]
     dst = mesh_layout(orders[1], 9, sizes[1], whole.num_layers, whole.num_heads)[0]
     runs = paired_runs(src, dst, src_part=heads)
-    pages = [unit_pages(np.array(pages_of[size], np.int32), size // unit, start, stop) for size in sizes]
+    pages = [
+        unit_pages(np.array(pages_of[size], np.int32), size // unit, start, stop) for size in sizes
+    ]
     targets = []
     for part in cut_parts(runs, *pages, max_bytes, max_descriptors):
         i, j = part_indices(runs, part, *pages)
@@ -160,7 +207,10 @@ def test_parts_keep_their_bounds_whatever_the_page_sizes(
 
 def test_a_descriptor_ends_where_a_large_page_does() -> None:
     """In a page_major pool the units of a page touch, but pages that follow each other do not."""
-    small, large = (mesh_layout(order, 9, size, 2, 4)[0] for order, size in (("layer_major", 2), ("page_major", 8)))
+    small, large = (
+        mesh_layout(order, 9, size, 2, 4)[0]
+        for order, size in (("layer_major", 2), ("page_major", 8))
+    )
     pages = {size: unit_pages(np.array(FRESH[size], np.int32), size // 2, 0, 7) for size in (2, 8)}
     for pair in ((small, large), (large, small)):
         src, dst = (pages[layout.page_size] for layout in pair)
@@ -175,9 +225,9 @@ def test_a_descriptor_ends_where_a_large_page_does() -> None:
 def _latent(num_pages: int, page_size: int, page_stride: int = 0, region: int = 2**50) -> KVLayout:
     """One slab of MLA, a byte a token, anywhere in a region that nobody has."""
     return KVLayout(
-        num_pages=num_pages, page_size=page_size, num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8",
-        attention="mla", order="strided", slabs=(Slab(BASE, page_stride or page_size, 1, 0),),
-        regions=((BASE, region),),
+        num_pages=num_pages, page_size=page_size, num_layers=1, num_kv_heads=1, head_dim=1,
+        dtype="uint8", attention="mla", order="strided",
+        slabs=(Slab(BASE, page_stride or page_size, 1, 0),), regions=((BASE, region),),
     )  # fmt: skip
 
 
@@ -228,14 +278,18 @@ def test_a_peer_with_absurd_pages_costs_nothing() -> None:
         (None, Shard(0, 1, 0, 4), "num_layers"),
     ],
 )
-def test_parts_of_two_sizes_are_refused(src_part: Shard | None, dst_part: Shard, field: str) -> None:
+def test_parts_of_two_sizes_are_refused(
+    src_part: Shard | None, dst_part: Shard, field: str
+) -> None:
     layout, _ = mesh_layout("layer_major", 4, 4, 2, 4)
     with pytest.raises(HandshakeError) as caught:
         paired_runs(layout, layout, src_part=src_part, dst_part=dst_part)
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("part", [Shard(1, 2, 0, 4), Shard(0, 2, 1, 4), Shard(-1, 2, 0, 4), Shard(0, 2, -1, 4)])
+@pytest.mark.parametrize(
+    "part", [Shard(1, 2, 0, 4), Shard(0, 2, 1, 4), Shard(-1, 2, 0, 4), Shard(0, 2, -1, 4)]
+)
 def test_a_part_outside_its_pool_is_refused(part: Shard) -> None:
     layout, _ = mesh_layout("layer_major", 4, 4, 2, 4)
     for parts in ({"src_part": part}, {"dst_part": part}):
