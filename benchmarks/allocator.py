@@ -20,7 +20,7 @@ from collections import deque
 
 import numpy as np
 
-from prefixkv.pool.page_allocator import PageAllocator
+from prefixkv.pages.allocator import PageAllocator
 
 PAGES_A_REQUEST = 100
 COLD = 50  # an eviction picks among this many of the oldest requests

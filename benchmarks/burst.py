@@ -57,11 +57,11 @@ class Prefill:
     midway."""
 
     def __init__(self, pipe: Connection, midway: int) -> None:
-        from prefixkv.cli.hashing import PrefixHasher
-        from prefixkv.cli.pattern import KVPattern
         from prefixkv.config import PrefillConfig
-        from prefixkv.pool.kv_pool import KVPool
+        from prefixkv.memory.kv_pool import KVPool
         from prefixkv.runtime.nodes import PrefillNode
+        from prefixkv.testing.hashing import PrefixHasher
+        from prefixkv.testing.pattern import KVPattern
 
         self.pipe = pipe
         self.midway = midway
@@ -132,11 +132,11 @@ class Decode:
     """The decode side: one burst a call."""
 
     def __init__(self, pipe: Connection, args: argparse.Namespace) -> None:
-        from prefixkv.cli.hashing import PrefixHasher
-        from prefixkv.cli.pattern import KVPattern
         from prefixkv.config import DecodeConfig
-        from prefixkv.pool.kv_pool import KVPool
+        from prefixkv.memory.kv_pool import KVPool
         from prefixkv.runtime.nodes import DecodeNode
+        from prefixkv.testing.hashing import PrefixHasher
+        from prefixkv.testing.pattern import KVPattern
 
         self.pipe, self.args = pipe, args
         pool = KVPool.create(DECODE_PAGES, **SHAPE)

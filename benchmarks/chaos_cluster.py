@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.chaos_proxy import Proxy
 from benchmarks.chaos_worker import Spec, serve
-from prefixkv.protocol.state import PeerId
+from prefixkv.protocol.ids import PeerId
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["benchmarks.chaos_worker"])

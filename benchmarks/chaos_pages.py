@@ -15,9 +15,9 @@ import time
 import numpy as np
 import torch
 
-from prefixkv.pool.kv_pool import KVPool
-from prefixkv.pool.page_allocator import PageAllocator, PageState
-from prefixkv.pool.page_ids import PageIds, Pages, as_pages
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.pages.allocator import PageAllocator, PageState
+from prefixkv.paging import PageIds, Pages, as_pages
 
 SOURCE_CANARY = 0xA5
 TARGET_CANARY = 0xC5

@@ -35,14 +35,14 @@ import torch
 
 from benchmarks.chaos_pages import SOURCE_CANARY, TARGET_CANARY, WatchedAllocator
 from prefixkv.cli.engine import sample
-from prefixkv.cli.hashing import PrefixHasher, Words, extend
-from prefixkv.cli.pattern import KVPattern
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import OutOfPagesError, RequestError
+from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import pages_for
-from prefixkv.pool.kv_pool import KVPool
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.testing.hashing import PrefixHasher, Words, extend
+from prefixkv.testing.pattern import KVPattern
 
 Tokens = npt.NDArray[np.int32]
 SALT = 7

@@ -23,9 +23,9 @@ import numpy as np
 
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.protocol.state import KVPoll
+from prefixkv.pages.manager import PageBooks
+from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks
 
 PAGE_SIZE = 16
 RUNNING = 32

@@ -23,13 +23,13 @@ from pathlib import Path
 import numpy as np
 
 from prefixkv.config import DecodeConfig
-from prefixkv.decode.oplog import LoggedBooks
-from prefixkv.decode.ranks import DecodeReplica, RankLog, digests
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.protocol.state import KVPoll
+from prefixkv.pages.manager import PageBooks
+from prefixkv.protocol.ids import KVPoll
+from prefixkv.ranks.oplog import LoggedBooks
+from prefixkv.ranks.replica import DecodeReplica, RankLog, digests
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks
 
 PAGE_SIZE = 16
 CACHED, PROMPT = 6_144, 8_192

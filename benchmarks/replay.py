@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from prefixkv.cache.eviction import DEFAULT_POLICY, make_policy, policy_names
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY, make_policy, policy_names
 from prefixkv.cli.replay import OPTIMUM, draw, read_trace, replay_optimum, replay_policy
 
 RESULTS = Path(__file__).parent / "results"

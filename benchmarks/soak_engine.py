@@ -21,7 +21,7 @@ import numpy as np
 
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import ConfigError, OutOfPagesError, PrefixKVError, RequestError
-from prefixkv.pool.kv_pool import KVPool
+from prefixkv.memory.kv_pool import KVPool
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 

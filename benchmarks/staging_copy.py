@@ -23,9 +23,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from prefixkv.pool.kv_pool import KVPool
-from prefixkv.pool.mesh import Shard
-from prefixkv.transport.staging_copy import StagingCopy, staging_copy
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.stage_copy import StagingCopy, staging_copy
 
 NUM_PAGES, LAYERS, HEADS, HEAD_DIM, PAGE_SIZE, RANKS = 256, 32, 8, 128, 16, 4
 

@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from prefixkv.config import ModelConfig as ModelConfig
     from prefixkv.config import PrefillConfig as PrefillConfig
     from prefixkv.config import TransportConfig as TransportConfig
-    from prefixkv.decode.ranks import DecodeReplica as DecodeReplica
-    from prefixkv.decode.ranks import RankLog as RankLog
     from prefixkv.decode.request import DecodeRequest as DecodeRequest
     from prefixkv.decode.request import PrefillAsk as PrefillAsk
     from prefixkv.decode.scheduler import DecodeScheduler as DecodeScheduler
     from prefixkv.errors import OutOfPagesError as OutOfPagesError
     from prefixkv.errors import PrefixKVError as PrefixKVError
-    from prefixkv.pool.kv_layout import KVLayout as KVLayout
-    from prefixkv.pool.kv_pool import KVPool as KVPool
-    from prefixkv.pool.mesh import Mesh as Mesh
-    from prefixkv.pool.page_allocator import PageAllocator as PageAllocator
-    from prefixkv.pool.state_layout import StateTensor as StateTensor
-    from prefixkv.pool.state_pool import StatePool as StatePool
+    from prefixkv.memory.kv_layout import KVLayout as KVLayout
+    from prefixkv.memory.kv_pool import KVPool as KVPool
+    from prefixkv.memory.mesh import Mesh as Mesh
+    from prefixkv.memory.state_layout import StateTensor as StateTensor
+    from prefixkv.memory.state_pool import StatePool as StatePool
+    from prefixkv.pages.allocator import PageAllocator as PageAllocator
+    from prefixkv.pages.manager import PageBooks as PageBooks
     from prefixkv.prefill.request import PrefillRequest as PrefillRequest
     from prefixkv.prefill.scheduler import PrefillScheduler as PrefillScheduler
     from prefixkv.prefill.send_plan import plan_sends as plan_sends
+    from prefixkv.ranks.replica import DecodeReplica as DecodeReplica
+    from prefixkv.ranks.replica import RankLog as RankLog
     from prefixkv.request import Request as Request
-    from prefixkv.request_pages import PageBooks as PageBooks
     from prefixkv.routing import BoundedAffinityRouter as BoundedAffinityRouter
     from prefixkv.runtime.decode_rank import DecodeRank as DecodeRank
     from prefixkv.runtime.nodes import DecodeNode as DecodeNode
@@ -51,16 +51,16 @@ _HOME = {
     "DecodeConfig": "config",
     "DecodeNode": "runtime.nodes",
     "DecodeRank": "runtime.decode_rank",
-    "DecodeReplica": "decode.ranks",
+    "DecodeReplica": "ranks.replica",
     "DecodeRequest": "decode.request",
     "DecodeScheduler": "decode.scheduler",
-    "KVLayout": "pool.kv_layout",
-    "KVPool": "pool.kv_pool",
-    "Mesh": "pool.mesh",
+    "KVLayout": "memory.kv_layout",
+    "KVPool": "memory.kv_pool",
+    "Mesh": "memory.mesh",
     "ModelConfig": "config",
     "OutOfPagesError": "errors",
-    "PageAllocator": "pool.page_allocator",
-    "PageBooks": "request_pages",
+    "PageAllocator": "pages.allocator",
+    "PageBooks": "pages.manager",
     "PrefillAsk": "decode.request",
     "PrefillConfig": "config",
     "PrefillNode": "runtime.nodes",
@@ -69,10 +69,10 @@ _HOME = {
     "PrefixKVError": "errors",
     "RadixCache": "cache.radix_cache",
     "RadixKey": "cache.radix_key",
-    "RankLog": "decode.ranks",
+    "RankLog": "ranks.replica",
     "Request": "request",
-    "StatePool": "pool.state_pool",
-    "StateTensor": "pool.state_layout",
+    "StatePool": "memory.state_pool",
+    "StateTensor": "memory.state_layout",
     "TransportConfig": "config",
     "plan_sends": "prefill.send_plan",
 }

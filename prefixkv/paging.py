@@ -1,4 +1,32 @@
-"""Page arithmetic. One rule: tokens become pages here and nowhere else."""
+"""Page arithmetic, page ids and unit pages. Tokens become pages here and nowhere else.
+
+Where the page sizes of two pools differ by a whole factor, both are counted in *unit pages* of the
+smaller size: unit j of page p of a pool whose pages hold `fold` units is p * fold + j. With equal
+sizes a unit page is a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.errors import ConfigError, PageStateError
+
+Pages = npt.NDArray[np.int32]
+PageIds = npt.NDArray[np.integer] | Sequence[int]
+# The same ids where they index an array: numpy converts any narrower index first, at seven times
+# the cost.
+Index = npt.NDArray[np.intp]
+
+MAX_INDEX: Final = 2**31 - 1  # ids of pages, slots and blocks are int32
+
+_INT32 = np.dtype(np.int32)
+_LIMITS = np.iinfo(np.int32)
+
+# --- arithmetic -----------------------------------------------------------------------------------
 
 
 def page_floor(num_tokens: int, page_size: int) -> int:
@@ -26,3 +54,87 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     3
     """
     return -(-num_tokens // page_size)
+
+
+# --- ids ------------------------------------------------------------------------------------------
+def as_pages(pages: PageIds) -> Pages:
+    """`pages` as int32 [n]: the array itself if it is one, else a copy. Says nothing of the pool's
+    bounds.
+
+    Raises: PageStateError for another shape, for what is no integer, and for what an int32 cannot
+    hold (a cast would wrap it round to some other page).
+    """
+    array = np.asarray(pages)
+    if array.ndim != 1:
+        raise PageStateError(f"page ids have {array.ndim} dimensions, must have 1")
+    if array.dtype == _INT32:
+        return array
+    if len(array) == 0:  # an empty list is an array of floats
+        return np.empty(0, np.int32)
+    if array.dtype.kind not in "iu":
+        raise PageStateError(f"page ids are {array.dtype}, must be integers")
+    wide = array[(array < _LIMITS.min) | (array > _LIMITS.max)]
+    if len(wide):
+        raise PageStateError(f"page {wide[0]} does not fit an int32")
+    return array.astype(np.int32)
+
+
+def checked_pages(
+    pages: npt.NDArray[np.integer], num_pages: int, side: str, what: str = "page"
+) -> Pages:
+    """`pages` as int32, after each id was found to lie in [0, num_pages). The only way to an
+    address.
+
+    Raises: PageStateError naming the side, what is counted, and the id or the shape.
+    """
+    if (
+        not isinstance(pages, np.ndarray)
+        or pages.ndim != 1
+        or pages.dtype.kind not in "iu"
+        or not len(pages)
+    ):
+        raise PageStateError(
+            f"{side} {what}s: a one-dimensional array of at least one integer is needed"
+        )
+    low, high = int(pages.min()), int(pages.max())
+    if low < 0 or high >= num_pages:
+        raise PageStateError(f"{side} {what} {low if low < 0 else high} is not in [0, {num_pages})")
+    return pages.astype(np.int32, copy=False)
+
+
+# --- unit pages -----------------------------------------------------------------------------------
+def shared_prefix(num_tokens: int, page_size: int, peer_page_size: int) -> int:
+    """The largest prefix not above `num_tokens` that is whole pages on both sides: what decode may
+    promise.
+
+    >>> shared_prefix(200, page_size=16, peer_page_size=64)
+    192
+    """
+    return page_floor(num_tokens, max(page_size, peer_page_size))
+
+
+def unit_pages(pages: Pages, fold: int, start: int, stop: int) -> Pages:
+    """Units `start` to `stop` of the pages of a request, counted from the first unit of `pages[0]`.
+
+    >>> unit_pages(np.array([7, 3], np.int32), fold=4, start=2, stop=6).tolist()
+    [30, 31, 12, 13]
+
+    Raises: PageStateError where `pages` has no such units, ConfigError where one would not fit into
+    an int32.
+    """
+    if not 0 <= start <= stop <= len(pages) * fold:
+        raise PageStateError(f"units {start} to {stop} of {len(pages)} pages of {fold}")
+    if fold == 1:
+        return pages[start:stop]
+    check_unit_range(int(pages.max(initial=0)) + 1, fold)
+    units = np.arange(start, stop, dtype=np.int32)
+    return pages[units // fold] * np.int32(fold) + units % np.int32(fold)
+
+
+def check_unit_range(num_pages: int, fold: int) -> None:
+    """Raises ConfigError when a pool has more unit pages than an int32 can name."""
+    if num_pages * fold - 1 > MAX_INDEX:
+        raise ConfigError(
+            f"{num_pages} pages of {fold} units are {num_pages * fold} units, an int32 names "
+            f"{MAX_INDEX + 1}"
+        )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefixkv.cache.eviction import DEFAULT_POLICY
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.config import (
     ControlConfig,
     CurveConfig,

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from prefixkv.cli.hashing import PrefixHasher
-from prefixkv.cli.pattern import KVPattern
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import OutOfPagesError
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.testing.hashing import PrefixHasher
+from prefixkv.testing.pattern import KVPattern
 from tests.models.node_pair import (
     SALT,
     PrefillDriver,

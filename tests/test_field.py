@@ -12,7 +12,7 @@ import pytest
 import prefixkv
 from prefixkv.decode.request import DecodeState
 from prefixkv.errors import OutOfPagesError
-from prefixkv.pool.kv_layout import KVLayout
+from prefixkv.memory.kv_layout import KVLayout
 from tests.decode.desk import Desk
 from tests.models.transport_pools import make_pool
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from prefixkv.cache import wants
 from prefixkv.cache.events import CacheEvent, EventLog
-from prefixkv.cache.eviction import Use, forget
+from prefixkv.cache.eviction.policy import Use, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, Node, Root
 from prefixkv.cache.radix_key import RadixKey, TokensLike
 from prefixkv.cache.results import NO_PAGES, InsertResult, MatchResult, PrefixLock, as_page_ids

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from prefixkv.cache import audit, dump, wants
 from prefixkv.cache.events import EventLog
-from prefixkv.cache.eviction import (
+from prefixkv.cache.eviction.policy import (
     DEFAULT_POLICY,
     EvictionQueue,
     LeafHeap,

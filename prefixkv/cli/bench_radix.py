@@ -30,7 +30,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prefixkv.cache.eviction import DEFAULT_POLICY, policy_names
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import ConfigError

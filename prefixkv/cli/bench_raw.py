@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from prefixkv.pool.kv_layout import KVLayout
-from prefixkv.pool.kv_pool import KVPool
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.kv_pool import KVPool
 from prefixkv.transport import nixl_agent
 from prefixkv.transport.descriptors import Pages, cut_parts, paired_runs, part_indices
 

@@ -40,7 +40,7 @@ import typer
 from rich.console import Console
 
 from prefixkv.cache.events import EventBatch, EventFeed, page_keys
-from prefixkv.cache.eviction import DEFAULT_POLICY, make_policy
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY, make_policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.results import PrefixLock
 from prefixkv.cli.replay import Trace, TraceRequest, read_trace

@@ -35,15 +35,15 @@ from rich.console import Console
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.yardsticks import LeastAdmission, numpy_loop, python_loop
 from prefixkv.config import DecodeConfig
-from prefixkv.decode.commands import Command, OpenRoom
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import ConfigError
+from prefixkv.pages.allocator import PageAllocator
+from prefixkv.pages.manager import PageBooks
 from prefixkv.paging import pages_for, whole_pages
-from prefixkv.pool.page_allocator import PageAllocator
-from prefixkv.protocol.state import KVPoll
+from prefixkv.protocol.commands import Command, OpenRoom
+from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks
 
 PAGE_SIZE = 16
 PROMPT_TOKENS = 8192

@@ -40,7 +40,7 @@ from prefixkv.cli.bench_pair import (
 from prefixkv.cli.report import machine
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import ConfigError, OutOfPagesError
-from prefixkv.request_pages import PageBooks, RequestPages
+from prefixkv.pages.manager import PageBooks, RequestPages
 
 if TYPE_CHECKING:
     from prefixkv.runtime.nodes import DecodeNode, PrefillNode
@@ -76,7 +76,7 @@ class Transfer:
         return self.tokens * self.num_layers * 2 * self.num_kv_heads * self.head_dim * 2
 
     def pool(self) -> Any:
-        from prefixkv.pool.kv_pool import KVPool
+        from prefixkv.memory.kv_pool import KVPool
 
         return KVPool.create(
             self.num_pages,

@@ -31,7 +31,7 @@ from prefixkv.cli.bench_pair import (
     turn_about,
 )
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
-from prefixkv.protocol.state import PeerId
+from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 
 SIDES: Final = ("inline", "thread")
@@ -51,7 +51,7 @@ class Steps:
     patience_s: float = 25.0
 
     def pool(self, num_pages: int) -> Any:
-        from prefixkv.pool.kv_pool import KVPool
+        from prefixkv.memory.kv_pool import KVPool
 
         return KVPool.create(num_pages, 16, self.num_layers, 8, 128)
 

@@ -46,7 +46,7 @@ class Hits:
             sys.setswitchinterval(self.switch_interval_s)
 
     def pool(self) -> Any:
-        from prefixkv.pool.kv_pool import KVPool
+        from prefixkv.memory.kv_pool import KVPool
 
         return KVPool.create(1024, _PAGE_SIZE, num_layers=8, num_kv_heads=2, head_dim=64)
 

@@ -55,7 +55,7 @@ class Creation:
         return 2 * max(self.descriptors) // _RUNS
 
     def pool(self) -> Any:
-        from prefixkv.pool.kv_pool import KVPool
+        from prefixkv.memory.kv_pool import KVPool
 
         return KVPool.create(self.num_pages, _PAGE_SIZE, _RUNS // 2, 1, 32)
 
@@ -174,7 +174,7 @@ class Burst:
         return self.requests * self.pages_a_request * (1 if self.pages == "contiguous" else 2) + 8
 
     def pool(self) -> Any:
-        from prefixkv.pool.kv_pool import KVPool
+        from prefixkv.memory.kv_pool import KVPool
 
         return KVPool.create(self.num_pages, _PAGE_SIZE, _RUNS // 2, 1, 128)
 

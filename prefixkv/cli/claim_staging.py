@@ -31,7 +31,7 @@ from prefixkv.cli.bench_pair import (
     turn_about,
 )
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
-from prefixkv.pool.mesh import Mesh
+from prefixkv.memory.mesh import Mesh
 
 MESHES: Final = {"4 to 1": (4, 1), "1 to 4": (1, 4)}
 VARIANTS: Final = ("staged", "sliced", "equal")
@@ -71,7 +71,7 @@ class Staging:
 
     def pools(self, mesh: Mesh) -> list[Any]:
         """One a rank. Random pages are every other one."""
-        from prefixkv.pool.kv_pool import KVPool
+        from prefixkv.memory.kv_pool import KVPool
 
         count = self.num_pages + 8 if self.pages == "fresh" else 2 * self.num_pages + 16
         shards = [mesh.shard(rank) for rank in range(mesh.num_ranks)]

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from prefixkv.cli.hashing import PrefixHasher, Words, extend, splitmix64
 from prefixkv.cli.rank_kv import DecodeKV, PrefillKV
 from prefixkv.cli.report import Measured
 from prefixkv.cli.workload import VOCABULARY, Call, Clients, Tokens
 from prefixkv.decode.request import DecodeRequest, Request
 from prefixkv.errors import OutOfPagesError
 from prefixkv.paging import pages_for
+from prefixkv.testing.hashing import PrefixHasher, Words, extend, splitmix64
 
 if TYPE_CHECKING:
     from prefixkv.prefill.request import PrefillRequest

@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 from prefixkv.cli.workload import TRACE_BLOCK_TOKENS, Workload, chat, trace
 from prefixkv.config import TransportConfig
 from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.memory.kv_layout import ITEMSIZE, SLABS_PER_LAYER
+from prefixkv.memory.mesh import Mesh, check_meshes
+from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import pages_for
-from prefixkv.pool.kv_layout import ITEMSIZE, SLABS_PER_LAYER
-from prefixkv.pool.mesh import Mesh, check_meshes
-from prefixkv.pool.staging_area import BLOCK_BYTES
 
 DTYPES: Final = {
     "float32": "float32",

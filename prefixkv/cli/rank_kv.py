@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.cli.hashing import Words
-from prefixkv.cli.pattern import KVPattern, Pages
-from prefixkv.pool.kv_pool import KVPool
-from prefixkv.pool.mesh import Mesh
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh
+from prefixkv.testing.hashing import Words
+from prefixkv.testing.pattern import KVPattern, Pages
 
 if TYPE_CHECKING:
     from prefixkv.decode.request import DecodeRequest

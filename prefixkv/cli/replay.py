@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from prefixkv.cache.eviction import make_policy, policy_names
+from prefixkv.cache.eviction.policy import make_policy, policy_names
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_LIMIT, RadixKey
 from prefixkv.errors import ConfigError, TokenError, TraceError

@@ -28,8 +28,8 @@ from prefixkv.cli.workload import Clients, Workload, arrival_times
 from prefixkv.errors import PrefixKVError
 
 if TYPE_CHECKING:
-    from prefixkv.pool.kv_pool import KVPool
-    from prefixkv.pool.mesh import Mesh
+    from prefixkv.memory.kv_pool import KVPool
+    from prefixkv.memory.mesh import Mesh
     from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 
 SWITCH_INTERVAL_S: Final = 0.0005

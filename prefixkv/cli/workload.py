@@ -22,8 +22,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.cli.hashing import splitmix64
 from prefixkv.errors import TraceError
+from prefixkv.testing.hashing import splitmix64
 
 Tokens = npt.NDArray[np.int32]
 Seconds = npt.NDArray[np.float64]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.decode.commands import Command, OpenRoom
+from prefixkv.protocol.commands import Command, OpenRoom
 from prefixkv.protocol.messages import Promise
 
 _PAGE_IDS = np.arange(128)

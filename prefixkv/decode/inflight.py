@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
 from prefixkv.errors import InternalError
-from prefixkv.protocol.state import RoomKey
+from prefixkv.protocol.ids import RoomKey
 
 if TYPE_CHECKING:
     from prefixkv.decode.request import DecodeRequest
-    from prefixkv.request_pages import RequestPages
+    from prefixkv.pages.manager import RequestPages
 
 Place: TypeAlias = tuple[Hashable, int, bytes]
 """A namespace, where a flight begins, in pages, and the packed tokens of the page it begins with.

@@ -29,9 +29,9 @@ from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import InternalError
+from prefixkv.pages.manager import PageBooks
 from prefixkv.paging import pages_for
 from prefixkv.protocol.timers import Timers
-from prefixkv.request_pages import PageBooks
 
 MAX_LOOKS = 16
 MAX_WALK = 128  # places of the order that a pass goes through

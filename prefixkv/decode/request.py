@@ -11,12 +11,12 @@ import numpy.typing as npt
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import InternalError
 from prefixkv.paging import pages_for
-from prefixkv.protocol.state import RoomKey
+from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 
 if TYPE_CHECKING:
     from prefixkv.decode.inflight import Flight
-    from prefixkv.request_pages import PageBooks, RequestPages
+    from prefixkv.pages.manager import PageBooks, RequestPages
 
 __all__ = ["DecodeRequest", "DecodeState", "Request"]
 

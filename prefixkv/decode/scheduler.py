@@ -26,7 +26,6 @@ import numpy as np
 from prefixkv.cache.radix_key import check_packed, pack
 from prefixkv.decode.admission import DEFAULT_ADMISSION, AdmissionPolicy
 from prefixkv.decode.budget import PreallocBudget
-from prefixkv.decode.commands import AbortRoom, Command, OpenRoom, RefuseRoom
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.prealloc_queue import INFINITY, DecodePreallocQueue
@@ -40,12 +39,13 @@ from prefixkv.errors import (
     OutOfPagesError,
     RequestError,
 )
+from prefixkv.pages.allocator import PageState
+from prefixkv.pages.manager import PageBooks, RequestPages
 from prefixkv.paging import pages_for
-from prefixkv.pool.page_allocator import PageState
+from prefixkv.protocol.commands import AbortRoom, Command, OpenRoom, RefuseRoom
+from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import Promise
-from prefixkv.protocol.state import KVPoll, RoomKey
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks, RequestPages
 
 
 class DeviceEvent(Protocol):

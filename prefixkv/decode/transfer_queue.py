@@ -12,8 +12,8 @@ from collections import deque
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import InternalError
-from prefixkv.protocol.state import RoomKey
-from prefixkv.request_pages import PageBooks
+from prefixkv.pages.manager import PageBooks
+from prefixkv.protocol.ids import RoomKey
 
 
 class DecodeTransferQueue:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult
+from prefixkv.pages.manager import PageBooks
 from prefixkv.paging import page_floor, pages_for, whole_pages
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.send_plan import SendPlan
-from prefixkv.request_pages import PageBooks
 
 UsablePrefix = Callable[[PrefillRequest, int], int]
 """Of so many cached tokens of a request, how many the engine can go on from (it has no extra state

@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from prefixkv.errors import InternalError
 from prefixkv.prefill.send_plan import SendPlan
-from prefixkv.protocol.state import RoomKey
+from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 
 if TYPE_CHECKING:
-    from prefixkv.request_pages import PageBooks, RequestPages
+    from prefixkv.pages.manager import PageBooks, RequestPages
 
 
 class PrefillState(enum.Enum):

@@ -24,13 +24,13 @@ from prefixkv.errors import (
     InternalError,
     RequestError,
 )
+from prefixkv.pages.manager import PageBooks, RequestPages
 from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
 from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.protocol.state import KVPoll, RoomKey
+from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks, RequestPages
 
 
 class DeviceEvent(Protocol):

@@ -28,11 +28,11 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.errors import HandshakeError, ProtocolError
-from prefixkv.pool.kv_layout import KVLayout
-from prefixkv.pool.mesh import Mesh
-from prefixkv.pool.staging_area import StagingArea
-from prefixkv.pool.state_layout import StateLayout, StateTensor
-from prefixkv.protocol.state import PeerId
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.state_layout import StateLayout, StateTensor
+from prefixkv.protocol.ids import PeerId
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 << 20

@@ -15,8 +15,8 @@ from typing import ClassVar, NamedTuple
 from prefixkv.config import ControlConfig
 from prefixkv.errors import TransferError, TransferTimeoutError
 from prefixkv.protocol.backoff import Backoff
+from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import Abort, AnyBody, Outcome, OutcomeAck, Promise
-from prefixkv.protocol.state import KVPoll, RoomKey
 
 # --- events ---------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from prefixkv.config import ControlConfig
 from prefixkv.protocol.backoff import Backoff
+from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import Abort
 from prefixkv.protocol.receiver_machine import (
     Action,
@@ -23,7 +24,6 @@ from prefixkv.protocol.receiver_machine import (
     Say,
     Tick,
 )
-from prefixkv.protocol.state import KVPoll, RoomKey
 
 
 class RefusalMachine:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import AnyBody
-from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
 
 Pages = npt.NDArray[np.int32]
 
@@ -27,7 +27,7 @@ class Promised(NamedTuple):
     """Rank `reader` of decode has `prefix_len` tokens and wants the rest of `fill_len` in `units`
     of its pool.
 
-    Checked by the endpoint. `units` are unit pages of `unit_tokens` (pool/unit_pages.py), `fold` of
+    Checked by the endpoint. `units` are unit pages of `unit_tokens` (paging.py), `fold` of
     them a page of decode's. `readers` are all ranks that will promise. `writes`: False for one that
     only has to know how it ends. Extra state is wanted in `state_slot` (-1: none is);
     `takes_state`: False where none of ours goes there.

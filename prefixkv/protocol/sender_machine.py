@@ -21,9 +21,9 @@ import numpy as np
 
 from prefixkv.config import ControlConfig
 from prefixkv.errors import AbortedError, RequestError, TransferError, TransferTimeoutError
-from prefixkv.paging import pages_for
-from prefixkv.pool.unit_pages import unit_pages
+from prefixkv.paging import pages_for, unit_pages
 from prefixkv.protocol.backoff import Backoff
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Drained, Outcome, PromiseAck
 from prefixkv.protocol.sender_events import (
     AbortSaid,
@@ -45,7 +45,6 @@ from prefixkv.protocol.sender_events import (
     WriteDrained,
     WriteEnded,
 )
-from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
 
 
 class _Reader:

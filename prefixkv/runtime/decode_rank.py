@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.config import DecodeConfig
-from prefixkv.decode.rank_rooms import Fenced, RoomEvent, command_of, pack_news
-from prefixkv.decode.ranks import DecodeReplica
 from prefixkv.errors import ClosedError, ConfigError, InternalError
-from prefixkv.pool.kv_pool import KVPool
-from prefixkv.pool.mesh import Mesh
-from prefixkv.pool.state_pool import StatePool
-from prefixkv.protocol.state import PeerId
-from prefixkv.runtime.kv_manager import ControlFailed, DecodeManager, Fence
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.protocol.ids import PeerId
+from prefixkv.ranks.replica import DecodeReplica
+from prefixkv.ranks.rooms import Fenced, RoomEvent, command_of, pack_news
+from prefixkv.runtime.control_thread import ControlFailed, DecodeManager, Fence
 from prefixkv.runtime.place import Place, staging_buffer
 from prefixkv.runtime.staging import ReceiveStaging
 from prefixkv.transport.sharded import make_transport

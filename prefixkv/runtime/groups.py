@@ -1,6 +1,6 @@
 """All ranks of a worker in one process, behind the calls of one node: for engines whose ranks are
 threads, and to try meshes on one machine. Where ranks are processes the engine carries the same
-bytes (decode/ranks.py) itself.
+bytes (ranks/replica.py) itself.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from types import TracebackType
 from typing import Self
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.decode.ranks import RankLog
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.pool.kv_pool import KVPool
-from prefixkv.pool.mesh import Mesh
-from prefixkv.pool.state_pool import StatePool
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.pages.manager import Pages
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest
+from prefixkv.ranks.replica import RankLog
 from prefixkv.request import Request
-from prefixkv.request_pages import Pages
 from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.transport.base import ReadyEvent

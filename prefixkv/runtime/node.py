@@ -12,12 +12,12 @@ from typing import Any, Generic, Self, TypeVar
 from prefixkv.cache.events import EventBatch, EventFeed
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import ClosedError, InternalError
-from prefixkv.pool.kv_pool import KVPool
-from prefixkv.pool.state_pool import StatePool
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.pages.manager import Pages
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.protocol.state import PeerId
-from prefixkv.request_pages import Pages
-from prefixkv.runtime.kv_manager import ControlFailed, DecodeManager, PrefillManager
+from prefixkv.protocol.ids import PeerId
+from prefixkv.runtime.control_thread import ControlFailed, DecodeManager, PrefillManager
 from prefixkv.runtime.request_log import RequestLog
 from prefixkv.stats import MICROSECONDS, Histogram
 

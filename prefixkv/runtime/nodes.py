@@ -12,25 +12,25 @@ from typing import Any
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode import journal as decode_journal
-from prefixkv.decode.oplog import LoggedBooks
-from prefixkv.decode.rank_rooms import Fenced, RankRooms, RoomEvent, order_of, unpack_news
-from prefixkv.decode.ranks import RankLog
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import AbortedError, CallerError, ConfigError
-from prefixkv.pool.kv_pool import KVPool
-from prefixkv.pool.mesh import Mesh
-from prefixkv.pool.state_pool import StatePool
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.pages.manager import PageBooks
 from prefixkv.prefill import journal as prefill_journal
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol import sender_events as sender
-from prefixkv.protocol.state import PeerId
+from prefixkv.protocol.ids import PeerId
+from prefixkv.ranks.oplog import LoggedBooks
+from prefixkv.ranks.replica import RankLog
+from prefixkv.ranks.rooms import Fenced, RankRooms, RoomEvent, order_of, unpack_news
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks
-from prefixkv.runtime.kv_manager import DecodeManager, Fence, PrefillManager
+from prefixkv.runtime.control_thread import DecodeManager, Fence, PrefillManager
 from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.place import Place, staging_buffer
 from prefixkv.runtime.staging import ReceiveStaging, SendStaging
@@ -54,7 +54,7 @@ class DecodeNode(Node[DecodeManager]):
     Args:
         pool: the KV memory; it must outlive the node.
         config: see DecodeConfig.
-        ranks: a RankLog where this is rank 0 of several (decode/ranks.py); then call `take_log`
+        ranks: a RankLog where this is rank 0 of several (ranks/replica.py); then call `take_log`
             once a pass.
         mesh: how the model is shared out over the ranks; then each other rank is a `DecodeRank`,
             whose news go to `apply_news`. None: the pool holds all of the model's KV.

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from prefixkv.config import ModelConfig, TransportConfig
 from prefixkv.errors import ConfigError, HandshakeError
-from prefixkv.pool.kv_layout import KVLayout
-from prefixkv.pool.kv_pool import KVPool
-from prefixkv.pool.mesh import Mesh, check_holds
-from prefixkv.pool.staging_area import StagingArea
-from prefixkv.pool.state_layout import StateLayout
-from prefixkv.pool.state_pool import StatePool
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh, check_holds
+from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.staging_buffer import StagingBuffer
+from prefixkv.memory.state_layout import StateLayout
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, ModelDigest, Topology
-from prefixkv.protocol.state import PeerId
-from prefixkv.transport.staging_buffer import StagingBuffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from prefixkv.protocol.state import PeerId
+from prefixkv.protocol.ids import PeerId
 
 LOGGER = logging.getLogger("prefixkv.requests")
 

@@ -10,18 +10,18 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixkv.config import TransportConfig
-from prefixkv.pool.kv_layout import KVLayout
-from prefixkv.pool.mesh import Shard
-from prefixkv.pool.staging_area import BLOCK_BYTES
-from prefixkv.protocol.prefill_endpoint import AddPeer
-from prefixkv.protocol.room_staging import ScatterLease
-from prefixkv.protocol.staged_sender import Gather, PostStaged, StagedSender
-from prefixkv.protocol.state import PeerId
+from prefixkv.control.prefill import AddPeer
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.stage_copy import StagingCopy, staging_copy
+from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.memory.staging_buffer import StagingBuffer
+from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.runtime.copy_pool import CopyDone, CopyPool
+from prefixkv.staging.receiver import ScatterLease
+from prefixkv.staging.sender import Gather, PostStaged, StagedSender
 from prefixkv.transport.base import WriteJob
-from prefixkv.transport.staging_buffer import StagingBuffer
-from prefixkv.transport.staging_copy import StagingCopy, staging_copy
 
 
 class Gathered(NamedTuple):

@@ -20,11 +20,11 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.pool.kv_layout import KVLayout
-from prefixkv.pool.mesh import Shard
-from prefixkv.pool.staging_area import StagingArea
-from prefixkv.pool.state_layout import StateLink
-from prefixkv.protocol.state import PeerId
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.state_layout import StateLink
+from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 
 Pages = npt.NDArray[np.int32]
@@ -42,7 +42,7 @@ class WriteJob:
     """Copy page `src_pages[i]` of our pool to page `dst_pages[i]` of the peer's, for every i.
 
     The pages are int32, equally many, at least one; the arrays are the job's until it ends. Where
-    page sizes differ they are unit pages (`pool/unit_pages.py`). On the route "staging" they are
+    page sizes differ they are unit pages (`paging.py`). On the route "staging" they are
     numbers of blocks of BLOCK_BYTES in our staging area and in the peer's, on "state" slots of both
     state pools; where one side has none, the job fails with a ConfigError. `job_id` is unique
     among the jobs that have not ended drained. The job is cut into parts of bounded size; every

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.errors import PageStateError
-from prefixkv.pool.unit_pages import MAX_INDEX as MAX_INDEX
-from prefixkv.pool.unit_pages import Pages as Pages
+from prefixkv.paging import MAX_INDEX as MAX_INDEX
+from prefixkv.paging import Pages as Pages
+from prefixkv.paging import checked_pages as checked_pages
 from prefixkv.transport.runs import RunGroup as RunGroup
 from prefixkv.transport.runs import Runs as Runs
 from prefixkv.transport.runs import check_index_range
@@ -38,29 +38,6 @@ class Part(NamedTuple):
 
 
 # --- indices ------------------------------------------------------------------------------------
-
-
-def checked_pages(
-    pages: npt.NDArray[np.integer], num_pages: int, side: str, what: str = "page"
-) -> Pages:
-    """`pages` as int32, after each id was found to lie in [0, num_pages). The only way to an
-    address.
-
-    Raises: PageStateError naming the side, what is counted, and the id or the shape.
-    """
-    if (
-        not isinstance(pages, np.ndarray)
-        or pages.ndim != 1
-        or pages.dtype.kind not in "iu"
-        or not len(pages)
-    ):
-        raise PageStateError(
-            f"{side} {what}s: a one-dimensional array of at least one integer is needed"
-        )
-    low, high = int(pages.min()), int(pages.max())
-    if low < 0 or high >= num_pages:
-        raise PageStateError(f"{side} {what} {low if low < 0 else high} is not in [0, {num_pages})")
-    return pages.astype(np.int32, copy=False)
 
 
 def flat_indices(

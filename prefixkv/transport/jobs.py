@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from prefixkv.errors import AbortedError, CallerError, ClosedError, PageStateError
-from prefixkv.protocol.state import RoomKey
+from prefixkv.protocol.ids import RoomKey
 from prefixkv.transport.base import Sink, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.descriptors import Pages, Part, Runs, checked_pages, cut_parts
 from prefixkv.transport.routes import Routes

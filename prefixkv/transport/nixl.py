@@ -14,16 +14,16 @@ from typing import Final
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import CallerError, ClosedError, InternalError, TransferTimeoutError
-from prefixkv.pool.kv_layout import KVLayout
-from prefixkv.pool.mesh import Shard
-from prefixkv.pool.staging_area import StagingArea
-from prefixkv.pool.state_layout import StateLayout, StateLink
-from prefixkv.protocol.state import PeerId
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.state_layout import StateLayout, StateLink
+from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Sink, WriteJob
-from prefixkv.transport.inbox import Inbox
 from prefixkv.transport.nixl_agent import bare
 from prefixkv.transport.nixl_loop import Command, NixlLoop
 from prefixkv.transport.routes import PeerMemory
+from prefixkv.transport.wait import Inbox
 
 _DEFAULTS: Final = TransportConfig()
 _START_TIMEOUT_S: Final = 120.0

@@ -19,10 +19,10 @@ import weakref
 from typing import Any, Final
 
 from prefixkv.errors import HandshakeError, TransferError
-from prefixkv.pool.kv_layout import KVLayout
-from prefixkv.pool.staging_area import StagingArea
-from prefixkv.pool.state_layout import StateLayout
-from prefixkv.protocol.state import PeerId
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.state_layout import StateLayout
+from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.runs import Runs
 
 # Read when the libraries load. Faults are our daily bread and come back as exceptions with their

@@ -26,10 +26,10 @@ from typing import Any, Final
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import AbortedError, InternalError, PeerLostError, TransferTimeoutError
-from prefixkv.pool.kv_layout import KVLayout
-from prefixkv.pool.staging_area import StagingArea
-from prefixkv.pool.state_layout import StateLayout
-from prefixkv.protocol.state import PeerId
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.state_layout import StateLayout
+from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -41,7 +41,6 @@ from prefixkv.transport.base import (
     WriteJob,
 )
 from prefixkv.transport.descriptors import part_indices
-from prefixkv.transport.inbox import Inbox
 from prefixkv.transport.jobs import ActiveJob, JobTable
 from prefixkv.transport.nixl_agent import (
     CONNECTION_BROKEN,
@@ -53,6 +52,7 @@ from prefixkv.transport.nixl_agent import (
 )
 from prefixkv.transport.nixl_peer import Peer, Post
 from prefixkv.transport.routes import PeerMemory, routes_to
+from prefixkv.transport.wait import Inbox
 
 _log = logging.getLogger("prefixkv.transport")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from prefixkv.protocol.state import PeerId
+from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.descriptors import Part
 from prefixkv.transport.jobs import ActiveJob, Outbox
 from prefixkv.transport.nixl_agent import FORGOTTEN, NixlAgent, nixl_name

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixkv.errors import ConfigError
-from prefixkv.pool.kv_layout import KVLayout
-from prefixkv.pool.mesh import Shard
-from prefixkv.pool.staging_area import BLOCK_BYTES, StagingArea
-from prefixkv.pool.state_layout import StateLayout, StateLink
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.transport.base import WriteJob
 from prefixkv.transport.runs import RunGroup, Runs, RunTable, Slots, check_index_range, paired_runs
 

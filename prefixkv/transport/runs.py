@@ -4,10 +4,10 @@ lists.
 A *run* is one block of each page: equal blocks, a page stride apart. Source and target have the
 same runs in the same order, so a block of one side belongs to the block of the same run on the
 other. What is described is the part of a model that the source rank sends the target rank
-(`pool/mesh.py`): some layers, some heads.
+(`memory/mesh.py`): some layers, some heads.
 
 Where page sizes differ by a whole factor, both sides count pages of the smaller size
-(`pool/unit_pages.py`). On the side with larger pages the units of a page are blocks of the same run
+(`paging.py`). On the side with larger pages the units of a page are blocks of the same run
 where a stride can be found that steps through them and from page to page, since NIXL merges
 neighbours of one run only; else each is a row of its own. A *slot* is the place of a unit page in
 its run, so a block's flat index is `run * num_slots + slot`.
@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.errors import ConfigError, HandshakeError
-from prefixkv.pool.kv_layout import KVLayout
-from prefixkv.pool.mesh import Shard, check_page_sizes
-from prefixkv.pool.unit_pages import MAX_INDEX, Pages
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.mesh import Shard, check_page_sizes
+from prefixkv.paging import MAX_INDEX, Pages
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -14,11 +14,11 @@ from typing import Final
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import CallerError
-from prefixkv.pool.kv_layout import KVLayout
-from prefixkv.pool.mesh import Shard
-from prefixkv.pool.staging_area import StagingArea
-from prefixkv.pool.state_layout import StateLayout, StateLink
-from prefixkv.protocol.state import PeerId
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.state_layout import StateLayout, StateLink
+from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Sink, Transport, TransportEvent, WriteJob
 from prefixkv.transport.nixl import NixlTransport
 

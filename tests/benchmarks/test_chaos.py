@@ -17,7 +17,7 @@ from benchmarks.chaos_clients import Call, Conversation, Ledger, Sizes, system_p
 from benchmarks.chaos_pages import SOURCE_CANARY, TARGET_CANARY, WatchedAllocator
 from benchmarks.chaos_proxy import Proxy
 from benchmarks.chaos_worker import cut_sockets
-from prefixkv.pool.kv_pool import KVPool
+from prefixkv.memory.kv_pool import KVPool
 from tests.models.patience import PATIENCE_S, until
 
 # --- pages ----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkv.cache.eviction import policy_names
+from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import (

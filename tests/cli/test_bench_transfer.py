@@ -11,7 +11,7 @@ from prefixkv.cli.bench_pair import Claim, Watch, run_pair, turn_about
 from prefixkv.cli.main import run_command
 from prefixkv.cli.workers import WorkerError
 from prefixkv.errors import OutOfPagesError
-from prefixkv.request_pages import PageBooks
+from prefixkv.pages.manager import PageBooks
 
 
 def test_goodput_is_measured_against_raw_writes_of_the_same_bytes(tmp_path, monkeypatch, capfd):

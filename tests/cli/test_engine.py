@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from prefixkv.cli.engine import END_OF_PASS, DecodeEngine, PrefillEngine, sample
-from prefixkv.cli.hashing import PrefixHasher
-from prefixkv.cli.pattern import KVPattern
 from prefixkv.cli.rank_kv import DecodeKV, PrefillKV
 from prefixkv.cli.workload import Clients, arrival_times, chat
 from prefixkv.errors import OutOfPagesError
+from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import pages_for
-from prefixkv.pool.kv_pool import KVPool
+from prefixkv.testing.hashing import PrefixHasher
+from prefixkv.testing.pattern import KVPattern
 from tests.models.patience import PATIENCE_S
 
 PAGE_SIZE = 4

@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import pytest
 
-from prefixkv.cache.eviction import policy_names
+from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.cli.replay import OPTIMUM, read_trace, replay, replay_optimum, replay_policy
 from prefixkv.errors import ConfigError, TraceError
 

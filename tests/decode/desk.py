@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from prefixkv.decode.commands import (
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.errors import TransferError
+from prefixkv.pages.allocator import PageState
+from prefixkv.pages.manager import PageBooks
+from prefixkv.protocol.commands import (
     AbortRoom,
     Command,
     OpenRoom,
     RefuseRoom,
 )
-from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.errors import TransferError
-from prefixkv.pool.page_allocator import PageState
-from prefixkv.protocol.state import KVPoll, RoomKey
+from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks
 from tests.models.auditor import assert_at_rest
 
 PAGE_SIZE = 4

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from prefixkv.decode import admission
 from prefixkv.decode.admission import AdmissionPolicy, admission_names, register
-from prefixkv.decode.commands import OpenRoom, RefuseRoom
 from prefixkv.decode.prealloc_queue import MAX_LOOKS
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import AdmissionTimeoutError, ConfigError, RequestError
+from prefixkv.pages.manager import PageBooks
 from prefixkv.paging import pages_for
-from prefixkv.protocol.state import RoomKey
-from prefixkv.request_pages import PageBooks
+from prefixkv.protocol.commands import OpenRoom, RefuseRoom
+from prefixkv.protocol.ids import RoomKey
 from tests.decode.desk import PAGE_SIZE, Desk
 
 POLICIES = ["fifo", "hit_aware", "priority"]

@@ -9,9 +9,9 @@ import pytest
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import InternalError
-from prefixkv.protocol.state import RoomKey
+from prefixkv.pages.manager import PageBooks
+from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks
 
 
 def new() -> DecodeRequest:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import RequestError
+from prefixkv.pages.manager import PageBooks
 from prefixkv.paging import pages_for
-from prefixkv.request_pages import PageBooks
 from tests.decode.desk import PAGE_SIZE, Desk
 from tests.models.lock_machine import Event
 

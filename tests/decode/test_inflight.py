@@ -14,8 +14,8 @@ from prefixkv.cache.radix_key import RadixKey
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import InternalError
+from prefixkv.pages.manager import PageBooks, RequestPages
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks, RequestPages
 
 PAGE_SIZE = 2
 BOOKS = PageBooks(4, PAGE_SIZE, 2)

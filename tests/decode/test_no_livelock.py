@@ -7,7 +7,7 @@ import pytest
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError
-from prefixkv.protocol.state import RoomKey
+from prefixkv.protocol.ids import RoomKey
 from tests.decode.desk import Desk, OpenRoom
 
 POLICIES = ["hit_aware", "fifo", "priority"]

@@ -11,7 +11,7 @@ import pytest
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import AbortedError, CallerError, OutOfPagesError, RequestError, TokenError
-from prefixkv.protocol.state import KVPoll, RoomKey
+from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.decode.desk import BROKEN, AbortRoom, Desk, OpenRoom, RefuseRoom
 from tests.models.lock_machine import Event

@@ -10,8 +10,8 @@ import pytest
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import RequestError
+from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import Promise
-from prefixkv.protocol.state import KVPoll, RoomKey
 from tests.decode.desk import PAGE_SIZE, AbortRoom, Desk, OpenRoom
 
 SYSTEM = list(range(8))  # two pages

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.decode.oplog import LoggedBooks, Replica
 from prefixkv.errors import CapacityError, InternalError
-from prefixkv.pool.page_allocator import PageState
-from prefixkv.request_pages import PageBooks
+from prefixkv.pages.allocator import PageState
+from prefixkv.pages.manager import PageBooks
+from prefixkv.ranks.oplog import LoggedBooks, Replica
 from tests.decode.desk import Desk, OpenRoom
 
 
@@ -135,6 +135,6 @@ def test_ranks_have_equal_slots_or_find_out() -> None:
 
 
 def _room() -> object:
-    from prefixkv.protocol.state import RoomKey
+    from prefixkv.protocol.ids import RoomKey
 
     return RoomKey(1, 0)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefixkv.errors import CallerError, OutOfPagesError, PageStateError
-from prefixkv.pool import free_runs
-from prefixkv.pool.page_allocator import PageAllocator, PageState
+from prefixkv.pages import free_runs
+from prefixkv.pages.allocator import PageAllocator, PageState
 
 FREE, OWNED, CACHED, HELD, QUARANTINED = PageState
 DEFAULT_LOOP = free_runs._LOOP_BELOW_RUNS

@@ -6,13 +6,13 @@ Each structure checks itself (`check_invariants`); here they are held against ea
 
 from __future__ import annotations
 
+from prefixkv.control.decode import DecodeEndpoint
 from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.pages.allocator import PageState
 from prefixkv.paging import pages_for
-from prefixkv.pool.page_allocator import PageState
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.protocol.decode_endpoint import DecodeEndpoint
+from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.receiver_machine import ReceiverMachine
-from prefixkv.protocol.state import KVPoll
 
 
 def audit_decode(scheduler: DecodeScheduler, endpoint: DecodeEndpoint) -> None:

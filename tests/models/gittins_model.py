@@ -7,7 +7,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from prefixkv.cache.return_tables import BEGINS_S, LENGTHS_S, NUM_BINS, SNAPSHOT_S, UNTAUGHT
+from prefixkv.cache.eviction.return_tables import (
+    BEGINS_S,
+    LENGTHS_S,
+    NUM_BINS,
+    SNAPSHOT_S,
+    UNTAUGHT,
+)
 from tests.models.ghost_model import GhostModel
 from tests.models.radix_model import ModelPage, ModelUse, Place, Prefix
 

@@ -16,15 +16,15 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prefixkv.decode.commands import AbortRoom, OpenRoom, RefuseRoom
-from prefixkv.decode.oplog import LoggedBooks, Replica, decode_op, encode_op
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import OutOfPagesError, RequestError, TransferError
-from prefixkv.pool.page_allocator import PageState
-from prefixkv.protocol.state import KVPoll, RoomKey
+from prefixkv.pages.allocator import PageState
+from prefixkv.pages.manager import PageBooks
+from prefixkv.protocol.commands import AbortRoom, OpenRoom, RefuseRoom
+from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.ranks.oplog import LoggedBooks, Replica, decode_op, encode_op
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks
 from tests.models.auditor import assert_at_rest
 
 PAGE_SIZE = 2

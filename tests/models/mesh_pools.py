@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.pool.kv_layout import KVLayout, Slab
-from prefixkv.pool.mesh import Mesh, Shard, sent_share, writers_to
+from prefixkv.memory.kv_layout import KVLayout, Slab
+from prefixkv.memory.mesh import Mesh, Shard, sent_share, writers_to
 
 BASE = 1 << 20
 HEAD_BYTES = 2

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.pool.mesh import Mesh
-from prefixkv.protocol.state import PeerId
+from prefixkv.memory.mesh import Mesh
+from prefixkv.protocol.ids import PeerId
 from tests.models.node_pair import Tokens
 from tests.models.node_process import EVENTS, _context
 from tests.models.patience import PATIENCE_S, SkippableClock
@@ -27,10 +27,10 @@ class _PrefillServed:
     def __init__(
         self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...]
     ) -> None:
-        from prefixkv.cli.hashing import PrefixHasher
-        from prefixkv.cli.pattern import KVPattern
         from prefixkv.cli.rank_kv import make_pools
         from prefixkv.runtime.nodes import PrefillNode
+        from prefixkv.testing.hashing import PrefixHasher
+        from prefixkv.testing.pattern import KVPattern
         from tests.models.mesh_workers import SALT
 
         pool = make_pools(mesh, 64, 4, 16, order="layer_major")[rank]
@@ -71,10 +71,10 @@ class _DecodeServed:
     """A decode rank above 0."""
 
     def __init__(self, mesh: Mesh, rank: int, config: DecodeConfig, worker: PeerId) -> None:
-        from prefixkv.cli.hashing import PrefixHasher
-        from prefixkv.cli.pattern import KVPattern
         from prefixkv.cli.rank_kv import make_pools
         from prefixkv.runtime.decode_rank import DecodeRank
+        from prefixkv.testing.hashing import PrefixHasher
+        from prefixkv.testing.pattern import KVPattern
         from tests.models.mesh_workers import SALT
 
         pool = make_pools(mesh, 64, 4, 16, order="page_major")[rank]

@@ -14,19 +14,19 @@ import numpy as np
 import torch
 
 from prefixkv.config import ControlConfig, TransportConfig
-from prefixkv.decode.rank_rooms import Fenced, RoomOrder, command_of, pack_news
-from prefixkv.pool.kv_layout import KVLayout
-from prefixkv.pool.mesh import Mesh
-from prefixkv.pool.staging_area import BLOCK_BYTES, StagingArea
-from prefixkv.protocol.decode_endpoint import DecodeEndpoint
+from prefixkv.control.decode import DecodeEndpoint
+from prefixkv.control.prefill import PrefillEndpoint
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, ModelDigest, Topology
-from prefixkv.protocol.prefill_endpoint import PrefillEndpoint
-from prefixkv.protocol.room_staging import ScatterLease
-from prefixkv.protocol.state import PeerId, RoomKey
+from prefixkv.ranks.rooms import Fenced, RoomOrder, command_of, pack_news
+from prefixkv.runtime.control_thread import DecodeManager, Fence, PrefillManager
 from prefixkv.runtime.copy_pool import CopyDone
-from prefixkv.runtime.kv_manager import DecodeManager, Fence, PrefillManager
 from prefixkv.runtime.staging import ReceiveStaging, Scattered, SendStaging
-from prefixkv.transport.fake import FakeFabric
+from prefixkv.staging.receiver import ScatterLease
+from prefixkv.testing.fabric import FakeFabric
 from tests.models.mesh_pools import elements, mesh_layout, moved
 
 HEAD_BYTES = 128

@@ -19,8 +19,19 @@ import msgspec
 import numpy as np
 
 from prefixkv.config import TransportConfig
-from prefixkv.decode.commands import AbortRoom, OpenRoom, RefuseRoom
-from prefixkv.decode.rank_rooms import (
+from prefixkv.errors import AbortedError
+from prefixkv.memory.mesh import Mesh, lease_sections
+from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.paging import pages_for
+from prefixkv.prefill import scheduler as prefill_scheduler
+from prefixkv.prefill.send_plan import SendPlan
+from prefixkv.protocol import sender_events as sender
+from prefixkv.protocol.commands import AbortRoom, OpenRoom, RefuseRoom
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.messages import Promise
+from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.ranks.rooms import (
     Fenced,
     RankRooms,
     RoomEvent,
@@ -28,19 +39,8 @@ from prefixkv.decode.rank_rooms import (
     order_of,
     unpack_news,
 )
-from prefixkv.errors import AbortedError
-from prefixkv.paging import pages_for
-from prefixkv.pool.mesh import Mesh, lease_sections
-from prefixkv.pool.staging_area import BLOCK_BYTES
-from prefixkv.prefill import scheduler as prefill_scheduler
-from prefixkv.prefill.send_plan import SendPlan
-from prefixkv.protocol import sender_events as sender
-from prefixkv.protocol.messages import Promise
-from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded
-from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.tags import ChunkTag
-from prefixkv.runtime.kv_manager import Fence
-from prefixkv.transport.fake import FakeFabric
+from prefixkv.runtime.control_thread import Fence
+from prefixkv.testing.fabric import FakeFabric
 from tests.models.mesh_ranks import HEAD_BYTES, DecodeRank, PrefillRank, Side
 
 LAYERS, HEADS = 2, 4

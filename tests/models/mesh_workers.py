@@ -11,14 +11,14 @@ import time
 from dataclasses import replace
 from typing import Any, Self
 
-from prefixkv.cli.hashing import PrefixHasher
 from prefixkv.cli.rank_kv import DecodeKV, PrefillKV, make_pools, patterns
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.pool.mesh import Mesh
+from prefixkv.memory.mesh import Mesh
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
+from prefixkv.testing.hashing import PrefixHasher
 from tests.models.node_pair import Tokens
 from tests.models.patience import PATIENCE_S
 

@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.cli.engine import sample
-from prefixkv.cli.hashing import PrefixHasher
-from prefixkv.cli.pattern import KVPattern
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError
-from prefixkv.pool.kv_pool import KVPool
+from prefixkv.memory.kv_pool import KVPool
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.testing.hashing import PrefixHasher
+from prefixkv.testing.pattern import KVPattern
 from tests.models.auditor import assert_at_rest
 from tests.models.patience import PATIENCE_S
 

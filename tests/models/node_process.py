@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-from prefixkv.protocol.state import PeerId
+from prefixkv.protocol.ids import PeerId
 from tests.models.patience import PATIENCE_S, SkippableClock
 
 _context = multiprocessing.get_context("forkserver")
@@ -135,7 +135,7 @@ def _serve(
         while pipe.poll():
             name, args, options = pipe.recv()
             if name == "close":
-                from prefixkv.runtime import kv_manager
+                from prefixkv.runtime import control_thread as kv_manager
 
                 kv_manager._FAREWELL_S = PATIENCE_S  # it is to arrive, however slow the machine
                 served.node.close()

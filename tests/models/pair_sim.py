@@ -16,32 +16,33 @@ from typing import Any
 
 import numpy as np
 
-from prefixkv.cli.hashing import PrefixHasher
-from prefixkv.cli.pattern import KVPattern
 from prefixkv.config import ControlConfig, TransportConfig
-from prefixkv.decode import commands as decode_commands
+from prefixkv.control import decode as decode_endpoint
+from prefixkv.control import prefill as prefill_endpoint
+from prefixkv.control.decode import DecodeEndpoint
+from prefixkv.control.prefill import PrefillEndpoint
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import OutOfPagesError, PrefixKVError, RequestError
-from prefixkv.pool.kv_pool import KVPool
-from prefixkv.pool.mesh import Mesh
-from prefixkv.pool.page_allocator import PageState
-from prefixkv.pool.state_layout import StateLayout, StateTensor
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_layout import StateLayout, StateTensor
+from prefixkv.pages.allocator import PageState
+from prefixkv.pages.manager import PageBooks
 from prefixkv.prefill import scheduler as prefill_scheduler
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.protocol import decode_endpoint, prefill_endpoint
+from prefixkv.protocol import commands as decode_commands
 from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol import sender_events as sender
-from prefixkv.protocol.decode_endpoint import DecodeEndpoint
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, ModelDigest, Topology
-from prefixkv.protocol.prefill_endpoint import PrefillEndpoint
-from prefixkv.protocol.state import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks
+from prefixkv.testing.fabric import FakeFabric
+from prefixkv.testing.hashing import PrefixHasher
+from prefixkv.testing.pattern import KVPattern
 from prefixkv.transport.base import Arrived, Settled, WriteDone, WriteDrained, WriteFailed, WriteJob
-from prefixkv.transport.fake import FakeFabric
 from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.models.state_memory import StateMemory
 

@@ -56,7 +56,8 @@ class SkippableClock:
 
     def install(self, put: Callable[[Any, str, Any], None] = setattr) -> None:
         """For all nodes of this process. `put` may be monkeypatch.setattr."""
-        from prefixkv.runtime import kv_manager, node
+        from prefixkv.runtime import control_thread as kv_manager
+        from prefixkv.runtime import node
 
         put(kv_manager, "time", self)
         put(node, "time", self)

@@ -15,11 +15,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from prefixkv.cache.aged import AgedFrequency
 from prefixkv.cache.events import NO_PARENT, Cleared, Removed, Stored, page_key
-from prefixkv.cache.gated import Gated
-from prefixkv.cache.gittins import Gittins
-from prefixkv.cache.policies import ByPriority
+from prefixkv.cache.eviction.aged import AgedFrequency
+from prefixkv.cache.eviction.gated import Gated
+from prefixkv.cache.eviction.gittins import Gittins
+from prefixkv.cache.eviction.plain import ByPriority
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from tests.models.aged_model import AgedModel

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from prefixkv.config import DecodeConfig
-from prefixkv.decode.ranks import DecodeReplica
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.request_pages import PageBooks
+from prefixkv.pages.manager import PageBooks
+from prefixkv.ranks.replica import DecodeReplica
 from tests.models.pair_sim import PAGE_SIZE
 from tests.models.scheduler_machine import ROWS, SchedulerSim
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefixkv.errors import LeaseError, ProtocolError
-from prefixkv.protocol.staging_ring import MAX_PASSED, Lease, LeaseState, StagingRing
-from prefixkv.protocol.state import RoomKey
+from prefixkv.protocol.ids import RoomKey
+from prefixkv.staging.ring import MAX_PASSED, Lease, LeaseState, StagingRing
 
 ROOMS = [RoomKey(room, 0) for room in range(5)]
 CAPACITY = 24

@@ -16,18 +16,18 @@ from collections.abc import Sequence
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from prefixkv.cache.eviction import policy_names, register
-from prefixkv.cache.gated import Gated
+from prefixkv.cache.eviction.gated import Gated
+from prefixkv.cache.eviction.policy import policy_names, register
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.admission import DEFAULT_ADMISSION, admission_names
-from prefixkv.decode.oplog import LoggedBooks
-from prefixkv.decode.ranks import DecodeReplica, RankLog, digests
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import PrefixKVError
-from prefixkv.protocol.state import KVPoll, PeerId
+from prefixkv.protocol.ids import KVPoll, PeerId
+from prefixkv.ranks.oplog import LoggedBooks
+from prefixkv.ranks.replica import DecodeReplica, RankLog, digests
 from prefixkv.request import Request
-from prefixkv.transport.fake import Hold
+from prefixkv.testing.fabric import Hold
 from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.models.pair_sim import ADDRESS, PAGE_SIZE, Chaos, DecodeSide, PairSim
 

@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from prefixkv.pool.staging_area import BLOCK_BYTES
-from prefixkv.protocol.lease_cut import LeaseCut
+from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
 from prefixkv.protocol.sender_events import Say
-from prefixkv.protocol.staged_rooms import (
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.staging.cut import LeaseCut
+from prefixkv.staging.rooms import (
     RoomBroken,
     RoomQuiet,
     RoomScattered,
@@ -29,7 +31,7 @@ from prefixkv.protocol.staged_rooms import (
     Scatter,
     StagedRooms,
 )
-from prefixkv.protocol.staged_sender import (
+from prefixkv.staging.sender import (
     CancelStaged,
     Gather,
     JobDrained,
@@ -37,8 +39,6 @@ from prefixkv.protocol.staged_sender import (
     PostStaged,
     StagedSender,
 )
-from prefixkv.protocol.state import PeerId, RoomKey
-from prefixkv.protocol.tags import ChunkTag
 
 UNIT_BYTES = {0: 700, 1: 2048, 2: 1024}
 UNITS_PER_PIECE = 4

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from prefixkv.pool.mesh import Mesh
-from prefixkv.pool.state_layout import StateEntry, StateLayout, StateTensor
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_layout import StateEntry, StateLayout, StateTensor
 
 GUARD = 64
 CANARY = 0xCA
@@ -52,7 +52,7 @@ class StateMemory:
         """A StatePool of this memory."""
         import torch
 
-        from prefixkv.pool.state_pool import StatePool
+        from prefixkv.memory.state_pool import StatePool
 
         views = [
             torch.from_numpy(raw)[:, GUARD:-GUARD]

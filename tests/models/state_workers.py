@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from prefixkv.cli.hashing import PrefixHasher
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.pool.mesh import Mesh
-from prefixkv.pool.state_layout import StateTensor
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_layout import StateTensor
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
+from prefixkv.testing.hashing import PrefixHasher
 from tests.models.mesh_workers import MeshPair
 from tests.models.state_memory import TENSORS, StateMemory
 

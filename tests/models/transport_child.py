@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from prefixkv.pool.kv_layout import KVLayout
-from prefixkv.protocol.state import PeerId
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.protocol.ids import PeerId
 from tests.models.patience import PATIENCE_S
 from tests.models.transport_pools import Shape, make_pool
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from prefixkv.config import TransportConfig
-from prefixkv.pool.mesh import Shard
-from prefixkv.pool.staging_area import BLOCK_BYTES, StagingArea
-from prefixkv.pool.state_layout import StateLayout, StateLink
-from prefixkv.protocol.state import PeerId
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.state_layout import StateLayout, StateLink
+from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
+from prefixkv.testing.fabric import FakeFabric
 from prefixkv.transport.base import (
     Arrived,
     Sink,
@@ -27,7 +28,6 @@ from prefixkv.transport.base import (
     WriteFailed,
     WriteJob,
 )
-from prefixkv.transport.fake import FakeFabric
 from tests.models.patience import PATIENCE_S
 from tests.models.state_memory import StateMemory
 from tests.models.transport_pools import NumpyPool, make_pool

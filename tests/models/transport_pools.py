@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.pool.kv_layout import KVLayout, Slab
+from prefixkv.memory.kv_layout import KVLayout, Slab
 
 ORDERS = ("layer_major", "page_major", "heads_first", "page_kv", "padded", "tokens_outer")
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from prefixkv.errors import TransferError
+from prefixkv.pages.manager import PageBooks
 from prefixkv.prefill.journal import timeline
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.protocol.state import KVPoll
+from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks
 
 PAGE_BYTES = 100
 

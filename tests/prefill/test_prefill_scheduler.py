@@ -16,13 +16,13 @@ from prefixkv.errors import (
     RequestError,
     TransferError,
 )
+from prefixkv.pages.allocator import PageState
+from prefixkv.pages.manager import PageBooks
 from prefixkv.paging import pages_for
-from prefixkv.pool.page_allocator import PageState
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.scheduler import AbortRoom, AddRoom, PrefillScheduler, SendChunk
-from prefixkv.protocol.state import KVPoll, RoomKey
+from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
-from prefixkv.request_pages import PageBooks
 from tests.models.auditor import assert_at_rest
 from tests.models.lock_machine import Event
 

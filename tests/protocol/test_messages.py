@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixkv.control.links import check_pair
 from prefixkv.errors import ConfigError, HandshakeError, ProtocolError
 from prefixkv.protocol import messages
-from prefixkv.protocol.links import check_pair
 from prefixkv.protocol.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -23,7 +23,7 @@ from prefixkv.protocol.messages import (
     encode,
 )
 from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
-from tests.protocol.wire import ADDRESS, DECODE, DIGEST, HELLO, TOPOLOGY, promise
+from tests.control.wire import ADDRESS, DECODE, DIGEST, HELLO, TOPOLOGY, promise
 
 BODIES = [
     HELLO,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from prefixkv.errors import AbortedError, TransferError
 from prefixkv.protocol import receiver_machine as rm
+from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.messages import Abort, Outcome, OutcomeAck
 from prefixkv.protocol.receiver_machine import (
     ChunkLanded,
@@ -28,8 +29,7 @@ from prefixkv.protocol.receiver_machine import (
     Say,
     Tick,
 )
-from prefixkv.protocol.state import KVPoll
-from tests.protocol.wire import KEY, TIMING, check_deadline, check_table, promise
+from tests.control.wire import KEY, TIMING, check_deadline, check_table, promise
 
 NUM_PAGES = 2
 ABORT = Fail(AbortedError("enough"))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from prefixkv.errors import AbortedError, RequestError, TransferError
 from prefixkv.protocol import sender_events as sm
+from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.messages import Drained, Outcome, PromiseAck
 from prefixkv.protocol.sender_events import (
     AbortSaid,
@@ -35,8 +36,7 @@ from prefixkv.protocol.sender_events import (
     WriteEnded,
 )
 from prefixkv.protocol.sender_machine import SenderMachine
-from prefixkv.protocol.state import KVPoll
-from tests.protocol.wire import DECODE, KEY, PAGE_SIZE, TIMING, check_deadline, check_table
+from tests.control.wire import DECODE, KEY, PAGE_SIZE, TIMING, check_deadline, check_table
 
 PAGES = (3, 9, 5, 6)  # decode's, for tokens 4 to 18 of 18
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from prefixkv.errors import InternalError
-from prefixkv.runtime import kv_manager
-from prefixkv.runtime.kv_manager import ControlFailed
+from prefixkv.runtime import control_thread as kv_manager
+from prefixkv.runtime.control_thread import ControlFailed
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.node_pair import NodePair, tokens_of
 from tests.models.patience import SkippableClock, until

@@ -10,12 +10,12 @@ import zmq
 from prefixkv.cli.rank_kv import make_pools
 from prefixkv.config import CurveConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import AdmissionTimeoutError, InternalError
-from prefixkv.pool.mesh import Mesh
+from prefixkv.memory.mesh import Mesh
+from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.receiver_machine import RoomDrained
-from prefixkv.protocol.state import RoomKey
 from prefixkv.request import Request
+from prefixkv.runtime.control_thread import ControlFailed
 from prefixkv.runtime.groups import DecodeGroup
-from prefixkv.runtime.kv_manager import ControlFailed
 from tests.models.mesh_workers import MeshPair
 from tests.models.node_pair import tokens_of
 from tests.models.patience import lasting_address, returned, until

@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prefixkv.cli.hashing import PrefixHasher
-from prefixkv.cli.pattern import KVPattern
 from prefixkv.cli.rank_kv import make_pools
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
-from prefixkv.decode.ranks import RankLog
 from prefixkv.errors import TransferError
-from prefixkv.pool.mesh import Mesh
+from prefixkv.memory.mesh import Mesh
+from prefixkv.ranks.replica import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode
+from prefixkv.testing.hashing import PrefixHasher
+from prefixkv.testing.pattern import KVPattern
 from tests.models.mesh_process import RankProcess, rank_processes
 from tests.models.mesh_workers import SALT
 from tests.models.node_pair import tokens_of

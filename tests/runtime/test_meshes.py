@@ -10,7 +10,7 @@ import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import AbortedError
-from prefixkv.pool.mesh import Mesh
+from prefixkv.memory.mesh import Mesh
 from tests.models.mesh_workers import MeshPair
 from tests.models.node_pair import tokens_of
 

@@ -10,7 +10,7 @@ import pytest
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import ClosedError, ConfigError, InternalError, TransferError
 from prefixkv.request import Request
-from prefixkv.runtime import kv_manager
+from prefixkv.runtime import control_thread as kv_manager
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.node_pair import NodePair, drive_until, left, make_pool, tokens_of
 from tests.models.node_stages import Proceed, computing, promised, transferring

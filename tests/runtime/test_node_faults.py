@@ -14,7 +14,7 @@ import zmq
 from prefixkv.config import ControlConfig, CurveConfig, DecodeConfig, ModelConfig, PrefillConfig
 from prefixkv.errors import AbortedError, ConfigError, HandshakeError, TransferTimeoutError
 from prefixkv.protocol import messages
-from prefixkv.protocol.state import PeerId
+from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.transport.base import Arrived

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.decode.ranks import DecodeReplica, RankLog, digests
 from prefixkv.errors import CallerError, RequestError
+from prefixkv.ranks.replica import DecodeReplica, RankLog, digests
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.node_pair import NodePair, make_pool, tokens_of

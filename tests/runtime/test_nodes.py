@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixkv.cli.hashing import PrefixHasher
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import AbortedError, AuxTooLargeError, RequestError
-from prefixkv.protocol.state import PeerId
+from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.testing.hashing import PrefixHasher
 from tests.models.node_pair import NodePair, first_token, left, make_pool, tokens_of
 from tests.models.node_stages import Gate
 from tests.models.patience import NEVER_S, SkippableClock

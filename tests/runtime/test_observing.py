@@ -277,14 +277,14 @@ def test_every_counter_is_in_the_stats_from_the_start(pair: NodePair) -> None:
     root = Path(prefixkv.__file__).parent
     sources: dict[str, Callable[[], dict[str, int]]] = {
         "decode/scheduler.py": pair.decode.stats,
-        "protocol/decode_endpoint.py": pair.decode.stats,
+        "control/decode.py": pair.decode.stats,
         "prefill/scheduler.py": pair.prefill.stats,
-        "protocol/prefill_endpoint.py": pair.prefill.stats,
+        "control/prefill.py": pair.prefill.stats,
     }
     for source, stats in sources.items():
         counted = set(named.findall((root / source).read_text(encoding="utf-8")))
         assert counted <= stats().keys(), f"{source} counts what runtime/nodes.py does not list"
-    counted = set(named.findall((root / "runtime/kv_manager.py").read_text(encoding="utf-8")))
+    counted = set(named.findall((root / "runtime/control_thread.py").read_text(encoding="utf-8")))
     assert counted <= pair.decode.stats().keys() | pair.prefill.stats().keys()
     fresh = [node.stats().keys() for node in (pair.decode, pair.prefill)]
     submit(pair, "a", tokens_of(1, 40))

@@ -12,7 +12,7 @@ import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import PeerLostError, TransferError, TransferTimeoutError
-from prefixkv.pool.page_allocator import PageState
+from prefixkv.pages.allocator import PageState
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.node_pair import (
     DecodeDriver,

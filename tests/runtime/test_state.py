@@ -9,8 +9,8 @@ import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import AbortedError, ConfigError, RequestError
-from prefixkv.pool.mesh import Mesh
-from prefixkv.pool.state_layout import StateTensor
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_layout import StateTensor
 from tests.models.mesh_workers import MeshPair
 from tests.models.node_pair import tokens_of
 from tests.models.state_memory import SHARDED, TENSORS, WHOLE, StateMemory

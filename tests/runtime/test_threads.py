@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from prefixkv.runtime import threads
-from prefixkv.runtime.threads import Inbox
+from prefixkv.runtime import wakeups as threads
+from prefixkv.runtime.wakeups import Inbox
 from tests.models.patience import PATIENCE_S, returned
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import AbortedError, ClosedError, HandshakeError, PageStateError, PeerLostError
-from prefixkv.protocol.state import PeerId
+from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteDrained, WriteFailed
 from tests.models.transport_driver import NUM_PAGES, Driver, Gate, Node
 from tests.models.transport_pools import Shape

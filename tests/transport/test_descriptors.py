@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixkv.errors import ConfigError, HandshakeError, PageStateError
-from prefixkv.pool.kv_layout import KVLayout, Slab
+from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.transport.descriptors import (
     Part,
     Runs,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prefixkv.errors import AbortedError
-from prefixkv.protocol.state import PeerId
+from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import TransportEvent, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.descriptors import paired_runs

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import prefixkv.transport.nixl  # noqa: F401  (sets up logging before nixl is loaded)
-from prefixkv.pool.mesh import Shard
-from prefixkv.pool.unit_pages import unit_pages
+from prefixkv.memory.mesh import Shard
+from prefixkv.paging import unit_pages
 from prefixkv.transport.descriptors import Part, paired_runs, part_indices
 from tests.models.mesh_pools import elements, mesh_layout, moved
 

@@ -15,12 +15,12 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import CallerError, ClosedError, InternalError, TransferTimeoutError
-from prefixkv.protocol.state import PeerId
+from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport import nixl_agent, nixl_loop
 from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteDrained, WriteFailed
-from prefixkv.transport.inbox import Inbox
 from prefixkv.transport.nixl import NixlTransport
+from prefixkv.transport.wait import Inbox
 from tests.models.patience import PATIENCE_S, until
 from tests.models.transport_child import BIG, Child, children
 from tests.models.transport_driver import NixlDriver, Node
@@ -58,7 +58,7 @@ def write_until_failed(
 
 def test_importing_the_package_loads_no_nixl() -> None:
     program = (
-        "import sys, prefixkv.transport, prefixkv.transport.fake; sys.exit('nixl' in sys.modules)"
+        "import sys, prefixkv.transport, prefixkv.testing.fabric; sys.exit('nixl' in sys.modules)"
     )
     assert (
         subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE_S).returncode

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.pool.staging_area import BLOCK_BYTES
+from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.transport import nixl_agent
 from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteDrained, WriteFailed, WriteJob
 from tests.models.patience import until

@@ -13,7 +13,7 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import CallerError, InternalError
-from prefixkv.protocol.state import PeerId
+from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport import nixl_agent, nixl_loop
 from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteDrained, WriteFailed

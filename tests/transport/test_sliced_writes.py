@@ -11,8 +11,8 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import ConfigError, HandshakeError
-from prefixkv.pool.mesh import Mesh, Shard
-from prefixkv.pool.unit_pages import shared_prefix, unit_pages
+from prefixkv.memory.mesh import Mesh, Shard
+from prefixkv.paging import shared_prefix, unit_pages
 from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed
 from tests.models.mesh_pools import Side, moved, routes
 from tests.models.transport_driver import Driver, Node

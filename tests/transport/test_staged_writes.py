@@ -11,7 +11,7 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import AbortedError, ConfigError, PageStateError, PeerLostError
-from prefixkv.pool.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed, WriteJob
 from tests.models.transport_driver import Driver, Gate, Node, Staging
 from tests.models.transport_pools import make_pool

@@ -10,8 +10,14 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import ConfigError, PageStateError
-from prefixkv.pool.mesh import Mesh
-from prefixkv.pool.state_layout import StateBlock, StateEntry, StateLayout, StateLink, state_blocks
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_layout import (
+    StateBlock,
+    StateEntry,
+    StateLayout,
+    StateLink,
+    state_blocks,
+)
 from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed
 from tests.models.state_memory import TENSORS, StateMemory
 from tests.models.transport_driver import Driver, Node

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixkv.errors import ConfigError, HandshakeError
-from prefixkv.pool.kv_layout import KVLayout, Slab
-from prefixkv.pool.mesh import Mesh, Shard, check_meshes
-from prefixkv.pool.unit_pages import shared_prefix, unit_pages
+from prefixkv.memory.kv_layout import KVLayout, Slab
+from prefixkv.memory.mesh import Mesh, Shard, check_meshes
+from prefixkv.paging import shared_prefix, unit_pages
 from prefixkv.transport.descriptors import Part, Runs, cut_parts, paired_runs, part_indices
 from prefixkv.transport.runs import Slots
 from tests.models.mesh_pools import (

@@ -1,0 +1,248 @@
+"""The gittins policy: keep what is likely to be used soon for the room it takes, as learnt from
+what came back.
+
+Each use of a path has a class: which turn of its conversation it is (1, 2, 3, 4 to 5, 6 and more),
+and how much was new (up to 3, up to 16, more blocks of 512 tokens). It is known for each class how
+long those took who came back (`return_tables.py`). From that each leaf has a worth by class and
+age, and the least worth goes first. Worth rises with age, then falls: of the leaves of one class
+the least is the oldest or the newest, so that 30 look-ups find the victim.
+
+Differences from the Gittins tables that this was modelled on, in which every block has its own use
+count:
+
+- What is counted are uses, not blocks, and the class is the use's. All pages that a use was the
+last to cover
+  share the fate of its conversation, and nothing but the end of the path has to be looked at: O(1)
+  a use.
+- The class holds the turn instead of a block's use count, and no length of the output, which a
+cache is not told.
+
+An end hinted at goes first. Where a session was said to go on, that holds for `promise_s`: it goes
+last, and after that it goes first. Evicted pages leave ghosts (`ghosts.py`), so that a return is
+seen though they are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from prefixkv.cache.eviction.ghosts import Ghosts
+from prefixkv.cache.eviction.policy import (
+    EvictionQueue,
+    LeafOrders,
+    Place,
+    Policy,
+    Rank,
+    Use,
+    register,
+)
+from prefixkv.cache.eviction.return_tables import ReturnTables, bin_of
+from prefixkv.cache.node import Node
+from prefixkv.cache.radix_key import TOKEN_BYTES
+from prefixkv.errors import ConfigError
+
+TURNS = (1, 2, 3, 5)
+"""The last turn of each class of turns but the last one."""
+
+NO_END = 0
+"""As `path_pages`: a use that brought nothing of its own, and so says nothing of who comes back."""
+
+UNKNOWN, CLOSED, CONTINUES = range(3)
+
+
+class LastUse(NamedTuple):
+    """A mark: all of it is the last use's."""
+
+    tick: int
+    now_s: float
+    kind: int  # its class
+    turn: int
+    path_pages: int
+    hint: int
+
+
+@register
+class Gittins(Policy):
+    """See the module's text.
+
+    Args:
+        promise_s: how long a session that was said to go on is waited for.
+        short_tokens, long_tokens: up to which length what is new is little, is much.
+        ghosts: how many pages the ghosts may stand for, as a multiple of the pool (or the tree, at
+            its largest).
+        block_tokens, stride_blocks: how far ghosts lie apart.
+        power, trust, period: see `ReturnTables`.
+    Raises:
+        ConfigError: a setting below its bound.
+    """
+
+    name = "gittins"
+    supersedes = False
+    keeps_partial_blocks = False
+
+    def __init__(
+        self,
+        promise_s: float = 1000.0,
+        short_tokens: int = 3 * 512,
+        long_tokens: int = 16 * 512,
+        ghosts: float = 5.0,
+        block_tokens: int = 512,
+        stride_blocks: int = 8,
+        power: float = 0.7,
+        trust: float = 60.0,
+        period: int = 50,
+    ) -> None:
+        for setting, value, bound in (
+            ("promise_s", promise_s, 0), ("short_tokens", short_tokens, 0),
+            ("long_tokens", long_tokens, short_tokens), ("ghosts", ghosts, 0),
+            ("block_tokens", block_tokens, 1), ("stride_blocks", stride_blocks, 1),
+            ("power", power, 0), ("trust", trust, 1), ("period", period, 1),
+        ):  # fmt: skip
+            if not value >= bound:
+                raise ConfigError(f"{setting} {value} is below {bound}")
+        self.promise_s = promise_s
+        self._new_tokens = (short_tokens, long_tokens)
+        self._ghost_share = ghosts
+        self._block_tokens = block_tokens
+        self._stride_blocks = stride_blocks
+        sizes = len(self._new_tokens) + 1
+        groups = [
+            [turns * sizes + size for size in range(sizes)] for turns in range(len(TURNS) + 1)
+        ]
+        self.num_kinds = sizes * len(groups)
+        self.tables = ReturnTables(groups, power, trust, period)
+
+    def bind(self, page_size: int, pool_pages: int | None) -> None:
+        page_tokens = page_size * self.token_scale
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._new_pages = [tokens // page_tokens for tokens in self._new_tokens]
+        self._capacity_pages = pool_pages or 0
+        self.ghost_pages = max(1, self._block_tokens // page_tokens)
+        self.ghosts = Ghosts(self._page_bytes, self.ghost_pages, self._stride_blocks)
+
+    # --- uses -------------------------------------------------------------------------------------
+
+    def mark(self, use: Use) -> LastUse:
+        return self._last_use(use)
+
+    def insertion_marks(self, use: Use) -> Sequence[tuple[int, LastUse]]:
+        found = self.ghosts.find(use.data, use.old_pages)
+        mark = self._last_use(use)
+        self.ghosts.come_back(use.data, found)
+        # Also where the new pages begin: whoever ends there next does not go on from there.
+        return ((use.old_pages, mark), (use.num_pages, mark))
+
+    def _last_use(self, use: Use) -> LastUse:
+        before: LastUse | None = use.before
+        if not use.visit and before is not None:  # its request has been looked at
+            kind, turn, has_end = (
+                before.kind,
+                before.turn,
+                before.path_pages != NO_END or use.num_pages > use.old_pages,
+            )
+        else:
+            kind, turn, has_end = self._begin(use)
+        return LastUse(
+            use.tick, use.now_s, kind, turn, use.num_pages if has_end else NO_END, UNKNOWN
+        )
+
+    def _begin(self, use: Use) -> tuple[int, int, bool]:
+        """The first use of a request: does it go on where another ended? Its class, its turn, has
+        it an end."""
+        self._capacity_pages = max(self._capacity_pages, use.tree_pages)
+        known, last, path_pages = use.old_pages, use.before, 0
+        if last is not None:
+            path_pages = last.path_pages
+        found = self.ghosts.find(use.data, use.old_pages)
+        if found:
+            known, last = found[-1].depth, found[-1].history
+            path_pages = self.ghosts.whole_blocks(last.path_pages)  # ghosts know to the block
+        turn = 1
+        if last is not None and path_pages == known:
+            turn = last.turn + 1
+            self.tables.returned(last.kind, use.now_s - last.now_s)
+        new_pages = len(use.data) // self._page_bytes - known
+        kind = self._kind(turn, new_pages)
+        has_end = turn > 1 or new_pages > 0
+        if has_end:
+            self.tables.start(kind, use.now_s)
+        return kind, turn, has_end
+
+    def _kind(self, turn: int, new_pages: int) -> int:
+        turns = sum(turn > last for last in TURNS)
+        return turns * (len(self._new_pages) + 1) + sum(
+            new_pages > most for most in self._new_pages
+        )
+
+    def fold(self, upper: LastUse, lower: LastUse) -> LastUse:
+        return upper if upper[0] > lower[0] else lower
+
+    def hinted(self, mark: LastUse, depth: int, continues: bool) -> LastUse:
+        if mark.path_pages != depth:  # not the last use of this page
+            return mark
+        return mark._replace(hint=CONTINUES if continues else CLOSED)
+
+    def last_tick(self, history: LastUse) -> int:
+        return history[0]
+
+    def describe(self, history: LastUse) -> str:
+        return f", turn {history.turn}, class {history.kind}"
+
+    # --- evictions --------------------------------------------------------------------------------
+
+    def make_queue(self) -> EvictionQueue:
+        return _LeastWorth(self)
+
+    def evicted(self, node: Node, num_pages: int) -> None:
+        limit = int(self._ghost_share * self._capacity_pages)
+        for ghost in self.ghosts.remember(node, num_pages, node.mark.path_pages, limit):
+            last: LastUse = ghost.history
+            if ghost.depth == self.ghosts.whole_blocks(last.path_pages):
+                self.tables.lost(last.kind, self.tables.now_s - last.now_s)
+
+    def reset(self) -> None:
+        self.ghosts.clear()
+        self.tables.reset()
+
+
+_FIRST, _BY_WORTH, _LAST = range(3)
+
+
+class _LeastWorth(LeafOrders):
+    """Two orders for each class, from the oldest and from the newest; then the closed, and the
+    promised."""
+
+    def __init__(self, policy: Gittins) -> None:
+        self._num_kinds = policy.num_kinds
+        super().__init__(2 * policy.num_kinds + 2)
+        self._tables = policy.tables
+        self._promise_s = policy.promise_s
+
+    def place(self, history: LastUse) -> Place:
+        tick, _, kind, _, _, hint = history
+        if hint:
+            return 2 * self._num_kinds + hint - 1, tick, None
+        return 2 * kind, tick, (2 * kind + 1, -tick)
+
+    def choose(self, now_s: float) -> Node | None:
+        least, chosen = None, None
+        for order, heap in enumerate(self._heaps):
+            leaf = self.head(order) if heap else None
+            if leaf is not None:
+                rank = self.rank_at(leaf.mark, now_s)
+                if least is None or rank < least:
+                    least, chosen = rank, leaf
+        return chosen
+
+    def rank_at(self, history: LastUse, now_s: float) -> Rank:
+        tick, used_s, kind, _, _, hint = history
+        if hint:
+            goes_last = hint == CONTINUES and now_s - used_s <= self._promise_s
+            return (_LAST, tick) if goes_last else (_FIRST, hint, tick)
+        tables = self._tables
+        place = bin_of(now_s - used_s)
+        # Where worth rises with age the newest is worth least; without a clock nothing has an age,
+        # so the oldest goes.
+        rises = now_s > 0 and place < tables.peak[kind]
+        return (_BY_WORTH, tables.worth[kind][place], rises, -tick if rises else tick)

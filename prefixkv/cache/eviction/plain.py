@@ -1,0 +1,163 @@
+"""The plain policies: those whose order is one rank, fixed when a page is last used.
+
+What is counted of a page is the requests that used it (visits), not the calls: a request that locks
+what it found, inserts what it computed and locks that is one visit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from prefixkv.cache.eviction.policy import (
+    EvictionQueue,
+    LeafHeap,
+    LeafOrders,
+    Mark,
+    Place,
+    Policy,
+    Rank,
+    Use,
+    register,
+)
+from prefixkv.cache.node import Node
+from prefixkv.errors import ConfigError
+
+
+@register
+class MostRecentlyUsed(Policy):
+    """The leaf used last goes first: for scans longer than the cache."""
+
+    name = "mru"
+
+    def rank(self, history: Mark) -> Rank:
+        return -history
+
+
+class VisitCounting(Policy):
+    """The base of policies that count. A mark is (visits, last tick)."""
+
+    supersedes = False
+
+    def mark(self, use: Use) -> Mark:
+        return (1 if use.visit else 0, use.tick)
+
+    def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
+        # New pages begin with one visit, also when their request has been seen. Then the old ones
+        # had it already.
+        first = (use.num_pages, (1, use.tick))
+        return (first,) if use.visit else ((use.old_pages, (-1, use.tick)), first)
+
+    def fold(self, upper: Mark, lower: Mark) -> Mark:
+        return (upper[0] + lower[0], upper[1] if upper[1] > lower[1] else lower[1])
+
+    def last_tick(self, history: Mark) -> int:
+        return history[1]  # type: ignore[no-any-return]
+
+    def describe(self, history: Mark) -> str:
+        return f", {history[0]} visits"
+
+
+@register
+class LeastFrequentlyUsed(VisitCounting):
+    """The fewest visits go first, of those the least recently used."""
+
+    name = "lfu"
+
+
+@register
+class SegmentedLru(VisitCounting):
+    """Pages seen once go before pages seen again; within both, the least recently used."""
+
+    name = "slru"
+
+    def rank(self, history: Mark) -> Rank:
+        return (history[0] > 1, history[1])
+
+
+@register
+class FirstInFirstOut(Policy):
+    """What was inserted first goes first. A mark is (tick of insertion, last tick)."""
+
+    name = "fifo"
+    supersedes = False
+
+    def mark(self, use: Use) -> Mark:
+        return (0, use.tick)
+
+    def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
+        return ((use.old_pages, (-use.tick, use.tick)), (use.num_pages, (use.tick, use.tick)))
+
+    def fold(self, upper: Mark, lower: Mark) -> Mark:
+        return (upper[0] + lower[0], upper[1] if upper[1] > lower[1] else lower[1])
+
+    def last_tick(self, history: Mark) -> int:
+        return history[1]  # type: ignore[no-any-return]
+
+
+@register
+class FirstInLastOut(FirstInFirstOut):
+    """What was inserted last goes first."""
+
+    name = "filo"
+
+    def rank(self, history: Mark) -> Rank:
+        return -history[0]
+
+
+@register
+class ByPriority(Policy):
+    """The lowest priority goes first, of those the least recently used; a mark is (priority, last
+    tick, last time).
+
+    Args:
+        ttl_s: pages not used for so many seconds lose their priority, and go before all others.
+            None: never.
+    Raises:
+        ConfigError: a time to live below 0.
+    """
+
+    name = "priority"
+    supersedes = False
+
+    def __init__(self, ttl_s: float | None = None) -> None:
+        if ttl_s is not None and not ttl_s >= 0:
+            raise ConfigError(f"ttl_s {ttl_s} is below 0")
+        self.ttl_s = ttl_s
+
+    def mark(self, use: Use) -> Mark:
+        return (-inf if use.priority is None else use.priority, use.tick, use.now_s)
+
+    def fold(self, upper: Mark, lower: Mark) -> Mark:
+        last = upper if upper[1] > lower[1] else lower
+        return (max(upper[0], lower[0]), last[1], last[2])
+
+    def rank(self, history: Mark) -> Rank:
+        return history[:2]
+
+    def last_tick(self, history: Mark) -> int:
+        return history[1]  # type: ignore[no-any-return]
+
+    def make_queue(self) -> EvictionQueue:
+        return LeafHeap(self.rank) if self.ttl_s is None else _ExpiringQueue(self.ttl_s)
+
+
+class _ExpiringQueue(LeafOrders):
+    """Two orders over the same leaves: by last use, to see what has expired, and by rank."""
+
+    def __init__(self, ttl_s: float) -> None:
+        super().__init__(2)
+        self._ttl_s = ttl_s
+
+    def place(self, history: Mark) -> Place:
+        return 1, history[:2], (0, history[1])
+
+    def choose(self, now_s: float) -> Node | None:
+        oldest = self.head(0)
+        if oldest is not None and now_s - oldest.mark[2] > self._ttl_s:
+            return oldest
+        return self.head(1)
+
+    def rank_at(self, history: Mark, now_s: float) -> Rank:
+        expired = now_s - history[2] > self._ttl_s
+        return (0, 0, history[1]) if expired else (1, *history[:2])

@@ -1,0 +1,65 @@
+"""What both endpoints keep of a connection: who is there, and which of its frames are fresh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+from prefixkv.config import ControlConfig
+from prefixkv.errors import ProtocolError
+from prefixkv.memory.mesh import check_meshes, check_page_sizes
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.messages import AnyBody, Frame, ModelDigest, Topology, encode
+
+
+class Stamper:
+    """Numbers and encodes what one process says. One sequence over all its peers, so it grows for
+    each."""
+
+    def __init__(self, me: PeerId) -> None:
+        self.me = me
+        self._seq = count(1)
+
+    def frame(self, body: AnyBody) -> bytes:
+        return encode(self.me, next(self._seq), body)
+
+
+@dataclass(slots=True)
+class Liveness:
+    """When the other end was last heard and last spoken to. Silence makes it suspect, never
+    dead."""
+
+    heard_s: float
+    sent_s: float
+    in_seq: int = 0
+
+    def take(self, frame: Frame, now_s: float) -> None:
+        """Count a frame in. Raises ProtocolError if it is not newer than all before it."""
+        if frame.seq <= self.in_seq:
+            raise ProtocolError(f"frame {frame.seq} after {self.in_seq}")
+        self.in_seq = frame.seq
+        self.heard_s = now_s
+
+    def suspect(self, timing: ControlConfig, now_s: float) -> bool:
+        return now_s - self.heard_s > timing.suspect_after_s
+
+    def heartbeat_due(self, timing: ControlConfig, now_s: float) -> bool:
+        return now_s >= self.heartbeat_due_s(timing)
+
+    def heartbeat_due_s(self, timing: ControlConfig) -> float:
+        """When to say something again. Timers take this very sum, so that no wake-up is a rounding
+        error early."""
+        return self.sent_s + timing.heartbeat_s
+
+    def forgettable(self, timing: ControlConfig, now_s: float) -> bool:
+        return now_s - self.heard_s > timing.forget_after_s
+
+
+def check_pair(
+    ours: ModelDigest, our_topology: Topology, theirs: ModelDigest, their_topology: Topology
+) -> None:
+    """Raises HandshakeError for the first thing that keeps two workers apart, ConfigError for a
+    mesh that cannot be."""
+    ours.check(theirs)
+    check_meshes(our_topology.mesh(ours), their_topology.mesh(theirs))
+    check_page_sizes(our_topology.page_size, their_topology.page_size)

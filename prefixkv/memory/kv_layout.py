@@ -1,0 +1,352 @@
+"""Where KV bytes lie: maps (layer, K or V, page, token, head) to addresses. Pure: owns no memory.
+
+A *slab* is all that one layer keeps of one kind (K, V, or MLA's latent vector) for every page. It
+is an array [page, token, head, dim] with free strides, only `dim` is always contiguous; so an
+engine's own tensors can be described whatever the order of their dimensions. A layout travels to
+the peer in HELLO as it is, and becomes addresses there: `validate` takes nothing for granted, and
+its cost depends on the number of slabs only, never on a value in the message.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from itertools import pairwise
+from typing import Final
+
+import msgspec
+
+from prefixkv.errors import ConfigError, PageStateError
+from prefixkv.paging import MAX_INDEX
+
+ITEMSIZE: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
+SLABS_PER_LAYER: Final = {"mha": 2, "mla": 1}
+ORDERS: Final = ("layer_major", "page_major", "strided")
+_ADDRESS_END: Final = 2**63  # so that address arithmetic in int64 cannot overflow
+
+_Dims = tuple[tuple[int, int], ...]  # (count, stride in bytes), the widest stride first, count > 1
+
+
+class Slab(msgspec.Struct, frozen=True):
+    """One layer's K, V or latent vectors. `base` is the address of page 0, token 0, head 0.
+
+    Strides are in bytes. That of a dimension with one element only means nothing.
+    """
+
+    base: int
+    page_stride: int
+    token_stride: int
+    head_stride: int
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """The memory of one KV pool.
+
+    `attention` is "mha" (K and V; GQA has fewer KV heads) or "mla" (one latent vector of `head_dim`
+    elements a token and layer, `num_kv_heads` = 1). `slabs` run layer 0 K, layer 0 V, layer 1 K,
+    ... (mla: one a layer). `regions` are the registered ranges as (address, bytes); each slab lies
+    in one of them. `page_size` is in tokens. `dtype`, `attention` and `order` are plain strings, so
+    that one unknown here is refused by its name and is not a malformed frame. `num_pages` is 0
+    where a peer did not say; see `sized`.
+    """
+
+    page_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    attention: str
+    order: str
+    slabs: tuple[Slab, ...]
+    regions: tuple[tuple[int, int], ...]
+    num_pages: int = 0
+
+    # --- sizes ------------------------------------------------------------------------------------
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def slabs_per_layer(self) -> int:
+        return SLABS_PER_LAYER[self.attention]
+
+    @property
+    def head_bytes(self) -> int:
+        """One head of one token in one slab: the smallest piece, always contiguous."""
+        return self.head_dim * self.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """One token in one slab, all heads."""
+        return self.num_kv_heads * self.head_bytes
+
+    @property
+    def slab_page_bytes(self) -> int:
+        """One page in one slab."""
+        return self.page_size * self.token_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """One page in all slabs."""
+        return self.slab_page_bytes * len(self.slabs)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """One token in all slabs."""
+        return self.token_bytes * len(self.slabs)
+
+    # --- places -----------------------------------------------------------------------------------
+
+    def slab(self, layer: int, kv: int) -> Slab:
+        """The slab of `layer`; `kv` is 0 for K or the latent vector, 1 for V. ConfigError out of
+        range."""
+        _check_index("layer", layer, self.num_layers)
+        _check_index("kv", kv, self.slabs_per_layer)
+        return self.slabs[layer * self.slabs_per_layer + kv]
+
+    def address(self, layer: int, kv: int, page: int, token: int = 0, head: int = 0) -> int:
+        """Address of the first byte of one head of one token.
+
+        Raises: PageStateError for a page outside the pool, ConfigError for any other index out of
+        range.
+        """
+        if not 0 <= page < self.num_pages:
+            raise PageStateError(f"page {page} is not in [0, {self.num_pages})")
+        _check_index("token", token, self.page_size)
+        _check_index("head", head, self.num_kv_heads)
+        slab = self.slab(layer, kv)
+        return (
+            slab.base
+            + page * slab.page_stride
+            + token * slab.token_stride
+            + head * slab.head_stride
+        )
+
+    def inner_strides(self, slab: Slab) -> tuple[int, int]:
+        """(token stride, head stride) in bytes, 0 where there is one element only.
+
+        Where these agree, two slabs of equal sizes hold the bytes of a page in the same places
+        relative to its start, so a dense page of one can be copied to the other as one block.
+        """
+        return (
+            slab.token_stride if self.page_size > 1 else 0,
+            slab.head_stride if self.num_kv_heads > 1 else 0,
+        )
+
+    def page_is_dense(self, slab: Slab) -> bool:
+        """Whether a page of `slab` is one block of `slab_page_bytes` with no gap (tokens or heads
+        first)."""
+        return _extent(self._inner_dims(slab), self.head_bytes) == self.slab_page_bytes
+
+    @property
+    def pages_are_whole(self) -> bool:
+        """Whether every page is one block of `page_bytes` across all slabs, in the order of
+        `slabs`."""
+        first = self.slabs[0]
+        step = self.slab_page_bytes
+        return all(
+            slab.base == first.base + i * step
+            and self._dims(slab) == self._dims(first)
+            and self.page_is_dense(slab)
+            for i, slab in enumerate(self.slabs)
+        )
+
+    def sized(self) -> KVLayout:
+        """This layout with `num_pages`. Where a peer did not say, as many as its slabs have room
+        for in their regions.
+
+        That may be more than it uses, where a region ends in something else, but never memory it
+        did not register.
+
+        Raises: ConfigError where not one page has room; `validate` says the rest.
+        """
+        if self.num_pages:
+            return self
+        msgspec.structs.replace(self, num_pages=1).validate()
+        regions = self._checked_regions()
+        bases = sorted(slab.base for slab in self.slabs)
+        num_pages = min(self._room_for_pages(slab, regions, bases) for slab in self.slabs)
+        return msgspec.structs.replace(self, num_pages=num_pages)
+
+    def _room_for_pages(self, slab: Slab, regions: list[tuple[int, int]], bases: list[int]) -> int:
+        """How many pages from `slab.base` on end before the region does, or the next slab
+        begins."""
+        step = slab.page_stride
+        inner = self._inner_dims(slab)
+        page_bytes = _extent(inner, self.head_bytes)
+        if step < self.head_bytes:
+            raise ConfigError(
+                f"a page stride of {step} leaves no room for pages, must be at least "
+                f"{self.head_bytes}"
+            )
+        region, region_bytes = regions[_region_at(regions, slab.base)]
+        rooms = [(region + region_bytes - slab.base - page_bytes) // step + 1]
+        rooms += [
+            stride // step for _, stride in inner if stride >= step
+        ]  # pages lie inside a token, or a head
+        following = bisect_left(bases, slab.base + step)  # nearer ones interleave
+        if following < len(bases) and not any(stride >= step for _, stride in inner):
+            rooms.append((bases[following] - slab.base - page_bytes) // step + 1)
+        return min(rooms)
+
+    # --- laws -------------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Check every value and that no two elements of the pool share a byte.
+
+        Accepted are slabs that nest: a stride spans all that is inside it, and slabs that
+        interleave do so with equal strides. Every usual engine layout does; an exotic one that does
+        not is refused, even if by luck no byte is shared. O(n log n) in slabs and regions;
+        allocates no more than a list of them.
+
+        Raises: ConfigError naming the value and its bound.
+        """
+        self.validate_sizes()
+        expected = self.num_layers * self.slabs_per_layer
+        if len(self.slabs) != expected:
+            raise ConfigError(
+                f"{len(self.slabs)} slabs, must be {expected} for {self.num_layers} layers"
+            )
+        regions = self._checked_regions()
+        for i, slab in enumerate(self.slabs):
+            self._check_slab(i, slab, regions)
+        self._check_slabs_apart()
+
+    def validate_sizes(self) -> None:
+        """The part of `validate` that needs no address: sizes and names."""
+        for name in ("num_pages", "page_size", "num_layers", "num_kv_heads", "head_dim"):
+            _check_range(name, getattr(self, name), 1, MAX_INDEX)
+        _check_choice("dtype", self.dtype, tuple(ITEMSIZE))
+        _check_choice("attention", self.attention, tuple(SLABS_PER_LAYER))
+        _check_choice("order", self.order, ORDERS)
+        if self.attention == "mla" and self.num_kv_heads != 1:
+            raise ConfigError(f"num_kv_heads is {self.num_kv_heads}, must be 1 with mla")
+
+    def _checked_regions(self) -> list[tuple[int, int]]:
+        """The regions by address, or ConfigError for one that is empty, out of range or overlaps
+        another."""
+        regions = sorted(self.regions)
+        for start, num_bytes in regions:
+            _check_range("region address", start, 0, _ADDRESS_END - 1)
+            _check_range("region bytes", num_bytes, 1, _ADDRESS_END - start)
+        for (start, num_bytes), (following, _) in pairwise(regions):
+            if following < start + num_bytes:
+                raise ConfigError(
+                    f"region at {following:#x} begins inside the one at {start:#x}, which ends at "
+                    f"{start + num_bytes:#x}"
+                )
+        return regions
+
+    def _check_slab(self, i: int, slab: Slab, regions: list[tuple[int, int]]) -> None:
+        """Aligned, nested, and whole in one region."""
+        _check_range(f"slab {i} base", slab.base, 0, _ADDRESS_END - 1)
+        dims = self._dims(slab)
+        for name, value in (("base", slab.base), *(("stride", stride) for _, stride in dims)):
+            if value % self.itemsize:
+                raise ConfigError(
+                    f"slab {i} {name} is {value}, must be a multiple of {self.itemsize}"
+                )
+        extent = self.head_bytes
+        for count, stride in reversed(dims):
+            if stride < extent:
+                raise ConfigError(f"slab {i} has a stride of {stride}, must be at least {extent}")
+            extent += (count - 1) * stride
+        at = _region_at(regions, slab.base)
+        end = regions[at][0] + regions[at][1] if at >= 0 else 0
+        if slab.base + extent > end:
+            raise ConfigError(
+                f"slab {i} is [{slab.base:#x}, {slab.base + extent:#x}), not inside one region"
+                + (f"; the nearest one ends at {end:#x}" if at >= 0 else "")
+            )
+
+    def _check_slabs_apart(self) -> None:
+        """ConfigError when slabs share bytes. Only those whose extents overlap are looked at
+        closely."""
+        placed = sorted((slab.base, i) for i, slab in enumerate(self.slabs))
+        group: list[tuple[int, int]] = []
+        end = 0
+        for base, i in placed:
+            if base >= end:
+                self._check_group_apart(group)
+                group = []
+            group.append((base, i))
+            end = max(end, base + _extent(self._dims(self.slabs[i]), self.head_bytes))
+        self._check_group_apart(group)
+
+    def _check_group_apart(self, group: list[tuple[int, int]]) -> None:
+        if len(group) < 2:
+            return
+        first = group[0][1]
+        dims = self._dims(self.slabs[first])
+        for _, i in group:
+            if self._dims(self.slabs[i]) != dims:
+                raise ConfigError(f"slabs {first} and {i} interleave with different strides")
+        _check_interleaved(group, dims, self.head_bytes)
+
+    def _dims(self, slab: Slab) -> _Dims:
+        dims = (
+            (self.num_pages, slab.page_stride),
+            (self.page_size, slab.token_stride),
+            (self.num_kv_heads, slab.head_stride),
+        )
+        return _by_stride(dims)
+
+    def _inner_dims(self, slab: Slab) -> _Dims:
+        return _by_stride(
+            ((self.page_size, slab.token_stride), (self.num_kv_heads, slab.head_stride))
+        )
+
+
+def _region_at(regions: list[tuple[int, int]], address: int) -> int:
+    """The number of the last region that begins at or before the address, -1 if none does."""
+    return bisect_right(regions, address, key=lambda region: region[0]) - 1
+
+
+def _by_stride(dims: _Dims) -> _Dims:
+    return tuple(sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: dim[1], reverse=True))
+
+
+def _extent(dims: _Dims, element_bytes: int) -> int:
+    """Bytes from the first to the last byte of an array with these dimensions."""
+    return element_bytes + sum((count - 1) * stride for count, stride in dims)
+
+
+def _check_interleaved(group: list[tuple[int, int]], dims: _Dims, element_bytes: int) -> None:
+    """Arrays of equal dimensions, sorted by base, share no byte; `group` holds (base, slab number).
+
+    Arrays whose extents overlap must all begin within one outermost stride and end before the next,
+    so that they meet only inside the same element of it; there the same holds one dimension further
+    in.
+    """
+    extent = _extent(dims, element_bytes)
+    clusters: list[list[tuple[int, int]]] = []
+    for base, i in group:
+        if clusters and base < clusters[-1][-1][0] + extent:
+            clusters[-1].append((base, i))
+        else:
+            clusters.append([(base, i)])
+    for cluster in clusters:
+        (first, a), (last, b) = cluster[0], cluster[-1]
+        if a == b:
+            continue
+        inner = dims[1:]
+        if not dims or last + _extent(inner, element_bytes) > first + dims[0][1]:
+            raise ConfigError(
+                f"slabs {a} and {b} overlap: at {first:#x} and {last:#x}, {extent} bytes each"
+            )
+        _check_interleaved(cluster, inner, element_bytes)
+
+
+def _check_index(name: str, value: int, end: int) -> None:
+    if not 0 <= value < end:
+        raise ConfigError(f"{name} is {value}, must be in [0, {end})")
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value}, must be in [{low}, {high}]")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}, must be one of {', '.join(choices)}")

@@ -1,0 +1,299 @@
+"""Torch tensors that hold KV, with the layout that describes them.
+
+`KVPool.create` owns its memory; `KVPool.from_tensors` wraps an engine's own, strided, and keeps it
+alive. Who may read or write which page is not known here: that is the allocator's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from prefixkv.errors import CapacityError, ConfigError, PageStateError
+from prefixkv.memory.kv_layout import KVLayout, Slab
+from prefixkv.paging import PageIds, as_pages
+
+_ALIGNMENT_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 << 20
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+class KVPool:
+    """The KV of one worker: a view [num_pages, page_size, num_kv_heads, head_dim] for each layer
+    and kind."""
+
+    def __init__(self, layout: KVLayout, slabs: Sequence[torch.Tensor]) -> None:
+        """Takes views that match `layout`; use `create` or `from_tensors`."""
+        self.layout = layout
+        self._slabs = tuple(slabs)
+        self._words = _as_words(layout, self._slabs)
+
+    @classmethod
+    def create(
+        cls,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: str = "bfloat16",
+        attention: str = "mha",
+        order: str = "layer_major",
+        device: str = "cpu",
+    ) -> KVPool:
+        """A pool of zeros, every memory page touched (so that timing it later times no page
+        faults).
+
+        `layer_major` has one tensor a layer, [2, num_pages, page_size, num_kv_heads, head_dim];
+        `page_major` one tensor for all, [num_pages, num_layers, 2, page_size, num_kv_heads,
+        head_dim]. With "mla" the dimension of 2 is 1. On the CPU each tensor begins on a multiple
+        of 4096.
+
+        Raises: ConfigError for a value out of range, CapacityError when the device has not enough
+        memory.
+        """
+        sizes = KVLayout(
+            page_size,
+            num_layers,
+            num_kv_heads,
+            head_dim,
+            dtype,
+            attention,
+            order,
+            (),
+            (),
+            num_pages,
+        )
+        sizes.validate_sizes()
+        page_shape = (page_size, num_kv_heads, head_dim)
+        kinds = sizes.slabs_per_layer
+        if order == "layer_major":
+            tensors = [
+                zeros((kinds, num_pages, *page_shape), dtype, device) for _ in range(num_layers)
+            ]
+            slabs = [tensor[kv] for tensor in tensors for kv in range(kinds)]
+        elif order == "page_major":
+            whole = zeros((num_pages, num_layers, kinds, *page_shape), dtype, device)
+            slabs = [whole[:, layer, kv] for layer in range(num_layers) for kv in range(kinds)]
+            tensors = [whole]
+        else:
+            raise ConfigError(f"order is {order!r}, a pool is created layer_major or page_major")
+        regions = tuple((tensor.data_ptr(), tensor.numel() * tensor.itemsize) for tensor in tensors)
+        return cls(_describe(slabs, attention, order, regions), slabs)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        k: Sequence[torch.Tensor],
+        v: Sequence[torch.Tensor] | None = None,
+        *,
+        regions: Sequence[tuple[int, int]] | None = None,
+    ) -> KVPool:
+        """Describe and keep an engine's own tensors.
+
+        Args:
+            k, v: one view a layer, indexed [page, token, head, dim], any strides but the last,
+                which is 1. k alone: MLA, one view a layer indexed [page, token, dim].
+            regions: (address, bytes) ranges to register. By default each storage the views lie in,
+                whole; give them when the storage is an arena that holds more than KV.
+
+        Raises: ConfigError when the views differ in shape, dtype or device, overlap, or lie in no
+        region.
+        """
+        attention = "mla" if v is None else "mha"
+        dims = 3 if v is None else 4
+        if v is not None and len(v) != len(k):
+            raise ConfigError(f"{len(k)} layers of k and {len(v)} of v")
+        if not k:
+            raise ConfigError("no layers, must be at least 1")
+        views = list(k) if v is None else [view for pair in zip(k, v, strict=True) for view in pair]
+        first = views[0]
+        for i, view in enumerate(views):
+            if view.dim() != dims:
+                raise ConfigError(
+                    f"slab {i} has {view.dim()} dimensions, must have {dims} with {attention}"
+                )
+            for name in ("shape", "dtype", "device"):
+                if getattr(view, name) != getattr(first, name):
+                    raise ConfigError(
+                        f"slab {i} has {name} {getattr(view, name)}, slab 0 has "
+                        f"{getattr(first, name)}"
+                    )
+            if view.stride(-1) != 1:
+                raise ConfigError(
+                    f"slab {i} has a stride of {view.stride(-1)} in its last dimension, must be 1"
+                )
+        slabs = [view.unsqueeze(2) for view in views] if v is None else views
+        found = storages(views) if regions is None else tuple(regions)
+        return cls(_describe(slabs, attention, "strided", found), slabs)
+
+    # --- views ------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> str:
+        """Where the tensors are, as torch names it."""
+        return str(self._slabs[0].device)
+
+    def k(self, layer: int) -> torch.Tensor:
+        """K of one layer: a view [num_pages, page_size, num_kv_heads, head_dim]. MLA: the latent,
+        one head."""
+        return self._slab(layer, 0)
+
+    def v(self, layer: int) -> torch.Tensor:
+        """V of one layer, like `k`. ConfigError with MLA, which has none."""
+        return self._slab(layer, 1)
+
+    def latent(self, layer: int) -> torch.Tensor:
+        """MLA's latent vectors of one layer: a view [num_pages, page_size, head_dim]. ConfigError
+        with "mha"."""
+        if self.layout.attention != "mla":
+            raise ConfigError(f"attention is {self.layout.attention}, only mla has latent vectors")
+        return self._slab(layer, 0).squeeze(2)
+
+    def _slab(self, layer: int, kv: int) -> torch.Tensor:
+        self.layout.slab(layer, kv)  # checks both
+        return self._slabs[layer * self.layout.slabs_per_layer + kv]
+
+    # --- whole pages, as bytes --------------------------------------------------------------------
+
+    def read_pages(self, pages: PageIds) -> torch.Tensor:
+        """A copy of the bytes of `pages`, on the CPU, whatever the layout.
+
+        Returns: uint8 [n, slabs, page_size, num_kv_heads, head_bytes]. Two pools of equal sizes
+        hold the same KV if and only if these are equal.
+
+        Raises: PageStateError for a page outside the pool.
+        """
+        index = self._index(pages)
+        out = torch.empty((len(index), *self._shape_words()), dtype=self._words[0].dtype)
+        for i, words in enumerate(self._words):
+            out[:, i] = words.index_select(0, index)
+        return out.view(torch.uint8)
+
+    def write_pages(self, pages: PageIds, data: torch.Tensor) -> None:
+        """The inverse of `read_pages`: `data` is uint8 of that shape, on any device.
+
+        Raises: PageStateError for a page outside the pool, ConfigError for another shape or dtype.
+        """
+        index = self._index(pages)
+        layout = self.layout
+        shape = (
+            len(index),
+            len(layout.slabs),
+            layout.page_size,
+            layout.num_kv_heads,
+            layout.head_bytes,
+        )
+        if tuple(data.shape) != shape or data.dtype != torch.uint8:
+            raise ConfigError(
+                f"data is {data.dtype} {tuple(data.shape)}, must be torch.uint8 {shape}"
+            )
+        source = data.contiguous().view(self._words[0].dtype).to(self._words[0].device)
+        for i, words in enumerate(self._words):
+            words.index_copy_(0, index, source[:, i])
+
+    def _shape_words(self) -> tuple[int, ...]:
+        return (len(self._words), *self._words[0].shape[1:])
+
+    def _index(self, pages: PageIds) -> torch.Tensor:
+        ids = as_pages(pages)
+        outside = ids[(ids < 0) | (ids >= self.layout.num_pages)]
+        if outside.size:
+            raise PageStateError(f"page {outside[0]} is not in [0, {self.layout.num_pages})")
+        return torch.tensor(ids, dtype=torch.int64, device=self._words[0].device)
+
+
+def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
+    """Zeros of `dtype`, from a multiple of 4096 on; goes through bytes, since float8 has few
+    operations of its own.
+
+    Raises: CapacityError when the device has not the memory.
+    """
+    element = getattr(torch, dtype)
+    num_bytes = prod(shape) * element.itemsize
+    try:
+        raw = torch.empty(num_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+        if device == "cpu":
+            _prefer_huge_pages(raw)
+        raw.zero_()
+    except RuntimeError as error:
+        raise CapacityError(f"{num_bytes} bytes do not fit on {device}: {error}") from error
+    skip = -raw.data_ptr() % _ALIGNMENT_BYTES
+    return raw[skip : skip + num_bytes].view(element).view(shape)
+
+
+def _prefer_huge_pages(memory: torch.Tensor) -> None:
+    """Ask Linux for them before the memory is first touched: NIXL's copies between processes walk
+    fewer pages."""
+    start = -(-memory.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    num_bytes = (memory.data_ptr() + memory.nbytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    if num_bytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), mmap.MADV_HUGEPAGE
+        )
+
+
+def _describe(
+    slabs: Sequence[torch.Tensor], attention: str, order: str, regions: tuple[tuple[int, int], ...]
+) -> KVLayout:
+    """The validated layout of 4-dimensional views."""
+    num_pages, page_size, num_kv_heads, head_dim = slabs[0].shape
+    size = slabs[0].itemsize
+    layout = KVLayout(
+        num_pages=num_pages,
+        page_size=page_size,
+        num_layers=len(slabs) // (1 if attention == "mla" else 2),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=str(slabs[0].dtype).removeprefix("torch."),
+        attention=attention,
+        order=order,
+        slabs=tuple(
+            Slab(
+                slab.data_ptr(), slab.stride(0) * size, slab.stride(1) * size, slab.stride(2) * size
+            )
+            for slab in slabs
+        ),
+        regions=regions,
+    )
+    layout.validate()
+    return layout
+
+
+def storages(views: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+    """The memory ranges that the views' storages cover, as (address, bytes); ranges that overlap
+    become one."""
+    spans = sorted(
+        {
+            (s.data_ptr(), s.data_ptr() + s.nbytes())
+            for s in (view.untyped_storage() for view in views)
+        }
+    )
+    merged: list[tuple[int, int]] = []
+    for start, end in spans:
+        if merged and start < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return tuple((start, end - start) for start, end in merged)
+
+
+def _as_words(layout: KVLayout, slabs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The slabs as views [num_pages, page_size, num_kv_heads, words] of the widest word that fits
+    all strides.
+
+    Copying words instead of bytes is what makes `read_pages` fast: torch moves one element at a
+    time.
+    """
+    steps = [layout.head_bytes]
+    for slab in slabs:
+        steps += [
+            int(step) * slab.itemsize for step in (slab.storage_offset(), *slab.stride()[:-1])
+        ]
+    word = next(dtype for size, dtype in _WORDS if all(step % size == 0 for step in steps))
+    return tuple(slab.view(torch.uint8).view(word) for slab in slabs)

@@ -1,0 +1,252 @@
+"""Which part of a model's KV each rank of a worker holds, and which rank writes what to which.
+
+A mesh shares the layers out over pipeline stages and the KV heads over tensor-parallel ranks; ranks
+are numbered stage by stage. Where a stage has more ranks than heads (always so with MLA, which has
+one latent vector), neighbouring ranks hold replicas of one head.
+
+**Who sends.** Each layer and head that a reader holds is written by exactly one writer. Where
+writers hold replicas, those of a head share its readers out in order: of R writers and Q readers of
+a head, writer j * R // Q serves reader j. So equal meshes pair rank with rank, and a lone reader is
+served by the first replica.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.staging_area import BLOCK_BYTES
+
+MAX_RANKS: Final = 256  # who tells whom is found by looking at each pair, half a second for so many
+SECTION_ALIGNMENT: Final = BLOCK_BYTES
+MAX_FOLD: Final = 1024  # of page sizes: a table has this many rows for a run, at a peer's word
+
+
+class Shard(NamedTuple):
+    """A range of layers and a range of heads, in numbers of the model unless said otherwise."""
+
+    first_layer: int
+    num_layers: int
+    first_head: int
+    num_heads: int
+
+    @classmethod
+    def whole(cls, layout: KVLayout) -> Shard:
+        """All that a pool holds, in its own numbers."""
+        return cls(0, layout.num_layers, 0, layout.num_kv_heads)
+
+    def overlap(self, other: Shard) -> Shard | None:
+        """What both hold.
+
+        >>> Shard(0, 4, 0, 2).overlap(Shard(2, 4, 1, 1))
+        Shard(first_layer=2, num_layers=2, first_head=1, num_heads=1)
+        """
+        layer = max(self.first_layer, other.first_layer)
+        head = max(self.first_head, other.first_head)
+        layers = (
+            min(self.first_layer + self.num_layers, other.first_layer + other.num_layers) - layer
+        )
+        heads = min(self.first_head + self.num_heads, other.first_head + other.num_heads) - head
+        return Shard(layer, layers, head, heads) if layers > 0 and heads > 0 else None
+
+    def inside(self, rank: Shard) -> Shard:
+        """The same part in the numbers of a rank that holds it.
+
+        >>> Shard(2, 2, 1, 1).inside(Shard(2, 4, 1, 1))
+        Shard(first_layer=0, num_layers=2, first_head=0, num_heads=1)
+        """
+        return self._replace(
+            first_layer=self.first_layer - rank.first_layer,
+            first_head=self.first_head - rank.first_head,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """How the ranks of one side share a model of `num_layers` and `num_kv_heads` (mla: 1).
+
+    `stage_layers` are the layers of each stage; empty: as equal as they can be, the first stages
+    one more.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    tp_size: int = 1
+    pp_size: int = 1
+    stage_layers: tuple[int, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp_size * self.pp_size
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks of a stage hold each head."""
+        return max(1, self.tp_size // self.num_kv_heads)
+
+    def rank(self, pp_rank: int, tp_rank: int) -> int:
+        return pp_rank * self.tp_size + tp_rank
+
+    def validate(self) -> None:
+        """Raises ConfigError naming the value that no mesh can have. To be called before anything
+        else."""
+        for name in ("num_layers", "num_kv_heads", "tp_size", "pp_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.num_ranks > MAX_RANKS:
+            raise ConfigError(f"tp_size * pp_size is {self.num_ranks}, must be at most {MAX_RANKS}")
+        if self.pp_size > self.num_layers:
+            raise ConfigError(
+                f"pp_size is {self.pp_size}, must be at most num_layers, {self.num_layers}"
+            )
+        if not _divides(self.tp_size, self.num_kv_heads):
+            raise ConfigError(
+                f"tp_size is {self.tp_size}, must divide num_kv_heads, {self.num_kv_heads}, or be "
+                "divided by it"
+            )
+        stages = self.stage_layers
+        if stages and (
+            len(stages) != self.pp_size or min(stages) < 1 or sum(stages) != self.num_layers
+        ):
+            raise ConfigError(
+                f"stage_layers is {stages}, must be {self.pp_size} numbers from 1 whose sum is "
+                f"{self.num_layers}"
+            )
+
+    def shard(self, rank: int) -> Shard:
+        """What a rank holds.
+
+        >>> Mesh(num_layers=5, num_kv_heads=8, tp_size=4, pp_size=2).shard(6)
+        Shard(first_layer=3, num_layers=2, first_head=4, num_heads=2)
+        >>> Mesh(num_layers=5, num_kv_heads=2, tp_size=4).shard(3)
+        Shard(first_layer=0, num_layers=5, first_head=1, num_heads=1)
+        """
+        if not 0 <= rank < self.num_ranks:
+            raise ConfigError(f"rank is {rank}, must be in [0, {self.num_ranks})")
+        pp_rank, tp_rank = divmod(rank, self.tp_size)
+        each, more = divmod(self.num_layers, self.pp_size)
+        stages = self.stage_layers or tuple(each + (stage < more) for stage in range(self.pp_size))
+        first_layer = list(accumulate(stages, initial=0))[pp_rank]
+        num_heads = max(1, self.num_kv_heads // self.tp_size)
+        return Shard(first_layer, stages[pp_rank], tp_rank // self.replicas * num_heads, num_heads)
+
+
+def _divides(a: int, b: int) -> bool:
+    """Whether one is a whole multiple of the other."""
+    return max(a, b) % min(a, b) == 0
+
+
+# --- pairs --------------------------------------------------------------------------------------
+
+
+def check_meshes(ours: Mesh, theirs: Mesh) -> None:
+    """Refuse a pair of which one cannot write into the other's pools.
+
+    Raises:
+        ConfigError: theirs breaks a law of meshes.
+        HandshakeError: another model, or tensor-parallel sizes of which neither divides the other.
+    """
+    theirs.validate()
+    for name in ("num_layers", "num_kv_heads"):
+        if getattr(ours, name) != getattr(theirs, name):
+            raise HandshakeError(name, getattr(ours, name), getattr(theirs, name))
+    if not _divides(ours.tp_size, theirs.tp_size):
+        raise HandshakeError("tp_size", ours.tp_size, theirs.tp_size, "neither divides the other")
+
+
+def check_page_sizes(ours: int, theirs: int) -> None:
+    """Raises HandshakeError unless one page size is a whole multiple of the other, up to
+    MAX_FOLD."""
+    if ours < 1 or theirs < 1 or not _divides(ours, theirs):
+        raise HandshakeError("page_size", ours, theirs, "neither divides the other")
+    if max(ours, theirs) > MAX_FOLD * min(ours, theirs):
+        raise HandshakeError(
+            "page_size", ours, theirs, f"one is more than {MAX_FOLD} times the other"
+        )
+
+
+def check_holds(layout: KVLayout, shard: Shard) -> None:
+    """Raises HandshakeError when a pool is not of the size that its rank's shard says."""
+    for name, expected in (("num_layers", shard.num_layers), ("num_kv_heads", shard.num_heads)):
+        if getattr(layout, name) != expected:
+            raise HandshakeError(
+                f"layout.{name}", expected, getattr(layout, name), "is not the rank's share"
+            )
+
+
+def sent_share(writers: Mesh, writer: int, readers: Mesh, reader: int) -> Shard | None:
+    """What rank `writer` writes into the pool of rank `reader`; None if nothing. Over all writers,
+    the shares of a reader are its shard, each layer and head once. The meshes have passed
+    `check_meshes`.
+    """
+    share = writers.shard(writer).overlap(readers.shard(reader))
+    if share is None:
+        return None
+    replica = reader % readers.tp_size % readers.replicas
+    sender = replica * writers.replicas // readers.replicas
+    return share if writer % writers.tp_size % writers.replicas == sender else None
+
+
+def writers_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
+    """The ranks that write to `reader`: it waits for each of them, and for no other.
+
+    >>> writers_to(Mesh(4, 8, tp_size=4), Mesh(4, 8, tp_size=2), reader=1)
+    (2, 3)
+    >>> writers_to(Mesh(4, 1, tp_size=4, pp_size=2), Mesh(4, 1), reader=0)  # MLA: one a stage
+    (0, 4)
+    """
+    return tuple(
+        rank for rank in range(writers.num_ranks) if sent_share(writers, rank, readers, reader)
+    )
+
+
+def readers_of(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
+    """The ranks that `writer` writes to; none, where other replicas of its head serve them all."""
+    return tuple(
+        rank for rank in range(readers.num_ranks) if sent_share(writers, writer, readers, rank)
+    )
+
+
+def ranks_told(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
+    """The ranks that `reader` promises its pages to: those that write to it. Rank 0 also tells
+    those that write to nobody, since their engine waits for the room as well.
+
+    >>> ranks_told(Mesh(4, 1, tp_size=2), Mesh(4, 1), reader=0)
+    (0, 1)
+    """
+    return tuple(
+        rank
+        for rank in range(writers.num_ranks)
+        if reader in readers_awaited(writers, rank, readers)
+    )
+
+
+def readers_awaited(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
+    """The ranks whose promises `writer` awaits; see `ranks_told`."""
+    return readers_of(writers, writer, readers) or (0,)
+
+
+def lease_sections(
+    writers: Mesh, readers: Mesh, reader: int, head_bytes: int
+) -> dict[int, tuple[int, int]]:
+    """What each writer writes of a staging lease, as (offset, bytes): sections one behind the
+    other, by rank.
+
+    `head_bytes` is what the chunk has of one head in one layer, all kinds, tokens and bytes. Both
+    sides compute this, so an offset never travels.
+
+    >>> lease_sections(Mesh(2, 4, tp_size=2), Mesh(2, 4), reader=0, head_bytes=100)
+    {0: (0, 400), 1: (4096, 400)}
+    """
+    sections: dict[int, tuple[int, int]] = {}
+    offset = 0
+    for writer in writers_to(writers, readers, reader):
+        share = sent_share(writers, writer, readers, reader)
+        assert share is not None
+        num_bytes = share.num_layers * share.num_heads * head_bytes
+        sections[writer] = (offset, num_bytes)
+        offset += -(-num_bytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+    return sections

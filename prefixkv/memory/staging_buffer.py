@@ -1,0 +1,38 @@
+"""A rank's staging memory: local slots on prefill, the area that leases are granted in on
+decode."""
+
+from __future__ import annotations
+
+import torch
+
+from prefixkv.errors import ConfigError
+from prefixkv.memory.kv_pool import zeros
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+
+
+class StagingBuffer:
+    """Zeros on the pool's device, from a multiple of BLOCK_BYTES on. Registered and written by
+    whoever uses it.
+
+    `area` is what a peer is told; on prefill, where nobody takes leases, its lease_bytes are those
+    of a slot.
+    """
+
+    def __init__(self, num_bytes: int, lease_bytes: int, device: str = "cpu") -> None:
+        """Raises: ConfigError for sizes that no StagingArea has, CapacityError when the device has
+        not the memory."""
+        StagingArea(BLOCK_BYTES, num_bytes, lease_bytes).validate()
+        self._memory = zeros((num_bytes,), "uint8", device)
+        self.area = StagingArea(self._memory.data_ptr(), num_bytes, lease_bytes)
+
+    @property
+    def device(self) -> str:
+        return str(self._memory.device)
+
+    def slice(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """A view, uint8 [num_bytes]. Raises ConfigError where it is not inside."""
+        if offset < 0 or num_bytes < 0 or offset + num_bytes > self.area.num_bytes:
+            raise ConfigError(
+                f"bytes {offset} to {offset + num_bytes} of a staging area of {self.area.num_bytes}"
+            )
+        return self._memory[offset : offset + num_bytes]

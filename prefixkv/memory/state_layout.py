@@ -1,0 +1,208 @@
+"""Extra state of a request beside its KV (a sliding window's tail, a recurrent state), and where it
+lies. Pure.
+
+A request has one *slot* in all state tensors. A tensor has heads, which tensor-parallel ranks share
+as they share KV heads, replicas included: so a tensor of one head is whole on every rank, and each
+reader has it from one writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import msgspec
+
+from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.memory.kv_layout import ITEMSIZE
+from prefixkv.memory.mesh import Mesh, Shard, check_meshes, sent_share
+from prefixkv.paging import MAX_INDEX
+
+_ADDRESS_END = 2**63
+
+
+class StateTensor(msgspec.Struct, frozen=True, array_like=True):
+    """One state tensor of the model: per slot [num_heads, *head_shape] of `dtype`, contiguous;
+    heads over all ranks.
+
+    `layer` is the KV layer in whose pipeline stage it lives; several may name the same. Both sides
+    list all of the model's, in the same order.
+    """
+
+    name: str
+    layer: int
+    num_heads: int
+    head_shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def head_bytes(self) -> int:
+        return prod(self.head_shape) * ITEMSIZE[self.dtype]
+
+    def mesh(self, mesh: Mesh) -> Mesh:
+        """How a worker's ranks share this tensor's heads."""
+        return replace(mesh, num_kv_heads=self.num_heads)
+
+    def shard(self, mesh: Mesh, rank: int) -> Shard | None:
+        """The heads that a rank holds; None where its stage has not got the layer."""
+        shard = self.mesh(mesh).shard(rank)
+        return shard if 0 <= self.layer - shard.first_layer < shard.num_layers else None
+
+    def validate(self, mesh: Mesh) -> None:
+        """Raises ConfigError naming the value that is out of range, or heads that the mesh cannot
+        share."""
+        where = f"state tensor {self.name!r}"
+        if self.dtype not in ITEMSIZE:
+            raise ConfigError(
+                f"{where}: dtype is {self.dtype!r}, must be one of {', '.join(ITEMSIZE)}"
+            )
+        if not 0 <= self.layer < mesh.num_layers:
+            raise ConfigError(f"{where}: layer is {self.layer}, must be in [0, {mesh.num_layers})")
+        if (
+            min(self.head_shape, default=1) < 1
+            or not 0 < self.num_heads * self.head_bytes <= MAX_INDEX
+        ):
+            raise ConfigError(
+                f"{where}: {self.num_heads} heads of {self.head_shape}, must be 1 to {MAX_INDEX} "
+                "bytes"
+            )
+        self.mesh(mesh).validate()
+
+
+class StateEntry(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank holds of one tensor: `num_bytes` a slot, that of slot 0 at `base`."""
+
+    base: int
+    slot_stride: int
+    num_bytes: int
+
+
+class StateLayout(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's state memory: an entry for each tensor of its stage, in order. `regions` as in
+    KVLayout."""
+
+    num_slots: int
+    entries: tuple[StateEntry, ...]
+    regions: tuple[tuple[int, int], ...]
+
+    def validate(self) -> None:
+        """Check every value, and that slots share no byte. To be called on what a peer says. Raises
+        ConfigError.
+
+        Entries lie apart, or interleave with one stride.
+        """
+        if not 1 <= self.num_slots <= MAX_INDEX:
+            raise ConfigError(f"state num_slots is {self.num_slots}, must be in [1, {MAX_INDEX}]")
+        if len(self.regions) > len(self.entries):
+            raise ConfigError(f"{len(self.regions)} state regions for {len(self.entries)} entries")
+        for start, num_bytes in self.regions:
+            if not (start >= 0 and 0 < num_bytes <= _ADDRESS_END - start):
+                raise ConfigError(f"state region of {num_bytes} bytes at {start} is no memory")
+        for i, entry in enumerate(self.entries):
+            if not 1 <= entry.num_bytes <= entry.slot_stride < _ADDRESS_END:
+                raise ConfigError(
+                    f"state entry {i} has {entry.num_bytes} bytes a slot, {entry.slot_stride} apart"
+                )
+            end = entry.base + self._extent(entry)
+            if not any(
+                start <= entry.base and end <= start + num_bytes
+                for start, num_bytes in self.regions
+            ):
+                raise ConfigError(
+                    f"state entry {i} is [{entry.base:#x}, {end:#x}), not inside one region"
+                )
+        placed = sorted(self.entries, key=lambda entry: entry.base)
+        first = placed[0] if placed else None  # of those that interleave
+        for before, entry in pairwise(placed):
+            assert first is not None
+            if entry.base >= first.base + self._extent(
+                first
+            ) and entry.base >= before.base + self._extent(before):
+                first = entry
+            elif (
+                entry.slot_stride != first.slot_stride
+                or entry.base < before.base + before.num_bytes
+                or entry.base + entry.num_bytes > first.base + first.slot_stride
+            ):
+                raise ConfigError(f"state entries at {before.base:#x} and {entry.base:#x} overlap")
+
+    def _extent(self, entry: StateEntry) -> int:
+        return (self.num_slots - 1) * entry.slot_stride + entry.num_bytes
+
+    def check_holds(self, tensors: Iterable[StateTensor], mesh: Mesh, rank: int) -> None:
+        """Raises HandshakeError when this is not what a rank of the mesh holds of the tensors."""
+        shards = [(tensor, tensor.shard(mesh, rank)) for tensor in tensors]
+        expected = [
+            tensor.head_bytes * shard.num_heads for tensor, shard in shards if shard is not None
+        ]
+        described = [entry.num_bytes for entry in self.entries]
+        if described != expected:
+            raise HandshakeError(
+                "state bytes", expected, described, f"of a slot are not the share of rank {rank}"
+            )
+
+
+# --- pairs --------------------------------------------------------------------------------------
+
+
+class StateBlock(NamedTuple):
+    """Part of a slot that one rank writes to another: which entry of each side, from which byte of
+    it on."""
+
+    src_entry: int
+    src_offset: int
+    dst_entry: int
+    dst_offset: int
+    num_bytes: int
+
+
+class StateLink(NamedTuple):
+    """A peer's state memory, and what of our slots goes where in its slots."""
+
+    layout: StateLayout
+    blocks: tuple[StateBlock, ...]
+
+
+def check_state_pairs(tensors: Iterable[StateTensor], writers: Mesh, readers: Mesh) -> None:
+    """Refuse meshes that cannot share the tensors, or of which a rank would write state to one it
+    writes no KV to.
+
+    Raises: ConfigError, HandshakeError. The meshes have passed `check_meshes`.
+    """
+    for num_heads in {tensor.num_heads for tensor in tensors}:
+        ours = replace(writers, num_kv_heads=num_heads)
+        ours.validate()
+        check_meshes(ours, replace(readers, num_kv_heads=num_heads))
+        # Of several writers a reader has its KV from each of those whose heads it needs; with no
+        # more heads than readers, only from the first of them.
+        kv_heads, num_writers = writers.num_kv_heads, writers.tp_size
+        if num_writers > readers.tp_size and not (
+            kv_heads >= num_writers or num_heads <= readers.tp_size or kv_heads % num_heads == 0
+        ):
+            raise HandshakeError(
+                "state heads", kv_heads, num_heads, "would come from ranks that send no KV"
+            )
+
+
+def state_blocks(
+    tensors: Iterable[StateTensor], writers: Mesh, writer: int, readers: Mesh, reader: int
+) -> tuple[StateBlock, ...]:
+    """What `writer` sends `reader` of each slot. Over all writers, each byte of a reader's slot
+    comes once."""
+    blocks: list[StateBlock] = []
+    src = dst = 0
+    for tensor in tensors:
+        mine, theirs = tensor.shard(writers, writer), tensor.shard(readers, reader)
+        if mine is not None and theirs is not None:
+            share = sent_share(tensor.mesh(writers), writer, tensor.mesh(readers), reader)
+            if share is not None:
+                head = tensor.head_bytes
+                src_offset = (share.first_head - mine.first_head) * head
+                dst_offset = (share.first_head - theirs.first_head) * head
+                blocks.append(StateBlock(src, src_offset, dst, dst_offset, share.num_heads * head))
+        src += mine is not None
+        dst += theirs is not None
+    return tuple(blocks)

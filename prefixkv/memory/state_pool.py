@@ -1,0 +1,115 @@
+"""Torch tensors that hold the extra state of requests, one slot a request, with the layout that
+describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from prefixkv.errors import ConfigError
+from prefixkv.memory.kv_pool import storages, zeros
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_layout import StateEntry, StateLayout, StateTensor
+
+
+class StatePool:
+    """A view [num_slots, heads of this rank, *head_shape] for each tensor of this rank's stage.
+
+    On decode the library says which slot is whose (`DecodeRequest.state_slot`); on prefill the
+    slots are the engine's.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[StateTensor],
+        views: Sequence[torch.Tensor],
+        mesh: Mesh | None = None,
+        rank: int = 0,
+        regions: Sequence[tuple[int, int]] | None = None,
+        num_slots: int = 0,
+    ) -> None:
+        """Describe and keep an engine's own tensors.
+
+        Args:
+            tensors: all of the model's state.
+            views: for each that this rank holds, in order. A slot of it is contiguous; slots may
+                lie apart.
+            mesh, rank: as the node's; None: this rank holds everything.
+            regions: (address, bytes) ranges to register; by default the storages of the views,
+                whole.
+            num_slots: for a rank whose stage has no tensor, and so no view.
+        Raises: ConfigError for values out of range, views of another shape, dtype or number of
+        slots, or that overlap.
+        """
+        self.tensors = tuple(tensors)
+        held = _held(self.tensors, mesh, rank)
+        if len(views) != len(held):
+            raise ConfigError(
+                f"{len(views)} state views, this rank holds {len(held)} state tensors"
+            )
+        num_slots = len(views[0]) if views else num_slots
+        for (tensor, shape), view in zip(held, views, strict=True):
+            expected = (num_slots, *shape)
+            if tuple(view.shape) != expected or str(view.dtype) != f"torch.{tensor.dtype}":
+                raise ConfigError(
+                    f"state tensor {tensor.name!r} of layer {tensor.layer} is {view.dtype} "
+                    f"{tuple(view.shape)}, "
+                    f"must be torch.{tensor.dtype} {expected}"
+                )
+            if not view[0].is_contiguous():
+                raise ConfigError(f"a slot of state tensor {tensor.name!r} is not contiguous")
+        self._views = {
+            (tensor.name, tensor.layer): view for (tensor, _), view in zip(held, views, strict=True)
+        }
+        if len(self._views) != len(held):
+            raise ConfigError("two state tensors have the same name and layer")
+        entries = []
+        for view in views:
+            num_bytes = view[0].numel() * view.itemsize
+            stride = view.stride(0) * view.itemsize if len(view) > 1 else num_bytes
+            entries.append(StateEntry(view.data_ptr(), stride, num_bytes))
+        self.layout = StateLayout(num_slots, tuple(entries), tuple(regions or storages(views)))
+        self.layout.validate()
+
+    @classmethod
+    def create(
+        cls,
+        tensors: Sequence[StateTensor],
+        num_slots: int,
+        mesh: Mesh | None = None,
+        rank: int = 0,
+        device: str = "cpu",
+    ) -> StatePool:
+        """A pool of zeros. Raises ConfigError, or CapacityError when the device has not enough
+        memory."""
+        if num_slots < 1:
+            raise ConfigError(f"num_slots is {num_slots}, must be at least 1")
+        views = [
+            zeros((num_slots, *shape), tensor.dtype, device)
+            for tensor, shape in _held(tensors, mesh, rank)
+        ]
+        return cls(tensors, views, mesh, rank, num_slots=num_slots)
+
+    @property
+    def num_slots(self) -> int:
+        return self.layout.num_slots
+
+    def view(self, name: str, layer: int) -> torch.Tensor:
+        """[num_slots, heads of this rank, *head_shape]. Raises KeyError for one that this rank does
+        not hold."""
+        return self._views[name, layer]
+
+
+def _held(
+    tensors: Sequence[StateTensor], mesh: Mesh | None, rank: int
+) -> list[tuple[StateTensor, tuple[int, ...]]]:
+    """The tensors of the rank's stage, with the shape of a slot."""
+    mesh = mesh or Mesh(1 + max((tensor.layer for tensor in tensors), default=0), 1)
+    held = []
+    for tensor in tensors:
+        tensor.validate(mesh)
+        shard = tensor.shard(mesh, rank)
+        if shard is not None:
+            held.append((tensor, (shard.num_heads, *tensor.head_shape)))
+    return held

@@ -1,0 +1,250 @@
+"""Who holds each page of the pool: one state a page, and the only transitions between them.
+
+    FREE -> OWNED     alloc          OWNED -> HELD                hold (for a room, say)
+    OWNED -> FREE     free           HELD -> QUARANTINED          quarantine
+    OWNED -> CACHED   cache          HELD, QUARANTINED -> FREE    release
+    CACHED -> OWNED   uncache
+
+Every transition is all or nothing: a page out of range, named twice or in another state raises and
+changes nothing. The states are bytes in one array, so a call checks and moves its pages in a few
+vector operations; `free_runs` keeps the free ones. Nothing is linear in the pool.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+
+import numpy as np
+
+from prefixkv.errors import CallerError, ConfigError, InternalError, OutOfPagesError, PageStateError
+from prefixkv.pages.free_runs import FreeRuns
+from prefixkv.paging import MAX_INDEX, Index, PageIds, Pages, as_pages
+
+
+class PageState(enum.IntEnum):
+    """What holds a page."""
+
+    FREE = 0
+    OWNED = 1
+    CACHED = 2
+    HELD = 3
+    QUARANTINED = 4
+
+
+_FREE, _OWNED, _CACHED, _HELD, _QUARANTINED = range(
+    5
+)  # plain ints: an enum member costs a microsecond in numpy
+
+
+class PageAllocator:
+    """States of the pages 0..num_pages-1, all FREE at first.
+
+    Owned by the scheduler thread. Page ids come in as int32 arrays (or any sequence of integers),
+    in any order, and go out as int32 arrays that are the caller's.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if not 1 <= num_pages <= MAX_INDEX:
+            raise ConfigError(f"num_pages is {num_pages}, must be in [1, {MAX_INDEX}]")
+        self._num_pages = num_pages
+        self._state = np.zeros(num_pages, np.uint8)
+        self._runs = FreeRuns(num_pages)
+        self._counts = [num_pages, 0, 0, 0, 0]  # by state
+        self._held: dict[Hashable, list[Index]] = {}  # every page HELD or QUARANTINED, by its owner
+
+    # --- transitions ------------------------------------------------------------------------------
+
+    def alloc(self, num_pages: int) -> Pages:
+        """FREE -> OWNED: pages in as few runs as the free ones allow, ascending.
+
+        Raises: OutOfPagesError when fewer are free; CallerError when negative.
+        """
+        if num_pages < 0:
+            raise CallerError(f"{num_pages} pages asked for, must be at least 0")
+        if num_pages > self._counts[_FREE]:
+            raise OutOfPagesError(needed=num_pages, free=self._counts[_FREE])
+        if num_pages == 0:
+            return np.empty(0, np.int32)
+        pages = self._runs.take(num_pages)
+        self._set(pages, _FREE, _OWNED)
+        return pages.astype(np.int32)
+
+    def free(self, pages: PageIds) -> None:
+        """OWNED -> FREE. Raises PageStateError."""
+        ascending = self._checked(pages, _OWNED)
+        if len(ascending):
+            self._set(ascending, _OWNED, _FREE)
+            self._runs.add(ascending)
+
+    def cache(self, pages: PageIds) -> None:
+        """OWNED -> CACHED: the tree has them now. Raises PageStateError."""
+        self._set(self._checked(pages, _OWNED), _OWNED, _CACHED)
+
+    def uncache(self, pages: PageIds) -> None:
+        """CACHED -> OWNED: the tree gave them up, they are the caller's. Raises PageStateError."""
+        self._set(self._checked(pages, _CACHED), _CACHED, _OWNED)
+
+    def hold(self, pages: PageIds, owner: Hashable) -> None:
+        """OWNED -> HELD: a peer may still write them; `owner` (a room) keeps them until `release`.
+
+        An owner may hold more in a later call, and may hold none: it exists until its release all
+        the same. Raises: PageStateError.
+        """
+        held = self._held.get(
+            owner, []
+        )  # first, since an owner that cannot be hashed must change nothing
+        ascending = self._checked(pages, _OWNED)
+        self._set(ascending, _OWNED, _HELD)
+        held.append(ascending)
+        self._held[owner] = held
+
+    def quarantine(self, owner: Hashable) -> int:
+        """HELD -> QUARANTINED, all that `owner` holds: its deadline passed, but nothing is proven.
+
+        Returns: how many pages. Raises: PageStateError for an unknown owner, or one in quarantine
+        already.
+        """
+        pages = self._pages_of(owner)
+        held = pages[self._state[pages] == _HELD]
+        if len(pages) and not len(held):
+            raise self._fault(pages, _HELD)
+        self._set(held, _HELD, _QUARANTINED)
+        return len(held)
+
+    def release(self, owner: Hashable) -> int:
+        """HELD, QUARANTINED -> FREE, all that `owner` holds: no write can land any more, by proof.
+
+        Returns: how many pages. Raises: PageStateError for an unknown owner.
+        """
+        pages = np.sort(self._pages_of(owner))
+        del self._held[owner]
+        if len(pages):
+            num_quarantined = int(np.count_nonzero(self._state[pages] == _QUARANTINED))
+            self._counts[_QUARANTINED] -= num_quarantined
+            self._counts[_HELD] -= len(pages) - num_quarantined
+            self._counts[_FREE] += len(pages)
+            self._state[pages] = _FREE
+            self._runs.add(pages)
+        return len(pages)
+
+    def _set(self, pages: Index, before: int, after: int) -> None:
+        self._state[pages] = after
+        self._counts[before] -= len(pages)
+        self._counts[after] += len(pages)
+
+    # --- what is where ----------------------------------------------------------------------------
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_pages
+
+    @property
+    def free_pages(self) -> int:
+        return self._counts[_FREE]
+
+    @property
+    def owned_pages(self) -> int:
+        return self._counts[_OWNED]
+
+    @property
+    def cached_pages(self) -> int:
+        return self._counts[_CACHED]
+
+    @property
+    def held_pages(self) -> int:
+        return self._counts[_HELD]
+
+    @property
+    def quarantined_pages(self) -> int:
+        return self._counts[_QUARANTINED]
+
+    def state(self, page: int) -> PageState:
+        """The state of one page. PageStateError when it is outside the pool."""
+        if not 0 <= page < self._num_pages:
+            raise PageStateError(f"page {page} is not in [0, {self._num_pages})")
+        return PageState(int(self._state[page]))
+
+    def pages_in(self, state: PageState) -> Pages:
+        """All pages in `state`, ascending. O(num_pages)."""
+        return np.flatnonzero(self._state == int(state)).astype(np.int32)
+
+    def owners(self) -> list[Hashable]:
+        """Those that hold pages (or none), in the order of their first `hold`."""
+        return list(self._held)
+
+    def held_by(self, owner: Hashable) -> Pages:
+        """The HELD and QUARANTINED pages of `owner`, ascending; none when it is unknown."""
+        pages = np.sort(self._pages_of(owner)) if owner in self._held else np.empty(0)
+        return pages.astype(np.int32)
+
+    @property
+    def num_free_runs(self) -> int:
+        """How many runs the free pages form: 1 is no fragmentation. O(1)."""
+        return len(self._runs)
+
+    def free_runs(self) -> list[tuple[int, int]]:
+        """The runs of free pages as (first page, pages), ascending. O(num_pages)."""
+        return self._runs.runs()
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def _pages_of(self, owner: Hashable) -> Index:
+        try:
+            held = self._held[owner]
+        except KeyError:
+            raise PageStateError(f"{owner!r} holds no pages") from None
+        return held[0] if len(held) == 1 else np.concatenate(held)
+
+    def _checked(self, pages: PageIds, state: int) -> Index:
+        """A sorted copy of `pages`, all of them in `state`, or PageStateError."""
+        ascending = as_pages(pages).astype(np.intp)  # always a copy
+        if len(ascending) == 0:
+            return ascending
+        ascending.sort()
+        if (
+            ascending[0] < 0
+            or ascending[-1] >= self._num_pages
+            or np.count_nonzero(ascending[1:] == ascending[:-1])
+            or self._state[ascending].tobytes().count(state) != len(ascending)
+        ):
+            raise self._fault(pages, state)
+        return ascending
+
+    def _fault(self, pages: PageIds, state: int) -> PageStateError:
+        """The error for the first page of `pages`, in the caller's order, that cannot leave
+        `state`."""
+        seen = set()
+        for page in map(int, pages):
+            if not 0 <= page < self._num_pages:
+                return PageStateError(f"page {page} is not in [0, {self._num_pages})")
+            if page in seen:
+                return PageStateError(f"page {page} is named twice")
+            if self._state[page] != state:
+                return PageStateError(
+                    f"page {page} is {self.state(page).name}, must be {PageState(state).name}"
+                )
+            seen.add(page)
+        raise InternalError(f"no fault found in {pages!r}")
+
+    def check_invariants(self) -> None:
+        """Check every law. O(num_pages); for tests and audits. Raises InternalError with the
+        state."""
+        counts = np.bincount(self._state, minlength=5)
+        kept = (
+            self.pages_in(PageState.HELD).tolist() + self.pages_in(PageState.QUARANTINED).tolist()
+        )
+        listed = [page for parts in self._held.values() for part in parts for page in part.tolist()]
+        laws = {
+            "each page is in one of the five states": len(counts) == 5,
+            "each counter is the number of pages in its state": counts.tolist() == self._counts,
+            "free + owned + cached + held + quarantined = all": sum(self._counts)
+            == self._num_pages,
+            "held and quarantined pages have one owner, others none": sorted(kept)
+            == sorted(listed),
+        }
+        if broken := [law for law, holds in laws.items() if not holds]:
+            raise InternalError(
+                f"broken: {'; '.join(broken)}; counts {self._counts}, {len(self._held)} owners"
+            )
+        self._runs.check_invariants(self._state == _FREE)

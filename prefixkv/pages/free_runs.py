@@ -1,0 +1,212 @@
+"""Free pages as maximal runs: hands out the fewest runs there can be, and merges what comes back.
+
+Two arrays hold a run's length at its first page and just behind its last one, so a freed run meets
+both neighbours in O(1). Runs are filed by length, by their first page, in dictionaries: one that
+merges is taken out in O(1), and of those that are taken a whole length goes at once. Of many runs
+that come back only those with a neighbour are merged one by one; in a pool that is mostly full they
+are few, and the others are entered all together.
+
+To take n pages: the shortest run of at least n if there is one, else the longest whole, and again
+for the rest. No other choice has fewer runs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.errors import InternalError
+from prefixkv.paging import Index
+
+# With fewer runs in one call a loop over them is faster than the vector operations.
+_LOOP_BELOW_RUNS = 8
+
+
+class FreeRuns:
+    """The maximal runs among pages 0..num_pages-1, all of them free at first. Owned by one
+    `PageAllocator`.
+
+    It trusts its caller: `add` gets pages that are not free, `take` is asked for no more than there
+    are.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        # The length of the free run that begins at a page / that ends just before it, 0 if none
+        # does. One entry more than pages, so that no neighbour needs a bounds check.
+        self._length_from = np.zeros(num_pages + 1, np.int32)
+        self._length_to = np.zeros(num_pages + 1, np.int32)
+        # The same memory for single elements, which a memoryview reads in a third of an ndarray's
+        # time.
+        self._from = self._length_from.data
+        self._to = self._length_to.data
+        self._by_length: dict[
+            int, dict[int, None]
+        ] = {}  # first pages; what was filed last is taken first
+        self._lengths: list[int] = []  # the keys of _by_length, ascending
+        self._num_runs = 0
+        self._put(0, num_pages)
+
+    def __len__(self) -> int:
+        """How many runs there are. O(1)."""
+        return self._num_runs
+
+    def runs(self) -> list[tuple[int, int]]:
+        """All runs as (first page, pages), ascending. O(num_pages)."""
+        starts = np.flatnonzero(self._length_from)
+        return list(zip(starts.tolist(), self._length_from[starts].tolist(), strict=True))
+
+    # --- out --------------------------------------------------------------------------------------
+
+    def take(self, num_pages: int) -> Index:
+        """Remove `num_pages` pages, at least one, and give back their ids, ascending. About 0.1 us
+        a run."""
+        lengths = self._lengths
+        starts: list[int] = []
+        sizes: list[int] = []  # pages from each
+        missing = num_pages
+        while missing:
+            at = bisect_left(lengths, missing)
+            length = lengths[at] if at < len(lengths) else lengths[-1]
+            found = self._pop(length, missing // length or 1)
+            if length > missing:
+                self._put(found[0] + missing, length - missing)
+                length = missing
+            missing -= length * len(found)
+            starts += found
+            sizes += [length] * len(found)
+        if len(starts) < _LOOP_BELOW_RUNS:
+            parts: list[Index] = []
+            for start, length in sorted(zip(starts, sizes, strict=True)):
+                self._from[start] = self._to[start + length] = 0
+                parts.append(np.arange(start, start + length))
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        firsts, taken = np.array(starts), np.array(sizes)
+        self._length_from[firsts] = 0
+        self._length_to[firsts + taken] = 0
+        firsts += taken - taken.cumsum()  # less the pages in the runs before each
+        pages: Index = np.arange(num_pages) + firsts.repeat(taken)
+        pages.sort()
+        return pages
+
+    def _pop(self, length: int, most: int) -> list[int]:
+        """The first pages of up to `most` runs of this length, filed no more. Both their ends still
+        tell it."""
+        runs = self._by_length[length]
+        if most < len(runs):
+            starts = [runs.popitem()[0] for _ in range(most)]
+        else:
+            starts = list(runs)
+            self._drop_length(length)
+        self._num_runs -= len(starts)
+        return starts
+
+    def _drop_length(self, length: int) -> None:
+        del self._by_length[length]
+        del self._lengths[bisect_left(self._lengths, length)]
+
+    # --- back -------------------------------------------------------------------------------------
+
+    def add(self, pages: Index) -> None:
+        """Take back `pages`: ascending, no two alike, at least one. About 0.3 us a run."""
+        first, last = int(pages[0]), int(pages[-1])
+        if last - first == len(pages) - 1:
+            self._add_run(first, last + 1)
+            return
+        (breaks,) = (pages[1:] - pages[:-1] != 1).nonzero()
+        num_runs = len(breaks) + 1
+        starts = np.empty(num_runs, np.intp)
+        starts[0] = first
+        starts[1:] = pages[breaks + 1]
+        ends = np.empty(num_runs, np.intp)  # just behind the last page
+        ends[:-1] = pages[breaks]
+        ends[-1] = last
+        ends += 1
+        if num_runs < _LOOP_BELOW_RUNS:
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+                self._add_run(start, end)
+        else:
+            self._add_runs(starts, ends)
+
+    def _add_run(self, start: int, end: int) -> None:
+        left, right = self._to[start], self._from[end]
+        if left:
+            start -= left
+            self._remove(start, left)
+        if right:
+            self._remove(end, right)
+            end += right
+        self._put(start, end - start)
+
+    def _remove(self, start: int, length: int) -> None:
+        """Take a run out that becomes part of another."""
+        runs = self._by_length[length]
+        del runs[start]
+        if not runs:
+            self._drop_length(length)
+        self._from[start] = self._to[start + length] = 0
+        self._num_runs -= 1
+
+    def _add_runs(self, starts: Index, ends: Index) -> None:
+        """`_add_run` for many: the runs ascend and do not touch each other."""
+        meets = (self._length_to[starts] | self._length_from[ends]).astype(np.bool_)
+        if np.count_nonzero(meets):
+            for start, end in zip(starts[meets].tolist(), ends[meets].tolist(), strict=True):
+                self._add_run(start, end)
+            starts, ends = starts[~meets], ends[~meets]
+        lengths = ends - starts
+        self._length_from[starts] = lengths
+        self._length_to[ends] = lengths
+        self._num_runs += len(starts)
+        self._file(starts.tolist(), lengths.tolist())
+
+    def _put(self, start: int, length: int) -> None:
+        """Enter a maximal run."""
+        self._from[start] = self._to[start + length] = length
+        self._num_runs += 1
+        self._file((start,), (length,))
+
+    def _file(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
+        by_length = self._by_length
+        for start, length in zip(starts, lengths, strict=True):
+            runs = by_length.get(length)
+            if runs is None:
+                by_length[length] = {start: None}
+                insort(self._lengths, length)
+            else:
+                runs[start] = None
+
+    # --- laws -------------------------------------------------------------------------------------
+
+    def check_invariants(self, free: npt.NDArray[np.bool_]) -> None:
+        """Check against the pages that are free. O(num_pages). Raises InternalError."""
+        edges = np.diff(np.concatenate(([False], free, [False])).astype(np.int8))
+        expected = list(
+            zip(
+                np.flatnonzero(edges == 1).tolist(),
+                np.flatnonzero(edges == -1).tolist(),
+                strict=True,
+            )
+        )
+        from_start = [(start, start + length) for start, length in self.runs()]
+        from_end = [
+            (end - length, end) for end, length in enumerate(self._length_to.tolist()) if length
+        ]
+        filed = [
+            (start, start + length) for length, runs in self._by_length.items() for start in runs
+        ]
+        laws = {
+            "runs are the maximal runs of free pages": from_start == expected,
+            "both ends of a run tell its length": from_end == expected,
+            "every run is filed under its length, and nothing else": sorted(filed) == expected,
+            "the run count is right": self._num_runs == len(expected),
+            "the lengths are those that are there, ascending": self._lengths
+            == sorted(self._by_length),
+            "no length is without runs": all(self._by_length.values()),
+        }
+        if broken := [law for law, holds in laws.items() if not holds]:
+            raise InternalError(
+                f"broken: {'; '.join(broken)}; runs {from_start[:20]}, free {expected[:20]}"
+            )

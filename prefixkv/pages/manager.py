@@ -1,0 +1,390 @@
+"""The pages of requests: every move between page table, allocator and tree is made here, on both
+sides.
+
+A request's row of the page table, in pages, and who frees each region:
+
+    0            num_locked      num_shared              len(key) // page_size          num_pages
+    |  locked        |  joined       |  own, KV whole            |  own, tail                |
+    |  the tree's    |  another      |  becomes the tree's when  |  partly written or empty; |
+    |  (under our    |  request's,   |  cached, or is freed as   |  freed when the request   |
+    |  PrefixLock)   |  on their way |  a duplicate              |  ends                     |
+
+`len(key)` is the request's kv_len: its key holds the tokens whose KV is written, and no other. What
+was joined becomes locked (`settle`) when the other request's pages have gone to the tree; nothing
+is cached before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY
+from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.results import MatchResult, PrefixLock, page_ids
+from prefixkv.errors import CapacityError, InternalError, OutOfPagesError
+from prefixkv.pages.allocator import PageAllocator
+from prefixkv.pages.table import PageTable
+
+Pages = npt.NDArray[np.int32]
+
+
+class RequestPages:
+    """One request's pages, and its slot of extra state (-1: none), which goes the way that its own
+    pages go.
+
+    Made by `PageBooks.open`; ended by exactly one of `finish`, `drop` and `hold`.
+    """
+
+    __slots__ = (
+        "duplicates",
+        "epoch",
+        "lock",
+        "num_joined",
+        "num_locked",
+        "num_pages",
+        "row",
+        "slot",
+    )
+
+    def __init__(
+        self,
+        row: int,
+        lock: PrefixLock | None,
+        num_locked: int,
+        num_joined: int,
+        num_pages: int,
+        epoch: int,
+        slot: int = -1,
+    ) -> None:
+        self.row = row
+        self.lock = lock
+        self.num_locked = num_locked
+        self.num_joined = num_joined
+        self.num_pages = num_pages
+        self.epoch = epoch
+        self.slot = slot
+        self.duplicates: list[Pages] = []  # replaced by the tree's, but writes may still read them
+
+    @property
+    def num_shared(self) -> int:
+        """Pages at the front that are not its own: the tree's, or another request's on their way
+        there."""
+        return self.num_locked + self.num_joined
+
+    @property
+    def num_own(self) -> int:
+        """Pages that only this request holds; ending it frees them."""
+        return self.num_pages - self.num_locked - self.num_joined
+
+
+class PageBooks:
+    """One worker's tree, allocator and page table, kept in agreement. Owned by the scheduler's
+    thread.
+
+    With `caching` off nothing is matched and nothing kept. Where pages have to be evicted,
+    `evict_reserve_pages` more are than are missing: they come free side by side, so that what is
+    taken later forms fewer runs. With `num_slots` every request has a slot of extra state from
+    `open` to its end, under the rules of its own pages.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_requests: int,
+        max_pages_per_request: int | None = None,
+        caching: bool = True,
+        policy: str = DEFAULT_POLICY,
+        evict_reserve_pages: int = 0,
+        num_slots: int = 0,
+    ) -> None:
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.evict_reserve_pages = evict_reserve_pages
+        self.caching = caching
+        self.cache = RadixCache(page_size=page_size, policy=policy, pool_pages=num_pages)
+        self.allocator = PageAllocator(num_pages)
+        self.slots = PageAllocator(num_slots) if num_slots else None
+        self.table = PageTable(max_requests, max_pages_per_request or num_pages)
+        self.evict = self.cache.evict  # runtime/ puts a clock around it
+        self.evicted_pages = 0
+        self._owners: set[Hashable] = set()
+        self.epoch = 0  # flushes so far; a request of an earlier epoch caches nothing any more
+        self.version = 0  # grows whenever there may be more room, or more to match, than before
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that could be taken now: free, and cached without a lock."""
+        return self.allocator.free_pages + self.cache.evictable_pages
+
+    @property
+    def can_open(self) -> bool:
+        """Whether there is a row, and a slot, for one request more."""
+        return bool(self.table.free_rows and (self.slots is None or self.slots.free_pages))
+
+    def pages(self, pages: RequestPages) -> Pages:
+        """A read-only view of all page ids of a request, int32, in order."""
+        return self.table.pages(pages.row)
+
+    # --- a request's life -------------------------------------------------------------------------
+
+    def match(self, key: RadixKey, cacheable: bool = True) -> MatchResult | None:
+        """The longest cached prefix; None where caching is off. Changes nothing."""
+        return self.cache.match_prefix(key) if self.caching and cacheable else None
+
+    def open(
+        self,
+        key: RadixKey,
+        match: MatchResult | None,
+        num_new_pages: int,
+        now_s: float,
+        joined: RequestPages | None = None,
+        joined_end: int = 0,
+    ) -> RequestPages:
+        """Lock the match of `key` and take new pages behind it.
+
+        `joined`: a request on its way whose first `joined_end` pages are of the same tokens, more
+        than the match has. From the match's end to there the row names its pages; they stay its own
+        until `settle`. Raises CapacityError (no row or slot is left) or OutOfPagesError; nothing is
+        locked or taken then.
+        """
+        if self.slots is not None and not self.slots.free_pages:
+            raise CapacityError(f"all {self.slots.num_pages} state slots are in use")
+        row = self.table.alloc_row()
+        # Who joins is counted as a visitor when it settles, then of all of what it found.
+        visit = None if joined is None else False
+        lock = self.cache.lock(match, now_s=now_s, visit=visit) if match is not None else None
+        num_locked = lock.prefix_len // self.page_size if lock is not None else 0
+        try:
+            new = self._take(num_new_pages, now_s)
+        except OutOfPagesError:
+            self._unlock(lock)
+            self.table.free_row(row)
+            raise
+        parts = [new]
+        num_joined = 0
+        if joined is not None:
+            theirs = self.table.pages(joined.row)[num_locked:joined_end]
+            num_joined = len(theirs)
+            parts.insert(0, theirs)
+        if lock is not None and num_locked:
+            parts.insert(0, page_ids(lock.node, num_locked))
+        slot = int(self.slots.alloc(1)[0]) if self.slots is not None else -1
+        return RequestPages(
+            row, lock, num_locked, num_joined, self.table.fill(row, *parts), self.epoch, slot
+        )
+
+    def settle(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
+        """What the request joined has gone to the tree: it is held by a lock from now on, and no
+        longer joined.
+
+        Raises InternalError if the tree does not have it.
+        """
+        num_shared = pages.num_shared
+        prefix = RadixKey(
+            np.frombuffer(key.data, "<i4", num_shared * self.page_size), key.namespace
+        )
+        lock = self.cache.lock(self.cache.match_prefix(prefix), now_s=now_s)
+        if lock.prefix_len != len(prefix) or pages.epoch != self.epoch:
+            raise InternalError(
+                f"{num_shared} pages were joined, {lock!r} is what the tree has of them"
+            )
+        # The tree may have had some already: then it kept its own, and those that were joined are
+        # free now.
+        self.table.write(pages.row, pages.num_locked, lock.pages[pages.num_locked :])
+        self._unlock(pages.lock)
+        pages.lock = lock
+        pages.num_locked = num_shared
+        pages.num_joined = 0
+
+    def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
+        """Take one page at the end of each of these requests. Raises OutOfPagesError; nothing is
+        taken then."""
+        self.table.append_each([pages.row for pages in many], self._take(len(many), now_s))
+        for pages in many:
+            pages.num_pages += 1
+
+    def cache_unfinished(
+        self,
+        pages: RequestPages,
+        key: RadixKey,
+        now_s: float,
+        *,
+        priority: int = 0,
+        being_read: bool = False,
+    ) -> None:
+        """Give the tree the request's whole pages and hold them by a lock from now on.
+
+        Where the tree has a page already, the request's row is repointed to it and its own is
+        freed; with `being_read` (writes to a peer may still read it) only when the request ends.
+        """
+        if pages.num_joined:
+            raise InternalError(
+                f"row {pages.row} has {pages.num_joined} pages of another request, on their way"
+            )
+        if (
+            pages.epoch != self.epoch
+            or not self.caching
+            or len(key) // self.page_size <= pages.num_locked
+        ):
+            return
+        num_whole = len(key) // self.page_size
+        own = self.table.pages(pages.row)[pages.num_locked : num_whole]
+        result = self.cache.insert(key, own, priority=priority, now_s=now_s, lock=pages.lock)
+        lock = self.cache.lock(result, now_s=now_s)
+        num_there = result.prefix_len // self.page_size
+        num_duplicates = num_there - pages.num_locked
+        published = own[num_duplicates:]
+        if num_duplicates:
+            duplicates = own[:num_duplicates].copy()
+            self.table.write(
+                pages.row, pages.num_locked, result.pages[pages.num_locked : num_there]
+            )
+            if being_read:
+                pages.duplicates.append(duplicates)
+            else:
+                self.allocator.free(duplicates)
+        self.allocator.cache(published)
+        self._unlock(pages.lock)
+        pages.lock = lock
+        pages.num_locked = num_whole
+        self.version += 1
+
+    def cache_finished(
+        self,
+        pages: RequestPages,
+        key: RadixKey,
+        now_s: float,
+        *,
+        priority: int = 0,
+        continues: bool | None = None,
+    ) -> None:
+        """The request ends: its whole pages become cached prefix, its tail is freed."""
+        self.cache_unfinished(pages, key, now_s, priority=priority)
+        if continues is not None:
+            self.hint(pages, continues)
+        self.drop(pages)
+
+    def hint(self, pages: RequestPages, continues: bool) -> None:
+        """Tell the eviction policy whether the conversation will go on."""
+        if pages.lock is not None and pages.epoch == self.epoch:
+            self.cache.hint(pages.lock.node, continues=continues)
+
+    def drop(self, pages: RequestPages) -> None:
+        """The request ends and no peer can write its own pages: they are freed."""
+        self.allocator.free(self._close(pages))
+        if self.slots is not None:
+            self.slots.free([pages.slot])
+
+    def hold(self, pages: RequestPages, owner: Hashable) -> None:
+        """The request ends while a peer may still write its own pages: `owner` has them until
+        `release`."""
+        own = self._close(pages)
+        if len(own) or self.slots is not None:
+            self.allocator.hold(own, owner)
+            self._owners.add(owner)
+        if self.slots is not None:
+            self.slots.hold([pages.slot], owner)
+
+    def release(self, owner: Hashable) -> int:
+        """No write can land in what `owner` holds any more: free it. Returns how many pages; 0 if
+        unknown."""
+        if owner not in self._owners:
+            return 0
+        self._owners.discard(owner)
+        self.version += 1
+        if self.slots is not None:
+            self.slots.release(owner)
+        return self.allocator.release(owner)
+
+    def quarantine(self, owner: Hashable) -> int:
+        """The deadline for proof has passed; the pages stay held, and are counted apart."""
+        if owner not in self._owners:
+            return 0
+        if self.slots is not None:
+            self.slots.quarantine(owner)
+        return self.allocator.quarantine(owner)
+
+    def holds(self, owner: Hashable) -> bool:
+        """Whether `owner` has held or quarantined pages, or a slot."""
+        return owner in self._owners
+
+    def flush(self) -> int:
+        """Empty the tree, after a weight update: requests that run now finish, but cache nothing.
+
+        Returns the pages freed at once; locked ones come back as their requests end.
+        """
+        self.epoch += 1
+        freed = self.cache.reset()
+        self._free_cached(freed)
+        return len(freed)
+
+    # --- pages ------------------------------------------------------------------------------------
+
+    def _take(self, num_pages: int, now_s: float) -> Pages:
+        """Allocate pages, evicting what is missing and the reserve. Raises OutOfPagesError; nothing
+        is evicted then."""
+        free = self.allocator.free_pages
+        missing = num_pages - free
+        if missing <= 0:
+            return self.allocator.alloc(num_pages)
+        evictable = self.cache.evictable_pages
+        if missing > evictable:
+            raise OutOfPagesError(num_pages, free, evictable)
+        evicted = self.evict(min(missing + self.evict_reserve_pages, evictable), now_s)
+        self.evicted_pages += len(evicted)
+        self.allocator.uncache(evicted)
+        if len(evicted) > missing:
+            self.allocator.free(evicted)
+            return self.allocator.alloc(num_pages)
+        # Every free page and every evicted one is wanted, so these need not become free in between.
+        taken = np.concatenate([self.allocator.alloc(free), evicted])
+        taken.sort()
+        return taken
+
+    def _close(self, pages: RequestPages) -> Pages:
+        """End the lock and the row; returns the request's own pages, now the caller's to pass
+        on."""
+        own = self.table.pages(pages.row)[pages.num_shared :].copy()
+        self.table.free_row(pages.row)
+        self._unlock(pages.lock)
+        pages.lock = None
+        pages.row = -1
+        for duplicates in pages.duplicates:
+            self.allocator.free(duplicates)
+        pages.duplicates.clear()
+        self.version += 1
+        return own
+
+    def _unlock(self, lock: PrefixLock | None) -> None:
+        if lock is not None:
+            self._free_cached(self.cache.unlock(lock))
+
+    def _free_cached(self, pages: Pages) -> None:
+        if len(pages):
+            self.allocator.uncache(pages)
+            self.allocator.free(pages)
+            self.version += 1
+
+    def check_invariants(self) -> None:
+        """Audit tree, allocator and table, and that they agree on how many pages are cached."""
+        self.cache.check_invariants()
+        self.allocator.check_invariants()
+        if self.slots is not None:
+            self.slots.check_invariants()
+            if not self.slots.owners() == self.allocator.owners() or self.slots.cached_pages:
+                raise InternalError(
+                    f"slots are held by {self.slots.owners()}, pages by {self.allocator.owners()}"
+                )
+        self.table.check_invariants()
+        in_tree = self.cache.num_pages
+        if in_tree > self.allocator.cached_pages or (
+            self.epoch == 0 and in_tree != self.allocator.cached_pages
+        ):
+            raise InternalError(
+                f"the tree has {in_tree} pages, the allocator {self.allocator.cached_pages} cached"
+            )

@@ -1,0 +1,180 @@
+"""Which pages a request reads, as the array an attention kernel indexes: a row a request, -1 where
+unused.
+
+A table only names pages; who holds them is the allocator's to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.errors import (
+    CallerError,
+    CapacityError,
+    ConfigError,
+    InternalError,
+    PageStateError,
+    RequestError,
+)
+from prefixkv.paging import PageIds, Pages, as_pages
+
+UNUSED: Final = -1
+_NO_ROW: Final = -1  # in `_lengths`: the row is not in use
+
+
+class PageTable:
+    """Rows of page ids. Owned by the scheduler thread.
+
+    The memory never moves, so a kernel may keep `array` (int32 [max_requests,
+    max_pages_per_request], C order). A row in use holds `length(row)` page ids and then -1; a row
+    not in use only -1.
+    """
+
+    def __init__(self, max_requests: int, max_pages_per_request: int) -> None:
+        for name, value in (
+            ("max_requests", max_requests),
+            ("max_pages_per_request", max_pages_per_request),
+        ):
+            if not 1 <= value < 2**31:
+                raise ConfigError(f"{name} is {value}, must be in [1, {2**31})")
+        self.array = np.full((max_requests, max_pages_per_request), UNUSED, np.int32)
+        self._lengths = np.full(max_requests, _NO_ROW, np.int32)
+        self._length = self._lengths.data  # the same memory, faster for single rows
+        self._free_rows = list(range(max_requests - 1, -1, -1))  # the lowest comes first
+
+    @property
+    def free_rows(self) -> int:
+        """How many rows are not in use."""
+        return len(self._free_rows)
+
+    def alloc_row(self) -> int:
+        """A row of no pages. Raises CapacityError when all are in use."""
+        if not self._free_rows:
+            raise CapacityError(f"all {len(self.array)} rows of the page table are in use")
+        row = self._free_rows.pop()
+        self._length[row] = 0
+        return row
+
+    def free_row(self, row: int) -> None:
+        """Empty the row and take it back. Raises CallerError when it is not in use."""
+        self.array[row, : self.length(row)] = UNUSED
+        self._length[row] = _NO_ROW
+        self._free_rows.append(row)
+
+    def length(self, row: int) -> int:
+        """How many pages the row has. Raises CallerError when it is not in use."""
+        if not 0 <= row < len(self._length) or self._length[row] == _NO_ROW:
+            raise CallerError(f"row {row} of the page table is not in use")
+        return self._length[row]
+
+    def pages(self, row: int) -> Pages:
+        """The row's page ids: a read-only view, valid until the row changes."""
+        view = self.array[row, : self.length(row)]
+        view.flags.writeable = False
+        return view
+
+    def fill(self, row: int, *parts: Pages) -> int:
+        """Give a row that has no pages these, one part after the other; returns how many that are.
+
+        The ids are not looked at: they come from the allocator and the tree. Raises RequestError,
+        with nothing changed, when they reach beyond the row's end.
+        """
+        num_pages = sum(map(len, parts))
+        if num_pages > self.array.shape[1]:
+            raise RequestError(
+                f"row {row} would have {num_pages} pages, the limit is {self.array.shape[1]}"
+            )
+        target, end = self.array[row], 0
+        for part in parts:
+            start, end = end, end + len(part)
+            target[start:end] = part
+        self._length[row] = num_pages
+        return num_pages
+
+    def write(self, row: int, start_page: int, pages: PageIds) -> None:
+        """Put `pages` at positions start_page, start_page + 1, ... of the row, over what was there.
+
+        The first position may be at most the row's length, which grows if they reach beyond it.
+        Raises, with nothing changed: RequestError when they reach beyond the row's end; CallerError
+        for a row not in use or a gap; PageStateError for a negative page id.
+        """
+        length = self.length(row)
+        ids = as_pages(pages)
+        end = start_page + len(ids)
+        if not 0 <= start_page <= length:
+            raise CallerError(
+                f"start_page is {start_page}, must be in [0, {length}], row {row} has {length} "
+                "pages"
+            )
+        if end > self.array.shape[1]:
+            raise RequestError(
+                f"row {row} would have {end} pages, the limit is {self.array.shape[1]}"
+            )
+        if len(ids) and ids.min() < 0:
+            raise PageStateError(f"page {ids.min()} is negative")
+        self.array[row, start_page:end] = ids
+        if end > length:
+            self._length[row] = end
+
+    def append_each(self, rows: npt.NDArray[np.integer] | Sequence[int], pages: PageIds) -> None:
+        """Append pages[i] to rows[i], for many requests that cross a page boundary in one step.
+
+        The rows are distinct. Raises as `write` does, with nothing changed.
+        """
+        row_ids, page_ids = np.asarray(rows, np.intp), as_pages(pages)
+        if row_ids.shape != page_ids.shape:
+            raise CallerError(f"{len(row_ids)} rows and {len(page_ids)} pages")
+        if len(row_ids) == 0:
+            return
+        for row in (row_ids.min(), row_ids.max()):
+            if not 0 <= row < len(self._lengths):
+                raise CallerError(f"row {row} of the page table is not in use")
+        lengths = self._lengths[row_ids]
+        if lengths.min() == _NO_ROW:
+            raise CallerError(f"row {row_ids[lengths.argmin()]} of the page table is not in use")
+        if lengths.max() >= self.array.shape[1]:
+            row = row_ids[lengths.argmax()]
+            raise RequestError(
+                f"row {row} would have {lengths.max() + 1} pages, the limit is "
+                f"{self.array.shape[1]}"
+            )
+        if page_ids.min() < 0:
+            raise PageStateError(f"page {page_ids.min()} is negative")
+        if len(np.unique(row_ids)) < len(row_ids):
+            raise CallerError("a row is named twice")
+        self.array[row_ids, lengths] = page_ids
+        self._lengths[row_ids] = lengths + 1
+
+    def truncate(self, row: int, num_pages: int) -> None:
+        """Keep the first `num_pages` pages of the row. Raises CallerError when it has fewer."""
+        length = self.length(row)
+        if not 0 <= num_pages <= length:
+            raise CallerError(
+                f"num_pages is {num_pages}, must be in [0, {length}], the length of row {row}"
+            )
+        self.array[row, num_pages:length] = UNUSED
+        self._length[row] = num_pages
+
+    def check_invariants(self) -> None:
+        """Check every law. O(size of the table). Raises InternalError with the state."""
+        rows, columns = self.array.shape
+        in_use = np.arange(columns) < self._lengths[:, None]
+        free = np.flatnonzero(self._lengths == _NO_ROW).tolist()
+        laws = {
+            "the array is int32 in C order": self.array.dtype == np.int32
+            and self.array.flags.c_contiguous,
+            "lengths are in range": bool(
+                ((self._lengths >= _NO_ROW) & (self._lengths <= columns)).all()
+            ),
+            "a row holds page ids up to its length": bool((self.array[in_use] >= 0).all()),
+            "and -1 from there on": bool((self.array[~in_use] == UNUSED).all()),
+            "each row is free once or in use": sorted(self._free_rows) == free,
+        }
+        if broken := [law for law, holds in laws.items() if not holds]:
+            raise InternalError(
+                f"broken: {'; '.join(broken)}; {rows} rows, lengths {self._lengths.tolist()[:50]}"
+            )

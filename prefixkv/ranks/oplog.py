@@ -1,0 +1,326 @@
+"""The operation log: what happened to tree, allocator and page table, in order, so that a replica
+ends up equal.
+
+Tensor-parallel decode ranks hold replicas. Rank 0 decides, with `LoggedBooks`, and publishes every
+operation with the page ids it led to; the others apply it to their own `PageBooks` through a
+`Replica`, which raises at the first difference instead of drifting apart. Times travel in the log:
+only rank 0's clock counts. How the bytes get there is the engine's: `publish` is its own broadcast.
+With one rank nothing is logged and nothing is paid.
+
+A request is named by its row of the page table, which is a replica's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.results import MatchResult
+from prefixkv.errors import InternalError, OutOfPagesError
+from prefixkv.pages.manager import PageBooks, RequestPages
+from prefixkv.protocol.ids import RoomKey
+
+
+class _Op(msgspec.Struct, frozen=True, array_like=True, tag_field="op"):
+    pass
+
+
+class Opened(_Op, frozen=True, tag="open"):
+    """A request of these tokens holds `prefix_len` cached tokens (-1: not looked for) and these
+    pages in all.
+
+    Of them `num_joined`, next to the cached ones, are those of the request in `joined_row` (-1: of
+    none). `slot` is that of its extra state.
+    """
+
+    row: int
+    tokens: bytes
+    namespace: Any
+    prefix_len: int
+    pages: bytes
+    now_s: float
+    joined_row: int = -1
+    num_joined: int = 0
+    slot: int = -1
+
+
+class Refused(_Op, frozen=True, tag="refuse"):
+    """So many new pages were not to be had for these tokens; what the tree has of them counts as
+    used all the same."""
+
+    tokens: bytes
+    namespace: Any
+    num_new_pages: int
+    now_s: float
+    joined_row: int
+    joined_end: int
+
+
+class Settled(_Op, frozen=True, tag="settle"):
+    """What the request in this row had joined is the tree's, under its lock. These are its pages in
+    all."""
+
+    row: int
+    pages: bytes
+    now_s: float
+
+
+class Grown(_Op, frozen=True, tag="grow"):
+    rows: tuple[int, ...]
+    pages: bytes
+    now_s: float
+
+
+class Cached(_Op, frozen=True, tag="cache"):
+    """`new_tokens` have KV since this row's last operation; its whole pages went to the tree."""
+
+    row: int
+    new_tokens: bytes
+    pages: bytes
+    priority: int
+    being_read: bool
+    now_s: float
+
+
+class Hinted(_Op, frozen=True, tag="hint"):
+    row: int
+    continues: bool
+
+
+class Dropped(_Op, frozen=True, tag="drop"):
+    row: int
+
+
+class Held(_Op, frozen=True, tag="hold"):
+    row: int
+    room: int
+    generation: int
+
+
+class Released(_Op, frozen=True, tag="release"):
+    room: int
+    generation: int
+
+
+class Quarantined(_Op, frozen=True, tag="quarantine"):
+    room: int
+    generation: int
+
+
+class Flushed(_Op, frozen=True, tag="flush"):
+    pass
+
+
+AnyOp = (
+    Opened
+    | Refused
+    | Settled
+    | Grown
+    | Cached
+    | Hinted
+    | Dropped
+    | Held
+    | Released
+    | Quarantined
+    | Flushed
+)
+
+encode_op: Callable[[AnyOp], bytes] = msgspec.msgpack.Encoder().encode
+decode_op: Callable[[bytes], AnyOp] = msgspec.msgpack.Decoder(AnyOp).decode
+
+
+class LoggedBooks(PageBooks):
+    """Rank 0's books: every change is published once it is made.
+
+    Owners of held pages are RoomKeys here, and namespaces what msgpack carries (str, int, bytes,
+    None, tuples of them).
+    """
+
+    def __init__(self, publish: Callable[[AnyOp], None], *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._publish = publish
+        self._logged_tokens: dict[int, int] = {}  # by row
+
+    def open(
+        self,
+        key: RadixKey,
+        match: MatchResult | None,
+        num_new_pages: int,
+        now_s: float,
+        joined: RequestPages | None = None,
+        joined_end: int = 0,
+    ) -> RequestPages:
+        try:
+            pages = super().open(key, match, num_new_pages, now_s, joined, joined_end)
+        except OutOfPagesError:
+            if match is not None:
+                row = joined.row if joined is not None else -1
+                self._publish(
+                    Refused(key.data, key.namespace, num_new_pages, now_s, row, joined_end)
+                )
+            raise
+        prefix_len = -1 if match is None else pages.num_locked * self.page_size
+        self._logged_tokens[pages.row] = len(key)
+        of = (joined.row, pages.num_joined) if joined is not None else (-1, 0)
+        packed = self._packed(pages)
+        self._publish(
+            Opened(pages.row, key.data, key.namespace, prefix_len, packed, now_s, *of, pages.slot)
+        )
+        return pages
+
+    def settle(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
+        super().settle(pages, key, now_s)
+        self._publish(Settled(pages.row, self._packed(pages), now_s))
+
+    def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
+        super().grow_many(many, now_s)
+        new = [int(self.pages(pages)[-1]) for pages in many]
+        self._publish(
+            Grown(tuple(pages.row for pages in many), np.array(new, "<i4").tobytes(), now_s)
+        )
+
+    def cache_unfinished(
+        self,
+        pages: RequestPages,
+        key: RadixKey,
+        now_s: float,
+        *,
+        priority: int = 0,
+        being_read: bool = False,
+    ) -> None:
+        if len(key) < self._logged_tokens[pages.row]:
+            raise InternalError(f"the key of row {pages.row} has shrunk to {len(key)} tokens")
+        super().cache_unfinished(pages, key, now_s, priority=priority, being_read=being_read)
+        new_tokens = key.data[self._logged_tokens[pages.row] * 4 :]
+        self._logged_tokens[pages.row] = len(key)
+        self._publish(
+            Cached(pages.row, new_tokens, self._packed(pages), priority, being_read, now_s)
+        )
+
+    def hint(self, pages: RequestPages, continues: bool) -> None:
+        super().hint(pages, continues)
+        self._publish(Hinted(pages.row, continues))
+
+    def drop(self, pages: RequestPages) -> None:
+        row = pages.row
+        super().drop(pages)
+        self._publish(Dropped(row))
+
+    def hold(self, pages: RequestPages, owner: Hashable) -> None:
+        row = pages.row
+        super().hold(pages, owner)
+        self._publish(Held(row, *self._room(owner)))
+
+    def release(self, owner: Hashable) -> int:
+        known = self.holds(owner)
+        freed = super().release(owner)
+        if known:
+            self._publish(Released(*self._room(owner)))
+        return freed
+
+    def quarantine(self, owner: Hashable) -> int:
+        count = super().quarantine(owner)
+        if self.holds(owner):
+            self._publish(Quarantined(*self._room(owner)))
+        return count
+
+    def flush(self) -> int:
+        freed = super().flush()
+        self._publish(Flushed())
+        return freed
+
+    def _packed(self, pages: RequestPages) -> bytes:
+        return self.pages(pages).astype("<i4").tobytes()
+
+    @staticmethod
+    def _room(owner: Hashable) -> RoomKey:
+        if not isinstance(owner, RoomKey):
+            raise InternalError(f"{owner!r} holds pages and is no room")
+        return owner
+
+
+class Replica:
+    """Another rank's books, which follow the log. `books` must be built with the settings of rank
+    0's."""
+
+    def __init__(self, books: PageBooks) -> None:
+        self.books = books
+        self._requests: dict[int, tuple[RadixKey, RequestPages]] = {}
+
+    def pages(self, row: int) -> npt.NDArray[np.int32]:
+        """The page ids of the request in this row."""
+        return self.books.pages(self._requests[row][1])
+
+    def slot(self, row: int) -> int:
+        """The slot of extra state of the request in this row, -1 if there is none."""
+        return self._requests[row][1].slot
+
+    def apply(self, op: AnyOp) -> None:
+        """Do what rank 0 did. Raises InternalError if this rank comes to other pages."""
+        books, requests = self.books, self._requests
+        match op:
+            case Opened():
+                key = RadixKey(np.frombuffer(op.tokens, "<i4"), _as_sent(op.namespace))
+                match = None if op.prefix_len < 0 else books.cache.match_prefix(key)
+                if match is not None and match.prefix_len != op.prefix_len:
+                    raise InternalError(
+                        f"rank 0 matched {op.prefix_len} tokens, this rank {match.prefix_len}: {op}"
+                    )
+                num_shared = max(0, op.prefix_len) // books.page_size + op.num_joined
+                joined = requests[op.joined_row][1] if op.joined_row >= 0 else None
+                pages = books.open(
+                    key, match, len(op.pages) // 4 - num_shared, op.now_s, joined, num_shared
+                )
+                requests[pages.row] = (key, pages)
+                self._compare(op.row, pages.row, op)
+                self._compare(op.slot, pages.slot, op)
+                self._compare(op.pages, books.pages(pages).astype("<i4").tobytes(), op)
+            case Refused():
+                key = RadixKey(np.frombuffer(op.tokens, "<i4"), _as_sent(op.namespace))
+                joined = requests[op.joined_row][1] if op.joined_row >= 0 else None
+                match = books.cache.match_prefix(key)
+                with suppress(OutOfPagesError):
+                    books.open(key, match, op.num_new_pages, op.now_s, joined, op.joined_end)
+                    raise InternalError(f"this rank had the pages that rank 0 had not: {op}")
+            case Settled():
+                key, pages = requests[op.row]
+                books.settle(pages, key, op.now_s)
+                self._compare(op.pages, books.pages(pages).astype("<i4").tobytes(), op)
+            case Grown():
+                books.grow_many([requests[row][1] for row in op.rows], op.now_s)
+                new = [int(self.pages(row)[-1]) for row in op.rows]
+                self._compare(op.pages, np.array(new, "<i4").tobytes(), op)
+            case Cached():
+                key, pages = requests[op.row]
+                key.extend(np.frombuffer(op.new_tokens, "<i4"))
+                books.cache_unfinished(
+                    pages, key, op.now_s, priority=op.priority, being_read=op.being_read
+                )
+                self._compare(op.pages, books.pages(pages).astype("<i4").tobytes(), op)
+            case Hinted():
+                books.hint(requests[op.row][1], op.continues)
+            case Dropped():
+                books.drop(requests.pop(op.row)[1])
+            case Held():
+                books.hold(requests.pop(op.row)[1], RoomKey(op.room, op.generation))
+            case Released():
+                books.release(RoomKey(op.room, op.generation))
+            case Quarantined():
+                books.quarantine(RoomKey(op.room, op.generation))
+            case Flushed():
+                books.flush()
+
+    def _compare(self, theirs: object, ours: object, op: AnyOp) -> None:
+        if theirs != ours:
+            raise InternalError(f"this rank came to {ours!r} where rank 0 has {theirs!r}: {op}")
+
+
+def _as_sent(namespace: Any) -> Any:
+    """What msgpack made a list of was a tuple."""
+    return tuple(map(_as_sent, namespace)) if isinstance(namespace, list) else namespace

@@ -1,0 +1,244 @@
+"""Tensor-parallel decode ranks: rank 0's operation log as one message a scheduler pass, and the
+ranks that follow it.
+
+    rank 0       node = DecodeNode(pool, config, ranks=RankLog(), mesh=mesh); ...;
+    broadcast(node.take_log()) rank 1 ...   rank = DecodeRank(pool, config, mesh, 1, worker);
+    rank.apply(receive()); send(rank.take_news()) rank 0       for raw in received:
+    node.apply_news(raw)
+
+A `DecodeRank` (runtime/decode_rank.py) is a `DecodeReplica` that also receives its part of the KV:
+the log tells it which rooms to open, and its news go back to rank 0.
+
+How the bytes travel is the engine's: its own broadcast, once a pass, after the pops and
+`append_many` and before the step whose attention reads the rows. Ranks may apply late and at
+different times: nothing that they know decides anything. Rank 0's `after=` events stand for all: a
+step that has ended there has passed its last all-reduce, and so has read all of its pages
+everywhere.
+
+What a rank does wrong is found at once where pages come out differently (oplog.py); every message
+also carries rank 0's page counts, which cost nothing, and every so often digests of all there is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.config import DecodeConfig
+from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError
+from prefixkv.pages.allocator import PageState
+from prefixkv.pages.manager import PageBooks
+from prefixkv.ranks.oplog import AnyOp, Replica
+from prefixkv.ranks.rooms import RoomOrder
+from prefixkv.request import Request
+
+
+class _Batch(msgspec.Struct, frozen=True, array_like=True):
+    """One message. `sizes` and `digests` are rank 0's after it; `settings` come with the first."""
+
+    number: int
+    ops: list[AnyOp]
+    sizes: dict[str, int]
+    digests: dict[str, bytes]
+    settings: dict[str, int | str | bool]
+    rooms: list[RoomOrder] = []
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Batch).decode
+
+
+def sizes(books: PageBooks) -> dict[str, int]:
+    """What can be told of the books in O(1): two that went different ways differ here soon."""
+    cache, pages = books.cache, books.allocator
+    return {
+        "free": pages.free_pages, "owned": pages.owned_pages, "cached": pages.cached_pages,
+        "held": pages.held_pages, "quarantined": pages.quarantined_pages,
+        "free_runs": pages.num_free_runs, "free_rows": books.table.free_rows,
+        "evictable": cache.evictable_pages, "protected": cache.protected_pages,
+        "nodes": cache.num_nodes, "uses": cache.tick, "epoch": books.epoch,
+        "slots": books.slots.free_pages if books.slots is not None else 0,
+    }  # fmt: skip
+
+
+def digests(books: PageBooks) -> dict[str, bytes]:
+    """16 bytes each of tree (recency and locks included), page table and allocator. O(pool)."""
+    tree = hashlib.blake2b(digest_size=16)
+    for node in sorted(
+        books.cache.nodes(), key=lambda node: bytes(node.pages[:4])
+    ):  # a page is in the tree once
+        assert node.parent is not None
+        above = bytes(node.parent.pages[-4:])
+        tree.update(
+            repr(
+                (above, bytes(node.key), bytes(node.pages), node.lock_ref, node.mark, node.steps)
+            ).encode()
+        )
+    pages = hashlib.blake2b(digest_size=16)
+    for state in PageState:
+        pages.update(state.name.encode() + books.allocator.pages_in(state).tobytes())
+    for allocator in (books.allocator, books.slots):
+        if allocator is not None:
+            held = [(owner, allocator.held_by(owner).tolist()) for owner in allocator.owners()]
+            pages.update(repr((allocator.free_runs(), held)).encode())
+    table = hashlib.blake2b(books.table.array.tobytes(), digest_size=16)
+    return {"tree": tree.digest(), "page table": table.digest(), "allocator": pages.digest()}
+
+
+def _settings(books: PageBooks) -> dict[str, int | str | bool]:
+    max_requests, max_pages = books.table.array.shape
+    return {
+        "num_pages": books.num_pages, "page_size": books.page_size, "max_running": max_requests,
+        "max_pages_per_request": max_pages, "cache": books.caching,
+        "policy": books.cache.policy.name, "evict_reserve_pages": books.evict_reserve_pages,
+        "num_slots": books.slots.num_pages if books.slots is not None else 0,
+    }  # fmt: skip
+
+
+class RankLog:
+    """Rank 0's side: gathers operations (`append` is a `LoggedBooks`' `publish`) until the next
+    `take`.
+
+    Args:
+        digest_every: every so many messages carry digests, which cost O(pool) on all ranks; 0: none
+            do.
+    """
+
+    def __init__(self, digest_every: int = 0) -> None:
+        self.num_batches = 0
+        self._digest_every = digest_every
+        self._ops: list[AnyOp] = []
+        self.append = self._ops.append
+        self.rooms: list[RoomOrder] = []  # what every rank's control plane is to do
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self._ops or self.rooms)
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError if the request's namespace cannot travel: None, str, int, bytes and
+        tuples of them can."""
+        if not _can_travel(request.key.namespace):
+            raise RequestError(
+                f"request {request.rid!r}: no message carries its namespace, "
+                f"{request.key.namespace!r}"
+            )
+
+    def take(self, books: PageBooks) -> bytes:
+        """The message of this pass: every rank has to apply every one, in order, also one without
+        operations."""
+        with_digests = self._digest_every and self.num_batches % self._digest_every == 0
+        raw = _encode(
+            _Batch(
+                self.num_batches,
+                self._ops,
+                sizes(books),
+                digests(books) if with_digests else {},
+                {} if self.num_batches else _settings(books),
+                self.rooms,
+            )
+        )
+        self.num_batches += 1
+        self._ops.clear()
+        self.rooms.clear()
+        return raw
+
+
+class DecodeReplica:
+    """A decode rank above 0: its own tree, allocator and page table, which follow rank 0's. Owned
+    by one thread.
+
+    Args:
+        num_pages, page_size: of this rank's pool, which has the shape of rank 0's.
+        config: rank 0's. What both need alike is compared when the first message comes.
+        num_slots: of this rank's StatePool, as many as of rank 0's; 0 without.
+    Raises:
+        ConfigError: an unknown policy.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, config: DecodeConfig, num_slots: int = 0
+    ) -> None:
+        settings = config.for_books(num_pages)
+        self.books = PageBooks(
+            num_pages, page_size, config.max_running, num_slots=num_slots, **settings
+        )
+        self.num_batches = 0
+        self._replica = Replica(self.books)
+        self._broken: InternalError | None = None
+
+    @property
+    def page_table(self) -> npt.NDArray[np.int32]:
+        """int32 [max_running, num_pages] page ids by `DecodeRequest.row`, -1 where unused. Its
+        memory never moves."""
+        return self.books.table.array
+
+    def pages(self, row: int) -> npt.NDArray[np.int32]:
+        """The page ids of the request in this row, in order: a view that is valid until the next
+        `apply`."""
+        return self._replica.pages(row)
+
+    def state_slot(self, row: int) -> int:
+        """As `DecodeRequest.state_slot`, of the request in this row."""
+        return self._replica.slot(row)
+
+    def apply(self, raw: bytes) -> list[RoomOrder]:
+        """Do what rank 0 did in one pass. Returns what this rank's control plane is to do.
+
+        Raises:
+            CallerError: a message that is no message, was left out, or comes twice. Nothing was
+            changed. ConfigError: this rank was built with other settings than rank 0. Nothing was
+            changed. InternalError: this rank came to something else than rank 0, and is of no use
+            from now on.
+        """
+        if self._broken is not None:
+            raise self._broken
+        try:
+            batch = _decode(raw)
+        except msgspec.MsgspecError as error:
+            raise CallerError(f"{len(raw)} bytes that are no message of rank 0: {error}") from error
+        if batch.number != self.num_batches:
+            raise CallerError(
+                f"message {batch.number} of rank 0 came where {self.num_batches} is the next"
+            )
+        if batch.number == 0:
+            self._check_settings(batch.settings)
+        try:
+            for op in batch.ops:
+                self._replica.apply(op)
+            _compare(batch.sizes, sizes(self.books))
+            if batch.digests:
+                _compare(batch.digests, digests(self.books))
+        except Exception as error:
+            self._broken = InternalError(
+                f"this rank differs from rank 0 in message {batch.number}: {error!r}"
+            )
+            raise self._broken from error
+        self.num_batches += 1
+        return batch.rooms
+
+    def audit(self) -> None:
+        """Check every law of tree, allocator and page table. Slow. Raises InternalError."""
+        self.books.check_invariants()
+
+    def _check_settings(self, theirs: dict[str, int | str | bool]) -> None:
+        for name, value in _settings(self.books).items():
+            if value != theirs.get(name):
+                raise ConfigError(f"{name} is {value} on this rank, {theirs.get(name)} on rank 0")
+
+
+def _can_travel(namespace: object) -> bool:
+    if isinstance(namespace, tuple):
+        return all(map(_can_travel, namespace))
+    return namespace is None or type(namespace) in (str, int, bytes)
+
+
+def _compare(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    if different := {
+        name: (value, ours.get(name)) for name, value in theirs.items() if value != ours.get(name)
+    }:
+        raise InternalError(f"rank 0's and ours: {different}")

@@ -1,0 +1,109 @@
+"""How chunks are cut into pieces that fit into a reader's leases, and which bytes of a lease each
+writer writes. Pure.
+
+All writers of a reader and the reader itself compute the same cut from the two meshes and the
+reader's staging area, so none of it travels: a chunk is cut from its first unit page on into pieces
+of `units_per_piece`, the last one what is left, and in the lease of a piece the writers' sections
+lie one behind the other, by rank (`mesh.lease_sections`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prefixkv.errors import HandshakeError
+from prefixkv.memory.mesh import SECTION_ALIGNMENT, Mesh, lease_sections
+from prefixkv.memory.staging_area import StagingArea
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseCut:
+    """The cut for one reader. `shares` are the bytes of one unit page that each writer writes, as
+    (rank, bytes)."""
+
+    shares: tuple[tuple[int, int], ...]
+    units_per_piece: int
+    area_bytes: int
+
+    @classmethod
+    def of(
+        cls, writers: Mesh, readers: Mesh, reader: int, unit_head_bytes: int, area: StagingArea
+    ) -> LeaseCut:
+        """The cut for rank `reader`, whose staging area is `area`. The meshes have passed
+        `check_meshes`.
+
+        Args:
+            unit_head_bytes: of one head of one layer in one unit page, all kinds (K and V).
+
+        Raises: HandshakeError where a lease cannot take one unit page.
+
+        >>> area = StagingArea(base=4096, num_bytes=65536, lease_bytes=32768)
+        >>> writers = Mesh(2, 4, tp_size=2)
+        >>> LeaseCut.of(writers, Mesh(2, 4), reader=0, unit_head_bytes=1024, area=area)
+        LeaseCut(shares=((0, 4096), (1, 4096)), units_per_piece=4, area_bytes=65536)
+        """
+        sections = lease_sections(writers, readers, reader, unit_head_bytes)
+        shares = tuple((rank, num_bytes) for rank, (_, num_bytes) in sections.items())
+        most = area.lease_bytes // sum(num_bytes for _, num_bytes in shares)
+        fitting = bisect_right(
+            range(1, most + 1), area.lease_bytes, key=lambda n: _lease_bytes(shares, n)
+        )
+        if fitting < 1:
+            needed = _lease_bytes(shares, 1)
+            raise HandshakeError(
+                "staging lease_bytes", needed, area.lease_bytes, "cannot take one unit page"
+            )
+        return cls(shares, fitting, area.num_bytes)
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The writers."""
+        return frozenset(rank for rank, _ in self.shares)
+
+    def pieces(self, num_units: int) -> Iterator[tuple[int, int]]:
+        """The pieces of a chunk, as (first unit of the chunk, number of units).
+
+        >>> list(LeaseCut(((0, 4096),), units_per_piece=4, area_bytes=16384).pieces(9))
+        [(0, 4), (4, 4), (8, 1)]
+        """
+        for first in range(0, num_units, self.units_per_piece):
+            yield first, min(self.units_per_piece, num_units - first)
+
+    def sections(self, num_units: int) -> dict[int, tuple[int, int]]:
+        """By writer, the (offset, bytes) of its section in a lease of so many units. Offsets are
+        whole blocks.
+
+        >>> LeaseCut(((0, 100), (2, 300)), units_per_piece=40, area_bytes=16384).sections(30)
+        {0: (0, 3000), 2: (4096, 9000)}
+        """
+        sections, offset = {}, 0
+        for rank, unit_bytes in self.shares:
+            sections[rank] = (offset, num_units * unit_bytes)
+            offset += _rounded(num_units * unit_bytes)
+        return sections
+
+    def lease_bytes(self, num_units: int) -> int:
+        """Of a lease of so many units, all sections rounded up to whole blocks."""
+        return _lease_bytes(self.shares, num_units)
+
+    def check_slots(self, rank: int, slot_bytes: int) -> None:
+        """Raises HandshakeError where the largest section of a writer does not fit into one of its
+        slots.
+
+        Smaller pieces would be no help: all writers have to cut alike.
+        """
+        _, num_bytes = self.sections(self.units_per_piece)[rank]
+        if num_bytes > slot_bytes:
+            raise HandshakeError(
+                "staging slot_bytes", slot_bytes, num_bytes, "cannot take our section of a lease"
+            )
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+
+
+def _lease_bytes(shares: tuple[tuple[int, int], ...], num_units: int) -> int:
+    return sum(_rounded(num_units * unit_bytes) for _, unit_bytes in shares)

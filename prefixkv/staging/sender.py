@@ -1,0 +1,540 @@
+"""Prefill's side of staging: chunks cut into pieces, each written into a lease of the reader. Pure,
+one a rank.
+
+It stands between the rooms' machines and the transport: to a machine a staged chunk is one job that
+ends once, like a direct one. A piece of it goes
+
+    QUEUED --its KV is ready--> ASKED --LeaseGrant--> GRANTED --a free slot--> GATHERING --> WRITING
+    --> done
+
+and holds a local slot from GATHERING on. A slot is free again when its write is DONE or drained:
+before that the transport may still read it.
+
+**What bounds what.** Of one room and reader at most `window` pieces are between asked and done.
+There is no bound over rooms: a reader grants a lease when all its writers have asked for it, so
+writers that hold asks back for other rooms' sake could wait for each other. A lease is asked for
+once the KV is ready, so none stands idle while it is computed. Slots go to pieces in the order of
+their grants; where there are several readers, none has more than half of the slots, rounded up,
+lest one that is stuck stall them all (two slots at least are needed for that).
+
+**Ends.** A job whose first error came, or that was cancelled, starts nothing more, and ends once
+nothing of it is being gathered or written. A lease into which a write failed is never written
+again. After an error nothing more is asked for the room and reader, since pieces are granted in
+order: whoever owns the room cancels its other jobs.
+
+An ask says below which piece all is written. A notification that was lost would else hold its lease
+until the room's end, for which the very pieces that are asked for may have to be granted.
+
+An exception from `ready.query()` is the error of its job.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from prefixkv.errors import AbortedError, ConfigError, InternalError, PeerLostError
+from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.protocol.backoff import Backoff
+from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
+from prefixkv.protocol.sender_events import Say
+from prefixkv.protocol.timers import Timers
+from prefixkv.staging.cut import LeaseCut
+from prefixkv.staging.pieces import At, Job, Pages, Piece, Stream
+
+READY_POLL_S: Final = 0.001
+
+# --- actions --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """Copy our part of these unit pages of our pool into the first `num_bytes` of a slot;
+    `on_gathered` answers."""
+
+    gather_id: int
+    peer: PeerId
+    src_units: Pages
+    slot: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PostStaged:
+    """Write a slot's first `num_bytes` (up to a whole block) to `dst_offset` of the peer's area, a
+    whole block.
+
+    `piece` and `lease_id` are the tag's chunk and slot. `on_write_ended` answers.
+    """
+
+    write_id: int
+    key: RoomKey
+    peer: PeerId
+    piece: int
+    lease_id: int
+    slot: int
+    dst_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelStaged:
+    """Post no further part of the write; it ends as always."""
+
+    write_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    """A job's one end. After an error: `drained` is False where any of its writes ended without
+    proof of drain."""
+
+    job_id: int
+    error: Exception | None = None
+    drained: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class JobDrained:
+    """Of a job that had ended undrained, nothing can land any more. Comes once."""
+
+    job_id: int
+
+
+Action = Say | Gather | PostStaged | CancelStaged | JobEnded | JobDrained
+
+
+class StagedSender:
+    """See the module's text. Owned by the control thread; every method returns the actions to carry
+    out, in order."""
+
+    def __init__(
+        self,
+        me_rank: int,
+        slots: int,
+        slot_bytes: int,
+        window: int,
+        resend_s: float,
+        next_id: Callable[[], int],
+    ) -> None:
+        """`next_id` names gathers and writes; it is the one that names the machines' jobs, so that
+        none collide.
+
+        Raises: ConfigError for slots of no whole blocks, or a number that is not positive.
+        """
+        if slots < 1 or window < 1:
+            raise ConfigError(
+                f"staging has {slots} slots and a window of {window}, both must be at least 1"
+            )
+        if slot_bytes < BLOCK_BYTES or slot_bytes % BLOCK_BYTES:
+            raise ConfigError(
+                f"staging slot_bytes is {slot_bytes}, must be a positive multiple of {BLOCK_BYTES}"
+            )
+        self.slot_bytes = slot_bytes
+        self.counters: Counter[str] = Counter()
+        self._rank = me_rank
+        self._num_slots = slots
+        self._window = window
+        self._resend_s = resend_s
+        self._next_id = next_id
+        self._peers: dict[PeerId, LeaseCut] = {}
+        self._streams: dict[RoomKey, dict[PeerId, Stream]] = {}
+        self._jobs: dict[int, Job] = {}  # that have not ended
+        self._granted: dict[Piece, None] = {}  # that wait for a slot, in order
+        self._gathers: dict[int, Piece] = {}
+        self._writes: dict[int, Piece] = {}
+        self._undrained: dict[int, Piece] = {}  # by write: ended, and holding their slots
+        self._free_slots = list(range(slots))
+        self._slots_of: Counter[PeerId] = Counter()
+        self._unready: dict[Stream, None] = {}  # whose next piece's KV is not computed yet
+        self._poll_s = float("inf")
+        self._timers: Timers[tuple[RoomKey, PeerId]] = Timers()
+
+    # --- peers ------------------------------------------------------------------------------------
+
+    def add_peer(self, peer: PeerId, cut: LeaseCut) -> None:
+        """Take jobs for this reader. Raises HandshakeError where our section of its leases does not
+        fit into a slot."""
+        cut.check_slots(self._rank, self.slot_bytes)
+        self._peers[peer] = cut
+
+    def remove_peer(self, peer: PeerId) -> list[Action]:
+        """Its jobs end as cancelled, once what is under way of them has ended. Unknown: no-op."""
+        out: list[Action] = []
+        if self._peers.pop(peer, None) is not None:
+            for job in [job for job in self._jobs.values() if job.stream.peer == peer]:
+                self._fail(job, PeerLostError(f"{peer} is gone"), out)
+            self._take_slots(out)  # those who are left may have more of them
+        return out
+
+    # --- jobs -------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        job_id: int,
+        key: RoomKey,
+        ticket: int,
+        peer: PeerId,
+        first_unit: int,
+        src_units: Pages,
+        ready: Any,
+        now_s: float,
+    ) -> list[Action]:
+        """Write a chunk: unit pages of our pool, the first being unit `first_unit` behind the
+        promised prefix.
+
+        The chunks of a room for one reader come in order. A JobEnded follows.
+
+        Raises: InternalError for a chunk out of order, or of another use of a room that was not
+        forgotten.
+        """
+        cut = self._peers.get(peer)
+        if cut is None:
+            return [JobEnded(job_id, PeerLostError(f"{peer} takes no staged writes"))]
+        stream = self._streams.setdefault(key, {}).get(peer)
+        if stream is None:
+            stream = self._streams[key][peer] = Stream(
+                key, peer, ticket, cut, Backoff(self._resend_s)
+            )
+        if stream.ticket != ticket or stream.next_unit != first_unit:
+            raise InternalError(
+                f"units {first_unit}.. of {key} under ticket {ticket}, where unit "
+                f"{stream.next_unit} under "
+                f"{stream.ticket} is next"
+            )
+        if stream.failed:
+            return [JobEnded(job_id, AbortedError(f"an earlier chunk of {key} failed"))]
+        out: list[Action] = []
+        pieces = list(cut.pieces(len(src_units)))
+        self._jobs[job_id] = job = Job(job_id, stream, ready, len(pieces))
+        for first, count in pieces:
+            num_bytes = cut.sections(count)[self._rank][1]
+            piece = Piece(
+                job,
+                stream.next_piece,
+                first_unit + first,
+                src_units[first : first + count],
+                num_bytes,
+            )
+            stream.next_piece += 1
+            stream.queued.append(piece)
+        stream.next_unit += len(src_units)
+        self._maybe_end(job, out)
+        self._ask(stream, now_s, out)
+        return out
+
+    def cancel(self, job_id: int) -> list[Action]:
+        """Start nothing more of the job. It ends when what is under way has; well, if that was all.
+        Unknown: no-op."""
+        out: list[Action] = []
+        job = self._jobs.get(job_id)
+        if job is not None:
+            self._fail(job, AbortedError("the staged write was cancelled"), out)
+        return out
+
+    def forget(self, key: RoomKey) -> None:
+        """The room is over. Unknown: no-op. Raises InternalError where a job of it has not
+        ended."""
+        streams = self._streams.get(key, {}).values()
+        if any(stream.queued or stream.open for stream in streams):
+            raise InternalError(f"{key} is over and has jobs under way: {list(streams)}")
+        for stream in streams:
+            self._timers.forget((key, stream.peer))
+            self._unready.pop(stream, None)
+        self._streams.pop(key, None)
+
+    def owns(self, write_id: int) -> bool:
+        """Whether this is a write of ours: to be told to `on_write_ended` or `on_write_drained`."""
+        return write_id in self._writes or write_id in self._undrained
+
+    # --- what comes in ----------------------------------------------------------------------------
+
+    def on_grant(self, peer: PeerId, grant: LeaseGrant) -> list[Action]:
+        """The reader's word. For a piece that does not wait for one, or outside its area: counted,
+        no-op."""
+        out: list[Action] = []
+        stream = self._streams.get(RoomKey(grant.room, grant.generation), {}).get(peer)
+        piece = (
+            stream.open.get(grant.piece)
+            if stream is not None and stream.ticket == grant.ticket
+            else None
+        )
+        if stream is None or piece is None or piece.at is not At.ASKED:
+            self.counters["grants_not_awaited"] += 1
+            return out
+        num_units = len(piece.src_units)
+        if (
+            grant.offset % BLOCK_BYTES
+            or grant.offset + stream.cut.lease_bytes(num_units) > stream.cut.area_bytes
+        ):
+            self.counters["grants_outside"] += 1
+            return out
+        piece.at = At.GRANTED
+        piece.lease_id = grant.lease_id
+        piece.dst_offset = grant.offset + stream.cut.sections(num_units)[self._rank][0]
+        self._granted[piece] = None
+        self._take_slots(out)
+        return out
+
+    def on_gathered(self, gather_id: int, error: Exception | None, now_s: float) -> list[Action]:
+        """A Gather has ended. Unknown: no-op."""
+        out: list[Action] = []
+        piece = self._gathers.pop(gather_id, None)
+        if piece is None:
+            return out
+        if error is None and piece.job.error is None:
+            piece.at = At.WRITING
+            piece.action_id = self._next_id()
+            self._writes[piece.action_id] = piece
+            out.append(self._post(piece))
+            return out
+        self._free_slot(piece)
+        self._close(piece)
+        self._fail(piece.job, error or AbortedError("cancelled"), out)
+        self._take_slots(out)
+        return out
+
+    def on_write_ended(
+        self, write_id: int, error: Exception | None, drained: bool, now_s: float
+    ) -> list[Action]:
+        """The transport's word on a PostStaged, as WriteDone or WriteFailed say. Unknown: no-op."""
+        out: list[Action] = []
+        piece = self._writes.pop(write_id, None)
+        if piece is None:
+            return out
+        job = piece.job
+        self._close(piece)
+        if error is None or drained:
+            self._free_slot(piece)
+        else:
+            self._undrained[write_id] = piece
+            job.num_undrained += 1
+            job.undrained = True
+        if error is None:
+            job.num_left -= 1
+            self.counters["pieces_written"] += 1
+            self.counters["bytes_staged"] += piece.num_bytes
+            self._maybe_end(job, out)
+            self._ask(job.stream, now_s, out)
+        else:
+            self._fail(job, error, out)
+        self._take_slots(out)
+        return out
+
+    def on_write_drained(self, write_id: int) -> list[Action]:
+        """A write that had ended undrained can land no more. Unknown: no-op."""
+        out: list[Action] = []
+        piece = self._undrained.pop(write_id, None)
+        if piece is None:
+            return out
+        self._free_slot(piece)
+        piece.job.num_undrained -= 1
+        if piece.job.ended and not piece.job.num_undrained:
+            out.append(JobDrained(piece.job.job_id))
+        self._take_slots(out)
+        return out
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Let time pass: repeat asks that have no answer, look whether KV is ready."""
+        out: list[Action] = []
+        for key, peer in self._timers.due(now_s):
+            stream = self._streams.get(key, {}).get(peer)
+            if stream is not None:
+                self._repeat_asks(stream, now_s, out)
+        if now_s >= self._poll_s:
+            unready, self._unready, self._poll_s = self._unready, {}, float("inf")
+            for stream in unready:
+                self._ask(stream, now_s, out)
+        return out
+
+    @property
+    def wake_s(self) -> float:
+        """When `tick` is wanted next, infinity if never."""
+        return min(self._timers.next_s, self._poll_s)
+
+    # --- pieces -----------------------------------------------------------------------------------
+
+    def _ask(self, stream: Stream, now_s: float, out: list[Action]) -> None:
+        """Ask for as many pieces as the window has room for."""
+        while not stream.failed and stream.queued and len(stream.open) < self._window:
+            if not self._ready(stream.queued[0].job, now_s, out):
+                return
+            piece = stream.queued.popleft()
+            if not any(other.at is At.ASKED for other in stream.open.values()):
+                stream.resend.start(now_s)
+                self._timers.wake((stream.key, stream.peer), stream.resend.due_s)
+            piece.at = At.ASKED
+            stream.open[piece.number] = piece
+            self.counters["pieces_asked"] += 1
+            out.append(self._lease_ask(piece))
+
+    def _ready(self, job: Job, now_s: float, out: list[Action]) -> bool:
+        if job.ready is None:
+            return True
+        try:
+            ready = job.ready.query()
+        except Exception as error:
+            self._fail(job, error, out)
+            return False
+        if ready:
+            job.ready = None
+            return True
+        self._unready[job.stream] = None
+        self._poll_s = min(self._poll_s, now_s + READY_POLL_S)
+        return False
+
+    def _repeat_asks(self, stream: Stream, now_s: float, out: list[Action]) -> None:
+        asked = [piece for piece in stream.open.values() if piece.at is At.ASKED]
+        if not asked or stream.failed:
+            return
+        if stream.resend.take(now_s):
+            self.counters["asks_repeated"] += len(asked)
+            out += [self._lease_ask(piece) for piece in asked]
+        self._timers.wake((stream.key, stream.peer), stream.resend.due_s)
+
+    def _lease_ask(self, piece: Piece) -> Say:
+        stream = piece.job.stream
+        units = (piece.number, piece.first_unit, len(piece.src_units))
+        return Say(
+            stream.peer,
+            LeaseAsk(*stream.key, self._rank, *units, stream.ticket, stream.num_written),
+        )
+
+    def _take_slots(self, out: list[Action]) -> None:
+        """Gather the pieces next in order whose readers may have one more slot."""
+        while self._free_slots and (piece := self._next_to_gather()) is not None:
+            del self._granted[piece]
+            piece.slot = self._free_slots.pop()
+            self._slots_of[piece.job.stream.peer] += 1
+            piece.at = At.GATHERING
+            piece.action_id = self._next_id()
+            self._gathers[piece.action_id] = piece
+            out.append(
+                Gather(
+                    piece.action_id,
+                    piece.job.stream.peer,
+                    piece.src_units,
+                    piece.slot,
+                    piece.num_bytes,
+                )
+            )
+
+    def _next_to_gather(self) -> Piece | None:
+        limit = self._num_slots if len(self._peers) == 1 else (self._num_slots + 1) // 2
+        return next(
+            (piece for piece in self._granted if self._slots_of[piece.job.stream.peer] < limit),
+            None,
+        )
+
+    def _post(self, piece: Piece) -> PostStaged:
+        stream = piece.job.stream
+        where = (piece.number, piece.lease_id, piece.slot, piece.dst_offset, piece.num_bytes)
+        return PostStaged(piece.action_id, stream.key, stream.peer, *where)
+
+    def _free_slot(self, piece: Piece) -> None:
+        self._free_slots.append(piece.slot)
+        peer = piece.job.stream.peer
+        self._slots_of[peer] -= 1
+        if not self._slots_of[peer]:
+            del self._slots_of[peer]
+
+    def _close(self, piece: Piece) -> None:
+        """Nothing of the piece is under way any more."""
+        del piece.job.stream.open[piece.number]
+
+    # --- jobs' ends -------------------------------------------------------------------------------
+
+    def _fail(self, job: Job, error: Exception, out: list[Action]) -> None:
+        """Start nothing more of the job, end it if nothing is under way. `error` counts if it is
+        the first."""
+        if job.error is None:
+            job.error = error
+            stream = job.stream
+            stream.failed = True
+            stream.queued = deque(piece for piece in stream.queued if piece.job is not job)
+            for piece in [piece for piece in stream.open.values() if piece.job is job]:
+                if piece.at is At.WRITING:
+                    out.append(CancelStaged(piece.action_id))
+                elif piece.at is not At.GATHERING:
+                    self._granted.pop(piece, None)
+                    self._close(piece)
+        self._maybe_end(job, out)
+
+    def _maybe_end(self, job: Job, out: list[Action]) -> None:
+        if job.ended or (job.num_left and job.error is None):
+            return
+        if any(piece.job is job for piece in job.stream.open.values()):
+            return
+        job.ended = True
+        del self._jobs[job.job_id]
+        out.append(JobEnded(job.job_id, job.error if job.num_left else None, not job.undrained))
+        if job.undrained and not job.num_undrained:
+            out.append(JobDrained(job.job_id))
+
+    # --- what there is ----------------------------------------------------------------------------
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that have not ended."""
+        return len(self._jobs)
+
+    @property
+    def num_rooms(self) -> int:
+        """Rooms that have not been forgotten."""
+        return len(self._streams)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def check_invariants(self) -> None:
+        """Raises InternalError naming the law that is broken, with the state."""
+        streams = [stream for by_peer in self._streams.values() for stream in by_peer.values()]
+        open_pieces = [piece for stream in streams for piece in stream.open.values()]
+        queued = [piece for stream in streams for piece in stream.queued]
+        holding = [*self._gathers.values(), *self._writes.values(), *self._undrained.values()]
+        laws = {
+            "each slot is free or held, once": sorted(
+                [*self._free_slots, *(piece.slot for piece in holding)]
+            )
+            == list(range(self._num_slots)),
+            "slots are counted by reader": self._slots_of
+            == Counter(piece.job.stream.peer for piece in holding),
+            "an open piece is where its state says": {id(piece) for piece in open_pieces}
+            == {
+                id(piece)
+                for piece in [*self._granted, *self._gathers.values(), *self._writes.values()]
+            }
+            | {id(piece) for piece in open_pieces if piece.at is At.ASKED}
+            and all(piece.at is At.GRANTED for piece in self._granted)
+            and all(piece.at is At.GATHERING for piece in self._gathers.values())
+            and all(piece.at is At.WRITING for piece in self._writes.values())
+            and all(piece.at is At.QUEUED for piece in queued),
+            "windows hold": all(len(stream.open) <= self._window for stream in streams),
+            "pieces belong to jobs that have not ended": all(
+                not piece.job.ended and self._jobs.get(piece.job.job_id) is piece.job
+                for piece in [*open_pieces, *queued]
+            ),
+            "a job lives while it has pieces to go": all(
+                job.num_left
+                and (job.error is None or any(piece.job is job for piece in open_pieces))
+                for job in self._jobs.values()
+            ),
+            "a failed job starts nothing": all(
+                piece.job.error is None or piece.at in (At.GATHERING, At.WRITING)
+                for piece in [*open_pieces, *queued]
+            ),
+            "asks are repeated": self._timers.next_s < float("inf")
+            or all(piece.at is not At.ASKED or piece.job.stream.failed for piece in open_pieces),
+            "nobody waits for a slot that may have it": not self._free_slots
+            or self._next_to_gather() is None,
+            "unready KV is looked at again": not self._unready or self._poll_s < float("inf"),
+        }
+        broken = [law for law, holds in laws.items() if not holds]
+        if broken:
+            raise InternalError(
+                f"{'; '.join(broken)}: {streams}, {self._free_slots}, {self._slots_of}"
+            )

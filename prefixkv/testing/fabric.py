@@ -1,0 +1,637 @@
+"""The transport in memory, as adversarial as the contract allows, and replayable from a seed.
+
+A `FakeFabric` joins `FakeTransport`s of one process. Nothing happens by itself: each `step()` picks
+one of all things that could happen now, at random, and does it. A posted write is an object of its
+own; any of its blocks may land at any later step, with the bytes that the source holds at that
+moment, also after the write failed, also when the target was closed. Only the end of the writer's
+transport stops it. Each landing is shown to `guard` first, so a test can say that no page is ever
+written that its room does not own; one in a staging area to `staging_guard`, with the tag of its
+write, which names the lease; one of state to `state_guard`, with its slot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from prefixkv.config import TransportConfig
+from prefixkv.errors import (
+    AbortedError,
+    CallerError,
+    ClosedError,
+    HandshakeError,
+    InternalError,
+    PeerLostError,
+    TransferError,
+)
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.state_layout import StateLayout, StateLink
+from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.transport.base import (
+    Arrived,
+    PeerUnreachable,
+    Settled,
+    Sink,
+    TransportEvent,
+    WriteDrained,
+    WriteFailed,
+    WriteJob,
+)
+from prefixkv.transport.descriptors import Pages, Part, part_indices
+from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
+from prefixkv.transport.routes import PeerMemory, Routes, routes_to
+from prefixkv.transport.runs import RunTable
+
+Kind = Literal["event", "connect", "post", "land", "complete", "fail", "notify", "renew"]
+Guard = Callable[[PeerId, RoomKey, Pages], None]
+StagingGuard = Callable[[PeerId, ChunkTag, Pages], None]
+_DEFAULTS = TransportConfig()
+
+
+class FakeDisconnectError(Exception):
+    """The peer of a write is gone. No class of ours, as NIXL's are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that may happen. `tag` names the part, where there is one; `number` counts the
+    writes posted."""
+
+    kind: Kind
+    owner: PeerId
+    target: PeerId | None = None
+    job_id: int | None = None
+    tag: ChunkTag | None = None
+    number: int | None = None
+
+
+Predicate = Callable[[Action], bool]
+
+
+@dataclass(eq=False, slots=True)
+class Hold:
+    """Keeps matching actions from happening until `release()`."""
+
+    matches: Predicate
+    _holds: list[Hold] = field(repr=False)
+
+    def release(self) -> None:
+        if self in self._holds:
+            self._holds.remove(self)
+
+
+@dataclass(eq=False, slots=True)
+class _Fault:
+    matches: Predicate
+    error: Exception
+    at: Literal["post", "check"]
+    lands: bool
+    times: int
+
+
+@dataclass(eq=False, slots=True)
+class _Write:
+    """One posted part. `blocks` are those not landed yet: (source address, target address, bytes,
+    target page).
+
+    The page is a block of the peer's staging area, or a slot of its state, where the job goes
+    there.
+    """
+
+    number: int
+    writer: FakeTransport
+    peer: _Peer
+    job: ActiveJob
+    part: Part
+    tag: ChunkTag
+    blocks: list[tuple[int, int, int, int]]
+    doom: Exception | None = None  # it will fail with this when checked
+    doomed_lands: bool = True  # and its blocks may still land afterwards
+    ended: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    peer: PeerId
+    metadata: bytes
+    memory: PeerMemory
+    routes: Routes | None = None
+    outbox: Outbox = field(default_factory=Outbox)
+    in_flight: int = 0
+    removed: bool = False
+
+
+class FakeFabric:
+    """All the transports of a test, and chance. Not thread-safe: one thread steps it and calls the
+    transports.
+
+    Args:
+        seed: every choice follows from it.
+        fail_at_post, fail_at_check: probability that a part is refused, or fails once posted.
+        lands_late: probability that a part that failed at check still lands, some time.
+        lose_notification: probability that a notification never arrives.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        fail_at_post: float = 0.0,
+        fail_at_check: float = 0.0,
+        lands_late: float = 0.5,
+        lose_notification: float = 0.0,
+        guard: Guard | None = None,
+        staging_guard: StagingGuard | None = None,
+        state_guard: Guard | None = None,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.fail_at_post = fail_at_post
+        self.fail_at_check = fail_at_check
+        self.lands_late = lands_late
+        self.lose_notification = lose_notification
+        self.guard = guard
+        self.staging_guard = staging_guard
+        self.state_guard = state_guard
+        self.steps = 0
+        self.transports: dict[PeerId, FakeTransport] = {}
+        self._lost: list[PeerId] = []
+        self._writes: list[_Write] = []
+        self._notifications: list[tuple[PeerId, PeerId, ChunkTag]] = []  # writer, target, tag
+        self._holds: list[Hold] = []
+        self._faults: list[_Fault] = []
+        self._posted = 0
+
+    # --- what a test does -------------------------------------------------------------------------
+
+    def transport(
+        self,
+        me: PeerId,
+        layout: KVLayout,
+        sink: Sink,
+        config: TransportConfig = _DEFAULTS,
+        memory: object = None,
+        staging: StagingArea | None = None,
+        state: StateLayout | None = None,
+    ) -> FakeTransport:
+        """A transport on this fabric. `memory` is what the others describe; kept alive, since
+        writes land late."""
+        if me in self.transports:
+            raise CallerError(f"{me} is on this fabric already")
+        self.transports[me] = FakeTransport(self, me, layout, sink, config, memory, staging, state)
+        return self.transports[me]
+
+    def step(self) -> bool:
+        """Let one thing happen. False if nothing can: all is quiet, held, not ready or not
+        expected."""
+        choices = self._choices()
+        if not choices:
+            return False
+        self.steps += 1
+        self.random.choice(choices)[1]()
+        return True
+
+    def run(self, max_steps: int = 100_000) -> int:
+        """Step until nothing can happen. Returns the number of steps; InterruptedError beyond
+        `max_steps`."""
+        for taken in range(max_steps):
+            if not self.step():
+                return taken
+        raise InterruptedError(f"something still happens after {max_steps} steps: {self.pending()}")
+
+    def pending(self) -> list[Action]:
+        """What could happen at the next step."""
+        return [action for action, _ in self._choices()]
+
+    def hold(self, matches: Predicate) -> Hold:
+        """Keep actions from happening until the hold is released, e.g. `lambda a: a.kind ==
+        "complete"`."""
+        hold = Hold(matches, self._holds)
+        self._holds.append(hold)
+        return hold
+
+    def fail(
+        self,
+        matches: Predicate,
+        error: Exception,
+        at: Literal["post", "check"] = "check",
+        *,
+        lands: bool = True,
+        times: int = 1,
+    ) -> None:
+        """Fail the next `times` posts that match (their `Action` has kind "post"), refused or once
+        posted.
+
+        `lands`: whether the bytes of one that fails at check may still land.
+        """
+        self._faults.append(_Fault(matches, error, at, lands, times))
+
+    def lose(self, peer: PeerId) -> None:
+        """Cut a peer off as a target: what is in flight to it fails, and may land; new posts are
+        refused."""
+        self._lost.append(peer)
+        for write in self._writes:
+            if write.peer.peer == peer and not write.ended and write.doom is None:
+                write.doom = FakeDisconnectError(f"{peer.name} is gone")
+
+    def restore(self, peer: PeerId) -> None:
+        """Undo `lose`."""
+        self._lost.remove(peer)
+
+    def kill(self, peer: PeerId) -> None:
+        """The process of a peer dies: its writes stop, its sink is silent, nothing lands in it any
+        more."""
+        self._lost.append(peer)
+        self.transports[peer].die()
+        for write in self._writes:
+            if write.peer.peer == peer and not write.ended:
+                write.doom = FakeDisconnectError(f"{peer.name} is gone")
+                write.doomed_lands = False
+                write.blocks.clear()
+        self._writes = [
+            w for w in self._writes if w.writer.me != peer and (w.blocks or not w.ended)
+        ]
+
+    def in_flight(self, writer: PeerId) -> int:
+        """How many parts a transport has posted and not seen the end of."""
+        return sum(1 for write in self._writes if write.writer.me == writer and not write.ended)
+
+    # --- choices ----------------------------------------------------------------------------------
+
+    def _choices(self) -> list[tuple[Action, Callable[[], None]]]:
+        found: list[tuple[Action, Callable[[], None]]] = []
+        for transport in self.transports.values():
+            found.extend(transport.choices())
+        for write in self._writes:
+            found.extend(self._write_choices(write))
+        for notification in self._notifications:
+            writer, target, tag = notification
+            if self.transports[target].expected:
+                action = Action("notify", writer, target, tag=tag)
+                found.append((action, lambda n=notification: self._notify(n)))  # type: ignore[misc]
+        return [one for one in found if not any(hold.matches(one[0]) for hold in self._holds)]
+
+    def _write_choices(self, write: _Write) -> list[tuple[Action, Callable[[], None]]]:
+        names = (write.writer.me, write.peer.peer, write.job.job.job_id, write.tag, write.number)
+        found: list[tuple[Action, Callable[[], None]]] = []
+        if write.blocks:
+            found.append((Action("land", *names), lambda: self._land(write)))
+        if write.doom is not None and not write.ended:
+            found.append((Action("fail", *names), lambda: self._fail(write)))
+        elif not write.blocks and not write.ended:
+            found.append((Action("complete", *names), lambda: self._complete(write)))
+        return found
+
+    def _land(self, write: _Write) -> None:
+        """Some of the blocks, most often all that are left, in any order."""
+        if self.random.random() < 0.5:
+            count = len(write.blocks)
+        else:
+            count = self.random.randint(1, len(write.blocks))
+        blocks, write.blocks = write.blocks[:count], write.blocks[count:]
+        self._check_landing(write, blocks)
+        for source, target, num_bytes, _ in blocks:
+            ctypes.memmove(target, source, num_bytes)
+        if write.ended and not write.blocks:
+            self._writes.remove(write)
+
+    def _check_landing(self, write: _Write, blocks: list[tuple[int, int, int, int]]) -> None:
+        """Ask the guards. Of a staged write see also that the area is still the target's, and the
+        blocks the job's."""
+        pages = np.unique(np.array([page for *_, page in blocks], dtype=np.int32))
+        peer, job = write.peer.peer, write.job.job
+        if job.route != "staging":
+            guard = self.guard if job.route == "pages" else self.state_guard
+            if guard is not None:
+                guard(peer, write.job.room, pages)
+            return
+        area = self.transports[peer].staging
+        first = (
+            {area.base + BLOCK_BYTES * block for block in job.dst_pages.tolist()}
+            if area is not None
+            else set()
+        )
+        for _, target, num_bytes, _ in blocks:
+            if target not in first or num_bytes != BLOCK_BYTES:
+                raise InternalError(
+                    f"job {job.job_id} lands at {target}, its blocks in {area} are {job.dst_pages}"
+                )
+        if self.staging_guard is not None:
+            self.staging_guard(peer, write.tag, pages)
+
+    def _complete(self, write: _Write) -> None:
+        self._writes.remove(write)
+        write.ended = True
+        target = self.transports.get(write.peer.peer)
+        if (
+            target is not None
+            and not target.closed
+            and self.random.random() >= self.lose_notification
+        ):
+            self._notifications.append((write.writer.me, write.peer.peer, write.tag))
+        write.writer.part_ended(write, None)
+
+    def _fail(self, write: _Write) -> None:
+        write.ended = True
+        if not write.doomed_lands:
+            write.blocks.clear()
+        if not write.blocks:
+            self._writes.remove(write)
+        write.writer.part_ended(write, write.doom)
+
+    def _notify(self, notification: tuple[PeerId, PeerId, ChunkTag]) -> None:
+        self._notifications.remove(notification)
+        _, target, tag = notification
+        self.transports[target].emit(Arrived(tag.pack()))
+
+    # --- what the transports do -------------------------------------------------------------------
+
+    def is_reachable(self, peer: PeerId) -> bool:
+        target = self.transports.get(peer)
+        return target is not None and not target.closed and peer not in self._lost
+
+    def post(
+        self, writer: FakeTransport, peer: _Peer, job: ActiveJob, number: int
+    ) -> Exception | None:
+        """Post a part; returns the error where it is refused."""
+        part = job.parts[number]
+        tag = job.job.tag._replace(part=number, num_parts=len(job.parts))
+        action = Action("post", writer.me, peer.peer, job.job.job_id, tag)
+        if not self.is_reachable(peer.peer):
+            return FakeDisconnectError(f"{peer.peer.name} is gone")
+        fault = self._fault_for(action)
+        if fault is not None and fault.at == "post":
+            return fault.error
+        write = _Write(self._posted, writer, peer, job, part, tag, _blocks(job, part))
+        self._posted += 1
+        self.random.shuffle(write.blocks)
+        if fault is not None:
+            write.doom, write.doomed_lands = fault.error, fault.lands
+        self._writes.append(write)
+        return None
+
+    def _fault_for(self, action: Action) -> _Fault | None:
+        for fault in self._faults:
+            if fault.matches(action):
+                fault.times -= 1
+                if not fault.times:
+                    self._faults.remove(fault)
+                return fault
+        if self.random.random() < self.fail_at_post:
+            return _Fault(lambda _: True, TransferError("refused by chance"), "post", False, 1)
+        if self.random.random() < self.fail_at_check:
+            lands = self.random.random() < self.lands_late
+            return _Fault(lambda _: True, TransferError("failed by chance"), "check", lands, 1)
+        return None
+
+    def end_former(self, transport: FakeTransport) -> None:
+        """What this transport has posted is over: nothing of it lands any more, and what has not
+        ended fails."""
+        mine = [write for write in self._writes if write.writer is transport]
+        self._writes = [write for write in self._writes if write.writer is not transport]
+        for write in mine:
+            if not write.ended:
+                write.ended = True
+                transport.part_ended(write, TransferError("its agent was replaced"), may_land=False)
+
+    def forget(self, transport: FakeTransport) -> None:
+        """The fence: nothing that this transport has posted lands any more. Its notifications are
+        out."""
+        self._writes = [write for write in self._writes if write.writer is not transport]
+        self._notifications = [n for n in self._notifications if n[1] != transport.me]
+
+
+class FakeTransport:
+    """Keeps the contract of `base.Transport` on a `FakeFabric`; events go to the sink inside
+    `step()`."""
+
+    def __init__(
+        self, fabric: FakeFabric, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
+        memory: object, staging: StagingArea | None, state: StateLayout | None,
+    ) -> None:  # fmt: skip
+        layout.validate()
+        for more in (staging, state):
+            if more is not None:
+                more.validate()
+        self.me = me
+        self.layout = layout
+        self.staging = staging
+        self.state = state
+        self.expected = 0
+        self.closed = False
+        self._fabric = fabric
+        self._sink = sink
+        self._config = config
+        self._memory = memory
+        self._peers: dict[PeerId, _Peer] = {}
+        self._events: list[TransportEvent] = []
+        self._jobs = JobTable(self._report, config.post_bytes, config.post_descriptors)
+        self._unproven: set[int] = set()
+        self._renewing = False
+
+    @property
+    def metadata(self) -> bytes:
+        return f"fake {self.me.name}#{self.me.incarnation}".encode()
+
+    def add_peer(
+        self, peer: PeerId, metadata: bytes, layout: KVLayout,
+        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
+        state: StateLink | None = None,
+    ) -> None:  # fmt: skip
+        self._check_open()
+        memory = PeerMemory(layout, parts, staging, state)
+        known = self._peers.get(peer)
+        if (
+            known is not None
+            and not known.removed
+            and (known.metadata, known.memory) == (metadata, memory)
+        ):
+            return
+        if known is not None:
+            self._jobs.drop(
+                known.outbox, PeerLostError(f"the memory of {peer.name} is another now")
+            )
+        self._peers[peer] = _Peer(peer, metadata, memory)
+        self._connect(self._peers[peer])
+
+    def remove_peer(self, peer: PeerId) -> None:
+        known = self._peers.get(peer)
+        if known is not None:
+            known.removed = True
+            self._jobs.drop(known.outbox, AbortedError(f"peer {peer.name} was removed"))
+            self._forget_if_unused(known)
+
+    def write(self, job: WriteJob) -> None:
+        self._check_open()
+        peer = self._peers.get(job.peer)
+        if peer is None or peer.removed:
+            self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
+        elif peer.routes is None:
+            self._jobs.park(peer.outbox, job)
+        else:
+            self._jobs.start(peer.outbox, peer.routes, job)
+
+    def cancel(self, job_id: int) -> None:
+        if not self.closed:
+            self._jobs.cancel(job_id)
+
+    def expect(self, num_rooms: int) -> None:
+        self._check_open()
+        self.expected = num_rooms
+
+    def settle(self, token: Hashable, for_s: float) -> None:
+        self._check_open()
+        self._events.append(Settled(token))  # there are no kernels here
+
+    def renew(self) -> None:
+        if not self.closed:
+            self._renewing = bool(self._unproven)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._fabric.forget(self)
+            self._jobs.close(fenced=True)
+            while self._events:
+                self._sink(self._events.pop(0))
+
+    # --- what the fabric does ---------------------------------------------------------------------
+
+    def choices(self) -> list[tuple[Action, Callable[[], None]]]:
+        if self.closed:
+            return []
+        found: list[tuple[Action, Callable[[], None]]] = []
+        if self._events:
+            found.append((Action("event", self.me), lambda: self._sink(self._events.pop(0))))
+        if self._renewing:
+            found.append((Action("renew", self.me), self._renew))
+        for peer in self._peers.values():
+            if peer.routes is None:
+                if peer.outbox.parked and not peer.in_flight:
+                    found.append(
+                        (Action("connect", self.me, peer.peer), lambda p=peer: self._connect(p))
+                    )  # type: ignore[misc]
+            elif peer.in_flight < self._config.window:
+                found.extend(self._post_choices(peer))
+        return found
+
+    def _post_choices(self, peer: _Peer) -> list[tuple[Action, Callable[[], None]]]:
+        found: list[tuple[Action, Callable[[], None]]] = []
+        for job in list(peer.outbox.round()):
+            error: Exception | None = None
+            try:
+                if not job.poll_ready():
+                    continue
+            except Exception as failure:
+                error = failure
+            tag = job.job.tag._replace(part=job.next_part, num_parts=len(job.parts))
+            action = Action("post", self.me, peer.peer, job.job.job_id, tag)
+            found.append((action, lambda j=job, e=error: self._post(peer, j, e)))  # type: ignore[misc]
+        return found
+
+    def _post(self, peer: _Peer, job: ActiveJob, error: Exception | None) -> None:
+        if error is not None:
+            self._jobs.stop(job, error)
+            return
+        number = job.next_part
+        self._jobs.part_posted(job)
+        peer.in_flight += 1
+        refused = self._fabric.post(self, peer, job, number)
+        if refused is not None:
+            self._ended(peer, job, job.parts[number], refused, may_land=False)
+
+    def part_ended(self, write: _Write, error: Exception | None, may_land: bool = True) -> None:
+        self._ended(write.peer, write.job, write.part, error, may_land)
+
+    def _renew(self) -> None:
+        """The former agent's time is over: here, together with its posts."""
+        self._renewing = False
+        self._fabric.end_former(self)
+        for job_id in sorted(self._unproven):
+            self._events.append(WriteDrained(job_id))
+        self._unproven.clear()
+
+    def _report(self, event: TransportEvent) -> None:
+        if isinstance(event, WriteFailed) and not event.drained:
+            self._unproven.add(event.job_id)
+        self._events.append(event)
+
+    def _ended(
+        self, peer: _Peer, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
+    ) -> None:
+        peer.in_flight -= 1
+        self._jobs.part_ended(job, part, error, may_land)
+        if isinstance(error, FakeDisconnectError) and peer.routes is not None:
+            self._lose(peer, error)
+        self._forget_if_unused(peer)
+
+    def _connect(self, peer: _Peer) -> None:
+        peer.routes = None
+        try:
+            target = self._fabric.transports.get(peer.peer)
+            if target is None or not self._fabric.is_reachable(peer.peer):
+                raise FakeDisconnectError(f"{peer.peer.name} is gone")
+            if peer.metadata != target.metadata:
+                raise HandshakeError("agent name in the metadata", target.metadata, peer.metadata)
+            routes = routes_to(peer.memory, self.layout, self.staging, self.state)
+            if routes.staging is not None and peer.memory.staging != target.staging:
+                raise HandshakeError(
+                    "staging", target.staging, peer.memory.staging, "is not registered"
+                )
+            if peer.memory.state is not None and peer.memory.state.layout != target.state:
+                raise HandshakeError(
+                    "state", target.state, peer.memory.state.layout, "is not registered"
+                )
+        except Exception as error:
+            self._lose(peer, error)
+            return
+        peer.routes = routes
+        self._jobs.start_parked(peer.outbox, routes)
+
+    def _lose(self, peer: _Peer, error: Exception) -> None:
+        peer.routes = None
+        self._jobs.drop(peer.outbox, error)
+        if not peer.removed:
+            self._events.append(PeerUnreachable(peer.peer, error))
+
+    def _forget_if_unused(self, peer: _Peer) -> None:
+        if peer.removed and not peer.in_flight and self._peers.get(peer.peer) is peer:
+            del self._peers[peer.peer]
+
+    def emit(self, event: TransportEvent) -> None:
+        self._sink(event)
+
+    def die(self) -> None:
+        """As `close`, without a word."""
+        self.closed = True
+        self._events.clear()
+        self._fabric.forget(self)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"the transport of {self.me.name} is closed")
+
+
+def _blocks(job: ActiveJob, part: Part) -> list[tuple[int, int, int, int]]:
+    """The blocks of a part: (source address, target address, bytes, the target's own page)."""
+    runs = job.runs
+    src, dst = part_indices(runs, part, job.src_pages, job.dst_pages)
+    units = job.dst_pages[np.arange(part.start, part.stop) % len(job.dst_pages)]
+    pages = units // runs.dst_slots.fold
+    return [
+        (_address(runs.src, i), _address(runs.dst, j), part.group.block_bytes, page)
+        for i, j, page in zip(src.tolist(), dst.tolist(), pages.tolist(), strict=True)
+    ]
+
+
+def _address(table: RunTable, index: int) -> int:
+    """Of a block as NIXL counts them: row by row, equally many in each."""
+    row, block = divmod(index, int(table[0, 4]))
+    return int(table[row, 0]) + block * int(table[row, 3])

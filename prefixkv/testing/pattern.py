@@ -1,0 +1,193 @@
+"""The stand-in engine's KV: bytes that follow from a token's whole prefix, the layer, K or V, and
+the head.
+
+One word of KV is (hash of the prefix up to and including the token) XOR (a constant of its place in
+the
+token: layer, K or V, head, lane). So a page that is stale, of another prefix, of another layer,
+shifted or unwritten differs in nearly every word, and both writing and checking run at the speed of
+memory. The `salt` sets one pass over a pool apart from the next: what an earlier pass left behind
+is never right by luck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.errors import CallerError
+from prefixkv.memory.kv_layout import KVLayout, Slab
+from prefixkv.memory.mesh import Mesh
+from prefixkv.paging import pages_for
+from prefixkv.testing.hashing import Words, splitmix64
+
+Pages = npt.NDArray[np.int32]
+WordArray = npt.NDArray[Any]  # of unsigned words, 1 to 8 bytes
+
+_CHECK_BYTES: Final = (
+    1 << 18
+)  # compared at a time, so that the expected bytes stay in the processor's cache
+
+
+class _Group(NamedTuple):
+    """Slabs an equal distance apart, as one array."""
+
+    view: WordArray  # [slabs, page, token, head, lane]
+    places: WordArray  # [slabs, 1, 1, head, lane]
+
+
+class KVPattern:
+    """Writes and checks the pattern in one pool on the CPU. Keeps `owner` alive, since it works on
+    addresses.
+
+    `hashes` are prefix hashes (`PrefixHasher`), uint64, one a token. Token i of a request lies in
+    slot i % page_size of `pages[i // page_size]`.
+    """
+
+    def __init__(
+        self, layout: KVLayout, salt: int, owner: object, place: tuple[Mesh, int] | None = None
+    ) -> None:
+        """`place`: the pool holds the share of this rank of the mesh; all of the model by
+        default."""
+        self._owner = owner
+        self._page_size = layout.page_size
+        self._salt = splitmix64(np.array([salt], dtype=np.uint64))
+        self._dtype = _word_dtype(layout)
+        lanes = layout.head_bytes // self._dtype.itemsize
+        self._check_pages = max(
+            1, _CHECK_BYTES // (layout.slab_page_bytes * layout.slabs_per_layer)
+        )
+        kinds = layout.slabs_per_layer
+        mesh, rank = place or (Mesh(layout.num_layers, layout.num_kv_heads), 0)
+        shard = mesh.shard(rank)
+        count = mesh.num_layers * kinds * mesh.num_kv_heads * lanes
+        places = splitmix64(np.arange(count, dtype=np.uint64)).astype(self._dtype)
+        places = places.reshape(mesh.num_layers * kinds, 1, 1, mesh.num_kv_heads, lanes)
+        places = places[
+            shard.first_layer * kinds :, :, :, shard.first_head : shard.first_head + shard.num_heads
+        ]
+        places = np.ascontiguousarray(places[: len(layout.slabs)])
+        self._groups = [
+            _Group(_as_array(layout, first, step, end - start, self._dtype), places[start:end])
+            for start, end, first, step in _even_runs(layout)
+        ]
+
+    def fill(self, pages: Pages, start: int, hashes: Words) -> None:
+        """Write the KV of tokens `start` to `len(hashes)`; raises CallerError if `pages` has too
+        few."""
+        values = self._values(pages, hashes)
+        for page_at, run, slot, count in _spans(pages, start, len(hashes), self._page_size):
+            first = page_at * self._page_size + slot
+            own = values[first : first + run * count].reshape(1, run, count, 1, 1)
+            page = int(pages[page_at])
+            for view, places in self._groups:
+                np.bitwise_xor(own, places, out=view[:, page : page + run, slot : slot + count])
+
+    def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Words) -> None:
+        """Write one token each of many requests: the one with `hashes[i]` to slot `slots[i]` of
+        page `pages[i]`."""
+        values = splitmix64(hashes ^ self._salt).astype(self._dtype).reshape(1, -1, 1, 1)
+        for view, places in self._groups:
+            view[:, pages, slots] = values ^ places[:, 0]
+
+    def mismatches(self, pages: Pages, hashes: Words) -> int:
+        """How many of the pages that hold tokens 0 to `len(hashes)` have a wrong byte in any of
+        those tokens."""
+        values = self._values(pages, hashes)
+        wrong = 0
+        for page_at, run, slot, count in _spans(pages, 0, len(hashes), self._page_size):
+            for step in range(0, run, self._check_pages):
+                size = min(self._check_pages, run - step)
+                first = (page_at + step) * self._page_size + slot
+                own = values[first : first + size * count].reshape(1, size, count, 1, 1)
+                page = int(pages[page_at + step])
+                bad = np.zeros(size, dtype=bool)
+                for view, places in self._groups:
+                    for i in range(0, len(places), 2):
+                        actual = view[i : i + 2, page : page + size, slot : slot + count]
+                        expected = own ^ places[i : i + 2]
+                        if not np.array_equal(expected, actual):
+                            bad |= (expected != actual).any(axis=(0, 2, 3, 4))
+                wrong += int(bad.sum())
+        return wrong
+
+    def _values(self, pages: Pages, hashes: Words) -> WordArray:
+        needed = pages_for(len(hashes), self._page_size)
+        if len(pages) < needed:
+            raise CallerError(f"{len(pages)} pages, {len(hashes)} tokens need {needed}")
+        return splitmix64(hashes ^ self._salt).astype(self._dtype)
+
+
+def _spans(
+    pages: Pages, start: int, end: int, page_size: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Tokens [start, end) as (position in `pages`, pages, first slot, slots): neighbouring whole
+    pages in one."""
+    at = start
+    while at < end:
+        page_at, slot = divmod(at, page_size)
+        count = min(page_size - slot, end - at)
+        run = 1
+        if count == page_size:
+            limit = end // page_size
+            while page_at + run < limit and pages[page_at + run] == pages[page_at] + run:
+                run += 1
+        yield page_at, run, slot, count
+        at += run * count
+
+
+def _word_dtype(layout: KVLayout) -> np.dtype[Any]:
+    """The widest unsigned word that divides a head's bytes and every address."""
+    steps = [layout.head_bytes]
+    for slab in layout.slabs:
+        steps += [slab.base, slab.page_stride, slab.token_stride, slab.head_stride]
+    size = next(size for size in (8, 4, 2, 1) if all(step % size == 0 for step in steps))
+    return np.dtype(f"u{size}")
+
+
+def _even_runs(layout: KVLayout) -> list[tuple[int, int, Slab, int]]:
+    """The slabs as (start, end, first slab, bytes between two bases), each run as long as it can
+    be."""
+    slabs = layout.slabs
+    runs = []
+    start = 0
+    while start < len(slabs):
+        first = slabs[start]
+        step = slabs[start + 1].base - first.base if start + 1 < len(slabs) else 0
+        end = start + 1
+        while end < len(slabs) and slabs[end] == Slab(
+            first.base + (end - start) * step, *_strides(first)
+        ):
+            end += 1
+        runs.append((start, end, first, step))
+        start = end
+    return runs
+
+
+def _strides(slab: Slab) -> tuple[int, int, int]:
+    return slab.page_stride, slab.token_stride, slab.head_stride
+
+
+def _as_array(
+    layout: KVLayout, first: Slab, step: int, count: int, dtype: np.dtype[Any]
+) -> WordArray:
+    """A writable view of `count` slabs, [slab, page, token, head, lane]."""
+
+    class Memory:
+        __array_interface__ = {
+            "version": 3,
+            "data": (first.base, False),
+            "typestr": dtype.str,
+            "shape": (
+                count,
+                layout.num_pages,
+                layout.page_size,
+                layout.num_kv_heads,
+                layout.head_bytes // dtype.itemsize,
+            ),
+            "strides": (step, *_strides(first), dtype.itemsize),
+        }
+
+    return np.asarray(Memory())

@@ -1,0 +1,255 @@
+"""Policies under a workload of conversations: the merged tree evicts what a page-by-page model
+evicts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from prefixkv.cache.eviction.aged import AgedFrequency
+from prefixkv.cache.eviction.gated import Gated
+from prefixkv.cache.eviction.gittins import Gittins
+from prefixkv.cache.eviction.plain import ByPriority
+from prefixkv.cache.eviction.policy import Policy, make_policy, policy_names, register
+from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.errors import ConfigError
+from tests.models.radix_machine import POLICIES, make_pair
+
+POOL_PAGES = 4096
+CAPACITY = 30
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_conversations_evict_as_the_model_does(policy, seed):
+    """Sessions with a common beginning take turns under pressure; some are hinted, some wait in a
+    queue."""
+    rng = random.Random(seed)
+    cache, model = make_pair(policy, page_size=1)
+    sessions: list[list[int]] = []
+    free = list(range(POOL_PAGES))
+    now_s, order = 0.0, []
+    for turn in range(260):
+        now_s += rng.choice((0.0, 1.0, 3.0, 12.0))
+        if len(sessions) < 3 or rng.random() < 0.3:
+            sessions.append([7] * rng.choice((0, 2, 4)) + [100 + turn])
+        session = sessions[-1 - min(len(sessions) - 1, int(rng.expovariate(0.3)))]
+        session += [1000 + turn] * rng.choice((0, 1, 1, 2, 5))
+        if len(session) > 14:
+            sessions.remove(session)
+        tokens = tuple(session)
+        old = model.match(tokens, None)
+        ids = free[: len(tokens)]
+        with cache.lock(cache.match_prefix(list(tokens)), now_s) as lock:
+            twin = model.lock(tokens, None, now_s, True)
+            priority = rng.randrange(-2, 2)
+            result = cache.insert(list(tokens), ids, priority=priority, now_s=now_s)
+            assert model.insert(tokens, ids, None, now_s, priority) == old == lock.prefix_len
+            del free[: len(tokens)]
+            free += ids[:old]
+        model.unlock(twin)
+        if rng.random() < 0.2:
+            continues = rng.random() < 0.5
+            cache.hint(result, continues)
+            model.hint(tokens, None, len(tokens), continues)
+        while cache.num_pages > CAPACITY:
+            step = rng.choice((1, 1, 2, cache.num_pages - CAPACITY))
+            taken = cache.evict(step, now_s).tolist()
+            assert set(taken) == model.evict(step, now_s, set(taken)), (turn, order)
+            order += taken
+            free += taken
+        cache.check_invariants()
+    assert len(order) > 300
+
+
+def test_in_all_policies_a_prompt_outlives_what_followed_it():
+    for policy in policy_names():
+        cache = RadixCache(page_size=1, policy=policy)
+        cache.insert([1, 2, 3, 4, 5, 6], range(6), now_s=1.0)
+        cache.insert([1, 2, 3, 9], [0, 1, 2, 10], now_s=2.0)
+        assert len(cache.evict(4, now_s=3.0)) == 4
+        assert cache.match_prefix([1, 2, 3, 9]).prefix_len == 3, policy
+
+
+def test_a_request_is_one_visit_however_often_it_calls():
+    cache = RadixCache(page_size=1, policy="lfu")
+    cache.insert([1, 1], [0, 1])
+    cache.insert([1, 1], [0, 1])  # twice seen
+    with cache.lock(cache.match_prefix([2, 2])), cache.lock(cache.insert([2, 2], [2, 3])):
+        cache.insert([2, 2, 2], [2, 3, 4])  # once, in four calls
+    assert sorted(cache.evict(3).tolist()) == [2, 3, 4]
+
+
+def test_what_is_held_inherits_the_visits_of_all_that_was_evicted_below_it():
+    cache = RadixCache(page_size=1, policy="lfu")
+    for run in ([1, 2, 3, 4], [1, 2, 3], [1, 2, 3]):
+        cache.insert(run, range(len(run)))
+    with cache.lock(cache.match_prefix([1, 2])):  # the fourth visit of these two
+        assert sorted(cache.evict(100).tolist()) == [2, 3]
+    for _ in range(3):
+        cache.insert([9], [9])
+    assert cache.evict(1).tolist() == [9]
+
+
+def test_a_user_writes_and_registers_a_policy():
+    @register
+    class ShortestFirst(Policy):
+        """Of all leaves the one at the end of the shortest path goes first."""
+
+        name = "shortest"
+        supersedes = False
+
+        def mark(self, use):
+            return use.num_pages, use.tick
+
+        def fold(self, upper, lower):
+            return max(upper[0], lower[0]), max(upper[1], lower[1])
+
+        def last_tick(self, history):
+            return history[1]
+
+    cache = RadixCache(page_size=1, policy="shortest")
+    cache.insert([1, 2, 3], range(3))
+    cache.insert([4, 5], range(3, 5))
+    assert sorted(cache.evict(2).tolist()) == [3, 4]
+    assert isinstance(make_policy("shortest"), ShortestFirst)
+
+
+def test_settings_out_of_range_name_the_value():
+    for build in (
+        lambda: AgedFrequency(half_life_s=0),
+        lambda: AgedFrequency(ghosts=-1),
+        lambda: Gittins(period=0),
+        lambda: Gittins(short_tokens=9, long_tokens=8),
+        lambda: ByPriority(ttl_s=-1),
+        lambda: Gated(fresh_s=-1),
+        lambda: Gated(stride_blocks=0),
+        lambda: make_policy("newest"),
+    ):
+        with pytest.raises(ConfigError):
+            build()
+
+
+# --- gated ----------------------------------------------------------------------------------------
+
+
+def gated(**settings):
+    small = {
+        "fresh_s": 100.0,
+        "known_s": 300.0,
+        "short_tokens": 2,
+        "block_tokens": 1,
+        "stride_blocks": 4,
+    }
+    return RadixCache(page_size=1, policy=Gated(**small | settings), pool_pages=1000)
+
+
+def test_one_shots_go_newest_first_and_what_is_known_stays():
+    cache = gated()
+    cache.insert([1] * 4, range(4), now_s=0.0)
+    cache.insert([1] * 4, range(4), now_s=1.0)  # seen again
+    cache.insert([2] * 4, range(10, 14), now_s=2.0)
+    cache.insert([3] * 4, range(20, 24), now_s=3.0)
+    assert sorted(cache.evict(4, 4.0).tolist()) == [20, 21, 22, 23]
+    assert sorted(cache.evict(4, 4.0).tolist()) == [10, 11, 12, 13]
+    assert sorted(cache.evict(4, 4.0).tolist()) == [0, 1, 2, 3]
+
+
+def test_without_a_clock_the_oldest_of_a_level_goes():
+    cache = gated()
+    for at in range(3):
+        cache.insert([at + 1] * 4, range(10 * at, 10 * at + 4))
+    cache.insert([1] * 4, range(4))  # seen again
+    assert sorted(cache.evict(4).tolist()) == [10, 11, 12, 13]
+    assert sorted(cache.evict(4).tolist()) == [20, 21, 22, 23]
+
+
+def test_what_nobody_used_for_too_long_goes_first_the_most_overdue_before_others():
+    cache = gated()
+    for at, when in enumerate((0.0, 50.0, 200.0)):
+        cache.insert([at + 1] * 4, range(10 * at, 10 * at + 4), now_s=when)
+    assert sorted(cache.evict(4, 201.0).tolist()) == [
+        0,
+        1,
+        2,
+        3,
+    ]  # overdue for 101 s, the next for 51 s
+    assert sorted(cache.evict(4, 201.0).tolist()) == [10, 11, 12, 13]
+
+
+def test_the_short_end_of_a_next_turn_is_known_a_long_one_is_not():
+    for added, first_to_go in ((2, [20, 21, 22, 23]), (3, [10, 11, 12])):
+        cache = gated()
+        cache.insert([1] * 4, range(4), now_s=0.0)
+        cache.insert([3] * 4, range(20, 24), now_s=1.0)
+        cache.insert([1] * 4 + [2] * added, [*range(4), *range(10, 10 + added)], now_s=2.0)
+        assert sorted(cache.evict(len(first_to_go), 3.0).tolist()) == first_to_go
+
+
+def test_what_was_evicted_is_known_when_it_comes_back_unless_forgotten():
+    for share, visits in (
+        (1.0, 2),
+        (0.003, 1),
+    ):  # ghosts may stand for 3 of 1,000 pages, or for all
+        cache = gated(ghosts=share)
+        cache.insert([1] * 6, range(6), now_s=0.0)
+        cache.evict(6, 0.0)
+        cache.insert([1] * 6, range(6), now_s=1.0)  # the second time
+        cache.insert([2] * 6, range(10, 16), now_s=2.0)
+        assert set(cache.evict(6, 3.0).tolist()) == set(range(10, 16))
+        assert [node.mark.visits for node in cache.nodes()] == [visits]
+        assert cache.policy.ghosts.num_pages == (6 if visits == 2 else 0)
+        assert len(cache.evict(6, 4.0)) == 6
+        assert cache.policy.ghosts.num_pages == (12 if visits == 2 else 0)
+        cache.reset()
+        assert len(cache.policy.ghosts) == 0
+
+
+def test_hints_of_the_end_and_of_going_on():
+    cache = gated()
+    first = cache.insert([1] * 4, range(4), now_s=0.0)
+    cache.insert([2] * 4, range(10, 14), now_s=1.0)
+    last = cache.insert([3] * 4, range(20, 24), now_s=2.0)
+    cache.hint(first, continues=False)
+    cache.hint(last, continues=True)
+    assert sorted(cache.evict(4, 3.0).tolist()) == [0, 1, 2, 3]
+    assert sorted(cache.evict(4, 3.0).tolist()) == [10, 11, 12, 13]
+    cache.hint(last, continues=None)
+    cache.hint(first, continues=True)  # gone: ignored
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("clock", [0.0, 41.0])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_large_batch_takes_what_single_steps_take(policy, clock):
+    """Large batches sort first, and what becomes a leaf meanwhile has to be put in its place."""
+
+    def build():
+        cache, _ = make_pair(policy, page_size=1)
+        rng = random.Random(1)
+        page = 0
+        for at in range(400):
+            stem = [rng.randrange(12)] * rng.choice((0, 1, 2))
+            run = [*stem, *[1000 + rng.randrange(150)] * rng.choice((1, 2, 3))]
+            ids, now_s = range(page, page + len(run)), min(clock, at / 10)
+            result = cache.insert(run, ids, priority=rng.randrange(3), now_s=now_s)
+            page += len(run)
+            if rng.random() < 0.1:
+                cache.hint(result, rng.random() < 0.5)
+        cache.lock(cache.match_prefix([3, 3]))
+        return cache
+
+    one, many = build(), build()
+    for share in (
+        0.5,
+        0.6,
+        0.7,
+    ):  # of what is left, so that the last half falls among the fresh ones
+        num_pages = int(one.evictable_pages * share)
+        batch = set(one.evict(num_pages, clock).tolist())
+        assert batch == {page for _ in range(num_pages) for page in many.evict(1, clock).tolist()}
+    one.check_invariants()
+    assert set(one.evict(10_000, 46.0).tolist()) == set(many.evict(10_000, 46.0).tolist())
+    one.check_invariants()
+    assert one.evictable_pages == 0

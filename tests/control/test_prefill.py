@@ -1,0 +1,584 @@
+"""Prefill's peers and rooms opposite a hand-played decode worker."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+
+from prefixkv.config import CurveConfig
+from prefixkv.control.prefill import AddPeer, RemovePeer
+from prefixkv.errors import AbortedError, PeerLostError, RequestError, TransferTimeoutError
+from prefixkv.memory.kv_layout import Slab
+from prefixkv.memory.mesh import Shard
+from prefixkv.protocol import messages
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.messages import (
+    Abort,
+    Drained,
+    Heartbeat,
+    HelloReply,
+    HelloWanted,
+    Outcome,
+    OutcomeAck,
+    PromiseAck,
+    Topology,
+)
+from prefixkv.protocol.sender_events import (
+    Bootstrapped,
+    CancelWrite,
+    PostWrite,
+    RoomEnded,
+    SourceFree,
+)
+from tests.control.wire import (
+    ADDRESS,
+    DECODE,
+    DIGEST,
+    HELLO,
+    KEY,
+    LAYOUT,
+    NUM_PAGES,
+    PAGE_SIZE,
+    PREFILL,
+    ROUTE,
+    TIMING,
+    TOPOLOGY,
+    DecodePeer,
+    kinds,
+    newer,
+    promise,
+)
+
+WELCOME = HelloReply(DIGEST, TOPOLOGY, (ADDRESS,), "")
+OTHER = PeerId("decode-1", 1)
+WHY = AbortedError("enough")
+ACK = PromiseAck(*KEY, 0)
+
+
+def refusal(actions: list[Any]) -> str:
+    """The reason of the one frame in `actions`, an outcome that proves its pages drained."""
+    [outcome] = actions
+    assert isinstance(outcome, Outcome)
+    assert (outcome.ok, outcome.drained, outcome.num_pages) == (False, True, 0)
+    return outcome.error
+
+
+def test_the_path_of_one_room() -> None:
+    peer = DecodePeer()
+    assert peer.say(HELLO) == [
+        AddPeer(DECODE, b"agent", LAYOUT, (Shard.whole(LAYOUT),) * 2, PAGE_SIZE),
+        WELCOME,
+    ]
+    assert peer.say(promise()) == [ACK]
+    assert peer.call("add", KEY, 10) == [Bootstrapped(KEY, DECODE, 4)]
+    [post] = peer.chunk(1, [30, 31])
+    assert (post.peer, post.src_pages.tolist(), post.dst_pages.tolist()) == (
+        DECODE,
+        [30, 31],
+        [3, 9],
+    )
+    assert peer.chunk(3, [], last=True) == []
+    outcome = Outcome(*KEY, 0, True, 1, 2, b"first", "", True)
+    assert peer.ended(post.job_id) == [RoomEnded(KEY, KVPoll.SUCCESS), outcome, SourceFree(KEY)]
+    assert peer.after(TIMING.resend_s) == [outcome], "until it is acknowledged"
+    assert peer.say(OutcomeAck(*KEY, 0)) == []
+    assert peer.endpoint.num_rooms == 0
+    assert not peer.endpoint.counters
+
+
+# --- introductions --------------------------------------------------------------------------------
+
+
+def test_hello_said_again_is_answered_again_and_adds_no_peer_twice() -> None:
+    peer = DecodePeer().known()
+    assert peer.say(HELLO) == [WELCOME]
+    assert peer.endpoint.peers(peer.now_s) == {DECODE: "ready"}
+
+
+STRIDED = msgspec.structs.replace(LAYOUT.slabs[0], page_stride=16)  # pages overlap
+TWO_HEADS = msgspec.structs.replace(
+    LAYOUT, num_kv_heads=2, slabs=(Slab(4096, 64, 16, 8), Slab(4096 + 64 * NUM_PAGES, 64, 16, 8)),
+    regions=((4096, 128 * NUM_PAGES),),
+)  # fmt: skip
+REFUSALS = {
+    "another model": ({"digest": msgspec.structs.replace(DIGEST, model="qwen")}, "model differs"),
+    "another page size": ({"topology": Topology(6)}, "page_size"),
+    "a rank that cannot be": ({"rank": 1}, "rank is 1"),
+    "a layout outside its memory": (
+        {"layout": msgspec.structs.replace(LAYOUT, num_pages=NUM_PAGES + 1)},
+        "region",
+    ),
+    "a layout whose pages overlap": (
+        {"layout": msgspec.structs.replace(LAYOUT, slabs=(STRIDED,) * 2)},
+        "stride",
+    ),
+    "a layout of other pages": (
+        {"layout": msgspec.structs.replace(LAYOUT, page_size=2)},
+        "layout differs",
+    ),
+    "a layout of other heads": ({"layout": TWO_HEADS}, "layout.num_kv_heads"),
+    "an unknown dtype": ({"layout": msgspec.structs.replace(LAYOUT, dtype="int3")}, "int3"),
+}
+
+
+@pytest.mark.parametrize(("changes", "text"), REFUSALS.values(), ids=REFUSALS)
+def test_who_does_not_fit_is_told_why_and_not_known(changes: dict[str, Any], text: str) -> None:
+    peer = DecodePeer()
+    [reply] = peer.say(msgspec.structs.replace(HELLO, **changes))
+    assert text in reply.refused
+    assert peer.endpoint.peers(peer.now_s) == {}
+    assert peer.endpoint.counters["handshakes_refused"] == 1
+
+
+def test_a_hello_that_is_repeated_by_the_network_is_dropped() -> None:
+    peer = DecodePeer()
+    raw = peer.raw(HELLO)
+    answers = [kinds(peer.call("on_frame", ROUTE, "", raw)) for _ in range(2)]
+    assert answers == [["AddPeer", "HelloReply"], []]
+
+
+def test_more_peers_than_the_limit_are_refused() -> None:
+    peer = DecodePeer().known()
+    peer.say(HELLO, OTHER)
+    [reply] = peer.say(HELLO, PeerId("decode-2", 1))
+    assert "limit" in reply.refused
+    assert kinds(peer.say(HELLO, newer(DECODE))) == ["RemovePeer", "AddPeer", "HelloReply"], (
+        "a restart takes its place"
+    )
+
+
+@pytest.mark.parametrize(
+    "body", [promise(), Abort(*KEY, ""), Heartbeat(), OutcomeAck(*KEY, 0), messages.Fenced()]
+)
+def test_who_has_not_introduced_itself_is_asked_to(body: Any) -> None:
+    peer = DecodePeer()
+    assert peer.say(body) == [HelloWanted()]
+    peer.known()
+    assert peer.say(body, newer(DECODE)) == [HelloWanted()], "nor has its next incarnation"
+    assert peer.endpoint.num_rooms == 0
+    assert peer.endpoint.counters["frames_dropped"] == 2
+
+
+def test_a_name_stays_with_the_key_that_used_it_first() -> None:
+    peer = DecodePeer()
+    peer.say(HELLO, credential="key a")
+    for by in (DECODE, newer(DECODE)):
+        assert peer.say(HELLO, by, credential="key b") == []
+    assert peer.say(promise(), credential="key b") == []
+    assert peer.say(promise(), credential="key a") == [ACK]
+    assert peer.endpoint.counters["frames_dropped"] == 3
+
+
+def test_with_an_allow_list_a_key_speaks_under_its_own_name_only() -> None:
+    curve = CurveConfig(
+        "p" * 40, "s" * 40, allowed_clients={"key a": "decode-0", "key b": "decode-1"}
+    )
+    peer = DecodePeer(dataclasses.replace(TIMING, curve=curve))
+    for credential in ("key b", "key c", ""):
+        assert peer.say(HELLO, credential=credential) == []
+    assert kinds(peer.say(HELLO, credential="key a")) == ["AddPeer", "HelloReply"]
+    assert kinds(peer.say(HELLO, OTHER, credential="key b")) == ["AddPeer", "HelloReply"]
+
+
+# --- what is dropped ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [WELCOME, HelloWanted(), ACK, Drained(*KEY, 0), Outcome(*KEY, 0, True, 1, 2, b"", "", True)],
+)
+def test_what_is_not_for_prefill_is_dropped(body: Any) -> None:
+    peer = DecodePeer().bootstrapped()
+    assert peer.say(body) == []
+    assert peer.endpoint.counters["frames_dropped"] == 1
+    assert [machine.poll for machine in peer.endpoint.rooms()] == [KVPoll.WAITING_FOR_INPUT]
+
+
+def test_what_is_overtaken_repeated_or_of_an_older_incarnation_is_dropped() -> None:
+    peer = DecodePeer().bootstrapped()
+    early, late = peer.raw(Abort(*KEY, "stale")), peer.raw(Heartbeat())
+    peer.call("on_frame", ROUTE, "", late)
+    for raw in (early, late):
+        assert peer.call("on_frame", ROUTE, "", raw) == []
+    assert peer.say(HELLO, PeerId(DECODE.name, DECODE.incarnation - 1)) == []
+    assert peer.endpoint.counters["frames_dropped"] == 3
+    assert [machine.poll for machine in peer.endpoint.rooms()] == [KVPoll.WAITING_FOR_INPUT]
+
+
+def test_a_restarted_peer_counts_its_frames_from_one() -> None:
+    peer = DecodePeer().bootstrapped()
+    for seq, body in enumerate((HELLO, promise(8)), start=1):
+        peer.call("on_frame", ROUTE, "", peer.raw(body, newer(DECODE), seq))
+    assert peer.said[-1] == PromiseAck(8, 0, 0)
+
+
+# --- promises -------------------------------------------------------------------------------------
+
+BAD_PROMISES = {
+    "a page beyond the pool": (promise(pages=(3, NUM_PAGES)), "page ids 3 to 16, the pool has 16"),
+    "a negative page": (promise(pages=(3, -1)), "page ids -1 to 3"),
+    "a page twice": (promise(pages=(3, 3)), "twice"),
+    "too few pages": (promise(pages=(3,)), "1 pages where 2 are needed"),
+    "too many pages": (promise(pages=(3, 4, 5)), "3 pages where 2 are needed"),
+    "pages for what is cached": (promise(prefix_len=8, pages=(3, 4)), "2 pages where 1 are needed"),
+    "half a page cached": (promise(prefix_len=6), "prefix of 6"),
+    "more cached than there is": (
+        promise(fill_len=4, prefix_len=8, pages=()),
+        "prefix of 8 tokens of 4",
+    ),
+    "half a page id": (msgspec.structs.replace(promise(), pages=b"\x03\x00\x00"), "3 bytes"),
+}
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize(("bad", "text"), BAD_PROMISES.values(), ids=BAD_PROMISES)
+def test_a_bad_promise_is_refused_and_writes_nothing(
+    bad: messages.Promise, text: str, added: bool
+) -> None:
+    peer = DecodePeer().known()
+    if added:
+        peer.call("add", KEY, 10)
+    assert text in refusal(peer.say(bad))
+    assert peer.endpoint.counters["dropped: ProtocolError"] == 1
+    assert peer.endpoint.num_rooms == added
+    assert all(not machine.readers for machine in peer.endpoint.rooms()), (
+        "the room is still anybody's"
+    )
+    assert peer.chunk(1, [30, 31], last=True) == []
+
+
+def test_a_promise_said_twice_is_answered_twice_and_written_once() -> None:
+    peer = DecodePeer().known()
+    for _ in range(2):
+        assert peer.say(promise()) == [ACK]
+    peer.call("add", KEY, 10)
+    [post] = peer.chunk(1, [30, 31], last=True)
+    assert peer.say(promise()) == [ACK]
+    outcome = peer.ended(post.job_id)[1]
+    assert peer.say(promise()) == [outcome]
+
+
+@pytest.mark.parametrize(
+    "other", [promise(pages=(4, 9)), promise(fill_len=11), promise(prefix_len=0, pages=(1, 2, 3))]
+)
+def test_within_a_generation_the_promise_stands(other: messages.Promise) -> None:
+    for parked in (True, False):
+        peer = DecodePeer().known()
+        peer.say(promise())
+        if not parked:
+            peer.call("add", KEY, 10)
+        assert peer.say(other) == []
+        if parked:
+            peer.call("add", KEY, 10)
+        [post] = peer.chunk(1, [30, 31])
+        assert post.dst_pages.tolist() == [3, 9]
+        assert peer.endpoint.counters["frames_dropped"] == 1
+
+
+def test_another_generation_may_promise_otherwise() -> None:
+    peer = DecodePeer().bootstrapped()
+    assert peer.say(promise(generation=1, prefix_len=0, pages=(1, 2, 4))) == [PromiseAck(7, 1, 0)]
+    assert peer.call("add", RoomKey(7, 1), 10) == [Bootstrapped(RoomKey(7, 1), DECODE, 0)]
+
+
+def test_a_room_belongs_to_the_peer_that_opened_it() -> None:
+    peer = DecodePeer().bootstrapped()
+    peer.say(HELLO, OTHER)
+    [post] = peer.chunk(1, [30, 31], last=True)
+    assert "belongs to" in refusal(peer.say(promise(), OTHER))
+    assert peer.say(Abort(*KEY, "mine"), OTHER) == [Drained(*KEY, 0)], (
+        "nothing of it can land in *its* pages"
+    )
+    [_, outcome, _] = peer.ended(post.job_id)
+    assert outcome.ok
+    assert peer.say(OutcomeAck(*KEY, 0), OTHER) == []
+    assert peer.endpoint.num_rooms == 1, "another's acknowledgement is none"
+
+
+def test_a_request_of_another_length_fails_on_both_sides() -> None:
+    peer = DecodePeer().known()
+    peer.say(promise())
+    ended, outcome, free = peer.call("add", KEY, 11)
+    assert isinstance(ended.error, RequestError)
+    assert "10 tokens, the request here has 11" in outcome.error
+    assert (outcome.drained, free) == (True, SourceFree(KEY))
+
+
+def test_a_room_is_added_once() -> None:
+    peer = DecodePeer().bootstrapped()
+    with pytest.raises(RequestError, match="room 7 generation 0"):
+        peer.call("add", KEY, 10)
+
+
+# --- parking --------------------------------------------------------------------------------------
+
+
+def test_promises_are_parked_up_to_a_limit_a_peer() -> None:
+    peer = DecodePeer().known()
+    peer.say(HELLO, OTHER)
+    for room in range(TIMING.max_parked_per_peer):
+        assert kinds(peer.say(promise(room))) == ["PromiseAck"]
+    assert "limit" in refusal(peer.say(promise(99)))
+    assert kinds(peer.say(promise(99), OTHER)) == ["PromiseAck"], "the limit is each peer's own"
+    assert kinds(peer.say(promise(0))) == ["PromiseAck"], "one that is parked is answered"
+    peer.call("add", RoomKey(98, 0), 10)
+    assert kinds(peer.say(promise(98))) == ["PromiseAck", "Bootstrapped"], (
+        "one that was waited for is not parked"
+    )
+    peer.call("add", RoomKey(0, 0), 10)
+    assert kinds(peer.say(promise(100))) == ["PromiseAck"], "one that was taken leaves its place"
+    peer.say(Abort(1, 0, "enough"))
+    assert kinds(peer.say(promise(101))) == ["PromiseAck"], "so does one that was aborted"
+    assert "limit" in refusal(peer.say(promise(102)))
+
+
+def test_what_is_parked_has_a_deadline_and_leaves_its_place() -> None:
+    peer = DecodePeer().known()
+    for _ in range(3):
+        for room in range(TIMING.max_parked_per_peer):
+            assert kinds(peer.say(promise(room))) == ["PromiseAck"]
+        said = [
+            action for action in peer.after(TIMING.parked_timeout_s) if isinstance(action, Outcome)
+        ]
+        assert [outcome.ok for outcome in said] == [False] * TIMING.max_parked_per_peer
+        for room in range(TIMING.max_parked_per_peer):
+            peer.say(OutcomeAck(room, 0, 0))
+        assert peer.endpoint.num_rooms == 0
+
+
+def test_a_request_that_comes_after_its_room_has_ended_fails_at_once() -> None:
+    peer = DecodePeer().known()
+    peer.say(promise())
+    peer.after(TIMING.parked_timeout_s)
+    ended, free = peer.call("add", KEY, 10)
+    assert isinstance(ended.error, TransferTimeoutError)
+    assert free == SourceFree(KEY)
+
+
+def test_a_request_that_decode_never_promises_for_fails_by_its_deadline() -> None:
+    peer = DecodePeer().known()
+    assert peer.call("add", KEY, 10) == []
+    [ended, free] = [
+        action
+        for action in peer.after(TIMING.bootstrap_timeout_s)
+        if not isinstance(action, Heartbeat)
+    ]
+    assert isinstance(ended.error, TransferTimeoutError)
+    assert free == SourceFree(KEY)
+    assert peer.endpoint.num_rooms == 0
+
+
+# --- aborts ---------------------------------------------------------------------------------------
+
+
+def test_a_room_that_ended_before_its_promise_is_refused_when_it_comes() -> None:
+    peer = DecodePeer().known()
+    peer.call("add", KEY, 10)
+    assert kinds(peer.call("abort", KEY, AbortedError("no more"))) == ["RoomEnded", "SourceFree"]
+    assert peer.endpoint.num_rooms == 0
+    [outcome] = peer.say(promise())
+    assert (outcome.ok, outcome.drained, outcome.error) == (False, True, "no more")
+    assert peer.endpoint.num_rooms == 1, "until decode has heard of it"
+    assert peer.say(OutcomeAck(*KEY, 0)) == []
+    assert peer.endpoint.num_rooms == 0
+    assert not list(peer.endpoint.rooms())
+
+
+def test_a_room_that_ended_before_its_promise_may_be_added_again() -> None:
+    peer = DecodePeer().known()
+    peer.call("add", KEY, 10)
+    peer.call("abort", KEY, AbortedError("no more"))
+    assert peer.call("add", KEY, 10) == []
+    assert "Bootstrapped" in kinds(peer.say(promise()))
+
+
+def test_a_room_that_ended_before_its_promise_is_forgotten_after_a_while() -> None:
+    peer = DecodePeer().known()
+    peer.call("add", KEY, 10)
+    peer.call("abort", KEY, AbortedError("no more"))
+    peer.after(TIMING.parked_timeout_s)
+    assert not list(peer.endpoint.rooms())
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_an_abort_before_the_request_is_drained_and_remembered_for_a_while(parked: bool) -> None:
+    for seconds, failed in ((0.0, True), (TIMING.parked_timeout_s, False)):
+        peer = DecodePeer().known()
+        if parked:
+            peer.say(promise())
+        assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0)]
+        peer.after(seconds)
+        assert kinds(peer.call("add", KEY, 10)) == (["RoomEnded", "SourceFree"] if failed else [])
+        assert peer.endpoint.num_rooms == (not failed)
+
+
+def test_a_promise_after_the_abort_takes_the_room_up_again() -> None:
+    peer = DecodePeer().known()
+    peer.say(Abort(*KEY, "enough"))
+    peer.say(promise())
+    assert peer.call("add", KEY, 10) == [Bootstrapped(KEY, DECODE, 4)]
+
+
+def test_aborts_of_unknown_rooms_are_remembered_up_to_a_limit() -> None:
+    peer = DecodePeer().known()
+    for room in range(10):
+        assert peer.say(Abort(room, 0, "enough")) == [Drained(room, 0, 0)]
+    failed = [room for room in range(10) if peer.call("add", RoomKey(room, 0), 10)]
+    assert failed == list(range(TIMING.max_parked_per_peer))
+
+
+def test_decodes_abort_is_acknowledged_with_the_end_of_the_last_write() -> None:
+    peer = DecodePeer().bootstrapped()
+    [first], [second] = peer.chunk(1, [30]), peer.chunk(2, [31])
+    actions = peer.say(Abort(*KEY, "enough"))
+    assert kinds(actions) == ["RoomEnded", "CancelWrite", "CancelWrite"]
+    assert peer.say(Abort(*KEY, "enough")) == []
+    assert peer.ended(second.job_id) == []
+    said = [action for _ in range(20) for action in peer.after(1.0)]
+    assert set(kinds(said)) == {"Heartbeat"}, (
+        "a write that is delayed delays the acknowledgement, for ever if need be"
+    )
+    assert peer.ended(first.job_id) == [Drained(*KEY, 0), SourceFree(KEY)]
+    assert peer.endpoint.num_rooms == 0
+    assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0)], (
+        "the acknowledgement was lost: said again"
+    )
+
+
+def test_a_write_that_proves_nothing_is_not_acknowledged_before_its_agent_is_destroyed() -> None:
+    peer = DecodePeer().bootstrapped()
+    [post] = peer.chunk(1, [30, 31])
+    [ended, outcome, _] = peer.ended(post.job_id, OSError("reset"), drained=False)
+    assert ended.poll is KVPoll.FAILED
+    assert not outcome.drained
+    assert peer.say(OutcomeAck(*KEY, 0)) == []
+    for _ in range(3):
+        assert peer.say(Abort(*KEY, "enough")) == []
+        assert set(kinds(peer.after(100.0))) <= {"Heartbeat"}
+    assert peer.endpoint.num_rooms == 1
+    assert peer.call("on_write_drained", post.job_id) == [Drained(*KEY, 0, settle=True)]
+    assert peer.endpoint.num_rooms == 0
+    assert peer.call("on_write_drained", post.job_id) == []
+    assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0, settle=True)], (
+        "that it was lost is no reason to hurry"
+    )
+
+
+def test_the_end_of_an_agent_says_nothing_of_a_room_that_was_dropped_since() -> None:
+    """Its decode worker left, and another use of the room's number is open."""
+    peer = DecodePeer().bootstrapped()
+    [post] = peer.chunk(1, [30, 31])
+    peer.say(messages.Fenced())
+    assert peer.ended(post.job_id, OSError("reset"), drained=False) == [SourceFree(KEY)]
+    peer.say(HELLO, newer(DECODE))
+    peer.say(promise(), newer(DECODE))
+    assert peer.call("on_write_drained", post.job_id) == []
+    assert peer.endpoint.num_rooms == 1
+
+
+@pytest.mark.parametrize("promised", [False, True])
+def test_the_engines_abort_ends_the_room_and_tells_decode(promised: bool) -> None:
+    peer = DecodePeer().known()
+    if promised:
+        peer.say(promise())
+    peer.call("add", KEY, 10)
+    actions = peer.call("abort", KEY, WHY)
+    assert kinds(actions) == (
+        ["RoomEnded", "Outcome", "SourceFree"] if promised else ["RoomEnded", "SourceFree"]
+    )
+    assert peer.call("abort", KEY, WHY) == []
+    assert peer.chunk(1, [30, 31], last=True) == []
+
+
+# --- peers that go --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["farewell", "restart"])
+def test_a_peer_that_goes_ends_its_rooms_and_its_writes_are_waited_for(how: str) -> None:
+    peer = DecodePeer().bootstrapped()
+    [post] = peer.chunk(1, [30, 31])
+    peer.say(promise(8))
+    actions = peer.say(messages.Fenced()) if how == "farewell" else peer.say(HELLO, newer(DECODE))
+    assert isinstance(actions[0].error, PeerLostError)
+    wanted = ["RoomEnded", "CancelWrite", "RemovePeer"]
+    assert kinds(actions) == wanted + (["AddPeer", "HelloReply"] if how == "restart" else [])
+    assert peer.endpoint.num_rooms == 1, "what was parked is gone"
+    assert peer.ended(post.job_id, OSError("reset"), drained=False) == [SourceFree(KEY)]
+    assert peer.endpoint.num_rooms == 0
+    assert peer.endpoint.peers(peer.now_s) == ({newer(DECODE): "ready"} if how == "restart" else {})
+
+
+def test_a_silent_peer_is_suspect_and_forgotten_when_it_has_no_room() -> None:
+    peer = DecodePeer().known()
+    peer.say(promise())
+    assert Heartbeat() in peer.after(TIMING.heartbeat_s)
+    peer.after(TIMING.suspect_after_s)
+    assert peer.endpoint.peers(peer.now_s) == {DECODE: "suspect"}
+    peer.say(Abort(*KEY, ""))
+    assert peer.endpoint.peers(peer.now_s) == {DECODE: "ready"}
+    assert RemovePeer(DECODE) not in peer.after(TIMING.forget_after_s)
+    assert RemovePeer(DECODE) in peer.after(TIMING.heartbeat_s)
+    assert peer.say(Heartbeat()) == [HelloWanted()]
+    assert peer.endpoint.wake_s == float("inf")
+
+
+def test_heartbeats_come_when_nothing_else_was_said() -> None:
+    peer = DecodePeer().known()
+    beats = []
+    for _ in range(40):
+        peer.now_s = peer.endpoint.wake_s
+        beats += [peer.now_s for body in peer.call("tick") if isinstance(body, Heartbeat)]
+    assert len(beats) == 40, "each wake-up is for a heartbeat, none is early"
+    assert beats[0] == 100.0 + TIMING.heartbeat_s
+
+
+def test_answers_go_where_the_peer_spoke_from_last() -> None:
+    peer = DecodePeer().bootstrapped()
+    peer.say(Heartbeat(), route=b"elsewhere")
+    frames = peer.endpoint.abort(KEY, WHY, peer.now_s)
+    assert [frame.route for frame in frames if hasattr(frame, "route")] == [b"elsewhere"]
+
+
+def test_farewell_is_said_to_all() -> None:
+    peer = DecodePeer().known()
+    peer.say(HELLO, OTHER, route=b"other")
+    frames = peer.endpoint.farewell()
+    assert [(frame.route, messages.decode(frame.raw).body) for frame in frames] == [
+        (ROUTE, messages.Fenced()), (b"other", messages.Fenced()),
+    ]  # fmt: skip
+    assert {messages.decode(frame.raw).sender for frame in frames} == {PREFILL}
+
+
+def test_a_write_of_nobody_is_nobodys() -> None:
+    peer = DecodePeer().bootstrapped()
+    [post] = peer.chunk(1, [30, 31])
+    assert isinstance(post, PostWrite)
+    assert peer.ended(post.job_id + 1) == []
+    assert [
+        action for action in peer.call("abort", KEY, WHY) if isinstance(action, CancelWrite)
+    ] == [CancelWrite(post.job_id)]
+
+
+def test_a_room_number_is_used_again_while_the_last_acknowledgement_is_still_out() -> None:
+    peer = DecodePeer().bootstrapped(msgspec.structs.replace(promise(), ticket=1))
+    post = next(
+        action for action in peer.chunk(1, [5, 6], last=True) if isinstance(action, PostWrite)
+    )
+    assert peer.ended(post.job_id)
+    assert "PromiseAck" in kinds(peer.say(msgspec.structs.replace(promise(), ticket=2))), (
+        "the old use has ended"
+    )
+    assert not any(
+        isinstance(action, RoomEnded) for action in peer.say(messages.OutcomeAck(*KEY, 0, ticket=1))
+    )
+    peer.call("add", KEY, 10)
+    assert any(isinstance(action, PostWrite) for action in peer.chunk(1, [7, 8], last=True))
+
+
+def test_an_abort_of_an_earlier_use_leaves_the_room_alone() -> None:
+    peer = DecodePeer().bootstrapped(msgspec.structs.replace(promise(), ticket=2))
+    assert peer.say(messages.Abort(*KEY, "late", ticket=1)) == [messages.Drained(*KEY, 0, ticket=1)]
+    assert peer.chunk(1, [5, 6], last=True), "the present use goes on"

@@ -1,0 +1,518 @@
+"""The region bookkeeping of requests' pages, against a model that knows what each page was written
+with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.errors import CapacityError, InternalError, OutOfPagesError
+from prefixkv.pages.allocator import PageState
+from prefixkv.pages.manager import PageBooks, RequestPages
+from prefixkv.paging import pages_for
+from prefixkv.protocol.ids import RoomKey
+from prefixkv.ranks.oplog import LoggedBooks, Replica, decode_op, encode_op
+
+PAGE_SIZE = 2
+
+
+def key_of(tokens: list[int], namespace: Any = None) -> RadixKey:
+    return RadixKey(tokens, namespace)
+
+
+def states(books: PageBooks) -> dict[str, int]:
+    counts = {state.name: len(books.allocator.pages_in(state)) for state in PageState}
+    return {name: count for name, count in counts.items() if count}
+
+
+def opened(
+    books: PageBooks, tokens: list[int], num_pages: int | None = None
+) -> tuple[RequestPages, RadixKey]:
+    """A request of these tokens, its prefix locked, its KV written."""
+    key = key_of(tokens)
+    match = books.match(key)
+    num_pages = pages_for(len(tokens), PAGE_SIZE) if num_pages is None else num_pages
+    return books.open(
+        key, match, num_pages - (match.prefix_len // PAGE_SIZE if match else 0), 0.0
+    ), key
+
+
+# --- the regions, one by one ----------------------------------------------------------------------
+
+
+def test_whole_pages_become_the_trees_and_the_tail_stays() -> None:
+    books = PageBooks(8, PAGE_SIZE, 4)
+    pages, key = opened(books, [1, 2, 3, 4, 5], num_pages=4)
+    row = books.pages(pages).tolist()
+    assert (pages.num_locked, pages.num_own) == (0, 4)
+    books.cache_unfinished(pages, key, 0.0)
+    assert books.pages(pages).tolist() == row, "the tree has taken over the pages as they are"
+    assert (pages.num_locked, pages.num_own) == (2, 2)
+    assert books.match(key_of([1, 2, 3, 4, 5, 6])).pages.tolist() == row[:2]
+    assert (books.cache.protected_pages, states(books)) == (2, {"FREE": 4, "OWNED": 2, "CACHED": 2})
+    books.cache_finished(pages, key, 0.0)
+    assert (books.cache.protected_pages, states(books)) == (0, {"FREE": 6, "CACHED": 2})
+
+
+@pytest.mark.parametrize(("reserve", "free"), [(0, 0), (2, 2), (100, 6)])
+def test_where_pages_are_missing_a_reserve_is_evicted_with_them(reserve: int, free: int) -> None:
+    books = PageBooks(12, PAGE_SIZE, 4, evict_reserve_pages=reserve)
+    for start in (10, 30):
+        books.cache_finished(*opened(books, list(range(start, start + 10))), 0.0)
+    assert states(books) == {"FREE": 2, "CACHED": 10}
+    small, _ = opened(books, [1, 2, 3, 4])
+    assert books.evicted_pages == 0, "nothing is evicted while nothing is missing"
+    version = books.version
+    pages, _ = opened(books, list(range(50, 58)))
+    assert (len(books.pages(pages)), books.evicted_pages) == (4, 4 + free)
+    assert states(books) == {"OWNED": 6} | ({"FREE": free} if free else {}) | (
+        {"CACHED": 6 - free} if free < 6 else {}
+    )
+    assert books.version == version, "which makes no room that was not there"
+    with pytest.raises(OutOfPagesError):
+        opened(books, list(range(70, 84)))
+    assert books.evicted_pages == 4 + free, "nothing is evicted in vain"
+    books.drop(pages)
+    books.drop(small)
+    books.check_invariants()
+
+
+@pytest.mark.parametrize("being_read", [False, True])
+def test_duplicates_are_repointed_and_freed_when_nothing_reads_them(being_read: bool) -> None:
+    books = PageBooks(12, PAGE_SIZE, 4)
+    (first, first_key), (second, second_key) = (
+        opened(books, [1, 2, 3, 4]),
+        opened(books, [1, 2, 3, 4, 5, 6]),
+    )
+    own = books.pages(second).tolist()
+    books.cache_unfinished(first, first_key, 0.0)
+    books.cache_unfinished(second, second_key, 0.0, being_read=being_read)
+    assert books.pages(second).tolist() == books.pages(first).tolist() + own[2:]
+    assert (second.num_locked, second.num_own) == (3, 0)
+    kept = [books.allocator.state(page) for page in own]
+    assert kept == [PageState.OWNED if being_read else PageState.FREE] * 2 + [PageState.CACHED]
+    books.drop(second)
+    assert [books.allocator.state(page) for page in own] == [PageState.FREE] * 2 + [
+        PageState.CACHED
+    ]
+
+
+def test_a_lock_of_its_own_deeper_prefix_replaces_the_one_before() -> None:
+    books = PageBooks(8, PAGE_SIZE, 4)
+    pages, key = opened(books, [1, 2, 3, 4], num_pages=4)
+    books.cache_unfinished(pages, key, 0.0)
+    key.extend([5, 6, 7])
+    books.cache_unfinished(pages, key, 0.0)
+    assert (books.cache.stats().num_locks, books.cache.protected_pages, pages.num_own) == (1, 3, 1)
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2, 3]])
+def test_nothing_new_to_cache_changes_nothing(tokens: list[int]) -> None:
+    books = PageBooks(8, PAGE_SIZE, 4)
+    opened_pages, key = opened(books, tokens)
+    books.cache_unfinished(opened_pages, key, 0.0)
+    lock, version, before = opened_pages.lock, books.version, states(books)
+    books.cache_unfinished(opened_pages, key, 0.0)
+    assert (opened_pages.lock, books.version, states(books)) == (lock, version, before)
+
+
+def test_what_was_joined_is_anothers_until_it_has_settled() -> None:
+    books = PageBooks(12, PAGE_SIZE, 4)
+    cached, cached_key = opened(books, [1, 2])
+    books.cache_finished(cached, cached_key, 0.0)
+    owner, owner_key = opened(books, [1, 2, 3, 4, 5, 6, 7])
+    key = key_of([1, 2, 3, 4, 5, 6, 8, 8])
+    joiner = books.open(key, books.match(key), 1, 0.0, owner, 3)
+    row = books.pages(owner).tolist()
+    assert books.pages(joiner).tolist()[:3] == row[:3]
+    assert (joiner.num_locked, joiner.num_joined, joiner.num_shared, joiner.num_own) == (1, 2, 3, 1)
+    with pytest.raises(InternalError, match="2 pages of another request"):
+        books.cache_unfinished(joiner, key, 0.0)
+    with pytest.raises(InternalError, match="3 pages were joined"):
+        books.settle(joiner, key, 0.0)
+    books = PageBooks(12, PAGE_SIZE, 4)
+    owner, owner_key = opened(books, [3, 4, 5, 6])
+    joiner = books.open(key_of([3, 4, 5]), books.match(key_of([3, 4, 5])), 1, 0.0, owner, 1)
+    books.cache_unfinished(owner, owner_key, 0.0)
+    books.settle(joiner, key_of([3, 4, 5]), 0.0)
+    assert (joiner.num_locked, joiner.num_joined, joiner.lock.prefix_len) == (1, 0, PAGE_SIZE)
+    books.drop(owner)
+    assert books.cache.protected_pages == 1
+    books.drop(joiner)
+    assert states(books) == {"FREE": 10, "CACHED": 2}
+
+
+@pytest.mark.parametrize("end", ["drop", "hold"])
+def test_who_ends_before_it_has_settled_gives_up_its_own_pages_alone(end: str) -> None:
+    books = PageBooks(12, PAGE_SIZE, 4)
+    owner, owner_key = opened(books, [1, 2, 3, 4])
+    key = key_of([1, 2, 3, 4, 5, 6])
+    joiner = books.open(key, books.match(key), 1, 0.0, owner, 2)
+    if end == "drop":
+        books.drop(joiner)
+    else:
+        books.hold(joiner, "room")
+        assert states(books) == {"FREE": 9, "OWNED": 2, "HELD": 1}
+        books.release("room")
+    assert states(books) == {"FREE": 10, "OWNED": 2}
+    books.cache_finished(owner, owner_key, 0.0)
+
+
+def test_who_joins_is_one_visitor_of_all_that_it_found() -> None:
+    """Policies count who used a page: the pages cached before, those that were on their way, and
+    its own."""
+    books = PageBooks(12, PAGE_SIZE, 4, policy="lfu")
+    first, first_key = opened(books, [1, 2])
+    books.cache_finished(first, first_key, 0.0)
+    owner, owner_key = opened(books, [1, 2, 3, 4])
+    key = key_of([1, 2, 3, 4, 5, 6])
+    joiner = books.open(key, books.match(key), 1, 0.0, owner, 2)
+    books.cache_unfinished(owner, owner_key, 0.0)
+    books.settle(joiner, key, 0.0)
+    books.cache_unfinished(joiner, key, 0.0)
+    for pages in (owner, joiner):
+        books.drop(pages)
+    [node] = books.cache.nodes()
+    visits = {depth: node.effective_mark(depth, books.cache.policy.fold)[0] for depth in (1, 2, 3)}
+    assert visits == {1: 3, 2: 2, 3: 1}
+
+
+def test_with_caching_off_nothing_is_matched_or_kept() -> None:
+    books = PageBooks(8, PAGE_SIZE, 4, caching=False)
+    pages, key = opened(books, [1, 2, 3, 4])
+    assert pages.lock is None
+    books.cache_unfinished(pages, key, 0.0)
+    books.cache_finished(pages, key, 0.0, continues=True)
+    assert states(books) == {"FREE": 8}
+
+
+def test_opening_takes_nothing_when_it_cannot_take_all() -> None:
+    books = PageBooks(6, PAGE_SIZE, 2)
+    pages, key = opened(books, [1, 2, 3, 4])
+    books.cache_finished(pages, key, 0.0)
+    running, _ = opened(books, [9] * 4)
+    with pytest.raises(OutOfPagesError) as caught:
+        books.open(key, books.match(key), 3, 0.0)
+    assert (caught.value.needed, caught.value.free, caught.value.evictable) == (3, 2, 0)
+    assert (books.cache.stats().num_locks, books.table.free_rows, books.evicted_pages) == (1, 1, 0)
+    opened(books, [8])
+    with pytest.raises(CapacityError, match="rows"):
+        opened(books, [7])
+    books.check_invariants()
+    assert books.pages(running).size == 2
+
+
+def test_what_is_held_comes_back_by_release_only() -> None:
+    books = PageBooks(8, PAGE_SIZE, 4)
+    pages, key = opened(books, [1, 2, 3, 4])
+    books.cache_unfinished(pages, key, 0.0)
+    key.extend([5, 6])
+    books.grow_many([pages], 0.0)
+    books.hold(pages, "room")
+    assert states(books) == {"FREE": 5, "CACHED": 2, "HELD": 1}, (
+        "the tree's pages are nobody's to hold"
+    )
+    assert (books.quarantine("room"), books.holds("room")) == (1, True)
+    assert (books.release("other"), books.release("room"), books.release("room")) == (0, 1, 0)
+    assert states(books) == {"FREE": 6, "CACHED": 2}
+
+
+def test_who_owns_nothing_holds_nothing() -> None:
+    books = PageBooks(8, PAGE_SIZE, 4)
+    pages, key = opened(books, [1, 2])
+    books.cache_unfinished(pages, key, 0.0)
+    books.hold(pages, "room")
+    assert (books.holds("room"), books.quarantine("room"), books.release("room")) == (False, 0, 0)
+
+
+def test_after_a_flush_those_that_run_cache_nothing_and_their_pages_come_back() -> None:
+    books = PageBooks(12, PAGE_SIZE, 4)
+    idle, idle_key = opened(books, [7, 7])
+    books.cache_finished(idle, idle_key, 0.0)
+    locked, locked_key = opened(books, [1, 2, 3, 4])
+    books.cache_unfinished(locked, locked_key, 0.0)
+    moving, moving_key = opened(books, [5, 6])
+    assert books.flush() == 1
+    books.cache_unfinished(moving, moving_key, 0.0)
+    assert moving.num_own == 1
+    for pages, key in ((moving, moving_key), (locked, locked_key)):
+        books.cache_finished(pages, key, 0.0, continues=True)
+    assert states(books) == {"FREE": 12}
+    after, after_key = opened(books, [1, 2])
+    books.cache_finished(after, after_key, 0.0)
+    assert states(books) == {"FREE": 11, "CACHED": 1}
+
+
+def test_the_version_grows_whenever_there_may_be_more_room_or_more_to_match() -> None:
+    books = PageBooks(8, PAGE_SIZE, 4)
+    pages, key = opened(books, [1, 2, 3, 4])
+    other, _ = opened(books, [5])
+
+    def grew(act: Any, *args: Any) -> bool:
+        before = books.version
+        act(*args)
+        return books.version > before
+
+    assert grew(books.cache_unfinished, pages, key, 0.0)
+    assert grew(books.hold, other, "room")
+    assert grew(books.release, "room")
+    assert grew(books.drop, pages)
+    assert not grew(books.match, key)
+    assert grew(books.flush)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+
+
+@dataclass(eq=False)
+class Live:
+    pages: RequestPages
+    key: RadixKey
+    epoch: int
+    cacheable: bool
+    duplicates: list[int] = field(default_factory=list)
+    joined: Live | None = None
+
+    def written(self, page: int) -> tuple[Any, ...]:
+        """What page number `page` of the request has been written with: all tokens before its
+        end."""
+        return (
+            self.epoch,
+            self.key.namespace,
+            *self.key.tokens()[: (page + 1) * PAGE_SIZE].tolist(),
+        )
+
+
+class Books(RuleBasedStateMachine):
+    """Rank 0's books, a replica that follows them, and for every page what it was written with."""
+
+    @initialize(num_pages=st.integers(6, 20), policy=st.sampled_from(["lru", "lfu"]))
+    def start(self, num_pages: int, policy: str) -> None:
+        self.replica = Replica(PageBooks(num_pages, PAGE_SIZE, 4, policy=policy))
+        self.books = LoggedBooks(
+            lambda op: self.replica.apply(decode_op(encode_op(op))),
+            num_pages,
+            PAGE_SIZE,
+            4,
+            policy=policy,
+        )
+        self.live: list[Live] = []
+        self.content: dict[int, tuple[Any, ...]] = {}
+        self.rooms: list[RoomKey] = []
+        self.num_rooms = 0
+        self.now_s = 0.0
+
+    def _write(self, live: Live, first_page: int) -> None:
+        row = self.books.pages(live.pages).tolist()
+        for page in range(first_page, len(row)):
+            self.content[row[page]] = live.written(page)
+
+    def _time(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+    @rule(
+        tokens=TOKENS,
+        namespace=st.sampled_from([None, "lora"]),
+        cacheable=st.booleans(),
+        reserve=st.integers(0, 2),
+    )
+    def open(self, tokens: list[int], namespace: Any, cacheable: bool, reserve: int) -> None:
+        books, key = self.books, RadixKey(tokens, namespace)
+        match = books.match(key, cacheable)
+        prefix_pages, unprotected = (
+            (match.prefix_len // PAGE_SIZE, match.unprotected_pages) if match else (0, 0)
+        )
+        num_new = pages_for(len(tokens), PAGE_SIZE) - prefix_pages + reserve
+        fits = num_new <= books.available_pages - unprotected
+        if fits and books.table.free_rows:
+            pages = books.open(key, match, num_new, self._time())
+            assert (pages.num_locked, pages.num_pages) == (prefix_pages, prefix_pages + num_new), (
+                "as the match said"
+            )
+            self.live.append(Live(pages, key, books.epoch, cacheable))
+            self._write(self.live[-1], prefix_pages)
+        else:
+            before = (
+                states(books),
+                books.cache.protected_pages,
+                books.table.free_rows,
+                books.evicted_pages,
+            )
+            with pytest.raises(CapacityError if not books.table.free_rows else OutOfPagesError):
+                books.open(key, match, num_new, self._time())
+            assert (
+                states(books),
+                books.cache.protected_pages,
+                books.table.free_rows,
+                books.evicted_pages,
+            ) == before
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 3), common=st.integers(1, 4), tokens=TOKENS)
+    def join(self, which: int, common: int, tokens: list[int]) -> None:
+        """A request that begins like another, whose pages are not in the tree yet."""
+        books, owner = self.books, self.live[which % len(self.live)]
+        common = min(common, len(owner.key) // PAGE_SIZE)
+        key = RadixKey(
+            [*owner.key.tokens()[: common * PAGE_SIZE].tolist(), *tokens], owner.key.namespace
+        )
+        match = books.match(key)
+        num_locked, num_new = match.prefix_len // PAGE_SIZE, pages_for(len(key), PAGE_SIZE) - common
+        fits = num_new <= books.available_pages - match.unprotected_pages and books.table.free_rows
+        if not fits or num_locked >= common or not owner.cacheable or owner.epoch != books.epoch:
+            return
+        pages = books.open(key, match, num_new, self._time(), owner.pages, common)
+        assert (pages.num_locked, pages.num_joined, pages.num_own) == (
+            num_locked,
+            common - num_locked,
+            num_new,
+        )
+        self.live.append(Live(pages, key, books.epoch, True, joined=owner))
+        self._write(self.live[-1], common)
+
+    def _joiners(self, owner: Live) -> list[Live]:
+        return [live for live in self.live if live.joined is owner]
+
+    def _settle(self, owner: Live) -> None:
+        for live in self._joiners(owner):
+            self.books.settle(live.pages, live.key, self._time())
+            live.joined = None
+
+    def _drop_joiners(self, owner: Live) -> None:
+        for live in self._joiners(owner):
+            self._drop_joiners(live)
+            self.live.remove(live)
+            self.books.drop(live.pages)
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 3), tokens=TOKENS)
+    def generate(self, which: int, tokens: list[int]) -> None:
+        live = self.live[which % len(self.live)]
+        for token in tokens:
+            if len(live.key) == live.pages.num_pages * PAGE_SIZE:
+                if not self.books.available_pages:
+                    with pytest.raises(OutOfPagesError):
+                        self.books.grow_many([live.pages], self._time())
+                    return
+                self.books.grow_many([live.pages], self._time())
+            live.key.append(token)
+            self._write(live, (len(live.key) - 1) // PAGE_SIZE)
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 3), being_read=st.booleans())
+    def cache_unfinished(self, which: int, being_read: bool) -> None:
+        live = self.live[which % len(self.live)]
+        if live.cacheable and live.joined is None:
+            books, pages, num_whole = self.books, live.pages, len(live.key) // PAGE_SIZE
+            before, was_locked, free = (
+                books.pages(pages).tolist(),
+                pages.num_locked,
+                books.allocator.free_pages,
+            )
+            books.cache_unfinished(pages, live.key, self._time(), being_read=being_read)
+            row = books.pages(pages).tolist()
+            replaced = [page for page, now in zip(before, row, strict=True) if page != now]
+            if live.epoch == books.epoch:
+                assert pages.num_locked == max(num_whole, was_locked)
+                assert books.match(live.key).pages.tolist() == row[:num_whole]
+            else:
+                assert not replaced
+                assert pages.num_locked == was_locked
+            if being_read:
+                live.duplicates += replaced
+            assert books.allocator.free_pages == free + (0 if being_read else len(replaced))
+            if live.epoch == books.epoch:
+                self._settle(live)
+
+    @precondition(lambda self: self.live)
+    @rule(
+        which=st.integers(0, 3), how=st.sampled_from(["finish", "drop", "hold"]),
+        continues=st.sampled_from([None, True, False]),
+    )  # fmt: skip
+    def end(self, which: int, how: str, continues: bool | None) -> None:
+        books, live = self.books, self.live[which % len(self.live)]
+        if live.cacheable and live.joined is None and self._joiners(live):
+            books.cache_unfinished(live.pages, live.key, self._time())
+            self._settle(live)
+        self._drop_joiners(live)
+        self.live.remove(live)
+        if how == "finish" and live.cacheable and live.joined is None:
+            books.cache_finished(live.pages, live.key, self._time(), continues=continues)
+            if live.epoch == books.epoch:
+                assert books.match(live.key).prefix_len == len(live.key) // PAGE_SIZE * PAGE_SIZE
+        elif how == "hold":
+            own = books.pages(live.pages).tolist()[live.pages.num_shared :]
+            self.num_rooms += 1
+            self.rooms.append(RoomKey(self.num_rooms, 0))
+            books.hold(live.pages, self.rooms[-1])
+            assert books.allocator.held_by(self.rooms[-1]).tolist() == sorted(own)
+        else:
+            books.drop(live.pages)
+
+    @precondition(lambda self: self.rooms)
+    @rule(which=st.integers(0, 3), how=st.sampled_from(["release", "quarantine"]))
+    def room(self, which: int, how: str) -> None:
+        key = self.rooms[which % len(self.rooms)]
+        if how == "release":
+            self.rooms.remove(key)
+            self.books.release(key)
+        elif not self.books.allocator.quarantined_pages:
+            self.books.quarantine(key)
+
+    @rule()
+    def flush(self) -> None:
+        for live in list(self.live):
+            self._drop_joiners(live)
+        self.books.flush()
+        assert self.books.cache.num_pages == 0
+
+    @invariant()
+    def laws(self) -> None:
+        books = self.books
+        books.check_invariants()
+        owned: list[int] = []
+        for live in self.live:
+            row = books.pages(live.pages).tolist()
+            num_locked, num_shared = live.pages.num_locked, live.pages.num_shared
+            assert (num_shared > num_locked) == (live.joined is not None)
+            assert books.table.length(live.pages.row) == live.pages.num_pages == len(row)
+            for page in range(pages_for(len(live.key), PAGE_SIZE)):
+                assert self.content[row[page]] == live.written(page), (
+                    "a page holds other KV than its request's"
+                )
+            wanted = [PageState.CACHED] * num_locked + [PageState.OWNED] * (len(row) - num_locked)
+            assert [books.allocator.state(page) for page in row] == wanted
+            owned += row[num_shared:] + live.duplicates
+        assert sorted(owned) == books.allocator.pages_in(PageState.OWNED).tolist(), (
+            "each owned page is one request's"
+        )
+        replica = self.replica.books
+        assert np.array_equal(replica.table.array, books.table.array), "the replica has drifted"
+        assert states(replica) == states(books)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "books"):
+            return
+        for live in self.live:
+            self.books.drop(live.pages)
+        for key in self.rooms:
+            self.books.release(key)
+        self.books.check_invariants()
+        assert set(states(self.books)) <= {"FREE", "CACHED"}
+        assert self.books.cache.protected_pages == self.books.cache.stats().num_locks == 0
+        assert self.books.cache.num_pages == self.books.allocator.cached_pages
+        assert self.books.table.free_rows == 4
+        self.books.flush()
+        assert states(self.books) == {"FREE": self.books.num_pages}
+
+
+TestBooks = Books.TestCase

@@ -1,0 +1,89 @@
+"""A replica that follows the log ends up equal to rank 0, whatever happened; one that drifts says
+so."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.errors import InternalError
+from prefixkv.pages.manager import PageBooks
+from prefixkv.ranks.oplog import AnyOp, LoggedBooks, Opened, Replica, decode_op, encode_op
+from tests.models import pair_sim
+from tests.models.pair_sim import Chaos, PairSim
+
+
+def _tree(books: PageBooks) -> list[tuple[object, ...]]:
+    return sorted(
+        (node.start, node.end, bytes(node.key), bytes(node.pages), node.lock_ref)
+        for node in books.cache.nodes()
+    )
+
+
+def _assert_equal(ours: PageBooks, theirs: PageBooks) -> None:
+    assert _tree(ours) == _tree(theirs)
+    assert np.array_equal(ours.table.array, theirs.table.array)
+    assert ours.allocator.free_runs() == theirs.allocator.free_runs()
+    assert set(ours.allocator.owners()) == set(theirs.allocator.owners())
+    if ours.slots is not None and theirs.slots is not None:
+        assert ours.slots.free_runs() == theirs.slots.free_runs()
+        assert set(ours.slots.owners()) == set(theirs.slots.owners())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_replica_equals_rank_0_after_a_storm(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs: list[list[bytes]] = []
+    leaders: list[LoggedBooks] = []
+
+    num_slots = 5 * (seed // 3)  # of extra state
+
+    def logged(num_pages: int, page_size: int, rows: int, **settings: Any) -> PageBooks:
+        if num_pages == PairSim.prefill_pages:
+            return PageBooks(num_pages, page_size, rows, **settings)
+        log: list[bytes] = []
+        logs.append(log)
+        leaders.append(
+            LoggedBooks(
+                lambda op: log.append(encode_op(op)), num_pages, page_size, rows, **settings
+            )
+        )
+        return leaders[-1]
+
+    monkeypatch.setattr(pair_sim, "PageBooks", logged)
+    chaos = Chaos(abort=0.02, fail_at_check=0.03, drop=0.02, flush=0.004 * (seed % 2))
+    sim = PairSim(
+        seed, chaos, decode_pages=(13, 18)[seed % 2], failure_policy="retry", num_slots=num_slots
+    )
+    sim.run()
+    assert sum(map(len, logs)) > 10
+    for leader, log in zip(leaders, logs, strict=True):
+        settings: dict[str, Any] = {"policy": leader.cache.policy.name, "num_slots": num_slots}
+        replica = Replica(
+            PageBooks(leader.num_pages, leader.page_size, len(leader.table.array), **settings)
+        )
+        for raw in log:
+            replica.apply(decode_op(raw))
+        replica.books.check_invariants()
+        _assert_equal(leader, replica.books)
+
+
+def test_a_replica_that_drifts_raises() -> None:
+    log: list[AnyOp] = []
+    leader = LoggedBooks(log.append, 8, 4, 2)
+    key = RadixKey(range(8))
+    pages = leader.open(key, leader.match(key), 2, 0.0)
+    leader.cache_finished(pages, key, 0.0)
+    replica = Replica(PageBooks(8, 4, 2))
+    for op in log:
+        replica.apply(op)
+    replica.books.flush()  # what rank 0 did not do
+    pages = leader.open(key, leader.match(key), 0, 1.0)
+    assert isinstance(log[-1], Opened)
+    with pytest.raises(InternalError, match="rank 0 matched 8 tokens, this rank 0"):
+        replica.apply(log[-1])
+
+
+def test_scheduler_logs_nothing_without_a_log() -> None:
+    assert type(DecodeScheduler(PageBooks(4, 4, 1)).books) is PageBooks

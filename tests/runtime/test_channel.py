@@ -1,0 +1,409 @@
+"""The sockets: frames both ways, what is dropped and counted, and who gets in."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import zmq
+
+from prefixkv.config import ControlConfig, CurveConfig
+from prefixkv.errors import ConfigError
+from prefixkv.protocol.messages import MAX_FRAME_BYTES
+from prefixkv.runtime.channel import DealerChannel, RouterChannel, is_loopback
+from tests.models.patience import PATIENCE_S, lasting_address, returned, until
+
+LOCAL = "tcp://127.0.0.1:*"
+
+
+class Ends:
+    """Opens channels that share a wake-up descriptor, and closes them."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        stack.callback(os.close, self.wake_fd)
+
+    def router(self, config: ControlConfig | None = None, bind: str = LOCAL) -> RouterChannel:
+        return self.stack.enter_context(
+            RouterChannel(bind, config or ControlConfig(), self.wake_fd)
+        )
+
+    def dealer(self, address: str, config: ControlConfig | None = None) -> DealerChannel:
+        dealer = self.stack.enter_context(DealerChannel(config or ControlConfig(), self.wake_fd))
+        dealer.connect(address)
+        return dealer
+
+    def raw(self, kind: int, address: str, **options: Any) -> zmq.Socket[bytes]:
+        """A socket of no channel's: somebody else's program."""
+        sock = self.stack.enter_context(zmq.Context()).socket(kind)
+        self.stack.callback(sock.close, linger=0)
+        for name, value in options.items():
+            setattr(sock, name, value)
+        sock.connect(address)
+        return sock
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with ExitStack() as stack:
+        yield Ends(stack)
+
+
+def polled(channel: Any, want: int = 1, patience_s: float = PATIENCE_S) -> list[Any]:
+    """At least `want` frames, or what came before patience ended."""
+    frames: list[Any] = []
+    deadline_s = time.monotonic() + patience_s
+    while len(frames) < want and time.monotonic() < deadline_s:
+        frames += channel.poll(0.02)
+    return frames
+
+
+def test_frames_go_both_ways_and_each_keeps_its_sender(ends: Ends) -> None:
+    router = ends.router()
+    one, two = ends.dealer(router.endpoint), ends.dealer(router.endpoint)
+    one.send(router.endpoint, b"I am one")
+    two.send(router.endpoint, b"I am two")
+    routes = {raw: route for route, credential, raw in polled(router, 2) if credential == ""}
+    assert routes.keys() == {b"I am one", b"I am two"}
+    router.send(routes[b"I am two"], b"hello two")
+    router.send(routes[b"I am one"], b"hello one")
+    assert polled(one) == [(router.endpoint, b"hello one")]
+    assert polled(two) == [(router.endpoint, b"hello two")]
+    assert not router.counters
+    assert not one.counters
+
+
+def test_one_dealer_tells_its_routers_apart(ends: Ends) -> None:
+    routers = [ends.router(), ends.router()]
+    dealer = ends.dealer(routers[0].endpoint)
+    dealer.connect(routers[1].endpoint)
+    for i, router in enumerate(routers):
+        dealer.send(router.endpoint, b"to %d" % i)
+        ((route, _, raw),) = polled(router)
+        assert raw == b"to %d" % i
+        router.send(route, b"from %d" % i)
+        assert polled(dealer) == [(router.endpoint, b"from %d" % i)]
+
+
+@pytest.mark.parametrize("side", ["router", "dealer"])
+def test_poll_ends_when_the_descriptor_is_written(ends: Ends, side: str) -> None:
+    router = ends.router()
+    channel = router if side == "router" else ends.dealer(router.endpoint)
+    timer = threading.Timer(0.05, os.eventfd_write, (ends.wake_fd, 1))
+    timer.start()
+    assert returned(lambda: channel.poll(float("inf"))) == []
+    timer.join()
+
+
+def test_poll_waits_as_long_as_it_says(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded up to whole milliseconds: rounded down, a short wait would be a busy one."""
+    router = ends.router()
+    before_s = time.monotonic()
+    assert router.poll(0.03) == []
+    assert time.monotonic() - before_s >= 0.03
+    waits_ms: list[int | None] = []
+    monkeypatch.setattr(
+        router._poller, "poll", lambda timeout_ms: waits_ms.append(timeout_ms) or []
+    )
+    for timeout_s in (0.0004, 0.0304, 0.0, -1.0, float("inf")):
+        assert router.poll(timeout_s) == []
+    assert waits_ms == [1, 31, 0, 0, None]
+
+
+def test_a_poll_takes_a_bounded_share_of_a_flood(ends: Ends) -> None:
+    router = ends.router()
+    dealer = ends.dealer(router.endpoint)
+    for i in range(1000):
+        dealer.send(router.endpoint, b"%d" % i)
+    time.sleep(0.1)  # so that more has come than a poll may take; if not, the test shows less
+    frames: list[Any] = []
+    while len(frames) < 1000:
+        some = router.poll(PATIENCE_S)
+        assert 1 <= len(some) <= 256
+        frames += some
+    assert [int(raw) for _, _, raw in frames] == list(range(1000))
+
+
+# --- dropped and counted --------------------------------------------------------------------------
+
+
+def test_a_frame_to_nobody_is_counted(ends: Ends) -> None:
+    router = ends.router()
+    router.send(b"no such route", b"x")
+    dealer = ends.dealer(router.endpoint)
+    dealer.send("tcp://127.0.0.1:1", b"x")
+    assert [name for name in router.counters if name.startswith("frames_not_sent")] == list(
+        router.counters
+    )
+    assert sum(router.counters.values()) == 1
+    assert dealer.counters == {"frames_not_sent: not connected": 1}
+
+
+def test_a_full_queue_drops_and_counts_and_never_blocks(ends: Ends) -> None:
+    config = ControlConfig(max_queued_frames=10)
+    dealer = ends.dealer("tcp://127.0.0.1:1", config)  # nobody listens
+    for _ in range(50):
+        dealer.send("tcp://127.0.0.1:1", b"x")
+    assert dealer.counters == {"frames_not_sent: queue full": 40}
+
+
+def test_a_peer_that_does_not_read_costs_counted_drops_only(ends: Ends) -> None:
+    router = ends.router(ControlConfig(max_queued_frames=5))
+    deaf = ends.raw(zmq.DEALER, router.endpoint, rcvhwm=1)
+    deaf.send(b"hi")
+    ((route, _, _),) = polled(router)
+    frame = bytes(1 << 20)
+
+    def full() -> bool:
+        router.send(route, frame)
+        return router.counters["frames_not_sent: queue full"] >= 1
+
+    until(full)  # once the kernels hold all they can, however much that is
+    dealer = ends.dealer(router.endpoint)  # others are served
+    dealer.send(router.endpoint, b"hi")
+    ((other, _, _),) = polled(router)
+    router.send(other, b"hello")
+    assert polled(dealer) == [(router.endpoint, b"hello")]
+
+
+def test_a_peer_that_has_gone_is_unroutable(ends: Ends) -> None:
+    router = ends.router()
+    dealer = ends.dealer(router.endpoint)
+    dealer.send(router.endpoint, b"hi")
+    ((route, _, _),) = polled(router)
+    dealer.disconnect(router.endpoint)
+    dealer.disconnect(router.endpoint)  # again: no-op
+    dealer.send(router.endpoint, b"x")
+    assert dealer.counters == {"frames_not_sent: not connected": 1}
+
+    def refused() -> bool:
+        router.poll(0.01)
+        router.send(route, b"x")
+        return bool(router.counters)
+
+    until(refused)
+
+
+def test_multipart_messages_are_counted_and_dropped(ends: Ends) -> None:
+    router = ends.router()
+    stranger = ends.raw(zmq.DEALER, router.endpoint)
+    stranger.send_multipart([b"a", b"b", b"c"])
+    stranger.send_multipart([b"", b"with a REQ's delimiter"])
+    stranger.send(b"good")
+    ((_, _, raw),) = polled(router)
+    assert raw == b"good"
+    assert router.counters == {"frames_malformed": 2}
+
+
+def test_decode_drops_multipart_messages_too(ends: Ends) -> None:
+    sock = zmq.Context.instance().socket(zmq.ROUTER)
+    try:
+        port = sock.bind_to_random_port("tcp://127.0.0.1")
+        dealer = ends.dealer(f"tcp://127.0.0.1:{port}")
+        dealer.send(f"tcp://127.0.0.1:{port}", b"hi")
+        assert sock.poll(PATIENCE_S * 1000)
+        route, _ = sock.recv_multipart()
+        sock.send_multipart([route, b"a", b"b"])
+        sock.send_multipart([route, b"good"])
+        assert polled(dealer) == [(f"tcp://127.0.0.1:{port}", b"good")]
+        assert dealer.counters == {"frames_malformed": 1}
+    finally:
+        sock.close(linger=0)
+
+
+def test_an_oversize_frame_does_not_get_in_and_its_sender_may_go_on(ends: Ends) -> None:
+    router = ends.router()
+    stranger = ends.raw(zmq.DEALER, router.endpoint)
+    stranger.send(bytes(MAX_FRAME_BYTES + 1))  # the socket cuts the connection, zmq makes a new one
+    deadline_s = time.monotonic() + PATIENCE_S
+    frames: list[Any] = []
+    while not frames and time.monotonic() < deadline_s:
+        stranger.send(b"small")
+        frames = polled(router, patience_s=0.05)
+    assert {raw for _, _, raw in frames} == {b"small"}
+
+
+# --- addresses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("tcp://127.0.0.1:1", True),
+        ("tcp://127.9.9.9:1", True),
+        ("tcp://localhost:1", True),
+        ("tcp://[::1]:1", True),
+        ("ipc:///run/kv", True),
+        ("inproc://kv", True),
+        ("tcp://*:1", False),
+        ("tcp://0.0.0.0:1", False),
+        ("tcp://[::]:1", False),
+        ("tcp://10.0.0.1:1", False),
+        ("tcp://eth0:1", False),
+        ("tcp://localhost.example.com:1", False),
+        ("tcp://[::1", False),
+        ("", False),
+        ("127.0.0.1", False),
+    ],
+)
+def test_what_is_loopback(address: str, local: bool) -> None:
+    assert is_loopback(address) is local
+
+
+@pytest.mark.parametrize("bind", ["tcp://*:*", "tcp://0.0.0.0:*"])
+def test_other_machines_need_keys_or_the_flag(ends: Ends, bind: str) -> None:
+    with pytest.raises(ConfigError, match="CURVE"):
+        ends.router(bind=bind)
+    assert ends.router(ControlConfig(allow_remote_without_keys=True), bind).endpoint
+    assert ends.router(ControlConfig(curve=keys()), bind).endpoint
+
+
+@pytest.mark.parametrize(
+    "bind",
+    ["tcp://127.0.0.1:99999", "tcp://127.0.0.1", "nonsense", "tcp://[::1", "", "tcp://localhost:x"],
+)
+@pytest.mark.parametrize("curve", [False, True])
+def test_an_address_that_cannot_be_bound_is_a_config_error(
+    ends: Ends, bind: str, curve: bool
+) -> None:
+    config = ControlConfig(allow_remote_without_keys=True, curve=keys() if curve else None)
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match="bind is"):
+        ends.router(config, bind)
+    assert threading.active_count() == threads
+
+
+def test_a_port_in_use_is_a_config_error(ends: Ends) -> None:
+    taken = ends.router().endpoint
+    with pytest.raises(ConfigError, match="in use"):
+        ends.router(bind=taken)
+
+
+@pytest.mark.parametrize(
+    "address", ["nonsense", "", "tcp://", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:x"]
+)
+def test_an_address_that_is_none_is_a_config_error(ends: Ends, address: str) -> None:
+    dealer = ends.dealer(ends.router().endpoint)
+    with pytest.raises(ConfigError, match="prefill is"):
+        dealer.connect(address)
+    dealer.send(address, b"x")
+    assert dealer.counters == {"frames_not_sent: not connected": 1}
+
+
+def test_keys_that_are_none_are_a_config_error(ends: Ends) -> None:
+    bad = ControlConfig(curve=CurveConfig("x" * 39 + " ", "y" * 39 + "\\"))
+    with pytest.raises(ConfigError):
+        ends.router(bad)
+    with pytest.raises(ConfigError):
+        ends.dealer("tcp://127.0.0.1:1", bad)
+    no_server_key = ControlConfig(curve=keys())
+    with pytest.raises(ConfigError):
+        ends.dealer("tcp://127.0.0.1:1", no_server_key)
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+def keys(server_key: str = "", **allowed: str) -> CurveConfig:
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    return CurveConfig(public, secret, server_key, {key: name for name, key in allowed.items()})
+
+
+class Guarded:
+    """A prefill whose list names one client, and that client."""
+
+    def __init__(self, ends: Ends) -> None:
+        server = keys()
+        self.known = keys(server.public_key)
+        self.unknown = keys(server.public_key)
+        self.server_key = server.public_key
+        allowed = {self.known.public_key: "decode-0"}
+        server = CurveConfig(server.public_key, server.secret_key, "", allowed)
+        self.router = ends.router(ControlConfig(curve=server), lasting_address())
+
+
+def test_a_key_on_the_list_gets_in_and_is_seen(ends: Ends) -> None:
+    guarded = Guarded(ends)
+    router = guarded.router
+    dealer = ends.dealer(router.endpoint, ControlConfig(curve=guarded.known))
+    dealer.send(router.endpoint, b"hi")
+    ((route, credential, raw),) = polled(router)
+    assert (raw, credential) == (b"hi", guarded.known.public_key)
+    router.send(route, b"welcome")
+    assert polled(dealer) == [(router.endpoint, b"welcome")]
+
+
+@pytest.mark.parametrize(
+    "who", ["unknown key", "no key", "stolen public key", "wrong server key", "null with zap"]
+)
+def test_nobody_else_gets_in(ends: Ends, who: str) -> None:
+    guarded = Guarded(ends)
+    router = guarded.router
+    if who == "unknown key":
+        ends.dealer(router.endpoint, ControlConfig(curve=guarded.unknown)).send(
+            router.endpoint, b"x"
+        )
+    elif who == "no key":
+        ends.dealer(router.endpoint).send(router.endpoint, b"x")
+    elif who == "stolen public key":
+        mine = CurveConfig(guarded.known.public_key, guarded.unknown.secret_key, guarded.server_key)
+        ends.dealer(router.endpoint, ControlConfig(curve=mine)).send(router.endpoint, b"x")
+    elif who == "wrong server key":
+        mine = CurveConfig(
+            guarded.known.public_key, guarded.known.secret_key, guarded.unknown.public_key
+        )
+        ends.dealer(router.endpoint, ControlConfig(curve=mine)).send(router.endpoint, b"x")
+    else:
+        ends.raw(zmq.DEALER, router.endpoint, zap_domain=b"global").send(b"x")
+    assert polled(router, patience_s=0.3) == []
+    friend = ends.dealer(router.endpoint, ControlConfig(curve=guarded.known))
+    friend.send(router.endpoint, b"hi")
+    assert [raw for _, _, raw in polled(router)] == [b"hi"]
+
+
+# --- closing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("curve", [False, True])
+def test_close_gives_everything_back(ends: Ends, curve: bool) -> None:
+    """Descriptors, threads and the port, also with frames that were never sent."""
+
+    def once() -> str:
+        if curve:
+            guarded = Guarded(ends)
+            router, config = guarded.router, ControlConfig(curve=guarded.known)
+        else:
+            router, config = ends.router(bind=lasting_address()), ControlConfig()
+        dealer = ends.dealer(router.endpoint, config)
+        dealer.connect("tcp://127.0.0.1:1")
+        dealer.send("tcp://127.0.0.1:1", b"nobody will read this")
+        dealer.send(router.endpoint, b"hi")
+        assert polled(router)
+        dealer.close()
+        router.close()
+        return router.endpoint
+
+    once()  # what the first use creates for good is no leak
+    gc.collect()  # nor is what earlier tests left behind
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        endpoint = once()
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert ends.router(bind=endpoint).endpoint == endpoint
+
+
+def test_a_closing_linger_lets_the_last_frame_leave(ends: Ends) -> None:
+    router = ends.router()
+    dealer = ends.dealer(router.endpoint)
+    for _ in range(100):
+        dealer.send(router.endpoint, bytes(1 << 17))  # far more than the kernel takes at once
+    dealer.close(linger_s=PATIENCE_S)
+    assert len(polled(router, 100)) == 100

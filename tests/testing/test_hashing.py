@@ -1,0 +1,44 @@
+"""Prefix hashes against a loop in plain integers."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixkv.testing import hashing
+from prefixkv.testing.hashing import PrefixHasher, extend, splitmix64
+
+tokens_of = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+
+
+def by_hand(tokens):
+    state, out = hashing._START, []
+    for token in tokens:
+        state = (state * hashing._FACTOR + token + 1) % 2**64
+        out.append(state)
+    return out
+
+
+@given(st.lists(tokens_of, min_size=1, max_size=3))
+def test_prefixes_are_the_loop(sequences):
+    hasher = PrefixHasher()
+    for tokens in sequences:  # the table of powers grows between them
+        assert hasher.prefixes(np.array(tokens, dtype=np.int32)).tolist() == by_hand(tokens)
+
+
+def test_long_prompts_and_their_extension():
+    tokens = np.random.default_rng(0).integers(0, 2**31 - 1, 5000).astype(np.int32)
+    hashes = PrefixHasher().prefixes(tokens)
+    assert hashes.tolist() == by_hand(tokens.tolist())
+    assert np.array_equal(extend(hashes[:-1], tokens[1:]), hashes[1:])
+    assert len(np.unique(hashes)) == 5000
+
+
+def test_splitmix64_is_the_published_sequence():
+    # The generator started at 0 adds its constant before each output, so output i is the mix of i
+    # constants.
+    state = np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    assert splitmix64(state).tolist() == [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+    ]
