@@ -15,6 +15,7 @@ import ctypes
 import random
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -515,9 +516,8 @@ class FakeTransport:
         for peer in self._peers.values():
             if peer.routes is None:
                 if peer.outbox.parked and not peer.in_flight:
-                    found.append(
-                        (Action("connect", self.me, peer.peer), lambda p=peer: self._connect(p))
-                    )  # type: ignore[misc]
+                    connect = partial(self._connect, peer)
+                    found.append((Action("connect", self.me, peer.peer), connect))
             elif peer.in_flight < self._config.window:
                 found.extend(self._post_choices(peer))
         return found
