@@ -3,22 +3,7 @@ from one seed."""
 
 import pytest
 
-from tests.models.pair_sim import Chaos, PairSim
-
-STORMS = {
-    "calm": Chaos(),
-    "network": Chaos(drop=0.08, duplicate=0.1, reorder=0.3),
-    "late frames": Chaos(duplicate=0.4, reorder=0.6, abort=0.06),
-    "junk": Chaos(junk=0.1, drop=0.02),
-    "aborts": Chaos(abort=0.05, reorder=0.2, duplicate=0.1),
-    "writes fail": Chaos(fail_at_post=0.05, fail_at_check=0.08, lose_notification=0.2),
-    "restarts": Chaos(restart=0.006, drop=0.03),
-    "flushes": Chaos(flush=0.02, abort=0.01),
-    "everything": Chaos(
-        drop=0.05, duplicate=0.05, reorder=0.2, abort=0.02, fail_at_post=0.02, fail_at_check=0.03,
-        lose_notification=0.1, restart=0.003, junk=0.02, flush=0.003,
-    ),
-}  # fmt: skip
+from tests.models.pair_sim import STORMS, PairSim
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,9 +158,11 @@ class MeshSim:
     num_uses: int = 8
     reuse: float = 0.5
     refuse: float = 0.05
+    new_random: Callable[[int], random.Random] = random.Random  # recording.py has its own
 
     def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
+        self.random = self.new_random(self.seed)
+        self.num_steps = 0
         self.now_s = 1000.0
         self.calm = False
         storm = self.storm
@@ -168,10 +171,12 @@ class MeshSim:
             lose_notification=storm.lose_notification, guard=self._guard,
             staging_guard=self._staging_guard,
         )  # fmt: skip
+        self.fabric.random = self.new_random(self.seed)
         self.counters: Counter[str] = Counter()
         self._incarnation = self._ticket = self._room = 0
         self.wire: list[tuple[Any, Any, bytes]] = []
         self.uses: list[Use] = []  # that are not over
+        self.every_use: list[Use] = []
         self.generations: dict[int, int] = {}
         self.to_fence: list[tuple[PrefillRank, bool]] = []  # and whether it is only stopped yet
         prefill, decode = self.shape.meshes
@@ -303,6 +308,7 @@ class MeshSim:
             refused,
         )
         self.uses.append(use)
+        self.every_use.append(use)
         self.counters["uses"] += 1
         if refused:
             use.poll = KVPoll.FAILED
@@ -581,6 +587,7 @@ class MeshSim:
     # --- steps ------------------------------------------------------------------------------------
 
     def step(self) -> None:
+        self.num_steps += 1
         choices: list[Any] = [
             self.random.choice(self.prefill).work, self.random.choice(self.decode).work, self._join,
             self._prefill_step, self._tick, self.random.choice(self.decode).apply,
@@ -718,16 +725,16 @@ def shape_of(chance: random.Random) -> Shape:
     )  # fmt: skip
 
 
-def simulation(seed: int) -> MeshSim:
+def simulation(seed: int, **more: Any) -> MeshSim:
     """A simulation whose workers and storms follow from the seed."""
     chance = random.Random(seed)
     shape = shape_of(chance)
     storm = Storm(
         **{name: most * chance.random() for name, most in _STORM.items() if chance.random() < 0.5}
     )
-    return MeshSim(seed, shape, storm)
+    return MeshSim(seed, shape, storm, **more)
 
 
-def calm_simulation(seed: int) -> MeshSim:
+def calm_simulation(seed: int, **more: Any) -> MeshSim:
     """Without faults, and without anything that could be mistaken: every use has to succeed."""
-    return MeshSim(seed, shape_of(random.Random(seed)), reuse=0.0, refuse=0.0)
+    return MeshSim(seed, shape_of(random.Random(seed)), reuse=0.0, refuse=0.0, **more)

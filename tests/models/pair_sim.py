@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,22 @@ class Chaos:
     restart: float = 0.0
     junk: float = 0.0
     flush: float = 0.0
+
+
+STORMS = {
+    "calm": Chaos(),
+    "network": Chaos(drop=0.08, duplicate=0.1, reorder=0.3),
+    "late frames": Chaos(duplicate=0.4, reorder=0.6, abort=0.06),
+    "junk": Chaos(junk=0.1, drop=0.02),
+    "aborts": Chaos(abort=0.05, reorder=0.2, duplicate=0.1),
+    "writes fail": Chaos(fail_at_post=0.05, fail_at_check=0.08, lose_notification=0.2),
+    "restarts": Chaos(restart=0.006, drop=0.03),
+    "flushes": Chaos(flush=0.02, abort=0.01),
+    "everything": Chaos(
+        drop=0.05, duplicate=0.05, reorder=0.2, abort=0.02, fail_at_post=0.02, fail_at_check=0.03,
+        lose_notification=0.1, restart=0.003, junk=0.02, flush=0.003,
+    ),
+}  # fmt: skip
 
 
 class PrefillSide:
@@ -427,9 +444,12 @@ class PairSim:
     failure_policy: str = "fail"
     chance: random.Random | None = None
     num_slots: int = 0  # of extra state on decode, twice as many on prefill; 0: there is none
+    new_random: Callable[[int], random.Random] = random.Random  # recording.py has its own
 
     def __post_init__(self) -> None:
-        self.random = self.chance or random.Random(self.seed)
+        self.random = self.chance or self.new_random(self.seed)
+        self.num_steps = 0
+        self.former: list[DecodeSide | PrefillSide] = []  # that a restart replaced
         self.now_s = 1000.0
         self.calm = False
         self.retractions = 0
@@ -446,7 +466,7 @@ class PairSim:
             guard=self._guard,
             state_guard=self._state_guard,
         )
-        self.fabric.random = self.chance or self.fabric.random
+        self.fabric.random = self.chance or self.new_random(self.seed)
         self._incarnation = 0
         self._wire: list[tuple[tuple[str, bytes], Any, bytes]] = []
         self._to_submit: list[Request] = []
@@ -581,6 +601,7 @@ class PairSim:
         (`stop`): then its posted writes go on landing until `kill_old`.
         """
         old = self.prefill
+        self.former.append(old)
         if stop:
             self.old_prefills.append(old)
         else:
@@ -598,6 +619,7 @@ class PairSim:
 
     def restart_decode(self) -> None:
         self.fabric.kill(self.decode.me)
+        self.former.append(self.decode)
         self._wire = [frame for frame in self._wire if frame[1] is not self.decode]
         self.decode = self.new_decode()
 
@@ -605,6 +627,7 @@ class PairSim:
 
     def step(self) -> None:
         """Let one thing happen, then audit."""
+        self.num_steps += 1
         roll = self.random.random
         choices: list[Any] = [
             self.prefill.work, self.decode.work, self.prefill.schedule, self.decode.schedule,
