@@ -1,8 +1,8 @@
 """Claim: with a fragmented pool, allocating 100 pages and freeing them takes under 50 us at the
 median.
 
-    python benchmarks/allocator.py [--pages 100000] [--allocations 100000] [--seed 1] >
-    results/allocator.json
+    python -m benchmarks allocator [--pages 100000] [--allocations 100000] [--seed 1] >
+    benchmarks/results/allocator.json
 
 Requests of 1 to 200 pages come and go through a full pool: when pages are short, cold requests lose
 pages from their tails, exactly as many as are missing ("exact"), or that and a reserve of the pool
@@ -12,14 +12,16 @@ case there is: no two free pages touch.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import time
 from collections import deque
+from typing import Annotated
 
 import numpy as np
+import typer
 
+from prefixkv.errors import ConfigError
 from prefixkv.pages.allocator import PageAllocator
 
 PAGES_A_REQUEST = 100
@@ -54,7 +56,7 @@ def churned(
         live.append(pages)
         if done >= allocations // 2:
             pages_taken += size
-            runs_taken += 1 + np.count_nonzero(np.diff(pages) != 1)
+            runs_taken += 1 + int(np.count_nonzero(np.diff(pages) != 1))
     if allocator.free_pages < PAGES_A_REQUEST:
         evict(PAGES_A_REQUEST - allocator.free_pages)
     return allocator, {"runs_per_100_pages_second_half": round(100 * runs_taken / pages_taken, 1)}
@@ -90,40 +92,35 @@ def measure(allocator: PageAllocator, repeats: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--pages", type=int, default=100_000)
-    parser.add_argument("--allocations", type=int, default=100_000)
-    parser.add_argument("--repeats", type=int, default=5_000)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    if min(options.pages, options.allocations, options.repeats) < 1_000:
-        parser.error("--pages, --allocations and --repeats must be at least 1000")
+def allocator(
+    pages: Annotated[int, typer.Option(help="Of the pool.")] = 100_000,
+    allocations: Annotated[int, typer.Option(help="Before it is measured.")] = 100_000,
+    repeats: Annotated[int, typer.Option(help="Measured calls.")] = 5_000,
+    seed: int = 1,
+) -> None:
+    """What it takes to allocate 100 pages of a fragmented pool and to free them; JSON on stdout."""
+    if min(pages, allocations, repeats) < 1_000:
+        raise ConfigError("--pages, --allocations and --repeats must be at least 1000")
     cases: dict[str, dict[str, float]] = {}
     for name, reserve in {
         "exact": 0.0,
         "reserve_1_percent": 0.01,
         "reserve_5_percent": 0.05,
     }.items():
-        allocator, history = churned(
-            options.pages, options.allocations, int(reserve * options.pages), options.seed
-        )
-        cases[name] = measure(allocator, options.repeats) | history
-    cases["singles"] = measure(singles(options.pages), options.repeats)
-    cases["not_fragmented"] = measure(PageAllocator(options.pages), options.repeats)
+        pool, history = churned(pages, allocations, int(reserve * pages), seed)
+        cases[name] = measure(pool, repeats) | history
+    cases["singles"] = measure(singles(pages), repeats)
+    cases["not_fragmented"] = measure(PageAllocator(pages), repeats)
     recipe = {
         "what": f"allocate {PAGES_A_REQUEST} pages, free them; one thread, times include all "
         "checks",
-        **vars(options),
+        "pages": pages,
+        "allocations": allocations,
+        "repeats": repeats,
+        "seed": seed,
         "python": platform.python_version(),
         "numpy": np.__version__,
         "machine": platform.machine(),
         "system": platform.system(),
     }
     print(json.dumps({"recipe": recipe, "cases": cases}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Claim: a burst of 64 requests with one new 8k-token system prompt sends at most 1.05 of one
 prompt and the suffixes.
 
-    python benchmarks/burst.py > benchmarks/results/burst.json        (UCX_TLS=tcp for TCP)
+    python -m benchmarks burst > benchmarks/results/burst.json        (UCX_TLS=tcp for TCP)
 
 A prefill and a decode process over NIXL. All requests are submitted at once, nothing of them is
 cached anywhere. Three times, each with a system prompt of its own: nothing happens; the first
@@ -12,20 +12,22 @@ run. Exit status 1 if a byte is wrong, a request is lost, or the first two runs 
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
-import sys
 import time
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+import typer
+
+from prefixkv.errors import ConfigError
 
 PAGE_SIZE = 16
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "page_size": PAGE_SIZE,
     "num_layers": 8,
     "num_kv_heads": 2,
@@ -42,6 +44,13 @@ TARGET = 1.05
 PATIENCE_S = 300.0
 
 Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    requests: int
+    system_tokens: int  # whole pages
+    suffix_tokens: int  # of each request
 
 
 def prompt_of(burst: int, number: int, system_tokens: int, suffix_tokens: int) -> Tokens:
@@ -131,14 +140,14 @@ def prefill_process(pipe: Connection, midway: int) -> None:
 class Decode:
     """The decode side: one burst a call."""
 
-    def __init__(self, pipe: Connection, args: argparse.Namespace) -> None:
+    def __init__(self, pipe: Connection, sizes: Sizes) -> None:
         from prefixkv.config import DecodeConfig
         from prefixkv.memory.kv_pool import KVPool
         from prefixkv.runtime.nodes import DecodeNode
         from prefixkv.testing.hashing import PrefixHasher
         from prefixkv.testing.pattern import KVPattern
 
-        self.pipe, self.args = pipe, args
+        self.pipe, self.sizes = pipe, sizes
         pool = KVPool.create(DECODE_PAGES, **SHAPE)
         self.page_bytes = pool.layout.page_bytes
         self.pattern = KVPattern(pool.layout, SALT, pool)
@@ -149,14 +158,14 @@ class Decode:
     def burst(self, number: int, ends: str) -> dict[str, Any]:
         from prefixkv.request import Request
 
-        args, node = self.args, self.node
+        sizes, node = self.sizes, self.node
         before, sent_before = node.stats(), self.bytes_sent()
-        rids = [f"{number}.{at}" for at in range(args.requests)]
+        rids = [f"{number}.{at}" for at in range(sizes.requests)]
         self.pipe.send(("first", rids[0]))
         began_s = time.perf_counter()
         for at, rid in enumerate(rids):
-            tokens = prompt_of(number, at, args.system_tokens, args.suffix_tokens)
-            room = number * args.requests + at
+            tokens = prompt_of(number, at, sizes.system_tokens, sizes.suffix_tokens)
+            room = number * sizes.requests + at
             self.pipe.send(("add", rid, room, 0, tokens))
             node.add(Request(rid, tokens, max_new_tokens=1, room=room, prefill=self.prefill))
         node.pop_preallocated()
@@ -185,9 +194,9 @@ class Decode:
         assert told
         node.audit()
         after = node.stats()
-        suffix_pages = -(-args.suffix_tokens // PAGE_SIZE)
-        once = (args.system_tokens // PAGE_SIZE + args.requests * suffix_pages) * self.page_bytes
-        alone = args.requests * (args.system_tokens // PAGE_SIZE + suffix_pages) * self.page_bytes
+        suffix_pages = -(-sizes.suffix_tokens // PAGE_SIZE)
+        once = (sizes.system_tokens // PAGE_SIZE + sizes.requests * suffix_pages) * self.page_bytes
+        alone = sizes.requests * (sizes.system_tokens // PAGE_SIZE + suffix_pages) * self.page_bytes
         sent = self.bytes_sent() - sent_before
         names = ("shared_flights", "shared_tokens", "flight_fallbacks", "flights_adopted")
         return {
@@ -208,15 +217,15 @@ class Decode:
         return int(self.pipe.recv())
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(sizes: Sizes) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     child = context.Process(
-        target=prefill_process, args=(theirs, args.system_tokens // 4), daemon=True
+        target=prefill_process, args=(theirs, sizes.system_tokens // 4), daemon=True
     )
     child.start()
     theirs.close()
-    decode = Decode(pipe, args)
+    decode = Decode(pipe, sizes)
     try:
         with decode.node:
             return [decode.burst(number, ends) for number, ends in enumerate(ENDS, start=1)]
@@ -226,28 +235,29 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         child.kill()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--system-tokens", type=int, default=8192, help="whole pages")
-    parser.add_argument("--suffix-tokens", type=int, default=200, help="of each request")
-    args = parser.parse_args()
-    if args.system_tokens % PAGE_SIZE:
-        parser.error(
-            f"--system-tokens is {args.system_tokens}, a multiple of {PAGE_SIZE} is needed"
+def burst(
+    requests: Annotated[int, typer.Option(help="Submitted at once.")] = 64,
+    system_tokens: Annotated[int, typer.Option(help="Of the prompt they share.")] = 8192,
+    suffix_tokens: Annotated[int, typer.Option(help="Of each request.")] = 200,
+) -> int:
+    """What a burst of requests with one new system prompt sends; JSON on stdout."""
+    if system_tokens % PAGE_SIZE:
+        raise ConfigError(
+            f"--system-tokens is {system_tokens}, a multiple of {PAGE_SIZE} is needed"
         )
+    sizes = Sizes(requests, system_tokens, suffix_tokens)
     from prefixkv.cli.report import machine
 
     recipe = {
-        "command": "benchmarks/burst.py",
-        **vars(args),
+        "command": "python -m benchmarks burst",
+        **asdict(sizes),
         "pool": SHAPE,
         "chunk_tokens": CHUNK_TOKENS,
         "prefill_computes_side_by_side": COMPUTING,
         "ucx_tls": os.environ.get("UCX_TLS", "default"),
         **machine(),
     }
-    rows = measure(args)
+    rows = measure(sizes)
     recipe["load_after"] = os.getloadavg()[0]
     target = {
         "most": TARGET,
@@ -255,9 +265,5 @@ def main() -> int:
         "met": all(row["ratio"] <= TARGET for row in rows[:2]),
     }
     print(json.dumps({"recipe": recipe, "target": target, "bursts": rows}, indent=1))
-    lost = [row for row in rows if row["pages_wrong"] or row["ran"] < args.requests - 1]
+    lost = [row for row in rows if row["pages_wrong"] or row["ran"] < requests - 1]
     return 1 if lost or not target["met"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

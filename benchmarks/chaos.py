@@ -1,7 +1,7 @@
 """Claim: whatever dies, stops, restarts or is cut off, no request reads a wrong byte, none hangs,
 nothing is lost.
 
-    python benchmarks/chaos.py --seed 1 --duration 60 [--tls tcp|default] [--json FILE] [--verbose]
+    python -m benchmarks chaos --seed 1 --duration 60 [--tls tcp|default] [--json FILE] [--verbose]
 
 Two prefill and two decode processes over real NIXL (UCX over TCP for odd seeds, its default for
 even ones), and conversations with shared prefixes through all of them, while a storm that follows
@@ -14,12 +14,10 @@ off. Timing decides what meets what, so a seed gives the same storm, not the sam
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import heapq
 import json
 import os
-import pathlib
 import platform
 import random
 import signal
@@ -27,12 +25,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from enum import StrEnum
 from itertools import count
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import psutil
+import typer
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from benchmarks.chaos_clients import Clients, Conversation, Ledger, Sizes, system_prompts
 from benchmarks.chaos_cluster import Cluster, Worker
 from benchmarks.chaos_worker import Spec
@@ -573,31 +573,32 @@ def verdict(result: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--duration", type=float, default=60.0, help="of the storm, in seconds")
-    parser.add_argument(
-        "--tls", choices=("tcp", "default"), help="UCX_TLS; by default tcp for odd seeds"
-    )
-    parser.add_argument(
-        "--passes", type=int, default=NUM_PASSES, help="of the measured workload, before and after"
-    )
-    parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--verbose", action="store_true")
-    options = parser.parse_args()
-    tls = options.tls or ("tcp" if options.seed % 2 else "default")
-    result = run(options.seed, options.duration, tls, options.passes, options.verbose)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+class Tls(StrEnum):
+    tcp = "tcp"
+    default = "default"
+
+
+def chaos(
+    seed: int = 1,
+    duration: Annotated[float, typer.Option(help="Of the storm, in seconds.")] = 60.0,
+    tls: Annotated[
+        Tls | None, typer.Option(help="UCX_TLS.", show_default="tcp for odd seeds")
+    ] = None,
+    passes: Annotated[
+        int, typer.Option(help="Of the measured workload, before and after.")
+    ] = NUM_PASSES,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option(help="Tell of each fault.")] = False,
+) -> int:
+    """Whether any request reads a wrong byte, hangs or leaks while workers die and are cut off."""
+    chosen = tls or (Tls.tcp if seed % 2 else Tls.default)
+    result = run(seed, duration, chosen.value, passes, verbose)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
     for name in ("violations", "left", "findings"):
         for text in result[name]:
             print(f"{name}: {text}", file=sys.stderr)
     print(verdict(result))
-    sys.exit(0 if result["ok"] else 1)
-
-
-if __name__ == "__main__":
-    main()
+    return 0 if result["ok"] else 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import queue
 import signal
@@ -32,7 +33,7 @@ class Worker:
     nobody up."""
 
     def __init__(self, name: str, spec: Spec, messages: queue.SimpleQueue[Any]) -> None:
-        from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
+        forkserver: Any = vars(multiprocessing.forkserver)["_forkserver"]
 
         self.name = name
         self.side = spec.side
@@ -44,9 +45,9 @@ class Worker:
         self.closing = False
         self._messages = messages
         self._pipe, theirs = _context.Pipe()
-        _forkserver.ensure_running()
+        forkserver.ensure_running()
         self.process = _context.Process(
-            target=serve, args=(theirs, _forkserver._forkserver_pid, spec), daemon=True
+            target=serve, args=(theirs, forkserver._forkserver_pid, spec), daemon=True
         )
         self.process.start()
         theirs.close()

@@ -4,12 +4,11 @@ Runs `prefixkv demo` small, once for each pair of meshes, attention, layouts and
 and keeps what its verified passes say. Correctness only: ranks are threads of two processes here,
 far more than there are cores.
 
-    python benchmarks/demo_meshes.py --json benchmarks/results/demo_meshes.json
+    python -m benchmarks demo_meshes --json benchmarks/results/demo_meshes.json
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -17,7 +16,9 @@ import tempfile
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from prefixkv.cli.report import machine
 
@@ -76,12 +77,12 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+def demo_meshes(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
+    ] = None,
+) -> int:
+    """The demo between unequal ranks and layouts, every byte verified."""
     rows = []
     for case in cases():
         rows.append(run(case))
@@ -92,11 +93,7 @@ def main() -> int:
         f"{len(rows)} pairs, {pages} pages verified on their ranks, {len(bad)} pairs with "
         "anything wrong"
     )
-    if arguments.json is not None:
-        recipe = {"command": "python benchmarks/demo_meshes.py", "workload": WORKLOAD, **machine()}
-        arguments.json.write_text(json.dumps({"recipe": recipe, "rows": rows}, indent=1) + "\n")
+    if json_file is not None:
+        recipe = {"command": "python -m benchmarks demo_meshes", "workload": WORKLOAD, **machine()}
+        json_file.write_text(json.dumps({"recipe": recipe, "rows": rows}, indent=1) + "\n")
     return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Claim: evicting 1/256 of the pool more than is missing cuts the runs of new pages to a third, and
 costs few hits.
 
-    python benchmarks/eviction_reserve.py --json benchmarks/results/eviction_reserve.json
+    python -m benchmarks eviction_reserve --json benchmarks/results/eviction_reserve.json
 
 Chats with one system prompt come back turn after turn to a full pool that holds a part of them.
 Eviction takes exactly what an admission lacks, or that and a part of the pool at once
@@ -11,15 +11,16 @@ descriptor a layer), and the tokens found cached.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import time
 from collections import deque
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
@@ -97,28 +98,28 @@ def replay(
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--pages", type=int, default=16_384)
-    parser.add_argument("--chats", type=int, default=250)
-    parser.add_argument("--turns", type=int, default=6_000)
-    parser.add_argument("--policy", default="lru")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def eviction_reserve(
+    pages: Annotated[int, typer.Option(help="Of the pool.")] = 16_384,
+    chats: Annotated[int, typer.Option(help="That come back.")] = 250,
+    turns: Annotated[int, typer.Option(help="Of all chats.")] = 6_000,
+    policy: Annotated[str, typer.Option(help="Of eviction.")] = "lru",
+    seed: int = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and cases there.")
+    ] = None,
+) -> None:
+    """What evicting more than is missing does to the runs of new pages and to hits."""
     cases = []
     for reserve in (0.0, 1 / 1024, 1 / 512, 1 / 256, 1 / 100, 1 / 20):
-        cases.append(
-            replay(
-                options.pages, options.chats, options.turns, reserve, options.policy, options.seed
-            )
-        )
+        cases.append(replay(pages, chats, turns, reserve, policy, seed))
         print(cases[-1], flush=True)
-    if options.json is not None:
+    if json_file is not None:
         recipe = {
-            **{name: value for name, value in vars(options).items() if name != "json"},
+            "pages": pages,
+            "chats": chats,
+            "turns": turns,
+            "policy": policy,
+            "seed": seed,
             "page_size": PAGE_SIZE,
             "running": RUNNING,
             "counted": "the second half of the turns",
@@ -127,10 +128,6 @@ def main() -> None:
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "load": round(os.getloadavg()[0], 1),
         }
-        options.json.write_text(
+        json_file.write_text(
             json.dumps({"recipe": recipe, "cases": cases}, indent=1) + "\n", encoding="utf-8"
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,22 +1,493 @@
-"""Claim: looking a prompt up costs half of what SGLang's compiled tree needs, and no call is linear
-in the tree.
+"""`python -m benchmarks radix`: what the radix cache costs, beside SGLang's trees where they can be
+imported.
 
-    python benchmarks/radix.py [--peer UNPACKED_WHEEL --peer-stubs STUBS]
-
-writes benchmarks/results/radix.json; the same as `prefixkv bench radix --json ...`. See
-prefixkv/cli/bench_radix.py.
+Both sides run in one process, turn about, on the same tokens, the collector off; figures are
+medians. To have the other side there: `pip download --no-deps sglang==0.5.23`, unzip the wheel, and
+give that folder as `--peer` and the folder of the stubs for what it imports (`sgl_stub.py`,
+`sgl_unified_stub.py`) as `--peer-stubs`.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
+import json
+import os
+import platform
+import subprocess
 import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
 
+import numpy as np
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from prefixkv.cli.bench_radix import radix
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
+from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.errors import ConfigError
 
-if __name__ == "__main__":
-    app = typer.Typer(add_completion=False)
-    app.command()(radix)
-    app([*sys.argv[1:], "--json", str(Path(__file__).parent / "results" / "radix.json")])
+LEAF_TOKENS = 64
+VOCABULARY = 150_000
+
+WHERE = ("policy", "tokens", "nodes", "page_size", "depth", "leaves", "root_children", "bytes")
+"""What tells two rows of one name apart."""
+
+Row = dict[str, Any]
+Call = Callable[[], Any]
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _time_us(call: Call) -> float:
+    begin = time.perf_counter_ns()
+    call()
+    return (time.perf_counter_ns() - begin) / 1e3
+
+
+def _turn_about(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Median microseconds of each call; in every round each is called three times in a row."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    with _no_collector():
+        for _ in range(rounds):
+            for name, call in calls.items():
+                samples[name] += [_time_us(call) for _ in range(3)]
+    return {name: median(values) for name, values in samples.items()}
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- the other side -------------------------------------------------------------------------------
+
+
+class Peer:
+    """SGLang's tree with its compiled core, as its server runs it; nothing of it is part of this
+    project."""
+
+    def __init__(self, wheel: Path, stubs: Path) -> None:
+        os.environ["PEER_SGLANG"] = str(wheel)
+        sys.path.insert(0, str(stubs))
+        try:
+            importlib.import_module("sgl_unified_stub").install()
+            base = importlib.import_module("sglang.srt.mem_cache.base_prefix_cache")
+            unified = importlib.import_module("sglang.srt.mem_cache.unified_radix_cache")
+            components = importlib.import_module(
+                "sglang.srt.mem_cache.unified_cache.component_type"
+            )
+            params = importlib.import_module("sglang.srt.mem_cache.cache_init_params")
+            keys = importlib.import_module("sglang.srt.mem_cache.radix_cache")
+        except Exception as error:  # whatever another project's import may raise
+            raise ConfigError(f"the peer in {wheel} cannot be imported: {error!r}") from error
+        finally:
+            sys.path.remove(str(stubs))
+        self._base, self._unified, self._key = base, unified, keys.RadixKey
+        self._full, self._params = components.ComponentType.FULL, params.CacheInitParams
+
+    def cache(self, page_size: int) -> Any:
+        return self._unified.UnifiedRadixCache(
+            self._params(
+                disable=False,
+                req_to_token_pool=None,
+                token_to_kv_pool_allocator=_PeerAllocator(page_size),
+                page_size=page_size,
+                tree_components=(self._full,),
+                tree_core_backend="rust",
+            )
+        )
+
+    def match(self, cache: Any, tokens: Any) -> Any:
+        return cache.match_prefix(self._base.MatchPrefixParams(key=self._key(tokens, None)))
+
+    def insert(self, cache: Any, tokens: Any, slots: Any) -> Any:
+        return cache.insert(self._base.InsertParams(key=self._key(tokens, None), value=slots))
+
+    def evict(self, cache: Any, num_tokens: int) -> Any:
+        return cache.evict(self._base.EvictParams(num_tokens=num_tokens))
+
+
+class _PeerAllocator:
+    """What the peer's tree calls when it frees slots."""
+
+    device = "cpu"
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+
+    def free(self, *args: Any, **kwargs: Any) -> None: ...
+
+    free_segment = free_segments = free_full_segment = free_group_begin = free_group_end = free
+
+    def mamba_full_cache_donor(self) -> None: ...
+
+    def available_size(self) -> int:
+        return 0
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+
+class Bench:
+    """One run. `rows` grows as it goes on; `tell` is called with each row."""
+
+    def __init__(
+        self, seed: int, quick: bool, peer: Peer | None, tell: Callable[[Row], None]
+    ) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._quick = quick
+        self._peer = peer
+        self._tell = tell
+        self.rows: list[Row] = []
+
+    def run(self) -> None:
+        for page_size in (1, 16, 64):
+            for num_tokens, depth in ((32_768, 1), (32_768, 32), (131_072, 64)):
+                self.match(num_tokens, depth, page_size)
+        self.miss()
+        for page_size in (1, 16, 64):
+            self.insert(page_size)
+        for depth in (1, 64):
+            self.lock(depth)
+        for policy in ("lru", DEFAULT_POLICY):
+            sizes = (1_000, 10_000) if self._quick else (1_000, 100_000, 1_000_000)
+            took = [self.evict_one(policy, leaves) for leaves in sizes]
+            self._add(
+                "evict_one_page_most_leaves",
+                took[-1],
+                None,
+                3 * took[0],
+                policy=policy,
+                fewest_us=took[0],
+            )
+        for policy in policy_names():
+            self.evict_all(policy)
+        for policy in ("lru", DEFAULT_POLICY):
+            self.memory(policy)
+        self.keys()
+        self.probes()
+
+    def _add(
+        self,
+        name: str,
+        ours_us: float,
+        peer_us: float | None = None,
+        target: float | None = None,
+        **more: Any,
+    ) -> None:
+        row: Row = {"name": name, **more, "us": round(ours_us, 3)}
+        if peer_us is not None:
+            row |= {"peer_us": round(peer_us, 3), "ratio_to_peer": round(ours_us / peer_us, 3)}
+        if target is not None:
+            row |= {"target_us": round(target, 3), "met": ours_us <= target}
+        self.rows.append(row)
+        self._tell(row)
+
+    def _rounds(self, many: int) -> int:
+        return max(5, many // 10) if self._quick else many
+
+    def _tokens(self, num_tokens: int) -> Any:
+        return self._rng.integers(0, VOCABULARY, num_tokens, dtype=np.int32)
+
+    def match(self, num_tokens: int, depth: int, page_size: int) -> None:
+        """Everything cached, along `depth` nodes; locks keep ours apart."""
+        tokens = self._tokens(num_tokens)
+        ends = [num_tokens * at // depth // page_size * page_size for at in range(1, depth + 1)]
+        cache = RadixCache(page_size, DEFAULT_POLICY)
+        locks = [
+            cache.lock(cache.insert(tokens[:end], np.arange(end // page_size))) for end in ends
+        ]
+        key = RadixKey(tokens)
+        copy = bytes(bytearray(key.data))
+        match = cache.match_prefix(key)
+        assert match.prefix_len == num_tokens
+        assert cache.num_nodes == depth
+        calls: dict[str, Call] = {
+            "ours": lambda: cache.match_prefix(tokens),
+            "walk": lambda: cache.match_prefix(key),
+            "memcmp": lambda: key.data.startswith(copy),
+            "pages": lambda: match.pages,
+        }
+        if self._peer is not None:
+            import torch
+
+            peer, theirs = self._peer, self._peer.cache(page_size)
+            words, slots = array("q", tokens.tolist()), torch.arange(num_tokens)
+            for end in ends:
+                peer.insert(theirs, words[:end], slots[:end])
+            calls["peer"] = lambda: peer.match(theirs, words)
+        took = _turn_about(calls, self._rounds(100))
+        for lock in locks:
+            cache.unlock(lock)
+        where = {"tokens": num_tokens, "nodes": depth, "page_size": page_size}
+        theirs_us = took.get("peer")
+        self._add(
+            "match_prefix", took["ours"], theirs_us, theirs_us / 2 if theirs_us else None, **where
+        )
+        self._add(
+            "walk",
+            took["walk"],
+            None,
+            4 * took["memcmp"],
+            memcmp_us=round(took["memcmp"], 3),
+            **where,
+        )
+        self._add("match.pages", took["pages"], **where)
+
+    def miss(self) -> None:
+        """A prebuilt key against a root with many children."""
+        leaves = 10_000 if self._quick else 100_000
+        cache = _bushy(leaves, DEFAULT_POLICY)
+        key = RadixKey(np.full(32_768, VOCABULARY + leaves, np.int32))
+        took = _turn_about({"ours": lambda: cache.match_prefix(key)}, self._rounds(500))
+        self._add("match_prefix_miss", took["ours"], None, 1.5, root_children=leaves)
+
+    def insert(self, page_size: int) -> None:
+        """A new leaf of 32,768 tokens."""
+        num_tokens = 32_768
+        runs = [self._tokens(num_tokens) for _ in range(self._rounds(60))]
+        pages = np.arange(num_tokens // page_size, dtype=np.int32)
+        cache = RadixCache(page_size, DEFAULT_POLICY)
+        calls: dict[str, list[Call]] = {"ours": [partial(cache.insert, run, pages) for run in runs]}
+        if self._peer is not None:
+            import torch
+
+            theirs, slots = self._peer.cache(page_size), torch.arange(num_tokens)
+            words = [array("q", run.tolist()) for run in runs]
+            calls["peer"] = [partial(self._peer.insert, theirs, run, slots) for run in words]
+        took: dict[str, list[float]] = {name: [] for name in calls}
+        with _no_collector():
+            for at in range(len(runs)):
+                for name, insertions in calls.items():
+                    took[name].append(_time_us(insertions[at]))
+        theirs_us = median(took["peer"]) if "peer" in took else None
+        self._add(
+            "insert_new_leaf",
+            median(took["ours"]),
+            theirs_us,
+            theirs_us / 2 if theirs_us else None,
+            tokens=num_tokens,
+            page_size=page_size,
+        )
+
+    def lock(self, depth: int) -> None:
+        """Lock and unlock the end of a path of nodes that branches keep apart; held by nobody, then
+        held inside."""
+        page_size, run_tokens = 16, 64
+        run = self._tokens(depth * run_tokens)
+        cache = RadixCache(page_size, DEFAULT_POLICY)
+        cuts = [run[: at * run_tokens] for at in range(1, depth + 1)]
+        ends = [*cuts, *(np.append(cut, np.full(page_size, 1, np.int32)) for cut in cuts),
+                np.append(run, np.full(page_size, 2, np.int32))]  # fmt: skip
+        for at, end in enumerate(ends):
+            cache.insert(end, np.arange(at * 10_000, at * 10_000 + len(end) // page_size))
+        match = cache.match_prefix(run)
+        calls: dict[str, Call] = {"ours": lambda: cache.unlock(cache.lock(match))}
+        if self._peer is not None:
+            import torch
+
+            peer, theirs = self._peer, self._peer.cache(page_size)
+            for end in ends:
+                peer.insert(theirs, array("q", end.tolist()), torch.arange(len(end)))
+            node = peer.match(theirs, array("q", run.tolist())).last_device_node
+            calls["peer"] = lambda: theirs.unlock(theirs.lock(node))
+        took = _turn_about(calls, self._rounds(500))
+        theirs_us = took.get("peer")
+        self._add("lock_unlock", took["ours"], theirs_us, theirs_us, depth=depth)
+        holder = cache.lock(cache.match_prefix(run))
+        took = _turn_about({"ours": calls["ours"]}, self._rounds(500))
+        cache.unlock(holder)
+        self._add("lock_unlock_held_inside", took["ours"], depth=depth)
+
+    def evict_one(self, policy: str, leaves: int) -> float:
+        cache = _bushy(leaves, policy)
+        took = _turn_about({"ours": lambda: cache.evict(1)}, self._rounds(100))
+        self._add("evict_one_page", took["ours"], None, 20.0, policy=policy, leaves=leaves)
+        return took["ours"]
+
+    def evict_all(self, policy: str) -> None:
+        """Leaves of 64 tokens, all at once; and nine tenths of them, which needs their order."""
+        leaves = 9_000 if self._quick else 90_000
+        for share in (1.0, 0.9):
+            took, cpu_s = [], []
+            for _ in range(1 if self._quick else 3):
+                cache = _bushy(leaves, policy)
+                num_pages = int(cache.num_pages * share)
+                with _no_collector():
+                    cpu_s.append(-time.process_time())
+                    took.append(_time_us(partial(cache.evict, num_pages)) / (leaves * share))
+                    cpu_s[-1] += time.process_time()
+            per_leaf = median(took)
+            self._add(
+                "evict_all" if share == 1 else "evict_most",
+                per_leaf,
+                None,
+                2.0 if share == 1 else None,
+                policy=policy,
+                leaves=leaves,
+                leaves_per_s=round(1e6 / per_leaf),
+                leaves_per_cpu_s=round(leaves * share / median(cpu_s)),
+            )
+
+    def memory(self, policy: str) -> None:
+        """In a process of its own: here, what was freed before would be used again and count for
+        nothing."""
+        code = f"from benchmarks.radix import leaf_bytes; print(leaf_bytes({policy!r}))"
+        size = float(
+            subprocess.run(
+                [sys.executable, "-c", code], check=True, capture_output=True, text=True
+            ).stdout
+        )
+        row = {
+            "name": "memory_per_leaf",
+            "policy": policy,
+            "leaf_tokens": LEAF_TOKENS,
+            "bytes": round(size),
+            "target_bytes": 1000,
+            "met": size < 1000,
+        }
+        self.rows.append(row)
+        self._tell(row)
+
+    def keys(self) -> None:
+        import torch
+
+        tokens = self._tokens(32_768)
+        words, listed, tensor = (
+            array("q", tokens.tolist()),
+            tokens.tolist(),
+            torch.from_numpy(tokens),
+        )
+        grown = {size: RadixKey(self._tokens(size)) for size in (1024, 131_072)}
+        calls: dict[str, Call] = {
+            "numpy int32": lambda: RadixKey(tokens),
+            "numpy int64": lambda: RadixKey(tokens64),
+            "torch int32": lambda: RadixKey(tensor),
+            "array": lambda: RadixKey(words),
+            "list": lambda: RadixKey(listed),
+        }
+        tokens64 = tokens.astype(np.int64)
+        for source, took in _turn_about(calls, self._rounds(50)).items():
+            self._add("build_key", took, source=source, tokens=len(tokens))
+        extend: dict[str, Call] = {str(size): partial(key.append, 7) for size, key in grown.items()}
+        for size, took in _turn_about(extend, self._rounds(2000)).items():
+            self._add("extend_key_by_one", took, key_tokens=int(size))
+
+    def probes(self) -> None:
+        """Looking must not fragment: partial matches, and the nodes before and after."""
+        num_tokens, looks = 4096, 10_000 if self._quick else 100_000
+        run = self._rng.integers(0, 4, num_tokens, dtype=np.int32)
+        cache = RadixCache(16, DEFAULT_POLICY)
+        cache.insert(run, np.arange(num_tokens // 16))
+        key, nodes = RadixKey(run).data, cache.num_nodes
+        for cut in self._rng.integers(0, num_tokens, looks).tolist():
+            cache.match_prefix(np.frombuffer(key[: 4 * cut], np.int32))
+        row = {
+            "name": "nodes_after_partial_matches",
+            "looks": looks,
+            "nodes": cache.num_nodes,
+            "nodes_before": nodes,
+            "met": cache.num_nodes == nodes,
+        }
+        self.rows.append(row)
+        self._tell(row)
+
+
+def leaf_bytes(policy: str, leaves: int = 50_000) -> float:
+    """Resident bytes a leaf of 64 tokens (page 16), the tree's overhead included; wants a fresh
+    process."""
+    _bushy(1, policy)
+    gc.collect()
+    before = _resident_bytes()
+    cache = _bushy(leaves, policy)
+    gc.collect()
+    assert cache.num_nodes == leaves
+    return (_resident_bytes() - before) / leaves
+
+
+def _bushy(leaves: int, policy: str) -> RadixCache:
+    """So many leaves of 64 tokens, page 16, under one root."""
+    cache = RadixCache(16, policy)
+    pages = LEAF_TOKENS // 16
+    for at in range(leaves):
+        cache.insert(
+            np.full(LEAF_TOKENS, at, np.int32),
+            np.arange(at * pages, (at + 1) * pages, dtype=np.int32),
+        )
+    return cache
+
+
+def radix(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write recipe and rows there.")
+    ] = None,
+    peer: Annotated[Path | None, typer.Option(help="Folder of the unpacked SGLang wheel.")] = None,
+    peer_stubs: Annotated[
+        Path | None, typer.Option(help="Folder of the stubs for what it imports.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the tokens.")] = 0,
+    quick: Annotated[bool, typer.Option(help="A tenth of the rounds and of the leaves.")] = False,
+) -> None:
+    """What the radix cache costs: time an operation, memory a leaf, beside SGLang's tree if it is
+    there."""
+    if (peer is None) != (peer_stubs is None):
+        raise ConfigError("--peer and --peer-stubs go together")
+    console = Console()
+
+    def tell(row: Row) -> None:
+        console.print("  ".join(f"{name}={value}" for name, value in row.items()), highlight=False)
+
+    bench = Bench(
+        seed,
+        quick,
+        Peer(peer, peer_stubs) if peer is not None and peer_stubs is not None else None,
+        tell,
+    )
+    bench.run()
+    table = Table(
+        "operation", "us", "peer us", "ratio", "target us", "met", title="what has a target"
+    )
+    for row in bench.rows:
+        if "met" in row:
+            where = " ".join(str(row[name]) for name in WHERE if name in row)
+            figures = (
+                row.get(name, "") for name in ("us", "peer_us", "ratio_to_peer", "target_us", "met")
+            )
+            table.add_row(f"{row['name']} {where}", *map(str, figures))
+    console.print(table)
+    if json_file is not None:
+        recipe = {
+            "command": "python -m benchmarks radix",
+            "seed": seed,
+            "quick": quick,
+            "statistic": "median of all calls, three in a row each round; collector off; turn "
+            "about with the peer",
+            "default_policy": DEFAULT_POLICY,
+            "peer": None if peer is None else "SGLang 0.5.23 UnifiedRadixCache, compiled core",
+            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        json_file.write_text(
+            json.dumps({"recipe": recipe, "rows": bench.rows}, indent=1) + "\n", encoding="utf-8"
+        )

@@ -1,7 +1,7 @@
 """Claim: publishing its operations costs rank 0 50 to 80 us of a busy pass, a tenth of it, and one
 message of 40 KB.
 
-    python benchmarks/ranks.py --json benchmarks/results/ranks.json
+    python -m benchmarks ranks --json benchmarks/results/ranks.json
 
 A pass of a busy decode worker: one request of 8,192 tokens is admitted with 6,144 of them cached,
 one is committed, one finishes, and each of those that run gets a token (one in sixteen needs a page
@@ -11,7 +11,6 @@ another rank applies it in the same process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -19,8 +18,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.request import DecodeRequest
@@ -101,22 +102,22 @@ def measure(num_pages: int, running: int, num_passes: int, seed: int) -> dict[st
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--pages", type=int, default=200_000)
-    parser.add_argument("--passes", type=int, default=1_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def ranks(
+    pages: Annotated[int, typer.Option(help="Of the pool.")] = 200_000,
+    num_passes: Annotated[int, typer.Option("--passes", help="Of the worker, each way.")] = 1_000,
+    seed: int = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and cases there.")
+    ] = None,
+) -> None:
+    """What publishing its operations costs decode's rank 0."""
     cases = []
     for running in (16, 256):
-        cases.append(measure(options.pages, running, options.passes, options.seed))
+        cases.append(measure(pages, running, num_passes, seed))
         print(cases[-1], flush=True)
-    if options.json is not None:
+    if json_file is not None:
         recipe = {
-            **{name: value for name, value in vars(options).items() if name != "json"},
+            "pages": pages, "passes": num_passes, "seed": seed,
             "page_size": PAGE_SIZE, "prompt_tokens": PROMPT, "cached_tokens": CACHED,
             "conversations": CONVERSATIONS,
             "counted": "CPU time of the thread, passes turn about in one process",
@@ -124,10 +125,6 @@ def main() -> None:
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "load": round(os.getloadavg()[0], 1),
         }  # fmt: skip
-        options.json.write_text(
+        json_file.write_text(
             json.dumps({"recipe": recipe, "cases": cases}, indent=1) + "\n", encoding="utf-8"
         )
-
-
-if __name__ == "__main__":
-    main()

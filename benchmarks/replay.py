@@ -1,7 +1,7 @@
 """Claim: on a chat trace the default policy hits more often than LRU at every capacity, and the
 queue helps further.
 
-    python benchmarks/replay.py TRACE
+    python -m benchmarks replay TRACE
 
 writes benchmarks/results/replay.json (recipe and rows) and replay.png. Deterministic: only the
 times differ.
@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, make_policy, policy_names
 from prefixkv.cli.replay import OPTIMUM, draw, read_trace, replay_optimum, replay_policy
@@ -25,7 +27,8 @@ CAPACITIES = (1000, 2000, 3000, 6000, 10_000, 20_000, 30_000, 40_000, 50_000)
 QUEUED = (1000, 3000, 6000, 10_000, 20_000)
 
 
-def main(path: Path) -> None:
+def replay(path: Annotated[Path, typer.Argument(metavar="TRACE", help="Mooncake JSONL.")]) -> None:
+    """How often each eviction policy hits on a trace, at many capacities."""
     trace = read_trace(path)
     rows = []
     curves = []
@@ -51,7 +54,7 @@ def main(path: Path) -> None:
                 )
     whole = [name for name in policy_names() if not make_policy(name).keeps_partial_blocks]
     recipe = {
-        "command": f"python benchmarks/replay.py {path.name}",
+        "command": f"python -m benchmarks replay {path.name}",
         "trace": f"{path.name}: {len(trace.requests)} requests, blocks of {trace.block_tokens} "
         "tokens",
         "seed": "none: nothing is drawn",
@@ -68,7 +71,3 @@ def main(path: Path) -> None:
     text = json.dumps({"recipe": recipe, "rows": rows}, indent=1)
     (RESULTS / "replay.json").write_text(text + "\n", encoding="utf-8")
     draw(curves, RESULTS / "replay.png")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

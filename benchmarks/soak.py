@@ -1,7 +1,7 @@
 """Claim: 100,000 rooms with random failures leave memory, descriptors, threads and every table
 where they were.
 
-    nice -n 10 python benchmarks/soak.py [--rooms 100000] [--seed 1] [--json
+    nice -n 10 python -m benchmarks soak [--rooms 100000] [--seed 1] [--json
     benchmarks/results/soak.json]
 
 A decode and a prefill node with tiny pools live through all of it in this process, over real NIXL;
@@ -17,20 +17,19 @@ Flat means: none of them more than after the warm-up, but for a few, and a slope
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
-import pathlib
 import sys
 import time
 from collections import Counter
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import psutil
+import typer
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from benchmarks.soak_engine import Engine, Second, instances, lengths_below
 
 MOST_BYTES_A_ROOM = 20.0  # 2 MB in 100,000 rooms
@@ -49,11 +48,13 @@ PLANS = {
 class Soak:
     """One run; `samples` grows as it goes on."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.chance = np.random.default_rng(args.seed)
-        self.engine = Engine("first", args.seed)
-        self.second = Second(args.seed)
+    def __init__(self, rooms: int, every: int, restart_every: int, seed: int) -> None:
+        self.rooms = rooms
+        self.every = every  # rooms between two counts
+        self.restart_every = restart_every
+        self.chance = np.random.default_rng(seed)
+        self.engine = Engine("first", seed)
+        self.second = Second(seed)
         self.samples: list[dict[str, Any]] = []
         self.plans: Counter[str] = Counter()
         self.began_s = time.monotonic()
@@ -63,18 +64,18 @@ class Soak:
         rooms = 0
         self.second.start()
         try:
-            while rooms < self.args.rooms:
+            while rooms < self.rooms:
                 self.engine.step()
                 self.second.step(self.engine)
-                until = min(self.args.rooms, self.args.every * (len(self.samples) + 1))
+                until = min(self.rooms, self.every * (len(self.samples) + 1))
                 while self.engine.num_open < OPEN and rooms < until:
                     rooms += 1
                     plan = str(self.chance.choice(names, p=weights / weights.sum()))
                     self.plans[plan] += 1
                     self.open(rooms, plan)
-                    if rooms % self.args.restart_every == 0:
+                    if rooms % self.restart_every == 0:
                         self.second.restart(
-                            self.engine, killed=rooms // self.args.restart_every % 2 == 0
+                            self.engine, killed=rooms // self.restart_every % 2 == 0
                         )
                 if rooms == until:
                     self.rest()
@@ -103,8 +104,8 @@ class Soak:
             ask = (room, tokens, prefill, plan)
             second.send("decode", ask) if where == "decode there" else engine.add_decode(*ask)
         if plan != "decode alone":
-            ask = (room, theirs, plan)
-            second.send("prefill", ask) if where == "prefill there" else engine.add_prefill(*ask)
+            add = (room, theirs, plan)
+            second.send("prefill", add) if where == "prefill there" else engine.add_prefill(*add)
 
     def rest(self) -> None:
         """Until no request lives and no room is open or undrained in this process."""
@@ -169,47 +170,42 @@ def verdict(samples: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--rooms", type=int, default=100_000)
-    parser.add_argument("--every", type=int, default=4000, help="rooms between two counts")
-    parser.add_argument(
-        "--restart-every",
-        type=int,
-        default=1500,
-        help="rooms between two ends of the second process",
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=pathlib.Path)
-    args = parser.parse_args(arguments)
+def soak(
+    rooms: Annotated[int, typer.Option(help="Opened in all.")] = 100_000,
+    every: Annotated[int, typer.Option(help="Rooms between two counts.")] = 4000,
+    restart_every: Annotated[
+        int, typer.Option(help="Rooms between two ends of the second process.")
+    ] = 1500,
+    seed: int = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all counts there.")
+    ] = None,
+) -> int:
+    """Whether memory, descriptors, threads and tables stay flat through many failing rooms."""
     from prefixkv.cli.report import machine
 
     recipe = {
-        "command": f"python benchmarks/soak.py --rooms {args.rooms} --every {args.every} "
-        f"--restart-every {args.restart_every} --seed {args.seed}",
+        "command": f"python -m benchmarks soak --rooms {rooms} --every {every} "
+        f"--restart-every {restart_every} --seed {seed}",
         "nice": os.nice(0),
         "ucx_tls": os.environ.get("UCX_TLS", "default"),
         **machine(),
     }
-    soak = Soak(args)
-    soak.run()
-    found = verdict(soak.samples)
+    run = Soak(rooms, every, restart_every, seed)
+    run.run()
+    found = verdict(run.samples)
     recipe["load_average_after"] = list(os.getloadavg())
-    if args.json is not None:
-        outcomes = dict(sorted(soak.engine.outcomes.items()))
+    if json_file is not None:
+        outcomes = dict(sorted(run.engine.outcomes.items()))
         content = {
             "recipe": recipe,
             "verdict": found,
-            "plans": dict(soak.plans),
+            "plans": dict(run.plans),
             "outcomes_here": outcomes,
-            "second_process": dict(soak.second.counts),
-            "samples": soak.samples,
+            "second_process": dict(run.second.counts),
+            "samples": run.samples,
         }
-        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found))
     print("flat" if found["flat"] else "NOT FLAT")
     return 0 if found["flat"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,7 +25,13 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 
-POOL = {"num_pages": 2048, "page_size": 4, "num_layers": 2, "num_kv_heads": 1, "head_dim": 16}
+POOL: dict[str, Any] = {
+    "num_pages": 2048,
+    "page_size": 4,
+    "num_layers": 2,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+}
 CONTROL = ControlConfig(
     heartbeat_s=0.2, suspect_after_s=2.0, forget_after_s=5.0, resend_s=0.1, bootstrap_timeout_s=1.5,
     waiting_timeout_s=1.0, transfer_timeout_s=1.0, ack_timeout_s=1.0, drain_timeout_s=0.7,

@@ -1,8 +1,8 @@
 """Claim: on the CPU, gathering KV into staging memory and scattering it out of it cost a few plain
 copies of the bytes.
 
-    taskset -c 0 python benchmarks/staging_copy.py [--lease-mib 4] [--seed 1] >
-    results/staging_copy.json
+    taskset -c 0 python -m benchmarks staging_copy [--lease-mib 4] [--seed 1] >
+    benchmarks/results/staging_copy.json
 
 One rank of TP4 against one of TP1 of an 8B-class model (32 layers, 8 KV heads of 128, bf16, pages
 of 16 tokens): the narrow pool's rows are whole pages of a layer, the wide pool's are 512 bytes, a
@@ -13,19 +13,23 @@ between two large tensors ("memcpy"), gather from and scatter into each pool.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Annotated
 
 import numpy as np
 import torch
+import typer
 
+from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Shard
-from prefixkv.memory.stage_copy import StagingCopy, staging_copy
+from prefixkv.memory.stage_copy import StagingCopy
+from prefixkv.memory.stage_copy import staging_copy as copy_between
 
 NUM_PAGES, LAYERS, HEADS, HEAD_DIM, PAGE_SIZE, RANKS = 256, 32, 8, 128, 16, 4
 
@@ -45,10 +49,10 @@ def measure(
         for heads in (HEADS, HEADS // RANKS)
     )
     copies = {
-        "wide": staging_copy(
+        "wide": copy_between(
             wide.layout, Shard(0, LAYERS, HEADS // RANKS, HEADS // RANKS), PAGE_SIZE
         ),
-        "narrow": staging_copy(narrow.layout, Shard.whole(narrow.layout), PAGE_SIZE),
+        "narrow": copy_between(narrow.layout, Shard.whole(narrow.layout), PAGE_SIZE),
     }
     pages = (
         np.arange(NUM_PAGES) + 1 if contiguous else random.permutation(2 * NUM_PAGES)[:NUM_PAGES]
@@ -67,7 +71,7 @@ def measure(
     steps: dict[str, Callable[[], object]] = {"memcpy": lambda: plain[1].copy_(plain[0])}
     for pool, copy in copies.items():
         for name in ("gather", "scatter"):
-            steps[f"{name}_{pool}"] = lambda copy=copy, name=name: whole(copy, name)
+            steps[f"{name}_{pool}"] = partial(whole, copy, name)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         for name, step in steps.items():
@@ -91,28 +95,28 @@ def measure(
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--lease-mib", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    if min(options.lease_mib, options.rounds) < 1:
-        parser.error("--lease-mib and --rounds must be at least 1")
+def staging_copy(
+    lease_mib: Annotated[int, typer.Option(help="Of a lease.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Of which the median counts.")] = 11,
+    seed: int = 1,
+) -> None:
+    """What gathering KV into staging memory and scattering it cost on the CPU; JSON on stdout."""
+    if min(lease_mib, rounds) < 1:
+        raise ConfigError("--lease-mib and --rounds must be at least 1")
     torch.set_num_threads(1)
     load_before = os.getloadavg()
     cases = {
         f"{order}, {'contiguous' if contiguous else 'random'} pages": measure(
-            order, contiguous, options.lease_mib << 20, options.rounds, options.seed
+            order, contiguous, lease_mib << 20, rounds, seed
         )
         for order in ("layer_major", "page_major")
         for contiguous in (True, False)
     }
     recipe = {
         "what": "medians of rounds, one thread; GB/s of KV bytes, each read once and written once",
-        **vars(options),
+        "lease_mib": lease_mib,
+        "rounds": rounds,
+        "seed": seed,
         "load_average": [load_before[0], os.getloadavg()[0]],
         "cores": os.cpu_count(),
         "python": platform.python_version(),
@@ -122,7 +126,3 @@ def main() -> None:
         "system": platform.system(),
     }
     print(json.dumps({"recipe": recipe, "cases": cases}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

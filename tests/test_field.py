@@ -1,5 +1,5 @@
 """What has hurt users of other systems and is no other module's to test: see also the storm,
-`benchmarks/chaos.py`."""
+`python -m benchmarks chaos`."""
 
 from __future__ import annotations
 

@@ -11,11 +11,6 @@ from typing import Annotated
 
 import typer
 
-from prefixkv.cli.bench_claims import claims
-from prefixkv.cli.bench_radix import radix
-from prefixkv.cli.bench_router import router
-from prefixkv.cli.bench_sched import sched
-from prefixkv.cli.bench_transfer import transfer
 from prefixkv.cli.options import DemoOptions
 from prefixkv.cli.replay import replay
 from prefixkv.errors import CallerError, CapacityError, PrefixKVError
@@ -60,15 +55,6 @@ class Switch(StrEnum):
 
 
 app.command()(replay)
-bench = typer.Typer(
-    help="Measure what costs the engine's scheduler thread time, and the transport."
-)
-bench.command()(claims)
-bench.command()(radix)
-bench.command()(router)
-bench.command()(sched)
-bench.command()(transfer)
-app.add_typer(bench, name="bench")
 
 
 @app.command()
@@ -197,27 +183,32 @@ def demo(
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run the command line; returns the exit status and lets no exception of ours through."""
+    return run_app(app, "prefixkv", arguments)
+
+
+def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
+    """The same for any Typer application; `program` begins each message."""
     try:
-        status = app(args=list(arguments), prog_name="prefixkv", standalone_mode=False)
+        status = app(args=list(arguments), prog_name=program, standalone_mode=False)
     except (CallerError, CapacityError) as error:
-        return _say(error, 2)
+        return _say(program, error, 2)
     except PrefixKVError as error:
-        return _say(error, 1)
+        return _say(program, error, 1)
     except KeyboardInterrupt:
-        return _say("interrupted", 130)
+        return _say(program, "interrupted", 130)
     except Exception as error:
         # Typer's usage errors: their class has moved between its versions, their method has not.
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        return _say(message(), 2)
+        return _say(program, message(), 2)
     if status == 130:  # how Typer passes on a KeyboardInterrupt
-        return _say("interrupted", status)
+        return _say(program, "interrupted", status)
     return status if isinstance(status, int) else 0
 
 
-def _say(message: object, status: int) -> int:
-    print(f"prefixkv: {message}", file=sys.stderr)
+def _say(program: str, message: object, status: int) -> int:
+    print(f"{program}: {message}", file=sys.stderr)
     return status
 
 

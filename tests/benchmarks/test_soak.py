@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from benchmarks import soak
+from benchmarks.__main__ import run
 from benchmarks.soak_engine import instances, lengths_below
 from prefixkv.protocol.timers import Timers
 
 
 def test_a_short_soak_comes_to_rest_and_counts(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
-    status = soak.main(
-        ["--rooms", "120", "--every", "40", "--restart-every", "50", "--json", str(path)]
-    )
+    options = ["--rooms", "120", "--every", "40", "--restart-every", "50", "--json", str(path)]
+    status = run(["soak", *options])
     written = json.loads(path.read_text())
     assert status == (0 if written["verdict"]["flat"] else 1)
     assert [sample["rooms"] for sample in written["samples"]] == [40, 80, 120]

@@ -1,4 +1,4 @@
-"""`prefixkv bench transfer`: how fast KV goes through the whole stack, beside raw NIXL.
+"""`python -m benchmarks transfer`: how fast KV goes through the whole stack, beside raw NIXL.
 
 A prefill and a decode process, each pinned to a core of its own; 16-token pages of an 8B-class
 model (32 layers, 8 KV heads of 128, bfloat16: 2 MiB a page), 2,048 tokens a request: 256 MiB, from
@@ -25,8 +25,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from prefixkv.cache.radix_key import RadixKey
-from prefixkv.cli.bench_pair import (
+from benchmarks.pair import (
     Claim,
     Row,
     Stuck,
@@ -37,6 +36,7 @@ from prefixkv.cli.bench_pair import (
     spread,
     turn_about,
 )
+from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.report import machine
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import ConfigError, OutOfPagesError
@@ -140,7 +140,7 @@ def _age(books: PageBooks, case: Transfer, seed: int) -> None:
 def prefill_side(pipe: Connection, _watch: Watch, case: Transfer) -> None:
     """Does as it is told over the pipe: (side, room, decode's pages), and answers when the first
     byte set out."""
-    from prefixkv.cli.bench_raw import RawAgent
+    from benchmarks.raw import RawAgent
     from prefixkv.request import Request
     from prefixkv.runtime.nodes import PrefillNode
 
@@ -228,7 +228,7 @@ class _Decode:
 
 
 def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
-    from prefixkv.cli.bench_raw import RawAgent
+    from benchmarks.raw import RawAgent
     from prefixkv.runtime.nodes import DecodeNode
 
     raw = RawAgent("raw-decode", case.num_bytes, pool := case.pool())
@@ -321,7 +321,7 @@ def transfer(
     if json_file is not None and not json_file.parent.is_dir():
         raise ConfigError(f"--json is {json_file}, there is no such folder")
     recipe = {
-        "command": "prefixkv bench transfer" + (" --quick" if quick else ""),
+        "command": "python -m benchmarks transfer" + (" --quick" if quick else ""),
         "statistic": "medians, over the repetitions that others disturbed least, of the ratio "
         "within one",
         "nice": os.nice(0),

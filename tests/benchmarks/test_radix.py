@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixkv.cli.bench_radix import Bench
+from benchmarks.radix import Bench
 
 
 def test_a_quick_run_measures_what_has_a_target():

@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 import pytest
 
-from prefixkv.cli import bench_claims, bench_pair, bench_transfer, claim_prepare
-from prefixkv.cli.bench_pair import Claim, Watch, run_pair, turn_about
-from prefixkv.cli.main import run_command
+from benchmarks import claim_prepare, claims, pair, transfer
+from benchmarks.__main__ import run
+from benchmarks.pair import Claim, Watch, run_pair, turn_about
 from prefixkv.cli.workers import WorkerError
 from prefixkv.errors import OutOfPagesError
 from prefixkv.pages.manager import PageBooks
 
 
 def test_goodput_is_measured_against_raw_writes_of_the_same_bytes(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(bench_transfer, "LAYOUTS", ("layer_major",))
-    monkeypatch.setattr(bench_transfer, "PAGES", ("aged", "random"))
-    assert run_command(["bench", "transfer", "--quick", "--json", str(tmp_path / "out.json")]) == 0
+    monkeypatch.setattr(transfer, "LAYOUTS", ("layer_major",))
+    monkeypatch.setattr(transfer, "PAGES", ("aged", "random"))
+    assert run(["transfer", "--quick", "--json", str(tmp_path / "out.json")]) == 0
     written = json.loads((tmp_path / "out.json").read_text())
     aged, random = written["rows"]
     assert (aged["pages"], random["pages"]) == ("aged", "random")
@@ -31,14 +31,9 @@ def test_goodput_is_measured_against_raw_writes_of_the_same_bytes(tmp_path, monk
     assert written["recipe"]["versions"]["nixl"]
 
 
-@pytest.mark.parametrize("name", [name.value for name in bench_claims.Name if name != "goodput"])
+@pytest.mark.parametrize("name", [name.value for name in claims.Name if name != "goodput"])
 def test_each_claim_is_measured(name, tmp_path, capfd):
-    assert (
-        run_command(
-            ["bench", "claims", "--quick", "--only", name, "--json", str(tmp_path / "out.json")]
-        )
-        == 0
-    )
+    assert run(["claims", "--quick", "--only", name, "--json", str(tmp_path / "out.json")]) == 0
     written = json.loads((tmp_path / "out.json").read_text())
     assert list(written["measured"]) == [name]
     claims = written["measured"][name]["claims"]
@@ -52,9 +47,9 @@ def test_each_claim_is_measured(name, tmp_path, capfd):
 def test_goodput_is_one_of_the_claims(monkeypatch):
     row = {"layout": "page_major", "of_one_raw_write": 0.9, "of_raw_posts": 0.8}
     row |= {"of_raw_posts_of_the_same_descriptors": 1.0}
-    rows = [{**row, "pages": pages} for pages in bench_transfer.PAGES]
-    monkeypatch.setattr(bench_transfer, "measure", lambda quick, tell: rows)
-    found, details = bench_claims.MEASURES[bench_claims.Name.goodput](True)
+    rows = [{**row, "pages": pages} for pages in transfer.PAGES]
+    monkeypatch.setattr(transfer, "measure", lambda quick, tell: rows)
+    found, details = claims.MEASURES[claims.Name.goodput](True)
     assert details == rows
     assert [claim.met for claim in found] == [True, False, None] * 2 + [None] * 3
 
@@ -69,9 +64,9 @@ def test_what_is_met():
 
 
 def test_an_aged_pool_is_full_and_scattered():
-    case = bench_transfer.small("layer_major", "aged")
+    case = transfer.small("layer_major", "aged")
     books = PageBooks(case.num_pages, case.page_size, 16)
-    bench_transfer._age(books, case, 1)
+    transfer._age(books, case, 1)
     books.check_invariants()
     assert books.allocator.cached_pages > case.num_pages // 2
     with pytest.raises(OutOfPagesError):
@@ -145,7 +140,7 @@ def test_it_goes_on_until_enough_repetitions_were_left_alone():
 def test_the_least_disturbed_are_kept_when_none_is_left_alone():
     rows = _Disturbed([1.0, 0.5, 2.0]).least_disturbed(_numbers(), 2, patience_s=0.0)
     assert [row["number"] for row in rows] == [1, 0]
-    load = bench_pair.load_of(rows)
+    load = pair.load_of(rows)
     assert load == {
         "repetitions": 2, "of_so_many_taken": 2, "foreign_cores_median": 0.75,
         "foreign_cores_most": 1.0
@@ -158,7 +153,7 @@ def test_each_side_begins_in_its_turn():
 
 @pytest.mark.parametrize("command", ["transfer", "claims"])
 def test_bad_input_is_one_line_and_status_2(command, tmp_path, capfd):
-    assert run_command(["bench", command, "--json", str(tmp_path / "no" / "x")]) == 2
+    assert run([command, "--json", str(tmp_path / "no" / "x")]) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert "--json" in err

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from prefixkv.cli.bench_pair import (
+from benchmarks.pair import (
     Claim,
     Row,
     Stuck,
@@ -69,7 +69,7 @@ class Creation:
 
 
 def target_side(pipe: Connection, _watch: Watch, case: Creation) -> None:
-    from prefixkv.cli.bench_raw import make_agent
+    from benchmarks.raw import make_agent
 
     pool = case.pool()
     agent = make_agent("target", pool.layout)
@@ -78,7 +78,7 @@ def target_side(pipe: Connection, _watch: Watch, case: Creation) -> None:
 
 
 def creating_side(pipe: Connection, watch: Watch, case: Creation) -> list[Row]:
-    from prefixkv.cli.bench_raw import make_agent
+    from benchmarks.raw import make_agent
     from prefixkv.transport.descriptors import Part, paired_runs, part_indices
 
     pool = case.pool()
@@ -206,7 +206,7 @@ class Builder:
     """
 
     def __init__(self) -> None:
-        from prefixkv.cli.bench_raw import AgentType
+        from benchmarks.raw import AgentType
 
         self.on = False
         self._prep, self._make = AgentType.prep_xfer_dlist, AgentType.make_prepped_xfer

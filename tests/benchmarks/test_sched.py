@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from prefixkv.cli import bench_sched
-from prefixkv.cli.main import run_command
+from benchmarks import sched
+from benchmarks.__main__ import run
 
 
 @pytest.mark.parametrize(("full", "reserve"), [(False, 0.0), (True, 0.0), (True, 1 / 256)])
 def test_a_life_is_measured_call_by_call(full, reserve, monkeypatch):
-    monkeypatch.setattr(bench_sched.Bench, "_rounds", lambda self, many: 20)
+    monkeypatch.setattr(sched.Bench, "_rounds", lambda self, many: 20)
     rows = []
-    bench = bench_sched.Bench(0, True, "lru", rows.append)
+    bench = sched.Bench(0, True, "lru", rows.append)
     bench.life(full=full, evict_reserve=reserve)
     assert [row["name"] for row in rows] == ["encode_promise", "commit", "finish", "add", "admit"]
     for row in rows:
@@ -22,41 +22,41 @@ def test_a_life_is_measured_call_by_call(full, reserve, monkeypatch):
 
 
 def test_an_admission_whose_tree_has_changed_is_measured_beside_the_least_there_can_be(monkeypatch):
-    monkeypatch.setattr(bench_sched.Bench, "_rounds", lambda self, many: 20)
+    monkeypatch.setattr(sched.Bench, "_rounds", lambda self, many: 20)
     rows = []
-    bench_sched.Bench(0, True, "lru", rows.append).life(changed=True)
+    sched.Bench(0, True, "lru", rows.append).life(changed=True)
     assert [(row["name"], row["samples"]) for row in rows] == [("admit_floor", 20), ("admit", 20)]
     assert rows[1]["tree"] == "changed since add"
 
 
 def test_yardsticks_are_two_loops(monkeypatch):
-    monkeypatch.setattr(bench_sched.Bench, "_rounds", lambda self, many: 20)
+    monkeypatch.setattr(sched.Bench, "_rounds", lambda self, many: 20)
     rows = []
-    bench_sched.Bench(0, True, "lru", rows.append).yardstick()
+    sched.Bench(0, True, "lru", rows.append).yardstick()
     assert [(row["name"], row["samples"]) for row in rows] == [("yardstick", 20)] * 2
 
 
 @pytest.mark.parametrize("admission", ["hit_aware", "fifo", "priority"])
 def test_a_blocked_pass_admits_nobody(admission, monkeypatch):
-    monkeypatch.setattr(bench_sched.Bench, "_rounds", lambda self, many: 2)
+    monkeypatch.setattr(sched.Bench, "_rounds", lambda self, many: 2)
     rows = []
-    bench_sched.Bench(0, True, "lru", rows.append).blocked_pass(admission)
+    sched.Bench(0, True, "lru", rows.append).blocked_pass(admission)
     assert [row["name"] for row in rows] == ["blocked_pass", "blocked_pass_nothing_new"]
     assert {row["admission"] for row in rows} == {admission}
 
 
 def test_the_allocator_is_measured_after_it_has_been_through_a_lot(monkeypatch):
-    monkeypatch.setattr(bench_sched.Bench, "_rounds", lambda self, many: 2_000)
+    monkeypatch.setattr(sched.Bench, "_rounds", lambda self, many: 2_000)
     rows = []
-    bench_sched.Bench(0, True, "lru", rows.append).allocator()
+    sched.Bench(0, True, "lru", rows.append).allocator()
     assert rows[0]["samples"] == 2_000
     assert rows[0]["runs_a_request"] >= 1
 
 
 def test_figures_are_percentiles_in_microseconds(monkeypatch):
     ticks = iter(range(0, 10_000_000, 1_000))
-    monkeypatch.setattr(bench_sched.time, "perf_counter_ns", lambda: next(ticks))
-    samples = bench_sched.Samples()
+    monkeypatch.setattr(sched.time, "perf_counter_ns", lambda: next(ticks))
+    samples = sched.Samples()
     assert samples.take(lambda a, b: a + b, 1, b=2) == 3
     for _ in range(99):
         samples.take(lambda: [next(ticks) for _ in range(9)])
@@ -65,10 +65,8 @@ def test_figures_are_percentiles_in_microseconds(monkeypatch):
 
 
 def test_rows_and_recipe_are_written(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(
-        bench_sched.Bench, "run", lambda self: self._add("nothing", _one_sample(), 1e9)
-    )
-    assert run_command(["bench", "sched", "--seed", "3", "--json", str(tmp_path / "out.json")]) == 0
+    monkeypatch.setattr(sched.Bench, "run", lambda self: self._add("nothing", _one_sample(), 1e9))
+    assert run(["sched", "--seed", "3", "--json", str(tmp_path / "out.json")]) == 0
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["recipe"]["seed"] == 3
     assert [(row["name"], row["met"]) for row in written["rows"]] == [("nothing", True)]
@@ -79,7 +77,7 @@ def test_rows_and_recipe_are_written(tmp_path, monkeypatch, capfd):
     ("arguments", "why"), [("--json {tmp}/no/x", "--json"), ("--policy perhaps", "perhaps")]
 )
 def test_bad_input_is_one_line_and_status_2(arguments, why, tmp_path, capfd):
-    assert run_command(["bench", "sched", *arguments.format(tmp=tmp_path).split()]) == 2
+    assert run(["sched", *arguments.format(tmp=tmp_path).split()]) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert why in err
@@ -87,6 +85,6 @@ def test_bad_input_is_one_line_and_status_2(arguments, why, tmp_path, capfd):
 
 
 def _one_sample():
-    samples = bench_sched.Samples()
+    samples = sched.Samples()
     samples.take(lambda: None)
     return samples

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from prefixkv.cli.bench_router import ROUTERS, RouterSimulation, ServiceTimes, output_lengths
-from prefixkv.cli.main import run_command
+from benchmarks.__main__ import run as run_benchmark
+from benchmarks.router import ROUTERS, RouterSimulation, ServiceTimes, output_lengths
 from prefixkv.cli.replay import read_trace
 from prefixkv.errors import TraceError
 
@@ -60,12 +60,8 @@ def test_bounded_affinity_finds_every_turn_and_is_balanced(path: Path) -> None:
 
 def test_the_command_writes_recipe_and_results(path: Path, tmp_path: Path) -> None:
     to = tmp_path / "router.json"
-    assert (
-        run_command(
-            ["bench", "router", str(path), "--workers", "2", "--capacity", "40", "--json", str(to)]
-        )
-        == 0
-    )
+    options = ["--workers", "2", "--capacity", "40", "--json", str(to)]
+    assert run_benchmark(["router", str(path), *options]) == 0
     written = json.loads(to.read_text(encoding="utf-8"))
     assert [result["router"] for result in written["results"] if not result["settings"]] == list(
         ROUTERS
@@ -78,7 +74,7 @@ def test_the_command_writes_recipe_and_results(path: Path, tmp_path: Path) -> No
     "options", [["--workers", "0"], ["--capacity", "0"], ["--router", "best"], ["--step-ms", "-1"]]
 )
 def test_bad_options_are_refused(path: Path, options: list[str]) -> None:
-    assert run_command(["bench", "router", str(path), *options]) == 2
+    assert run_benchmark(["router", str(path), *options]) == 2
 
 
 def test_a_trace_without_output_lengths_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from prefixkv.cli.bench_pair import (
+from benchmarks.pair import (
     Claim,
     Row,
     Stuck,
@@ -83,7 +83,7 @@ class Steps:
 
 def receiving_side(pipe: Connection, _watch: Watch, case: Steps) -> None:
     """Eight agents with a pool each, whose notifications are polled without end."""
-    from prefixkv.cli.bench_raw import make_agent
+    from benchmarks.raw import make_agent
     from prefixkv.transport.nixl_agent import nixl_name
 
     pools = [case.pool(_PAGES_A_CHUNK) for _ in range(case.num_peers)]
@@ -109,7 +109,7 @@ class _Inline:
     transport's."""
 
     def __init__(self, pool: Any, peers: Any) -> None:
-        from prefixkv.cli.bench_raw import make_agent
+        from benchmarks.raw import make_agent
         from prefixkv.transport.descriptors import paired_runs
         from prefixkv.transport.nixl_agent import nixl_name
 

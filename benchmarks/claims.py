@@ -1,5 +1,5 @@
-"""`prefixkv bench claims`: the published claims about the transport, each measured again on this
-machine.
+"""`python -m benchmarks claims`: the published claims about the transport, each measured again on
+this machine.
 
     claim | measured | target | met
 
@@ -21,8 +21,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prefixkv.cli import bench_transfer, claim_async, claim_idle, claim_prepare, claim_staging
-from prefixkv.cli.bench_pair import Claim
+from benchmarks import claim_async, claim_idle, claim_prepare, claim_staging, transfer
+from benchmarks.pair import Claim
 from prefixkv.cli.report import machine
 from prefixkv.errors import ConfigError
 
@@ -39,8 +39,8 @@ class Name(StrEnum):
 
 
 def _goodput(quick: bool) -> tuple[list[Claim], Any]:
-    rows = bench_transfer.measure(quick, lambda row: None)
-    return bench_transfer.claims(rows), rows
+    rows = transfer.measure(quick, lambda row: None)
+    return transfer.claims(rows), rows
 
 
 MEASURES: Final[dict[Name, Measure]] = {
@@ -54,7 +54,7 @@ MEASURES: Final[dict[Name, Measure]] = {
 
 
 def table_of(found: list[Claim]) -> Table:
-    table = Table(title="prefixkv bench claims")
+    table = Table(title="python -m benchmarks claims")
     for name in ("claim", "case"):
         table.add_column(name)
     for name in ("measured", "target", "met"):
@@ -84,7 +84,7 @@ def claims(
         raise ConfigError(f"--json is {json_file}, there is no such folder")
     names = list(dict.fromkeys(only or Name))
     recipe: dict[str, Any] = {
-        "command": "prefixkv bench claims"
+        "command": "python -m benchmarks claims"
         + "".join(f" --only {name}" for name in only or ())
         + " --quick" * quick,
         "statistic": "medians of the repetitions that others disturbed least; foreign_cores: what "

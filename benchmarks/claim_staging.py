@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from prefixkv.cli.bench_pair import (
+from benchmarks.pair import (
     Claim,
     Row,
     Stuck,

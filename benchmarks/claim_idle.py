@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from prefixkv.cli.bench_pair import Claim, Row, Stuck, Watch, load_of, quantiles, run_pair
+from benchmarks.pair import Claim, Row, Stuck, Watch, load_of, quantiles, run_pair
 
 _PAGE_SIZE: Final = 16
 _WORK_S: Final = 0.2e-3

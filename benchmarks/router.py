@@ -1,5 +1,5 @@
-"""`prefixkv bench router`: block hit ratio and balance of several decode workers under each way to
-route, simulated.
+"""`python -m benchmarks router`: block hit ratio and balance of several decode workers under each
+way to route, simulated.
 
 Each worker is a real `RadixCache` with the default policy. A request of the trace is matched and
 locked where it was sent; its prompt is in the tree once the blocks that were missing have been
@@ -398,7 +398,7 @@ def router(
     console.print(f"one decision: {decision}", highlight=False)
     if json_file is not None:
         recipe = {
-            "command": f"prefixkv bench router {trace.name}",
+            "command": f"python -m benchmarks router {trace.name}",
             "trace": f"{trace.name}: {len(loaded.requests)} requests, {loaded.block_tokens}-token "
             "blocks, no warm-up",
             "seed": "none: nothing is drawn but the decision benchmark's tokens (1)",

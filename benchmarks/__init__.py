@@ -1,0 +1,1 @@
+"""What the library is measured by. `python -m benchmarks` lists it; `results/` has the figures."""

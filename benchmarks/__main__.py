@@ -1,0 +1,53 @@
+"""`python -m benchmarks` lists the benchmarks; `python -m benchmarks NAME [options]` runs one.
+
+The module `benchmarks.NAME` has a function NAME, whose parameters are the options. Only the module
+that is run is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import typer
+
+from prefixkv.cli.main import run_app
+
+PROGRAM = "python -m benchmarks"
+BENCHMARKS = {
+    "radix": "the radix cache's calls and memory, beside SGLang's tree",
+    "sched": "what decode's scheduler costs the engine's thread, call by call",
+    "transfer": "goodput from node to node, beside raw NIXL",
+    "claims": "the transport's claims: goodput, prepared lists, staging, full hits, idling",
+    "router": "hits and balance of several decode workers on a trace, by way to route",
+    "replay": "hits of each eviction policy on a trace, at many capacities",
+    "allocator": "allocating and freeing pages of a fragmented pool",
+    "eviction_reserve": "runs of new pages and hits, when more is evicted than is missing",
+    "ranks": "what publishing its operations costs decode's rank 0",
+    "staging_copy": "gathering into and scattering out of staging memory, on the CPU",
+    "burst": "bytes sent for many requests with one new system prompt",
+    "demo_meshes": "the demo between unequal ranks and layouts, every byte verified",
+    "chaos": "wrong bytes, hangs and leaks while workers die, stop and are cut off",
+    "soak": "memory, descriptors, threads and tables through 100,000 failing rooms",
+}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the benchmark named first with the options that follow; returns the exit status."""
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print(f"{PROGRAM} NAME [options]\n")
+        for name, line in BENCHMARKS.items():
+            print(f"  {name:<18}{line}")
+        return 0
+    name, *options = arguments
+    if name not in BENCHMARKS:
+        print(f"benchmarks: there is no {name!r}; {PROGRAM} lists them", file=sys.stderr)
+        return 2
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(getattr(import_module(f"benchmarks.{name}"), name))
+    return run_app(app, f"{PROGRAM} {name}", options)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
