@@ -9,20 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from prefixkv.errors import ConfigError
+from prefixkv.settings import above, at_least
 
 
 def _at_least(config: object, bound: float, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not value >= bound:
-            raise ConfigError(f"{name} is {value}, at least {bound} is needed")
+    at_least(bound, **{name: getattr(config, name) for name in names})
 
 
 def _above(config: object, bound: float, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not value > bound:
-            raise ConfigError(f"{name} is {value}, it has to be above {bound}")
+    above(bound, **{name: getattr(config, name) for name in names})
 
 
 def _one_of(config: object, allowed: tuple[str, ...], *names: str) -> None:

@@ -32,7 +32,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Hashable, Sequence
 
 from prefixkv.cache.events import Cleared, EventBatch, Removed, Stored
-from prefixkv.errors import CallerError, ConfigError
+from prefixkv.errors import CallerError
+from prefixkv.settings import above, at_least
 
 _STORED = math.inf
 
@@ -224,14 +225,9 @@ class BoundedAffinityRouter:
         expect_s: float = 30.0,
         max_pages: int = 1 << 20,
     ) -> None:
-        for name, value, least in (
-            ("bound", bound, 1), ("slack", slack, 0), ("min_worth", min_worth, 0),
-            ("expect_s", expect_s, 0), ("max_pages", max_pages, 0),
-        ):  # fmt: skip
-            if not value >= least:
-                raise ConfigError(f"{name} is {value}, at least {least} is needed")
-        if not fade_s > 0:
-            raise ConfigError(f"fade_s is {fade_s}, it has to be above 0")
+        at_least(1, bound=bound)
+        at_least(0, slack=slack, min_worth=min_worth, expect_s=expect_s, max_pages=max_pages)
+        above(0, fade_s=fade_s)
         self.counters: Counter[str] = Counter()
         self._bound = bound
         self._slack = slack

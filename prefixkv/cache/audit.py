@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
 from prefixkv.cache.node import DEAD, PAGE_ID_BYTES, Node
-from prefixkv.errors import InternalError
-
-if TYPE_CHECKING:
-    from prefixkv.cache.tree import RadixTree
+from prefixkv.cache.results import PrefixLock
+from prefixkv.cache.tree import RadixTree
 
 
-def check(cache: RadixTree) -> None:
-    """Raise InternalError, with every law that is broken and the state, if one is."""
-    broken = (
-        list(_tree_laws(cache))
-        + list(_lock_laws(cache))
-        + list(_queue_laws(cache))
-        + list(_want_laws(cache))
-    )
-    if broken:
-        lines = [*(f"broken: {law}" for law in broken), repr(cache.stats()), *_picture(cache)]
-        raise InternalError("\n".join(lines))
+def broken_laws(tree: RadixTree, locks: Collection[PrefixLock], epoch: int) -> list[str]:
+    """Every law that does not hold.
+
+    Args:
+        locks: all that are held.
+        epoch: that of the tree; a lock of an earlier one holds an orphan.
+    """
+    return [
+        *_tree_laws(tree, _orphans(locks, epoch)),
+        *_lock_laws(tree, locks, _orphans(locks, epoch)),
+        *_queue_laws(tree),
+        *_want_laws(tree),
+    ]
 
 
-def _tree_laws(cache: RadixTree) -> Iterator[str]:
-    page_bytes = cache._page_bytes
-    nodes = list(cache.nodes())
-    for namespace, root in cache._roots.items():
+def _tree_laws(tree: RadixTree, orphans: list[Node]) -> Iterator[str]:
+    page_bytes = tree._page_bytes
+    nodes = list(tree.nodes())
+    for namespace, root in tree._roots.items():
         if root.parent is not None or root.end != 0 or root.namespace != namespace:
             yield f"a root has no parent and no pages, and its own namespace: {root}"
         if not root.children and not root.lock_ref and not root.wants:
-            yield f"a root with nothing in it and nobody holding it is dropped: {namespace!r}"
-    for parent in [*nodes, *cache._roots.values()]:
+            yield f"a root with nothing in it that nothing holds is dropped: {namespace!r}"
+    for parent in [*nodes, *tree._roots.values()]:
         if parent.only_child is not (
             next(iter(parent.children.values())) if len(parent.children) == 1 else None
         ):
@@ -68,21 +67,20 @@ def _tree_laws(cache: RadixTree) -> Iterator[str]:
     )
     if len(set(ids.tolist())) != len(ids):
         yield "a page is in the tree once"
-    if len(ids) != cache.num_pages or len(nodes) != cache.num_nodes:
+    if len(ids) != tree.num_pages or len(nodes) != tree.num_nodes:
         yield f"the counters count: {len(ids)} pages, {len(nodes)} nodes"
-    if cache._in_tree is not None:
-        orphans = np.concatenate(
-            [np.frombuffer(node.pages, np.int32) for node in _orphans(cache)] or [ids[:0]]
-        )
-        both = np.sort(np.concatenate([ids, orphans]))
-        if not np.array_equal(both, np.flatnonzero(cache._in_tree)):
+    if tree._in_tree is not None:
+        theirs = [np.frombuffer(node.pages, np.int32) for node in orphans]
+        both = np.sort(np.concatenate([ids, *theirs]))
+        if not np.array_equal(both, np.flatnonzero(tree._in_tree)):
             yield "the bitmap has the pages of the tree and of orphans, and no others"
 
 
-def _lock_laws(cache: RadixTree) -> Iterator[str]:
-    ends_on = Counter(lock.node for lock in cache._locks)
-    nodes = [*cache.nodes(), *cache._roots.values()]
-    orphans = _orphans(cache)
+def _lock_laws(
+    tree: RadixTree, locks: Collection[PrefixLock], orphans: list[Node]
+) -> Iterator[str]:
+    ends_on = Counter(lock.node for lock in locks)
+    nodes = [*tree.nodes(), *tree._roots.values()]
     for node in [*nodes, *orphans]:
         if node.lock_ref != ends_on[node] + sum(
             child.lock_ref > 0 for child in node.children.values()
@@ -92,31 +90,31 @@ def _lock_laws(cache: RadixTree) -> Iterator[str]:
                 f"{ends_on[node]} end there"
             )
     protected = sum(node.num_pages for node in nodes if node.lock_ref)
-    if protected != cache.protected_pages or min(protected, cache.evictable_pages) < 0:
+    if protected != tree.protected_pages or min(protected, tree.evictable_pages) < 0:
         yield f"protected pages are those of nodes with lock_ref > 0: {protected}"
-    for lock in cache._locks:
-        if not lock.held or lock.node.end * cache.page_size != lock.prefix_len:
+    for lock in locks:
+        if not lock.held or lock.node.end * tree.page_size != lock.prefix_len:
             yield f"a node ends where a lock on it does: {lock} {lock.node}"
     if any(node.lock_ref == 0 for node in orphans):
         yield "an orphan is held"
-    if sum(node.num_pages for node in orphans) != cache.orphan_pages:
+    if sum(node.num_pages for node in orphans) != tree.orphan_pages:
         yield "the pages of orphans are counted"
 
 
-def _queue_laws(cache: RadixTree) -> Iterator[str]:
-    for node in cache.nodes():
+def _queue_laws(tree: RadixTree) -> Iterator[str]:
+    for node in tree.nodes():
         if not node.children and not node.lock_ref and node.entry is None:
             yield f"an evictable leaf stands in a queue: {node}"
 
 
-def _want_laws(cache: RadixTree) -> Iterator[str]:
-    page_bytes = cache._page_bytes
-    hanging = [want for node in [*cache.nodes(), *cache._roots.values()]
+def _want_laws(tree: RadixTree) -> Iterator[str]:
+    page_bytes = tree._page_bytes
+    hanging = [want for node in [*tree.nodes(), *tree._roots.values()]
                for at in (node.wants or {}).values() for want in at]  # fmt: skip
-    if len(hanging) != len(cache._wants) or set(hanging) != set(cache._wants.values()):
+    if len(hanging) != len(tree._wants) or set(hanging) != set(tree._wants.values()):
         yield "every want hangs somewhere, once"
-    for (namespace, data), want in cache._wants.items():
-        node, num_bytes = cache._walk(cache._roots[namespace], data)
+    for (namespace, data), want in tree._wants.items():
+        node, num_bytes = tree._walk(tree._roots[namespace], data)
         place = (want.depth, want.next_page(page_bytes))
         if want.node is not node or want.depth * page_bytes != num_bytes:
             yield (
@@ -127,22 +125,23 @@ def _want_laws(cache: RadixTree) -> Iterator[str]:
             yield f"a want is found by its depth and next page: {want.node}"
 
 
-def _orphans(cache: RadixTree) -> list[Node]:
+def _orphans(locks: Collection[PrefixLock], epoch: int) -> list[Node]:
     """Every node of a path that was locked when the tree was reset and still is."""
     found: dict[Node, None] = {}
-    for lock in cache._locks:
+    for lock in locks:
         node = lock.node
-        while lock.epoch != cache._epoch and node.parent is not None and node.end != DEAD:
+        while lock.epoch != epoch and node.parent is not None and node.end != DEAD:
             found[node] = None
             node = node.parent
     return list(found)
 
 
-def _picture(cache: RadixTree, limit: int = 200) -> list[str]:
+def picture(tree: RadixTree, limit: int = 200) -> list[str]:
+    """Every node with all that it knows, for the report of a broken law."""
     lines: list[str] = []
-    for at, node in enumerate(cache.nodes()):
+    for at, node in enumerate(tree.nodes()):
         if at == limit:
-            return [*lines, f"and {cache.num_nodes - limit} more"]
+            return [*lines, f"and {tree.num_nodes - limit} more"]
         lines.append(
             f"{node!r} mark={node.mark} steps={node.steps} parent={id(node.parent):x} "
             f"id={id(node):x}"

@@ -16,9 +16,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
-from prefixkv.cache import wants
-from prefixkv.cache.wants import Want
-
 Mark: TypeAlias = Any
 """What a policy keeps about a use; the policy alone knows what is in it."""
 
@@ -31,6 +28,23 @@ NO_CHILDREN: dict[bytes, Node] = {}
 """Shared by all leaves, never written to: a dictionary a leaf would cost a sixth of its memory."""
 
 DEAD = -1
+
+
+class Want:
+    """One prefix, and how many requests wait for it. It hangs at page `depth` of `node`'s path (see
+    `wants.py`)."""
+
+    __slots__ = ("count", "data", "depth", "node")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data  # packed tokens, whole pages
+        self.count = 0
+        self.node: Node | None = None
+        self.depth = 0
+
+    def next_page(self, page_bytes: int) -> bytes:
+        """The first page of it that is not in the tree; empty when all of it is."""
+        return self.data[self.depth * page_bytes : (self.depth + 1) * page_bytes]
 
 
 class Node:
@@ -145,27 +159,14 @@ class Node:
             (at, change(mark) if at == depth else mark) for at, mark in self.steps or ()
         ] or None
 
-    def tread_start(self) -> int:
-        """Where the run of pages at the end begins that have the same history as the last one."""
-        return self.steps[-1][0] if self.steps else self.start
-
-    def effective_mark(self, depth: int, fold: Fold) -> Mark:
-        """The history of page `depth` - 1 as far as this node knows it (its children know the
-        rest). O(steps)."""
-        total = self.mark
-        for at, mark in reversed(self.steps or ()):
-            if at < depth:
-                break
-            total = mark if total is None else fold(mark, total)
-        return total
-
     # --- cutting and joining ---------------------------------------------------------------------
 
     def split(self, depth: int, page_bytes: int) -> Node:
         """Cut at `depth`. The lower half stays this object, with its children and locks; returns
         the new upper half.
 
-        The caller puts the upper half in this node's place among the parent's children.
+        The caller puts the upper half in this node's place among the parent's children, and moves
+        the wants.
         """
         num_pages = depth - self.start
         cut = num_pages * page_bytes
@@ -185,15 +186,14 @@ class Node:
                 upper.mark = below.pop(0)[1]
             upper.steps = above or None
             self.steps = below or None
-        if self.wants:
-            wants.move(self, upper, upper.start, depth, page_bytes)
         return upper
 
-    def absorb_parent(self, page_bytes: int) -> None:
+    def absorb_parent(self) -> None:
         """Take over the parent's pages and marks; the parent, whose only child this is, leaves the
         tree.
 
-        The caller puts this node in the parent's place among the grandparent's children.
+        The caller puts this node in the parent's place among the grandparent's children, and has
+        moved the wants.
         """
         parent = self.parent
         assert parent is not None
@@ -205,8 +205,6 @@ class Node:
         if self.steps:
             steps += self.steps
         self.steps = steps or None
-        if parent.wants:
-            wants.move(parent, self, parent.start, parent.end, page_bytes)
         self.parent = parent.parent
         parent.leave_tree()
 
@@ -244,7 +242,7 @@ class Node:
         return removed
 
     def leave_tree(self) -> None:
-        """Let go of everything, so that whoever still holds the object sees that it is dead."""
+        """Let go of everything, so that a match that still has this object sees that it is dead."""
         self.end = DEAD
         self.parent = self.entry = self.steps = self.wants = self.only_child = None
         self.children = NO_CHILDREN

@@ -16,24 +16,34 @@ merged, so the shape of the tree says nothing about how it came about, and the w
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from prefixkv.cache import wants
+from prefixkv.cache import audit, dump, wants
 from prefixkv.cache.events import CacheEvent, EventLog
-from prefixkv.cache.eviction.policy import Use, forget
-from prefixkv.cache.node import PAGE_ID_BYTES, Node, Root
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
+from prefixkv.cache.eviction.queues import forget
+from prefixkv.cache.node import Node, Want
 from prefixkv.cache.radix_key import RadixKey, TokensLike
-from prefixkv.cache.results import NO_PAGES, InsertResult, MatchResult, PrefixLock, as_page_ids
-from prefixkv.cache.tree import Pages, RadixTree
-from prefixkv.cache.wants import Want
-from prefixkv.errors import CallerError, LockError, PageStateError
+from prefixkv.cache.results import (
+    NO_PAGES,
+    CacheStats,
+    InsertResult,
+    MatchResult,
+    PrefixLock,
+    as_page_ids,
+)
+from prefixkv.cache.tree import RadixTree
+from prefixkv.errors import CallerError, InternalError, LockError
+from prefixkv.paging import Pages
 
 EVENT_LIMIT_PAGES = 1 << 20
 """How many pages of events wait for a listener before it is made to start afresh."""
+
+_taken_s = attrgetter("taken_s")
 
 
 class RadixCache(RadixTree):
@@ -44,13 +54,43 @@ class RadixCache(RadixTree):
 
     Args:
         page_size: tokens a page.
-        policy: a name (`eviction.policy_names()`) or a policy object of its own, not shared with
-            another cache.
+        policy: a name (`eviction.policy.policy_names()`), or a policy object, for settings of its
+            own. An object serves one cache.
         pool_pages: how many pages the pool has; if given, ids out of range or in the tree already
             are refused.
     Raises:
         ConfigError: names the setting, the value and the bound.
+
+    A request finds what is cached of its prompt and holds it, computes the rest into pages 12 and
+    13, and hands those over; 12 stays held while it runs:
+
+    >>> cache = RadixCache(page_size=2, policy="lru")
+    >>> cache.insert([1, 2, 3, 4], [10, 11])
+    InsertResult(prefix_len=0)
+    >>> prompt = [1, 2, 3, 4, 5, 6]
+    >>> with cache.lock(cache.match_prefix(prompt)) as prefix:
+    ...     inserted = cache.insert(prompt + [7, 8], [12, 13], lock=prefix)
+    ...     lock = cache.lock(cache.match_prefix(prompt))
+    >>> inserted.pages.tolist()
+    [10, 11, 12, 13]
+    >>> cache.evict(100).tolist()
+    [13]
+    >>> with lock:
+    ...     cache.protected_pages
+    3
     """
+
+    def __init__(
+        self,
+        page_size: int = 16,
+        policy: str | Policy = DEFAULT_POLICY,
+        pool_pages: int | None = None,
+    ) -> None:
+        super().__init__(page_size, policy, pool_pages)
+        self._locks: set[PrefixLock] = set()
+        self._epoch = 0  # counts resets
+        self._tick = 0  # counts uses
+        self._use = Use()
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -62,6 +102,11 @@ class RadixCache(RadixTree):
         Args:
             tokens: 1-D; a RadixKey costs no packing. Cut to whole pages.
             namespace: left out when `tokens` is a RadixKey, which carries its own.
+
+        >>> cache = RadixCache(page_size=2)
+        >>> _ = cache.insert([1, 2, 3, 4], [10, 11])
+        >>> cache.match_prefix([1, 2, 3]).pages.tolist()  # only whole pages match
+        [10]
         """
         key = self._key(tokens, namespace)
         data = key.data
@@ -74,14 +119,13 @@ class RadixCache(RadixTree):
     # --- holding ---------------------------------------------------------------------------------
 
     def lock(
-        self, result: MatchResult | InsertResult, now_s: float = 0.0, *, visit: bool | None = None
+        self, result: MatchResult, now_s: float = 0.0, *, visit: bool | None = None
     ) -> PrefixLock:
         """Keep what was matched or inserted from eviction until `unlock`. Counts as a use.
 
         If pages came or went since, walks again and locks what is there now: the lock's own
         `prefix_len` is what counts. Nothing matched makes an empty lock, a lock like any other.
-        O(1) when the tree has not changed and somebody holds the path already, O(nodes not yet
-        held) else.
+        O(1) when the tree has not changed and the path is held already, O(nodes not yet held) else.
 
         Args:
             result: of this cache.
@@ -90,6 +134,14 @@ class RadixCache(RadixTree):
                 a lock of a match is a visit, and a lock of what was inserted is not.
         Raises:
             LockError: another cache's result.
+
+        >>> cache = RadixCache(page_size=2)
+        >>> lock = cache.lock(cache.insert([1, 2, 3, 4], [10, 11]))
+        >>> cache.evict(2).tolist()
+        []
+        >>> _ = cache.unlock(lock)
+        >>> cache.evict(1).tolist()
+        [11]
         """
         found, depth = self.locate(result)
         node = found if found is not None else self._root(result.namespace)
@@ -106,7 +158,7 @@ class RadixCache(RadixTree):
         return lock
 
     def unlock(self, lock: PrefixLock) -> Pages:
-        """End a lock, once. O(nodes that nobody else holds).
+        """End a lock, once. O(nodes that no other lock holds).
 
         Returns:
             The pages of an orphan (see `reset`) that this lock was the last to hold, now the
@@ -133,7 +185,7 @@ class RadixCache(RadixTree):
             elif not node.lock_ref:
                 self._queue.add(node)
         else:
-            self._merge_if_idle(node)  # nothing ends here any more, unless branches part
+            self._merge_if_idle(node)  # no lock ends here any more; maybe branches part here
         return lock.freed
 
     def _next_use(
@@ -190,14 +242,19 @@ class RadixCache(RadixTree):
                 ignored). Copied.
             priority: for policies that rank by it; a page has the highest of those that inserted
                 it.
-            now_s, visit: as for `lock`; by default an insertion is a visit unless somebody holds
-                the last page that was there already (the request itself, then, which has been
-                seen).
+            now_s, visit: as for `lock`; by default an insertion is a visit unless the last page
+                that was there already is held (by the request itself, then, which has been seen).
             lock: the caller's, of the first of these tokens, which are not looked at again; `pages`
                 are then those behind what it holds.
         Raises:
             TokenError, PageStateError: see there. Nothing was changed.
             LockError: the lock is not held, or not a lock of what is in this tree.
+
+        >>> cache = RadixCache(page_size=2)
+        >>> _ = cache.insert([1, 2, 3, 4], [10, 11])
+        >>> result = cache.insert([1, 2, 5, 6], [20, 21])  # page 20 has what 10 has: still yours
+        >>> result.prefix_len, result.pages.tolist()
+        (2, [10, 21])
         """
         key = self._key(tokens, namespace)
         key.check()
@@ -217,9 +274,8 @@ class RadixCache(RadixTree):
             (None, 0) if node is None else self._walk(node, data, held_pages * self._page_bytes)
         )
         old_pages = matched // self._page_bytes
-        ids = self._new_pages(
-            ids, old_pages - held_pages
-        )  # the last that may fail; from here on the tree changes
+        # This is the last call that may fail; from here on the tree changes.
+        ids = self._new_pages(ids, old_pages - held_pages)
         if node is None:
             node = self._root(key.namespace)
         if visit is None:
@@ -234,52 +290,24 @@ class RadixCache(RadixTree):
             node = self._attach(node, old_pages, new_key, ids, use)
         return InsertResult(self, data, key.namespace, node, num_pages, old_pages)
 
-    def _attach(self, node: Node, depth: int, key: bytes, ids: Pages, use: Use) -> Node:
-        """Put new pages at `depth` of `node`, and return the node that ends with them."""
-        fold = self.policy.fold
-        pages = ids.tobytes()
-        *inner_marks, (_, mark) = self.policy.insertion_marks(use)
-        if depth < node.end:
-            node = self._split(node, depth)
-        if inner_marks and inner_marks[0][0] == depth > 0:
-            node.leave_mark(*inner_marks.pop(0), fold, False)  # what the old pages get
-        parent, pages_above = node, node.pages[-PAGE_ID_BYTES:]
-        if node.parent is not None and not node.children and not node.lock_ref:
-            node.grow(key, pages, mark)  # a branch that goes on is the same branch
-        else:
-            node = Node(key, pages, depth + len(ids), parent)
-            node.mark = mark
-            parent.adopt(key[: self._page_bytes], node)
-            self._num_nodes += 1
-        for at, inner_mark in inner_marks:
-            if at > depth:
-                node.leave_mark(at, inner_mark, fold, False)
-        if parent.wants:
-            if parent is node:
-                forget(node)  # it may stand among the wanted, and ends elsewhere now
-            self._serve_wants(parent, depth, node, key)
-        self._queue.add(node)
-        self._evictable_pages += len(ids)
-        self._inserted_pages += len(ids)
-        self.version += 1
-        if self._in_tree is not None:
-            self._in_tree[ids] = True
-        if self._log is not None:
-            self._log_stored(node, pages_above, key, pages)
-        return node
-
     # --- taking back -----------------------------------------------------------------------------
 
     def evict(self, num_pages: int, now_s: float = 0.0) -> Pages:
         """Take the pages least worth keeping: exactly `num_pages`, or all that are evictable.
 
-        Always the last page of some leaf, so what is left is still prefixes; the policy says of
-        which. A batch takes what single steps would. O(log leaves) a leaf, and O(1) a page.
+        A step takes the last page of a leaf, so what is left is still prefixes; the policy says of
+        which leaf. A batch takes what single steps would. O(log leaves) a leaf, and O(1) a page.
 
         Returns:
             int32 page ids, now the caller's, in no particular order.
         Raises:
             CallerError: a negative count.
+
+        >>> cache = RadixCache(page_size=1, policy="lru")
+        >>> _ = cache.insert([1, 2, 3], [10, 11, 12])
+        >>> _ = cache.insert([1, 9], [10, 20])
+        >>> sorted(cache.evict(2).tolist())  # the branch used longest ago, and not what both share
+        [11, 12]
         """
         if num_pages < 0:
             raise CallerError(f"cannot evict {num_pages} pages")
@@ -288,7 +316,7 @@ class RadixCache(RadixTree):
         if not num_pages:
             return NO_PAGES.copy()
         thinned: dict[Node, None] = {}  # lost a child, so may have become mergeable
-        # All at once needs no order; but what is held is walked over then, so it has to be the
+        # All at once needs no order. But `_strip` walks over what is held, so that has to be the
         # lesser part.
         if num_pages == self._evictable_pages >= self._protected_pages and self._order_is_free():
             taken = self._strip(thinned, self._log)
@@ -334,11 +362,9 @@ class RadixCache(RadixTree):
 
     # --- hints, all of them soft -----------------------------------------------------------------
 
-    def hint(
-        self, target: MatchResult | InsertResult | PrefixLock | Node, continues: bool | None
-    ) -> None:
-        """Say whether the session whose use ended there will go on: True, False, or None (unknown:
-        ignored).
+    def hint(self, target: MatchResult | PrefixLock | Node, continues: bool | None) -> None:
+        """Say whether the session whose use ended at `target` will go on: True, False, or None
+        (unknown: ignored).
 
         It holds until the next use. A place that is gone, or where no use ended, is ignored.
 
@@ -371,7 +397,7 @@ class RadixCache(RadixTree):
         waits. O(nodes on the path).
 
         Raises:
-            CallerError: a change other than +1 and -1, or -1 for what nobody waits for.
+            CallerError: a change other than +1 and -1, or -1 for what no request waits for.
         """
         key = self._key(tokens, namespace)
         data = key.data
@@ -397,12 +423,6 @@ class RadixCache(RadixTree):
                 forget(home)  # it may stand among the wanted
                 self._queue.add(home)
 
-    def _serve_wants(self, parent: Node, depth: int, node: Node, key: bytes) -> None:
-        """New pages `key` came at `depth`: the wants that hang there and ask for them move down."""
-        for want in wants.served_by(parent, depth, key[: self._page_bytes]):
-            common = self._common_bytes(want.data, depth * self._page_bytes, len(want.data), key)
-            wants.hang(want, node, depth + common // self._page_bytes, self._page_bytes)
-
     # --- listening and looking on ----------------------------------------------------------------
 
     def drain_events(self, afresh: bool = False) -> list[CacheEvent]:
@@ -422,24 +442,69 @@ class RadixCache(RadixTree):
                 self._log_stored(node, node.parent.pages, node.key, node.pages)
         return self._log.drain()
 
-    def _log_stored(
-        self,
-        node: Node,
-        pages_above: bytes | bytearray,
-        key: bytes | bytearray,
-        pages: bytes | bytearray,
-    ) -> None:
-        assert self._log is not None
-        parent_page = (
-            int.from_bytes(pages_above[-PAGE_ID_BYTES:], sys.byteorder) if pages_above else None
+    @property
+    def tick(self) -> int:
+        """How many uses there were."""
+        return self._tick
+
+    def stats(self) -> CacheStats:
+        return CacheStats(
+            num_pages=self.num_pages,
+            evictable_pages=self._evictable_pages,
+            protected_pages=self._protected_pages,
+            orphan_pages=self._orphan_pages,
+            num_nodes=self._num_nodes,
+            num_locks=len(self._locks),
+            num_wants=len(self._wants),
+            uses=self._tick,
+            inserted_pages=self._inserted_pages,
+            evicted_pages=self._evicted_pages,
         )
-        root: Node = node
-        while root.parent is not None:
-            root = root.parent
-        assert isinstance(root, Root)
-        self._log.stored(root.namespace, parent_page, key, np.frombuffer(pages, np.int32).tolist())
+
+    def oldest_lock(self) -> PrefixLock | None:
+        """Of the locks that hold pages the one taken first, by `now_s`. O(locks). Any thread may
+        ask."""
+        return min(
+            (lock for lock in self._locks.copy() if lock.prefix_len), key=_taken_s, default=None
+        )
+
+    def dump(self, max_nodes: int = 1000) -> str:
+        """The tree as text, a node a line: depth, tokens, lock_ref, age in uses, and what the
+        policy says of it."""
+        return dump.as_text(self, self._tick, max_nodes)
+
+    def check_invariants(self) -> None:
+        """Hold the tree against its laws (`audit.py`). O(tree).
+
+        Raises:
+            InternalError: every law that is broken, and the state.
+        """
+        broken = audit.broken_laws(self, self._locks, self._epoch)
+        if broken:
+            laws = [f"broken: {law}" for law in broken]
+            raise InternalError("\n".join([*laws, repr(self.stats()), *audit.picture(self)]))
 
     # --- shared ----------------------------------------------------------------------------------
+
+    def locate(self, result: MatchResult) -> tuple[Node | None, int]:
+        """Where a result ends now: a node, and the depth in it (above its start, unless it is a
+        root).
+
+        Raises:
+            LockError: another cache's result.
+        """
+        if result.cache is not self:
+            raise LockError("the result is another cache's")
+        node, depth = result.node, result.depth
+        if node is None or result.version != self.version or node.end < depth:
+            root = self._roots.get(result.namespace)
+            if root is None:
+                return None, 0
+            node, num_bytes = self._walk(root, result.data)
+            return node, num_bytes // self._page_bytes
+        while node.parent is not None and depth <= node.parent.end:  # split since
+            node = node.parent
+        return node, depth
 
     def _key(self, tokens: TokensLike, namespace: Hashable) -> RadixKey:
         if type(tokens) is not RadixKey:
@@ -447,18 +512,3 @@ class RadixCache(RadixTree):
         if namespace is not None:
             raise CallerError(f"{tokens!r} carries its namespace, {namespace!r} was given besides")
         return tokens
-
-    def _new_pages(self, ids: Pages, num_old: int) -> Pages:
-        """The ids but the first `num_old`. Raises PageStateError if one cannot be new."""
-        new = ids[num_old:]
-        if self._in_tree is not None:
-            try:
-                in_tree = self._in_tree[ids]
-            except IndexError:
-                raise PageStateError(
-                    f"page id {ids.max()} is not below pool_pages {len(self._in_tree)}"
-                ) from None
-            again = in_tree[num_old:]
-            if np.count_nonzero(again):
-                raise PageStateError(f"page id {new[int(again.argmax())]} is in the tree already")
-        return new

@@ -4,23 +4,45 @@ for."""
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from prefixkv.cache.node import PAGE_ID_BYTES, Node
 from prefixkv.errors import PageStateError
-
-if TYPE_CHECKING:
-    from prefixkv.cache.radix_cache import RadixCache
-
-Pages = npt.NDArray[np.int32]
+from prefixkv.paging import Pages, as_pages
 
 NO_PAGES: Pages = np.empty(0, np.int32)
 
-MAX_PAGE_ID = 2**31 - 1
+
+class Cache(Protocol):
+    """What a result asks of the `RadixCache` that gave it."""
+
+    page_size: int
+    version: int
+
+    def locate(self, result: MatchResult) -> tuple[Node | None, int]: ...
+
+    def unlock(self, lock: PrefixLock) -> Pages: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """A snapshot of sizes, and counts since the cache was built. Pages, unless the name says
+    otherwise."""
+
+    num_pages: int
+    evictable_pages: int
+    protected_pages: int
+    orphan_pages: int
+    num_nodes: int
+    num_locks: int
+    num_wants: int
+    uses: int
+    inserted_pages: int
+    evicted_pages: int
 
 
 class MatchResult:
@@ -33,7 +55,7 @@ class MatchResult:
     __slots__ = ("cache", "data", "depth", "namespace", "node", "version")
 
     def __init__(
-        self, cache: RadixCache, data: bytes, namespace: Hashable, node: Node | None, depth: int
+        self, cache: Cache, data: bytes, namespace: Hashable, node: Node | None, depth: int
     ) -> None:
         self.cache = cache
         self.data = data
@@ -56,12 +78,12 @@ class MatchResult:
     def pages(self) -> Pages:
         """int32 [prefix_len / page_size] page ids, the caller's; of a stale match, those still
         there. O(pages)."""
-        return self.cache.result_pages(self)
+        node, depth = self.cache.locate(self)
+        return page_ids(node, min(depth, self.depth))
 
     @property
     def unprotected_pages(self) -> int:
-        """How many pages a lock would take out of the evictable ones. O(nodes that nobody
-        holds)."""
+        """How many pages a lock would take out of the evictable ones. O(nodes not yet held)."""
         node, depth = self.cache.locate(self)
         while node is not None and not node.lock_ref and node.parent is not None:
             node = node.parent
@@ -83,7 +105,7 @@ class InsertResult(MatchResult):
 
     def __init__(
         self,
-        cache: RadixCache,
+        cache: Cache,
         data: bytes,
         namespace: Hashable,
         node: Node | None,
@@ -109,14 +131,14 @@ class PrefixLock:
     __slots__ = ("_pages", "cache", "epoch", "freed", "held", "node", "prefix_len", "taken_s")
 
     def __init__(
-        self, cache: RadixCache, node: Node, prefix_len: int, epoch: int, taken_s: float = 0.0
+        self, cache: Cache, node: Node, prefix_len: int, epoch: int, taken_s: float = 0.0
     ) -> None:
         self.cache = cache
         self.node = node
         self.prefix_len = prefix_len
         self.epoch = epoch
         self.held = True
-        self.taken_s = taken_s  # by the clock of those who lock
+        self.taken_s = taken_s  # by the caller's clock
         self.freed = NO_PAGES
         self._pages: Pages | None = None
 
@@ -166,16 +188,9 @@ def as_page_ids(pages: Any, num_pages: int) -> Pages:
 
     Raises:
         PageStateError: not one-dimensional integers, fewer than `num_pages`, more than one more,
-        negative, or
-            an id twice.
+            negative, beyond int32, or an id twice.
     """
-    ids = np.asarray(pages)
-    if not ids.size:
-        ids = ids.astype(np.int32)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise PageStateError(
-            f"page ids are {ids.dtype} of shape {ids.shape}, integers in one dimension are needed"
-        )
+    ids = as_pages(pages)
     if not num_pages <= len(ids) <= num_pages + 1:
         raise PageStateError(f"{len(ids)} page ids for {num_pages} whole pages")
     ids = ids[:num_pages]
@@ -183,12 +198,10 @@ def as_page_ids(pages: Any, num_pages: int) -> Pages:
         # Ids mostly come in rising order, which is quick to see; counting takes half the time of
         # `all`.
         in_order = ids if np.count_nonzero(ids[1:] <= ids[:-1]) == 0 else np.sort(ids)
-        if in_order[0] < 0 or in_order[-1] > MAX_PAGE_ID:
-            raise PageStateError(
-                f"page ids {in_order[0]} to {in_order[-1]} are not all in [0, 2**31)"
-            )
+        if in_order[0] < 0:
+            raise PageStateError(f"page id {in_order[0]} is below 0")
         if in_order is not ids:
             twice = np.flatnonzero(in_order[1:] == in_order[:-1])
             if len(twice):
                 raise PageStateError(f"page id {in_order[twice[0]]} is given twice")
-    return ids.astype(np.int32, copy=False)
+    return ids

@@ -1,57 +1,22 @@
-"""The shape of the radix tree: walking, splitting and merging, holding, and taking pages out.
-
-A node exists only where it must: where branches part, and where a lock ends. Everything else is
-merged, so the shape says nothing about how it came about, and a walk is short. `RadixCache` is what
-callers see of it.
-"""
+"""The nodes of a radix cache, and everything that changes them: walking, splitting and merging,
+holding, attaching new pages and taking pages out. `radix_cache.py` says what they are for."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from prefixkv.cache import audit, dump, wants
+from prefixkv.cache import wants
 from prefixkv.cache.events import EventLog
-from prefixkv.cache.eviction.policy import (
-    DEFAULT_POLICY,
-    EvictionQueue,
-    LeafHeap,
-    Policy,
-    Use,
-    forget,
-    make_policy,
-)
-from prefixkv.cache.node import Node, Root
+from prefixkv.cache.eviction.policy import Policy, Use, make_policy
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
+from prefixkv.cache.node import PAGE_ID_BYTES, Node, Root, Want
 from prefixkv.cache.radix_key import TOKEN_BYTES
-from prefixkv.cache.results import InsertResult, MatchResult, PrefixLock, page_ids
-from prefixkv.cache.wants import Want
-from prefixkv.errors import ConfigError, LockError
-
-Pages = npt.NDArray[np.int32]
-
-_taken_s = attrgetter("taken_s")
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """A snapshot of sizes, and counts since the cache was built. Pages, unless the name says
-    otherwise."""
-
-    num_pages: int
-    evictable_pages: int
-    protected_pages: int
-    orphan_pages: int
-    num_nodes: int
-    num_locks: int
-    num_wants: int
-    uses: int
-    inserted_pages: int
-    evicted_pages: int
+from prefixkv.errors import PageStateError
+from prefixkv.paging import Pages
+from prefixkv.settings import at_least
 
 
 class RadixTree:
@@ -59,33 +24,27 @@ class RadixTree:
 
     def __init__(
         self,
-        page_size: int = 16,
-        policy: str | Policy = DEFAULT_POLICY,
-        pool_pages: int | None = None,
+        page_size: int,
+        policy: str | Policy,
+        pool_pages: int | None,
     ) -> None:
-        if page_size < 1:
-            raise ConfigError(f"page_size {page_size} is below 1")
-        if pool_pages is not None and pool_pages < 0:
-            raise ConfigError(f"pool_pages {pool_pages} is below 0")
+        at_least(1, page_size=page_size)
+        if pool_pages is not None:
+            at_least(0, pool_pages=pool_pages)
         self.page_size = page_size
         self.policy = make_policy(policy)
-        self.policy.bind(page_size, pool_pages)
+        self.policy.serve(page_size, pool_pages)
         self.pool_pages = pool_pages
+        self.version = 0  # of the content: counts what adds or takes pages, not splits and merges
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[Hashable, Root] = {}
         self._queue: EvictionQueue = self.policy.make_queue()
-        self._wanted_queue = LeafHeap(
-            self.policy.last_tick
-        )  # leaves that somebody waits for: they go last
-        self._use = Use()
-        self._now_s = 0.0  # the latest time that was given
-        self._tick = 0
-        self.version = 0  # of the content: counts what adds or takes pages, not splits and merges
-        self._epoch = 0  # counts resets
-        self._locks: set[PrefixLock] = set()
+        # Leaves on the path of a waiting request: they go last.
+        self._wanted_queue = LeafHeap(self.policy.last_tick)
         self._wants: dict[tuple[Hashable, bytes], Want] = {}
         self._in_tree = None if pool_pages is None else np.zeros(pool_pages, np.bool_)
         self._log: EventLog | None = None
+        self._now_s = 0.0  # the latest time that was given
         self._evictable_pages = self._protected_pages = self._orphan_pages = self._num_nodes = 0
         self._inserted_pages = self._evicted_pages = 0
 
@@ -111,33 +70,10 @@ class RadixTree:
         """Pages of paths that were locked when the tree was reset, and still are."""
         return self._orphan_pages
 
-    def oldest_lock(self) -> PrefixLock | None:
-        """Of the locks that hold pages the one taken first, by `now_s`. O(locks). Any thread may
-        ask."""
-        return min(
-            (lock for lock in self._locks.copy() if lock.prefix_len), key=_taken_s, default=None
-        )
-
     @property
     def num_nodes(self) -> int:
         """Nodes in the tree, roots not counted."""
         return self._num_nodes
-
-    def stats(self) -> CacheStats:
-        return CacheStats(
-            num_pages=self.num_pages,
-            evictable_pages=self._evictable_pages,
-            protected_pages=self._protected_pages,
-            orphan_pages=self._orphan_pages,
-            num_nodes=self._num_nodes,
-            num_locks=len(self._locks),
-            num_wants=len(self._wants),
-            uses=self._tick,
-            inserted_pages=self._inserted_pages,
-            evicted_pages=self._evicted_pages,
-        )
-
-    # --- looking on ----------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, each before its children. Do not change the tree meanwhile."""
@@ -148,25 +84,6 @@ class RadixTree:
                 yield node
             if node.children:
                 stack += node.children.values()
-
-    @property
-    def tick(self) -> int:
-        """How many uses there were."""
-        return self._tick
-
-    def dump(self, max_nodes: int = 1000) -> str:
-        """The tree as text, a node a line: depth, tokens, lock_ref, age in uses, and what the
-        policy says of it."""
-        return dump.as_text(self, max_nodes)
-
-    def rich_tree(self, max_nodes: int = 1000) -> Any:
-        """As `dump`, a `rich.tree.Tree`."""
-        return dump.as_rich(self, max_nodes)
-
-    def check_invariants(self) -> None:
-        """Hold the tree against its laws (`audit.py`). O(tree). Raises InternalError with what is
-        broken."""
-        audit.check(self)
 
     # --- walking -------------------------------------------------------------------------------
 
@@ -203,10 +120,8 @@ class RadixTree:
             return 0
         if data.startswith(view[page_bytes:high], at + page_bytes):
             return high
-        low_page, high_page = (
-            1,
-            high // page_bytes,
-        )  # equal up to low_page, different somewhere before high_page
+        # Equal up to low_page, different somewhere before high_page.
+        low_page, high_page = 1, high // page_bytes
         while high_page - low_page > 1:
             middle = (low_page + high_page) // 2
             if data.startswith(
@@ -216,27 +131,6 @@ class RadixTree:
             else:
                 high_page = middle
         return low_page * page_bytes
-
-    def locate(self, result: MatchResult | InsertResult) -> tuple[Node | None, int]:
-        """Where a result ends now: a node, and the depth in it (above its start, unless it is a
-        root)."""
-        if result.cache is not self:
-            raise LockError("the result is another cache's")
-        node, depth = result.node, result.depth
-        if node is None or result.version != self.version or node.end < depth:
-            root = self._roots.get(result.namespace)
-            if root is None:
-                return None, 0
-            node, num_bytes = self._walk(root, result.data)
-            return node, num_bytes // self._page_bytes
-        while node.parent is not None and depth <= node.parent.end:  # split since
-            node = node.parent
-        return node, depth
-
-    def result_pages(self, result: MatchResult) -> Pages:
-        """The page ids behind a result; see there."""
-        node, depth = self.locate(result)
-        return page_ids(node, min(depth, result.depth))
 
     # --- shape ---------------------------------------------------------------------------------
 
@@ -259,19 +153,23 @@ class RadixTree:
         upper = node.split(depth, self._page_bytes)
         assert upper.parent is not None
         upper.parent.adopt(bytes(upper.key[: self._page_bytes]), upper)
+        if node.wants:
+            wants.move(node, upper, upper.start, depth, self._page_bytes)
         self._num_nodes += 1
         return upper
 
     def _merge_if_idle(self, node: Node) -> None:
-        """Merge a node with its only child, if no lock ends on it. The child stays the object it
-        is."""
+        """Merge a node with its only child, if no lock ends on it. The node's object dies, the
+        child's goes on."""
         grandparent = node.parent
         child = node.only_child
         if grandparent is None or child is None or node.lock_ref > (child.lock_ref > 0):
             return
         first_page = bytes(node.key[: self._page_bytes])
         forget(node)
-        child.absorb_parent(self._page_bytes)
+        if node.wants:
+            wants.move(node, child, node.start, node.end, self._page_bytes)
+        child.absorb_parent()
         grandparent.adopt(first_page, child)
         self._num_nodes -= 1
 
@@ -306,11 +204,84 @@ class RadixTree:
         self._evictable_pages += num_pages
         self._protected_pages -= num_pages
 
+    # --- attaching -----------------------------------------------------------------------------
+
+    def _new_pages(self, ids: Pages, num_old: int) -> Pages:
+        """The ids but the first `num_old`. Raises PageStateError if one cannot be new."""
+        new = ids[num_old:]
+        if self._in_tree is not None:
+            try:
+                in_tree = self._in_tree[ids]
+            except IndexError:
+                raise PageStateError(
+                    f"page id {ids.max()} is not below pool_pages {len(self._in_tree)}"
+                ) from None
+            again = in_tree[num_old:]
+            if np.count_nonzero(again):
+                raise PageStateError(f"page id {new[int(again.argmax())]} is in the tree already")
+        return new
+
+    def _attach(self, node: Node, depth: int, key: bytes, ids: Pages, use: Use) -> Node:
+        """Put new pages at `depth` of `node`, and return the node that ends with them."""
+        fold = self.policy.fold
+        pages = ids.tobytes()
+        *inner_marks, (_, mark) = self.policy.insertion_marks(use)
+        if depth < node.end:
+            node = self._split(node, depth)
+        if inner_marks and inner_marks[0][0] == depth > 0:
+            node.leave_mark(*inner_marks.pop(0), fold, False)  # what the old pages get
+        parent, pages_above = node, node.pages[-PAGE_ID_BYTES:]
+        if node.parent is not None and not node.children and not node.lock_ref:
+            node.grow(key, pages, mark)  # a branch that goes on is the same branch
+        else:
+            node = Node(key, pages, depth + len(ids), parent)
+            node.mark = mark
+            parent.adopt(key[: self._page_bytes], node)
+            self._num_nodes += 1
+        for at, inner_mark in inner_marks:
+            if at > depth:
+                node.leave_mark(at, inner_mark, fold, False)
+        if parent.wants:
+            if parent is node:
+                forget(node)  # it may stand among the wanted, and ends elsewhere now
+            self._serve_wants(parent, depth, node, key)
+        self._queue.add(node)
+        self._evictable_pages += len(ids)
+        self._inserted_pages += len(ids)
+        self.version += 1
+        if self._in_tree is not None:
+            self._in_tree[ids] = True
+        if self._log is not None:
+            self._log_stored(node, pages_above, key, pages)
+        return node
+
+    def _serve_wants(self, parent: Node, depth: int, node: Node, key: bytes) -> None:
+        """New pages `key` were attached at `depth`: the wants there that ask for them move down."""
+        for want in wants.served_by(parent, depth, key[: self._page_bytes]):
+            common = self._common_bytes(want.data, depth * self._page_bytes, len(want.data), key)
+            wants.hang(want, node, depth + common // self._page_bytes, self._page_bytes)
+
+    def _log_stored(
+        self,
+        node: Node,
+        pages_above: bytes | bytearray,
+        key: bytes | bytearray,
+        pages: bytes | bytearray,
+    ) -> None:
+        assert self._log is not None
+        parent_page = (
+            int.from_bytes(pages_above[-PAGE_ID_BYTES:], sys.byteorder) if pages_above else None
+        )
+        root: Node = node
+        while root.parent is not None:
+            root = root.parent
+        assert isinstance(root, Root)
+        self._log.stored(root.namespace, parent_page, key, np.frombuffer(pages, np.int32).tolist())
+
     # --- taking out ----------------------------------------------------------------------------
 
     def _victim(self) -> Node | None:
-        """The leaf whose last page goes first; one that somebody waits for only when there is no
-        other."""
+        """The leaf whose last page goes first; a wanted one only when there is no other."""
         while (node := self._queue.first(self._now_s)) is not None:
             if not (node.wants and wants.deepest(node) == node.end):
                 return node
@@ -329,9 +300,8 @@ class RadixTree:
                 break
             parent, end, steps = node.parent, node.end, node.steps
             assert parent is not None
-            floor = (
-                steps[-1][0] if steps else parent.end
-            )  # above it pages have another history, and maybe their turn
+            # Pages above the last step have another history, so it may not be their turn.
+            floor = steps[-1][0] if steps else parent.end
             if node.wants:
                 floor = max(floor, wants.deepest_below(node))
             count = end - floor
@@ -381,10 +351,10 @@ class RadixTree:
             self._queue.add(parent)
 
     def _order_is_free(self) -> bool:
-        """Whether nobody could tell in which order everything was evicted: there are no ghosts.
+        """Whether evicting everything leaves the same in any order: it does if no ghosts are left.
 
-        A listener must not matter: only one of several ranks has one, and marks fold to other
-        floats in another order.
+        Whether events are recorded must not matter: of several ranks only one records them, and
+        marks that fold in another order may round to other floats.
         """
         ghost_pages = self.policy.ghost_pages
         return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
@@ -420,12 +390,12 @@ class RadixTree:
                 if gone:
                     thinned[node] = None
             self._drop_root_if_idle(root)
-        self._queue = self.policy.make_queue()  # whoever stood in the old ones is gone, or held
+        self._queue = self.policy.make_queue()  # all that stood in the old ones is gone, or held
         self._wanted_queue = LeafHeap(self.policy.last_tick)
         return freed
 
     def _release_orphan(self, node: Node) -> Pages:
-        """Let go of an orphaned path, and take the pages that nobody holds any more."""
+        """Release an orphaned path, and take the pages that no lock holds any more."""
         freed: list[bytes | bytearray] = []
         node.lock_ref -= 1
         while node.lock_ref == 0 and node.parent is not None:

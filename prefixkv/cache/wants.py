@@ -1,33 +1,14 @@
-"""Prefixes that somebody waits for: each hangs at the deepest page of it that the tree holds.
+"""Prefixes that requests wait for: each hangs at the deepest page of it that the tree holds.
 
 A page is wanted while some waiting prefix passes through it, whether that page was there when the
 prefix began to wait or came later. So a want moves down when pages along it are inserted and up
 when they are evicted. Wants at one place are kept by the page they ask for next: an insertion finds
-those it serves in one look-up, however many wait.
+the wants it serves in one look-up, however many there are.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from prefixkv.cache.node import Node
-
-
-class Want:
-    """One prefix and how many wait for it. It hangs at page `depth` of `node`'s path."""
-
-    __slots__ = ("count", "data", "depth", "node")
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data  # packed tokens, whole pages
-        self.count = 0
-        self.node: Node | None = None
-        self.depth = 0
-
-    def next_page(self, page_bytes: int) -> bytes:
-        """The first page of it that is not in the tree; empty when all of it is."""
-        return self.data[self.depth * page_bytes : (self.depth + 1) * page_bytes]
+from prefixkv.cache.node import Node, Want
 
 
 def hang(want: Want, node: Node, depth: int, page_bytes: int) -> None:

@@ -8,11 +8,10 @@ cannot break it. Write one by deriving from `AdmissionPolicy`, and `register` it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.errors import ConfigError
+from prefixkv.registry import Registry
 
 DEFAULT_ADMISSION = "hit_aware"
 
@@ -38,7 +37,7 @@ class AdmissionPolicy:
         return 0
 
 
-_POLICIES: dict[str, Callable[[], AdmissionPolicy]] = {}
+_POLICIES: Registry[AdmissionPolicy] = Registry("admission", AdmissionPolicy)
 
 P = TypeVar("P", bound=type[AdmissionPolicy])
 
@@ -46,21 +45,17 @@ P = TypeVar("P", bound=type[AdmissionPolicy])
 def register(policy: P) -> P:
     """Make a policy class known by its `name`; a decorator. A later one of the same name replaces
     it."""
-    _POLICIES[policy.name] = policy
+    _POLICIES.add(policy)
     return policy
 
 
 def admission_names() -> list[str]:
-    return sorted(_POLICIES)
+    return _POLICIES.names()
 
 
 def make_admission(policy: str | AdmissionPolicy) -> AdmissionPolicy:
     """A policy object by name, or the object itself. Raises ConfigError for an unknown name."""
-    if isinstance(policy, AdmissionPolicy):
-        return policy
-    if policy not in _POLICIES:
-        raise ConfigError(f"admission {policy!r} is not one of {', '.join(admission_names())}")
-    return _POLICIES[policy]()
+    return _POLICIES.make(policy)
 
 
 register(AdmissionPolicy)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
-from rich.console import Console
 
 from prefixkv.cache.radix_cache import RadixCache
 
@@ -18,12 +15,6 @@ def small():
     cache.insert([5, 5], [20], namespace="[red]lora")
     cache.wanted([5, 5, 6, 6], +1, namespace="[red]lora")
     return cache
-
-
-def shown(cache):
-    screen = io.StringIO()
-    Console(width=300, file=screen).print(cache.rich_tree())
-    return screen.getvalue()
 
 
 def test_dump_names_depth_tokens_locks_age_and_level():
@@ -40,16 +31,10 @@ def test_dump_is_cut_and_says_so():
     assert small().dump(max_nodes=2).splitlines()[-1] == "and 2 more nodes"
 
 
-def test_rich_tree_has_the_same_lines():
-    cache = small()
-    text = shown(cache)
-    assert all(line.strip() in text for line in cache.dump().splitlines())
-
-
 def test_a_deep_chain_can_be_shown():
     cache = RadixCache(page_size=1, policy="lru")
     run = np.arange(2000)
     locks = [cache.lock(cache.insert(run[:end], run[:end])) for end in range(1, 2001)]
     assert len(cache.dump(max_nodes=5000).splitlines()) == 2001
-    assert "and 1000 more nodes" in shown(cache)
+    assert cache.dump().splitlines()[-1] == "and 1000 more nodes"
     assert len(locks) == 2000

@@ -3,6 +3,7 @@ at."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_priority_goes_before_arrival_and_is_waited_for() -> None:
 
 
 def test_one_of_your_own_is_registered_by_a_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_POLICIES", dict(admission._POLICIES))
+    monkeypatch.setattr(admission, "_POLICIES", copy.deepcopy(admission._POLICIES))
 
     @register
     class ShortestPrompt(AdmissionPolicy):

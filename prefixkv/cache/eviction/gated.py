@@ -9,33 +9,34 @@ come back at level 1:
     seen twice           1, but 0 if much that is new came with the second time
     seen more often      1
 
-and the first of these leaves goes: one whose session is over (a hint); one that nobody used for
-longer than `fresh_s` at level 0, `known_s` at level 1, and of these the one that is overdue the
-most; the newest of level 0, which is as likely to be a one-shot as the others, so that those who
-wait get their chance; the oldest of level 1. A cache large enough to keep pages for longer than
-those times thus behaves like LRU. Without a clock (`now_s` is never given) nothing would ever be
-overdue, so the oldest of level 0 goes instead of the newest. What was evicted is remembered for a
-while (`ghosts.py`), so that "seen" outlives the pages.
+The leaf that goes is the first of these that there is:
+
+1. A leaf whose session is over (a hint).
+2. A leaf unused for longer than `fresh_s` at level 0, `known_s` at level 1; of several the one that
+   is overdue the most.
+3. The newest of level 0. It is as likely to be a one-shot as the older ones, which so get the time
+   to be seen again.
+4. The oldest of level 1.
+
+A cache large enough to keep pages for longer than those times thus behaves like LRU. Without a
+clock (`now_s` is never given) nothing would ever be overdue, so the oldest of level 0 goes instead
+of the newest. Evicted pages leave ghosts (`ghosts.py`), so that "seen" outlives the pages.
+
+Source: measured on conversation traces; two levels, as in segmented LRU (Karedla, Love and Wherry,
+1994).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import sub
 from typing import NamedTuple
 
-from prefixkv.cache.eviction.ghosts import Ghost, Ghosts
-from prefixkv.cache.eviction.policy import (
-    EvictionQueue,
-    LeafOrders,
-    Place,
-    Policy,
-    Rank,
-    Use,
-    register,
-)
+from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy, staircase
+from prefixkv.cache.eviction.policy import Use, register
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, Place, Rank
 from prefixkv.cache.node import Node
-from prefixkv.cache.radix_key import TOKEN_BYTES
-from prefixkv.errors import ConfigError
+from prefixkv.settings import at_least
 
 # What kind of use was the last one?
 ORDINARY, LONG, NEXT_TURN, CLOSED, CONTINUES = range(5)
@@ -53,25 +54,20 @@ class Seen(NamedTuple):
 
 
 @register
-class Gated(Policy):
-    """See the module's text. Source: measured on conversation traces; two levels, as in segmented
-    LRU.
+class Gated(GhostPolicy):
+    """See the module's text.
 
     Args:
         fresh_s, known_s: when a leaf of level 0, of level 1, has been unused for too long. The
             defaults are near the 75% and 93% quantiles of the pauses between two turns of a
             conversation.
-        short_tokens: how much new is little.
-        ghosts: how many pages the ghosts may stand for, as a multiple of the pool (or the tree, at
-            its largest).
-        block_tokens, stride_blocks: how far ghosts lie apart.
+        short_tokens: up to how many new tokens an addition is short.
+        ghosts, block_tokens, stride_blocks: see `GhostPolicy`.
     Raises:
         ConfigError: a setting below its bound.
     """
 
     name = "gated"
-    supersedes = False
-    keeps_partial_blocks = False
 
     def __init__(
         self,
@@ -82,27 +78,15 @@ class Gated(Policy):
         block_tokens: int = 512,
         stride_blocks: int = 8,
     ) -> None:
-        for setting, value, bound in (
-            ("fresh_s", fresh_s, 0), ("known_s", known_s, 0), ("short_tokens", short_tokens, 0),
-            ("ghosts", ghosts, 0), ("block_tokens", block_tokens, 1),
-            ("stride_blocks", stride_blocks, 1),
-        ):  # fmt: skip
-            if not value >= bound:
-                raise ConfigError(f"{setting} {value} is below {bound}")
+        at_least(0, fresh_s=fresh_s, known_s=known_s, short_tokens=short_tokens)
+        super().__init__(ghosts, block_tokens, stride_blocks)
         self.fresh_s = fresh_s
         self.known_s = known_s
         self._short_tokens = short_tokens
-        self._ghost_share = ghosts
-        self._block_tokens = block_tokens
-        self._stride_blocks = stride_blocks
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:
-        page_tokens = page_size * self.token_scale
-        self._page_bytes = page_size * TOKEN_BYTES
-        self._short_pages = self._short_tokens // page_tokens
-        self._capacity_pages = pool_pages or 0
-        self.ghost_pages = max(1, self._block_tokens // page_tokens)
-        self.ghosts = Ghosts(self._page_bytes, self.ghost_pages, self._stride_blocks)
+        super().bind(page_size, pool_pages)
+        self._short_pages = self._short_tokens // self._page_tokens
 
     # --- uses -------------------------------------------------------------------------------------
 
@@ -113,27 +97,19 @@ class Gated(Policy):
             kind = self._kind(use, self.ghosts.find(use.data, use.old_pages))
         return Seen(use.tick, 1 if use.visit else 0, use.now_s, kind, use.num_pages)
 
-    def insertion_marks(self, use: Use) -> Sequence[tuple[int, Seen]]:
-        found = self.ghosts.find(use.data, use.old_pages)
+    def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Seen]]:
         kind = self._inherited(use)
         if kind is None:
             kind = self._kind(use, found)
-        self.ghosts.come_back(use.data, found)
-        # Pages up to a ghost have its visits besides this one; the old pages have at most this one.
         totals = [(ghost.depth, ghost.history.visits + 1) for ghost in found]
-        if not found or found[-1].depth < use.num_pages:
-            totals.append((use.num_pages, 1))
-        marks = []
-        below = 0  # visits that marks further down add to a page already
-        for depth, total in [*reversed(totals), (use.old_pages, 1 if use.visit else 0)]:
-            if depth == use.old_pages or total > below:
-                marks.append((depth, Seen(use.tick, total - below, use.now_s, kind, use.num_pages)))
-                below = total
-        return marks[::-1]
+        return [
+            (depth, Seen(use.tick, visits, use.now_s, kind, use.num_pages))
+            for depth, visits in staircase(use, totals, 1, 0, sub)
+        ]
 
     def _inherited(self, use: Use) -> int | None:
-        """The kind of what is not its request's first use: that of the first. None: look for
-        oneself."""
+        """The kind of a use that is not the first one of its request: the kind of that first use.
+        None: it has to be looked for."""
         if use.visit or use.before is None or use.before.kind >= CLOSED:
             return None
         return use.before.kind  # type: ignore[no-any-return]
@@ -145,8 +121,8 @@ class Gated(Policy):
             known, path_pages = found[-1].depth, found[-1].history.path_pages
         if len(use.data) // self._page_bytes - known > self._short_pages:
             return LONG
-        # Does it go on where the last path that the known pages were part of ended? Ghosts know to
-        # the block.
+        # Does it go on where the last path that held the known pages ended? Ghosts know that end to
+        # the block only.
         is_end = self.ghosts.whole_blocks(path_pages) == known if found else path_pages == known
         return NEXT_TURN if is_end else ORDINARY
 
@@ -169,13 +145,6 @@ class Gated(Policy):
 
     def make_queue(self) -> EvictionQueue:
         return _TwoLevels(self.fresh_s, self.known_s)
-
-    def evicted(self, node: Node, num_pages: int) -> None:
-        limit = int(self._ghost_share * self._capacity_pages)
-        self.ghosts.remember(node, num_pages, node.mark.path_pages, limit)
-
-    def reset(self) -> None:
-        self.ghosts.clear()
 
 
 def level(history: Seen) -> int:

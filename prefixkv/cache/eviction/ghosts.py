@@ -1,23 +1,33 @@
-"""What is remembered of pages that were evicted, so that one who comes back is known.
+"""What is remembered of pages that were evicted, so that a path that comes back is known.
 
-Few are kept, at whole blocks only: one every `stride` of them on a path, and the last of the path.
-All together stand for a bounded number of pages, the oldest are forgotten first. The bound is part
-of the idea: a session that comes back in time is still known, and one that does not has made room.
+Few ghosts are kept, at whole blocks only: one every `stride_blocks` blocks on a path, and one at
+the last block of the path. Together they stand for a bounded number of pages; the oldest are
+forgotten first. The bound is part of the idea: a session that comes back in time is still known,
+and one that does not makes room.
 
 A ghost is found by its depth and the tokens just before it. Two prefixes that agree in those and
-differ elsewhere are taken for one; nothing but the order of evictions hangs on it.
+differ elsewhere are taken for one, which can change the order of evictions and nothing else.
+
+Source: the lists of evicted pages in 2Q (Johnson and Shasha, 1994).
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.node import Mark, Node
 from prefixkv.cache.radix_key import TOKEN_BYTES
+from prefixkv.settings import at_least
+
+Worth: TypeAlias = Any
+"""Whatever a policy counts of a page's uses: it compares with `<` and adds up."""
 
 NAME_BYTES = 16 * TOKEN_BYTES
-"""A ghost's name holds the last page before it, and at least so much."""
+"""A ghost's name holds the last page before it, and at least this much."""
 
 
 class Ghost(NamedTuple):
@@ -127,3 +137,83 @@ class Ghosts:
                 bytes(node.key[max(0, len(node.key) - self._name_bytes + len(tokens)) :]) + tokens
             )
         return hash((depth, tokens))
+
+
+class GhostPolicy(Policy):
+    """The base of policies that remember evicted pages. A mark of theirs has `path_pages`, how many
+    pages its use covered.
+
+    Args:
+        ghosts: how many pages the ghosts may stand for, as a multiple of the pool (or of the tree,
+            at its largest).
+        block_tokens, stride_blocks: how far ghosts lie apart.
+    Raises:
+        ConfigError: a setting below its bound.
+    """
+
+    keeps_partial_blocks = False
+
+    def __init__(self, ghosts: float, block_tokens: int, stride_blocks: int) -> None:
+        at_least(0, ghosts=ghosts)
+        at_least(1, block_tokens=block_tokens, stride_blocks=stride_blocks)
+        self._ghost_share = ghosts
+        self._block_tokens = block_tokens
+        self._stride_blocks = stride_blocks
+
+    def bind(self, page_size: int, pool_pages: int | None) -> None:
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._page_tokens = page_size * self.token_scale
+        self._capacity_pages = pool_pages or 0
+        self.ghost_pages = max(1, self._block_tokens // self._page_tokens)
+        self.ghosts = Ghosts(self._page_bytes, self.ghost_pages, self._stride_blocks)
+
+    def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
+        found = self.ghosts.find(use.data, use.old_pages)
+        marks = self.marks_of_new(use, found)
+        self.ghosts.come_back(use.data, found)
+        return marks
+
+    @abstractmethod
+    def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Mark]]:
+        """As `insertion_marks`, where `found` are the ghosts of the new pages."""
+
+    def evicted(self, node: Node, num_pages: int) -> None:
+        self.remember(node, num_pages)
+
+    def remember(self, node: Node, num_pages: int) -> list[Ghost]:
+        """Leave ghosts of evicted pages; returns those that are forgotten for them."""
+        limit_pages = int(self._ghost_share * self._capacity_pages)
+        return self.ghosts.remember(node, num_pages, node.mark.path_pages, limit_pages)
+
+    def reset(self) -> None:
+        self.ghosts.clear()
+
+
+def staircase(
+    use: Use,
+    totals: list[tuple[int, Worth]],
+    one: Worth,
+    nothing: Worth,
+    less: Callable[[Worth, Worth], Worth],
+) -> list[tuple[int, Worth]]:
+    """(depth, what a mark there adds), rising: what an insertion leaves so that each page has its
+    total.
+
+    New pages up to a ghost have the ghost's worth besides this visit, those below the last ghost
+    have this visit. The old pages have at most this visit: what was added for the new ones is taken
+    off again where they end.
+
+    Args:
+        totals: (depth, worth) of the ghosts found, this visit included, rising in depth.
+        one, nothing: the worth of this visit, and none.
+        less: the first worth without the second.
+    """
+    if not totals or totals[-1][0] < use.num_pages:
+        totals.append((use.num_pages, one))
+    steps = []
+    below = nothing  # what marks further down add to a page already
+    for depth, total in [*reversed(totals), (use.old_pages, one if use.visit else nothing)]:
+        if depth == use.old_pages or total > below:
+            steps.append((depth, less(total, below)))
+            below = total
+    return steps[::-1]

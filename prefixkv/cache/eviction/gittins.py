@@ -2,24 +2,20 @@
 what came back.
 
 Each use of a path has a class: which turn of its conversation it is (1, 2, 3, 4 to 5, 6 and more),
-and how much was new (up to 3, up to 16, more blocks of 512 tokens). It is known for each class how
-long those took who came back (`return_tables.py`). From that each leaf has a worth by class and
+and how much was new (up to 3, up to 16, more blocks of 512 tokens). For each class it is counted
+after what time paths came back (`return_tables.py`). From that each leaf has a worth by class and
 age, and the least worth goes first. Worth rises with age, then falls: of the leaves of one class
 the least is the oldest or the newest, so that 30 look-ups find the victim.
 
-Differences from the Gittins tables that this was modelled on, in which every block has its own use
-count:
+What is counted are uses, not blocks, and the class is the use's. All pages that a use was the last
+to cover share the fate of its conversation, and only the end of the path has to be looked at: O(1)
+a use.
 
-- What is counted are uses, not blocks, and the class is the use's. All pages that a use was the
-last to cover
-  share the fate of its conversation, and nothing but the end of the path has to be looked at: O(1)
-  a use.
-- The class holds the turn instead of a block's use count, and no length of the output, which a
-cache is not told.
+A leaf whose session is said to be over goes first. A leaf whose session is said to go on goes last
+for `promise_s`, and first after that. Evicted pages leave ghosts (`ghosts.py`), so that a return is
+seen although the pages are gone.
 
-An end hinted at goes first. Where a session was said to go on, that holds for `promise_s`: it goes
-last, and after that it goes first. Evicted pages leave ghosts (`ghosts.py`), so that a return is
-seen though they are gone.
+Source: the index of Gittins (1979), see `return_tables.py`.
 """
 
 from __future__ import annotations
@@ -27,26 +23,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from prefixkv.cache.eviction.ghosts import Ghosts
-from prefixkv.cache.eviction.policy import (
-    EvictionQueue,
-    LeafOrders,
-    Place,
-    Policy,
-    Rank,
-    Use,
-    register,
-)
+from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy
+from prefixkv.cache.eviction.policy import Use, register
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, Place, Rank
 from prefixkv.cache.eviction.return_tables import ReturnTables, bin_of
 from prefixkv.cache.node import Node
-from prefixkv.cache.radix_key import TOKEN_BYTES
-from prefixkv.errors import ConfigError
+from prefixkv.settings import at_least
 
 TURNS = (1, 2, 3, 5)
 """The last turn of each class of turns but the last one."""
 
 NO_END = 0
-"""As `path_pages`: a use that brought nothing of its own, and so says nothing of who comes back."""
+"""As `path_pages`: a use that brought nothing of its own, and so says nothing about returns."""
 
 UNKNOWN, CLOSED, CONTINUES = range(3)
 
@@ -63,23 +51,19 @@ class LastUse(NamedTuple):
 
 
 @register
-class Gittins(Policy):
+class Gittins(GhostPolicy):
     """See the module's text.
 
     Args:
-        promise_s: how long a session that was said to go on is waited for.
-        short_tokens, long_tokens: up to which length what is new is little, is much.
-        ghosts: how many pages the ghosts may stand for, as a multiple of the pool (or the tree, at
-            its largest).
-        block_tokens, stride_blocks: how far ghosts lie apart.
+        promise_s: how long pages are kept for a session that was said to go on.
+        short_tokens, long_tokens: the two bounds between the three classes of how much was new.
+        ghosts, block_tokens, stride_blocks: see `GhostPolicy`.
         power, trust, period: see `ReturnTables`.
     Raises:
         ConfigError: a setting below its bound.
     """
 
     name = "gittins"
-    supersedes = False
-    keeps_partial_blocks = False
 
     def __init__(
         self,
@@ -93,19 +77,12 @@ class Gittins(Policy):
         trust: float = 60.0,
         period: int = 50,
     ) -> None:
-        for setting, value, bound in (
-            ("promise_s", promise_s, 0), ("short_tokens", short_tokens, 0),
-            ("long_tokens", long_tokens, short_tokens), ("ghosts", ghosts, 0),
-            ("block_tokens", block_tokens, 1), ("stride_blocks", stride_blocks, 1),
-            ("power", power, 0), ("trust", trust, 1), ("period", period, 1),
-        ):  # fmt: skip
-            if not value >= bound:
-                raise ConfigError(f"{setting} {value} is below {bound}")
+        at_least(0, promise_s=promise_s, short_tokens=short_tokens, power=power)
+        at_least(short_tokens, long_tokens=long_tokens)
+        at_least(1, trust=trust, period=period)
+        super().__init__(ghosts, block_tokens, stride_blocks)
         self.promise_s = promise_s
         self._new_tokens = (short_tokens, long_tokens)
-        self._ghost_share = ghosts
-        self._block_tokens = block_tokens
-        self._stride_blocks = stride_blocks
         sizes = len(self._new_tokens) + 1
         groups = [
             [turns * sizes + size for size in range(sizes)] for turns in range(len(TURNS) + 1)
@@ -114,47 +91,43 @@ class Gittins(Policy):
         self.tables = ReturnTables(groups, power, trust, period)
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:
-        page_tokens = page_size * self.token_scale
-        self._page_bytes = page_size * TOKEN_BYTES
-        self._new_pages = [tokens // page_tokens for tokens in self._new_tokens]
-        self._capacity_pages = pool_pages or 0
-        self.ghost_pages = max(1, self._block_tokens // page_tokens)
-        self.ghosts = Ghosts(self._page_bytes, self.ghost_pages, self._stride_blocks)
+        super().bind(page_size, pool_pages)
+        self._new_pages = [tokens // self._page_tokens for tokens in self._new_tokens]
 
     # --- uses -------------------------------------------------------------------------------------
 
     def mark(self, use: Use) -> LastUse:
-        return self._last_use(use)
+        return self._last_use(use, None)
 
-    def insertion_marks(self, use: Use) -> Sequence[tuple[int, LastUse]]:
-        found = self.ghosts.find(use.data, use.old_pages)
-        mark = self._last_use(use)
-        self.ghosts.come_back(use.data, found)
-        # Also where the new pages begin: whoever ends there next does not go on from there.
+    def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, LastUse]]:
+        mark = self._last_use(use, found)
+        # One where the new pages begin, too: a later use that ends there does not go on from there.
         return ((use.old_pages, mark), (use.num_pages, mark))
 
-    def _last_use(self, use: Use) -> LastUse:
+    def _last_use(self, use: Use, found: list[Ghost] | None) -> LastUse:
+        """The mark of a use; `found` are the ghosts beyond its old pages, None: not looked up."""
         before: LastUse | None = use.before
-        if not use.visit and before is not None:  # its request has been looked at
+        if not use.visit and before is not None:  # the first use of its request was counted
             kind, turn, has_end = (
                 before.kind,
                 before.turn,
                 before.path_pages != NO_END or use.num_pages > use.old_pages,
             )
         else:
-            kind, turn, has_end = self._begin(use)
+            if found is None:
+                found = self.ghosts.find(use.data, use.old_pages)
+            kind, turn, has_end = self._begin(use, found)
         return LastUse(
             use.tick, use.now_s, kind, turn, use.num_pages if has_end else NO_END, UNKNOWN
         )
 
-    def _begin(self, use: Use) -> tuple[int, int, bool]:
-        """The first use of a request: does it go on where another ended? Its class, its turn, has
-        it an end."""
+    def _begin(self, use: Use, found: list[Ghost]) -> tuple[int, int, bool]:
+        """Count the first use of a request, which may go on where another ended. Returns its class,
+        its turn, and whether it has an end."""
         self._capacity_pages = max(self._capacity_pages, use.tree_pages)
         known, last, path_pages = use.old_pages, use.before, 0
         if last is not None:
             path_pages = last.path_pages
-        found = self.ghosts.find(use.data, use.old_pages)
         if found:
             known, last = found[-1].depth, found[-1].history
             path_pages = self.ghosts.whole_blocks(last.path_pages)  # ghosts know to the block
@@ -195,14 +168,13 @@ class Gittins(Policy):
         return _LeastWorth(self)
 
     def evicted(self, node: Node, num_pages: int) -> None:
-        limit = int(self._ghost_share * self._capacity_pages)
-        for ghost in self.ghosts.remember(node, num_pages, node.mark.path_pages, limit):
+        for ghost in self.remember(node, num_pages):
             last: LastUse = ghost.history
             if ghost.depth == self.ghosts.whole_blocks(last.path_pages):
                 self.tables.lost(last.kind, self.tables.now_s - last.now_s)
 
     def reset(self) -> None:
-        self.ghosts.clear()
+        super().reset()
         self.tables.reset()
 
 
@@ -210,8 +182,8 @@ _FIRST, _BY_WORTH, _LAST = range(3)
 
 
 class _LeastWorth(LeafOrders):
-    """Two orders for each class, from the oldest and from the newest; then the closed, and the
-    promised."""
+    """Two orders for each class, from the oldest and from the newest; then one of the leaves whose
+    session is over, and one of those whose session goes on."""
 
     def __init__(self, policy: Gittins) -> None:
         self._num_kinds = policy.num_kinds
@@ -242,7 +214,7 @@ class _LeastWorth(LeafOrders):
             return (_LAST, tick) if goes_last else (_FIRST, hint, tick)
         tables = self._tables
         place = bin_of(now_s - used_s)
-        # Where worth rises with age the newest is worth least; without a clock nothing has an age,
+        # Where worth rises with age the newest is worth least. Without a clock nothing has an age,
         # so the oldest goes.
         rises = now_s > 0 and place < tables.peak[kind]
         return (_BY_WORTH, tables.worth[kind][place], rises, -tick if rises else tick)

@@ -2,6 +2,9 @@
 
 What is counted of a page is the requests that used it (visits), not the calls: a request that locks
 what it found, inserts what it computed and locks that is one visit.
+
+Source: the names and orders of SGLang's eviction policies. Visits, and a fold for each order, are
+of this project.
 """
 
 from __future__ import annotations
@@ -9,23 +12,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from prefixkv.cache.eviction.policy import (
-    EvictionQueue,
-    LeafHeap,
-    LeafOrders,
-    Mark,
-    Place,
-    Policy,
-    Rank,
-    Use,
-    register,
-)
-from prefixkv.cache.node import Node
-from prefixkv.errors import ConfigError
+from prefixkv.cache.eviction.policy import Policy, Use, register
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafOrders, Place, Rank
+from prefixkv.cache.node import Mark, Node
+from prefixkv.settings import at_least
 
 
 @register
-class MostRecentlyUsed(Policy):
+class LeastRecentlyUsed(Policy):
+    """The leaf used longest ago goes first. A mark is the tick of the use."""
+
+    name = "lru"
+    supersedes = True
+
+    def mark(self, use: Use) -> Mark:
+        return use.tick
+
+    def fold(self, upper: Mark, lower: Mark) -> Mark:
+        return upper if upper > lower else lower
+
+    def last_tick(self, history: Mark) -> int:
+        return history  # type: ignore[no-any-return]
+
+
+@register
+class MostRecentlyUsed(LeastRecentlyUsed):
     """The leaf used last goes first: for scans longer than the cache."""
 
     name = "mru"
@@ -36,8 +47,6 @@ class MostRecentlyUsed(Policy):
 
 class VisitCounting(Policy):
     """The base of policies that count. A mark is (visits, last tick)."""
-
-    supersedes = False
 
     def mark(self, use: Use) -> Mark:
         return (1 if use.visit else 0, use.tick)
@@ -67,7 +76,11 @@ class LeastFrequentlyUsed(VisitCounting):
 
 @register
 class SegmentedLru(VisitCounting):
-    """Pages seen once go before pages seen again; within both, the least recently used."""
+    """Pages seen once go before pages seen again; within both, the least recently used.
+
+    Source: segmented LRU (Karedla, Love and Wherry, 1994), its two segments without a bound of
+    their own.
+    """
 
     name = "slru"
 
@@ -80,7 +93,6 @@ class FirstInFirstOut(Policy):
     """What was inserted first goes first. A mark is (tick of insertion, last tick)."""
 
     name = "fifo"
-    supersedes = False
 
     def mark(self, use: Use) -> Mark:
         return (0, use.tick)
@@ -111,18 +123,17 @@ class ByPriority(Policy):
     tick, last time).
 
     Args:
-        ttl_s: pages not used for so many seconds lose their priority, and go before all others.
+        ttl_s: pages that were not used for this long lose their priority, and go before all others.
             None: never.
     Raises:
         ConfigError: a time to live below 0.
     """
 
     name = "priority"
-    supersedes = False
 
     def __init__(self, ttl_s: float | None = None) -> None:
-        if ttl_s is not None and not ttl_s >= 0:
-            raise ConfigError(f"ttl_s {ttl_s} is below 0")
+        if ttl_s is not None:
+            at_least(0, ttl_s=ttl_s)
         self.ttl_s = ttl_s
 
     def mark(self, use: Use) -> Mark:

@@ -1,14 +1,16 @@
-"""When do those come back who came so often before? Counts by class and age, and what they say of a
-page's worth.
+"""How soon paths of each class come back: counts by class and age, and what a page is worth by
+them.
 
-A start is a use that left pages behind; it ends in a return (the next use goes on where it ended)
-or in a loss (what was remembered of it was forgotten). Those that have done neither are still out:
-so many started at least as long ago as an age bin begins, less those that ended before it, are how
-many have entered the bin.
+A start is a use that left pages behind. It ends in a return (the next use goes on where it ended)
+or in a loss (its ghost was forgotten). A start that has had neither is still out. The number of
+starts that entered an age bin is the number that are at least as old as the bin's beginning, less
+those that ended before that age.
 
-Worth is the Gittins index: of all times one might keep a page from now on, the best ratio of
+Worth is the Gittins index: of all times that a page might be kept from now on, the best ratio of
 expected uses to expected seconds of residence. A page that is likely to be used in two minutes is
-worth keeping for these two minutes, though nobody will use it in the next ten seconds.
+worth keeping for these two minutes, even if no use is expected in the next ten seconds.
+
+Source: Gittins, Bandit processes and dynamic allocation indices (1979).
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ UNTAUGHT = tuple(
     min(0.5, length_s / (8 * (begin_s + 60)))
     for begin_s, length_s in zip(BEGINS_S, LENGTHS_S, strict=True)
 )
-"""How likely a return in each bin is taken to be before anything was seen: falling with age, as LRU
-has it."""
+"""How likely a return in each bin is taken to be before anything was seen. It falls with age, which
+is the order of LRU."""
 
 SNAPSHOT_S = 1.0
-"""How exactly is known when starts were."""
+"""Starts are counted to this resolution in time."""
 
 Counts = list[int]
 Chances = list[float]
@@ -41,15 +43,14 @@ class ReturnTables:
     """Counts, and the index worked out from them now and then. Deterministic; it reads no clock.
 
     Memory O(classes), and a snapshot of the starts for each of the last 1,000 seconds. A start, a
-    return and a loss cost O(log bins); every `period` starts the index is worked out anew, some
-    thousand operations.
+    return and a loss cost O(log bins). Working out the index takes some thousand operations.
 
     Args:
         groups: classes that are alike, one list each; all classes occur once.
-        power: what a class says counts so much, what its group says the rest.
-        trust: a class is taken to have been seen so often with the chances of its group, a group
-            with those of all; all together five times as often with `UNTAUGHT`.
-        period: starts from one working out to the next.
+        power: the weight of a class's own index; its group's index has the rest.
+        trust: how many observations the chances of its group count as in a class, and the chances
+            of all classes in a group. In all classes together `UNTAUGHT` counts five times as many.
+        period: after how many starts the index is worked out anew.
     """
 
     def __init__(self, groups: list[list[int]], power: float, trust: float, period: int) -> None:
@@ -115,7 +116,7 @@ class ReturnTables:
                 self.worth[kind] = _rise_and_fall(mixed, self.peak[kind])
 
     def _entered(self) -> list[Counts]:
-        """How many of each class were still out when they came to each bin."""
+        """How many starts of each class were still out when they reached each bin."""
         snapshots = self._snapshots
         while len(snapshots) > 1 and snapshots[1][0] <= self.now_s - BEGINS_S[-1]:
             snapshots.popleft()
@@ -130,8 +131,8 @@ class ReturnTables:
             ended = 0
             entered.append([])
             for place, started in enumerate(old_enough):
-                # Never fewer than are known to have come back from it: starts are known to a second
-                # only.
+                # Starts are counted to a second only, so the difference may be too small; at least
+                # those that came back from a bin had entered it.
                 entered[-1].append(max(started[kind] - ended, returns[place]))
                 ended += returns[place] + losses[place]
         return entered
@@ -144,8 +145,8 @@ def bin_of(age_s: float) -> int:
 def chances(
     entered: Counts, returns: Counts, before: Chances | tuple[float, ...], trust: float
 ) -> Chances:
-    """How likely a return is in each bin, of those that come to it, where `before` counts as
-    `trust` observations."""
+    """How likely a start that reaches a bin returns in it; `before` counts as `trust`
+    observations."""
     return [
         (came_back + trust * chance) / (came + trust)
         for came, came_back, chance in zip(entered, returns, before, strict=True)

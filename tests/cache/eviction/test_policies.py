@@ -116,6 +116,16 @@ def test_a_user_writes_and_registers_a_policy():
     assert isinstance(make_policy("shortest"), ShortestFirst)
 
 
+def test_a_policy_object_brings_its_own_settings_to_one_cache():
+    policy = Gated(fresh_s=60)
+    cache = RadixCache(policy=policy)
+    assert cache.policy is policy is make_policy(policy)
+    with pytest.raises(ConfigError, match="'gated' serves a cache already"):
+        RadixCache(policy=policy)
+    with pytest.raises(ConfigError, match="policy 7 is not one of"):
+        RadixCache(policy=7)
+
+
 def test_settings_out_of_range_name_the_value():
     for build in (
         lambda: AgedFrequency(half_life_s=0),
