@@ -110,8 +110,8 @@ class _Inline:
 
     def __init__(self, pool: Any, peers: Any) -> None:
         from benchmarks.raw import make_agent
-        from prefixkv.transport.descriptors import paired_runs
         from prefixkv.transport.nixl_agent import nixl_name
+        from prefixkv.transport.runs import paired_runs
 
         self._config = TransportConfig()
         self._agent = make_agent("inline", pool.layout)
@@ -127,7 +127,7 @@ class _Inline:
         self.done_s: dict[int, float] = {}
 
     def send(self, number: int, peer: int, src: Any, dst: Any) -> None:
-        from prefixkv.transport.descriptors import cut_parts, part_indices
+        from prefixkv.transport.parts import cut_parts, part_indices
 
         runs, local, remote = self._peers[peer]
         handles = self._going[number] = []

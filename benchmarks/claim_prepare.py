@@ -79,7 +79,8 @@ def target_side(pipe: Connection, _watch: Watch, case: Creation) -> None:
 
 def creating_side(pipe: Connection, watch: Watch, case: Creation) -> list[Row]:
     from benchmarks.raw import make_agent
-    from prefixkv.transport.descriptors import Part, paired_runs, part_indices
+    from prefixkv.transport.parts import Part, part_indices
+    from prefixkv.transport.runs import paired_runs
 
     pool = case.pool()
     agent = make_agent("creator", pool.layout)

@@ -8,8 +8,10 @@ from typing import Any, Final
 
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
+from prefixkv.paging import Pages
 from prefixkv.transport import nixl_agent
-from prefixkv.transport.descriptors import Pages, cut_parts, paired_runs, part_indices
+from prefixkv.transport.parts import cut_parts, part_indices
+from prefixkv.transport.runs import paired_runs
 
 WINDOW: Final = 8  # posts under way, as in the transport
 _ROW: Final = 4096

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class PrefixKVError(Exception):
     """Root of all errors raised by prefixkv."""
@@ -142,3 +144,23 @@ class AbortedError(TransferError):
 
 class InternalError(PrefixKVError, AssertionError):
     """An invariant of prefixkv is broken; the message carries the state."""
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+
+def check_laws(laws: Mapping[str, bool], *state: object) -> None:
+    """Raise InternalError naming each law that is broken, with the state.
+
+    >>> check_laws({"every page has one owner": False}, "pages 3 and 4")
+    Traceback (most recent call last):
+    prefixkv.errors.InternalError: broken: every page has one owner; pages 3 and 4
+    """
+    if broken := [law for law, holds in laws.items() if not holds]:
+        raise InternalError(f"broken: {'; '.join(broken)}; {', '.join(map(str, state))}")
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Raise ConfigError unless `value` is in [low, high]."""
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value}, must be in [{low}, {high}]")

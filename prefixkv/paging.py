@@ -24,7 +24,6 @@ Index = npt.NDArray[np.intp]
 MAX_INDEX: Final = 2**31 - 1  # ids of pages, slots and blocks are int32
 
 _INT32 = np.dtype(np.int32)
-_LIMITS = np.iinfo(np.int32)
 
 # --- arithmetic -----------------------------------------------------------------------------------
 
@@ -57,6 +56,8 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 # --- ids ------------------------------------------------------------------------------------------
+
+
 def as_pages(pages: PageIds) -> Pages:
     """`pages` as int32 [n]: the array itself if it is one, else a copy. Says nothing of the pool's
     bounds.
@@ -73,7 +74,7 @@ def as_pages(pages: PageIds) -> Pages:
         return np.empty(0, np.int32)
     if array.dtype.kind not in "iu":
         raise PageStateError(f"page ids are {array.dtype}, must be integers")
-    wide = array[(array < _LIMITS.min) | (array > _LIMITS.max)]
+    wide = array[(array < -MAX_INDEX - 1) | (array > MAX_INDEX)]
     if len(wide):
         raise PageStateError(f"page {wide[0]} does not fit an int32")
     return array.astype(np.int32)
@@ -96,21 +97,18 @@ def checked_pages(
         raise PageStateError(
             f"{side} {what}s: a one-dimensional array of at least one integer is needed"
         )
-    low, high = int(pages.min()), int(pages.max())
-    if low < 0 or high >= num_pages:
-        raise PageStateError(f"{side} {what} {low if low < 0 else high} is not in [0, {num_pages})")
+    check_in_pool(pages, num_pages, f"{side} {what}")
     return pages.astype(np.int32, copy=False)
 
 
-# --- unit pages -----------------------------------------------------------------------------------
-def shared_prefix(num_tokens: int, page_size: int, peer_page_size: int) -> int:
-    """The largest prefix not above `num_tokens` that is whole pages on both sides: what decode may
-    promise.
+def check_in_pool(pages: npt.NDArray[np.integer], num_pages: int, what: str = "page") -> None:
+    """Raises PageStateError, naming the first id that is not in [0, num_pages), if there is one."""
+    if len(pages) and (pages.min() < 0 or pages.max() >= num_pages):
+        outside = pages[(pages < 0) | (pages >= num_pages)]
+        raise PageStateError(f"{what} {outside[0]} is not in [0, {num_pages})")
 
-    >>> shared_prefix(200, page_size=16, peer_page_size=64)
-    192
-    """
-    return page_floor(num_tokens, max(page_size, peer_page_size))
+
+# --- unit pages -----------------------------------------------------------------------------------
 
 
 def unit_pages(pages: Pages, fold: int, start: int, stop: int) -> Pages:

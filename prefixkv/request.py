@@ -5,10 +5,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import RequestError
+from prefixkv.paging import MAX_INDEX
+
+
+class DeviceEvent(Protocol):
+    """What `ready=` and `after=` take: a CUDA event, or anything that answers `query()`."""
+
+    def query(self) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +73,9 @@ class Request:
             raise RequestError(
                 f"namespace is {self.key.namespace!r}, it has to be hashable"
             ) from None
-        self.max_new_tokens = _whole("max_new_tokens", self.max_new_tokens, 1, 2**31)
+        self.max_new_tokens = _whole("max_new_tokens", self.max_new_tokens, 1, MAX_INDEX + 1)
         self.room = _whole("room", self.room, 0, 2**64)
-        self.generation = _whole("generation", self.generation, 0, 2**31)
+        self.generation = _whole("generation", self.generation, 0, MAX_INDEX + 1)
         if self.deadline_s is not None:
             self.deadline_s = _seconds("deadline_s", self.deadline_s)
 

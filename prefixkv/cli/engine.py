@@ -21,9 +21,10 @@ import numpy as np
 from prefixkv.cli.rank_kv import DecodeKV, PrefillKV
 from prefixkv.cli.report import Measured
 from prefixkv.cli.workload import VOCABULARY, Call, Clients, Tokens
-from prefixkv.decode.request import DecodeRequest, Request
+from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import OutOfPagesError
 from prefixkv.paging import pages_for
+from prefixkv.request import Request
 from prefixkv.testing.hashing import PrefixHasher, Words, extend, splitmix64
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
-from prefixkv.errors import InternalError
+from prefixkv.errors import check_laws
 from prefixkv.protocol.ids import RoomKey
 
 if TYPE_CHECKING:
@@ -296,8 +296,7 @@ class InFlight:
             )
             and {flight for flight in flights if flight.place is not None} == set(places),
         }
-        if broken := [law for law, holds in laws.items() if not holds]:
-            raise InternalError(f"broken: {'; '.join(broken)}; {list(flights)}")
+        check_laws(laws, list(flights))
 
 
 def _page(flight: Flight, page_bytes: int) -> bytes:

@@ -17,6 +17,7 @@ it was, and only what it would take out of the evictable is counted again.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain, islice, pairwise
@@ -28,15 +29,13 @@ from prefixkv.decode.admission import DEFAULT_ADMISSION, AdmissionPolicy, Rank, 
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.errors import InternalError
+from prefixkv.errors import check_laws
 from prefixkv.pages.manager import PageBooks
 from prefixkv.paging import pages_for
 from prefixkv.protocol.timers import Timers
 
 MAX_LOOKS = 16
 MAX_WALK = 128  # places of the order that a pass goes through
-
-INFINITY = float("inf")
 
 
 class _Waiter:
@@ -84,8 +83,8 @@ class DecodePreallocQueue:
         reserve_tokens: int,
         *,
         policy: str | AdmissionPolicy = DEFAULT_ADMISSION,
-        patience_s: float = INFINITY,
-        waiting_timeout_s: float = INFINITY,
+        patience_s: float = math.inf,
+        waiting_timeout_s: float = math.inf,
     ) -> None:
         self._books = books
         self._budget = budget
@@ -169,8 +168,7 @@ class DecodePreallocQueue:
             "nobody waits twice": not self._waiting.keys() & self._returned.keys(),
             "deadlines are of those who wait": len(self._deadlines) <= len(waiters),
         }
-        if broken := [law for law, holds in laws.items() if not holds]:
-            raise InternalError(f"broken: {'; '.join(broken)}; {list(self._order)}, {list(self)}")
+        check_laws(laws, list(self._order), list(self))
 
     # --- a pass -----------------------------------------------------------------------------------
 

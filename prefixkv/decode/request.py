@@ -10,15 +10,13 @@ import numpy.typing as npt
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import InternalError
-from prefixkv.paging import pages_for
+from prefixkv.paging import Pages, pages_for
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 
 if TYPE_CHECKING:
     from prefixkv.decode.inflight import Flight
     from prefixkv.pages.manager import PageBooks, RequestPages
-
-__all__ = ["DecodeRequest", "DecodeState", "Request"]
 
 
 class DecodeState(enum.Enum):
@@ -159,7 +157,7 @@ class DecodeRequest:
         return np.concatenate([self.request.key.tokens(), np.array(self.output, dtype=np.int32)])
 
     @property
-    def pages(self) -> npt.NDArray[np.int32]:
+    def pages(self) -> Pages:
         """Ids of all its pages in order, int32, a read-only view that is valid until the next call
         on the node."""
         if self.pages_held is None:

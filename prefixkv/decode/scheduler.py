@@ -15,11 +15,11 @@ On every way out of a request, its lock and its pages are released or handed on,
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import count
 from operator import attrgetter
-from typing import Protocol
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from prefixkv.decode.admission import DEFAULT_ADMISSION, AdmissionPolicy
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
-from prefixkv.decode.prealloc_queue import INFINITY, DecodePreallocQueue
+from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.request import DecodeRequest, DecodeState, PrefillAsk
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
 from prefixkv.errors import (
@@ -38,6 +38,7 @@ from prefixkv.errors import (
     InternalError,
     OutOfPagesError,
     RequestError,
+    check_laws,
 )
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageBooks, RequestPages
@@ -45,13 +46,7 @@ from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import AbortRoom, Command, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import Promise
-from prefixkv.request import Request
-
-
-class DeviceEvent(Protocol):
-    """What `after=` takes: a CUDA event, or anything that answers `query()`."""
-
-    def query(self) -> bool: ...
+from prefixkv.request import DeviceEvent, Request
 
 
 class DecodeScheduler:
@@ -70,8 +65,8 @@ class DecodeScheduler:
         failure_policy: str = "fail",
         max_waiting: int = 1_000_000,
         admission: str | AdmissionPolicy = DEFAULT_ADMISSION,
-        patience_s: float = INFINITY,
-        waiting_timeout_s: float = INFINITY,
+        patience_s: float = math.inf,
+        waiting_timeout_s: float = math.inf,
     ) -> None:
         self.books = books
         self.budget = PreallocBudget(pages_for(reserve_tokens, books.page_size))
@@ -431,10 +426,7 @@ class DecodeScheduler:
                 for generation in gens
             },
         }
-        if broken := [law for law, holds in laws.items() if not holds]:
-            raise InternalError(
-                f"broken: {'; '.join(broken)}; {own} own, {allocator!r}, {self.requests}"
-            )
+        check_laws(laws, f"{own} own", allocator, self.requests)
 
     # --- admission --------------------------------------------------------------------------------
 

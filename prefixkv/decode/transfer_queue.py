@@ -11,7 +11,7 @@ from collections import deque
 
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.errors import InternalError
+from prefixkv.errors import InternalError, check_laws
 from prefixkv.pages.manager import PageBooks
 from prefixkv.protocol.ids import RoomKey
 
@@ -113,5 +113,4 @@ class DecodeTransferQueue:
             "what has arrived and waits for nothing is complete": sorted(map(id, complete))
             == sorted(map(id, self._complete)),
         }
-        if broken := [law for law, holds in laws.items() if not holds]:
-            raise InternalError(f"broken: {'; '.join(broken)}; {self._open}, {self._complete}")
+        check_laws(laws, self._open, self._complete)

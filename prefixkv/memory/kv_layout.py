@@ -15,13 +15,13 @@ from typing import Final
 
 import msgspec
 
-from prefixkv.errors import ConfigError, PageStateError
+from prefixkv.errors import ConfigError, PageStateError, check_range
 from prefixkv.paging import MAX_INDEX
 
 ITEMSIZE: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
 SLABS_PER_LAYER: Final = {"mha": 2, "mla": 1}
 ORDERS: Final = ("layer_major", "page_major", "strided")
-_ADDRESS_END: Final = 2**63  # so that address arithmetic in int64 cannot overflow
+ADDRESS_END: Final = 2**63  # so that address arithmetic in int64 cannot overflow
 
 _Dims = tuple[tuple[int, int], ...]  # (count, stride in bytes), the widest stride first, count > 1
 
@@ -122,35 +122,6 @@ class KVLayout(msgspec.Struct, frozen=True):
             + head * slab.head_stride
         )
 
-    def inner_strides(self, slab: Slab) -> tuple[int, int]:
-        """(token stride, head stride) in bytes, 0 where there is one element only.
-
-        Where these agree, two slabs of equal sizes hold the bytes of a page in the same places
-        relative to its start, so a dense page of one can be copied to the other as one block.
-        """
-        return (
-            slab.token_stride if self.page_size > 1 else 0,
-            slab.head_stride if self.num_kv_heads > 1 else 0,
-        )
-
-    def page_is_dense(self, slab: Slab) -> bool:
-        """Whether a page of `slab` is one block of `slab_page_bytes` with no gap (tokens or heads
-        first)."""
-        return _extent(self._inner_dims(slab), self.head_bytes) == self.slab_page_bytes
-
-    @property
-    def pages_are_whole(self) -> bool:
-        """Whether every page is one block of `page_bytes` across all slabs, in the order of
-        `slabs`."""
-        first = self.slabs[0]
-        step = self.slab_page_bytes
-        return all(
-            slab.base == first.base + i * step
-            and self._dims(slab) == self._dims(first)
-            and self.page_is_dense(slab)
-            for i, slab in enumerate(self.slabs)
-        )
-
     def sized(self) -> KVLayout:
         """This layout with `num_pages`. Where a peer did not say, as many as its slabs have room
         for in their regions.
@@ -215,7 +186,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     def validate_sizes(self) -> None:
         """The part of `validate` that needs no address: sizes and names."""
         for name in ("num_pages", "page_size", "num_layers", "num_kv_heads", "head_dim"):
-            _check_range(name, getattr(self, name), 1, MAX_INDEX)
+            check_range(name, getattr(self, name), 1, MAX_INDEX)
         _check_choice("dtype", self.dtype, tuple(ITEMSIZE))
         _check_choice("attention", self.attention, tuple(SLABS_PER_LAYER))
         _check_choice("order", self.order, ORDERS)
@@ -227,8 +198,8 @@ class KVLayout(msgspec.Struct, frozen=True):
         another."""
         regions = sorted(self.regions)
         for start, num_bytes in regions:
-            _check_range("region address", start, 0, _ADDRESS_END - 1)
-            _check_range("region bytes", num_bytes, 1, _ADDRESS_END - start)
+            check_range("region address", start, 0, ADDRESS_END - 1)
+            check_range("region bytes", num_bytes, 1, ADDRESS_END - start)
         for (start, num_bytes), (following, _) in pairwise(regions):
             if following < start + num_bytes:
                 raise ConfigError(
@@ -239,7 +210,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     def _check_slab(self, i: int, slab: Slab, regions: list[tuple[int, int]]) -> None:
         """Aligned, nested, and whole in one region."""
-        _check_range(f"slab {i} base", slab.base, 0, _ADDRESS_END - 1)
+        check_range(f"slab {i} base", slab.base, 0, ADDRESS_END - 1)
         dims = self._dims(slab)
         for name, value in (("base", slab.base), *(("stride", stride) for _, stride in dims)):
             if value % self.itemsize:
@@ -340,11 +311,6 @@ def _check_interleaved(group: list[tuple[int, int]], dims: _Dims, element_bytes:
 def _check_index(name: str, value: int, end: int) -> None:
     if not 0 <= value < end:
         raise ConfigError(f"{name} is {value}, must be in [0, {end})")
-
-
-def _check_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"{name} is {value}, must be in [{low}, {high}]")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

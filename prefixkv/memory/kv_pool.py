@@ -13,11 +13,11 @@ from math import prod
 
 import torch
 
-from prefixkv.errors import CapacityError, ConfigError, PageStateError
+from prefixkv.errors import CapacityError, ConfigError
 from prefixkv.memory.kv_layout import KVLayout, Slab
-from prefixkv.paging import PageIds, as_pages
+from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.paging import PageIds, as_pages, check_in_pool
 
-_ALIGNMENT_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
@@ -202,9 +202,7 @@ class KVPool:
 
     def _index(self, pages: PageIds) -> torch.Tensor:
         ids = as_pages(pages)
-        outside = ids[(ids < 0) | (ids >= self.layout.num_pages)]
-        if outside.size:
-            raise PageStateError(f"page {outside[0]} is not in [0, {self.layout.num_pages})")
+        check_in_pool(ids, self.layout.num_pages)
         return torch.tensor(ids, dtype=torch.int64, device=self._words[0].device)
 
 
@@ -217,13 +215,13 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
     element = getattr(torch, dtype)
     num_bytes = prod(shape) * element.itemsize
     try:
-        raw = torch.empty(num_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+        raw = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8, device=device)
         if device == "cpu":
             _prefer_huge_pages(raw)
         raw.zero_()
     except RuntimeError as error:
         raise CapacityError(f"{num_bytes} bytes do not fit on {device}: {error}") from error
-    skip = -raw.data_ptr() % _ALIGNMENT_BYTES
+    skip = -raw.data_ptr() % BLOCK_BYTES
     return raw[skip : skip + num_bytes].view(element).view(shape)
 
 

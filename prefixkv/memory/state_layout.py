@@ -16,12 +16,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from prefixkv.errors import ConfigError, HandshakeError
-from prefixkv.memory.kv_layout import ITEMSIZE
+from prefixkv.errors import ConfigError, HandshakeError, check_range
+from prefixkv.memory.kv_layout import ADDRESS_END, ITEMSIZE
 from prefixkv.memory.mesh import Mesh, Shard, check_meshes, sent_share
 from prefixkv.paging import MAX_INDEX
-
-_ADDRESS_END = 2**63
 
 
 class StateTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -94,15 +92,14 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
 
         Entries lie apart, or interleave with one stride.
         """
-        if not 1 <= self.num_slots <= MAX_INDEX:
-            raise ConfigError(f"state num_slots is {self.num_slots}, must be in [1, {MAX_INDEX}]")
+        check_range("state num_slots", self.num_slots, 1, MAX_INDEX)
         if len(self.regions) > len(self.entries):
             raise ConfigError(f"{len(self.regions)} state regions for {len(self.entries)} entries")
         for start, num_bytes in self.regions:
-            if not (start >= 0 and 0 < num_bytes <= _ADDRESS_END - start):
+            if not (start >= 0 and 0 < num_bytes <= ADDRESS_END - start):
                 raise ConfigError(f"state region of {num_bytes} bytes at {start} is no memory")
         for i, entry in enumerate(self.entries):
-            if not 1 <= entry.num_bytes <= entry.slot_stride < _ADDRESS_END:
+            if not 1 <= entry.num_bytes <= entry.slot_stride < ADDRESS_END:
                 raise ConfigError(
                     f"state entry {i} has {entry.num_bytes} bytes a slot, {entry.slot_stride} apart"
                 )

@@ -17,7 +17,14 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from prefixkv.errors import CallerError, ConfigError, InternalError, OutOfPagesError, PageStateError
+from prefixkv.errors import (
+    CallerError,
+    InternalError,
+    OutOfPagesError,
+    PageStateError,
+    check_laws,
+    check_range,
+)
 from prefixkv.pages.free_runs import FreeRuns
 from prefixkv.paging import MAX_INDEX, Index, PageIds, Pages, as_pages
 
@@ -45,8 +52,7 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int) -> None:
-        if not 1 <= num_pages <= MAX_INDEX:
-            raise ConfigError(f"num_pages is {num_pages}, must be in [1, {MAX_INDEX}]")
+        check_range("num_pages", num_pages, 1, MAX_INDEX)
         self._num_pages = num_pages
         self._state = np.zeros(num_pages, np.uint8)
         self._runs = FreeRuns(num_pages)
@@ -243,8 +249,5 @@ class PageAllocator:
             "held and quarantined pages have one owner, others none": sorted(kept)
             == sorted(listed),
         }
-        if broken := [law for law, holds in laws.items() if not holds]:
-            raise InternalError(
-                f"broken: {'; '.join(broken)}; counts {self._counts}, {len(self._held)} owners"
-            )
+        check_laws(laws, f"counts {self._counts}", f"{len(self._held)} owners")
         self._runs.check_invariants(self._state == _FREE)

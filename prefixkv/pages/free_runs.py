@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.errors import InternalError
+from prefixkv.errors import check_laws
 from prefixkv.paging import Index
 
 # With fewer runs in one call a loop over them is faster than the vector operations.
@@ -206,7 +206,4 @@ class FreeRuns:
             == sorted(self._by_length),
             "no length is without runs": all(self._by_length.values()),
         }
-        if broken := [law for law, holds in laws.items() if not holds]:
-            raise InternalError(
-                f"broken: {'; '.join(broken)}; runs {from_start[:20]}, free {expected[:20]}"
-            )
+        check_laws(laws, f"runs {from_start[:20]}", f"free {expected[:20]}")

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.cache.radix_cache import RadixCache
@@ -28,8 +27,7 @@ from prefixkv.cache.results import MatchResult, PrefixLock, page_ids
 from prefixkv.errors import CapacityError, InternalError, OutOfPagesError
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.table import PageTable
-
-Pages = npt.NDArray[np.int32]
+from prefixkv.paging import Pages
 
 
 class RequestPages:

@@ -15,12 +15,12 @@ import numpy.typing as npt
 from prefixkv.errors import (
     CallerError,
     CapacityError,
-    ConfigError,
-    InternalError,
     PageStateError,
     RequestError,
+    check_laws,
+    check_range,
 )
-from prefixkv.paging import PageIds, Pages, as_pages
+from prefixkv.paging import MAX_INDEX, PageIds, Pages, as_pages
 
 UNUSED: Final = -1
 _NO_ROW: Final = -1  # in `_lengths`: the row is not in use
@@ -35,12 +35,8 @@ class PageTable:
     """
 
     def __init__(self, max_requests: int, max_pages_per_request: int) -> None:
-        for name, value in (
-            ("max_requests", max_requests),
-            ("max_pages_per_request", max_pages_per_request),
-        ):
-            if not 1 <= value < 2**31:
-                raise ConfigError(f"{name} is {value}, must be in [1, {2**31})")
+        check_range("max_requests", max_requests, 1, MAX_INDEX)
+        check_range("max_pages_per_request", max_pages_per_request, 1, MAX_INDEX)
         self.array = np.full((max_requests, max_pages_per_request), UNUSED, np.int32)
         self._lengths = np.full(max_requests, _NO_ROW, np.int32)
         self._length = self._lengths.data  # the same memory, faster for single rows
@@ -149,16 +145,6 @@ class PageTable:
         self.array[row_ids, lengths] = page_ids
         self._lengths[row_ids] = lengths + 1
 
-    def truncate(self, row: int, num_pages: int) -> None:
-        """Keep the first `num_pages` pages of the row. Raises CallerError when it has fewer."""
-        length = self.length(row)
-        if not 0 <= num_pages <= length:
-            raise CallerError(
-                f"num_pages is {num_pages}, must be in [0, {length}], the length of row {row}"
-            )
-        self.array[row, num_pages:length] = UNUSED
-        self._length[row] = num_pages
-
     def check_invariants(self) -> None:
         """Check every law. O(size of the table). Raises InternalError with the state."""
         rows, columns = self.array.shape
@@ -174,7 +160,4 @@ class PageTable:
             "and -1 from there on": bool((self.array[~in_use] == UNUSED).all()),
             "each row is free once or in use": sorted(self._free_rows) == free,
         }
-        if broken := [law for law, holds in laws.items() if not holds]:
-            raise InternalError(
-                f"broken: {'; '.join(broken)}; {rows} rows, lengths {self._lengths.tolist()[:50]}"
-            )
+        check_laws(laws, f"{rows} rows", f"lengths {self._lengths.tolist()[:50]}")

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.errors import InternalError
+from prefixkv.paging import Pages
 from prefixkv.prefill.send_plan import SendPlan
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
@@ -103,7 +104,7 @@ class PrefillRequest:
         return self.key.tokens()
 
     @property
-    def pages(self) -> npt.NDArray[np.int32]:
+    def pages(self) -> Pages:
         """Ids of all its pages in order, int32, a read-only view that is valid until the next call
         on the node."""
         if self.pages_held is None:

@@ -11,10 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import (
@@ -23,20 +19,15 @@ from prefixkv.errors import (
     DrainingError,
     InternalError,
     RequestError,
+    check_laws,
 )
 from prefixkv.pages.manager import PageBooks, RequestPages
-from prefixkv.paging import pages_for
+from prefixkv.paging import Pages, pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
 from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.request import Request
-
-
-class DeviceEvent(Protocol):
-    """What `ready=` and `after=` take: a CUDA event, or anything that answers `query()`."""
-
-    def query(self) -> bool: ...
+from prefixkv.request import DeviceEvent, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +44,7 @@ class SendChunk:
 
     key: RoomKey
     first_page: int
-    src_pages: npt.NDArray[np.int32]
+    src_pages: Pages
     last: bool
     aux: bytes
     ready: DeviceEvent | None
@@ -305,8 +296,7 @@ class PrefillScheduler:
             "rooms and requests are the same": len(self._rooms) == len(self.requests),
             "what is locked is a request's": bool(self.books.cache.protected_pages == 0 or held),
         }
-        if broken := [law for law, holds in laws.items() if not holds]:
-            raise InternalError(f"broken: {'; '.join(broken)}; {own} own, {self.requests}")
+        check_laws(laws, f"{own} own", self.requests)
 
     # --- ends -------------------------------------------------------------------------------------
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult
 from prefixkv.errors import InternalError, OutOfPagesError
 from prefixkv.pages.manager import PageBooks, RequestPages
+from prefixkv.paging import Pages
 from prefixkv.protocol.ids import RoomKey
 
 
@@ -253,7 +253,7 @@ class Replica:
         self.books = books
         self._requests: dict[int, tuple[RadixKey, RequestPages]] = {}
 
-    def pages(self, row: int) -> npt.NDArray[np.int32]:
+    def pages(self, row: int) -> Pages:
         """The page ids of the request in this row."""
         return self.books.pages(self._requests[row][1])
 

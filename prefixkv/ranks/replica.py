@@ -25,13 +25,12 @@ import hashlib
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from prefixkv.config import DecodeConfig
 from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageBooks
+from prefixkv.paging import Pages
 from prefixkv.ranks.oplog import AnyOp, Replica
 from prefixkv.ranks.rooms import RoomOrder
 from prefixkv.request import Request
@@ -172,12 +171,12 @@ class DecodeReplica:
         self._broken: InternalError | None = None
 
     @property
-    def page_table(self) -> npt.NDArray[np.int32]:
+    def page_table(self) -> Pages:
         """int32 [max_running, num_pages] page ids by `DecodeRequest.row`, -1 where unused. Its
         memory never moves."""
         return self.books.table.array
 
-    def pages(self, row: int) -> npt.NDArray[np.int32]:
+    def pages(self, row: int) -> Pages:
         """The page ids of the request in this row, in order: a view that is valid until the next
         `apply`."""
         return self._replica.pages(row)

@@ -16,14 +16,13 @@ from prefixkv.decode.request import DecodeRequest
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.pages.manager import Pages
+from prefixkv.paging import Pages
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.ranks.replica import RankLog
-from prefixkv.request import Request
+from prefixkv.request import DeviceEvent, Request
 from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
-from prefixkv.transport.base import ReadyEvent
 
 
 class _Readiness:
@@ -196,7 +195,7 @@ class PrefillGroup:
 
     def send_chunk(
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
-        ready: ReadyEvent | None = None, state_slot: int = -1,
+        ready: DeviceEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
         """As `PrefillNode.send_chunk`, on every rank."""
         if req.rid in self._failed:
@@ -213,7 +212,7 @@ class PrefillGroup:
                     sent.append(ended)
         return sent
 
-    def pop_failed(self, after: ReadyEvent | None = None) -> list[PrefillRequest]:
+    def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
         """As `PrefillNode.pop_failed`; a request that failed on one rank is aborted on the
         others."""
         failed = []

@@ -14,7 +14,7 @@ from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import ClosedError, InternalError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.pages.manager import Pages
+from prefixkv.paging import Pages
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime.control_thread import ControlFailed, DecodeManager, PrefillManager

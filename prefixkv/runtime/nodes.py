@@ -29,12 +29,11 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.oplog import LoggedBooks
 from prefixkv.ranks.replica import RankLog
 from prefixkv.ranks.rooms import Fenced, RankRooms, RoomEvent, order_of, unpack_news
-from prefixkv.request import Request
+from prefixkv.request import DeviceEvent, Request
 from prefixkv.runtime.control_thread import DecodeManager, Fence, PrefillManager
 from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.place import Place, staging_buffer
 from prefixkv.runtime.staging import ReceiveStaging, SendStaging
-from prefixkv.transport.base import ReadyEvent
 from prefixkv.transport.sharded import make_transport
 
 _DECODE_COUNTERS = (
@@ -177,7 +176,7 @@ class DecodeNode(Node[DecodeManager]):
         self.scheduler.append_many(reqs, token_ids, self._pump())
 
     def finish(
-        self, req: DecodeRequest, after: ReadyEvent | None = None, continues: bool | None = None
+        self, req: DecodeRequest, after: DeviceEvent | None = None, continues: bool | None = None
     ) -> None:
         """The request is done: what has KV becomes cached prefix. Nothing is released before
         `after.query()`.
@@ -187,12 +186,12 @@ class DecodeNode(Node[DecodeManager]):
         self.scheduler.finish(req, self._pump(), after, continues)
         self._tell()
 
-    def retract(self, rid: str, after: ReadyEvent | None = None) -> None:
+    def retract(self, rid: str, after: DeviceEvent | None = None) -> None:
         """Take a running request's pages back; it queues again and resumes where it was."""
         self.scheduler.retract(rid, self._pump(), after)
         self._tell()
 
-    def abort(self, rid: str, after: ReadyEvent | None = None) -> bool:
+    def abort(self, rid: str, after: DeviceEvent | None = None) -> bool:
         """End a request wherever it is; it comes out of `pop_failed`. Unknown or ended: False."""
         known = self.scheduler.abort(rid, self._pump(), after=after)
         self._tell()
@@ -372,7 +371,7 @@ class PrefillNode(Node[PrefillManager]):
 
     def send_chunk(
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
-        ready: ReadyEvent | None = None, state_slot: int = -1,
+        ready: DeviceEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
         """KV is computed up to token `end`, once `ready.query()`: send what decode lacks. Returns
         pages queued.
@@ -390,7 +389,7 @@ class PrefillNode(Node[PrefillManager]):
         """Requests whose KV is with decode, whole."""
         return self.scheduler.pop_sent(self._pump())
 
-    def pop_failed(self, after: ReadyEvent | None = None) -> list[PrefillRequest]:
+    def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
         """Requests that failed or were aborted; `req.error` says why. The engine stops computing
         them.
 

@@ -34,6 +34,7 @@ from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
+from prefixkv.paging import Pages
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import (
@@ -46,8 +47,8 @@ from prefixkv.transport.base import (
     WriteFailed,
     WriteJob,
 )
-from prefixkv.transport.descriptors import Pages, Part, part_indices
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
+from prefixkv.transport.parts import Part, part_indices
 from prefixkv.transport.routes import PeerMemory, Routes, routes_to
 from prefixkv.transport.runs import RunTable
 

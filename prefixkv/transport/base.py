@@ -17,24 +17,16 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLink
+from prefixkv.paging import Pages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
+from prefixkv.request import DeviceEvent
 
-Pages = npt.NDArray[np.int32]
 Route = Literal["pages", "staging", "state"]
-
-
-class ReadyEvent(Protocol):
-    """What `ready=` and `after=` take: a CUDA event, or anything that answers `query()`."""
-
-    def query(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +48,7 @@ class WriteJob:
     src_pages: Pages
     dst_pages: Pages
     tag: ChunkTag
-    ready: ReadyEvent | None = None
+    ready: DeviceEvent | None = None
     route: Route = "pages"
 
 

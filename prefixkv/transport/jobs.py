@@ -11,10 +11,12 @@ from collections import deque
 from collections.abc import Iterator
 
 from prefixkv.errors import AbortedError, CallerError, ClosedError, PageStateError
+from prefixkv.paging import Pages, checked_pages
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.transport.base import Sink, WriteDone, WriteFailed, WriteJob
-from prefixkv.transport.descriptors import Pages, Part, Runs, checked_pages, cut_parts
+from prefixkv.transport.parts import Part, cut_parts
 from prefixkv.transport.routes import Routes
+from prefixkv.transport.runs import Runs
 
 _MAX_PARTS = 2**16 - 1  # a tag counts parts in 16 bits
 _COUNTED = {"pages": "page", "staging": "block", "state": "slot"}

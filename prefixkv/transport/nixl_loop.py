@@ -40,7 +40,6 @@ from prefixkv.transport.base import (
     WriteFailed,
     WriteJob,
 )
-from prefixkv.transport.descriptors import part_indices
 from prefixkv.transport.jobs import ActiveJob, JobTable
 from prefixkv.transport.nixl_agent import (
     CONNECTION_BROKEN,
@@ -51,6 +50,7 @@ from prefixkv.transport.nixl_agent import (
     nixl_name,
 )
 from prefixkv.transport.nixl_peer import Peer, Post
+from prefixkv.transport.parts import part_indices
 from prefixkv.transport.routes import PeerMemory, routes_to
 from prefixkv.transport.wait import Inbox
 

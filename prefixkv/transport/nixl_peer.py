@@ -6,9 +6,9 @@ import contextlib
 from typing import Any
 
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.descriptors import Part
 from prefixkv.transport.jobs import ActiveJob, Outbox
 from prefixkv.transport.nixl_agent import FORGOTTEN, NixlAgent, nixl_name
+from prefixkv.transport.parts import Part
 from prefixkv.transport.routes import PeerMemory, Routes
 
 

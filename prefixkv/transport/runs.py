@@ -110,7 +110,6 @@ class Runs:
 def paired_runs(
     src: KVLayout,
     dst: KVLayout,
-    device: int = 0,
     src_part: Shard | None = None,
     dst_part: Shard | None = None,
 ) -> Runs:
@@ -124,7 +123,6 @@ def paired_runs(
 
     Args:
         src, dst: our layout and the peer's. The peer's is validated here.
-        device: the NIXL device id of both columns.
         src_part, dst_part: the layers and heads to copy, in each pool's own numbers; all by
             default.
 
@@ -155,8 +153,8 @@ def paired_runs(
     firsts = np.flatnonzero(np.concatenate(([True], ~joined)))
     lengths = np.diff(firsts, append=len(joined) + 1) * head_bytes
 
-    src_slots, src_table = _side(src, src_pieces.take(firsts), lengths, unit_tokens, device)
-    dst_slots, dst_table = _side(dst, dst_pieces.take(firsts), lengths, unit_tokens, device)
+    src_slots, src_table = _side(src, src_pieces.take(firsts), lengths, unit_tokens)
+    dst_slots, dst_table = _side(dst, dst_pieces.take(firsts), lengths, unit_tokens)
     dense = _is_dense(src_table) & _is_dense(dst_table)
     by_group = np.lexsort((dense, lengths))  # stable: address order inside a group
     lengths, dense = lengths[by_group], dense[by_group]
@@ -245,7 +243,7 @@ def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
 
 
 def _side(
-    layout: KVLayout, firsts: _Pieces, lengths: Int64s, unit_tokens: int, device: int
+    layout: KVLayout, firsts: _Pieces, lengths: Int64s, unit_tokens: int
 ) -> tuple[Slots, RunTable]:
     """How one side's slots are counted, and its table [runs, rows, 5]."""
     num_runs, num_pages, fold = len(lengths), layout.num_pages, layout.page_size // unit_tokens
@@ -258,7 +256,7 @@ def _side(
         firsts.address[:, None] + np.arange(rows, dtype=np.int64) * firsts.unit_stride[:, None]
     )
     table[:, :, 1] = lengths[:, None]
-    table[:, :, 2] = device
+    table[:, :, 2] = 0
     table[:, :, 3] = np.where(stride, stride, lengths)[:, None]
     table[:, :, 4] = slots.num_slots // rows
     return slots, table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import msgspec
@@ -188,20 +187,6 @@ def test_every_nesting_of_the_dimensions_is_accepted(data: st.DataObject) -> Non
     layout.validate()
     touched = bytes_of(layout)
     assert len(set(touched)) == len(touched)
-    dense = {"token": counts["token"], "head": counts["head"]}
-    expected = strides_are_dense(dense, strides, layout_dim)
-    assert all(layout.page_is_dense(slab) == expected for slab in layout.slabs)
-
-
-def strides_are_dense(counts: dict[str, int], strides: dict[str, int], element: int) -> bool:
-    """Whether the offsets of one page's bytes, listed, are a range."""
-    offsets = [
-        token * strides["token"] + head * strides["head"] + i
-        for token in range(counts["token"])
-        for head in range(counts["head"])
-        for i in range(element)
-    ]
-    return sorted(offsets) == list(range(math.prod(counts.values()) * element))
 
 
 @st.composite

@@ -73,8 +73,6 @@ def test_our_layouts_describe_the_memory(dtype: str, attention: str, order: str)
     assert_described(pool, views)
     assert pool.layout.order == order
     assert pool.layout.dtype == dtype
-    assert pool.layout.pages_are_whole == (order == "page_major")
-    assert all(pool.layout.page_is_dense(slab) for slab in pool.layout.slabs)
     assert all(start % 4096 == 0 for start, _ in pool.layout.regions)
     assert len(pool.layout.regions) == (1 if order == "page_major" else LAYERS)
     assert sum(size for _, size in pool.layout.regions) == PAGES * pool.layout.page_bytes
@@ -83,8 +81,7 @@ def test_our_layouts_describe_the_memory(dtype: str, attention: str, order: str)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_engine_tensors_are_described(dtype: str, engine: str) -> None:
-    build, dense = ENGINES[engine]
-    k, v = build(dtype)
+    k, v = ENGINES[engine](dtype)
     pool = KVPool.from_tensors(k, v)
     views = (
         [view.unsqueeze(2) for view in k]
@@ -93,8 +90,6 @@ def test_engine_tensors_are_described(dtype: str, engine: str) -> None:
     )
     assert_described(pool, views)
     assert pool.layout.order == "strided"
-    assert {pool.layout.page_is_dense(slab) for slab in pool.layout.slabs} == {dense}
-    assert not pool.layout.pages_are_whole
     for layer, view in enumerate(k):
         same = pool.latent(layer) if v is None else pool.k(layer)
         assert (same.data_ptr(), same.shape, same.stride()) == (
@@ -107,7 +102,7 @@ def test_engine_tensors_are_described(dtype: str, engine: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_pages_read_are_the_bytes_of_the_views(engine: str, dtype: str) -> None:
-    k, v = ENGINES[engine][0](dtype)
+    k, v = ENGINES[engine](dtype)
     pool = KVPool.from_tensors(k, v)
     pages = [3, 0, 4]
     data = pool.read_pages(pages)
@@ -149,18 +144,8 @@ def test_heads_of_any_width(head_dim: int) -> None:
     assert torch.equal(before[2, 1], pool.v(0)[2])
 
 
-def test_inner_strides_ignore_dimensions_of_one() -> None:
-    one_head = make(num_kv_heads=1)
-    assert one_head.layout.inner_strides(one_head.layout.slabs[0]) == (DIM * 2, 0)
-    heads_first = KVPool.from_tensors(*ENGINES["heads before tokens"][0]("float32"))
-    assert heads_first.layout.inner_strides(heads_first.layout.slabs[0]) == (
-        DIM * 4,
-        TOKENS * DIM * 4,
-    )
-
-
 def test_the_pool_keeps_an_engines_tensors_alive() -> None:
-    k, v = ENGINES["a tensor a layer"][0]("uint8")
+    k, v = ENGINES["a tensor a layer"]("uint8")
     expected = k[1].clone()
     pool = KVPool.from_tensors(k, v)
     del k, v

@@ -22,7 +22,7 @@ from prefixkv.memory.mesh import (
     sent_share,
     writers_to,
 )
-from prefixkv.paging import check_unit_range, shared_prefix, unit_pages
+from prefixkv.paging import check_unit_range, unit_pages
 from tests.models.mesh_pools import mesh_layout
 
 LAYERS = 5
@@ -209,12 +209,3 @@ def test_units_that_an_int32_cannot_name_are_refused() -> None:
     assert unit_pages(last, 4, 3, 4).tolist() == [2**31 - 1]
     with pytest.raises(ConfigError, match="int32"):
         unit_pages(last + 1, 4, 0, 1)
-
-
-def test_a_promised_prefix_is_whole_pages_on_both_sides() -> None:
-    assert [shared_prefix(200, *sizes) for sizes in ((16, 16), (16, 64), (64, 16), (256, 1))] == [
-        192,
-        192,
-        192,
-        0,
-    ]

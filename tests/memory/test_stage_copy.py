@@ -162,7 +162,7 @@ def test_kv_of_any_dtype_moves_between_our_layouts(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engines_own_tensors(make: Make, device: str, name: str, dtype: str) -> None:
-    k, v = ENGINES[name][0](dtype)
+    k, v = ENGINES[name](dtype)
     if device == "cuda":
         pytest.skip("the views of these tensors would be copied to the device dense")
     pool = KVPool.from_tensors(k, v)

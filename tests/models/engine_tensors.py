@@ -68,15 +68,14 @@ def _mla_padded(dtype: str) -> Views:
     ], None
 
 
-# name -> (views, is a page of a slab dense)
-ENGINES: dict[str, tuple[Callable[[str], Views], bool]] = {
-    "a tensor a layer": (_tensor_a_layer, True),
-    "K and V of a page together": (_k_and_v_of_a_page_together, True),
-    "heads before tokens": (_heads_before_tokens, True),
-    "heads before pages": (_heads_before_pages, False),
-    "all layers of a token together": (_all_layers_of_a_token_together, False),
-    "K and V of a head together": (_k_and_v_of_a_head_together, False),
-    "padded heads, every other page": (_padded_heads_every_other_page, False),
-    "mla": (_mla, True),
-    "mla, padded": (_mla_padded, False),
+ENGINES: dict[str, Callable[[str], Views]] = {
+    "a tensor a layer": _tensor_a_layer,
+    "K and V of a page together": _k_and_v_of_a_page_together,
+    "heads before tokens": _heads_before_tokens,
+    "heads before pages": _heads_before_pages,
+    "all layers of a token together": _all_layers_of_a_token_together,
+    "K and V of a head together": _k_and_v_of_a_head_together,
+    "padded heads, every other page": _padded_heads_every_other_page,
+    "mla": _mla,
+    "mla, padded": _mla_padded,
 }

@@ -73,22 +73,6 @@ def test_rows_come_back_empty() -> None:
     assert table.array[rows[1]].tolist() == [-1] * 4
 
 
-def test_truncate() -> None:
-    table = PageTable(1, 4)
-    row = table.alloc_row()
-    table.write(row, 0, [1, 2, 3, 4])
-    table.truncate(row, 1)
-    assert table.array[row].tolist() == [1, -1, -1, -1]
-    table.write(row, 1, [6])
-    assert table.pages(row).tolist() == [1, 6]
-    for num_pages in (3, -1):
-        with pytest.raises(CallerError, match=f"num_pages is {num_pages}"):
-            table.truncate(row, num_pages)
-    table.truncate(row, 0)
-    assert table.length(row) == 0
-    table.check_invariants()
-
-
 def test_append_each() -> None:
     table = PageTable(4, 3)
     rows = [table.alloc_row() for _ in range(3)]

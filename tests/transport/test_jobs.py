@@ -9,9 +9,9 @@ from prefixkv.errors import AbortedError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import TransportEvent, WriteDone, WriteFailed, WriteJob
-from prefixkv.transport.descriptors import paired_runs
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
 from prefixkv.transport.routes import Routes
+from prefixkv.transport.runs import paired_runs
 from tests.models.transport_pools import make_pool
 
 LAYOUT = make_pool("page_major", 8).layout

@@ -12,7 +12,8 @@ import pytest
 import prefixkv.transport.nixl  # noqa: F401  (sets up logging before nixl is loaded)
 from prefixkv.memory.mesh import Shard
 from prefixkv.paging import unit_pages
-from prefixkv.transport.descriptors import Part, paired_runs, part_indices
+from prefixkv.transport.parts import Part, part_indices
+from prefixkv.transport.runs import paired_runs
 from tests.models.mesh_pools import elements, mesh_layout, moved
 
 LAYERS, HEADS, SLABS = 2, 2, 4

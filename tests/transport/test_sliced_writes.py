@@ -12,7 +12,7 @@ import pytest
 from prefixkv.config import TransportConfig
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.mesh import Mesh, Shard
-from prefixkv.paging import shared_prefix, unit_pages
+from prefixkv.paging import page_floor, unit_pages
 from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed
 from tests.models.mesh_pools import Side, moved, routes
 from tests.models.transport_driver import Driver, Node
@@ -56,7 +56,7 @@ def test_slices_of_all_writers_make_up_every_reader(
 ) -> None:
     num_heads = 4 if attention == "mha" else 1
     meshes = Mesh(2, num_heads, src_tp), Mesh(2, num_heads, dst_tp)
-    unit, prefix = min(sizes), shared_prefix(9, *sizes)
+    unit, prefix = min(sizes), page_floor(9, max(sizes))
     stop = -(-FILL // unit) * unit  # the last unit page is copied whole
     kv = np.random.default_rng(1).integers(
         0, 256, (2, 2 if attention == "mha" else 1, stop, num_heads, 2), np.uint8

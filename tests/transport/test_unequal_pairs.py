@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.memory.mesh import Mesh, Shard, check_meshes
-from prefixkv.paging import shared_prefix, unit_pages
-from prefixkv.transport.descriptors import Part, Runs, cut_parts, paired_runs, part_indices
-from prefixkv.transport.runs import Slots
+from prefixkv.paging import page_floor, unit_pages
+from prefixkv.transport.parts import Part, cut_parts, part_indices
+from prefixkv.transport.runs import Runs, Slots, paired_runs
 from tests.models.mesh_pools import (
     BASE,
     STRIDED,
@@ -123,7 +123,7 @@ def _check_copy(
     src = Side.make(src_mesh, orders[0], sizes[0], PAGES[sizes[0]], attention, seed + 1)
     dst = Side.make(dst_mesh, orders[1], sizes[1], PAGES[sizes[1]], attention, seed + 2)
     src.put(kv, 0)
-    for prefix in (0, shared_prefix(10, *sizes)):
+    for prefix in (0, page_floor(10, max(sizes))):
         expected = [memory.copy() for memory in dst.memory]
         got = [memory.copy() for memory in dst.memory]
         dst.put(kv, prefix, expected)

@@ -15,13 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.paging import MAX_INDEX as MAX_INDEX
-from prefixkv.paging import Pages as Pages
-from prefixkv.paging import checked_pages as checked_pages
-from prefixkv.transport.runs import RunGroup as RunGroup
-from prefixkv.transport.runs import Runs as Runs
-from prefixkv.transport.runs import check_index_range
-from prefixkv.transport.runs import paired_runs as paired_runs
+from prefixkv.paging import Pages
+from prefixkv.transport.runs import RunGroup, Runs, check_index_range
 
 
 class Part(NamedTuple):

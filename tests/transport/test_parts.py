@@ -15,15 +15,9 @@ from hypothesis import strategies as st
 
 from prefixkv.errors import ConfigError, HandshakeError, PageStateError
 from prefixkv.memory.kv_layout import KVLayout, Slab
-from prefixkv.transport.descriptors import (
-    Part,
-    Runs,
-    checked_pages,
-    cut_parts,
-    flat_indices,
-    paired_runs,
-    part_indices,
-)
+from prefixkv.paging import checked_pages
+from prefixkv.transport.parts import Part, cut_parts, flat_indices, part_indices
+from prefixkv.transport.runs import Runs, paired_runs
 from tests.models.transport_pools import ORDERS, Shape, make_pool
 
 NUM_PAGES = 9
