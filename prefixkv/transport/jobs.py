@@ -1,5 +1,4 @@
-"""The books of writes under way, the same for both transports: every job ends once, and by the same
-rules.
+"""Which writes are under way, the same for both transports: every job ends once, by the same rules.
 
 A transport asks an `Outbox` what to post next, and tells the `JobTable` how each part ended.
 Nothing here waits, and nothing knows NIXL.
@@ -155,7 +154,7 @@ class Outbox:
 
 
 class JobTable:
-    """Every job that has not ended. Whoever ends one does it here, so that it ends once, with one
+    """Every job that has not ended. Each end is made here, so that a job ends once, with one
     event."""
 
     def __init__(self, emit: Sink, max_bytes: int, max_descriptors: int) -> None:

@@ -3,11 +3,9 @@ only user of nixl.
 
 - An error says nothing of its siblings and keeps its type; `bare` takes its traceback.
 - A post refused with an error may have begun: NIXL hands its descriptors on one by one and stops at
-the
-  first that fails. Only what NIXL refuses before that counts as never posted.
-- Only destroying the agent fences its writes, and every handle that somebody keeps, also in the
-frames of a
-  traceback, keeps the agent: errors leave here without theirs, and logs get text.
+  the first that fails. Only what NIXL refuses before that counts as never posted.
+- Only destroying the agent fences its writes. Every handle that is kept, also in the frames of a
+  traceback, keeps the agent: so errors leave here without their tracebacks, and logs get text.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.runs import Runs
 
-# Read when the libraries load. Faults are our daily bread and come back as exceptions with their
-# type.
+# Read when the libraries load. Faults are expected here, and come back as typed exceptions.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 os.environ.setdefault("UCX_LOG_LEVEL", "FATAL")
 _raise_exceptions = logging.raiseExceptions
@@ -57,8 +54,8 @@ class NixlAgent:
     """An agent with the memory of pool, staging area and state registered. Owned by the transport
     thread.
 
-    `lists` are descriptor lists that only live on for posts under way, `unproven` the jobs with a
-    part that failed after it was posted here: it may still land until `destroy`.
+    `lists` are descriptor lists that are kept for posts under way only. `unproven` are the jobs
+    with a part that failed after it was posted here: such a part may still land until `destroy`.
     """
 
     def __init__(
@@ -110,11 +107,13 @@ class NixlAgent:
         return not found or metadata.startswith(head + len(theirs).to_bytes(8, "little") + theirs)
 
     def rest(self, now: float, for_s: float) -> bool:
-        """Make progress once; True when that has been going on for `for_s`, and `destroy` is due.
+        """Make progress once. True when that has been going on for `for_s`: `destroy` may follow.
 
-        UCX tidies up a broken connection bit by bit, as it makes progress. An agent that is
-        destroyed while it is at that takes the process with it: "Assertion
-        `ucs_arbiter_group_is_empty(group)' failed", in 1 of 60.
+        UCX tidies up a broken connection step by step, as it makes progress. To destroy the agent
+        before that is done may abort the process.
+
+        Source: UCX, "Assertion `ucs_arbiter_group_is_empty(group)' failed" when a worker with
+        pending requests is destroyed; seen here in 1 of 60 such ends.
         """
         if self._resting_since is None:
             self._resting_since = now
@@ -124,8 +123,8 @@ class NixlAgent:
         return now - self._resting_since >= for_s and self._rests >= _MIN_RESTS
 
     def destroy(self) -> bool:
-        """End it; every handle and list of it has to be dropped before. Whether it is gone: then it
-        is a fence."""
+        """End it; every handle and list of it has to be dropped before. Returns whether it is gone:
+        only then are its writes fenced."""
         self.lists.clear()
         alive = weakref.ref(self.api.agent)
         del self.api

@@ -1,19 +1,17 @@
-"""What the transport thread does: it owns a NIXL agent, posts jobs, checks posts, polls
+"""What the transport thread does: it owns a NIXL agent, posts jobs, checks posts and polls
 notifications.
 
 Rules, each the answer to something measured:
 
-- No progress thread inside NIXL (it burns a core): our thread polls on both sides while there is a
-reason to.
-- On shared memory the copy runs inside the post, so posts are bounded, and between two posts to one
-peer
-  every other peer gets one.
+- NIXL gets no progress thread (it burns a core): our thread polls, on both sides, while something
+  is under way.
+- On shared memory the copy runs inside the post. So a post is bounded, and between two posts to one
+  peer every other peer gets one.
 - A lost peer does not heal: it is removed and added again, with new descriptor lists, at its next
-write.
-- A write that failed after its post may still land, until its agent is destroyed. So `renew` puts
-another
-  agent in its place, which posts from then on; the former one ends what it has posted, and is
-  destroyed.
+  write.
+- A write that failed after its post may still land until its agent is destroyed. So `renew` puts
+  another agent in its place, which posts from then on. The former agent ends what it has posted and
+  is destroyed.
 """
 
 from __future__ import annotations
@@ -78,31 +76,30 @@ class NixlLoop:
         staging: StagingArea | None = None, shard: int = 0, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
         """Raises what NIXL raises."""
-        self.layout = layout
-        self.staging = staging
-        self.state = state
-        self.sink = sink
-        self.config = config
-        self.shard = shard
-        self.name = nixl_name(me) + (f"+{shard}" if shard else "")
-        self.now = self._new_agent(self.name)
-        self.former: NixlAgent | None = None  # posts nothing more
-        self.former_until = 0.0
-        self.outlived: list[
-            NixlAgent
-        ] = []  # that could not be destroyed: what failed there is never proven
-        self.num_renewed = 0
-        self.renew_wanted = False
-        self.renew_from = 0.0
-        self.metadata = self.now.metadata
-        self.peers: dict[PeerId, Peer] = {}
-        self.jobs = JobTable(self._emit, config.post_bytes, config.post_descriptors)
-        self.posts: list[Post] = []
-        self.expected = 0
-        self.linger_until = 0.0
-        self.polled_s = 0.0  # time spent polling, without the gaps in which nobody did
-        self.last_poll = 0.0
-        self.settling: list[tuple[float, Hashable]] = []  # (`polled_s` to reach, token)
+        self._layout = layout
+        self._staging = staging
+        self._state = state
+        self._sink = sink
+        self._config = config
+        self._shard = shard
+        self._name = nixl_name(me) + (f"+{shard}" if shard else "")
+        self._agent = self._new_agent(self._name)
+        self._former_agent: NixlAgent | None = None  # posts nothing more
+        self._former_until = 0.0
+        # Agents that could not be destroyed: what failed there is never proven.
+        self._outlived: list[NixlAgent] = []
+        self._num_renewed = 0
+        self._renew_wanted = False
+        self._renew_from = 0.0
+        self.metadata = self._agent.metadata
+        self._peers: dict[PeerId, Peer] = {}
+        self._jobs = JobTable(self._emit, config.post_bytes, config.post_descriptors)
+        self._posts: list[Post] = []
+        self._expected = 0
+        self._linger_until = 0.0
+        self._polled_s = 0.0  # time spent polling, without the gaps between polls
+        self._last_poll = 0.0
+        self._settling: list[tuple[float, Hashable]] = []  # (`polled_s` to reach, token)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -125,8 +122,8 @@ class NixlLoop:
                 quiet_since = time.monotonic()
 
     def _guarded(self, step: Callable[[NixlLoop], bool | None]) -> bool | None:
-        """What the step returns. An exception that got this far is a bug of ours; the thread serves
-        others too, so it lives on.
+        """What the step returns. An exception that comes this far is a bug of ours. It is logged,
+        and the thread goes on: it serves other rooms too.
         """
         try:
             return step(self)
@@ -138,76 +135,78 @@ class NixlLoop:
         """How long to wait for a command: 0 to poll again at once, None when only a command brings
         work."""
         now = time.monotonic()
-        renewing = self.renew_wanted or self.former is not None
-        if not (self.jobs or self.expected or self.settling or renewing or now < self.linger_until):
+        renewing = self._renew_wanted or self._former_agent is not None
+        if not (
+            self._jobs or self._expected or self._settling or renewing or now < self._linger_until
+        ):
             return None
         quiet_s = 0.0 if quiet_since is None else now - quiet_since
-        if quiet_s < self.config.spin_s:
+        if quiet_s < self._config.spin_s:
             return 0.0
-        return self.config.sleep_s if quiet_s < _PATIENCE_S else self.config.idle_sleep_s
+        return self._config.sleep_s if quiet_s < _PATIENCE_S else self._config.idle_sleep_s
 
     def _progress(self) -> bool:
         """One post for each peer, one check of each post, one poll. Whether anything moved."""
         moved = False
-        if self.jobs:
-            for peer in list(self.peers.values()):
+        if self._jobs:
+            for peer in list(self._peers.values()):
                 if peer.outbox:
                     moved |= self._serve_peer(peer)
-            if self.posts:
+            if self._posts:
                 moved |= self._check_posts()
-        if self.former is not None:
-            self._end_former(self.former)
-        elif self.renew_wanted and time.monotonic() >= self.renew_from:
+        if self._former_agent is not None:
+            self._end_former(self._former_agent)
+        elif self._renew_wanted and time.monotonic() >= self._renew_from:
             self._renew()
-        if self.expected or self.settling or (self.linger_until and not self.posts):
+        if self._expected or self._settling or (self._linger_until and not self._posts):
             moved |= self._poll_notifications()
         return moved
 
     # --- commands ---------------------------------------------------------------------------------
 
     def add_peer(self, peer_id: PeerId, metadata: bytes, memory: PeerMemory) -> None:
-        peer = self.peers.get(peer_id)
+        peer = self._peers.get(peer_id)
         if peer is None:
-            peer = self.peers[peer_id] = Peer(peer_id, metadata, memory)
-            if self.shard == 0:
+            peer = self._peers[peer_id] = Peer(peer_id, metadata, memory)
+            if self._shard == 0:
                 self._connect(peer)
         elif peer.removed or (peer.metadata, peer.memory) != (metadata, memory):
             if peer.memory != memory:
-                self.jobs.drop(
+                self._jobs.drop(
                     peer.outbox, PeerLostError(f"the memory of {peer_id.name} is another now")
                 )
-            # its lists may be in use: they are built again before its next post
+            # Its lists may be in use, so they are built again only before its next post.
             peer.metadata, peer.memory, peer.removed = metadata, memory, False
             peer.routes, peer.retry_at = None, 0.0
 
     def remove_peer(self, peer_id: PeerId) -> None:
-        peer = self.peers.get(peer_id)
+        peer = self._peers.get(peer_id)
         if peer is None:
             return
         peer.removed = True
-        self.jobs.drop(peer.outbox, AbortedError(f"peer {peer_id.name} was removed"))
+        self._jobs.drop(peer.outbox, AbortedError(f"peer {peer_id.name} was removed"))
         self._forget_if_unused(peer)
 
     def write(self, job: WriteJob) -> None:
-        peer = self.peers.get(job.peer)
+        peer = self._peers.get(job.peer)
         if peer is None or peer.removed:
-            self.jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
+            self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
         elif peer.routes is None:
-            self.jobs.park(peer.outbox, job)
+            self._jobs.park(peer.outbox, job)
         else:
-            self.jobs.start(peer.outbox, peer.routes, job)
+            self._jobs.start(peer.outbox, peer.routes, job)
 
     def cancel(self, job_id: int) -> None:
-        self.jobs.cancel(job_id)
+        self._jobs.cancel(job_id)
 
     def expect(self, num_rooms: int) -> None:
-        self.expected = num_rooms
+        self._expected = num_rooms
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        self.settling.append((self.polled_s + for_s, token))
+        self._settling.append((self._polled_s + for_s, token))
 
     def renew(self) -> None:
-        self.renew_wanted = True
+        self._renew_wanted = True
 
     # --- peers ------------------------------------------------------------------------------------
 
@@ -216,13 +215,13 @@ class NixlLoop:
         flight: NIXL forgets the state of a handle whose peer is removed.
         """
         try:
-            peer.unload(self.now)
-            routes = routes_to(peer.memory, self.layout, self.staging, self.state)
-            peer.load(self.now, routes)
+            peer.unload(self._agent)
+            routes = routes_to(peer.memory, self._layout, self._staging, self._state)
+            peer.load(self._agent, routes)
         except Exception as error:
             self._lose(peer, bare(error))
             return False
-        self.jobs.start_parked(peer.outbox, routes)
+        self._jobs.start_parked(peer.outbox, routes)
         return True
 
     def _lose(self, peer: Peer, error: Exception) -> None:
@@ -230,34 +229,34 @@ class NixlLoop:
         again."""
         peer.routes = None
         peer.retry_at = time.monotonic() + _RECONNECT_S
-        self.jobs.drop(peer.outbox, error)
+        self._jobs.drop(peer.outbox, error)
         if not peer.removed:
             self._emit(PeerUnreachable(peer.peer, error))
 
     def _forget_if_unused(self, peer: Peer) -> None:
-        if peer.removed and peer.in_flight == 0 and self.peers.get(peer.peer) is peer:
-            del self.peers[peer.peer]
+        if peer.removed and peer.in_flight == 0 and self._peers.get(peer.peer) is peer:
+            del self._peers[peer.peer]
             try:
-                peer.unload(self.now)
+                peer.unload(self._agent)
             except Exception as error:
                 _log.warning("peer %s could not be unloaded: %s", peer.peer.name, repr(error))
 
     # --- writes -----------------------------------------------------------------------------------
 
     def _serve_peer(self, peer: Peer) -> bool:
-        """Post the next part of the first room in turn that can go; connect first if that is
+        """Post one part, of the first room in turn that is ready. Connect first if that is
         due."""
         if peer.routes is None:
             if peer.in_flight or time.monotonic() < peer.retry_at:
                 return False
             return self._connect(peer)
-        if peer.in_flight >= self.config.window:
+        if peer.in_flight >= self._config.window:
             return False
         for job in peer.outbox.round():
             try:
                 ready = job.poll_ready()
             except BaseException as error:
-                self.jobs.stop(job, bare(error))
+                self._jobs.stop(job, bare(error))
                 return True
             if ready:
                 self._post(peer, job)
@@ -267,7 +266,7 @@ class NixlLoop:
     def _post(self, peer: Peer, job: ActiveJob) -> None:
         number = job.next_part
         part = job.parts[number]
-        self.jobs.part_posted(job)
+        self._jobs.part_posted(job)
         peer.in_flight += 1
         handle: Any = None
         error: Exception | None
@@ -275,24 +274,24 @@ class NixlLoop:
         try:
             src, dst = part_indices(job.runs, part, job.src_pages, job.dst_pages)
             local, remote = peer.lists[job.job.route]
-            handle = self.now.api.make_prepped_xfer("WRITE", local, src, remote, dst)
-            may_land = True
-            state = self.now.api.transfer(handle, job.tag(number))
+            handle = self._agent.api.make_prepped_xfer("WRITE", local, src, remote, dst)
+            may_land = True  # before the post: one that raises may have handed on descriptors
+            state = self._agent.api.transfer(handle, job.tag(number))
         except Exception as refusal:
             state, error = "", bare(refusal)
             may_land = may_land and not isinstance(refusal, NEVER_POSTED)
         else:
             error = error_of(state)
-        post = Post(self.now, handle, peer, job, part)
+        post = Post(self._agent, handle, peer, job, part)
         if state == "PROC":
-            self.posts.append(post)
+            self._posts.append(post)
         else:
             self._part_ended(post, error, may_land)
 
     def _check_posts(self) -> bool:
         ended: list[tuple[Post, Exception | None]] = []
         going: list[Post] = []
-        for post in self.posts:
+        for post in self._posts:
             try:
                 state = post.agent.api.check_xfer_state(post.handle)
             except Exception as failure:
@@ -302,22 +301,23 @@ class NixlLoop:
                     going.append(post)
                 else:
                     ended.append((post, error_of(state)))
-        self.posts = going
+        self._posts = going
         for post, error in ended:
             self._part_ended(post, error, may_land=True)
         return bool(ended)
 
     def _part_ended(self, post: Post, error: Exception | None, may_land: bool) -> None:
         peer = post.peer
-        current = post.agent is self.now
+        current = post.agent is self._agent  # a former agent's posts were taken off `in_flight`
         if current:
             peer.in_flight -= 1
         self._release(post)
         if error is None:
-            self.linger_until = time.monotonic() + _LINGER_S
+            self._linger_until = time.monotonic() + _LINGER_S
         elif may_land:
+            # Before the job may end: its WriteFailed asks `_tell_if_proven`, which reads this.
             post.agent.unproven.add(post.job.job.job_id)
-        self.jobs.part_ended(post.job, post.part, error, may_land)
+        self._jobs.part_ended(post.job, post.part, error, may_land)
         if current and isinstance(error, CONNECTION_BROKEN) and peer.routes is not None:
             self._lose(peer, error)
         self._forget_if_unused(peer)
@@ -335,10 +335,10 @@ class NixlLoop:
 
     def _poll_notifications(self) -> bool:
         """Also what makes NIXL progress on a side that only receives."""
-        if self.linger_until and time.monotonic() >= self.linger_until:
-            self.linger_until = 0.0
+        if self._linger_until and time.monotonic() >= self._linger_until:
+            self._linger_until = 0.0
         try:
-            arrived = self.now.api.get_new_notifs()
+            arrived = self._agent.api.get_new_notifs()
         except Exception as error:
             _log.warning("notifications could not be polled: %s", repr(error))
             return False
@@ -346,21 +346,21 @@ class NixlLoop:
             for tag in tags:
                 self._emit(Arrived(bytes(tag)))
         now = time.monotonic()
-        self.polled_s += min(now - self.last_poll, _POLL_GAP_S)
-        self.last_poll = now
-        if self.settling:
+        self._polled_s += min(now - self._last_poll, _POLL_GAP_S)
+        self._last_poll = now
+        if self._settling:
             self._tell_settled()
         return bool(arrived)
 
     def _tell_settled(self) -> None:
-        due = [token for until_s, token in self.settling if until_s <= self.polled_s]
-        self.settling = [waiting for waiting in self.settling if waiting[0] > self.polled_s]
+        due = [token for until_s, token in self._settling if until_s <= self._polled_s]
+        self._settling = [waiting for waiting in self._settling if waiting[0] > self._polled_s]
         for token in due:
             self._emit(Settled(token))
 
     def _emit(self, event: TransportEvent) -> None:
         try:
-            self.sink(event)
+            self._sink(event)
         except BaseException:
             _log.error("the sink of the transport failed on %r\n%s", event, traceback.format_exc())
         if isinstance(event, WriteFailed) and not event.drained:
@@ -368,41 +368,51 @@ class NixlLoop:
 
     # --- another agent ----------------------------------------------------------------------------
 
+    @property
+    def _agents(self) -> list[NixlAgent]:
+        """The one that posts, and the one it replaced until that is destroyed."""
+        return [self._agent] if self._former_agent is None else [self._agent, self._former_agent]
+
     def _new_agent(self, name: str) -> NixlAgent:
-        return NixlAgent(name, self.layout, self.config.memory_type, self.staging, self.state)
+        return NixlAgent(name, self._layout, self._config.memory_type, self._staging, self._state)
 
     def _renew(self) -> None:
-        """Another agent posts from now on. If it cannot be made, the one there is goes on, and it
-        is tried again."""
-        self.renew_wanted = False
-        if not self.now.unproven:
+        """Another agent posts from now on. If none can be made, the present one goes on, and
+        another attempt follows."""
+        self._renew_wanted = False  # first: a call from here on asks for one more renewal
+        if not self._agent.unproven:
             return
         try:
-            successor = self._new_agent(f"{self.name}/{self.num_renewed + 1}")
+            successor = self._new_agent(f"{self._name}/{self._num_renewed + 1}")
         except Exception as error:
             _log.error("no new agent could be made: %s", repr(error))
-            self.renew_wanted, self.renew_from = True, time.monotonic() + _RENEW_S
+            self._renew_wanted, self._renew_from = True, time.monotonic() + _RENEW_S
             return
-        self.num_renewed += 1
-        self.former, self.now = self.now, successor
-        self.former_until = time.monotonic() + self.config.renew_grace_s
-        for peer in self.peers.values():
-            self.former.lists += peer.part_from_agent()
-        for peer in list(self.peers.values()):
+        self._num_renewed += 1
+        self._former_agent, self._agent = self._agent, successor
+        self._former_until = time.monotonic() + self._config.renew_grace_s
+        # The lists stay with the former agent, whose posts use them; each peer connects anew.
+        for peer in self._peers.values():
+            self._former_agent.lists += peer.part_from_agent()
+        for peer in list(self._peers.values()):
             self._forget_if_unused(peer)
 
     def _end_former(self, former: NixlAgent) -> None:
-        """Destroy it once its posts have ended, or have had their time; then none of them can land
-        any more."""
-        posts = [post for post in self.posts if post.agent is former]
+        """Destroy it once its posts have ended, or have had their time: then none of them can land
+        any more. The order matters; see at each step."""
+        posts = [post for post in self._posts if post.agent is former]
         now = time.monotonic()
-        if posts and now < self.former_until:
+        if posts and now < self._former_until:
             return
+        # UCX tidies up broken connections as it makes progress; an agent destroyed meanwhile
+        # may abort the process.
         if not former.rest(now, _REST_S):
             return
-        self.former = None
-        self.renew_from = time.monotonic() + _RENEW_S
-        self.posts = [post for post in self.posts if post.agent is not former]
+        # From here on `_tell_if_proven` no longer counts it, unless it outlives `destroy`.
+        self._former_agent = None
+        self._renew_from = time.monotonic() + _RENEW_S
+        self._posts = [post for post in self._posts if post.agent is not former]
+        # Before `destroy`: a handle that is kept keeps the agent, which then goes on writing.
         for post in posts:
             self._release(post)
             post.handle = None
@@ -412,42 +422,48 @@ class NixlLoop:
                 "an agent that was replaced could not be destroyed: what it wrote last is never "
                 "proven to end"
             )
-            self.outlived.append(former)
+            self._outlived.append(former)
+        # A job that has not ended is told of when it ends, in `_emit`: a WriteDrained never comes
+        # before its WriteFailed.
         for job_id in sorted(former.unproven):
-            if job_id not in self.jobs:  # else it is told when the job ends
+            if job_id not in self._jobs:
                 self._tell_if_proven(job_id)
+        # Last: these posts ended with the agent, so their jobs may say drained at once.
         for post in posts:
             error = TransferTimeoutError(
-                f"not done {self.config.renew_grace_s} s after its agent was replaced"
+                f"not done {self._config.renew_grace_s} s after its agent was replaced"
             )
             self._part_ended(post, error, may_land=not destroyed)
 
     def _tell_if_proven(self, job_id: int) -> None:
-        """Say that the job is drained, once no agent is left that could still write for it."""
-        agents = [self.now, *self.outlived] + ([self.former] if self.former is not None else [])
-        if not any(job_id in agent.unproven for agent in agents):
+        """Say that the job is drained, if no agent is left that could still write for it.
+
+        Called when the job has ended, and when an agent was destroyed: the later of the two finds
+        no agent and tells, the earlier one finds one and says nothing.
+        """
+        if not any(job_id in agent.unproven for agent in [*self._agents, *self._outlived]):
             self._emit(WriteDrained(job_id))
 
     # --- the end ----------------------------------------------------------------------------------
 
     def destroy(self) -> Exception | None:
-        """Drop every handle, destroy the agent, then end every job: from then on nothing of ours
+        """Drop every handle, destroy the agents, then end every job: from then on nothing of ours
         can land.
 
         Returns the InternalError to raise where the agent outlived this.
         """
-        while self.posts:
-            self._release(self.posts.pop())
-        for peer in self.peers.values():
+        while self._posts:
+            self._release(self._posts.pop())  # popped: a post that is kept keeps its handle
+        for peer in self._peers.values():
             peer.part_from_agent()
-        fenced = not self.outlived
-        for agent in [self.now] + ([self.former] if self.former is not None else []):
+        fenced = not self._outlived
+        for agent in self._agents:
+            # Only an agent with a broken connection has to rest first, see `NixlAgent.rest`.
             while agent.unproven and not agent.rest(time.monotonic(), _REST_S):
-                time.sleep(self.config.idle_sleep_s)
+                time.sleep(self._config.idle_sleep_s)
             fenced &= agent.destroy()
-        self.jobs.close(fenced)
-        return (
-            None
-            if fenced
-            else InternalError("the NIXL agent outlived its transport: writes are not fenced")
-        )
+        # After the agents: `drained` in these events is a proof that nothing more lands.
+        self._jobs.close(fenced)
+        if fenced:
+            return None
+        return InternalError("the NIXL agent outlived its transport: writes are not fenced")

@@ -54,8 +54,8 @@ class Peer:
                 agent.api.remove_remote_agent(nixl_name(self.peer))
 
     def part_from_agent(self) -> list[Any]:
-        """Forget what hangs on the agent, which somebody else ends. Returns the lists, which its
-        posts may need."""
+        """Forget what belongs to the agent, which is ended elsewhere. Returns the lists: its posts
+        may still need them."""
         lists = [prepared for pair in self.lists.values() for prepared in pair]
         self.lists.clear()
         self.routes, self.loaded, self.in_flight, self.retry_at = None, False, 0, 0.0

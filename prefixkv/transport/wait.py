@@ -1,5 +1,5 @@
-"""What other threads ask of the transport thread, and where it waits: to the microsecond, unless
-somebody puts."""
+"""What other threads ask of the transport thread, and where that thread waits, to the microsecond,
+until something is put."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """Anyone puts, the thread takes and waits. None closes, by what the two make of it.
+    """Any thread puts; the one thread that owns it takes and waits. None asks that thread to end.
 
     Not a `queue.SimpleQueue`: in CPython 3.11 its `get` with a timeout of microseconds may turn
     into one without end, when it wakes for an item already taken and the time is up by then.
@@ -20,7 +20,7 @@ class Inbox(Generic[T]):
 
     def __init__(self) -> None:
         self._commands: deque[T | None] = deque()
-        self._bell = threading.Lock()  # locked: nobody rang since the thread last woke
+        self._bell = threading.Lock()  # locked: nothing was put since the thread last woke
         self._bell.acquire()
 
     def __len__(self) -> int:
