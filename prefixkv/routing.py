@@ -2,27 +2,30 @@
 worker is too busy.
 
     router = BoundedAffinityRouter()
-    router.add_worker("decode-0"); ...
-    in_sync = router.apply(batch)              # cache events; False: ask that worker for a batch
-    `afresh` route = router.route(page_keys(key.data, page_size), now_s)
-    ...                                        # the request goes to route.worker
+    router.add_worker("decode-0")
+    in_sync = router.apply(batch)  # cache events; False: ask that worker for a batch `afresh`
+    route = router.route(page_keys(key.data, page_size), now_s)
+    ...  # the request goes to route.worker
     router.ended(route, now_s)
 
 The rule. The *load* of a worker is the work (pages, unless told otherwise) of its requests in
 progress, and of those that have ended, fading with `fade_s`. Workers whose load is within `bound`
 times the mean (and `slack` average requests, so that a conversation may go on in an idle cluster)
 are eligible. A page that a worker holds is *worth* the share of the other workers that lack it,
-squared: a chat's own pages count in full, a system prompt that all hold counts nothing, and one
-that all but a new worker hold next to nothing, so that the new one is not starved. Of the eligible,
-the worker with the longest match by worth is taken; if even that is worth less than `min_worth` of
-the prompt, the least loaded worker is.
+squared: a chat's own pages count in full, and a system prompt that all hold counts nothing. A
+system prompt that all but a new worker hold counts next to nothing, so that the new worker is not
+starved. Of the eligible, the worker with the longest match by worth is taken; if even that match is
+worth less than `min_worth` of the prompt, the least loaded worker is taken.
 
 Fading makes balance a matter of minutes: the second turn of a chat may find its worker above the
-mean for a moment, and goes there all the same, while a document that everybody asks about spreads
+mean for a moment, and goes there all the same, while a document that many chats ask about spreads
 to more workers as the first fill up.
 
 Nothing here is more than a hint: a worker matches again at admission. So a late event costs a hit,
 never an error.
+
+Source of the bound: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam,
+2018).
 """
 
 from __future__ import annotations
@@ -202,14 +205,14 @@ class BoundedAffinityRouter:
 
     Args:
         bound: how far above the mean load a worker may be and still be chosen for what it holds.
-        slack: so many average requests may come on top of that.
+        slack: how many average requests may come on top of that.
         fade_s: how fast work that has ended stops counting. Long enough for tens of requests a
             worker.
         min_worth: the least share of a prompt, by worth, for which its worker is preferred to the
-            least loaded. Above (1 - 1 / bound) squared, about, no worker starves, however long the
-            system prompt.
-        expect_s: how long the pages of a request count as held where it was sent, before the worker
-            says so itself.
+            least loaded one. Above about (1 - 1 / bound) squared no worker starves, however long
+            the system prompt.
+        expect_s: how long the pages of a request count as held where it was sent, until the
+            worker's events say so.
         max_pages: how many pages are remembered of each worker.
     Raises:
         ConfigError: names the setting, the value and the bound.

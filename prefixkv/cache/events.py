@@ -1,12 +1,15 @@
-"""What changed in a tree, for routers, host tiers and tests. Recorded only once somebody listens.
+"""What changed in a tree, for routers, host tiers and tests. Recorded from the first time
+that it is asked for.
 
 A page key names a page together with all tokens before it: the digest of the page's tokens and of
 the key of the page before. Equal prefixes have equal keys in every process, so a router can look a
 prompt up without holding any tokens.
 
-A listener in another process gets `EventBatch`es, numbered, so that it knows when one is missing;
-it then asks for one that stands on its own, which begins with `Cleared` and gives the tree as it is
+A listener in another process gets `EventBatch`es, numbered, so that it knows when one is missing.
+It then asks for a batch that begins with `Cleared` and gives the tree as it is
 (`EventFeed.take(afresh=True)`).
+
+Source: keys chained by hashes, as the block hashes of vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -51,10 +54,10 @@ CacheEvent: TypeAlias = Stored | Removed | Cleared
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """What one worker's cache did since its batch before. One that begins with `Cleared` stands on
-    its own.
+    """What one worker's cache did since the batch before. A batch that begins with `Cleared` needs
+    none before it.
 
-    `worker` and `incarnation` say who it is (an older incarnation's cache is gone); `seq` counts
+    `worker` and `incarnation` name the cache (that of an older incarnation is gone); `seq` counts
     from 0.
     """
 

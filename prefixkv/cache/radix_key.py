@@ -1,7 +1,7 @@
 """Tokens packed as little-endian int32 bytes, so that comparing two runs of tokens is one memcmp.
 
 A key is built once, where a prompt enters, and extended as tokens are generated; nothing converted
-before is converted again. It knows no page size: whoever uses it cuts to whole pages.
+before is converted again. It knows no page size: the tree that looks it up cuts it to whole pages.
 """
 
 from __future__ import annotations

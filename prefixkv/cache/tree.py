@@ -22,12 +22,7 @@ from prefixkv.settings import at_least
 class RadixTree:
     """Nodes, and all that is counted of them. One owner, no threads."""
 
-    def __init__(
-        self,
-        page_size: int,
-        policy: str | Policy,
-        pool_pages: int | None,
-    ) -> None:
+    def __init__(self, page_size: int, policy: str | Policy, pool_pages: int | None) -> None:
         at_least(1, page_size=page_size)
         if pool_pages is not None:
             at_least(0, pool_pages=pool_pages)
@@ -223,7 +218,7 @@ class RadixTree:
 
     def _attach(self, node: Node, depth: int, key: bytes, ids: Pages, use: Use) -> Node:
         """Put new pages at `depth` of `node`, and return the node that ends with them."""
-        fold = self.policy.fold
+        fold, page_bytes = self.policy.fold, self._page_bytes
         pages = ids.tobytes()
         *inner_marks, (_, mark) = self.policy.insertion_marks(use)
         if depth < node.end:
@@ -236,7 +231,7 @@ class RadixTree:
         else:
             node = Node(key, pages, depth + len(ids), parent)
             node.mark = mark
-            parent.adopt(key[: self._page_bytes], node)
+            parent.adopt(key[:page_bytes], node)
             self._num_nodes += 1
         for at, inner_mark in inner_marks:
             if at > depth:
@@ -244,7 +239,10 @@ class RadixTree:
         if parent.wants:
             if parent is node:
                 forget(node)  # it may stand among the wanted, and ends elsewhere now
-            self._serve_wants(parent, depth, node, key)
+            # Wants that hang here and ask for these pages move down.
+            for want in wants.served_by(parent, depth, key[:page_bytes]):
+                common = self._common_bytes(want.data, depth * page_bytes, len(want.data), key)
+                wants.hang(want, node, depth + common // page_bytes, page_bytes)
         self._queue.add(node)
         self._evictable_pages += len(ids)
         self._inserted_pages += len(ids)
@@ -254,12 +252,6 @@ class RadixTree:
         if self._log is not None:
             self._log_stored(node, pages_above, key, pages)
         return node
-
-    def _serve_wants(self, parent: Node, depth: int, node: Node, key: bytes) -> None:
-        """New pages `key` were attached at `depth`: the wants there that ask for them move down."""
-        for want in wants.served_by(parent, depth, key[: self._page_bytes]):
-            common = self._common_bytes(want.data, depth * self._page_bytes, len(want.data), key)
-            wants.hang(want, node, depth + common // self._page_bytes, self._page_bytes)
 
     def _log_stored(
         self,

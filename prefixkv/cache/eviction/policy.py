@@ -23,8 +23,8 @@ DEFAULT_POLICY = "gated"
 
 
 class Use:
-    """One use of a path, as a policy sees it. One object, filled in anew for every use; copy what
-    is to be kept.
+    """One use of a path, as a policy sees it. One object, filled in anew for every use: a policy
+    copies what it keeps.
 
     Attributes:
         tick: 1, 2, 3, ...: the order of uses. Two leaves never have the same last tick.
