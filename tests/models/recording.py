@@ -237,7 +237,8 @@ class Run:
 
 
 def runs(kind: str) -> list[Run]:
-    """The 200 runs of a kind; any ten that follow each other differ in all that varies."""
+    """The 200 runs of a kind; every tenth of them has every storm, page count, policy and number
+    of slots in it."""
     if kind == "mesh":
         seeds = [(seed, False) for seed in range(160)] + [(seed, True) for seed in range(40)]
         return [Run(kind, i, {"seed": seed, "calm": calm}) for i, (seed, calm) in enumerate(seeds)]
@@ -414,6 +415,8 @@ def main() -> None:
     every = max(1, 200 // options.runs)
     chosen = [run for kind in ("pair", "mesh") for run in runs(kind)[::every]]
     started = time.monotonic()
+    if options.command == "write" and every > 1:
+        parser.error("all runs are written, or none")
     with ProcessPoolExecutor(options.jobs) as pool:
         if options.command == "write":
             lines = list(pool.map(partial(_write_one, full=options.full), chosen))
