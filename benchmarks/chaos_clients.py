@@ -1,4 +1,4 @@
-"""Who asks: conversations with shared system prompts, and the ledger that holds every request to
+"""The clients: conversations with shared system prompts, and the ledger that holds every request to
 one outcome."""
 
 from __future__ import annotations

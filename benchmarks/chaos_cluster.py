@@ -1,9 +1,9 @@
 """The processes of the storm and the wires between them: two prefill and two decode workers that
 may be killed, stopped and replaced at any time, one proxy for each pair's control plane, and the
-orchestrator's memory of who died.
+orchestrator's memory of which of them died.
 
 `Cluster.messages` brings (worker, message) from all of them, and (worker, None) once one is dead
-*and reaped*, after its last message: only then may anybody be told that it is fenced.
+*and reaped*, after its last message: only then may any process be told that it is fenced.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _context.set_forkserver_preload(["benchmarks.chaos_worker"])
 
 
 class Worker:
-    """One life of one worker. Its pipe has a thread each way, so that one that stands still holds
-    nobody up."""
+    """One life of one worker. Its pipe has a thread each way, so that a worker that stands still
+    holds up no other."""
 
     def __init__(self, name: str, spec: Spec, messages: queue.SimpleQueue[Any]) -> None:
         forkserver: Any = vars(multiprocessing.forkserver)["_forkserver"]
@@ -103,7 +103,7 @@ class Worker:
 
 
 class Cluster:
-    """Names and who lives under them. Used by the orchestrator's thread."""
+    """Names, and the worker that lives under each. Used by the orchestrator's thread."""
 
     def __init__(self, specs: dict[str, Spec]) -> None:
         self.specs = specs

@@ -1,11 +1,11 @@
-"""An allocator that fills pages with a canary as soon as nobody holds them, and finds out who
-writes to them then.
+"""An allocator that fills pages with a canary as soon as no request holds them, and
+finds out what is written to them then.
 
 On prefill the canary overwrites *source* pages, on decode *destination* pages. A page freed while a
 write still reads it brings the canary to decode, where it is a mismatch; a page freed while a write
 may still land in it loses its canary, and is found when it is taken or at the next scan. Pages that
-eviction hands from the tree straight to a request are filled too: what they held is nobody's any
-more.
+eviction hands from the tree straight to a request are filled too: what they held is
+in use no more.
 """
 
 from __future__ import annotations

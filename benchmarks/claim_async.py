@@ -56,7 +56,7 @@ class Steps:
         return KVPool.create(num_pages, 16, self.num_layers, 8, 128)
 
     def computing(self) -> Callable[[], None]:
-        """One step's compute: about `step_s` when nobody else wants the core."""
+        """One step's compute: about `step_s` when nothing else wants the core."""
         if self.compute == "sleep":
             return lambda: time.sleep(self.step_s)
         import torch

@@ -45,7 +45,7 @@ ORDERS: Final = ("contiguous", "random")
 class Creation:
     descriptors: tuple[int, ...] = (1024, 16_384, 131_072)
     descriptors_a_repetition: int = (
-        2_000_000  # long enough for the kernel's clock to see who else is at work
+        2_000_000  # long enough for the kernel's clock to see what else is at work
     )
     repeats: int = 9
     patience_s: float = 10.0

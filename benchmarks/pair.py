@@ -1,4 +1,4 @@
-"""What the transport's benchmarks share: processes pinned apart, raw NIXL to compare with, and who
+"""What the transport's benchmarks share: processes pinned apart, raw NIXL to compare with, and what
 else was at work.
 
 A scenario runs in two spawned processes, each pinned to a core of its own where there are two, with
@@ -165,7 +165,7 @@ def _environment(env: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# --- who else was at work -------------------------------------------------------------------------
+# --- what else was at work ------------------------------------------------------------------------
 
 
 class Watch:

@@ -290,7 +290,7 @@ class Bench:
         )
 
     def lock(self, depth: int) -> None:
-        """Lock and unlock the end of a path of nodes that branches keep apart; held by nobody, then
+        """Lock and unlock the end of a path of nodes that branches keep apart; not held, then
         held inside."""
         page_size, run_tokens = 16, 64
         run = self._tokens(depth * run_tokens)

@@ -12,13 +12,13 @@ progress), `round_robin`, `least_loaded` (fewest blocks in progress). The last t
 the trace allows.
 
 What turns do to it: a request carries the whole conversation before it, and its blocks are on the
-one worker that had the turn before; the first block is everybody's (a system prompt). A router that
-does not look finds one in 16 of the conversations. About two thirds of the requests begin one: for
-them all workers that hold the first block are as good, and by longest match the few that hold a
-little more get them all, grow too busy, and evict what would have been asked for. Discounting what
-others hold too sends them to the least loaded instead, which alone keeps the balance
-here: the bound is hardly ever reached (`overflowed`), it is there for a document that everybody
-asks about.
+one worker that had the turn before; the first block (a system prompt) is in every conversation. A
+router that does not look finds one in 16 of the conversations. About two thirds of the requests
+begin one: for them all workers that hold the first block are as good, and by longest match the few
+that hold a little more get them all, grow too busy, and evict what would have been asked for.
+Discounting what others hold too sends them to the least loaded instead, which alone keeps the
+balance here: the bound is hardly ever reached (`overflowed`), it is there for a document that all
+clients ask about.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ def decision_times_us(
         router.add_worker(f"decode-{number}")
         for chat in range(known_pages // 384):
             tokens = rng.integers(0, 50_000, 8192, dtype=np.int32)
-            tokens[:2048] = np.arange(2048)  # everybody's system prompt
+            tokens[:2048] = np.arange(2048)  # the system prompt of all
             cache.insert(
                 tokens[: 384 * 16], np.arange(chat * 384, (chat + 1) * 384, dtype=np.int32)
             )

@@ -265,8 +265,8 @@ class Bench:
         `CACHED_TOKENS`.
 
         `full`: no page is free, so that an admission evicts what it takes, or, with a reserve, one
-        of several does. `changed`: a page that nobody uses leaves the tree between the request's
-        arrival and its admission. Nobody of those that wait fits.
+        of several does. `changed`: a page that is not in use leaves the tree between the request's
+        arrival and its admission. None of those that wait fits.
         """
         worker = Worker(self._seed, replace(self._config, evict_reserve=evict_reserve))
         scheduler, books = worker.scheduler, worker.books
@@ -298,7 +298,7 @@ class Bench:
 
         for past in pasts * (
             4 if evict_reserve else 1
-        ):  # so that a batch finds enough that nobody comes back to
+        ):  # so that a batch finds enough that no request comes back to
             one_life(past)
         worker.leave_free(0 if full else 2 * MOST_RUNNING)
         too_long = RadixKey(worker.tokens(PROMPT_TOKENS))
@@ -336,7 +336,7 @@ class Bench:
         return self._add("admit", admit, 60.0, 150.0, **where)
 
     def blocked_pass(self, admission: str) -> None:
-        """A pass over 10,000 that wait and do not fit, after one page was freed; nobody is
+        """A pass over 10,000 that wait and do not fit, after one page was freed; none is
         overdue."""
         worker = Worker(self._seed, replace(self._config, admission=admission, patience_s=1e9))
         pasts = worker.fill_cache()

@@ -58,14 +58,14 @@ class Engine:
         pool, name = KVPool.create(**POOL), f"prefill-{name}"
         try:
             self.prefill = PrefillNode(pool, PrefillConfig(name=name, bind=bind, control=CONTROL))
-        except ConfigError:  # somebody else has the port by now
+        except ConfigError:  # another process has the port by now
             self.prefill = PrefillNode(pool, PrefillConfig(name=name, control=CONTROL))
         self.outcomes: Counter[str] = Counter()
         self.asks: list[
             tuple[str, tuple[Any, ...]]
         ] = []  # for a prefill worker elsewhere: its address, what to add
         self._plans: dict[str, str] = {}  # of requests that live on prefill
-        self._aborts: list[tuple[float, Any, str]] = []  # when, which node, whom
+        self._aborts: list[tuple[float, Any, str]] = []  # when, which node, which request
         self._poller = select.poll()
         for node in (self.decode, self.prefill):
             self._poller.register(node.fileno(), select.POLLIN)

@@ -375,8 +375,8 @@ class DecodeEngine:
         """Append the sampled tokens; retract requests until all the others fit; finish those that
         are complete.
 
-        A retracted request loses the token sampled in this step: nobody has seen it, and it will be
-        the same.
+        A retracted request loses the token sampled in this step: no client has seen it, and it
+        will be the same.
         """
         kept = list(zip(states, tokens, strict=True))
         give_up_s = time.monotonic() + _STALLED_S

@@ -47,8 +47,8 @@ class Measured:
     prefill_pages_at_end: dict[str, int] = field(default_factory=dict)
 
     def complaints(self) -> list[str]:
-        """What must not be: every failed request, wrong page and page or lock that nobody gave
-        back."""
+        """What must not be: every failed request, wrong page and page or lock that was not
+        given back."""
         found = {"requests failed": self.failed, "pages mismatched": self.pages_mismatched}
         for side, locks, pages in (
             ("decode", self.locks_at_end, self.pages_at_end),

@@ -202,7 +202,7 @@ def test_data_sockets_are_cut_and_control_sockets_are_not(wire: tuple[Proxy, Ech
         assert control.recv(1) == b"x"
 
 
-# --- who asked, and what became of it -------------------------------------------------------------
+# --- what was asked, and what became of it --------------------------------------------------------
 
 
 def worker(side: str) -> Any:

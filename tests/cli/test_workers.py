@@ -183,7 +183,7 @@ main()
 
 
 def test_ctrl_c_waits_until_a_worker_has_been_started():
-    """Else it would find nobody who tells it what to do, and say so in a traceback of its own."""
+    """Else the worker would find no parent and end with a traceback of its own."""
     command = [sys.executable, "-c", INTERRUPTED_WHILE_A_WORKER_STARTS, *SMALL.split()]
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=WHOLE_TIMEOUT_S, check=False
