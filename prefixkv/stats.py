@@ -1,4 +1,4 @@
-"""What is counted for those who look on: histograms, and tallies by label.
+"""What is counted for operators: histograms, and tallies by label.
 
 The owner's thread writes, any thread reads: every value is an int, a float or a list that is copied
 in one step, so a reader needs no lock and the writer does not wait. Figures read together may be of
@@ -8,6 +8,7 @@ moments a few microseconds apart.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ SECONDS = (
 MICROSECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1)
 
 OTHER = "other"
-"""The label of all that came after a tally was full."""
+"""The label under which a full tally counts all further ones."""
 
 
 OUTCOMES = ("success", "failed", "aborted")
@@ -74,9 +75,8 @@ class Tally:
         if row is not None:
             return row
         if len(self._rows) >= self._max_labels:
-            return self._named.setdefault(
-                OTHER, [0.0] * self._width
-            )  # not kept by label: there may be any number
+            # Not kept by label: there may be any number of them.
+            return self._named.setdefault(OTHER, [0.0] * self._width)
         name = self._name(label)
         row = self._rows[label] = self._named.setdefault(name, [0.0] * self._width)
         return row
@@ -89,17 +89,18 @@ class Tally:
 class Journal:
     """What happened to one side's requests. Written by the scheduler's thread.
 
-    `tokens` by namespace: of prompts, of those found here; recently (a mean that fades over some
-    hundred requests) of both again; and of those found on their way. `transfers` by outcome and
-    peer. `waits` in seconds, by reason.
+    `counters` by name, over all events. `tokens` by namespace, each request once: of its prompt,
+    found here, both again as means that fade over some hundred requests, and found on their way.
+    `transfers` by outcome and peer. `waits` in seconds, by reason.
 
     `on_ended(req, now_s)`, if set, is called when a request has ended, by the scheduler's thread.
     """
 
     PROMPT, HIT, RECENT_PROMPT, RECENT_HIT, SHARED = range(5)
-    RECENT = 0.99  # of what was recent still is, a request later
+    RECENT = 0.99  # the weight that a recent sum keeps from one request to the next
 
     def __init__(self, reasons: Sequence[str]) -> None:
+        self.counters: Counter[str] = Counter()
         self.tokens = Tally(5, name=namespace_label)
         self.transfers = {outcome: Tally(1) for outcome in OUTCOMES}
         self.waits = {reason: Histogram() for reason in reasons}
@@ -108,19 +109,19 @@ class Journal:
     def found(
         self, namespace: Hashable, prompt_tokens: int, hit_tokens: int, shared_tokens: int = 0
     ) -> None:
-        """A request was admitted, and so much of its prompt was here."""
+        """A request was admitted for the first time, and this much of its prompt was found."""
         row = self.tokens.row(namespace)
-        row[0] += prompt_tokens
-        row[1] += hit_tokens
-        row[2] = row[2] * self.RECENT + prompt_tokens
-        row[3] = row[3] * self.RECENT + hit_tokens
-        row[4] += shared_tokens
+        row[self.PROMPT] += prompt_tokens
+        row[self.HIT] += hit_tokens
+        row[self.RECENT_PROMPT] = row[self.RECENT_PROMPT] * self.RECENT + prompt_tokens
+        row[self.RECENT_HIT] = row[self.RECENT_HIT] * self.RECENT + hit_tokens
+        row[self.SHARED] += shared_tokens
 
     def transfer_ended(self, peer: str, outcome: str) -> None:
         self.transfers[outcome].row(peer)[0] += 1
 
     def waited(self, reason: str, since_s: float | None, until_s: float | None) -> None:
-        """Unless one of the two is not known."""
+        """A wait from the one time to the other has ended; no-op if either is not known."""
         if since_s is not None and until_s is not None:
             self.waits[reason].observe(until_s - since_s)
 

@@ -1,16 +1,14 @@
-"""Pages on their way that several requests need are sent once.
+"""Pages that several requests need, and that are on their way, are sent once.
 
 Each admitted request's transfer is a *flight*: it brings the pages that the request found neither
-in the tree nor on their way already. What it found on its way belongs to another flight, which it
-*joins*; its own flight brings the rest only, and can be committed when the one it joined has been.
-So flights form trees, each pointing to the
-one whose end it continues from:
+in the tree nor on their way already. Those on their way belong to another flight, which it *joins*;
+its own flight brings the rest only, and can be committed when the one it joined has been. So
+flights form trees, each pointing to the one whose end it continues from:
 
-    a: [0, 9)     b joined a at 6: [6, 8)     c joined b at 8: [8, 12)        c waits for b, b waits
-    for a
+    a: [0, 9)    b joined a at 6: [6, 8)    c joined b at 8: [8, 12)    c waits for b, b for a
 
-A flight whose request was aborted goes on for as long as another waits for it: it has no owner
-then. A flight that will not arrive takes with it all that wait for it, and they ask again for what
+A flight whose request was aborted goes on, without an owner, for as long as another waits for it.
+A flight that will not arrive takes with it all that wait for it; their requests ask again for what
 they lack.
 """
 
@@ -38,12 +36,11 @@ class Flight:
     """One request's pages on their way.
 
     Args:
-        owner: whose request it is; None once that has gone, and others wait for the pages.
+        owner: its request; None once that has gone, while other flights wait for the pages.
         key: its tokens, up to `kv_len`: they do not change while it is on its way.
-        pages: those that it brings are at the places [start_pages, end_pages) of its row, whole
+        pages: the request's; the flight brings those at [start_pages, end_pages) of its row, whole
             pages only.
-        joined: the flight that brings what is before `start_pages`, as far as the tree has not got
-            it.
+        joined: the flight that brings what is before `start_pages` and not in the tree.
         number: counts the flights up.
     """
 
@@ -91,6 +88,7 @@ class InFlight:
     def __init__(self, page_size: int) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
         self._flights: dict[Flight, None] = {}
+        self._by_owner: dict[DecodeRequest, Flight] = {}
         # By where a flight begins and the page it begins with. The pages before may differ, so each
         # is a list.
         self._by_start: dict[Place, list[Flight]] = {}
@@ -102,6 +100,10 @@ class InFlight:
     def __iter__(self) -> Iterator[Flight]:
         """In the order of their numbers."""
         return iter(self._flights)
+
+    def of(self, req: DecodeRequest) -> Flight | None:
+        """The flight that brings this request's KV; None before and after."""
+        return self._by_owner.get(req)
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -119,10 +121,8 @@ class InFlight:
         data, page_bytes = key.data, self._page_bytes
         while True:
             page = data[end * page_bytes : (end + 1) * page_bytes]
-            bucket = self._by_start.get(
-                (key.namespace, end, page)
-            )  # no flight begins with a partial page
-            if bucket is None:
+            bucket = self._by_start.get((key.namespace, end, page))
+            if bucket is None:  # also where the key ends: no flight begins with a partial page
                 return found, end
             for flight in bucket:
                 if common := self._common_pages(flight, data, end):
@@ -166,6 +166,7 @@ class InFlight:
         end = len(data) // page_bytes
         flight = Flight(owner, key, pages, end, joined, self._count)
         self._flights[flight] = None
+        self._by_owner[owner] = flight
         if joined is not None:
             joined.waiters[flight] = None
         start = flight.start_pages
@@ -177,6 +178,12 @@ class InFlight:
             )
             self._by_start.setdefault(place, []).append(flight)
         return flight
+
+    def disown(self, flight: Flight) -> None:
+        """The flight's request goes; the flight goes on for those that wait for it."""
+        if flight.owner is not None:
+            del self._by_owner[flight.owner]
+            flight.owner = None
 
     def commit(self, flight: Flight) -> list[Flight]:
         """The flight's pages are the tree's now. Returns those that waited for it, which wait no
@@ -192,10 +199,10 @@ class InFlight:
         """The flight will not be committed. Returns the others that go with it, in the order of
         their numbers.
 
-        They are those that wait for it, and those it waited for that nobody else needs.
+        They are those that wait for it, and those it waited for that nothing else needs.
         """
         gone = [flight]
-        for one in gone:
+        for one in gone:  # the list grows as waiters of waiters come to light
             gone.extend(one.waiters)
         needless = flight
         while (above := needless.joined) is not None:
@@ -211,17 +218,17 @@ class InFlight:
         return sorted(gone[1:], key=_number)
 
     def flush(self) -> list[Flight]:
-        """None of these pages may go to the tree. Returns the flights that go for it, in the order
-        of their numbers.
+        """None of these pages may go to the tree. Returns the flights that end for that, in the
+        order of their numbers.
 
         They are those without an owner, and those that wait. The others go on for their own request
-        alone, and nobody can join them any more.
+        alone, and can be joined no more.
         """
         gone = [
             flight for flight in self._flights if flight.joined is not None or flight.owner is None
         ]
         for flight in gone:
-            del self._flights[flight]
+            self._forget(flight)
             flight.joined = None
             flight.waiters.clear()
         for flight in self._flights:
@@ -230,8 +237,13 @@ class InFlight:
         self._by_start.clear()
         return gone
 
-    def _take_out(self, flight: Flight) -> None:
+    def _forget(self, flight: Flight) -> None:
         del self._flights[flight]
+        if flight.owner is not None:
+            del self._by_owner[flight.owner]
+
+    def _take_out(self, flight: Flight) -> None:
+        self._forget(flight)
         if flight.place is not None:
             bucket = self._by_start[flight.place]
             bucket.remove(flight)
@@ -251,7 +263,7 @@ class InFlight:
             and all(
                 flight.joined is None or flight.joined.number < flight.number for flight in flights
             ),
-            "who waits, and who is waited for, know of each other": all(
+            "a flight that waits, and the one it waits for, know of each other": all(
                 flight.joined is None
                 or (flight.joined in flights and flight in flight.joined.waiters)
                 for flight in flights
@@ -261,7 +273,7 @@ class InFlight:
                 for flight in flights
                 for waiter in flight.waiters
             ),
-            "who has joined shares pages that are on their way, others share none": all(
+            "a flight that joined shares pages that are on their way, others share none": all(
                 (flight.joined is not None) == (flight.pages.num_joined > 0) for flight in flights
             ),
             "what is joined is brought": all(
@@ -275,14 +287,15 @@ class InFlight:
                 )
                 for flight in flights
             ),
-            "without an owner, somebody waits": all(
+            "without an owner, another flight waits": all(
                 flight.owner is not None or flight.waiters for flight in flights
             ),
             "an owner's pages are the flight's": all(
                 flight.owner is None
-                or (flight.owner.pages_held is flight.pages and flight.owner.flight is flight)
+                or (flight.owner.pages_held is flight.pages and self.of(flight.owner) is flight)
                 for flight in flights
-            ),
+            )
+            and len(self._by_owner) == sum(flight.owner is not None for flight in flights),
             "no two begin alike": all(
                 not one.key.data.startswith(other.key.data[: (other.start_pages + 1) * page_bytes])
                 for bucket in self._by_start.values()

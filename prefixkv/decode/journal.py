@@ -1,11 +1,11 @@
 """What happened to a decode worker's requests, and when: the scheduler writes it down as it goes.
 
-    arrived -- pages --> admitted -- transfer --> transferred -- flight --> committed -- engine -->
-    first token
+    arrived -- pages --> admitted -- transfer --> transferred -- flight --> committed
+    committed -- engine --> first token
 
-Each of these times is kept in the request itself, as it happened first; what is between two of them
-is a wait, by its reason. Without a flight to wait for, the engine's part begins when the pages are
-there: it has to pop them.
+The request keeps each of these times, of the first time it happened. Between two of them lies a
+wait, named by its reason. A request that joined no flight skips one: its engine's part begins when
+its pages are there, for the engine to pop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ REASONS = ("pages", "transfer", "flight", "engine", "first_token")
 
 
 class DecodeJournal(Journal):
-    """See the module's text. No event is a token's, and each costs what adding up costs."""
+    """See the module's text. No event is a token's, and each costs what adding up costs.
+
+    `counters` count every admission, those after a retraction too; `tokens` counts each request
+    once.
+    """
 
     def __init__(self) -> None:
         super().__init__(REASONS)
@@ -30,8 +34,15 @@ class DecodeJournal(Journal):
     def admitted(
         self, req: DecodeRequest, new_pages: int, shared_tokens: int, now_s: float
     ) -> None:
-        """Its prefix is locked, `shared_tokens` more are on their way, `new_pages` are asked of
-        prefill."""
+        """Its prefix is locked; of that, `shared_tokens` are on their way with another flight.
+        Prefill is asked for `new_pages`."""
+        counters = self.counters
+        counters["admitted"] += 1
+        counters["prompt_tokens"] += req.fill_len
+        counters["hit_tokens"] += req.prefix_len
+        if shared_tokens:
+            counters["shared_flights"] += 1
+            counters["shared_tokens"] += shared_tokens
         req.new_pages += new_pages
         if req.admitted_s is not None:
             return
@@ -41,8 +52,8 @@ class DecodeJournal(Journal):
         self.waited("pages", req.arrived_s, now_s)
         self.found(req.request.key.namespace, req.fill_len, req.hit_tokens, shared_tokens)
 
-    def arrived(self, flight: Flight, now_s: float) -> None:
-        """All that the flight brings is there."""
+    def transferred(self, flight: Flight, now_s: float) -> None:
+        """All pages that the flight brings are there."""
         self.transfer_ended(flight.peer, "success")
         self.pages_received += flight.pages.num_own
         req = flight.owner

@@ -300,7 +300,7 @@ class DecodePreallocQueue:
         joined_pages = joined.pages if joined is not None else None
         req.pages_held = books.open(req.key, match, waiter.new, now_s, joined_pages, shared_pages)
         req.prefix_len = shared_pages * books.page_size
-        req.flight = self._flights.start(req, joined, shareable=match is not None)
+        self._flights.start(req, joined, shareable=match is not None)
         self._num_started += 1
         req.become(DecodeState.PREALLOCATED)
         self.remove(req)

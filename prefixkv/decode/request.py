@@ -15,7 +15,6 @@ from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 
 if TYPE_CHECKING:
-    from prefixkv.decode.inflight import Flight
     from prefixkv.pages.manager import PageBooks, RequestPages
 
 
@@ -39,21 +38,24 @@ class DecodeState(enum.Enum):
 
 
 _ENDED = frozenset({DecodeState.FINISHED, DecodeState.FAILED, DecodeState.ABORTED})
+CAN_RUN = frozenset({DecodeState.TRANSFERRED, DecodeState.RUNNING})
+ACTIVE = CAN_RUN | {DecodeState.PREALLOCATED}
 
 
 class DecodeRequest:
     """One request on a decode worker. Made by `add`; its fields are for the engine to read, not to
     change.
 
-    `output_room` is how long `output` may become without anything else to be done for it: its pages
-    suffice and its limit allows it. 0 while it does not run, so that a longer way round finds out.
+    `output_limit` is the length that `output` may reach before `append_many` has to look at the
+    request: up to there its pages suffice. It is 0 while the request does not run, so that
+    `append_many` looks, and refuses it.
     """
 
     __slots__ = (
         "_books", "_key", "admitted_s", "arrived_s", "aux", "committed_s", "ended_s", "error",
-        "fill_len", "first_token_s", "flight", "generation", "hit_tokens", "max_new_tokens",
-        "max_pages", "new_pages", "output", "output_room", "pages_held", "prefix_len", "prompt_len",
-        "request", "retractions", "retries", "rid", "shared_tokens", "state", "transferred_s",
+        "fill_len", "first_token_s", "generation", "hit_tokens", "max_new_tokens", "max_pages",
+        "new_pages", "output", "output_limit", "pages_held", "prefix_len", "prompt_len", "request",
+        "retractions", "retries", "rid", "shared_tokens", "state", "transferred_s",
     )  # fmt: skip
 
     TRANSITIONS: ClassVar[dict[DecodeState, frozenset[DecodeState]]] = {
@@ -89,18 +91,15 @@ class DecodeRequest:
         self.max_new_tokens = request.max_new_tokens
         self.generation = request.generation
         self.prompt_len = len(request.key)  # tokens
-        self.max_pages = pages_for(
-            self.prompt_len + request.max_new_tokens, books.page_size
-        )  # at the very most
+        self.max_pages = pages_for(self.prompt_len + request.max_new_tokens, books.page_size)
         self.output: list[int] = []
-        self.output_room = 0
+        self.output_limit = 0
         self.aux = b""
         self.error: Exception | None = None
         self.state = DecodeState.QUEUED
         self.prefix_len = 0
         self.fill_len = self.prompt_len
         self.pages_held: RequestPages | None = None
-        self.flight: Flight | None = None  # while its KV is on its way
         self.retries = 0
         self.retractions = 0
         self.arrived_s = now_s
@@ -121,7 +120,7 @@ class DecodeRequest:
                 f"request {self.rid!r} cannot go from {self.state.value} to {state.value}"
             )
         self.state = state
-        self.output_room = 0
+        self.output_limit = 0
 
     @property
     def room(self) -> int:
@@ -142,13 +141,11 @@ class DecodeRequest:
 
     @property
     def key(self) -> RadixKey:
-        """The tokens whose KV is written, or promised. O(1), but for output since it was last asked
-        for."""
+        """The tokens whose KV is written, or promised. O(output since the last call)."""
         key, output = self._key, self.output
         if len(output) > 1 and (missing := self.kv_len - len(key)) > 0:
-            key.extend(
-                output[-1 - missing : -1]
-            )  # all at once: a step of the batch costs a request only its token
+            # All at once, here: so a step of the batch costs a request no more than its token.
+            key.extend(output[-1 - missing : -1])
         return key
 
     @property
@@ -163,6 +160,13 @@ class DecodeRequest:
         if self.pages_held is None:
             return np.empty(0, dtype=np.int32)
         return self._books.pages(self.pages_held)
+
+    @property
+    def most_output(self) -> int:
+        """The tokens of output that its pages have space for, at most `max_new_tokens`."""
+        assert self.pages_held is not None
+        space = self.pages_held.num_pages * self._books.page_size - self.prompt_len
+        return min(self.max_new_tokens, space)
 
     @property
     def row(self) -> int:
@@ -181,8 +185,7 @@ class DecodeRequest:
 
     @property
     def resumed(self) -> bool:
-        """It has been running before: its next token is known, nothing is to be sampled from
-        `aux`."""
+        """It ran before: its next token is known, so the engine samples nothing from `aux`."""
         return bool(self.output)
 
     def __repr__(self) -> str:
@@ -194,7 +197,7 @@ class DecodeRequest:
 
 class PrefillAsk:
     """The engine should submit this to a prefill worker again: KV that decode had, or should have
-    had, is lost, or its extra state is.
+    had, is lost, or the request's extra state is.
 
     `tokens` are prompt and output but the last token: the KV that is needed. `known_token` is the
     next token if one was sampled already (it must not be sampled again), else None.

@@ -1,35 +1,41 @@
 """The decode side of the library, without threads or sockets: queues, budget and pages behind one
 object.
 
-It says what it wants of the control plane by commands (`take_commands`) and is told what became of
-rooms (`room_ended`, `room_drained`, `room_overdue`). `runtime/nodes.py` joins it to threads; the
-tests join it to a simulated network.
+It asks the control plane for rooms by commands (`take_commands`), and hears what became of them by
+`room_ended`, `room_drained` and `room_overdue`. `runtime/nodes.py` joins it to threads; the tests
+join it to a simulated network.
 
-On every way out of a request, its lock and its pages are released or handed on, once:
+Each way out of a request releases its lock and its pages, or hands them on, once:
 
     finish, retract          cache_finished   whole pages to the tree, tail freed
     fail or abort, drained   drop             own pages freed
     fail or abort, not yet   hold             own pages belong to the room until it is drained
     abort, others wait       nothing          the flight has them, and goes on without an owner
+
+Source: SGLang's decode queues (`disaggregation/decode.py`), whose names `pop_preallocated` and
+`pop_transferred` keep.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
 from prefixkv.cache.radix_key import check_packed, pack
 from prefixkv.decode.admission import DEFAULT_ADMISSION, AdmissionPolicy
+from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
-from prefixkv.decode.request import DecodeRequest, DecodeState, PrefillAsk
+from prefixkv.decode.request import ACTIVE, CAN_RUN, DecodeRequest, DecodeState, PrefillAsk
+from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
 from prefixkv.errors import (
     AbortedError,
@@ -38,15 +44,22 @@ from prefixkv.errors import (
     InternalError,
     OutOfPagesError,
     RequestError,
-    check_laws,
 )
-from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageBooks, RequestPages
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import AbortRoom, Command, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import Promise
 from prefixkv.request import DeviceEvent, Request
+
+
+class _Deferred(NamedTuple):
+    """An end whose pages are released when the device is done."""
+
+    event: DeviceEvent
+    req: DecodeRequest
+    state: DecodeState  # why: `finish`, `retract` or an abort
+    continues: bool | None
 
 
 class DecodeScheduler:
@@ -82,21 +95,18 @@ class DecodeScheduler:
         )
         self.transfers = DecodeTransferQueue(books, self.flights)
         self.requests: dict[str, DecodeRequest] = {}  # all that live, by rid, oldest first
-        self.counters: Counter[str] = Counter()
         self.draining = False  # takes no new requests
         self.journal = DecodeJournal()
+        self.counters = self.journal.counters
         self._failure_policy = failure_policy
         self._max_waiting = max_waiting
-        self._rooms: set[int] = set()
-        self._undrained: dict[
-            int, set[int]
-        ] = {}  # generations a peer may still write or speak for, by room
+        self.rooms = RoomNumbers()
         self._failed: deque[DecodeRequest] = deque()
         self._asks: deque[PrefillAsk] = deque()
         self._commands: list[Command] = []
         self._tickets = count(1)
-        self._deferred: list[tuple[DeviceEvent, DecodeRequest, DecodeState, bool | None]] = []
-        self._untold: list[DecodeRequest] = []  # admitted, and not returned by `pop_preallocated`
+        self._deferred: list[_Deferred] = []
+        self._admitted: list[DecodeRequest] = []  # admitted, not yet by `pop_preallocated`
 
     # --- what the engine calls --------------------------------------------------------------------
 
@@ -119,23 +129,26 @@ class DecodeScheduler:
             )
         if request.rid in self.requests:
             raise RequestError(f"request {request.rid!r} is here already")
-        self._check_room(request)
+        self._check_can_open(request)
         if len(self.waiting) >= self._max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
         req = DecodeRequest(request, self.books, now_s)
         self.waiting.add(req)  # first, since a user's policy may raise
         self.requests[req.rid] = req
-        self._rooms.add(req.room)
+        self.rooms.add(req.room)
         return req
 
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
         """Admit what fits: prefix locked, pages taken, prefill told what to skip.
 
-        What a user's policy raises ends the pass, and is raised once all is in order again. Who was
-        admitted before that is on its way, and returned by the next call.
+        If a user's policy raises, that ends the pass, and is raised once all is in order again.
+        Requests admitted before that are on their way; the next call returns them.
         """
-        self.settle_deferred(now_s)
-        self._untold = [req for req in self._untold if req.state is DecodeState.PREALLOCATED]
+        self.release_deferred(now_s)
+        self._admitted = [
+            req for req in self._admitted if req.state is DecodeState.PREALLOCATED
+        ]
+        # Also after an error: what was admitted holds pages, so prefill has to be asked for it.
         try:
             self.waiting.admit(now_s)
         finally:
@@ -146,8 +159,8 @@ class DecodeScheduler:
                 self._end(req, DecodeState.FAILED, error, now_s, None)
             for req in self.waiting.take_admitted():
                 self._ask(req, now_s)
-                self._untold.append(req)
-        admitted, self._untold = self._untold, []
+                self._admitted.append(req)
+        admitted, self._admitted = self._admitted, []
         return admitted
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
@@ -168,7 +181,7 @@ class DecodeScheduler:
         return failed
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
-        """What the engine should submit to a prefill worker again."""
+        """Prompts that the engine should submit to a prefill worker again."""
         asks = list(self._asks)
         self._asks.clear()
         return asks
@@ -180,9 +193,9 @@ class DecodeScheduler:
 
         Afterwards every request has the page that the next step writes to. Raises, with nothing
         changed: RequestError for a request that does not run, has its tokens already or is named
-        twice, or another number of tokens; TokenError; OutOfPagesError, naming whom to retract,
-        best first; nobody if only pages held for rooms that failed are in the way: they come back
-        with their proof, so wait a step.
+        twice, or another number of tokens; TokenError; OutOfPagesError, which names the requests to
+        retract, best first. It names none if only pages held for failed rooms are missing: these
+        come back with their proof, so wait a step.
         """
         packed = pack(token_ids)
         check_packed(packed)
@@ -191,11 +204,11 @@ class DecodeScheduler:
             raise RequestError(f"{len(tokens)} tokens for {len(reqs)} requests")
         if len(set(reqs)) != len(reqs):
             raise RequestError("a request is named twice")
-        # The whole batch passes here at every step; what takes more than a comparison is for the
-        # few that are due.
-        due = [req for req in reqs if len(req.output) >= req.output_room]
+        # The whole batch passes here at every step, so all but a comparison is left to the few
+        # requests that are at their limit.
+        due = [req for req in reqs if len(req.output) >= req.output_limit]
         if due:
-            self._make_output_room(due, now_s)
+            self._raise_output_limits(due, now_s)
         for req, token in zip(reqs, tokens, strict=True):
             req.output.append(token)
 
@@ -221,8 +234,8 @@ class DecodeScheduler:
     def retract(self, rid: str, now_s: float, after: DeviceEvent | None = None) -> None:
         """Take a running request's pages back; it queues again, in front, and resumes where it was.
 
-        Raises RequestError if the request does not run, or is the oldest that does (so that one
-        always moves).
+        Raises RequestError if the request does not run, or is the oldest that does: so one request
+        always goes on.
         """
         req = self.requests.get(rid)
         if req is None:
@@ -257,13 +270,13 @@ class DecodeScheduler:
         return True
 
     def refuse(self, request: Request, error: Exception) -> None:
-        """Tell prefill at once that decode will not take this request, which `add` has refused,
-        say.
+        """Tell prefill at once that decode will not take this request, for example after `add`
+        refused it.
 
         Raises RequestError, with nothing changed: its room is in use here, or it names no prefill
         worker.
         """
-        self._check_room(request)
+        self._check_can_open(request)
         self._refuse(request, error)
 
     def flush(self) -> int:
@@ -284,9 +297,8 @@ class DecodeScheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing lives here: no request, nothing to pop, no room that a peer may still write or
-        speak for. O(1)."""
-        left = self.requests, self._failed, self._asks, self._deferred, self._undrained
+        """Nothing lives here: no request, nothing to pop, no room that is not drained. O(1)."""
+        left = self.requests, self._failed, self._asks, self._deferred, self.rooms.any_undrained
         return not any(left) and not len(self.flights)
 
     @property
@@ -294,7 +306,7 @@ class DecodeScheduler:
         """When a request that waits may fail for it; infinity if none."""
         return self.waiting.wake_s
 
-    # --- what the control plane tells -------------------------------------------------------------
+    # --- what the control plane calls -------------------------------------------------------------
 
     def take_commands(self) -> list[Command]:
         """What the control plane is to do, in order."""
@@ -308,11 +320,10 @@ class DecodeScheduler:
         if poll is KVPoll.SUCCESS:
             flight = self.transfers.succeed(key, aux)
             if flight is not None:
-                self.journal.arrived(flight, now_s)
+                self.journal.transferred(flight, now_s)
             if flight is None or flight.owner is None:
-                self.room_drained(
-                    key
-                )  # it was aborted while the good news was on its way: nothing lands any more
+                # It was aborted while its success was reported: nothing can land any more.
+                self.room_drained(key)
             return
         flight = self.transfers.get(key)
         if flight is None:
@@ -322,9 +333,9 @@ class DecodeScheduler:
         error = error or InternalError(f"{key} failed without a reason")
         req = flight.owner
         if req is None:
-            self._ground(flight, None)
+            self._cancel(flight, None)
         elif self._failure_policy == "retry" and req.retries == 0:
-            self._ground(flight, None)
+            self._cancel(flight, None)
             self.counters["retries"] += 1
             req.retries += 1
             req.error = error
@@ -335,123 +346,64 @@ class DecodeScheduler:
     def room_drained(self, key: RoomKey) -> None:
         """No write can land in the room's pages any more."""
         self.books.release(key)
-        generations = self._undrained.get(key.room, set())
-        generations.discard(key.generation)
-        if not generations:
-            self._undrained.pop(key.room, None)
+        self.rooms.drained(key)
 
     def room_overdue(self, key: RoomKey) -> None:
         """The room is not drained by its deadline."""
         self.counters["quarantined_pages"] += self.books.quarantine(key)
 
-    def settle_deferred(self, now_s: float) -> None:
+    def release_deferred(self, now_s: float) -> None:
         """Release what waited for the device, where it is done."""
         for deferred in list(self._deferred):
-            event, req, state, continues = deferred
-            if event.query():
+            if deferred.event.query():
                 self._deferred.remove(deferred)
-                self._release(req, state, continues, now_s)
+                self._release(deferred.req, deferred.state, deferred.continues, now_s)
 
     @property
     def num_deferred(self) -> int:
         return len(self._deferred)
 
     def holders(self) -> list[tuple[str, RequestPages]]:
-        """Who has pages: request ids, and flights whose request has gone. Any thread may ask."""
-        reqs = [*list(self.requests.values()), *(req for _, req, _, _ in self._deferred.copy())]
+        """What holds pages: request ids, and flights whose request has gone. Any thread may ask."""
+        reqs = [*list(self.requests.values()), *(late.req for late in self._deferred.copy())]
         orphans = [flight for flight in list(self.flights) if flight.owner is None]
         held = [(req.rid, req.pages_held) for req in reqs]
         held += [(f"flight of room {flight.room_key.room}", flight.pages) for flight in orphans]
         return [(name, pages) for name, pages in held if pages is not None]
 
     def check_invariants(self) -> None:
-        """Check books, budget and requests against each other. Raises InternalError."""
+        """Check every part, and the parts against each other. Raises InternalError."""
         self.books.check_invariants()
         self.budget.check_invariants()
         self.waiting.check_invariants()
         self.transfers.check_invariants()
-        live = [*self.requests.values(), *(req for _, req, _, _ in self._deferred)]
-        holding = {id(req): req for req in live if req.pages_held is not None}.values()
-        waiting, orphans = (
-            list(self.waiting),
-            [flight for flight in self.flights if flight.owner is None],
+        check_decode(
+            self.books,
+            self.budget,
+            self.flights,
+            self.rooms,
+            self.requests.values(),
+            self.waiting,
+            [deferred.req for deferred in self._deferred],
         )
-        own = sum(req.pages_held.num_own for req in holding if req.pages_held)
-        own += sum(flight.pages.num_own for flight in orphans)
-        allocator = self.books.allocator
-        laws = {
-            "every owned page is a request's, or a flight's without an owner": own
-            == allocator.owned_pages,
-            "a queued request holds nothing": all(req.pages_held is None for req in waiting),
-            "who waits is queued or retracted": all(req.state in _WAITS for req in waiting),
-            "who is preallocated has a flight, and no other": all(
-                (req.state is DecodeState.PREALLOCATED) == (req.flight is not None) for req in live
-            )
-            and sum(req.flight is not None for req in live) == len(self.flights) - len(orphans),
-            "the room of a flight without an owner is in use": all(
-                flight.room_key.generation in self._undrained.get(flight.room_key.room, ())
-                for flight in orphans
-                if flight.is_open
-            ),
-            "active counts who has been admitted": self.budget.active
-            == sum(req.state in _ACTIVE for req in self.requests.values()),
-            "who runs has the page that the next step writes to": all(
-                req.pages_held.num_pages * self.books.page_size >= req.prompt_len + len(req.output)
-                for req in self.requests.values()
-                if req.state in _CAN_RUN and req.pages_held and not self._is_deferred(req)
-            ),
-            "who has room for output runs, and has the pages for it": all(
-                req.state is DecodeState.RUNNING and req.output_room <= self._output_room(req)
-                for req in live
-                if req.output_room
-            ),
-            "a request's row is as long as its pages": all(
-                self.books.table.length(req.pages_held.row) == req.pages_held.num_pages
-                for req in holding
-                if req.pages_held
-            ),
-            "every owned slot is a request's, or a flight's without an owner": self.books.slots
-            is None
-            or sorted(
-                pages.slot for pages in {id(pages): pages for _, pages in self.holders()}.values()
-            )
-            == self.books.slots.pages_in(PageState.OWNED).tolist(),
-            "what is locked is a request's": bool(
-                self.books.cache.protected_pages == 0 or holding or orphans
-            ),
-            "only undrained rooms hold pages": set(allocator.owners())
-            <= {
-                RoomKey(room, generation)
-                for room, gens in self._undrained.items()
-                for generation in gens
-            },
-        }
-        check_laws(laws, f"{own} own", allocator, self.requests)
 
     # --- admission --------------------------------------------------------------------------------
 
     def _ask(self, req: DecodeRequest, now_s: float) -> None:
         """A request was admitted: prefill is to send what it lacks."""
-        flight, pages, counters = req.flight, req.pages_held, self.counters
+        flight, pages = self.flights.of(req), req.pages_held
         assert flight is not None
         assert pages is not None
+        new_pages = req.pages[pages.num_shared : pages_for(req.fill_len, self.books.page_size)]
         shared_tokens = pages.num_joined * self.books.page_size
-        counters["admitted"] += 1
-        counters["prompt_tokens"] += req.fill_len
-        counters["hit_tokens"] += req.prefix_len
-        if flight.joined is not None:
-            counters["shared_flights"] += 1
-            counters["shared_tokens"] += shared_tokens
-        if (
-            req.resumed and req.prefix_len == req.fill_len and pages.slot < 0
-        ):  # extra state is not cached
+        self.journal.admitted(req, len(new_pages), shared_tokens, now_s)
+        if req.resumed and req.prefix_len == req.fill_len and pages.slot < 0:
+            # All its KV is here, and it has no extra state, which is never cached: nothing to send.
             self.transfers.arrived(flight)
             return
         if req.generation > req.request.generation:
             self._asks.append(PrefillAsk(req))
         self.transfers.add(flight)
-        new_pages = req.pages[pages.num_shared : pages_for(req.fill_len, self.books.page_size)]
-        self.journal.admitted(req, len(new_pages), shared_tokens, now_s)
         page_ids = np.ascontiguousarray(new_pages, dtype="<i4").tobytes()
         room, generation = flight.room_key
         lens = req.fill_len, req.prefix_len
@@ -460,14 +412,14 @@ class DecodeScheduler:
 
     # --- growth -----------------------------------------------------------------------------------
 
-    def _make_output_room(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
-        """See that each of these runs and has room for one more token. Raises as `append_many`
-        does."""
+    def _raise_output_limits(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
+        """Check that each of these runs, and give each a page for one more token if it needs one.
+        Raises as `append_many` does."""
         page_size = self.books.page_size
         grows: list[RequestPages] = []
         growing: list[str] = []
         for req in reqs:
-            if req.state not in _CAN_RUN:
+            if req.state not in CAN_RUN:
                 raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
             if len(req.output) >= req.max_new_tokens:
                 raise RequestError(f"request {req.rid!r} has its {req.max_new_tokens} tokens")
@@ -478,7 +430,7 @@ class DecodeScheduler:
                 growing.append(req.rid)
         if len(grows) > self.books.available_pages:
             free, evictable = self.books.allocator.free_pages, self.books.cache.evictable_pages
-            raise OutOfPagesError(len(grows), free, evictable, retract=self._whom_to_retract())
+            raise OutOfPagesError(len(grows), free, evictable, retract=self._best_to_retract())
         if grows:
             self.books.grow_many(grows, now_s)
             self.budget.grow_many(growing)
@@ -486,14 +438,7 @@ class DecodeScheduler:
             if req.state is DecodeState.TRANSFERRED:
                 req.become(DecodeState.RUNNING)
                 self.journal.runs(req, now_s)
-            req.output_room = self._output_room(req)
-
-    def _output_room(self, req: DecodeRequest) -> int:
-        """What `DecodeRequest.output_room` may be of one that runs, at most."""
-        assert req.pages_held is not None
-        return min(
-            req.max_new_tokens, req.pages_held.num_pages * self.books.page_size - req.prompt_len
-        )
+            req.output_limit = req.most_output
 
     # --- ends -------------------------------------------------------------------------------------
 
@@ -507,6 +452,7 @@ class DecodeScheduler:
         *,
         room_is_open: bool = True,
     ) -> None:
+        # The flight, or the queue, gives the request up first: what it holds after that is its own.
         before = req.state
         req.error = error
         req.become(state)
@@ -516,58 +462,56 @@ class DecodeScheduler:
             self._leave_flight(req, error, room_is_open)
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
-            if (
-                before is DecodeState.QUEUED
-            ):  # else prefill is not asked before it is admitted again
+            if before is DecodeState.QUEUED:  # else prefill is only asked at its next admission
                 self._refuse(req.request, error)
-        self._leave(req, now_s, was_active=before in _ACTIVE)
+        self._leave(req, now_s, was_active=before in ACTIVE)
         if req.pages_held is not None and not self._is_deferred(req):
             self._after(after, req, None, now_s)
 
-    def _check_room(self, request: Request) -> None:
-        if request.room in self._rooms or request.room in self._undrained:
+    def _check_can_open(self, request: Request) -> None:
+        if request.room in self.rooms:
             raise RequestError(f"room {request.room} is in use")
         if not request.prefill:
             raise RequestError(f"request {request.rid!r} names no prefill worker")
 
     def _refuse(self, request: Request, error: Exception) -> None:
-        """Prefill may have the request, and hold KV for it. The room's number is in use until it
-        has answered."""
+        """Prefill may have the request, and hold KV for it. The room's number is in use until
+        prefill has answered."""
         self.counters["refused"] += 1
         key = RoomKey(request.room, request.generation)
-        self._undrained.setdefault(key.room, set()).add(key.generation)
+        self.rooms.await_drained(key)
         self._commands.append(RefuseRoom(key, next(self._tickets), request.prefill, error))
 
     def _leave_flight(self, req: DecodeRequest, error: Exception, room_is_open: bool) -> None:
         """The request ends while its KV is on its way. If others wait for it, it goes on for
         them."""
-        flight = req.flight
+        flight = self.flights.of(req)
         assert flight is not None
         if not flight.waiters or not room_is_open:
-            self._ground(flight, error if room_is_open else None)
+            self._cancel(flight, error if room_is_open else None)
             return
         self.counters["flights_adopted"] += 1
-        flight.owner = req.flight = req.pages_held = None
+        self.flights.disown(flight)
+        req.pages_held = None
         if flight.is_open:
-            self._undrained.setdefault(req.room, set()).add(req.generation)
+            self.rooms.await_drained(flight.room_key)
 
-    def _ground(self, flight: Flight, error: Exception | None) -> None:
+    def _cancel(self, flight: Flight, error: Exception | None) -> None:
         """The flight will not be committed: its room is aborted with `error`, or has failed (None).
 
-        Its owner is the caller's to see to. Those that waited for it fall back.
+        What becomes of its owner is the caller's decision. Flights that waited for it fall back.
         """
+        # Out of the index first: a request that asks again must not join a flight that is ending.
         others = self.flights.remove(flight)
         self._end_flight(flight, error)
         self._fall_back(others)
 
     def _fall_back(self, flights: list[Flight]) -> None:
-        """These will not be committed through no fault of their own; their owners ask again, in
-        order of arrival."""
+        """These will not be committed, though nothing went wrong with them; their owners ask again,
+        in order of arrival."""
         for flight in flights:
-            self._end_flight(
-                flight,
-                AbortedError("what it waited for is not coming, or nobody waits for it any more"),
-            )
+            error = AbortedError("what it waited for will not come, or nothing waits for it now")
+            self._end_flight(flight, error)
         owners = [flight.owner for flight in flights if flight.owner is not None]
         owners.sort(key=_arrived_s)
         for req in reversed(owners):  # each goes to the front, so the last one first
@@ -575,11 +519,11 @@ class DecodeScheduler:
             self._ask_again(req)
 
     def _end_flight(self, flight: Flight, error: Exception | None) -> None:
-        """End its room, and hand on its pages: they are the room's as long as a peer may write
+        """End its room, and hand on its pages: the room holds them as long as a peer may write
         them.
 
-        So is the room's number, also without pages: what the control plane has to say of it is
-        still to come.
+        The room's number stays in use as long, also without pages: the control plane still has to
+        report its end.
         """
         key = flight.room_key
         if self.transfers.remove(flight):
@@ -587,11 +531,11 @@ class DecodeScheduler:
                 self._commands.append(AbortRoom(key, error))
                 self.journal.transfer_ended(flight.peer, "aborted")
             self.books.hold(flight.pages, key)
-            self._undrained.setdefault(key.room, set()).add(key.generation)
+            self.rooms.await_drained(key)
         else:
             self.books.drop(flight.pages)
         if flight.owner is not None:
-            flight.owner.flight = flight.owner.pages_held = None
+            flight.owner.pages_held = None
 
     def _ask_again(self, req: DecodeRequest) -> None:
         req.become(DecodeState.RETRACTED)
@@ -609,18 +553,17 @@ class DecodeScheduler:
         self, after: DeviceEvent | None, req: DecodeRequest, continues: bool | None, now_s: float
     ) -> None:
         if after is not None:
-            self._deferred.append((after, req, req.state, continues))
+            self._deferred.append(_Deferred(after, req, req.state, continues))
         else:
             self._release(req, req.state, continues, now_s)
 
     def _is_deferred(self, req: DecodeRequest) -> bool:
-        return any(deferred is req for _, deferred, _, _ in self._deferred)
+        return any(deferred.req is req for deferred in self._deferred)
 
     def _release(
         self, req: DecodeRequest, state: DecodeState, continues: bool | None, now_s: float
     ) -> None:
-        """Hand the pages on. `state` is what it was released for; it may have been aborted
-        since."""
+        """Hand the pages on. `state` says why; the request may have been aborted since."""
         if req.pages_held is not None:
             keep = state in (DecodeState.FINISHED, DecodeState.RETRACTED) and req.request.cacheable
             if keep:
@@ -640,20 +583,20 @@ class DecodeScheduler:
     def _leave(self, req: DecodeRequest, now_s: float, *, was_active: bool = True) -> None:
         self.budget.stop(req.rid)
         self.budget.active -= was_active
-        self._rooms.discard(req.room)
+        self.rooms.remove(req.room)
         self.requests.pop(req.rid, None)
         self.journal.ended(req, now_s)
 
     def _check_runs(self, req: DecodeRequest) -> None:
-        if self.requests.get(req.rid) is not req or req.state not in _CAN_RUN:
+        if self.requests.get(req.rid) is not req or req.state not in CAN_RUN:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
 
     def _oldest_running(self) -> str | None:
-        return next((req.rid for req in self.requests.values() if req.state in _CAN_RUN), None)
+        return next((req.rid for req in self.requests.values() if req.state in CAN_RUN), None)
 
-    def _whom_to_retract(self) -> tuple[str, ...]:
+    def _best_to_retract(self) -> tuple[str, ...]:
         """Running requests by the pages that retraction frees, most first; the oldest never."""
-        running = [req for req in self.requests.values() if req.state in _CAN_RUN][1:]
+        running = [req for req in self.requests.values() if req.state in CAN_RUN][1:]
         running.sort(key=lambda req: req.pages_held.num_own if req.pages_held else 0, reverse=True)
         return tuple(req.rid for req in running)
 
@@ -665,6 +608,3 @@ def _pending(after: DeviceEvent | None) -> DeviceEvent | None:
 
 
 _arrived_s = attrgetter("arrived_s")
-_CAN_RUN = frozenset({DecodeState.TRANSFERRED, DecodeState.RUNNING})
-_WAITS = frozenset({DecodeState.QUEUED, DecodeState.RETRACTED})
-_ACTIVE = _CAN_RUN | {DecodeState.PREALLOCATED}

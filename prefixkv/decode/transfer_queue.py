@@ -1,8 +1,10 @@
 """Requests whose KV is on its way, and what to do when it is there.
 
 A flight is complete when its room has succeeded and the flight that it joined has been committed.
-To commit is to give its pages to the tree; then those that joined it find there what they waited
-for.
+To commit it is to give its pages to the tree. The flights that joined it then find there what they
+waited for.
+
+Source: SGLang's `DecodeTransferQueue`; there a request waits for its own transfer only.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class DecodeTransferQueue:
         return flight
 
     def arrived(self, flight: Flight) -> None:
-        """There is nothing to wait for but the flight it joined, if any."""
+        """Its own pages are there; what is left to wait for is the flight it joined, if any."""
         flight.is_open = False
         if flight.joined is None:
             self._complete.append(flight)
@@ -81,6 +83,7 @@ class DecodeTransferQueue:
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
         """Commit what is complete: its whole pages become cached prefix that the request holds by a
         lock."""
+        # A commit may complete flights that joined it, so the queue grows as it is worked off.
         committed = []
         while self._complete:
             flight = self._complete.popleft()
@@ -90,13 +93,12 @@ class DecodeTransferQueue:
                     flight.pages, flight.key, now_s, priority=flight.priority
                 )
             for waiter in self._flights.commit(flight):
-                self._books.settle(waiter.pages, waiter.key, now_s)
+                self._books.lock_joined(waiter.pages, waiter.key, now_s)
                 if not waiter.is_open:
                     self._complete.append(waiter)
             if req is None:
                 self._books.drop(flight.pages)
             else:
-                req.flight = None
                 req.become(DecodeState.TRANSFERRED)
                 committed.append(req)
         return committed

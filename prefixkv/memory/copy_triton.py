@@ -17,7 +17,7 @@ import triton.language as tl
 from triton import knobs
 
 from prefixkv.errors import ConfigError
-from prefixkv.memory.stage_copy import StagePlan
+from prefixkv.memory.stage_plan import StagePlan
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ def _copy_rows(
 
 
 class TritonCopy:
-    """See `staging_copy.StagingCopy`. `device` is a CUDA device, or "cpu" under the interpreter."""
+    """See `stage_copy.StagingCopy`. `device` is a CUDA device, or "cpu" under the interpreter."""
 
     def __init__(self, plan: StagePlan, device: str) -> None:
         import torch

@@ -6,19 +6,15 @@ and a scatter with another's move KV between pools of any two layouts. `staging_
 it:
 
 - `CpuCopy`, here, for memory that the CPU reads. It sees a pool as rows of opaque bytes, each
-contiguous both in the
-  pool and in the stage, and copies them by numpy's `take` and indexed assignment. That beat torch's
-  `index_select` and `index_copy_` on rows of int64 wherever measured (32 MiB in 512 B rows, medians
-  of 9, CPU shared: gather 13.8 ms against 16.3, scatter 16.2 against 34.1, a memcpy 8.5), and lets
-  go of the GIL like them.
-- `TritonCopy` in `staging_triton.py`, for CUDA.
+  contiguous both in the pool and in the stage, and copies them by numpy's `take` and indexed
+  assignment. These release the GIL.
+- `TritonCopy` in `copy_triton.py`, for CUDA.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -27,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.errors import ConfigError
-from prefixkv.memory.kv_layout import KVLayout, Slab
+from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
-from prefixkv.paging import Pages, checked_pages
+from prefixkv.memory.stage_plan import StagePlan
+from prefixkv.paging import Pages
 
 if TYPE_CHECKING:
     import torch
@@ -83,88 +80,6 @@ def staging_copy(
     return TritonCopy(plan, device)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StagePlan:
-    """Where the rows of a part lie: `row_bytes` that are contiguous in the pool and in the stage.
-
-    Row r of unit j of page p of slab s is at
-    `slabs[s].base + p * slabs[s].page_stride + j * unit_strides[s] + row_offsets[s, r]`.
-    """
-
-    layout: KVLayout
-    slabs: tuple[Slab, ...]
-    fold: int
-    row_bytes: int
-    row_offsets: Int64s
-    unit_strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, layout: KVLayout, part: Shard, unit_tokens: int) -> StagePlan:
-        """O(slabs). Raises ConfigError for a part or a unit that does not fit the pool, or a
-        lawless layout."""
-        layout.validate()
-        if part.overlap(Shard.whole(layout)) != part:
-            raise ConfigError(f"{part} is not inside a pool of {Shard.whole(layout)}")
-        if unit_tokens < 1 or layout.page_size % unit_tokens:
-            raise ConfigError(
-                f"unit_tokens is {unit_tokens}, must divide the page size, {layout.page_size}"
-            )
-        kinds = layout.slabs_per_layer
-        slabs = layout.slabs[
-            part.first_layer * kinds : (part.first_layer + part.num_layers) * kinds
-        ]
-        row_bytes = layout.head_bytes
-        tokens, heads = unit_tokens, part.num_heads  # of them, rows of their own
-        if heads == 1 or all(slab.head_stride == row_bytes for slab in slabs):
-            row_bytes *= heads
-            heads = 1
-        if heads == 1 and (tokens == 1 or all(slab.token_stride == row_bytes for slab in slabs)):
-            row_bytes *= tokens
-            tokens = 1
-        token, head = np.arange(tokens)[:, None], np.arange(heads)
-        offsets = [
-            (
-                part.first_head * slab.head_stride
-                + token * slab.token_stride
-                + head * slab.head_stride
-            ).ravel()
-            for slab in slabs
-        ]
-        return cls(
-            layout=layout,
-            slabs=slabs,
-            fold=layout.page_size // unit_tokens,
-            row_bytes=row_bytes,
-            row_offsets=np.array(offsets, dtype=np.int64),
-            unit_strides=tuple(unit_tokens * slab.token_stride for slab in slabs),
-        )
-
-    @property
-    def unit_bytes(self) -> int:
-        """Of one unit page in one slab."""
-        return int(self.row_offsets.shape[1]) * self.row_bytes
-
-    def num_bytes(self, num_units: int) -> int:
-        return len(self.slabs) * num_units * self.unit_bytes
-
-    def checked(self, units: Pages, stage: torch.Tensor, device: str) -> Pages:
-        """`units` as int32. Raises PageStateError or ConfigError for what may not be copied."""
-        units = checked_pages(units, self.layout.num_pages * self.fold, "staged")
-        expected = (self.num_bytes(len(units)),)
-        if (
-            str(stage.dtype) != "torch.uint8"
-            or tuple(stage.shape) != expected
-            or not stage.is_contiguous()
-        ):
-            raise ConfigError(
-                f"stage is {stage.dtype} {tuple(stage.shape)}, must be contiguous torch.uint8 "
-                f"{expected}"
-            )
-        if stage.device.type != device:
-            raise ConfigError(f"stage is on {stage.device}, the pool on {device}")
-        return units
-
-
 class _Pattern(NamedTuple):
     """How the rows of some slabs lie, in steps of their view."""
 
@@ -184,13 +99,9 @@ class _Group(NamedTuple):
 
     first_slab: int
     num_slabs: int
-    rows: npt.NDArray[
-        Any
-    ]  # of the region's memory from the first slab on: opaque rows, a step apart
+    rows: npt.NDArray[Any]  # opaque rows, a step apart, of the region's memory from `first_slab` on
     whole_rows: bool  # the rows are a row apart, so none overlaps another
-    pattern: (
-        int  # shared by all layers, where each is a tensor alike: their rows have the same numbers
-    )
+    pattern: int  # one for all layers whose tensors are alike: their rows have the same numbers
 
 
 class CpuCopy:
@@ -249,13 +160,9 @@ class CpuCopy:
         staged = stage.numpy().view(self._row)
         for group, index, part in self._parts(units):
             if group.whole_rows:
-                np.take(
-                    group.rows, index, out=staged[part], mode="clip"
-                )  # "raise" would copy twice
-            else:
-                staged[part] = group.rows[
-                    index
-                ]  # `take` would first copy all rows, to have them apart
+                np.take(group.rows, index, out=staged[part], mode="clip")  # "raise" copies twice
+            else:  # `take` would first copy all rows, to have them apart
+                staged[part] = group.rows[index]
 
     def scatter(self, units: Pages, stage: torch.Tensor) -> None:
         units = self._plan.checked(units, stage, "cpu")

@@ -179,6 +179,10 @@ class PageAllocator:
         """Those that hold pages (or none), in the order of their first `hold`."""
         return list(self._held)
 
+    def holds(self, owner: Hashable) -> bool:
+        """Whether `owner` is known: it held pages, or none, and was not released yet. O(1)."""
+        return owner in self._held
+
     def held_by(self, owner: Hashable) -> Pages:
         """The HELD and QUARANTINED pages of `owner`, ascending; none when it is unknown."""
         pages = np.sort(self._pages_of(owner)) if owner in self._held else np.empty(0)

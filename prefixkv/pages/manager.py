@@ -10,13 +10,13 @@ A request's row of the page table, in pages, and who frees each region:
     |  PrefixLock)   |  on their way |  a duplicate              |  ends                     |
 
 `len(key)` is the request's kv_len: its key holds the tokens whose KV is written, and no other. What
-was joined becomes locked (`settle`) when the other request's pages have gone to the tree; nothing
-is cached before.
+was joined becomes locked (`lock_joined`) when the other request's pages have gone to the tree;
+nothing is cached before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
@@ -28,13 +28,14 @@ from prefixkv.errors import CapacityError, InternalError, OutOfPagesError
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.table import PageTable
 from prefixkv.paging import Pages
+from prefixkv.stats import MICROSECONDS, Histogram
 
 
 class RequestPages:
-    """One request's pages, and its slot of extra state (-1: none), which goes the way that its own
-    pages go.
+    """One request's pages, and its slot of extra state (-1: none), which is freed or held with its
+    own pages.
 
-    Made by `PageBooks.open`; ended by exactly one of `finish`, `drop` and `hold`.
+    Made by `PageBooks.open`; ended by exactly one of `cache_finished`, `drop` and `hold`.
     """
 
     __slots__ = (
@@ -83,10 +84,10 @@ class PageBooks:
     """One worker's tree, allocator and page table, kept in agreement. Owned by the scheduler's
     thread.
 
-    With `caching` off nothing is matched and nothing kept. Where pages have to be evicted,
-    `evict_reserve_pages` more are than are missing: they come free side by side, so that what is
-    taken later forms fewer runs. With `num_slots` every request has a slot of extra state from
-    `open` to its end, under the rules of its own pages.
+    With `caching` off nothing is matched and nothing kept. An eviction takes `evict_reserve_pages`
+    more than are missing: they become free side by side, so that pages taken later form fewer runs.
+    With `num_slots` every request has a slot of extra state from `open` to its end, under the rules
+    of its own pages.
     """
 
     def __init__(
@@ -108,11 +109,11 @@ class PageBooks:
         self.allocator = PageAllocator(num_pages)
         self.slots = PageAllocator(num_slots) if num_slots else None
         self.table = PageTable(max_requests, max_pages_per_request or num_pages)
-        self.evict = self.cache.evict  # runtime/ puts a clock around it
+        self.clock: Callable[[], float] | None = None
+        self.evictions = Histogram(MICROSECONDS)  # seconds that each took, by `clock`, if set
         self.evicted_pages = 0
-        self._owners: set[Hashable] = set()
         self.epoch = 0  # flushes so far; a request of an earlier epoch caches nothing any more
-        self.version = 0  # grows whenever there may be more room, or more to match, than before
+        self.version = 0  # grows whenever more pages may be free, or match, than before
 
     @property
     def available_pages(self) -> int:
@@ -147,16 +148,18 @@ class PageBooks:
 
         `joined`: a request on its way whose first `joined_end` pages are of the same tokens, more
         than the match has. From the match's end to there the row names its pages; they stay its own
-        until `settle`. Raises CapacityError (no row or slot is left) or OutOfPagesError; nothing is
-        locked or taken then.
+        until `lock_joined`. Raises CapacityError (no row or slot is left) or OutOfPagesError;
+        nothing is locked or taken then.
         """
         if self.slots is not None and not self.slots.free_pages:
             raise CapacityError(f"all {self.slots.num_pages} state slots are in use")
         row = self.table.alloc_row()
-        # Who joins is counted as a visitor when it settles, then of all of what it found.
+        # A use of the cache is counted once, of all that was found: if the request joins another,
+        # that is when it locks what it joined.
         visit = None if joined is None else False
         lock = self.cache.lock(match, now_s=now_s, visit=visit) if match is not None else None
         num_locked = lock.prefix_len // self.page_size if lock is not None else 0
+        # Locked first, then taken: else the eviction could take the match itself.
         try:
             new = self._take(num_new_pages, now_s)
         except OutOfPagesError:
@@ -176,9 +179,8 @@ class PageBooks:
             row, lock, num_locked, num_joined, self.table.fill(row, *parts), self.epoch, slot
         )
 
-    def settle(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
-        """What the request joined has gone to the tree: it is held by a lock from now on, and no
-        longer joined.
+    def lock_joined(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
+        """What the request joined has gone to the tree: from now on its lock holds that too.
 
         Raises InternalError if the tree does not have it.
         """
@@ -191,8 +193,8 @@ class PageBooks:
             raise InternalError(
                 f"{num_shared} pages were joined, {lock!r} is what the tree has of them"
             )
-        # The tree may have had some already: then it kept its own, and those that were joined are
-        # free now.
+        # The tree may have had some of these pages already. It kept its own then, and those that
+        # were joined are free now: so the row is written anew.
         self.table.write(pages.row, pages.num_locked, lock.pages[pages.num_locked :])
         self._unlock(pages.lock)
         pages.lock = lock
@@ -231,6 +233,7 @@ class PageBooks:
         ):
             return
         num_whole = len(key) // self.page_size
+        # The new lock before the old one is given up: in between nothing of it can be evicted.
         own = self.table.pages(pages.row)[pages.num_locked : num_whole]
         result = self.cache.insert(key, own, priority=priority, now_s=now_s, lock=pages.lock)
         lock = self.cache.lock(result, now_s=now_s)
@@ -279,21 +282,19 @@ class PageBooks:
             self.slots.free([pages.slot])
 
     def hold(self, pages: RequestPages, owner: Hashable) -> None:
-        """The request ends while a peer may still write its own pages: `owner` has them until
+        """The request ends while a peer may still write its own pages: `owner` holds them until
         `release`."""
         own = self._close(pages)
         if len(own) or self.slots is not None:
-            self.allocator.hold(own, owner)
-            self._owners.add(owner)
+            self.allocator.hold(own, owner)  # also no pages, so that both know the owner
         if self.slots is not None:
             self.slots.hold([pages.slot], owner)
 
     def release(self, owner: Hashable) -> int:
         """No write can land in what `owner` holds any more: free it. Returns how many pages; 0 if
         unknown."""
-        if owner not in self._owners:
+        if not self.allocator.holds(owner):
             return 0
-        self._owners.discard(owner)
         self.version += 1
         if self.slots is not None:
             self.slots.release(owner)
@@ -301,7 +302,7 @@ class PageBooks:
 
     def quarantine(self, owner: Hashable) -> int:
         """The deadline for proof has passed; the pages stay held, and are counted apart."""
-        if owner not in self._owners:
+        if not self.allocator.holds(owner):
             return 0
         if self.slots is not None:
             self.slots.quarantine(owner)
@@ -309,7 +310,7 @@ class PageBooks:
 
     def holds(self, owner: Hashable) -> bool:
         """Whether `owner` has held or quarantined pages, or a slot."""
-        return owner in self._owners
+        return self.allocator.holds(owner)
 
     def flush(self) -> int:
         """Empty the tree, after a weight update: requests that run now finish, but cache nothing.
@@ -333,20 +334,27 @@ class PageBooks:
         evictable = self.cache.evictable_pages
         if missing > evictable:
             raise OutOfPagesError(num_pages, free, evictable)
-        evicted = self.evict(min(missing + self.evict_reserve_pages, evictable), now_s)
-        self.evicted_pages += len(evicted)
+        evicted = self._evict(min(missing + self.evict_reserve_pages, evictable), now_s)
         self.allocator.uncache(evicted)
         if len(evicted) > missing:
             self.allocator.free(evicted)
             return self.allocator.alloc(num_pages)
-        # Every free page and every evicted one is wanted, so these need not become free in between.
+        # All free pages and all evicted ones are wanted, so the evicted need not become free first.
         taken = np.concatenate([self.allocator.alloc(free), evicted])
         taken.sort()
         return taken
 
+    def _evict(self, num_pages: int, now_s: float) -> Pages:
+        began_s = self.clock() if self.clock is not None else 0.0
+        evicted = self.cache.evict(num_pages, now_s)
+        self.evicted_pages += len(evicted)
+        if self.clock is not None:
+            self.evictions.observe(self.clock() - began_s)
+        return evicted
+
     def _close(self, pages: RequestPages) -> Pages:
-        """End the lock and the row; returns the request's own pages, now the caller's to pass
-        on."""
+        """End the lock and the row; returns the request's own pages, for the caller to free or
+        hold."""
         own = self.table.pages(pages.row)[pages.num_shared :].copy()
         self.table.free_row(pages.row)
         self._unlock(pages.lock)

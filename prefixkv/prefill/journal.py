@@ -30,6 +30,9 @@ class PrefillJournal(Journal):
 
     def started(self, req: PrefillRequest, now_s: float) -> None:
         """The engine may compute it."""
+        self.counters["prompt_tokens"] += req.num_tokens
+        self.counters["hit_tokens"] += req.prefix_len
+        self.counters["decode_hit_tokens"] += req.decode_prefix_len
         req.started_s = now_s
         self.waited("pages", req.promised_s, now_s)
         self.found(req.key.namespace, req.num_tokens, req.prefix_len)

@@ -9,7 +9,7 @@ computing into them.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 
 from prefixkv.cache.radix_key import RadixKey
@@ -79,9 +79,9 @@ class PrefillScheduler:
             books, usable_prefix or (_no_prefix if num_slots else None)
         )
         self.requests: dict[str, PrefillRequest] = {}
-        self.counters: Counter[str] = Counter()
         self.draining = False  # takes no new requests
         self.journal = PrefillJournal()
+        self.counters = self.journal.counters
         self._max_aux_bytes = max_aux_bytes
         self._rooms: dict[RoomKey, PrefillRequest] = {}
         self._sent: deque[PrefillRequest] = deque()
@@ -122,9 +122,6 @@ class PrefillScheduler:
         self.settle_deferred(now_s)
         popped = self.bootstrapped.pop_bootstrapped(now_s)
         for req in popped:
-            self.counters["prompt_tokens"] += req.num_tokens
-            self.counters["hit_tokens"] += req.prefix_len
-            self.counters["decode_hit_tokens"] += req.decode_prefix_len
             self.journal.started(req, now_s)
         return popped
 

@@ -62,7 +62,7 @@ class Refused(_Op, frozen=True, tag="refuse"):
     joined_end: int
 
 
-class Settled(_Op, frozen=True, tag="settle"):
+class JoinedLocked(_Op, frozen=True, tag="lock_joined"):
     """What the request in this row had joined is the tree's, under its lock. These are its pages in
     all."""
 
@@ -120,7 +120,7 @@ class Flushed(_Op, frozen=True, tag="flush"):
 AnyOp = (
     Opened
     | Refused
-    | Settled
+    | JoinedLocked
     | Grown
     | Cached
     | Hinted
@@ -174,9 +174,9 @@ class LoggedBooks(PageBooks):
         )
         return pages
 
-    def settle(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
-        super().settle(pages, key, now_s)
-        self._publish(Settled(pages.row, self._packed(pages), now_s))
+    def lock_joined(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
+        super().lock_joined(pages, key, now_s)
+        self._publish(JoinedLocked(pages.row, self._packed(pages), now_s))
 
     def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
         super().grow_many(many, now_s)
@@ -288,9 +288,9 @@ class Replica:
                 with suppress(OutOfPagesError):
                     books.open(key, match, op.num_new_pages, op.now_s, joined, op.joined_end)
                     raise InternalError(f"this rank had the pages that rank 0 had not: {op}")
-            case Settled():
+            case JoinedLocked():
                 key, pages = requests[op.row]
-                books.settle(pages, key, op.now_s)
+                books.lock_joined(pages, key, op.now_s)
                 self._compare(op.pages, books.pages(pages).astype("<i4").tobytes(), op)
             case Grown():
                 books.grow_many([requests[row][1] for row in op.rows], op.now_s)

@@ -14,12 +14,11 @@ from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import ClosedError, InternalError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.paging import Pages
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime.control_thread import ControlFailed, DecodeManager, PrefillManager
 from prefixkv.runtime.request_log import RequestLog
-from prefixkv.stats import MICROSECONDS, Histogram
+from prefixkv.stats import Histogram
 
 M = TypeVar("M", DecodeManager, PrefillManager)
 
@@ -49,17 +48,8 @@ class Node(Generic[M]):
             self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size)
         )
         self.scheduler.journal.on_ended = log
-        self.evictions = Histogram(MICROSECONDS)
+        books.clock, self.evictions = time.perf_counter, books.evictions
         self._feed = EventFeed(books.cache, *self.peer_id)
-        evict = books.evict
-
-        def timed(num_pages: int, now_s: float = 0.0) -> Pages:
-            began_s = time.perf_counter()
-            pages = evict(num_pages, now_s)
-            self.evictions.observe(time.perf_counter() - began_s)
-            return pages
-
-        books.evict = timed
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a `pop_*` may have something for the engine, at most `timeout_s`. True if one

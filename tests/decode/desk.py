@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import TransferError
 from prefixkv.pages.allocator import PageState
@@ -143,7 +144,7 @@ class Desk:
         ]
         return (
             requests, self.states(), self.books.version, self.books.evicted_pages,
-            dict(scheduler.counters), scheduler._rooms.copy(), len(scheduler.waiting),
+            dict(scheduler.counters), repr(scheduler.rooms), len(scheduler.waiting),
             scheduler.budget.active, scheduler.budget.private_pages,
         )  # fmt: skip
 
@@ -154,8 +155,7 @@ class Desk:
     def at_rest(self) -> None:
         assert_at_rest(self.scheduler)
         assert not self.scheduler.num_deferred
-        assert not self.scheduler._undrained
-        assert not self.scheduler._rooms
+        assert repr(self.scheduler.rooms) == repr(RoomNumbers())
         assert (self.scheduler.budget.active, self.scheduler.budget.private_pages) == (0, 0)
 
     def _checked(self, result: Any) -> Any:

@@ -63,7 +63,7 @@ def test_every_token_is_where_it_belongs(
             assert last.key.tokens().tolist() == known
         elif then == "retract" and last is not next(req for req in reqs if req.state in CAN_RUN):
             desk.retract(last)
-            assert last.output_room == 0
+            assert last.output_limit == 0
             assert (
                 desk.books.cache.match_prefix(known).prefix_len
                 == len(known) // PAGE_SIZE * PAGE_SIZE
@@ -94,7 +94,7 @@ def test_who_has_ended_gets_no_token_though_its_pages_have_room(how: str) -> Non
     desk = Desk()
     desk.start("old", 4)
     req, event = desk.start("a", 9, max_new=9, outputs=1), Event()
-    assert req.output_room == 3
+    assert req.output_limit == 3
     getattr(desk, how)(req, after=event)
     assert len(req.pages) == 3, "they wait for the device"
     before = desk.snapshot()

@@ -45,10 +45,11 @@ class Air:
         joined, end = self.flights.find(key, cached_pages) if shareable else (None, cached_pages)
         req = DecodeRequest(Request(str(self.count), key, room=self.count), BOOKS, 0.0)
         req.pages_held = RequestPages(0, None, cached_pages, end - cached_pages, len(key), 0)
-        req.flight = self.flights.start(req, joined, shareable)
+        flight = self.flights.start(req, joined, shareable)
+        assert self.flights.of(req) is flight
         if check:
             self.flights.check_invariants()
-        return req.flight
+        return flight
 
     def find(
         self, tokens: str, cached_pages: int = 0, namespace: Any = None
@@ -149,14 +150,15 @@ def test_all_that_wait_go_with_a_flight_however_far_away() -> None:
 
 def test_those_above_go_when_they_have_no_owner_and_nobody_else_needs_them() -> None:
     air, (a, b, c, d) = _chain()
-    a.owner = b.owner = None
+    air.flights.disown(a)
+    air.flights.disown(b)
     assert air.flights.remove(c) == [b], "d still waits for a"
     assert list(air.flights) == [a, d]
     assert air.flights.remove(d) == [a]
     assert len(air.flights) == 0
 
     air, (a, b, c, d) = _chain()
-    b.owner = None
+    air.flights.disown(b)
     assert air.flights.remove(c) == [b], "and a has an owner"
     air.flights.check_invariants()
 
@@ -165,7 +167,7 @@ def test_after_a_flush_nobody_waits_and_nobody_is_found() -> None:
     air, (a, b, c, d) = _chain()
     alone, adopted = air.start("zz"), air.start("yy")
     last = air.start("yyzz")
-    adopted.owner = None
+    air.flights.disown(adopted)
     assert air.flights.flush() == [b, c, d, adopted, last]
     assert list(air.flights) == [a, alone]
     assert air.find("aabb") == (None, 0)
@@ -184,7 +186,7 @@ def test_a_long_chain_needs_no_deep_stack() -> None:
 @pytest.mark.parametrize(
     ("what", "value", "law"),
     [
-        ("joined", None, "who waits, and who is waited for"),
+        ("joined", None, "a flight that waits, and the one it waits for"),
         ("number", 0, "numbers count up"),
         ("place", None, "begins where it is found"),
         ("start_pages", 3, "what is joined is brought"),
@@ -281,7 +283,7 @@ class Model(RuleBasedStateMachine):
     @rule(which=st.integers(0, 20))
     def adopt(self, which: int) -> None:
         needed = [flight for flight in self.live if flight.waiters]
-        needed[which % len(needed)].owner = None
+        self.air.flights.disown(needed[which % len(needed)])
 
     @precondition(lambda self: self.tree)
     @rule(data=st.data())

@@ -54,7 +54,8 @@ def end_well(desk: Desk, reqs: list[DecodeRequest]) -> None:
     """All of these arrive, run and finish; whoever was asked for again is admitted first."""
     desk.admit()
     for req in reqs:
-        if req.state is DecodeState.PREALLOCATED and req.flight is not None and req.flight.is_open:
+        flight = desk.scheduler.flights.of(req)
+        if flight is not None and flight.is_open:
             desk.succeed(req.room_key)
     desk.transferred()
     for req in reqs:
@@ -126,10 +127,12 @@ def test_one_that_comes_while_the_pages_are_there_but_not_committed_joins_too() 
     b = desk.add("b", tokens(1, 2))
     desk.admit()
     assert b.prefix_len == 12
-    assert b.flight is not None
-    assert b.flight.joined is a.flight
+    flights = desk.scheduler.flights
+    flight = flights.of(b)
+    assert flight is not None
+    assert flight.joined is flights.of(a) is not None
     assert desk.transferred() == ["a"]
-    assert (b.flight.joined, b.pages_held.num_locked, b.pages_held.num_joined) == (None, 3, 0)
+    assert (flight.joined, b.pages_held.num_locked, b.pages_held.num_joined) == (None, 3, 0)
     end_well(desk, [a, b])
 
 
@@ -388,8 +391,10 @@ def test_what_fails_in_the_middle_leaves_those_before_it_alone() -> None:
         DecodeState.RETRACTED,
     ]
     desk.admit()
-    assert c.flight is not None
-    assert c.flight.joined is a.flight
+    flights = desk.scheduler.flights
+    flight = flights.of(c)
+    assert flight is not None
+    assert flight.joined is flights.of(a) is not None
     assert c.prefix_len == 12
     end_well(desk, [a, c])
 

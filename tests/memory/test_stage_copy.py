@@ -21,7 +21,8 @@ from prefixkv.errors import ConfigError, PageStateError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh, Shard, lease_sections, sent_share
-from prefixkv.memory.stage_copy import CpuCopy, StagePlan, StagingCopy, staging_copy
+from prefixkv.memory.stage_copy import CpuCopy, StagingCopy, staging_copy
+from prefixkv.memory.stage_plan import StagePlan
 from prefixkv.paging import unit_pages
 from tests.models.engine_tensors import DTYPES, ENGINES, distinct
 from tests.models.mesh_pools import ORDERS, elements, mesh_layout, moved, shards

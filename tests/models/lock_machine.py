@@ -273,7 +273,7 @@ class LockMachine(RuleBasedStateMachine):
         event = data.draw(st.sampled_from(self.events))
         event.done = True
         self.events.remove(event)
-        self.scheduler.settle_deferred(self.now_s)
+        self.scheduler.release_deferred(self.now_s)
 
     # --- the other side ---------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ class LockMachine(RuleBasedStateMachine):
             return
         for event in self.events:
             event.done = True
-        self.scheduler.settle_deferred(self.now_s)
+        self.scheduler.release_deferred(self.now_s)
         for rid in list(self.scheduler.requests):
             self.scheduler.abort(rid, self.now_s)
         self._carry_out()

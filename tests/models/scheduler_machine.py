@@ -274,7 +274,7 @@ class SchedulerSim(PairSim):
         if not self.events:
             return _IDLE
         self.events.pop(self.random.randrange(len(self.events))).done = True
-        self.decode.scheduler.settle_deferred(self.now_s)
+        self.decode.scheduler.release_deferred(self.now_s)
         return _DECODE
 
     # --- the other ranks --------------------------------------------------------------------------
@@ -353,9 +353,11 @@ class SchedulerSim(PairSim):
     def abort(self) -> int:
         """Anybody; but those that run, and those that others wait for, more often than they are
         there."""
-        live = self.decode.scheduler.requests
+        live, flights = self.decode.scheduler.requests, self.decode.scheduler.flights
         waited_for = [
-            req.rid for req in live.values() if req.flight is not None and req.flight.waiters
+            req.rid
+            for req in live.values()
+            if (flight := flights.of(req)) is not None and flight.waiters
         ]
         groups = [group for group in (list(self.decode.running), waited_for, list(live)) if group]
         if not groups:
@@ -553,7 +555,7 @@ class SchedulerSim(PairSim):
         assert_at_rest(self.prefill.scheduler)
         assert self.decode.endpoint.num_rooms == 0, list(self.decode.endpoint.rooms())
         assert not self.decode.scheduler.num_deferred
-        assert not self.decode.scheduler._undrained, self.decode.scheduler._undrained
+        assert not self.decode.scheduler.rooms.any_undrained, self.decode.scheduler.rooms
         assert self.decode.scheduler.budget.active == 0
         assert not len(self.decode.scheduler.waiting)
         assert not len(self.decode.scheduler.transfers)

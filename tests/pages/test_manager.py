@@ -135,12 +135,12 @@ def test_what_was_joined_is_anothers_until_it_has_settled() -> None:
     with pytest.raises(InternalError, match="2 pages of another request"):
         books.cache_unfinished(joiner, key, 0.0)
     with pytest.raises(InternalError, match="3 pages were joined"):
-        books.settle(joiner, key, 0.0)
+        books.lock_joined(joiner, key, 0.0)
     books = PageBooks(12, PAGE_SIZE, 4)
     owner, owner_key = opened(books, [3, 4, 5, 6])
     joiner = books.open(key_of([3, 4, 5]), books.match(key_of([3, 4, 5])), 1, 0.0, owner, 1)
     books.cache_unfinished(owner, owner_key, 0.0)
-    books.settle(joiner, key_of([3, 4, 5]), 0.0)
+    books.lock_joined(joiner, key_of([3, 4, 5]), 0.0)
     assert (joiner.num_locked, joiner.num_joined, joiner.lock.prefix_len) == (1, 0, PAGE_SIZE)
     books.drop(owner)
     assert books.cache.protected_pages == 1
@@ -174,7 +174,7 @@ def test_who_joins_is_one_visitor_of_all_that_it_found() -> None:
     key = key_of([1, 2, 3, 4, 5, 6])
     joiner = books.open(key, books.match(key), 1, 0.0, owner, 2)
     books.cache_unfinished(owner, owner_key, 0.0)
-    books.settle(joiner, key, 0.0)
+    books.lock_joined(joiner, key, 0.0)
     books.cache_unfinished(joiner, key, 0.0)
     for pages in (owner, joiner):
         books.drop(pages)
@@ -385,7 +385,7 @@ class Books(RuleBasedStateMachine):
 
     def _settle(self, owner: Live) -> None:
         for live in self._joiners(owner):
-            self.books.settle(live.pages, live.key, self._time())
+            self.books.lock_joined(live.pages, live.key, self._time())
             live.joined = None
 
     def _drop_joiners(self, owner: Live) -> None:

@@ -1,0 +1,99 @@
+"""Where the rows of a part of a pool lie, for the copies between the pool and staging memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.errors import ConfigError
+from prefixkv.memory.kv_layout import KVLayout, Slab
+from prefixkv.memory.mesh import Shard
+from prefixkv.paging import Pages, checked_pages
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagePlan:
+    """Where the rows of a part lie: `row_bytes` that are contiguous in the pool and in the stage.
+
+    Row r of unit j of page p of slab s is at
+    `slabs[s].base + p * slabs[s].page_stride + j * unit_strides[s] + row_offsets[s, r]`.
+    """
+
+    layout: KVLayout
+    slabs: tuple[Slab, ...]
+    fold: int
+    row_bytes: int
+    row_offsets: npt.NDArray[np.int64]
+    unit_strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layout: KVLayout, part: Shard, unit_tokens: int) -> StagePlan:
+        """O(slabs). Raises ConfigError for a part or a unit that does not fit the pool, or a
+        lawless layout."""
+        layout.validate()
+        if part.overlap(Shard.whole(layout)) != part:
+            raise ConfigError(f"{part} is not inside a pool of {Shard.whole(layout)}")
+        if unit_tokens < 1 or layout.page_size % unit_tokens:
+            raise ConfigError(
+                f"unit_tokens is {unit_tokens}, must divide the page size, {layout.page_size}"
+            )
+        kinds = layout.slabs_per_layer
+        slabs = layout.slabs[
+            part.first_layer * kinds : (part.first_layer + part.num_layers) * kinds
+        ]
+        row_bytes = layout.head_bytes
+        tokens, heads = unit_tokens, part.num_heads  # of them, rows of their own
+        if heads == 1 or all(slab.head_stride == row_bytes for slab in slabs):
+            row_bytes *= heads
+            heads = 1
+        if heads == 1 and (tokens == 1 or all(slab.token_stride == row_bytes for slab in slabs)):
+            row_bytes *= tokens
+            tokens = 1
+        token, head = np.arange(tokens)[:, None], np.arange(heads)
+        offsets = [
+            (
+                part.first_head * slab.head_stride
+                + token * slab.token_stride
+                + head * slab.head_stride
+            ).ravel()
+            for slab in slabs
+        ]
+        return cls(
+            layout=layout,
+            slabs=slabs,
+            fold=layout.page_size // unit_tokens,
+            row_bytes=row_bytes,
+            row_offsets=np.array(offsets, dtype=np.int64),
+            unit_strides=tuple(unit_tokens * slab.token_stride for slab in slabs),
+        )
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of one unit page in one slab."""
+        return int(self.row_offsets.shape[1]) * self.row_bytes
+
+    def num_bytes(self, num_units: int) -> int:
+        return len(self.slabs) * num_units * self.unit_bytes
+
+    def checked(self, units: Pages, stage: torch.Tensor, device: str) -> Pages:
+        """`units` as int32. Raises PageStateError or ConfigError for what may not be copied."""
+        units = checked_pages(units, self.layout.num_pages * self.fold, "staged")
+        expected = (self.num_bytes(len(units)),)
+        if (
+            str(stage.dtype) != "torch.uint8"
+            or tuple(stage.shape) != expected
+            or not stage.is_contiguous()
+        ):
+            raise ConfigError(
+                f"stage is {stage.dtype} {tuple(stage.shape)}, must be contiguous torch.uint8 "
+                f"{expected}"
+            )
+        if stage.device.type != device:
+            raise ConfigError(f"stage is on {stage.device}, the pool on {device}")
+        return units
