@@ -145,9 +145,7 @@ class DecodeScheduler:
         Requests admitted before that are on their way; the next call returns them.
         """
         self.release_deferred(now_s)
-        self._admitted = [
-            req for req in self._admitted if req.state is DecodeState.PREALLOCATED
-        ]
+        self._admitted = [req for req in self._admitted if req.state is DecodeState.PREALLOCATED]
         # Also after an error: what was admitted holds pages, so prefill has to be asked for it.
         try:
             self.waiting.admit(now_s)

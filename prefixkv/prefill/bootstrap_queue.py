@@ -1,5 +1,7 @@
-"""Requests that decode has promised pages for and that wait for pages of their own, first come,
-first served."""
+"""Requests that have decode's promise and wait for pages here, first come, first served.
+
+Source: SGLang's `PrefillBootstrapQueue`.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.send_plan import SendPlan
 
 UsablePrefix = Callable[[PrefillRequest, int], int]
-"""Of so many cached tokens of a request, how many the engine can go on from (it has no extra state
-behind others)."""
+"""Given a request and the number of its cached tokens: how many of them the engine can go on from.
+Behind the others it has no extra state."""
 
 
 class PrefillBootstrapQueue:
-    """Owned by the scheduler's thread. `usable_prefix` is asked about each hit; None: all of it is
-    of use."""
+    """Owned by the scheduler's thread. `usable_prefix` is called for each hit; None: every hit is
+    used whole."""
 
     def __init__(self, books: PageBooks, usable_prefix: UsablePrefix | None = None) -> None:
         self._books = books
@@ -81,8 +83,8 @@ class PrefillBootstrapQueue:
         return True
 
     def _match(self, req: PrefillRequest) -> MatchResult | None:
-        """The cached prefix without the last token, which the engine has to compute to sample after
-        it; no more of it than the engine can go on from.
+        """The cached prefix that the engine can go on from. Never the last token: the engine has to
+        compute that one to sample the next.
         """
         key = req.key
         if len(key) % self._books.page_size == 0:

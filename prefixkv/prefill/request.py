@@ -55,7 +55,7 @@ class PrefillRequest:
         PrefillState.FAILED: frozenset(),
     }
 
-    def __init__(self, request: Request, books: PageBooks, now_s: float = 0.0) -> None:
+    def __init__(self, request: Request, books: PageBooks, now_s: float) -> None:
         self.request = request
         self.rid = request.rid
         self.key = request.key
@@ -67,7 +67,7 @@ class PrefillRequest:
         self.pages_held: RequestPages | None = None
         self.source_free = False  # no write reads its pages, and its state, any more
         self.state_slot = -1  # of the engine's, that it handed over
-        self.popped = False  # the engine knows that it has ended
+        self.popped = False  # the engine has seen its end
         # Its journal (journal.py): when each of these happened, and what was sent.
         self.arrived_s = now_s
         self.promised_s: float | None = None

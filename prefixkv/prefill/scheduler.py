@@ -1,9 +1,11 @@
 """The prefill side of the library, without threads or sockets.
 
-Source pages are shared and cached, so they are never held back from others; the request's lock and
-its own tail outlive it until the control plane says that no write reads them any more
-(`source_free`) and the engine has seen the end (`pop_sent`, `pop_failed`), since it may be
-computing into them.
+Source pages are shared and cached, so other requests may use them meanwhile. A request that has
+ended keeps its lock and its own tail until two things are true: the control plane says that no
+write reads them any more (`source_free`), and the engine, which may be computing into them, has
+seen the end (`pop_sent`, `pop_failed`).
+
+Source: SGLang's prefill queues (`disaggregation/prefill.py`), whose name `pop_bootstrapped` keeps.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ class PrefillScheduler:
         num_slots: int = 0,
         usable_prefix: UsablePrefix | None = None,
     ) -> None:
-        """`num_slots`: of the engine's extra state, which goes with every request then; 0: there is
-        none."""
+        """`num_slots`: of the engine's extra state, a slot of which is sent with every request; 0:
+        there is none."""
         self.books = books
         self.num_slots = num_slots
         self.bootstrapped = PrefillBootstrapQueue(
@@ -91,7 +93,7 @@ class PrefillScheduler:
 
     # --- what the engine calls --------------------------------------------------------------------
 
-    def add(self, request: Request, now_s: float = 0.0) -> PrefillRequest:
+    def add(self, request: Request, now_s: float) -> PrefillRequest:
         """Take a request; it waits for decode's promise.
 
         Raises RequestError, with nothing changed: a duplicate id, a room in use, a prompt that the
@@ -159,6 +161,8 @@ class PrefillScheduler:
             raise RequestError(f"state slot {state_slot} was handed over where {wanted} is needed")
         assert req.plan is not None
         assert req.pages_held is not None
+        # The plan checks `end`, so it moves first; the ids are copied before caching may change
+        # the row.
         span = req.plan.send(end, last)
         src_pages = req.pages[span.first_page : span.end_page].copy()
         self.journal.chunk(req, len(src_pages), last, now_s)
@@ -190,7 +194,7 @@ class PrefillScheduler:
         """
         return self._pop(self._failed, after, now_s)
 
-    def abort(self, rid: str, error: Exception | None = None, now_s: float = 0.0) -> bool:
+    def abort(self, rid: str, now_s: float, error: Exception | None = None) -> bool:
         """End a request. Unknown or ended: no-op, False.
 
         One whose last chunk is handed over may have succeeded already, and decode may know: then it
@@ -225,7 +229,7 @@ class PrefillScheduler:
         """No deadline of a request is kept here."""
         return math.inf
 
-    # --- what the control plane tells -------------------------------------------------------------
+    # --- what the control plane calls -------------------------------------------------------------
 
     def take_commands(self) -> list[Command]:
         """What the control plane is to do, in order."""
@@ -233,17 +237,15 @@ class PrefillScheduler:
         return commands
 
     def room_bootstrapped(
-        self, key: RoomKey, decode_prefix_len: int, peer: str = "", now_s: float = 0.0
+        self, key: RoomKey, decode_prefix_len: int, peer: str, now_s: float
     ) -> None:
-        """Decode has promised pages for this room."""
+        """The decode worker `peer` has promised pages for this room."""
         req = self._rooms.get(key)
         if req is not None and req.state is PrefillState.BOOTSTRAPPING:
             self.bootstrapped.add(req, decode_prefix_len)
             self.journal.promised(req, peer, now_s)
 
-    def room_ended(
-        self, key: RoomKey, poll: KVPoll, error: Exception | None, now_s: float = 0.0
-    ) -> None:
+    def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None, now_s: float) -> None:
         """A room reached its terminal state."""
         req = self._rooms.get(key)
         if req is None or req.state.ended:
@@ -275,7 +277,7 @@ class PrefillScheduler:
                 self._maybe_release(req, now_s)
 
     def holders(self) -> list[tuple[str, RequestPages]]:
-        """Who has pages, by request id. Any thread may ask."""
+        """What holds pages, by request id. Any thread may ask."""
         held = [(req.rid, req.pages_held) for req in list(self.requests.values())]
         return [(name, pages) for name, pages in held if pages is not None]
 
@@ -310,9 +312,7 @@ class PrefillScheduler:
     def _pop(
         self, ended: deque[PrefillRequest], after: DeviceEvent | None, now_s: float
     ) -> list[PrefillRequest]:
-        is_done = (
-            after is None or after.query()
-        )  # asked before anything changes, since it may raise
+        is_done = after is None or after.query()  # before anything changes: `query` may raise
         reqs = list(ended)
         ended.clear()
         for req in reqs:
@@ -332,7 +332,7 @@ class PrefillScheduler:
             return
         computed = req.plan.computed if req.plan is not None else 0
         if req.request.cacheable and computed:
-            # What was computed is good prefix even if nobody waits for it any more.
+            # What was computed is good prefix, even if the request failed.
             key = (
                 req.key
                 if computed == req.num_tokens
@@ -345,5 +345,5 @@ class PrefillScheduler:
 
 
 def _no_prefix(req: PrefillRequest, prefix_len: int) -> int:
-    """An engine that does not say otherwise has no state to go on from."""
+    """Of a hit, an engine with extra state can use nothing, unless it says otherwise."""
     return 0

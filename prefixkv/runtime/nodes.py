@@ -401,7 +401,7 @@ class PrefillNode(Node[PrefillManager]):
 
     def abort(self, rid: str) -> bool:
         """End a request; it comes out of `pop_failed`. Unknown or ended: False."""
-        known = self.scheduler.abort(rid, now_s=self._pump())
+        known = self.scheduler.abort(rid, self._pump())
         self._tell()
         return known
 

@@ -197,9 +197,9 @@ class PrefillSide:
         if self.events:
             match self.events.popleft():
                 case sender.Bootstrapped(key, _, prefix_len):
-                    self.scheduler.room_bootstrapped(key, prefix_len)
+                    self.scheduler.room_bootstrapped(key, prefix_len, "", now_s)
                 case sender.RoomEnded(key, poll, error):
-                    self.scheduler.room_ended(key, poll, error)
+                    self.scheduler.room_ended(key, poll, error, now_s)
                 case sender.SourceFree(key):
                     self.scheduler.source_free(key, now_s)
             return
@@ -675,7 +675,7 @@ class PairSim:
         if self._to_submit:
             request = self._to_submit.pop(self.random.randrange(len(self._to_submit)))
             try:
-                self.prefill.scheduler.add(request)
+                self.prefill.scheduler.add(request, self.now_s)
             except PrefixKVError:
                 return
             self.prefill.tell()
@@ -694,7 +694,7 @@ class PairSim:
         elif self.prefill.scheduler.requests:
             rid = self.random.choice(list(self.prefill.scheduler.requests))
             self.prefill.computing.pop(rid, None)
-            self.prefill.scheduler.abort(rid)
+            self.prefill.scheduler.abort(rid, self.now_s)
 
     def _guard(self, target: PeerId, room: RoomKey, pages: np.ndarray) -> None:
         """Called as bytes land: every page must be the room's, in transfer or held for it."""

@@ -373,7 +373,7 @@ class SchedulerSim(PairSim):
             return _IDLE
         rid = self.random.choice(list(self.prefill.scheduler.requests))
         self.prefill.computing.pop(rid, None)
-        self.prefill.scheduler.abort(rid)
+        self.prefill.scheduler.abort(rid, self.now_s)
         return _PREFILL
 
     def retract(self) -> int:

@@ -82,7 +82,7 @@ def test_what_fails_or_is_aborted_is_written_down_once(
     scheduler.room_bootstrapped(first.room_key, 0, "d", 1.0)
     scheduler.room_ended(first.room_key, KVPoll.FAILED, TransferError("broken"), 2.0)
     scheduler.room_ended(first.room_key, KVPoll.FAILED, TransferError("again"), 3.0)
-    scheduler.abort("b", now_s=4.0)
+    scheduler.abort("b", 4.0)
     assert [
         (record["rid"], record["outcome"], record["error"], record["ended_s"]) for record in ended
     ] == [

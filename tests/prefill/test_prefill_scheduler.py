@@ -46,11 +46,11 @@ class Desk:
         if isinstance(tokens, int):
             tokens = [ord(rid[0]) * 1000 + place for place in range(tokens)]
         return self._checked(
-            self.scheduler.add(Request(rid, tokens, **{"room": self.num_rooms, **fields}))
+            self.scheduler.add(Request(rid, tokens, **{"room": self.num_rooms, **fields}), 0.0)
         )
 
     def bootstrap(self, req: PrefillRequest, decode_prefix_len: int = 0) -> list[str]:
-        self.scheduler.room_bootstrapped(req.room_key, decode_prefix_len)
+        self.scheduler.room_bootstrapped(req.room_key, decode_prefix_len, "", 0.0)
         return self._checked([popped.rid for popped in self.scheduler.pop_bootstrapped(0.0)])
 
     def computing(self, rid: str, tokens: int | list[int] = 10, decode_prefix_len: int = 0,
@@ -70,7 +70,7 @@ class Desk:
 
     def end(self, req: PrefillRequest, *, ok: bool = True) -> None:
         poll, error = (KVPoll.SUCCESS, None) if ok else (KVPoll.FAILED, BROKEN)
-        self._checked(self.scheduler.room_ended(req.room_key, poll, error))
+        self._checked(self.scheduler.room_ended(req.room_key, poll, error, 0.0))
 
     def source_free(self, req: PrefillRequest) -> None:
         self._checked(self.scheduler.source_free(req.room_key, 0.0))
@@ -102,7 +102,7 @@ class Desk:
 def test_every_state_has_a_row_and_only_what_is_in_it_happens() -> None:
     assert set(PrefillRequest.TRANSITIONS) == set(PrefillState)
     for before, after in product(PrefillState, PrefillState):
-        req = PrefillRequest(Request("a", [1]), PageBooks(1, 1, 1))
+        req = PrefillRequest(Request("a", [1]), PageBooks(1, 1, 1), 0.0)
         req.state = before
         if after in PrefillRequest.TRANSITIONS[before]:
             req.become(after)
@@ -175,7 +175,7 @@ def test_what_cannot_be_taken_is_refused_and_changes_nothing() -> None:
         "room 1 generation 0 is in use": Request("x", [1], room=1),
     }.items():
         with pytest.raises(RequestError, match=text):
-            desk.scheduler.add(request)
+            desk.scheduler.add(request, 0.0)
     assert (list(desk.scheduler.requests), desk.scheduler.take_commands()) == (["a"], [])
     desk.add("b", 4, room=1, generation=1)
 
@@ -259,21 +259,21 @@ def test_first_promised_first_opened_and_a_blocked_head_is_not_matched_again(
     assert desk.bootstrap(big) == desk.bootstrap(small) == []
     assert not desk.scheduler.bootstrapped.may_open
     assert len(looks) == 1
-    desk.scheduler.abort("b")
+    desk.scheduler.abort("b", 0.0)
     assert desk.bootstrap(small) == ["s"]
-    desk.scheduler.abort("r")
+    desk.scheduler.abort("r", 0.0)
     assert (running.state, running.pages.size) == (PrefillState.FAILED, 2)
 
 
 def test_only_what_waits_is_bootstrapped_and_once() -> None:
     desk = Desk()
     req = desk.add("a")
-    desk.scheduler.room_bootstrapped(RoomKey(99, 0), 0)
+    desk.scheduler.room_bootstrapped(RoomKey(99, 0), 0, "", 0.0)
     assert desk.bootstrap(req, 4) == ["a"]
     assert desk.bootstrap(req, 8) == []
     assert req.decode_prefix_len == 4
     gone = desk.add("b")
-    desk.scheduler.abort("b")
+    desk.scheduler.abort("b", 0.0)
     assert desk.bootstrap(gone) == []
 
 
@@ -379,7 +379,7 @@ def test_an_end_wherever_a_request_is_leaves_nothing(place: str, how: str) -> No
         desk.end(req, ok=False)
         assert desk.scheduler.take_commands() == []
     else:
-        assert desk.scheduler.abort("a")
+        assert desk.scheduler.abort("a", 0.0)
         (command,) = desk.scheduler.take_commands()
         assert isinstance(command, AbortRoom)
         assert command.key == req.room_key
@@ -394,7 +394,7 @@ def test_an_end_wherever_a_request_is_leaves_nothing(place: str, how: str) -> No
             desk.source_free(req)
             assert_at_rest(desk.scheduler)
             return
-    assert not desk.scheduler.abort("a"), "a second abort does nothing"
+    assert not desk.scheduler.abort("a", 0.0), "a second abort does nothing"
     assert req.state is PrefillState.FAILED
     assert desk.send(req, 10, last=True) == 0, "the engine may not know yet"
     assert desk.scheduler.take_commands() == []
@@ -439,9 +439,9 @@ def test_news_of_unknown_rooms_changes_nothing() -> None:
     desk = Desk()
     req = desk.sending("a")
     key = RoomKey(99, 0)
-    desk.scheduler.room_ended(key, KVPoll.FAILED, BROKEN)
+    desk.scheduler.room_ended(key, KVPoll.FAILED, BROKEN, 0.0)
     desk.scheduler.source_free(key, 0.0)
-    assert not desk.scheduler.abort("nobody")
+    assert not desk.scheduler.abort("nobody", 0.0)
     assert (req.state, desk.pop_failed(), desk.scheduler.counters["aborts_of_unknown"]) == (
         PrefillState.SENDING,
         [],
