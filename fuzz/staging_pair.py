@@ -1,7 +1,7 @@
 """Invariant tested: staged rooms get all writers' bytes or fail, nothing lands outside a live
 lease, all comes to rest.
 
-Drives staged senders joined with staged rooms (`tests/models/staged_machine.py`) with fresh seeds
+Drives senders joined with receivers of staging (`tests/models/staged_machine.py`) with fresh seeds
 until the time is up. A finding is shrunk, printed with the calls that lead to it, and ends the run
 with status 1.
 

@@ -36,9 +36,8 @@ from prefixkv.protocol.receiver_machine import (
 from prefixkv.protocol.refusal_machine import RefusalMachine
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.protocol.timers import Timers
-from prefixkv.staging import receiver as room_staging
-from prefixkv.staging.receiver import BreakRoom, RoomStaging, ScatterLease, StagingPlan
-from prefixkv.staging.rooms import SayGrant
+from prefixkv.staging import receiver as staging_receiver
+from prefixkv.staging.receiver import BreakRoom, Grant, Scatter, StagingPlan, StagingReceiver
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +75,7 @@ class Settle:
     token: PeerId | RankDrained
 
 
-Action = (
-    SendFrame | Connect | Disconnect | Settle | RoomEnded | RoomDrained | RoomOverdue | ScatterLease
-)
+Action = SendFrame | Connect | Disconnect | Settle | RoomEnded | RoomDrained | RoomOverdue | Scatter
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +133,7 @@ class DecodeEndpoint:
         self._rooms: dict[RoomKey, _Room] = {}
         self._timers: Timers[str | RoomKey] = Timers()
         self._settling: set[Hashable] = set()
-        self.staging = None if hello.staging is None else RoomStaging(hello.staging)
+        self.staging = None if hello.staging is None else StagingReceiver(hello.staging)
         self._fenced: dict[str, int] = {}  # by name: incarnations up to this one are gone for good
         self._expected = 0
 
@@ -284,7 +281,7 @@ class DecodeEndpoint:
         return out
 
     def on_scattered(self, lease_id: int, error: Exception | None, now_s: float) -> list[Action]:
-        """A `ScatterLease` has ended."""
+        """A `Scatter` has ended."""
         out: list[Action] = []
         if self.staging is not None:
             self._act_staged(self.staging.on_scattered(lease_id, error), now_s, out)
@@ -382,10 +379,10 @@ class DecodeEndpoint:
             raise
 
     def _act_staged(
-        self, actions: list[room_staging.Action], now_s: float, out: list[Action]
+        self, actions: list[staging_receiver.Action], now_s: float, out: list[Action]
     ) -> None:
         for action in actions:
-            if isinstance(action, SayGrant):
+            if isinstance(action, Grant):
                 room = self._rooms.get(action.key)
                 if room is not None:
                     self._say(room, action.rank, action.grant, now_s, out)

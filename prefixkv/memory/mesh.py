@@ -18,10 +18,8 @@ from typing import Final, NamedTuple
 
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.staging_area import BLOCK_BYTES
 
 MAX_RANKS: Final = 256  # who tells whom is found by looking at each pair, half a second for so many
-SECTION_ALIGNMENT: Final = BLOCK_BYTES
 MAX_FOLD: Final = 1024  # of page sizes: a table has this many rows for a run, at a peer's word
 
 
@@ -190,6 +188,14 @@ def sent_share(writers: Mesh, writer: int, readers: Mesh, reader: int) -> Shard 
     return share if writer % writers.tp_size % writers.replicas == sender else None
 
 
+def sent_shares(writers: Mesh, readers: Mesh, reader: int) -> dict[int, Shard]:
+    """By rank, in order, what each rank that writes to `reader` writes there; see `sent_share`."""
+    shares = (
+        (rank, sent_share(writers, rank, readers, reader)) for rank in range(writers.num_ranks)
+    )
+    return {rank: share for rank, share in shares if share is not None}
+
+
 def writers_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
     """The ranks that write to `reader`: it waits for each of them, and for no other.
 
@@ -198,9 +204,7 @@ def writers_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
     >>> writers_to(Mesh(4, 1, tp_size=4, pp_size=2), Mesh(4, 1), reader=0)  # MLA: one a stage
     (0, 4)
     """
-    return tuple(
-        rank for rank in range(writers.num_ranks) if sent_share(writers, rank, readers, reader)
-    )
+    return tuple(sent_shares(writers, readers, reader))
 
 
 def readers_of(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
@@ -227,26 +231,3 @@ def ranks_told(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
 def readers_awaited(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
     """The ranks whose promises `writer` awaits; see `ranks_told`."""
     return readers_of(writers, writer, readers) or (0,)
-
-
-def lease_sections(
-    writers: Mesh, readers: Mesh, reader: int, head_bytes: int
-) -> dict[int, tuple[int, int]]:
-    """What each writer writes of a staging lease, as (offset, bytes): sections one behind the
-    other, by rank.
-
-    `head_bytes` is what the chunk has of one head in one layer, all kinds, tokens and bytes. Both
-    sides compute this, so an offset never travels.
-
-    >>> lease_sections(Mesh(2, 4, tp_size=2), Mesh(2, 4), reader=0, head_bytes=100)
-    {0: (0, 400), 1: (4096, 400)}
-    """
-    sections: dict[int, tuple[int, int]] = {}
-    offset = 0
-    for writer in writers_to(writers, readers, reader):
-        share = sent_share(writers, writer, readers, reader)
-        assert share is not None
-        num_bytes = share.num_layers * share.num_heads * head_bytes
-        sections[writer] = (offset, num_bytes)
-        offset += -(-num_bytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
-    return sections

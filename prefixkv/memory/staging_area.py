@@ -13,6 +13,15 @@ BLOCK_BYTES: Final = 4096
 _MAX_ADDRESS: Final = 2**63 - 1
 
 
+def whole_blocks(num_bytes: int) -> int:
+    """`num_bytes` rounded up to whole blocks, in bytes.
+
+    >>> whole_blocks(4097)
+    8192
+    """
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
 class StagingArea(msgspec.Struct, frozen=True, array_like=True):
     """`num_bytes` at address `base`; leases take at most `lease_bytes`, all in whole blocks of
     BLOCK_BYTES."""

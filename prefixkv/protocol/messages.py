@@ -229,7 +229,7 @@ class LeaseAsk(Body, frozen=True, tag="lease-ask"):
 
 class LeaseGrant(Body, frozen=True, tag="lease-grant"):
     """The piece may be written at `offset` of decode's staging area, each rank its section
-    (`lease_sections`)."""
+    (`LeaseCut.sections`)."""
 
     room: U64
     generation: Count

@@ -36,8 +36,8 @@ from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from prefixkv.runtime.copy_pool import CopyDone
 from prefixkv.runtime.staging import Gathered, ReceiveStaging, Scattered, SendStaging
 from prefixkv.runtime.wakeups import Inbox
-from prefixkv.staging import sender as staged_sender
-from prefixkv.staging.receiver import ScatterLease
+from prefixkv.staging import sender as staging_sender
+from prefixkv.staging.receiver import Scatter
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -212,7 +212,7 @@ class DecodeManager(_Manager):
 
     @property
     def staging_counters(self) -> Mapping[str, int]:
-        return {} if self.endpoint.staging is None else self.endpoint.staging.rooms.counters
+        return {} if self.endpoint.staging is None else self.endpoint.staging.counters
 
     def _step(self, now_s: float) -> None:
         frames = self._channel.poll(self.endpoint.wake_s - now_s)
@@ -266,7 +266,7 @@ class DecodeManager(_Manager):
                 self._channel.send(action.address, action.raw)
             case decode_endpoint.Connect():
                 self._connect(action.address)
-            case ScatterLease():
+            case Scatter():
                 assert self._staging is not None
                 self._staging.scatter(action)
             case decode_endpoint.Settle():
@@ -413,28 +413,28 @@ class PrefillManager(_Manager):
         for action in self._tell_first(actions, _PREFILL_NEWS):
             self._guarded(self._do, action)
 
-    def _act_staged(self, actions: list[staged_sender.Action], now_s: float) -> None:
+    def _act_staged(self, actions: list[staging_sender.Action], now_s: float) -> None:
         for action in actions:
             self._guarded(self._do_staged, action, now_s)
 
-    def _do_staged(self, action: staged_sender.Action, now_s: float) -> None:
+    def _do_staged(self, action: staging_sender.Action, now_s: float) -> None:
         assert self._staging is not None
         match action:
-            case sender.Say():
-                self._act(self.endpoint.say(action.peer, action.body, now_s))
-            case staged_sender.Gather():
+            case staging_sender.SendAsk():
+                self._act(self.endpoint.say(action.peer, action.ask, now_s))
+            case staging_sender.Gather():
                 self._staging.gather(action)
-            case staged_sender.PostStaged():
+            case staging_sender.PostStaged():
                 self.transport.write(
                     self._staging.job(action, self.endpoint.me.incarnation, self._rank)
                 )
-            case staged_sender.CancelStaged():
+            case staging_sender.CancelStaged():
                 self.transport.cancel(action.write_id)
-            case staged_sender.JobEnded():
+            case staging_sender.JobEnded():
                 self._act(
                     self.endpoint.on_write_ended(action.job_id, action.error, action.drained, now_s)
                 )
-            case staged_sender.JobDrained():
+            case staging_sender.JobDrained():
                 self._act(self.endpoint.on_write_drained(action.job_id, now_s))
 
     def _write(self, action: sender.PostWrite) -> None:

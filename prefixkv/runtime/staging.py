@@ -19,8 +19,8 @@ from prefixkv.memory.staging_buffer import StagingBuffer
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.runtime.copy_pool import CopyDone, CopyPool
-from prefixkv.staging.receiver import ScatterLease
-from prefixkv.staging.sender import Gather, PostStaged, StagedSender
+from prefixkv.staging.receiver import Scatter
+from prefixkv.staging.sender import Gather, PostStaged, StagingSender
 from prefixkv.transport.base import WriteJob
 
 
@@ -77,13 +77,13 @@ class SendStaging(_Staging):
     """Prefill's: slices of many pages are gathered into a local slot, which is then written
     whole."""
 
-    machine: StagedSender
+    machine: StagingSender
 
     def start_sending(self, rank: int, resend_s: float, next_id: Callable[[], int]) -> None:
         """Before anything else; job numbers come from the endpoint."""
         config = self._config
         slots = config.staging_bytes // config.lease_bytes
-        self.machine = StagedSender(
+        self.machine = StagingSender(
             rank, slots, config.lease_bytes, config.staging_window, resend_s, next_id
         )
         self._peers: dict[PeerId, StagingCopy] = {}
@@ -122,7 +122,7 @@ class SendStaging(_Staging):
 class ReceiveStaging(_Staging):
     """Decode's: what has landed in a lease is scattered into the room's pages."""
 
-    def scatter(self, action: ScatterLease) -> None:
+    def scatter(self, action: Scatter) -> None:
         def run() -> None:
             for section in action.sections:
                 copy = self._copy_of(action.parts[section.rank], action.unit_tokens)

@@ -4,7 +4,7 @@ writer writes. Pure.
 All writers of a reader and the reader itself compute the same cut from the two meshes and the
 reader's staging area, so none of it travels: a chunk is cut from its first unit page on into pieces
 of `units_per_piece`, the last one what is left, and in the lease of a piece the writers' sections
-lie one behind the other, by rank (`mesh.lease_sections`).
+lie one behind the other, by rank.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prefixkv.errors import HandshakeError
-from prefixkv.memory.mesh import SECTION_ALIGNMENT, Mesh, lease_sections
-from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.mesh import Mesh, sent_shares
+from prefixkv.memory.staging_area import StagingArea, whole_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +44,16 @@ class LeaseCut:
         >>> LeaseCut.of(writers, Mesh(2, 4), reader=0, unit_head_bytes=1024, area=area)
         LeaseCut(shares=((0, 4096), (1, 4096)), units_per_piece=4, area_bytes=65536)
         """
-        sections = lease_sections(writers, readers, reader, unit_head_bytes)
-        shares = tuple((rank, num_bytes) for rank, (_, num_bytes) in sections.items())
-        most = area.lease_bytes // sum(num_bytes for _, num_bytes in shares)
-        fitting = bisect_right(
-            range(1, most + 1), area.lease_bytes, key=lambda n: _lease_bytes(shares, n)
+        shares = tuple(
+            (rank, share.num_layers * share.num_heads * unit_head_bytes)
+            for rank, share in sent_shares(writers, readers, reader).items()
         )
+        most = area.lease_bytes // sum(unit_bytes for _, unit_bytes in shares)
+        lease_bytes = cls(shares, most, area.num_bytes).lease_bytes
+        fitting = bisect_right(range(1, most + 1), area.lease_bytes, key=lease_bytes)
         if fitting < 1:
-            needed = _lease_bytes(shares, 1)
             raise HandshakeError(
-                "staging lease_bytes", needed, area.lease_bytes, "cannot take one unit page"
+                "staging lease_bytes", lease_bytes(1), area.lease_bytes, "cannot take one unit page"
             )
         return cls(shares, fitting, area.num_bytes)
 
@@ -72,8 +72,8 @@ class LeaseCut:
             yield first, min(self.units_per_piece, num_units - first)
 
     def sections(self, num_units: int) -> dict[int, tuple[int, int]]:
-        """By writer, the (offset, bytes) of its section in a lease of so many units. Offsets are
-        whole blocks.
+        """By writer, the (offset, bytes) of its section in a lease of `num_units` unit pages.
+        Offsets are whole blocks.
 
         >>> LeaseCut(((0, 100), (2, 300)), units_per_piece=40, area_bytes=16384).sections(30)
         {0: (0, 3000), 2: (4096, 9000)}
@@ -81,12 +81,12 @@ class LeaseCut:
         sections, offset = {}, 0
         for rank, unit_bytes in self.shares:
             sections[rank] = (offset, num_units * unit_bytes)
-            offset += _rounded(num_units * unit_bytes)
+            offset += whole_blocks(num_units * unit_bytes)
         return sections
 
     def lease_bytes(self, num_units: int) -> int:
-        """Of a lease of so many units, all sections rounded up to whole blocks."""
-        return _lease_bytes(self.shares, num_units)
+        """Of a lease of `num_units` unit pages: all sections, each rounded up to whole blocks."""
+        return sum(whole_blocks(num_units * unit_bytes) for _, unit_bytes in self.shares)
 
     def check_slots(self, rank: int, slot_bytes: int) -> None:
         """Raises HandshakeError where the largest section of a writer does not fit into one of its
@@ -99,11 +99,3 @@ class LeaseCut:
             raise HandshakeError(
                 "staging slot_bytes", slot_bytes, num_bytes, "cannot take our section of a lease"
             )
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
-
-
-def _lease_bytes(shares: tuple[tuple[int, int], ...], num_units: int) -> int:
-    return sum(_rounded(num_units * unit_bytes) for _, unit_bytes in shares)

@@ -1,26 +1,44 @@
-"""What a decode endpoint adds to `StagedRooms`: which pages a lease goes into, and ends that have
-to wait. Pure.
+"""Decode's side of staging: which piece was asked for, granted, has arrived, is to be scattered,
+and which ends of rooms have to wait for copies. Pure, one a rank.
 
-A room's machine knows nothing of staging. So what it says of the room's end goes through `pass_on`:
-SUCCESS is kept back until the last scatter, RoomDrained until no copy of ours writes the room's
-pages any more.
+A room's unit pages are promised to its writers, which all cut them alike (`LeaseCut`). A piece goes
+
+    asked by some --by all, in its turn--> the table's --LeaseGrant--> granted
+        --the last writer's last part--> landed, Scatter --on_scattered--> done
+
+The table of leases is asked when all writers have asked: a lease then waits for no writer that has
+nothing to write yet. A writer that asks again for what is granted and not written by it is answered
+again; so a lost ask or grant does no harm.
+
+A writer has arrived when every part of its write was notified, or when it said that the write is
+DONE: with a later ask, or at the end of the room (`on_written`). So a lost notification does no
+harm either.
+
+**Two ends are held back.** A room's machine knows nothing of staging, so what it says of the room's
+end goes through `pass_on`. SUCCESS waits for the last scatter. After a failure nothing is scattered
+any more, but a copy that runs still writes our pages: RoomDrained waits until it has ended. The
+leases of such a room are held until RoomDrained comes.
+
+The sender of a frame or a tag was checked before: `rank` is a writer's, its incarnation the one
+that was promised.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prefixkv.memory.mesh import Shard, sent_share, writers_to
+from prefixkv.errors import LeaseError, ProtocolError, TransferError, check_laws
+from prefixkv.memory.mesh import Shard, sent_shares
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.paging import Pages, pages_for, unit_pages
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, Promise
+from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, LeaseGrant, Promise
 from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.staging import rooms as staged_rooms
 from prefixkv.staging.cut import LeaseCut
-from prefixkv.staging.rooms import SayGrant, StagedRooms
+from prefixkv.staging.leases import Lease, LeaseState, LeaseTable
 
 
 class StagingPlan(NamedTuple):
@@ -38,19 +56,35 @@ class StagingPlan(NamedTuple):
         assert hello.staging is not None
         ours, theirs = hello.topology.mesh(hello.digest), reply.topology.mesh(reply.digest)
         unit_tokens = min(hello.topology.page_size, reply.topology.page_size)
-        layout = hello.layout
-        unit_head_bytes = unit_tokens * layout.head_bytes * layout.slabs_per_layer
-        parts = {}
-        for writer in writers_to(theirs, ours, hello.rank):
-            share = sent_share(theirs, writer, ours, hello.rank)
-            assert share is not None
-            parts[writer] = share.inside(ours.shard(hello.rank))
+        unit_head_bytes = unit_tokens * hello.layout.head_bytes * hello.layout.slabs_per_layer
+        shares = sent_shares(theirs, ours, hello.rank).items()
+        parts = {rank: share.inside(ours.shard(hello.rank)) for rank, share in shares}
         cut = LeaseCut.of(theirs, ours, hello.rank, unit_head_bytes, hello.staging)
         return cls(cut, parts, unit_tokens)
 
 
+# --- actions --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Send `grant` to this writer of the room."""
+
+    key: RoomKey
+    rank: int
+    grant: LeaseGrant
+
+
+class Section(NamedTuple):
+    """What one writer wrote of a lease: `num_bytes` at `offset` of our area."""
+
+    rank: int
+    offset: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class ScatterLease:
+class Scatter:
     """Copy each section of a lease, the part `parts[section.rank]` of the model, into these unit
     pages of our pool.
 
@@ -60,106 +94,348 @@ class ScatterLease:
     lease_id: int
     units: Pages
     unit_tokens: int
-    sections: tuple[staged_rooms.Section, ...]
+    sections: tuple[Section, ...]
     parts: dict[int, Shard]
 
 
 @dataclass(frozen=True, slots=True)
 class BreakRoom:
-    """Fail this room's machine."""
+    """The room cannot succeed: fail its machine. Comes once, and not where its end was held
+    back."""
 
     key: RoomKey
     error: Exception
 
 
 Ending = RoomEnded | RoomDrained | RoomOverdue
-Action = SayGrant | ScatterLease | BreakRoom | Ending
+Action = Grant | Scatter | BreakRoom | Ending
+
+# --- what is kept ---------------------------------------------------------------------------------
 
 
-class _Room(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Piece:
+    first_unit: int
+    num_units: int
+    asked: set[int] = field(default_factory=set)
+    # By rank: of how many parts its write is, and those that have landed.
+    parts: dict[int, tuple[int, set[int]]] = field(default_factory=dict, repr=False)
+
+    @property
+    def end(self) -> int:
+        return self.first_unit + self.num_units
+
+
+@dataclass(slots=True, eq=False)
+class _Room:
+    """From its promise until its end was passed on: SUCCESS, or RoomDrained."""
+
+    key: RoomKey
+    ticket: int
     units: Pages
     plan: StagingPlan
+    pieces: dict[int, _Piece] = field(default_factory=dict)
+    next_piece: int = 0  # for which the table is asked next
+    num_scattered: int = 0  # units
+    written: set[int] = field(default_factory=set)  # ranks whose writes are all DONE
+    closed: bool = False  # it has failed
+    broken: bool = False  # it cannot succeed
+    held: RoomEnded | RoomDrained | None = None  # the end that is held back
+
+    @property
+    def num_units(self) -> int:
+        return len(self.units)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every unit was scattered, so that the room may succeed."""
+        return self.num_scattered == self.num_units and not self.broken
 
 
-class RoomStaging:
-    """Owned by the endpoint. Every method returns the actions to carry out, in order."""
+class StagingReceiver:
+    """See the module's text. Owned by the control object; every method returns the actions to carry
+    out, in order."""
 
     def __init__(self, area: StagingArea) -> None:
-        self.rooms = StagedRooms(area.num_bytes)
-        self._open: dict[RoomKey, _Room] = {}
-        self._held: dict[RoomKey, RoomEnded | RoomDrained] = {}
+        """Raises ConfigError where the area is no positive number of whole blocks."""
+        self.counters: Counter[str] = Counter()
+        self._table = LeaseTable(area.num_bytes)
+        self._rooms: dict[RoomKey, _Room] = {}
+
+    # --- a room's life ----------------------------------------------------------------------------
 
     def open(self, promise: Promise, page_size: int, plan: StagingPlan) -> list[Action]:
-        """The room's pages were promised to the writers of `plan`."""
+        """The room's pages were promised to the writers of `plan`.
+
+        Raises: LeaseError while the number's last use is open, or not drained.
+        """
         key = RoomKey(promise.room, promise.generation)
+        if key in self._rooms:
+            raise LeaseError(f"{key} has a life in staging already")
         num_units = pages_for(promise.fill_len - promise.prefix_len, plan.unit_tokens)
         units = unit_pages(promise.page_ids(), page_size // plan.unit_tokens, 0, num_units)
-        self._open[key] = _Room(units, plan)
-        return self._translate(self.rooms.open(key, promise.ticket, num_units, plan.cut))
-
-    def on_ask(self, rank: int, ask: LeaseAsk) -> list[Action]:
-        """See `StagedRooms.on_ask`. Raises ProtocolError; then the room has to fail."""
-        return self._translate(self.rooms.on_ask(rank, ask))
-
-    def on_arrival(self, tag: ChunkTag) -> list[Action]:
-        return self._translate(self.rooms.on_arrival(tag))
-
-    def on_written(self, key: RoomKey, rank: int) -> list[Action]:
-        """The writer's Outcome is ok."""
-        return self._translate(self.rooms.on_written(key, rank))
-
-    def on_scattered(self, lease_id: int, error: Exception | None) -> list[Action]:
-        return self._translate(self.rooms.on_scattered(lease_id, error))
+        self._rooms[key] = _Room(key, promise.ticket, units, plan)
+        return []
 
     def pass_on(self, ending: Ending) -> list[Action]:
         """What the room's machine said of its end, if it may be said now, and what follows from
         it."""
-        key = ending.key
-        if key not in self._open or isinstance(ending, RoomOverdue):
+        room = self._rooms.get(ending.key)
+        if room is None or isinstance(ending, RoomOverdue):
             return [ending]
-        if isinstance(ending, RoomDrained):
-            actions = self._translate(self.rooms.drained(key))
-            if not self.rooms.may_drain(key):
-                self._held[key] = ending
-                return actions
-            del self._open[key]
-            return [*actions, ending]
-        if ending.poll is KVPoll.SUCCESS and not self.rooms.complete(key):
-            self._held[key] = ending
-            return []
-        if ending.poll is KVPoll.SUCCESS:
-            del self._open[key]
-        return [ending, *self._translate(self.rooms.close(key))]
-
-    def _translate(self, actions: list[staged_rooms.Action]) -> list[Action]:
         out: list[Action] = []
-        for action in actions:
-            match action:
-                case SayGrant():
-                    out.append(action)
-                case staged_rooms.Scatter(lease_id, key, first, count, sections):
-                    units, plan = self._open[key]
-                    units = units[first : first + count]
-                    out.append(
-                        ScatterLease(lease_id, units, plan.unit_tokens, sections, plan.parts)
-                    )
-                case staged_rooms.RoomScattered(key) | staged_rooms.RoomQuiet(key):
-                    held = self._held.pop(key, None)
-                    if held is not None:
-                        out += self.pass_on(held)
-                case staged_rooms.RoomBroken(key, error):
-                    out += self._broken(key, error)
+        self._pass_on(room, ending, out)
         return out
 
-    def _broken(self, key: RoomKey, error: Exception) -> list[Action]:
-        """Its machine may have ended well already: then nothing of its writers can land, and only
-        our copy failed."""
-        if self._held.pop(key, None) is None:
-            return [BreakRoom(key, error)]
-        ended, *rest = self.pass_on(RoomEnded(key, KVPoll.FAILED, error))
-        return [ended, *rest, *self.pass_on(RoomDrained(key))]
+    # --- what comes in ----------------------------------------------------------------------------
+
+    def on_ask(self, rank: int, ask: LeaseAsk) -> list[Action]:
+        """A writer wants to write a piece. Of a closed or unknown room, or another use of it:
+        counted, no-op.
+
+        Raises: ProtocolError for a rank that is no writer, for units not promised, or a piece that
+        differs from what another writer asked for or does not join its neighbours. Nothing was
+        changed; the room has to fail.
+        """
+        out: list[Action] = []
+        room = self._rooms.get(RoomKey(ask.room, ask.generation))
+        if room is None or room.closed or room.ticket != ask.ticket:
+            self.counters["asks_of_no_room"] += 1
+            return out
+        _check_ask(room, rank, ask)
+        self._written(room, rank, ask.written, out)
+        piece = room.pieces.setdefault(ask.piece, _Piece(ask.first_unit, ask.num_units))
+        if rank in piece.asked:
+            self.counters["asked_again"] += 1
+            for lease in self._table.leases_of(room.key):
+                if lease.piece == ask.piece and rank in lease.missing:
+                    out.append(_grant(room, lease, rank))
+            return out
+        piece.asked.add(rank)
+        self._ask_table(room, out)
+        return out
+
+    def on_arrival(self, tag: ChunkTag) -> list[Action]:
+        """A part of a staged write has landed. Late, double, of no such lease or writer: counted,
+        no-op."""
+        out: list[Action] = []
+        lease = self._table.get(tag.slot)
+        named = (tag.room, tag.generation, tag.chunk)
+        if lease is None or (*lease.key, lease.piece) != named:
+            self.counters["arrivals_of_no_lease"] += 1
+            return out
+        parts = self._rooms[lease.key].pieces[lease.piece].parts
+        num_parts, landed = parts.get(tag.rank, (tag.num_parts, set()))
+        if tag.rank not in lease.missing or tag.part in landed:
+            self.counters["arrivals_not_awaited"] += 1
+        elif num_parts != tag.num_parts:
+            self.counters["arrivals_that_disagree"] += 1
+        else:
+            landed.add(tag.part)
+            parts[tag.rank] = num_parts, landed
+            if len(landed) == num_parts:
+                self._arrived(lease, tag.rank, out)
+        return out
+
+    def on_written(self, key: RoomKey, rank: int) -> list[Action]:
+        """A writer's Outcome is ok: all its writes are DONE. Closed or unknown: no-op."""
+        out: list[Action] = []
+        room = self._rooms.get(key)
+        if room is not None and not room.closed:
+            room.written.add(rank)
+            self._written(room, rank, room.next_piece, out)
+            self._break_if_short(room, out)
+        return out
+
+    def on_scattered(self, lease_id: int, error: Exception | None) -> list[Action]:
+        """A Scatter has ended. Unknown: no-op."""
+        out: list[Action] = []
+        lease = self._table.get(lease_id)
+        if lease is None:
+            return out
+        room = self._rooms[lease.key]
+        self._say_grants(self._table.end(lease), out)
+        if error is None:
+            room.num_scattered += room.pieces[lease.piece].num_units
+        elif not room.closed:
+            self._break(room, error, out)
+            return out
+        if room.held is not None:
+            self._pass_on(room, room.held, out)
+        self._break_if_short(room, out)
+        return out
+
+    # --- leases -----------------------------------------------------------------------------------
+
+    def _ask_table(self, room: _Room, out: list[Action]) -> None:
+        """Ask for the pieces that all writers have asked for, in order."""
+        cut = room.plan.cut
+        while (piece := room.pieces.get(room.next_piece)) and piece.asked == cut.ranks:
+            num_bytes = cut.lease_bytes(piece.num_units)
+            room.next_piece += 1
+            leases = self._table.ask(room.key, room.next_piece - 1, num_bytes, cut.ranks)
+            self._say_grants(leases, out)
+
+    def _say_grants(self, leases: list[Lease], out: list[Action]) -> None:
+        for lease in leases:
+            room = self._rooms[lease.key]
+            out += [_grant(room, lease, rank) for rank in sorted(lease.missing)]
+
+    def _written(self, room: _Room, rank: int, stop: int, out: list[Action]) -> None:
+        """The writer's writes of all pieces below `stop` are DONE."""
+        for lease in self._table.leases_of(room.key):
+            if lease.piece < stop and rank in lease.missing:
+                self.counters["arrivals_not_notified"] += 1
+                self._arrived(lease, rank, out)
+
+    def _arrived(self, lease: Lease, rank: int, out: list[Action]) -> None:
+        """All of a writer's bytes are in the lease."""
+        room = self._rooms[lease.key]
+        piece = room.pieces[lease.piece]
+        piece.parts.pop(rank, None)
+        granted = self._table.arrived(lease, rank)
+        if lease.state is LeaseState.LANDED:
+            units, (_, parts, unit_tokens) = room.units[piece.first_unit : piece.end], room.plan
+            sections = self.sections_of(lease)
+            out.append(Scatter(lease.lease_id, units, unit_tokens, sections, parts))
+        self._say_grants(granted, out)
+
+    def _copied(self, room: _Room) -> bool:
+        """Whether a copy of ours writes the room's pages."""
+        return any(lease.state is LeaseState.LANDED for lease in self._table.leases_of(room.key))
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def _pass_on(self, room: _Room, ending: RoomEnded | RoomDrained, out: list[Action]) -> None:
+        """Say the end, or hold it back."""
+        room.held = None
+        if isinstance(ending, RoomDrained):
+            self._say_grants(self._table.drained(room.key), out)
+            if self._copied(room):
+                room.held = ending
+                return
+            del self._rooms[room.key]
+        elif ending.poll is KVPoll.SUCCESS:
+            if not room.complete:
+                room.held = ending
+                return
+            del self._rooms[room.key]
+        out.append(ending)
+        if isinstance(ending, RoomEnded):
+            room.closed = True
+            self._say_grants(self._table.close(room.key), out)
+
+    def _break_if_short(self, room: _Room, out: list[Action]) -> None:
+        """All writers have written all they will, and the last of it is scattered: no more will
+        come."""
+        if room.closed or room.complete or self._copied(room):
+            return
+        if room.written >= room.plan.cut.ranks:
+            error = (
+                f"{room.num_scattered} of {room.num_units} unit pages were staged when all "
+                "writers were done"
+            )
+            self._break(room, TransferError(error), out)
+
+    def _break(self, room: _Room, error: Exception, out: list[Action]) -> None:
+        """Once. Where SUCCESS was held back, nothing of its writers can land, and only our copy
+        failed: it ends and drains here."""
+        if room.broken:
+            return
+        room.broken = True
+        if room.held is None:
+            out.append(BreakRoom(room.key, error))
+        else:
+            self._pass_on(room, RoomEnded(room.key, KVPoll.FAILED, error), out)
+            self._pass_on(room, RoomDrained(room.key), out)
+
+    # --- what there is ----------------------------------------------------------------------------
+
+    @property
+    def num_rooms(self) -> int:
+        """Rooms whose last end has not been passed on."""
+        return len(self._rooms)
 
     @property
     def num_waiting(self) -> int:
-        """Rooms whose end is kept back."""
-        return len(self._held)
+        """Rooms whose end is held back."""
+        return sum(room.held is not None for room in self._rooms.values())
+
+    def leases(self) -> list[Lease]:
+        """All that are not gone, by offset. To be looked at only."""
+        return self._table.leases()
+
+    def live_lease(self, lease_id: int) -> Lease | None:
+        """The lease, unless it is gone. To be looked at only."""
+        return self._table.get(lease_id)
+
+    def sections_of(self, lease: Lease) -> tuple[Section, ...]:
+        """What each writer writes of a lease, by rank."""
+        room = self._rooms[lease.key]
+        sections = room.plan.cut.sections(room.pieces[lease.piece].num_units)
+        return tuple(
+            Section(rank, lease.offset + offset, num_bytes)
+            for rank, (offset, num_bytes) in sections.items()
+        )
+
+    def check_invariants(self) -> None:
+        """Raises InternalError naming the law that is broken, with the state."""
+        self._table.check_invariants()
+        for lease in self._table.leases():
+            room = self._rooms.get(lease.key)
+            failed = room is not None and room.closed
+            laws = {
+                "a lease is of a piece that all writers asked for": room is not None
+                and lease.piece in range(room.next_piece),
+                "held leases are of closed rooms, granted ones of open rooms": lease.state
+                in (LeaseState.LANDED, LeaseState.HELD if failed else LeaseState.GRANTED),
+            }
+            check_laws(laws, lease, room)
+        for room in self._rooms.values():
+            pieces, ranks = room.pieces, room.plan.cut.ranks
+            laws = {
+                "pieces lie inside": all(piece.end <= room.num_units for piece in pieces.values()),
+                "pieces join": all(
+                    number + 1 not in pieces or pieces[number + 1].first_unit == piece.end
+                    for number, piece in pieces.items()
+                ),
+                "what was scattered was promised": 0 <= room.num_scattered <= room.num_units,
+                "the table was asked for what all writers asked for, in order": all(
+                    pieces[number].asked == ranks for number in range(room.next_piece)
+                ),
+                "the table was asked for all of it": room.closed
+                or room.next_piece not in pieces
+                or pieces[room.next_piece].asked != ranks,
+                "SUCCESS is held back for units to come, RoomDrained for a copy that runs": not (
+                    room.held
+                )
+                or (self._copied(room) if room.closed else not room.complete),
+            }
+            check_laws(laws, room)
+
+
+def _grant(room: _Room, lease: Lease, rank: int) -> Grant:
+    grant = LeaseGrant(*room.key, lease.piece, lease.lease_id, lease.offset, room.ticket)
+    return Grant(room.key, rank, grant)
+
+
+def _check_ask(room: _Room, rank: int, ask: LeaseAsk) -> None:
+    """Raises ProtocolError for an ask that does not fit the room, see `on_ask`."""
+    cut, known = room.plan.cut, room.pieces.get(ask.piece)
+    first, count, end = ask.first_unit, ask.num_units, ask.first_unit + ask.num_units
+    asks, piece = f"rank {rank} asks for", f"piece {ask.piece} is units {first} to {end}"
+    if rank not in cut.ranks or rank != ask.rank:
+        raise ProtocolError(f"{asks} staging as rank {ask.rank}, {sorted(cut.ranks)} write")
+    if not 0 < count <= cut.units_per_piece or end > room.num_units:
+        what = f"a piece of units {first} to {end} of {room.num_units}"
+        raise ProtocolError(f"{what}, at most {cut.units_per_piece} at once")
+    if known is not None and (known.first_unit, known.num_units) != (first, count):
+        raise ProtocolError(f"{piece}, another writer's {known}")
+    before, after = room.pieces.get(ask.piece - 1), room.pieces.get(ask.piece + 1)
+    starts = first == 0 if ask.piece == 0 else first >= ask.piece
+    if not starts or (before and before.end != first) or (after and after.first_unit != end):
+        raise ProtocolError(f"{piece}, between {before} and {after}")
+    if ask.written > ask.piece:
+        raise ProtocolError(f"{asks} piece {ask.piece} and has written all below {ask.written}")
+    if rank in room.written and not (known and rank in known.asked):
+        raise ProtocolError(f"{asks} piece {ask.piece} and has said that all is written")

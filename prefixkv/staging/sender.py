@@ -5,7 +5,7 @@ It stands between the rooms' machines and the transport: to a machine a staged c
 ends once, like a direct one. A piece of it goes
 
     QUEUED --its KV is ready--> ASKED --LeaseGrant--> GRANTED --a free slot--> GATHERING --> WRITING
-    --> done
+        --> done, or UNDRAINED --proof that nothing of the write can land--> done
 
 and holds a local slot from GATHERING on. A slot is free again when its write is DONE or drained:
 before that the transport may still read it.
@@ -14,40 +14,48 @@ before that the transport may still read it.
 There is no bound over rooms: a reader grants a lease when all its writers have asked for it, so
 writers that hold asks back for other rooms' sake could wait for each other. A lease is asked for
 once the KV is ready, so none stands idle while it is computed. Slots go to pieces in the order of
-their grants; where there are several readers, none has more than half of the slots, rounded up,
-lest one that is stuck stall them all (two slots at least are needed for that).
+their grants; where there are several readers, none has more than half of the slots, rounded up, so
+that one that is stuck does not stall them all (two slots at least are needed for that).
 
 **Ends.** A job whose first error came, or that was cancelled, starts nothing more, and ends once
 nothing of it is being gathered or written. A lease into which a write failed is never written
 again. After an error nothing more is asked for the room and reader, since pieces are granted in
-order: whoever owns the room cancels its other jobs.
+order: the room's owner cancels its other jobs.
 
-An ask says below which piece all is written. A notification that was lost would else hold its lease
-until the room's end, for which the very pieces that are asked for may have to be granted.
+An ask says below which piece all is written. A notification that was lost would otherwise hold its
+lease until the room's end, for which the very pieces that are asked for may have to be granted.
 
 An exception from `ready.query()` is the error of its job.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from prefixkv.errors import AbortedError, ConfigError, InternalError, PeerLostError
+from prefixkv.errors import AbortedError, ConfigError, InternalError, PeerLostError, check_laws
 from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.paging import Pages
 from prefixkv.protocol.backoff import Backoff
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
-from prefixkv.protocol.sender_events import Say
 from prefixkv.protocol.timers import Timers
 from prefixkv.staging.cut import LeaseCut
-from prefixkv.staging.pieces import At, Job, Pages, Piece, Stream
 
 READY_POLL_S: Final = 0.001
 
 # --- actions --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendAsk:
+    """Send `ask` to this reader."""
+
+    peer: PeerId
+    ask: LeaseAsk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +75,7 @@ class PostStaged:
     """Write a slot's first `num_bytes` (up to a whole block) to `dst_offset` of the peer's area, a
     whole block.
 
-    `piece` and `lease_id` are the tag's chunk and slot. `on_write_ended` answers.
+    `piece` and `lease_id` go into the tag. `on_write_ended` answers.
     """
 
     write_id: int
@@ -104,11 +112,76 @@ class JobDrained:
     job_id: int
 
 
-Action = Say | Gather | PostStaged | CancelStaged | JobEnded | JobDrained
+Action = SendAsk | Gather | PostStaged | CancelStaged | JobEnded | JobDrained
+
+# --- what is kept ---------------------------------------------------------------------------------
 
 
-class StagedSender:
-    """See the module's text. Owned by the control thread; every method returns the actions to carry
+class At(enum.Enum):
+    """How far a piece is; see the module's text."""
+
+    QUEUED = enum.auto()
+    ASKED = enum.auto()
+    GRANTED = enum.auto()
+    GATHERING = enum.auto()
+    WRITING = enum.auto()
+    UNDRAINED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """The pieces of one room for one reader."""
+
+    key: RoomKey
+    peer: PeerId
+    ticket: int
+    cut: LeaseCut
+    resend: Backoff
+    next_piece: int = 0
+    next_unit: int = 0
+    queued: deque[_Piece] = field(default_factory=deque)
+    open: dict[int, _Piece] = field(default_factory=dict)  # by number: asked, and not done
+    failed: bool = False  # a job of it was, so there is a gap in what was written
+
+    @property
+    def num_written(self) -> int:
+        """The first piece whose write is not DONE; only where nothing has failed."""
+        return min(self.open, default=self.queued[0].number if self.queued else self.next_piece)
+
+    def pieces_of(self, job: _Job) -> list[_Piece]:
+        """Those of a job that are open."""
+        return [piece for piece in self.open.values() if piece.job is job]
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A chunk for one reader."""
+
+    job_id: int
+    stream: _Stream
+    ready: Any
+    num_left: int = 0  # pieces whose writes are not DONE
+    error: Exception | None = None
+    undrained: bool = False  # a write of it ended without proof of drain
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """What goes through one lease."""
+
+    job: _Job
+    number: int
+    first_unit: int
+    src_units: Pages
+    num_bytes: int  # of our section
+    at: At = At.QUEUED
+    lease_id: int = -1
+    dst_offset: int = -1
+    slot: int = -1
+
+
+class StagingSender:
+    """See the module's text. Owned by the control object; every method returns the actions to carry
     out, in order."""
 
     def __init__(
@@ -133,25 +206,22 @@ class StagedSender:
             raise ConfigError(
                 f"staging slot_bytes is {slot_bytes}, must be a positive multiple of {BLOCK_BYTES}"
             )
+        self.num_slots = slots
         self.slot_bytes = slot_bytes
         self.counters: Counter[str] = Counter()
         self._rank = me_rank
-        self._num_slots = slots
         self._window = window
         self._resend_s = resend_s
         self._next_id = next_id
         self._peers: dict[PeerId, LeaseCut] = {}
-        self._streams: dict[RoomKey, dict[PeerId, Stream]] = {}
-        self._jobs: dict[int, Job] = {}  # that have not ended
-        self._granted: dict[Piece, None] = {}  # that wait for a slot, in order
-        self._gathers: dict[int, Piece] = {}
-        self._writes: dict[int, Piece] = {}
-        self._undrained: dict[int, Piece] = {}  # by write: ended, and holding their slots
+        self._streams: dict[RoomKey, dict[PeerId, _Stream]] = {}
+        self._jobs: dict[int, _Job] = {}  # that have not ended
+        self._granted: dict[_Piece, None] = {}  # that wait for a slot, in order
+        self._holding: dict[int, _Piece] = {}  # a slot, by the gather or write that needs it
         self._free_slots = list(range(slots))
-        self._slots_of: Counter[PeerId] = Counter()
-        self._unready: dict[Stream, None] = {}  # whose next piece's KV is not computed yet
+        self._unready: dict[_Stream, None] = {}  # whose next piece's KV is not computed yet
         self._poll_s = float("inf")
-        self._timers: Timers[tuple[RoomKey, PeerId]] = Timers()
+        self._timers: Timers[_Stream] = Timers()
 
     # --- peers ------------------------------------------------------------------------------------
 
@@ -167,7 +237,7 @@ class StagedSender:
         if self._peers.pop(peer, None) is not None:
             for job in [job for job in self._jobs.values() if job.stream.peer == peer]:
                 self._fail(job, PeerLostError(f"{peer} is gone"), out)
-            self._take_slots(out)  # those who are left may have more of them
+            self._take_slots(out)  # the peers that are left may have more of them
         return out
 
     # --- jobs -------------------------------------------------------------------------------------
@@ -196,32 +266,24 @@ class StagedSender:
             return [JobEnded(job_id, PeerLostError(f"{peer} takes no staged writes"))]
         stream = self._streams.setdefault(key, {}).get(peer)
         if stream is None:
-            stream = self._streams[key][peer] = Stream(
-                key, peer, ticket, cut, Backoff(self._resend_s)
-            )
-        if stream.ticket != ticket or stream.next_unit != first_unit:
+            stream = _Stream(key, peer, ticket, cut, Backoff(self._resend_s))
+            self._streams[key][peer] = stream
+        if (stream.ticket, stream.next_unit) != (ticket, first_unit):
             raise InternalError(
                 f"units {first_unit}.. of {key} under ticket {ticket}, where unit "
-                f"{stream.next_unit} under "
-                f"{stream.ticket} is next"
+                f"{stream.next_unit} under {stream.ticket} is next"
             )
         if stream.failed:
             return [JobEnded(job_id, AbortedError(f"an earlier chunk of {key} failed"))]
         out: list[Action] = []
-        pieces = list(cut.pieces(len(src_units)))
-        self._jobs[job_id] = job = Job(job_id, stream, ready, len(pieces))
-        for first, count in pieces:
-            num_bytes = cut.sections(count)[self._rank][1]
-            piece = Piece(
-                job,
-                stream.next_piece,
-                first_unit + first,
-                src_units[first : first + count],
-                num_bytes,
-            )
-            stream.next_piece += 1
+        self._jobs[job_id] = job = _Job(job_id, stream, ready)
+        for first, count in cut.pieces(len(src_units)):
+            units, num_bytes = src_units[first : first + count], cut.sections(count)[self._rank][1]
+            piece = _Piece(job, stream.next_piece, stream.next_unit, units, num_bytes)
             stream.queued.append(piece)
-        stream.next_unit += len(src_units)
+            stream.next_piece += 1
+            stream.next_unit += count
+            job.num_left += 1
         self._maybe_end(job, out)
         self._ask(stream, now_s, out)
         return out
@@ -242,13 +304,14 @@ class StagedSender:
         if any(stream.queued or stream.open for stream in streams):
             raise InternalError(f"{key} is over and has jobs under way: {list(streams)}")
         for stream in streams:
-            self._timers.forget((key, stream.peer))
+            self._timers.forget(stream)
             self._unready.pop(stream, None)
         self._streams.pop(key, None)
 
     def owns(self, write_id: int) -> bool:
         """Whether this is a write of ours: to be told to `on_write_ended` or `on_write_drained`."""
-        return write_id in self._writes or write_id in self._undrained
+        piece = self._holding.get(write_id)
+        return piece is not None and piece.at is not At.GATHERING
 
     # --- what comes in ----------------------------------------------------------------------------
 
@@ -257,24 +320,18 @@ class StagedSender:
         no-op."""
         out: list[Action] = []
         stream = self._streams.get(RoomKey(grant.room, grant.generation), {}).get(peer)
-        piece = (
-            stream.open.get(grant.piece)
-            if stream is not None and stream.ticket == grant.ticket
-            else None
-        )
-        if stream is None or piece is None or piece.at is not At.ASKED:
+        piece = None if stream is None else stream.open.get(grant.piece)
+        if not stream or not piece or stream.ticket != grant.ticket or piece.at is not At.ASKED:
             self.counters["grants_not_awaited"] += 1
             return out
-        num_units = len(piece.src_units)
-        if (
-            grant.offset % BLOCK_BYTES
-            or grant.offset + stream.cut.lease_bytes(num_units) > stream.cut.area_bytes
-        ):
+        cut, num_units = stream.cut, len(piece.src_units)
+        end = grant.offset + cut.lease_bytes(num_units)
+        if grant.offset % BLOCK_BYTES or end > cut.area_bytes:
             self.counters["grants_outside"] += 1
             return out
         piece.at = At.GRANTED
         piece.lease_id = grant.lease_id
-        piece.dst_offset = grant.offset + stream.cut.sections(num_units)[self._rank][0]
+        piece.dst_offset = grant.offset + cut.sections(num_units)[self._rank][0]
         self._granted[piece] = None
         self._take_slots(out)
         return out
@@ -282,17 +339,16 @@ class StagedSender:
     def on_gathered(self, gather_id: int, error: Exception | None, now_s: float) -> list[Action]:
         """A Gather has ended. Unknown: no-op."""
         out: list[Action] = []
-        piece = self._gathers.pop(gather_id, None)
+        piece = self._let_go(gather_id, At.GATHERING)
         if piece is None:
             return out
         if error is None and piece.job.error is None:
-            piece.at = At.WRITING
-            piece.action_id = self._next_id()
-            self._writes[piece.action_id] = piece
-            out.append(self._post(piece))
+            write_id, stream = self._hold(piece, At.WRITING), piece.job.stream
+            where = (piece.number, piece.lease_id, piece.slot, piece.dst_offset, piece.num_bytes)
+            out.append(PostStaged(write_id, stream.key, stream.peer, *where))
             return out
-        self._free_slot(piece)
-        self._close(piece)
+        self._free_slots.append(piece.slot)
+        del piece.job.stream.open[piece.number]
         self._fail(piece.job, error or AbortedError("cancelled"), out)
         self._take_slots(out)
         return out
@@ -302,16 +358,15 @@ class StagedSender:
     ) -> list[Action]:
         """The transport's word on a PostStaged, as WriteDone or WriteFailed say. Unknown: no-op."""
         out: list[Action] = []
-        piece = self._writes.pop(write_id, None)
+        piece = self._let_go(write_id, At.WRITING)
         if piece is None:
             return out
         job = piece.job
-        self._close(piece)
+        del job.stream.open[piece.number]
         if error is None or drained:
-            self._free_slot(piece)
+            self._free_slots.append(piece.slot)
         else:
-            self._undrained[write_id] = piece
-            job.num_undrained += 1
+            piece.at, self._holding[write_id] = At.UNDRAINED, piece
             job.undrained = True
         if error is None:
             job.num_left -= 1
@@ -327,23 +382,18 @@ class StagedSender:
     def on_write_drained(self, write_id: int) -> list[Action]:
         """A write that had ended undrained can land no more. Unknown: no-op."""
         out: list[Action] = []
-        piece = self._undrained.pop(write_id, None)
-        if piece is None:
-            return out
-        self._free_slot(piece)
-        piece.job.num_undrained -= 1
-        if piece.job.ended and not piece.job.num_undrained:
-            out.append(JobDrained(piece.job.job_id))
-        self._take_slots(out)
+        piece = self._let_go(write_id, At.UNDRAINED)
+        if piece is not None:
+            self._free_slots.append(piece.slot)
+            self._maybe_drained(piece.job, out)
+            self._take_slots(out)
         return out
 
     def tick(self, now_s: float) -> list[Action]:
         """Let time pass: repeat asks that have no answer, look whether KV is ready."""
         out: list[Action] = []
-        for key, peer in self._timers.due(now_s):
-            stream = self._streams.get(key, {}).get(peer)
-            if stream is not None:
-                self._repeat_asks(stream, now_s, out)
+        for stream in self._timers.due(now_s):
+            self._repeat_asks(stream, now_s, out)
         if now_s >= self._poll_s:
             unready, self._unready, self._poll_s = self._unready, {}, float("inf")
             for stream in unready:
@@ -355,99 +405,80 @@ class StagedSender:
         """When `tick` is wanted next, infinity if never."""
         return min(self._timers.next_s, self._poll_s)
 
-    # --- pieces -----------------------------------------------------------------------------------
+    # --- asks -------------------------------------------------------------------------------------
 
-    def _ask(self, stream: Stream, now_s: float, out: list[Action]) -> None:
-        """Ask for as many pieces as the window has room for."""
+    def _ask(self, stream: _Stream, now_s: float, out: list[Action]) -> None:
+        """Ask for as many pieces as the window allows."""
         while not stream.failed and stream.queued and len(stream.open) < self._window:
             if not self._ready(stream.queued[0].job, now_s, out):
                 return
             piece = stream.queued.popleft()
-            if not any(other.at is At.ASKED for other in stream.open.values()):
+            if all(other.at is not At.ASKED for other in stream.open.values()):
                 stream.resend.start(now_s)
-                self._timers.wake((stream.key, stream.peer), stream.resend.due_s)
+                self._timers.wake(stream, stream.resend.due_s)
             piece.at = At.ASKED
             stream.open[piece.number] = piece
             self.counters["pieces_asked"] += 1
-            out.append(self._lease_ask(piece))
+            out.append(self._send_ask(piece))
 
-    def _ready(self, job: Job, now_s: float, out: list[Action]) -> bool:
-        if job.ready is None:
-            return True
+    def _ready(self, job: _Job, now_s: float, out: list[Action]) -> bool:
+        """Whether the job's KV is computed. If not it is looked at again, or the job fails."""
         try:
-            ready = job.ready.query()
+            if job.ready is None or job.ready.query():
+                job.ready = None
+                return True
         except Exception as error:
             self._fail(job, error, out)
             return False
-        if ready:
-            job.ready = None
-            return True
         self._unready[job.stream] = None
         self._poll_s = min(self._poll_s, now_s + READY_POLL_S)
         return False
 
-    def _repeat_asks(self, stream: Stream, now_s: float, out: list[Action]) -> None:
+    def _repeat_asks(self, stream: _Stream, now_s: float, out: list[Action]) -> None:
         asked = [piece for piece in stream.open.values() if piece.at is At.ASKED]
         if not asked or stream.failed:
             return
         if stream.resend.take(now_s):
             self.counters["asks_repeated"] += len(asked)
-            out += [self._lease_ask(piece) for piece in asked]
-        self._timers.wake((stream.key, stream.peer), stream.resend.due_s)
+            out += [self._send_ask(piece) for piece in asked]
+        self._timers.wake(stream, stream.resend.due_s)
 
-    def _lease_ask(self, piece: Piece) -> Say:
+    def _send_ask(self, piece: _Piece) -> SendAsk:
         stream = piece.job.stream
         units = (piece.number, piece.first_unit, len(piece.src_units))
-        return Say(
-            stream.peer,
-            LeaseAsk(*stream.key, self._rank, *units, stream.ticket, stream.num_written),
-        )
+        ask = LeaseAsk(*stream.key, self._rank, *units, stream.ticket, stream.num_written)
+        return SendAsk(stream.peer, ask)
+
+    # --- slots ------------------------------------------------------------------------------------
+
+    def _hold(self, piece: _Piece, at: At) -> int:
+        """The piece holds its slot for a new gather or write, which is named."""
+        action_id = self._next_id()
+        piece.at, self._holding[action_id] = at, piece
+        return action_id
+
+    def _let_go(self, action_id: int, at: At) -> _Piece | None:
+        """The piece for which this gather or write holds a slot, taken out; None if it is not so
+        far."""
+        piece = self._holding.get(action_id)
+        return self._holding.pop(action_id) if piece is not None and piece.at is at else None
 
     def _take_slots(self, out: list[Action]) -> None:
         """Gather the pieces next in order whose readers may have one more slot."""
         while self._free_slots and (piece := self._next_to_gather()) is not None:
             del self._granted[piece]
             piece.slot = self._free_slots.pop()
-            self._slots_of[piece.job.stream.peer] += 1
-            piece.at = At.GATHERING
-            piece.action_id = self._next_id()
-            self._gathers[piece.action_id] = piece
-            out.append(
-                Gather(
-                    piece.action_id,
-                    piece.job.stream.peer,
-                    piece.src_units,
-                    piece.slot,
-                    piece.num_bytes,
-                )
-            )
+            gather_id, peer = self._hold(piece, At.GATHERING), piece.job.stream.peer
+            out.append(Gather(gather_id, peer, piece.src_units, piece.slot, piece.num_bytes))
 
-    def _next_to_gather(self) -> Piece | None:
-        limit = self._num_slots if len(self._peers) == 1 else (self._num_slots + 1) // 2
-        return next(
-            (piece for piece in self._granted if self._slots_of[piece.job.stream.peer] < limit),
-            None,
-        )
-
-    def _post(self, piece: Piece) -> PostStaged:
-        stream = piece.job.stream
-        where = (piece.number, piece.lease_id, piece.slot, piece.dst_offset, piece.num_bytes)
-        return PostStaged(piece.action_id, stream.key, stream.peer, *where)
-
-    def _free_slot(self, piece: Piece) -> None:
-        self._free_slots.append(piece.slot)
-        peer = piece.job.stream.peer
-        self._slots_of[peer] -= 1
-        if not self._slots_of[peer]:
-            del self._slots_of[peer]
-
-    def _close(self, piece: Piece) -> None:
-        """Nothing of the piece is under way any more."""
-        del piece.job.stream.open[piece.number]
+    def _next_to_gather(self) -> _Piece | None:
+        limit = self.num_slots if len(self._peers) == 1 else (self.num_slots + 1) // 2
+        slots_of = Counter(piece.job.stream.peer for piece in self._holding.values())
+        return next((p for p in self._granted if slots_of[p.job.stream.peer] < limit), None)
 
     # --- jobs' ends -------------------------------------------------------------------------------
 
-    def _fail(self, job: Job, error: Exception, out: list[Action]) -> None:
+    def _fail(self, job: _Job, error: Exception, out: list[Action]) -> None:
         """Start nothing more of the job, end it if nothing is under way. `error` counts if it is
         the first."""
         if job.error is None:
@@ -455,23 +486,26 @@ class StagedSender:
             stream = job.stream
             stream.failed = True
             stream.queued = deque(piece for piece in stream.queued if piece.job is not job)
-            for piece in [piece for piece in stream.open.values() if piece.job is job]:
-                if piece.at is At.WRITING:
-                    out.append(CancelStaged(piece.action_id))
-                elif piece.at is not At.GATHERING:
+            for write_id, piece in self._holding.items():
+                if piece.job is job and piece.at is At.WRITING:
+                    out.append(CancelStaged(write_id))
+            for piece in stream.pieces_of(job):
+                if piece.at in (At.ASKED, At.GRANTED):
                     self._granted.pop(piece, None)
-                    self._close(piece)
+                    del stream.open[piece.number]
         self._maybe_end(job, out)
 
-    def _maybe_end(self, job: Job, out: list[Action]) -> None:
-        if job.ended or (job.num_left and job.error is None):
-            return
-        if any(piece.job is job for piece in job.stream.open.values()):
-            return
-        job.ended = True
-        del self._jobs[job.job_id]
-        out.append(JobEnded(job.job_id, job.error if job.num_left else None, not job.undrained))
-        if job.undrained and not job.num_undrained:
+    def _maybe_end(self, job: _Job, out: list[Action]) -> None:
+        over = not job.num_left or job.error is not None
+        if over and job.job_id in self._jobs and not job.stream.pieces_of(job):
+            del self._jobs[job.job_id]
+            out.append(JobEnded(job.job_id, job.error if job.num_left else None, not job.undrained))
+            self._maybe_drained(job, out)
+
+    def _maybe_drained(self, job: _Job, out: list[Action]) -> None:
+        """An ended job holds slots for undrained writes alone."""
+        holds = any(piece.job is job for piece in self._holding.values())
+        if job.undrained and job.job_id not in self._jobs and not holds:
             out.append(JobDrained(job.job_id))
 
     # --- what there is ----------------------------------------------------------------------------
@@ -487,54 +521,46 @@ class StagedSender:
         return len(self._streams)
 
     @property
+    def peers(self) -> frozenset[PeerId]:
+        """The readers that it takes jobs for."""
+        return frozenset(self._peers)
+
+    @property
     def free_slots(self) -> int:
         return len(self._free_slots)
 
     def check_invariants(self) -> None:
         """Raises InternalError naming the law that is broken, with the state."""
         streams = [stream for by_peer in self._streams.values() for stream in by_peer.values()]
-        open_pieces = [piece for stream in streams for piece in stream.open.values()]
+        opened = [piece for stream in streams for piece in stream.open.values()]
         queued = [piece for stream in streams for piece in stream.queued]
-        holding = [*self._gathers.values(), *self._writes.values(), *self._undrained.values()]
+        holding = list(self._holding.values())
+        slots = [*self._free_slots, *(piece.slot for piece in holding)]
         laws = {
-            "each slot is free or held, once": sorted(
-                [*self._free_slots, *(piece.slot for piece in holding)]
-            )
-            == list(range(self._num_slots)),
-            "slots are counted by reader": self._slots_of
-            == Counter(piece.job.stream.peer for piece in holding),
-            "an open piece is where its state says": {id(piece) for piece in open_pieces}
-            == {
-                id(piece)
-                for piece in [*self._granted, *self._gathers.values(), *self._writes.values()]
+            "each slot is free or held, once": sorted(slots) == list(range(self.num_slots)),
+            "an open piece is where its state says": {
+                piece for piece in opened if piece.at is not At.ASKED
             }
-            | {id(piece) for piece in open_pieces if piece.at is At.ASKED}
+            == {*self._granted, *(piece for piece in holding if piece.at is not At.UNDRAINED)}
             and all(piece.at is At.GRANTED for piece in self._granted)
-            and all(piece.at is At.GATHERING for piece in self._gathers.values())
-            and all(piece.at is At.WRITING for piece in self._writes.values())
+            and all(piece.at in (At.GATHERING, At.WRITING, At.UNDRAINED) for piece in holding)
             and all(piece.at is At.QUEUED for piece in queued),
             "windows hold": all(len(stream.open) <= self._window for stream in streams),
             "pieces belong to jobs that have not ended": all(
-                not piece.job.ended and self._jobs.get(piece.job.job_id) is piece.job
-                for piece in [*open_pieces, *queued]
+                self._jobs.get(piece.job.job_id) is piece.job for piece in [*opened, *queued]
             ),
             "a job lives while it has pieces to go": all(
-                job.num_left
-                and (job.error is None or any(piece.job is job for piece in open_pieces))
+                job.num_left and (job.error is None or job.stream.pieces_of(job))
                 for job in self._jobs.values()
             ),
             "a failed job starts nothing": all(
                 piece.job.error is None or piece.at in (At.GATHERING, At.WRITING)
-                for piece in [*open_pieces, *queued]
+                for piece in [*opened, *queued]
             ),
             "asks are repeated": self._timers.next_s < float("inf")
-            or all(piece.at is not At.ASKED or piece.job.stream.failed for piece in open_pieces),
-            "nobody waits for a slot that may have it": not self._free_slots
+            or all(piece.at is not At.ASKED or piece.job.stream.failed for piece in opened),
+            "a piece waits for a slot only where it may have none": not self._free_slots
             or self._next_to_gather() is None,
             "unready KV is looked at again": not self._unready or self._poll_s < float("inf"),
         }
-        broken = [law for law, holds in laws.items() if not holds]
-        if broken:
-            raise InternalError(
-                f"{'; '.join(broken)}: {streams}, {self._free_slots}, {self._slots_of}"
-            )
+        check_laws(laws, streams, self._free_slots, holding)

@@ -282,7 +282,7 @@ def test_the_actions_seen_here_are_all_there_are() -> None:
     seen = {
         "SendFrame", "Connect", "Disconnect", "Settle", "RoomEnded", "RoomDrained", "RoomOverdue",
         "AddPeer", "RemovePeer", "PostWrite", "CancelWrite", "Bootstrapped", "SourceFree",
-        "LeaseGranted", "ScatterLease",
+        "LeaseGranted", "Scatter",
     }  # fmt: skip
     actions = (*decode_endpoint.Action.__args__, *prefill_endpoint.Action.__args__)
     assert {action.__name__ for action in actions} == seen

@@ -21,7 +21,7 @@ from prefixkv.protocol.messages import (
 )
 from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.staging.receiver import ScatterLease
+from prefixkv.staging.receiver import Scatter
 from tests.control.mesh_wire import (
     ADDRESSES,
     AREA,
@@ -222,7 +222,7 @@ def test_a_grant_goes_to_all_writers_and_a_lease_is_scattered_by_their_sections(
     lease = said[0][1].lease_id
     for rank in (1, 0):
         actions = pair.call("on_arrival", ChunkTag(5, *KEY, rank, 0, slot=lease).pack())
-    (scatter,) = of(actions, ScatterLease)
+    (scatter,) = of(actions, Scatter)
     assert scatter.units.tolist() == [3]
     assert [(part.first_head, part.num_heads) for _, part in sorted(scatter.parts.items())] == [
         (0, 2),
@@ -284,7 +284,7 @@ def test_arrivals_for_a_lease_of_a_room_that_is_over_change_nothing() -> None:
     assert pair.call("on_arrival", ChunkTag(5, *KEY, 0, 0, slot=lease).pack()) == [], (
         "an earlier use's"
     )
-    assert pair.endpoint.staging.rooms.counters["arrivals_of_no_lease"] == 1
+    assert pair.endpoint.staging.counters["arrivals_of_no_lease"] == 1
     assert pair.endpoint.counters["tags_dropped"] == 1
 
 
@@ -306,13 +306,13 @@ def test_tags_in_any_order_double_foreign_or_cut_are_counted_and_scatter_once() 
             **changes,
         }
         raw = ChunkTag(incarnation, rank=rank, chunk=piece, part=part, **fields).pack()
-        return of(pair.call("on_arrival", raw[: len(raw) - cut]), ScatterLease)
+        return of(pair.call("on_arrival", raw[: len(raw) - cut]), Scatter)
 
     for bad in ({"cut": 1}, {"incarnation": 4}, {"room": 9}, {"generation": 1}):
         assert arrive(0, 0, **bad) == []
     assert arrive(7, 0) == []
     assert pair.endpoint.counters["tags_dropped"] == 5
-    counters = pair.endpoint.staging.rooms.counters
+    counters = pair.endpoint.staging.counters
     for bad in ({"slot": leases[1]}, {"slot": 99}):
         assert arrive(0, 0, **bad) == []
     assert counters["arrivals_of_no_lease"] == 2

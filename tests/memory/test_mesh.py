@@ -11,13 +11,11 @@ from prefixkv.errors import ConfigError, HandshakeError, PageStateError
 from prefixkv.memory.mesh import (
     MAX_FOLD,
     MAX_RANKS,
-    SECTION_ALIGNMENT,
     Mesh,
     Shard,
     check_holds,
     check_meshes,
     check_page_sizes,
-    lease_sections,
     readers_of,
     sent_share,
     writers_to,
@@ -99,18 +97,6 @@ def test_mla_has_one_sender_a_stage() -> None:
     assert readers_of(four, 1, one) == ()
     assert readers_of(one, 0, four) == tuple(range(8))
     assert [writers_to(four, Mesh(4, 1, 2), reader) for reader in (0, 1)] == [(0, 4), (2, 6)]
-
-
-def test_sections_lie_apart_aligned_and_in_the_order_of_ranks() -> None:
-    for writers, readers in PAIRS:
-        sections = lease_sections(writers, readers, 0, head_bytes=100)
-        assert tuple(sections) == writers_to(writers, readers, 0)
-        assert sum(size for _, size in sections.values()) == 100 * len(held(readers.shard(0)))
-        end = 0
-        for offset, size in sections.values():
-            assert end <= offset < end + SECTION_ALIGNMENT
-            assert offset % SECTION_ALIGNMENT == 0
-            end = offset + size
 
 
 # --- what is refused ------------------------------------------------------------------------------

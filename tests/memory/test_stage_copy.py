@@ -20,10 +20,12 @@ import torch
 from prefixkv.errors import ConfigError, PageStateError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
-from prefixkv.memory.mesh import Mesh, Shard, lease_sections, sent_share
+from prefixkv.memory.mesh import Mesh, Shard, sent_share
 from prefixkv.memory.stage_copy import CpuCopy, StagingCopy, staging_copy
 from prefixkv.memory.stage_plan import StagePlan
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.paging import unit_pages
+from prefixkv.staging.cut import LeaseCut
 from tests.models.engine_tensors import DTYPES, ENGINES, distinct
 from tests.models.mesh_pools import ORDERS, elements, mesh_layout, moved, shards
 
@@ -252,7 +254,8 @@ def test_a_lease_carries_the_sections_of_all_writers(
         expected[memory.places(dst_pages, Shard.whole(memory.layout), unit, 0, num_units)] = (
             part_of(shard)
         )
-        sections = lease_sections(writers, readers, reader, kinds * stop * 8)
+        area = StagingArea(BLOCK_BYTES, 1 << 24, 1 << 24)
+        sections = LeaseCut.of(writers, readers, reader, kinds * stop * 8, area).sections(1)
         ends = [offset + num_bytes for offset, num_bytes in sections.values()]
         assert all(a <= b for a, (b, _) in zip(ends, list(sections.values())[1:], strict=False))
         lease = torch.zeros(max(ends), dtype=torch.uint8, device=device)

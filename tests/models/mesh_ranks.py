@@ -25,7 +25,7 @@ from prefixkv.ranks.rooms import Fenced, RoomOrder, command_of, pack_news
 from prefixkv.runtime.control_thread import DecodeManager, Fence, PrefillManager
 from prefixkv.runtime.copy_pool import CopyDone
 from prefixkv.runtime.staging import ReceiveStaging, Scattered, SendStaging
-from prefixkv.staging.receiver import ScatterLease
+from prefixkv.staging.receiver import Scatter
 from prefixkv.testing.fabric import FakeFabric
 from tests.models.mesh_pools import elements, mesh_layout, moved
 
@@ -161,7 +161,7 @@ class Copies:
 class _Receive(ReceiveStaging):
     """Remembers what its copies write."""
 
-    def scatter(self, action: ScatterLease) -> None:
+    def scatter(self, action: Scatter) -> None:
         self.scatters = {**getattr(self, "scatters", {}), action.lease_id: action}
         super().scatter(action)
 
@@ -292,11 +292,10 @@ class PrefillRank(PrefillManager):
             left["staged"] = (
                 machine.num_jobs,
                 machine.num_rooms,
-                machine._num_slots - machine.free_slots,
+                machine.num_slots - machine.free_slots,  # those of undrained writes too
             )
-            left["undrained pieces"] = machine._undrained
             known = {peer.id for peer in endpoint._peers.values()}
-            left["forgotten peers"] = (set(machine._peers) | set(self._staging._peers)) - known
+            left["forgotten peers"] = (machine.peers | set(self._staging._peers)) - known
         return {name: what for name, what in left.items() if what and what != (0, 0, 0)}
 
 
@@ -381,15 +380,15 @@ class DecodeRank(DecodeManager):
 
         def before(token: Scattered) -> None:
             action = self._staging.scatters.pop(token.lease_id)
-            lease = self.endpoint.staging.rooms._live[token.lease_id].lease
+            lease = self.endpoint.staging.live_lease(token.lease_id)
             fold = self.memory.layout.page_size // action.unit_tokens
-            may_write(lease.room, np.unique(action.units // fold))
+            may_write(lease.key, np.unique(action.units // fold))
 
         self.copies.run(number, before, error)
 
     def check(self) -> None:
         if self.endpoint.staging is not None:
-            self.endpoint.staging.rooms.check_invariants()
+            self.endpoint.staging.check_invariants()
 
     def leftovers(self) -> dict[str, Any]:
         """What has to be nothing at rest."""
@@ -409,8 +408,5 @@ class DecodeRank(DecodeManager):
         }
         if endpoint.staging is not None:
             staging = endpoint.staging
-            left |= {
-                "staged rooms": staging.rooms.num_rooms, "leases": staging.rooms._ring.leases(),
-                "held": staging._held, "open": staging._open, "live": staging.rooms._live,
-            }  # fmt: skip
+            left |= {"staged rooms": staging.num_rooms, "leases": staging.leases()}
         return {name: what for name, what in left.items() if what}

@@ -21,8 +21,8 @@ import numpy as np
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import AbortedError
-from prefixkv.memory.mesh import Mesh, lease_sections
-from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.memory.mesh import Mesh, sent_shares
+from prefixkv.memory.staging_area import BLOCK_BYTES, whole_blocks
 from prefixkv.paging import pages_for
 from prefixkv.prefill import scheduler as prefill_scheduler
 from prefixkv.prefill.send_plan import SendPlan
@@ -202,16 +202,16 @@ class MeshSim:
     def _lease_bytes(self, prefill: Mesh, decode: Mesh) -> int:
         kinds = 1 if self.shape.attention == "mla" else 2
         head_bytes = min(self.shape.page_sizes) * HEAD_BYTES * kinds * self.shape.units_per_lease
-        sections = [
-            lease_sections(prefill, decode, reader, head_bytes)
-            for reader in range(decode.num_ranks)
-        ]
         return max(
-            sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for _, size in by.values()) for by in sections
+            sum(
+                whole_blocks(share.num_layers * share.num_heads * head_bytes)
+                for share in sent_shares(prefill, decode, reader).values()
+            )
+            for reader in range(decode.num_ranks)
         )
 
     def _transport(self, lease: int, leases: float) -> TransportConfig:
-        size = -(-int(lease * leases) // BLOCK_BYTES) * BLOCK_BYTES if self.shape.staging else 0
+        size = whole_blocks(int(lease * leases)) if self.shape.staging else 0
         return TransportConfig(
             post_descriptors=5,
             window=3,
@@ -645,15 +645,15 @@ class MeshSim:
         """Called as bytes land in a staging area."""
         for rank in self.decode:
             if rank.me == target:
-                rooms = rank.endpoint.staging.rooms
-                assert tag.slot in rooms._live, "a write lands in a lease that has ended"
-                lease = rooms._live[tag.slot].lease
-                assert lease.room == (tag.room, tag.generation)
-                assert lease.chunk == tag.chunk
+                staging = rank.endpoint.staging
+                lease = staging.live_lease(tag.slot)
+                assert lease is not None, "a write lands in a lease that has ended"
+                assert lease.key == (tag.room, tag.generation)
+                assert lease.piece == tag.chunk
                 assert tag.rank in lease.missing, "a write lands in a lease where it was counted"
-                room = rooms._rooms[lease.room]
-                offset, size = room.cut.sections(room.pieces[tag.chunk].num_units)[tag.rank]
-                first = (lease.offset + offset) // BLOCK_BYTES
+                sections = staging.sections_of(lease)
+                offset, size = next(where for writer, *where in sections if writer == tag.rank)
+                first = offset // BLOCK_BYTES
                 assert set(blocks.tolist()) <= set(range(first, first + -(-size // BLOCK_BYTES)))
 
     def run(self, max_steps: int = 60_000) -> None:

@@ -17,27 +17,22 @@ from typing import Any
 
 import numpy as np
 
-from prefixkv.memory.staging_area import BLOCK_BYTES
-from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
-from prefixkv.protocol.sender_events import Say
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea, whole_blocks
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.messages import LeaseAsk, LeaseGrant, Promise
+from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.staging.cut import LeaseCut
-from prefixkv.staging.rooms import (
-    RoomBroken,
-    RoomQuiet,
-    RoomScattered,
-    SayGrant,
-    Scatter,
-    StagedRooms,
-)
+from prefixkv.staging.receiver import BreakRoom, Grant, Scatter, StagingPlan, StagingReceiver
 from prefixkv.staging.sender import (
     CancelStaged,
     Gather,
     JobDrained,
     JobEnded,
     PostStaged,
-    StagedSender,
+    SendAsk,
+    StagingSender,
 )
 
 UNIT_BYTES = {0: 700, 1: 2048, 2: 1024}
@@ -49,10 +44,6 @@ def content(rank: int, unit: int) -> bytes:
     """What a writer's unit page holds: no two alike."""
     mark = bytes([rank + 1, unit & 255, unit >> 8 & 255, unit >> 16])
     return (mark * (UNIT_BYTES[rank] // 4 + 1))[: UNIT_BYTES[rank]]
-
-
-def rounded(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class Event:
@@ -75,8 +66,9 @@ class Use:
     pages: dict[int, bytearray]
     undrained: set[int]
     ok: set[int] = field(default_factory=set)
-    state: str = "open"
-    scattered: bool = False
+    machine: str = "open"  # what the room's machine has come to
+    drained: bool = False  # and has said so
+    state: str = "open"  # what was passed on
 
     @property
     def num_units(self) -> int:
@@ -127,10 +119,10 @@ class Writer:
 
     def __init__(self, world: World, rank: int, slots: int, window: int) -> None:
         self.world, self.rank, self.alive = world, rank, True
-        self.slot_bytes = rounded(UNITS_PER_PIECE * UNIT_BYTES[rank])
+        self.slot_bytes = whole_blocks(UNITS_PER_PIECE * UNIT_BYTES[rank])
         self.num_slots = slots
         self.memory = bytearray(slots * self.slot_bytes)
-        self.sender = StagedSender(
+        self.sender = StagingSender(
             rank, slots, self.slot_bytes, window, RESEND_S, lambda: next(world.ids)
         )
         self.rooms: dict[RoomKey, Sending] = {}
@@ -210,9 +202,9 @@ class Writer:
 
     def do(self, actions: list[Any]) -> None:
         for action in actions:
-            if isinstance(action, Say):
+            if isinstance(action, SendAsk):
                 (reader,) = [reader for reader in self.world.readers if reader.peer == action.peer]
-                self.world.say(reader, self, action.body, lossy=True)
+                self.world.say(reader, self, action.ask, lossy=True)
             elif isinstance(action, Gather):
                 self.gathers[action.gather_id] = action
             elif isinstance(action, PostStaged):
@@ -261,16 +253,15 @@ class Writer:
 
     def slot(self, post: PostStaged) -> bytes:
         start = post.slot * self.slot_bytes
-        return bytes(self.memory[start : start + rounded(post.num_bytes)])
+        return bytes(self.memory[start : start + whole_blocks(post.num_bytes)])
 
     def land(self, write: Write, part: int) -> None:
         write.parts.remove(part)
         post, reader = write.post, write.reader
         assert self.slot(post) == write.data, "the slot was used again"
-        (lease,) = [
-            lease for lease in reader.rooms._ring.leases() if lease.lease_id == post.lease_id
-        ]
-        assert (lease.room, lease.chunk) == (post.key, post.piece)
+        lease = reader.staging.live_lease(post.lease_id)
+        assert lease is not None
+        assert (lease.key, lease.piece) == (post.key, post.piece)
         assert self.rank in lease.missing
         offset, _ = reader.cut.sections(UNITS_PER_PIECE)[self.rank]
         assert post.dst_offset >= lease.offset
@@ -323,13 +314,16 @@ class Writer:
 
 
 class Reader:
-    """A decode rank."""
+    """A decode rank. Its pages are unit pages; a room of ticket t has pages 256 * t.."""
 
     def __init__(self, world: World, name: str, incarnation: int, cut: LeaseCut) -> None:
         self.world, self.alive = world, True
         self.peer = PeerId(name, incarnation)
         self.cut = cut
-        self.rooms = StagedRooms(cut.area_bytes)
+        parts = {rank: Shard(0, 1, rank, 1) for rank in cut.ranks}
+        self.plan = StagingPlan(cut, parts, unit_tokens=1)
+        area = StagingArea(BLOCK_BYTES, cut.area_bytes, cut.area_bytes)
+        self.staging = StagingReceiver(area)
         self.memory = bytearray(cut.area_bytes)
         self.uses: dict[RoomKey, Use] = {}
         self.scatters: dict[int, tuple[Use, Scatter]] = {}
@@ -337,70 +331,55 @@ class Reader:
     # what the control thread does
 
     def open(self, key: RoomKey, chunks: list[tuple[int, bool]]) -> None:
-        use = Use(
-            self,
-            key,
-            next(self.world.tickets),
-            chunks,
-            dict(self.world.writers),
-            {},
-            set(self.cut.ranks),
-        )
+        writers, ticket = dict(self.world.writers), next(self.world.tickets)
+        use = Use(self, key, ticket, chunks, writers, {}, set(self.cut.ranks))
         use.pages = {rank: bytearray(use.num_units * UNIT_BYTES[rank]) for rank in self.cut.ranks}
         self.uses[key] = use
         self.world.uses.append(use)
-        self.do(self.rooms.open(key, use.ticket, use.num_units, self.cut))
+        page_ids = np.arange(256 * ticket, 256 * ticket + use.num_units, dtype=np.int32)
+        promise = Promise(*key, use.num_units, 0, page_ids.tobytes(), ticket)
+        self.do(self.staging.open(promise, 1, self.plan))
         for writer in use.writers.values():
             self.world.say(writer, self, use)
 
     def take(self, writer: Writer, body: Any) -> None:
         if isinstance(body, LeaseAsk):
-            self.do(self.rooms.on_ask(writer.rank, body))
+            self.do(self.staging.on_ask(writer.rank, body))
             return
         if isinstance(body, ChunkTag):
-            self.do(self.rooms.on_arrival(body))
+            self.do(self.staging.on_arrival(body))
             return
         what, use = body
         if what in ("ok", "drained"):
             use.undrained.discard(writer.rank)
-        if use.state == "open" and what == "ok":
+        if use.machine == "open" and what == "ok":
             use.ok.add(writer.rank)
-            self.do(self.rooms.on_written(use.key, writer.rank))
-            self.progress(use)
+            if use.ok == self.cut.ranks:
+                use.machine = "succeeded"
+                self.do(self.staging.pass_on(RoomEnded(use.key, KVPoll.SUCCESS)))
+            self.do(self.staging.on_written(use.key, writer.rank))
         elif what == "failed":
             self.fail(use)
-        self.maybe_over(use)
+        self.maybe_drained(use)
 
     def fail(self, use: Use) -> None:
-        if use.state == "open":
-            use.state = "failed"
-            self.do(self.rooms.close(use.key))
+        if use.machine == "open":
+            use.machine = "failed"
+            self.do(self.staging.pass_on(RoomEnded(use.key, KVPoll.FAILED, OSError("failed"))))
             for rank in sorted(use.undrained):
                 self.world.say(use.writers[rank], self, ("abort", use))
-            self.maybe_over(use)
+            self.maybe_drained(use)
 
     def fenced(self, rank: int, use: Use) -> None:
         use.undrained.discard(rank)
         if rank not in use.ok:
             self.fail(use)
-        self.maybe_over(use)
+        self.maybe_drained(use)
 
-    def progress(self, use: Use) -> None:
-        assert not use.scattered or self.rooms.complete(use.key)
-        if use.state == "open" and use.ok == self.cut.ranks and self.rooms.complete(use.key):
-            assert use.scattered
-            use.state = "succeeded"
-            for rank, pages in use.pages.items():
-                units = range(use.ticket * 256, use.ticket * 256 + use.num_units)
-                assert bytes(pages) == b"".join(content(rank, unit) for unit in units)
-            self.do(self.rooms.close(use.key))
-            self.over(use)
-
-    def maybe_over(self, use: Use) -> None:
-        if use.state == "failed" and not use.undrained and self.uses.get(use.key) is use:
-            self.do(self.rooms.drained(use.key))
-            if self.rooms.may_drain(use.key) and self.uses.get(use.key) is use:
-                self.over(use)
+    def maybe_drained(self, use: Use) -> None:
+        if use.machine == "failed" and not use.undrained and not use.drained:
+            use.drained = True
+            self.do(self.staging.pass_on(RoomDrained(use.key)))
 
     def over(self, use: Use) -> None:
         assert not any(other is use for other, _ in self.scatters.values())
@@ -413,38 +392,51 @@ class Reader:
 
     def do(self, actions: list[Any]) -> None:
         for action in actions:
-            if isinstance(action, SayGrant):
-                use = self.uses[action.key]
-                assert (action.grant.ticket, use.state) == (use.ticket, "open")
+            if isinstance(action, Scatter):
+                lease = self.staging.live_lease(action.lease_id)
+                assert lease is not None
+                self.scatters[action.lease_id] = (self.uses[lease.key], action)
+                continue
+            use = self.uses[action.key]
+            if isinstance(action, Grant):
+                assert (action.grant.ticket, use.machine) == (use.ticket, "open")
                 self.world.say(use.writers[action.rank], self, action.grant, lossy=True)
-            elif isinstance(action, Scatter):
-                self.scatters[action.lease_id] = (self.uses[action.key], action)
-            elif isinstance(action, RoomScattered):
-                use = self.uses[action.key]
-                assert not use.scattered
-                use.scattered = True
-                self.progress(use)
-            elif isinstance(action, RoomBroken):
-                assert not self.uses[action.key].scattered
-                self.fail(self.uses[action.key])
+            elif isinstance(action, BreakRoom):
+                assert use.machine == "open"
+                self.fail(use)
+            elif isinstance(action, RoomEnded):
+                assert use.state == "open"
+                use.state = "failed"
+                if action.poll is KVPoll.SUCCESS:
+                    assert use.machine == "succeeded"
+                    use.state = "succeeded"
+                    for rank, pages in use.pages.items():
+                        units = range(use.ticket * 256, use.ticket * 256 + use.num_units)
+                        assert bytes(pages) == b"".join(content(rank, unit) for unit in units)
+                    self.over(use)
             else:
-                assert isinstance(action, RoomQuiet)
-                assert self.rooms.may_drain(action.key)
-                self.maybe_over(self.uses[action.key])
+                assert isinstance(action, RoomDrained)
+                assert use.state == "failed"
+                self.over(use)
 
     # what the copy pool does
 
     def scatter(self, lease_id: int, error: Exception | None = None) -> None:
         use, scatter = self.scatters.pop(lease_id)
         assert self.uses.get(use.key) is use, "a copy writes pages of a room that is over"
+        first, num_units = int(scatter.units[0]) - 256 * use.ticket, len(scatter.units)
+        assert scatter.units.tolist() == list(
+            range(256 * use.ticket + first, 256 * use.ticket + first + num_units)
+        )
+        assert (scatter.unit_tokens, scatter.parts) == (1, self.plan.parts)
         for rank, offset, num_bytes in scatter.sections:
-            start = scatter.first_unit * UNIT_BYTES[rank]
-            assert num_bytes == scatter.num_units * UNIT_BYTES[rank]
+            start = first * UNIT_BYTES[rank]
+            assert num_bytes == num_units * UNIT_BYTES[rank]
             if error is None:
                 use.pages[rank][start : start + num_bytes] = self.memory[
                     offset : offset + num_bytes
                 ]
-        self.do(self.rooms.on_scattered(lease_id, error))
+        self.do(self.staging.on_scattered(lease_id, error))
 
     def steps(self) -> list[Callable[[], None]]:
         return [lambda lease=lease_id: self.scatter(lease) for lease_id in self.scatters]
@@ -463,8 +455,8 @@ class World:
         self.uses: list[Use] = []
         self.slots, self.window = slots, window
         shares = tuple((rank, UNIT_BYTES[rank]) for rank in range(num_writers))
-        lease = sum(rounded(UNITS_PER_PIECE * num_bytes) for _, num_bytes in shares)
-        self.cut = LeaseCut(shares, UNITS_PER_PIECE, rounded(int(pieces * lease)))
+        lease = sum(whole_blocks(UNITS_PER_PIECE * num_bytes) for _, num_bytes in shares)
+        self.cut = LeaseCut(shares, UNITS_PER_PIECE, whole_blocks(int(pieces * lease)))
         self.everybody = [Reader(self, f"decode-{i}", 1, self.cut) for i in range(num_readers)]
         self.readers = list(self.everybody)
         self.writers: dict[int, Writer] = {}
@@ -629,8 +621,8 @@ class World:
             )
             assert writer.jobs == {}
         for reader in self.readers:
-            assert reader.rooms.num_rooms == 0
-            assert reader.rooms._ring.leases() == []
+            assert (reader.staging.num_rooms, reader.staging.num_waiting) == (0, 0)
+            assert reader.staging.leases() == []
         assert all(use.state in ("succeeded", "failed", "lost") for use in self.uses)
 
     def check(self) -> None:
@@ -640,4 +632,4 @@ class World:
                 len(sending.live) for sending in writer.rooms.values()
             )
         for reader in self.readers:
-            reader.rooms.check_invariants()
+            reader.staging.check_invariants()

@@ -1,4 +1,4 @@
-"""Prefill's staged sender, and the cut that both sides compute, rule by rule."""
+"""Prefill's side of staging, and the cut that both sides compute, rule by rule."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from prefixkv.errors import AbortedError, ConfigError, HandshakeError, InternalError, PeerLostError
-from prefixkv.memory.mesh import Mesh, lease_sections
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.mesh import Mesh, sent_share, writers_to
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea, whole_blocks
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
-from prefixkv.protocol.sender_events import Say
+from prefixkv.protocol.messages import LeaseGrant
 from prefixkv.staging.cut import LeaseCut
 from prefixkv.staging.sender import (
     READY_POLL_S,
@@ -23,7 +22,8 @@ from prefixkv.staging.sender import (
     JobDrained,
     JobEnded,
     PostStaged,
-    StagedSender,
+    SendAsk,
+    StagingSender,
 )
 
 P, Q = PeerId("decode-0", 1), PeerId("decode-1", 1)
@@ -57,7 +57,7 @@ class Desk:
 
     def __init__(self, slots: int = 4, window: int = 3) -> None:
         ids = count(1000)
-        self.sender = StagedSender(RANK, slots, BLOCK_BYTES, window, RESEND_S, lambda: next(ids))
+        self.sender = StagingSender(RANK, slots, BLOCK_BYTES, window, RESEND_S, lambda: next(ids))
         self.sender.add_peer(P, CUT)
         self.sender.add_peer(Q, CUT)
         self.next_unit: dict[tuple[RoomKey, PeerId], int] = {}
@@ -112,16 +112,10 @@ def only(kind: type[T], actions: list[Action]) -> T:
 
 def asks(actions: list[Action]) -> list[tuple[int, int, int]]:
     """(piece, first unit, units) of each ask; nothing else may be among them."""
-    bodies = [action.body for action in actions if isinstance(action, Say)]
-    assert len(bodies) == len(actions)
-    assert all(
-        isinstance(body, LeaseAsk) and (body.rank, body.ticket) == (RANK, TICKET) for body in bodies
-    )
-    return [
-        (body.piece, body.first_unit, body.num_units)
-        for body in bodies
-        if isinstance(body, LeaseAsk)
-    ]
+    asks = [action.ask for action in actions if isinstance(action, SendAsk)]
+    assert len(asks) == len(actions)
+    assert all((ask.rank, ask.ticket) == (RANK, TICKET) for ask in asks)
+    return [(ask.piece, ask.first_unit, ask.num_units) for ask in asks]
 
 
 # --- the cut --------------------------------------------------------------------------------------
@@ -137,27 +131,30 @@ def asks(actions: list[Action]) -> list[tuple[int, int, int]]:
     ],
 )
 @pytest.mark.parametrize("unit_head_bytes", [24, 100, 1024, 5000])
-def test_the_cut_is_the_meshes_sections_in_the_largest_lease_that_fits(
+def test_the_cut_is_the_writers_shares_in_the_largest_lease_that_fits(
     writers: Mesh, readers: Mesh, unit_head_bytes: int
 ) -> None:
     area = StagingArea(BLOCK_BYTES, 1 << 21, 1 << 20)
     for reader in range(readers.num_ranks):
         cut = LeaseCut.of(writers, readers, reader, unit_head_bytes, area)
+        shares = [sent_share(writers, rank, readers, reader) for rank in range(writers.num_ranks)]
+        sizes = [share.num_layers * share.num_heads * unit_head_bytes for share in shares if share]
 
-        def end(units: int, reader: int = reader) -> int:
-            sections = lease_sections(writers, readers, reader, units * unit_head_bytes)
-            return max(
-                -(-(offset + size) // BLOCK_BYTES) * BLOCK_BYTES
-                for offset, size in sections.values()
-            )
+        def end(units: int, sizes: list[int] = sizes) -> int:
+            return sum(whole_blocks(units * size) for size in sizes)
 
         most = cut.units_per_piece
         assert end(most) <= area.lease_bytes < end(most + 1)
         for units in (1, 2, most // 2 + 1, most):
-            assert cut.sections(units) == lease_sections(
-                writers, readers, reader, units * unit_head_bytes
-            )
+            assert [size for _, size in cut.sections(units).values()] == [units * s for s in sizes]
             assert cut.lease_bytes(units) == end(units)
+            stop = 0
+            for offset, size in cut.sections(units).values():
+                assert stop <= offset < stop + BLOCK_BYTES
+                assert offset % BLOCK_BYTES == 0
+                stop = offset + size
+            assert end(units) - BLOCK_BYTES < stop <= end(units)
+        assert tuple(cut.sections(1)) == writers_to(writers, readers, reader)
         assert cut.ranks == set(cut.sections(1))
 
 
@@ -170,7 +167,7 @@ def test_a_lease_that_takes_no_unit_is_refused_with_both_sizes() -> None:
 
 
 def test_a_section_larger_than_a_slot_is_refused() -> None:
-    sender = StagedSender(RANK, 1, BLOCK_BYTES, 1, RESEND_S, lambda: 0)
+    sender = StagingSender(RANK, 1, BLOCK_BYTES, 1, RESEND_S, lambda: 0)
     sender.add_peer(P, CUT)
     with pytest.raises(HandshakeError, match=r"slot_bytes .* ours 4096, theirs 5120"):
         sender.add_peer(Q, LeaseCut(CUT.shares, 5, CUT.area_bytes))
@@ -183,7 +180,7 @@ def test_a_section_larger_than_a_slot_is_refused() -> None:
 )
 def test_settings_out_of_range_are_refused(slots: int, slot_bytes: int, window: int) -> None:
     with pytest.raises(ConfigError):
-        StagedSender(0, slots, slot_bytes, window, RESEND_S, lambda: 0)
+        StagingSender(0, slots, slot_bytes, window, RESEND_S, lambda: 0)
 
 
 # --- from chunk to write --------------------------------------------------------------------------
@@ -269,8 +266,7 @@ def test_asks_say_below_which_piece_all_is_written() -> None:
     desk = Desk(slots=8, window=3)
 
     def written(actions: list[Action]) -> list[int]:
-        bodies = [action.body for action in actions if isinstance(action, Say)]
-        return [body.written for body in bodies if isinstance(body, LeaseAsk)]
+        return [action.ask.written for action in actions if isinstance(action, SendAsk)]
 
     assert written(desk.write(1, 32)) == [0, 0, 0]
     posts = [desk.posted(piece) for piece in range(3)]
@@ -490,9 +486,8 @@ def test_a_room_that_is_over_is_forgotten_and_its_number_may_come_again() -> Non
     assert desk.sender.num_rooms == 0
     assert desk.sender.wake_s == float("inf") or desk.tick(desk.sender.wake_s) == []
     out = desk.sender.write(2, A, TICKET + 1, P, 0, np.arange(4, dtype=np.int32), None, 0.0)
-    assert isinstance(out[0], Say)
-    assert isinstance(out[0].body, LeaseAsk)
-    assert (out[0].body.piece, out[0].body.ticket) == (0, TICKET + 1)
+    assert isinstance(out[0], SendAsk)
+    assert (out[0].ask.piece, out[0].ask.ticket) == (0, TICKET + 1)
 
 
 def test_words_of_what_is_unknown_change_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Staged senders and rooms joined, over memory: whole, with little room, and with faults
+"""Senders and receivers of staging joined, over memory: whole, with little room, and with faults
 everywhere."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_frames_and_notifications_that_are_lost_do_no_harm(
     world.finish(seed=seed + 1, loss_percent=40)
     assert [use.state for use in world.uses] == ["succeeded"] * 3
     (reader,) = world.readers
-    assert reader.rooms.counters["arrivals_not_notified"]
+    assert reader.staging.counters["arrivals_not_notified"]
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -1,0 +1,259 @@
+"""Leases of decode's staging area: who may write which bytes, and until when. Pure.
+
+A piece asks for a lease and gets it at once, or when enough bytes come free. The lease is written
+by the ranks that the ask named, each once; when the last has arrived our own copy scatters it, and
+then it is ended:
+
+    asked -> GRANTED --last arrival--> LANDED --end--> gone
+                |  the room is closed      ^ the room may be closed meanwhile: our copy reads it
+                v
+              HELD --proof that no write can land: `drained`, or the last arrival--> gone
+
+A lease takes the first gap that is large enough: one that is held for long keeps only its own bytes
+from use, and memory that was used last is used again first, while caches still hold it.
+
+**What is served next.** Rooms take turns, the pieces of a room go in order. While the room whose
+turn it is needs more than is free, up to `MAX_PASSED` leases may go to smaller pieces of rooms
+behind it: most pieces are of one size, so this serves the last, short piece of a room. Then nothing
+overtakes it, and the leases that are live make room for it as they end. Only where held leases
+alone keep it out does it bar no other room, since no lease that ends would help it; its room has a
+deadline. A waiting piece costs nothing until a lease ends: nothing is tried again in between.
+
+What a peer says has been checked before, by the `StagingReceiver`.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+from operator import attrgetter, le
+from typing import Final
+
+from prefixkv.errors import ConfigError, LeaseError, check_laws
+from prefixkv.memory.staging_area import BLOCK_BYTES, whole_blocks
+from prefixkv.protocol.ids import RoomKey
+
+MAX_PASSED: Final = 4
+MAX_LEASE_ID: Final = 2**31 - 1  # a tag carries it as an int32
+# Of the rooms that wait, so that a lease that ends costs the same however many do.
+_LOOK_AHEAD_ROOMS: Final = 16
+
+
+class LeaseState(enum.Enum):
+    GRANTED = "granted"  # writers may write
+    LANDED = "landed"  # all have, and only our own copy reads it
+    HELD = "held"  # its room is closed, and writers may still write
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Bytes `offset` to `end` of the staging area, for one piece of one room.
+
+    `lease_id` is not used again before 2^31 others. `missing` are the ranks that have yet to write.
+    Only the table changes a lease.
+    """
+
+    lease_id: int
+    key: RoomKey
+    piece: int
+    offset: int
+    num_bytes: int
+    missing: set[int]
+    state: LeaseState = LeaseState.GRANTED
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Ask:
+    piece: int
+    num_bytes: int  # whole blocks
+    writers: frozenset[int]
+    passed: int = 0  # leases that went to rooms behind it while its turn was on
+
+
+class LeaseTable:
+    """See the module's text. Owned by one thread. Every method that may free bytes returns the
+    leases granted."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        """Raises ConfigError where the capacity is no positive number of whole blocks."""
+        if capacity_bytes < BLOCK_BYTES or capacity_bytes % BLOCK_BYTES:
+            raise ConfigError(
+                f"capacity_bytes is {capacity_bytes}, must be a positive multiple of {BLOCK_BYTES}"
+            )
+        self.capacity_bytes = capacity_bytes
+        self._waiting: dict[RoomKey, deque[_Ask]] = {}  # the room whose turn it is first
+        self._leases: dict[int, Lease] = {}
+        self._by_offset: list[Lease] = []
+        self._last_id = 0
+
+    # --- leases -----------------------------------------------------------------------------------
+
+    def ask(self, key: RoomKey, piece: int, num_bytes: int, writers: frozenset[int]) -> list[Lease]:
+        """The room's next piece wants a lease, to be written by these ranks. It is granted now or
+        by a later call, once.
+
+        Raises: LeaseError for more bytes than the area has, which would wait for ever.
+        """
+        if num_bytes > self.capacity_bytes:
+            raise LeaseError(f"a lease of {num_bytes} bytes, the area has {self.capacity_bytes}")
+        asks = self._waiting.setdefault(key, deque())
+        asks.append(_Ask(piece, whole_blocks(num_bytes), writers))
+        return self._grant()
+
+    def arrived(self, lease: Lease, writer: int) -> list[Lease]:
+        """The bytes of a writer that is missing are in the lease. With the last writer's it has
+        landed, to be scattered and then ended; or, where it was held, that was the proof, and it is
+        gone."""
+        lease.missing.remove(writer)
+        if lease.missing:
+            return []
+        if lease.state is LeaseState.HELD:
+            self._free(lease)
+            return self._grant()
+        lease.state = LeaseState.LANDED
+        return []
+
+    def end(self, lease: Lease) -> list[Lease]:
+        """Our copy out of a landed lease has ended: its bytes are free.
+
+        Raises: LeaseError for a lease that was ended before, or that writers may still write.
+        """
+        if self._leases.get(lease.lease_id) is not lease:
+            raise LeaseError(f"lease {lease.lease_id} was ended before")
+        if lease.state is not LeaseState.LANDED:
+            state, ranks = lease.state.value, sorted(lease.missing)
+            raise LeaseError(f"lease {lease.lease_id} is {state}, ranks {ranks} may write it")
+        self._free(lease)
+        return self._grant()
+
+    # --- rooms that end ---------------------------------------------------------------------------
+
+    def close(self, key: RoomKey) -> list[Lease]:
+        """The room has ended: its pieces wait no more, and what it was granted is held.
+
+        Leases are granted too: a piece that barred others is gone.
+        """
+        self._waiting.pop(key, None)
+        for lease in self.leases_of(key):
+            if lease.state is LeaseState.GRANTED:
+                lease.state = LeaseState.HELD
+        return self._grant()
+
+    def drained(self, key: RoomKey) -> list[Lease]:
+        """Proof that no write of the room can land any more: what was held for it is free.
+
+        A lease that has landed stays until its own copy has ended.
+        """
+        for lease in self.leases_of(key):
+            if lease.state is LeaseState.HELD:
+                self._free(lease)
+        return self._grant()
+
+    # --- what there is ----------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Pieces that wait for a lease."""
+        return sum(len(asks) for asks in self._waiting.values())
+
+    def get(self, lease_id: int) -> Lease | None:
+        """The lease, unless it is gone."""
+        return self._leases.get(lease_id)
+
+    def leases(self) -> list[Lease]:
+        """All that are not gone, by offset."""
+        return list(self._by_offset)
+
+    def leases_of(self, key: RoomKey) -> list[Lease]:
+        """Those of one room, by piece. O(leases)."""
+        mine = [lease for lease in self._by_offset if lease.key == key]
+        return sorted(mine, key=lambda lease: lease.piece)
+
+    # --- granting ---------------------------------------------------------------------------------
+
+    def _grant(self) -> list[Lease]:
+        granted: list[Lease] = []
+        while self._waiting and (lease := self._grant_one()) is not None:
+            granted.append(lease)
+        return granted
+
+    def _grant_one(self) -> Lease | None:
+        """The lease of the first room in turn whose piece fits, if no room before it bars the way.
+        O(leases)."""
+        gaps = _gaps(self._by_offset, self.capacity_bytes)
+        largest = max((end - start for start, end in gaps), default=0)
+        overtaken: list[_Ask] = []
+        for key, asks in self._waiting.items():
+            ask = asks[0]
+            if ask.num_bytes <= largest:
+                for passed in overtaken:
+                    passed.passed += 1
+                return self._take(key, next(s for s, end in gaps if s + ask.num_bytes <= end))
+            if not self._kept_out_by_held(ask):
+                overtaken.append(ask)
+                if ask.passed >= MAX_PASSED or len(overtaken) == _LOOK_AHEAD_ROOMS:
+                    return None
+        return None
+
+    def _take(self, key: RoomKey, offset: int) -> Lease:
+        asks = self._waiting.pop(key)
+        ask = asks.popleft()
+        if asks:
+            self._waiting[key] = asks  # its next turn comes after all others
+        self._last_id = self._last_id % MAX_LEASE_ID + 1
+        while self._last_id in self._leases:
+            self._last_id = self._last_id % MAX_LEASE_ID + 1
+        lease = Lease(self._last_id, key, ask.piece, offset, ask.num_bytes, set(ask.writers))
+        self._leases[lease.lease_id] = lease
+        insort(self._by_offset, lease, key=attrgetter("offset"))
+        return lease
+
+    def _free(self, lease: Lease) -> None:
+        del self._leases[lease.lease_id]
+        del self._by_offset[bisect_left(self._by_offset, lease.offset, key=attrgetter("offset"))]
+
+    def _kept_out_by_held(self, ask: _Ask) -> bool:
+        """Whether the piece would not fit even if all leases but the held ones ended."""
+        held = [lease for lease in self._by_offset if lease.state is LeaseState.HELD]
+        return bool(held) and not _fits(ask, _gaps(held, self.capacity_bytes))
+
+    def check_invariants(self) -> None:
+        """Raises InternalError naming the law that is broken, with the state."""
+        for lease in self._by_offset:
+            laws = {
+                "a lease is whole blocks": lease.offset % BLOCK_BYTES == 0
+                and lease.num_bytes > 0 == lease.num_bytes % BLOCK_BYTES,
+                "a lease that misses no writer has landed, and no other has": bool(lease.missing)
+                != (lease.state is LeaseState.LANDED),
+                "a lease is found by its id": self._leases.get(lease.lease_id) is lease,
+            }
+            check_laws(laws, lease)
+        starts = [lease.offset for lease in self._by_offset] + [self.capacity_bytes]
+        ends = [0] + [lease.end for lease in self._by_offset]
+        gaps = _gaps(self._by_offset, self.capacity_bytes)
+        in_turn = list(self._waiting.values())
+        laws = {
+            "leases overlap no other and lie inside": all(map(le, ends, starts)),
+            "each lease has one id and one offset": len(self._leases) == len(self._by_offset),
+            "a room that has a turn has pieces that wait": all(in_turn),
+            "the piece whose turn it is does not fit": not in_turn
+            or not _fits(in_turn[0][0], gaps),
+        }
+        check_laws(laws, self._by_offset, self._waiting)
+
+
+def _gaps(leases: list[Lease], capacity_bytes: int) -> list[tuple[int, int]]:
+    """The free ranges (start, end) between leases that are sorted by offset."""
+    starts = [0, *(lease.end for lease in leases)]
+    ends = [*(lease.offset for lease in leases), capacity_bytes]
+    return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
+
+def _fits(ask: _Ask, gaps: list[tuple[int, int]]) -> bool:
+    return any(ask.num_bytes <= end - start for start, end in gaps)
