@@ -34,14 +34,13 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.chaos_pages import SOURCE_CANARY, TARGET_CANARY, WatchedAllocator
-from prefixkv.cli.engine import sample
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import pages_for
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
-from prefixkv.testing.hashing import PrefixHasher, Words, extend
+from prefixkv.testing.hashing import PrefixHasher, Words, extend, sample
 from prefixkv.testing.pattern import KVPattern
 
 Tokens = npt.NDArray[np.int32]
@@ -256,7 +255,7 @@ class _Engine:
     def _rooms(self) -> list[str]:
         """What the control plane still has; read from this thread, which is for people only."""
         with contextlib.suppress(RuntimeError):  # it changed meanwhile
-            return [describe(machine) for machine in self.node._manager.endpoint.rooms()]
+            return [describe(machine) for machine in self.node.transfers.control.rooms()]
         return ["changing"]
 
     def verify_tree(self) -> None:

@@ -24,7 +24,7 @@ import typer
 
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
 
@@ -39,7 +39,7 @@ def replay(
 ) -> dict[str, float]:
     """Runs and hits of the second half of `turns` turns, the chats drawn by a Zipf-like law."""
     random = np.random.default_rng(seed)
-    books = PageBooks(
+    books = PageManager(
         num_pages, PAGE_SIZE, RUNNING, policy=policy, evict_reserve_pages=int(reserve * num_pages)
     )
     scheduler = DecodeScheduler(books)

@@ -26,9 +26,9 @@ import typer
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.ids import KVPoll
-from prefixkv.ranks.oplog import LoggedBooks
+from prefixkv.ranks.oplog import ReplicatedPageManager
 from prefixkv.ranks.replica import DecodeReplica, RankLog, digests
 from prefixkv.request import Request
 
@@ -66,9 +66,11 @@ def measure(num_pages: int, running: int, num_passes: int, seed: int) -> dict[st
     sizes = (num_pages, PAGE_SIZE, running + 8)
     log = RankLog()
     config = DecodeConfig(max_running=running + 8)
-    logged = LoggedBooks(log.append, *sizes, **config.for_books(num_pages))
+    logged = ReplicatedPageManager(log.append, *sizes, **config.for_books(num_pages))
     replica = DecodeReplica(num_pages, PAGE_SIZE, config)
-    plain = passes(DecodeScheduler(PageBooks(*sizes, **config.for_books(num_pages))), running, seed)
+    plain = passes(
+        DecodeScheduler(PageManager(*sizes, **config.for_books(num_pages))), running, seed
+    )
     publishing = passes(DecodeScheduler(logged), running, seed)
     us: dict[str, list[float]] = {"without": [], "with": [], "apply": []}
     sizes_bytes = []

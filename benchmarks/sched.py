@@ -33,15 +33,16 @@ import typer
 from rich.console import Console
 
 from benchmarks.yardsticks import LeastAdmission, numpy_loop, python_loop
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import ConfigError
 from prefixkv.pages.allocator import PageAllocator
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for, whole_pages
-from prefixkv.protocol.commands import Command, OpenRoom
+from prefixkv.protocol.commands import DecodeCommand, OpenRoom
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
 
@@ -108,7 +109,7 @@ class Worker:
 
     def __init__(self, seed: int, config: DecodeConfig, rows: int = MOST_RUNNING) -> None:
         self._rng = np.random.default_rng(seed)
-        self.books = PageBooks(
+        self.books = PageManager(
             NUM_PAGES, PAGE_SIZE, rows, MOST_PAGES, **config.for_books(NUM_PAGES)
         )
         self.scheduler = DecodeScheduler(
@@ -137,7 +138,7 @@ class Worker:
         self._now_s += 1e-3
         return self._now_s
 
-    def admit(self, now_s: float) -> tuple[list[DecodeRequest], list[Command]]:
+    def admit(self, now_s: float) -> tuple[list[DecodeRequest], list[DecodeCommand]]:
         return self.scheduler.pop_preallocated(now_s), self.scheduler.take_commands()
 
     def run(self, requests: list[Request]) -> list[DecodeRequest]:
@@ -451,7 +452,7 @@ def sched(
         Path | None, typer.Option("--json", help="Write recipe and rows there.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the tokens.")] = 0,
-    policy: Annotated[str, typer.Option(help="Of eviction.")] = DecodeConfig().policy,
+    policy: Annotated[str, typer.Option(help="Of eviction.")] = DEFAULT_POLICY,
     quick: Annotated[bool, typer.Option(help="A tenth of the rounds.")] = False,
 ) -> None:
     """What decode's scheduler costs the engine's thread: admission, commit, growth, end, abort."""

@@ -40,7 +40,7 @@ from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.report import machine
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import ConfigError, OutOfPagesError
-from prefixkv.pages.manager import PageBooks, RequestPages
+from prefixkv.pages.manager import PageManager, RequestPages
 
 if TYPE_CHECKING:
     from prefixkv.runtime.nodes import DecodeNode, PrefillNode
@@ -109,7 +109,7 @@ def small(layout: str, pages: str) -> Transfer:
     )  # fmt: skip
 
 
-def _age(books: PageBooks, case: Transfer, seed: int) -> None:
+def _age(books: PageManager, case: Transfer, seed: int) -> None:
     """Requests of random length, eight at a time, each cached when it ends."""
     random = np.random.default_rng(seed)
     running: list[tuple[RequestPages, RadixKey]] = []

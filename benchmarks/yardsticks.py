@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.protocol.commands import Command, OpenRoom
+from prefixkv.protocol.commands import DecodeCommand, OpenRoom
 from prefixkv.protocol.messages import Promise
 
 _PAGE_IDS = np.arange(128)
@@ -44,7 +44,7 @@ class LeastAdmission:
         self._locked = np.arange(self._num_locked, dtype=np.int32).tobytes()
         self._state = np.zeros(pool_pages, np.uint8)
         self._row = np.full(self._num_pages, -1, np.int32)
-        self._commands: dict[int, Command] = {}
+        self._commands: dict[int, DecodeCommand] = {}
 
     def make(self) -> None:
         """One such admission, of no request."""

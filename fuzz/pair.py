@@ -7,15 +7,15 @@ write lands on another room's page.
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import random
 import sys
-import time
-from collections import Counter
+from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from tests.models.pair_sim import Chaos, PairSim
+from fuzz.seeds import fuzz_seeds, parser
+from tests.models.sim import storm_of
+from tests.models.sim_engines import PairSim
 
 _STORM = {
     "drop": 0.08, "duplicate": 0.3, "reorder": 0.5, "abort": 0.05, "fail_at_post": 0.04,
@@ -26,42 +26,17 @@ _STORM = {
 def simulation(seed: int) -> PairSim:
     """A simulation whose storms, pool sizes and policy follow from the seed."""
     chance = random.Random(seed)
-    chaos = Chaos(
-        **{name: most * chance.random() for name, most in _STORM.items() if chance.random() < 0.5}
-    )
-    return PairSim(
-        seed,
-        chaos,
-        decode_pages=chance.choice([13, 18, 40]),
-        prefill_pages=chance.choice([14, 32]),
-        failure_policy=chance.choice(["fail", "retry"]),
-    )
+    storm = storm_of(chance, _STORM)
+    sizes: Any = {
+        "decode_pages": chance.choice([13, 18, 40]), "prefill_pages": chance.choice([14, 32]),
+        "failure_policy": chance.choice(["fail", "retry"]),
+    }  # fmt: skip
+    return PairSim(seed, storm, **sizes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument(
-        "--seed", type=int, default=1, help="of the first run; each later one adds 1"
-    )
-    options = parser.parse_args()
-    started = time.monotonic()
-    totals: Counter[str] = Counter()
-    seed = options.seed
-    while time.monotonic() - started < options.seconds:
-        sim = simulation(seed)
-        try:
-            sim.run()
-        except BaseException:
-            print(f"found with --seed {seed}: {sim.chaos}", file=sys.stderr)
-            raise
-        totals.update(sim.decode.scheduler.counters)
-        totals["finished in all"] += sim.finished
-        seed += 1
-    print(f"pair: {seed - options.seed} runs from seed {options.seed}, no finding; {dict(totals)}")
+def _counted(sim: Any) -> dict[str, int]:
+    return {**sim.decode.scheduler.counters, "finished in all": sim.finished}
 
 
 if __name__ == "__main__":
-    main()
+    fuzz_seeds("pair", parser(__doc__).parse_args(), simulation, _counted)

@@ -7,10 +7,13 @@ package costs next to nothing and loads neither torch nor nixl.
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from prefixkv.cache.eviction.policy import Policy as Policy
+    from prefixkv.cache.eviction.policy import register as register_policy  # noqa: F401
     from prefixkv.cache.radix_cache import RadixCache as RadixCache
     from prefixkv.cache.radix_key import RadixKey as RadixKey
     from prefixkv.config import ControlConfig as ControlConfig
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from prefixkv.config import ModelConfig as ModelConfig
     from prefixkv.config import PrefillConfig as PrefillConfig
     from prefixkv.config import TransportConfig as TransportConfig
+    from prefixkv.decode.admission import AdmissionPolicy as AdmissionPolicy
+    from prefixkv.decode.admission import register as register_admission  # noqa: F401
     from prefixkv.decode.request import DecodeRequest as DecodeRequest
     from prefixkv.decode.request import PrefillAsk as PrefillAsk
     from prefixkv.decode.scheduler import DecodeScheduler as DecodeScheduler
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
     from prefixkv.memory.state_layout import StateTensor as StateTensor
     from prefixkv.memory.state_pool import StatePool as StatePool
     from prefixkv.pages.allocator import PageAllocator as PageAllocator
-    from prefixkv.pages.manager import PageBooks as PageBooks
+    from prefixkv.pages.manager import PageManager as PageManager
     from prefixkv.prefill.request import PrefillRequest as PrefillRequest
     from prefixkv.prefill.scheduler import PrefillScheduler as PrefillScheduler
     from prefixkv.prefill.send_plan import plan_sends as plan_sends
@@ -39,33 +44,45 @@ if TYPE_CHECKING:
     from prefixkv.request import Request as Request
     from prefixkv.routing import BoundedAffinityRouter as BoundedAffinityRouter
     from prefixkv.runtime.decode_rank import DecodeRank as DecodeRank
+    from prefixkv.runtime.groups import DecodeGroup as DecodeGroup
+    from prefixkv.runtime.groups import PrefillGroup as PrefillGroup
+    from prefixkv.runtime.metrics import NodeCollector as NodeCollector
     from prefixkv.runtime.nodes import DecodeNode as DecodeNode
     from prefixkv.runtime.nodes import PrefillNode as PrefillNode
+    from prefixkv.runtime.transfers import DecodeTransfers as DecodeTransfers
+    from prefixkv.runtime.transfers import PrefillTransfers as PrefillTransfers
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "AdmissionPolicy": "decode.admission",
     "BoundedAffinityRouter": "routing",
     "ControlConfig": "config",
     "CurveConfig": "config",
     "DecodeConfig": "config",
+    "DecodeGroup": "runtime.groups",
     "DecodeNode": "runtime.nodes",
     "DecodeRank": "runtime.decode_rank",
     "DecodeReplica": "ranks.replica",
     "DecodeRequest": "decode.request",
     "DecodeScheduler": "decode.scheduler",
+    "DecodeTransfers": "runtime.transfers",
     "KVLayout": "memory.kv_layout",
     "KVPool": "memory.kv_pool",
     "Mesh": "memory.mesh",
     "ModelConfig": "config",
+    "NodeCollector": "runtime.metrics",
     "OutOfPagesError": "errors",
     "PageAllocator": "pages.allocator",
-    "PageBooks": "pages.manager",
+    "PageManager": "pages.manager",
+    "Policy": "cache.eviction.policy",
     "PrefillAsk": "decode.request",
     "PrefillConfig": "config",
+    "PrefillGroup": "runtime.groups",
     "PrefillNode": "runtime.nodes",
     "PrefillRequest": "prefill.request",
     "PrefillScheduler": "prefill.scheduler",
+    "PrefillTransfers": "runtime.transfers",
     "PrefixKVError": "errors",
     "RadixCache": "cache.radix_cache",
     "RadixKey": "cache.radix_key",
@@ -76,16 +93,30 @@ _HOME = {
     "TransportConfig": "config",
     "plan_sends": "prefill.send_plan",
 }
-__all__ = sorted(_HOME)
+# Public names that are another in their module.
+_AS = {
+    "register_admission": ("decode.admission", "register"),
+    "register_policy": ("cache.eviction.policy", "register"),
+}
+# NodeCollector needs an extra, so that `import *` leaves it out.
+__all__ = sorted({*_HOME, *_AS} - {"NodeCollector"})
+
+_RENAMED = {"PageBooks": "PageManager"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name in _RENAMED:
+        now = _RENAMED[name]
+        message = f"prefixkv.{name} is prefixkv.{now} now; the old name goes with the next version"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return __getattr__(now)
+    if name not in _HOME and name not in _AS:
         raise AttributeError(f"module 'prefixkv' has no attribute {name!r}")
-    value = getattr(import_module(f"prefixkv.{_HOME[name]}"), name)
+    module, inside = _AS.get(name) or (_HOME[name], name)
+    value = getattr(import_module(f"prefixkv.{module}"), inside)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOME]
+    return [*globals(), *__all__]

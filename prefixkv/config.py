@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypedDict
 
+from prefixkv.cache.eviction.policy import Policy
 from prefixkv.errors import ConfigError
 from prefixkv.settings import above, at_least
 
@@ -50,13 +52,12 @@ class CurveConfig:
     allowed_clients: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("public_key", "secret_key", "server_key"):
-            if len(getattr(self, name)) != 40 and not (
-                name == "server_key" and not self.server_key
-            ):
-                raise ConfigError(
-                    f"{name} has {len(getattr(self, name))} characters, a z85 key has 40"
-                )
+        keys = {"public_key": self.public_key, "secret_key": self.secret_key}
+        if self.server_key:
+            keys["server_key"] = self.server_key
+        for name, key in keys.items():
+            if len(key) != 40:
+                raise ConfigError(f"{name} has {len(key)} characters, a z85 key has 40")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ class TransportConfig:
     memory; a prefill rank has `staging_bytes // lease_bytes` slots. At most `staging_window` leases
     of a room and pair are under way, `copy_threads` copy. 0 bytes: slices are written one by one,
     straight into pages.
+
+    `memory_type` goes with the next version: a pool says where it is.
     """
 
     post_bytes: int = 8 << 20
@@ -132,7 +135,7 @@ class TransportConfig:
     sleep_s: float = 30e-6
     idle_sleep_s: float = 200e-6
     renew_grace_s: float = 2.0
-    memory_type: Literal["DRAM", "VRAM"] = "DRAM"
+    memory_type: Literal["DRAM", "VRAM"] | None = None
     staging_bytes: int = 0
     lease_bytes: int = 4 << 20
     staging_window: int = 4
@@ -147,7 +150,28 @@ class TransportConfig:
                 f"staging_bytes is {self.staging_bytes}, a lease alone takes {self.lease_bytes}"
             )
         _at_least(self, 0, "spin_s", "sleep_s", "idle_sleep_s", "renew_grace_s")
-        _one_of(self, ("DRAM", "VRAM"), "memory_type")
+        if self.memory_type is not None:
+            _one_of(self, ("DRAM", "VRAM"), "memory_type")
+            message = "TransportConfig.memory_type follows from the pool: leave it out"
+            warnings.warn(message, DeprecationWarning, stacklevel=3)  # where the config is made
+
+
+class PageSettings(TypedDict, total=False):
+    """What a `PageManager` may be made with besides its sizes."""
+
+    caching: bool
+    policy: str | Policy
+    evict_reserve_pages: int
+    num_slots: int
+
+
+class Admission(Protocol):
+    """An `AdmissionPolicy` (decode/admission.py)."""
+
+    name: str
+    overtakes: bool
+
+    def rank(self, req: Any, new_pages: int) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +182,13 @@ class DecodeConfig:
     `reserve_tokens` is the room kept for each request's output before it is admitted. `cache=False`
     turns the prefix cache off: nothing is matched, nothing kept.
 
-    `admission` says who is admitted first (`decode/admission.py`): "hit_aware", "fifo", "priority",
-    or a registered name. Who has waited `patience_s` is overtaken by nothing. Who is not admitted
-    within `waiting_timeout_s` fails, and prefill is told; it has to give up before prefill does,
-    `control.bootstrap_timeout_s` after its own `add`. None: 0.8 of that; infinity: never.
+    `policy` says which cached pages are evicted first: a name, or a `Policy` with settings of its
+    own (`Gated(fresh_s=60)`), which serves one cache; ranks need a name. `admission` says which
+    request is admitted first: "hit_aware", "fifo", "priority", a registered name, or an
+    `AdmissionPolicy`. A request that has waited `patience_s` is overtaken by nothing. One that is
+    not admitted within `waiting_timeout_s` fails, and prefill is told; that has to be before
+    prefill gives up, `control.bootstrap_timeout_s` after its own `add`. None: 0.8 of that;
+    infinity: never.
 
     Where pages are evicted, `evict_reserve` of the pool is beyond what is missing: at 1/256 the new
     pages of a request form a third of the runs, for 0.1 points of hit rate
@@ -172,8 +199,8 @@ class DecodeConfig:
     max_running: int = 256
     reserve_tokens: int = 128
     cache: bool = True
-    policy: str = "gated"
-    admission: str = "hit_aware"
+    policy: str | Policy = "gated"
+    admission: str | Admission = "hit_aware"
     patience_s: float = 5.0
     waiting_timeout_s: float | None = None
     evict_reserve: float = 1 / 256
@@ -200,19 +227,21 @@ class DecodeConfig:
         _one_of(self, ("fail", "retry"), "failure_policy")
         _check_name(self.name)
 
-    def for_books(self, num_pages: int) -> dict[str, Any]:
-        """What `PageBooks` are made with besides their sizes, alike on every rank."""
-        reserve_pages = int(self.evict_reserve * num_pages)
-        return {"caching": self.cache, "policy": self.policy, "evict_reserve_pages": reserve_pages}
+    def for_books(self, num_pages: int, num_slots: int = 0) -> PageSettings:
+        """What a `PageManager` is made with besides their sizes, alike on every rank."""
+        return {
+            "caching": self.cache,
+            "policy": self.policy,
+            "evict_reserve_pages": int(self.evict_reserve * num_pages),
+            "num_slots": num_slots,
+        }
 
     @property
     def longest_wait_s(self) -> float:
         """`waiting_timeout_s` as a number."""
-        return (
-            0.8 * self.control.bootstrap_timeout_s
-            if self.waiting_timeout_s is None
-            else self.waiting_timeout_s
-        )
+        if self.waiting_timeout_s is None:
+            return 0.8 * self.control.bootstrap_timeout_s
+        return self.waiting_timeout_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +252,7 @@ class PrefillConfig:
     bind: str = "tcp://127.0.0.1:*"
     max_running: int = 256
     cache: bool = True
-    policy: str = "gated"
+    policy: str | Policy = "gated"
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()

@@ -109,6 +109,15 @@ class ProtocolError(PeerError):
     """A malformed, unknown, stale or out-of-range message. Counted and dropped, never fatal."""
 
 
+class VersionError(ProtocolError):
+    """A frame of another version of the protocol; names both numbers."""
+
+    def __init__(self, theirs: int, ours: int) -> None:
+        super().__init__(f"protocol version {theirs}, ours is {ours}")
+        self.theirs = theirs
+        self.ours = ours
+
+
 class HandshakeError(PeerError):
     """Two nodes that cannot work together; names the field, what is wrong with it, and both
     values."""

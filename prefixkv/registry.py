@@ -14,6 +14,7 @@ class Named(Protocol):
 
 
 T = TypeVar("T", bound=Named)
+C = TypeVar("C", bound=type[Named])
 
 
 class Registry(Generic[T]):
@@ -29,9 +30,10 @@ class Registry(Generic[T]):
         self._base = base
         self._classes: dict[str, type[T]] = {}
 
-    def add(self, chosen: type[T]) -> None:
-        """Make a class known. A later one of the same name replaces it."""
-        self._classes[chosen.name] = chosen
+    def add(self, chosen: C) -> C:
+        """Make a class known by its `name`; a decorator. It replaces one of the same name."""
+        self._classes[chosen.name] = chosen  # type: ignore[assignment]
+        return chosen
 
     def names(self) -> list[str]:
         return sorted(self._classes)

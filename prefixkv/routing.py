@@ -31,29 +31,30 @@ Source of the bound: consistent hashing with bounded loads (Mirrokni, Thorup and
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
 
 from prefixkv.cache.events import Cleared, EventBatch, Removed, Stored
 from prefixkv.errors import CallerError
 from prefixkv.settings import above, at_least
 
 _STORED = math.inf
+_COUNTERS = (
+    "routed", "routed_by_prefix", "routed_by_load", "overflowed", "batches",
+    "batches_of_unknown_workers", "out_of_sync",
+)  # fmt: skip
 
 
+@dataclass(slots=True, eq=False)
 class Route:
     """Where a request goes. `matched_pages` of it are there, or expected there."""
 
-    __slots__ = ("_home", "matched_pages", "work", "worker")
-
-    def __init__(self, worker: str, matched_pages: int, work: float, home: _Worker) -> None:
-        self.worker = worker
-        self.matched_pages = matched_pages
-        self.work = work
-        self._home: _Worker | None = home  # None once it has ended
-
-    def __repr__(self) -> str:
-        return f"Route({self.worker!r}, matched_pages={self.matched_pages}, work={self.work})"
+    worker: str
+    matched_pages: int
+    work: float
+    _home: _Worker | None = field(repr=False)  # None once it has ended
 
 
 class WorkerIndex:
@@ -70,9 +71,8 @@ class WorkerIndex:
         self.in_sync = False
         self.num_pages = 0
         self.skipped_pages = 0  # stored there, but not known here
-        self._held: dict[
-            Hashable, dict[bytes, float]
-        ] = {}  # by namespace: page key, until when it counts
+        # By namespace: page key, until when it counts.
+        self._held: dict[Hashable, dict[bytes, float]] = {}
         self._expected: deque[tuple[float, Hashable, Sequence[bytes]]] = deque()
 
     def apply(self, batch: EventBatch) -> bool:
@@ -103,28 +103,16 @@ class WorkerIndex:
         held = self._held.get(namespace)
         if not held or not keys or keys[0] not in held:
             return 0
-        low, high = 1, len(keys)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if keys[middle - 1] in held:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_left(keys, True, 1, key=lambda page_key: page_key not in held)
 
     def expect(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
         """These pages, a prefix, will be there soon, unless they are not by then."""
         held = self._held.get(namespace, {})
-        keys = [key for key in keys if held.get(key, 0.0) != _STORED][
-            : self.max_pages - self.num_pages
-        ]
+        keys = [key for key in keys if held.get(key, 0.0) != _STORED]
+        keys = keys[: self.max_pages - self.num_pages]
         if not keys:
             return
-        held = self._held.setdefault(namespace, {})
-        before = len(held)
-        for key in keys:
-            held[key] = until_s
-        self.num_pages += len(held) - before
+        self._hold(namespace, keys, until_s)
         self._expected.append((until_s, namespace, keys))
 
     def expire(self, now_s: float) -> None:
@@ -151,10 +139,7 @@ class WorkerIndex:
         keys = keys[: self.max_pages - self.num_pages]
         self.skipped_pages += len(event.page_keys) - len(keys)
         if keys:
-            held = self._held.setdefault(event.namespace, held)
-            before = len(held)
-            held.update(dict.fromkeys(keys, _STORED))
-            self.num_pages += len(held) - before
+            self._hold(event.namespace, keys, _STORED)
         return True
 
     def _remove(self, event: Removed) -> bool:
@@ -168,6 +153,12 @@ class WorkerIndex:
                 return False
         return True
 
+    def _hold(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
+        held = self._held.setdefault(namespace, {})
+        before = len(held)
+        held.update(dict.fromkeys(keys, until_s))
+        self.num_pages += len(held) - before
+
     def _drop(self, namespace: Hashable, held: dict[bytes, float], key: bytes) -> None:
         del held[key]
         self.num_pages -= 1
@@ -175,27 +166,25 @@ class WorkerIndex:
             del self._held[namespace]
 
 
+@dataclass(slots=True, eq=False)
 class _Worker:
     """One worker's load and index."""
 
-    __slots__ = ("faded", "faded_at_s", "index", "open_work")
-
-    def __init__(self, max_pages: int) -> None:
-        self.index = WorkerIndex(max_pages)
-        self.open_work = 0.0
-        self.faded = 0.0
-        self.faded_at_s = -math.inf
+    index: WorkerIndex
+    open_work: float = 0.0
+    faded: float = 0.0
+    faded_at_s: float = -math.inf
 
     def fade(self, now_s: float, fade_s: float) -> float:
         """Its load now."""
         if now_s > self.faded_at_s:
-            self.faded = (
-                self.faded * math.exp((self.faded_at_s - now_s) / fade_s) if self.faded else 0.0
-            )
+            if self.faded:
+                self.faded *= math.exp((self.faded_at_s - now_s) / fade_s)
             self.faded_at_s = now_s
         return self.open_work + self.faded
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BoundedAffinityRouter:
     """See the module's text. Pure; one owner, no threads. Times come from one monotonic clock of
     the caller's.
@@ -218,26 +207,19 @@ class BoundedAffinityRouter:
         ConfigError: names the setting, the value and the bound.
     """
 
-    def __init__(
-        self,
-        *,
-        bound: float = 1.2,
-        slack: float = 2.0,
-        fade_s: float = 300.0,
-        min_worth: float = 0.05,
-        expect_s: float = 30.0,
-        max_pages: int = 1 << 20,
-    ) -> None:
-        at_least(1, bound=bound)
-        at_least(0, slack=slack, min_worth=min_worth, expect_s=expect_s, max_pages=max_pages)
-        above(0, fade_s=fade_s)
-        self.counters: Counter[str] = Counter()
-        self._bound = bound
-        self._slack = slack
-        self._fade_s = fade_s
-        self._min_worth = min_worth
-        self._expect_s = expect_s
-        self._max_pages = max_pages
+    bound: float = 1.2
+    slack: float = 2.0
+    fade_s: float = 300.0
+    min_worth: float = 0.05
+    expect_s: float = 30.0
+    max_pages: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        at_least(1, bound=self.bound)
+        at_least(0, slack=self.slack, min_worth=self.min_worth)
+        at_least(0, expect_s=self.expect_s, max_pages=self.max_pages)
+        above(0, fade_s=self.fade_s)
+        self.counters = Counter(dict.fromkeys(_COUNTERS, 0))
         self._workers: dict[str, _Worker] = {}
         self._average_work = 0.0
 
@@ -247,7 +229,7 @@ class BoundedAffinityRouter:
         """Requests may go there from now on. Raises CallerError if it is known."""
         if name in self._workers:
             raise CallerError(f"worker {name!r} is known already")
-        self._workers[name] = _Worker(self._max_pages)
+        self._workers[name] = _Worker(WorkerIndex(self.max_pages))
 
     def remove_worker(self, name: str) -> None:
         """It is lost or leaves: what it held and did is forgotten. O(1). Raises CallerError if it
@@ -298,14 +280,12 @@ class BoundedAffinityRouter:
             work = len(keys) + 1.0
         if not 0 <= work < math.inf:
             raise CallerError(f"work is {work}, a number of at least 0 is needed")
-        workers = (
-            self._workers
-            if among is None
-            else {name: self._workers[self._known(name)] for name in among}
-        )
+        workers = self._workers
+        if among is not None:
+            workers = {name: workers[self._known(name)] for name in among}
         if not workers:
             raise CallerError("there is no worker to choose from")
-        loads = {name: worker.fade(now_s, self._fade_s) for name, worker in workers.items()}
+        loads = {name: worker.fade(now_s, self.fade_s) for name, worker in workers.items()}
         depths = {}
         for name, worker in workers.items():
             worker.index.expire(now_s)
@@ -313,8 +293,8 @@ class BoundedAffinityRouter:
         chosen = self._choose(loads, depths, len(keys))
         worker = workers[chosen]
         worker.open_work += work
-        if self._expect_s and len(keys) > depths[chosen]:
-            worker.index.expect(namespace, keys, now_s + self._expect_s)
+        if self.expect_s and len(keys) > depths[chosen]:
+            worker.index.expect(namespace, keys, now_s + self.expect_s)
         self._average_work += (work - self._average_work) * (0.01 if self._average_work else 1.0)
         self.counters["routed"] += 1
         return Route(chosen, depths[chosen], work, worker)
@@ -325,26 +305,20 @@ class BoundedAffinityRouter:
         worker, route._home = route._home, None
         if worker is None or self._workers.get(route.worker) is not worker:
             return False
-        worker.fade(now_s, self._fade_s)
+        worker.fade(now_s, self.fade_s)
         worker.open_work = max(0.0, worker.open_work - route.work)
         worker.faded += route.work
         return True
 
     def loads(self, now_s: float) -> dict[str, float]:
         """The load of each worker."""
-        return {name: worker.fade(now_s, self._fade_s) for name, worker in self._workers.items()}
+        return {name: worker.fade(now_s, self.fade_s) for name, worker in self._workers.items()}
 
     def stats(self) -> dict[str, int]:
         """Counters, and how many pages are known of all workers."""
         indexes = [worker.index for worker in self._workers.values()]
         return {
-            "routed": self.counters["routed"],
-            "routed_by_prefix": self.counters["routed_by_prefix"],
-            "routed_by_load": self.counters["routed_by_load"],
-            "overflowed": self.counters["overflowed"],
-            "batches": self.counters["batches"],
-            "batches_of_unknown_workers": self.counters["batches_of_unknown_workers"],
-            "out_of_sync": self.counters["out_of_sync"],
+            **self.counters,
             "workers": len(indexes),
             "workers_out_of_sync": sum(not index.in_sync for index in indexes),
             "known_pages": sum(index.num_pages for index in indexes),
@@ -353,16 +327,14 @@ class BoundedAffinityRouter:
 
     def _choose(self, loads: dict[str, float], depths: dict[str, int], num_pages: int) -> str:
         worths = _worths(list(depths.values()))
-        limit = self._bound * sum(loads.values()) / len(loads) + self._slack * self._average_work
+        limit = self.bound * sum(loads.values()) / len(loads) + self.slack * self._average_work
         idlest = min(loads, key=loads.__getitem__)
         best, best_worth, most = idlest, worths[depths[idlest]], max(worths.values())
         for name, load in loads.items():
             worth = worths[depths[name]]
-            if load <= limit and (
-                worth > best_worth or (worth == best_worth and load < loads[best])
-            ):
+            if load <= limit and (worth, -load) > (best_worth, -loads[best]):
                 best, best_worth = name, worth
-        enough = self._min_worth * num_pages
+        enough = self.min_worth * num_pages
         self.counters["overflowed"] += best_worth < most >= enough  # a better match was too busy
         if best_worth <= 0 or best_worth < enough:
             self.counters["routed_by_load"] += 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 from typing import Any
 
 SECONDS = (
@@ -49,10 +50,7 @@ class Histogram:
 
     def cumulative(self) -> list[int]:
         """Values up to each bound, the last one infinity."""
-        counts, so_far = self._counts.copy(), 0
-        for at, count in enumerate(counts):
-            counts[at] = so_far = so_far + count
-        return counts
+        return list(accumulate(self._counts.copy()))
 
 
 class Tally:
@@ -71,15 +69,13 @@ class Tally:
 
     def row(self, label: Hashable) -> list[float]:
         """The label's numbers, to add to. O(1)."""
-        row = self._rows.get(label)
-        if row is not None:
+        if (row := self._rows.get(label)) is not None:
             return row
         if len(self._rows) >= self._max_labels:
             # Not kept by label: there may be any number of them.
             return self._named.setdefault(OTHER, [0.0] * self._width)
-        name = self._name(label)
-        row = self._rows[label] = self._named.setdefault(name, [0.0] * self._width)
-        return row
+        row = self._named.setdefault(self._name(label), [0.0] * self._width)
+        return self._rows.setdefault(label, row)
 
     def read(self) -> dict[str, list[float]]:
         """A copy, by the labels' text."""

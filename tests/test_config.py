@@ -98,6 +98,13 @@ def test_every_number_and_choice_has_a_bound() -> None:
         config()  # the defaults are within their own bounds
 
 
+def test_a_memory_type_is_deprecated_where_it_is_given() -> None:
+    assert TransportConfig().memory_type is None  # and does not warn: warnings are errors here
+    with pytest.warns(DeprecationWarning, match="memory_type follows from the pool") as caught:
+        TransportConfig(memory_type="DRAM")
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_a_peer_is_suspect_only_after_more_than_a_heartbeat() -> None:
     with pytest.raises(ConfigError, match=r"suspect_after_s is 2.0, .* heartbeat_s, 2.0"):
         ControlConfig(heartbeat_s=2.0, suspect_after_s=2.0)

@@ -67,5 +67,5 @@ def test_no_progress_thread_burns_a_core(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(nixl_agent.nixl_api, "nixl_agent_config", noting)
     layout: KVLayout = make_pool("layer_major", 4).layout
-    assert nixl_agent.NixlAgent("alone", layout, "DRAM").destroy()
+    assert nixl_agent.NixlAgent("alone", layout).destroy()
     assert [settings["enable_prog_thread"] for settings in asked] == [False]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from itertools import islice
 
 import numpy as np
 
 from prefixkv.cache.node import DEAD, PAGE_ID_BYTES, Node
-from prefixkv.cache.results import PrefixLock
+from prefixkv.cache.results import PrefixLock, packed_ids
 from prefixkv.cache.tree import RadixTree
 
 
@@ -19,12 +20,8 @@ def broken_laws(tree: RadixTree, locks: Collection[PrefixLock], epoch: int) -> l
         locks: all that are held.
         epoch: that of the tree; a lock of an earlier one holds an orphan.
     """
-    return [
-        *_tree_laws(tree, _orphans(locks, epoch)),
-        *_lock_laws(tree, locks, _orphans(locks, epoch)),
-        *_queue_laws(tree),
-        *_want_laws(tree),
-    ]
+    orphans = _orphans(locks, epoch)
+    return [*_tree_laws(tree, orphans), *_lock_laws(tree, locks, orphans), *_want_laws(tree)]
 
 
 def _tree_laws(tree: RadixTree, orphans: list[Node]) -> Iterator[str]:
@@ -62,16 +59,15 @@ def _tree_laws(tree: RadixTree, orphans: list[Node]) -> Iterator[str]:
             yield f"steps rise, and lie inside their node: {node} {depths}"
         if not node.children and node.mark is None:
             yield f"a leaf has been used: {node}"
-    ids = np.concatenate(
-        [np.frombuffer(node.pages, np.int32) for node in nodes] or [np.empty(0, np.int32)]
-    )
+        if not node.children and not node.lock_ref and node.entry is None:
+            yield f"an evictable leaf stands in a queue: {node}"
+    ids = packed_ids([node.pages for node in nodes])
     if len(set(ids.tolist())) != len(ids):
         yield "a page is in the tree once"
     if len(ids) != tree.num_pages or len(nodes) != tree.num_nodes:
         yield f"the counters count: {len(ids)} pages, {len(nodes)} nodes"
     if tree._in_tree is not None:
-        theirs = [np.frombuffer(node.pages, np.int32) for node in orphans]
-        both = np.sort(np.concatenate([ids, *theirs]))
+        both = np.sort(packed_ids([node.pages for node in [*nodes, *orphans]]))
         if not np.array_equal(both, np.flatnonzero(tree._in_tree)):
             yield "the bitmap has the pages of the tree and of orphans, and no others"
 
@@ -101,27 +97,20 @@ def _lock_laws(
         yield "the pages of orphans are counted"
 
 
-def _queue_laws(tree: RadixTree) -> Iterator[str]:
-    for node in tree.nodes():
-        if not node.children and not node.lock_ref and node.entry is None:
-            yield f"an evictable leaf stands in a queue: {node}"
-
-
 def _want_laws(tree: RadixTree) -> Iterator[str]:
     page_bytes = tree._page_bytes
-    hanging = [want for node in [*tree.nodes(), *tree._roots.values()]
-               for at in (node.wants or {}).values() for want in at]  # fmt: skip
+    nodes = [*tree.nodes(), *tree._roots.values()]
+    hanging = [want for node in nodes for hung in (node.wants or {}).values() for want in hung]
     if len(hanging) != len(tree._wants) or set(hanging) != set(tree._wants.values()):
         yield "every want hangs somewhere, once"
     for (namespace, data), want in tree._wants.items():
         node, num_bytes = tree._walk(tree._roots[namespace], data)
-        place = (want.depth, want.next_page(page_bytes))
         if want.node is not node or want.depth * page_bytes != num_bytes:
             yield (
                 f"a want hangs at the deepest page of it: {want.depth}, not "
                 f"{num_bytes // page_bytes} in {node}"
             )
-        elif want not in (node.wants or {}).get(place, ()):
+        elif want not in (node.wants or {}).get(want.place, ()):
             yield f"a want is found by its depth and next page: {want.node}"
 
 
@@ -136,14 +125,10 @@ def _orphans(locks: Collection[PrefixLock], epoch: int) -> list[Node]:
     return list(found)
 
 
-def picture(tree: RadixTree, limit: int = 200) -> list[str]:
-    """Every node with all that it knows, for the report of a broken law."""
-    lines: list[str] = []
-    for at, node in enumerate(tree.nodes()):
-        if at == limit:
-            return [*lines, f"and {tree.num_nodes - limit} more"]
-        lines.append(
-            f"{node!r} mark={node.mark} steps={node.steps} parent={id(node.parent):x} "
-            f"id={id(node):x}"
-        )
-    return lines
+def picture(tree: RadixTree, limit: int = 200) -> str:
+    """Every node with all that it knows, a line each, for the report of a broken law."""
+    lines = "".join(
+        f"\n{node!r} mark={node.mark} steps={node.steps} parent={id(node.parent):x} id={id(node):x}"
+        for node in islice(tree.nodes(), limit)
+    )
+    return f"{lines}\nand {tree.num_nodes - limit} more" if tree.num_nodes > limit else lines

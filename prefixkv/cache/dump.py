@@ -8,34 +8,25 @@ from prefixkv.cache.node import Node
 from prefixkv.cache.tree import RadixTree
 
 
-def as_text(tree: RadixTree, tick: int, max_nodes: int) -> str:
-    """See `RadixCache.dump`; `tick` is the number of uses. Indented no further than 40 levels, so
-    that a chain is not a triangle."""
-    return "\n".join(
-        f"{'  ' * min(above, 40)}{text}" for above, text in lines(tree, tick, max_nodes)
-    )
-
-
-def lines(tree: RadixTree, tick: int, max_nodes: int) -> Iterator[tuple[int, str]]:
-    """(how many nodes above, description) of the roots and the first `max_nodes` nodes, each before
-    its children."""
+def lines(tree: RadixTree, max_nodes: int) -> Iterator[str]:
+    """The roots and the first `max_nodes` nodes, each before its children. Indented no further
+    than 40 levels, so that a chain is not a triangle."""
     shown = 0
     for namespace, root in tree._roots.items():
-        yield 0, f"namespace {namespace!r}: {len(root.children)} children, lock_ref {root.lock_ref}"
+        yield f"namespace {namespace!r}: {len(root.children)} children, lock_ref {root.lock_ref}"
         stack: list[tuple[int, Node]] = [(1, child) for child in reversed(root.children.values())]
         while stack:
             above, node = stack.pop()
             if shown == max_nodes:
-                yield 0, f"and {tree.num_nodes - shown} more nodes"
+                yield f"and {tree.num_nodes - shown} more nodes"
                 return
             shown += 1
-            yield above, describe(tree, tick, node)
+            yield "  " * min(above, 40) + describe(tree, node)
             stack += [(above + 1, child) for child in reversed(node.children.values())]
 
 
-def describe(tree: RadixTree, tick: int, node: Node) -> str:
-    """One node: where it lies, its locks, the age of its last use, and what the policy says of
-    it."""
+def describe(tree: RadixTree, node: Node) -> str:
+    """One node: where it lies, its locks, its age in uses, and what the policy says of it."""
     size = tree.page_size
     text = (
         f"tokens {node.start * size}..{node.end * size} ({node.num_pages} pages), lock_ref "
@@ -44,7 +35,7 @@ def describe(tree: RadixTree, tick: int, node: Node) -> str:
     history = node.mark  # of the last page; the children show what was used below
     if history is not None:
         policy = tree.policy
-        text += f", age {tick - policy.last_tick(history)} uses{policy.describe(history)}"
+        text += f", age {tree.tick - policy.last_tick(history)} uses{policy.describe(history)}"
     if node.steps:
         text += f", {len(node.steps)} steps"
     if node.wants:

@@ -19,7 +19,9 @@ from hashlib import blake2b
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
+import numpy as np
 
+from prefixkv.cache.node import PAGE_ID_BYTES, Packed
 from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.errors import ProtocolError
 
@@ -29,20 +31,18 @@ NO_PARENT = b""
 """The parent of the first page of a namespace."""
 
 
-class Stored(msgspec.Struct, frozen=True, tag=True):
+class _Path(msgspec.Struct, frozen=True):
+    namespace: Any  # hashable; in a frame None, bool, int, str or bytes
+    parent: bytes
+    page_keys: tuple[bytes, ...]
+
+
+class Stored(_Path, frozen=True, tag=True):
     """Pages that can be matched from now on; `page_keys[0]` follows the page with key `parent`."""
 
-    namespace: Any  # hashable; in a frame None, bool, int, str or bytes
-    parent: bytes
-    page_keys: tuple[bytes, ...]
 
-
-class Removed(msgspec.Struct, frozen=True, tag=True):
+class Removed(_Path, frozen=True, tag=True):
     """Neighbours on one path that can not be matched any more; what followed them went before."""
-
-    namespace: Any  # hashable; in a frame None, bool, int, str or bytes
-    parent: bytes
-    page_keys: tuple[bytes, ...]
 
 
 class Cleared(msgspec.Struct, frozen=True, tag=True):
@@ -92,8 +92,7 @@ class EventSource(Protocol):
 
 
 class EventFeed:
-    """One cache's events, numbered. Owned by the cache's thread; recording begins with the first
-    batch."""
+    """One cache's events, numbered; recorded from the first batch on. Owner: the cache's thread."""
 
     def __init__(self, cache: EventSource, worker: str, incarnation: int) -> None:
         self._cache = cache
@@ -110,17 +109,18 @@ class EventFeed:
         return batch
 
 
-def page_keys(data: bytes, page_size: int) -> list[bytes]:
+def page_keys(data: Packed, page_size: int, parent: bytes = NO_PARENT) -> list[bytes]:
     """The keys of all whole pages of a prompt. One hash a page.
 
     Args:
         data: the packed tokens (`RadixKey.data`).
         page_size: tokens a page, that of the caches.
+        parent: the key of the page before them.
     """
     page_bytes = TOKEN_BYTES * page_size
-    keys, parent = [], NO_PARENT
+    keys = []
     for start in range(0, len(data) - page_bytes + 1, page_bytes):
-        parent = page_key(parent, data[start : start + page_bytes])
+        parent = page_key(parent, bytes(data[start : start + page_bytes]))
         keys.append(parent)
     return keys
 
@@ -136,39 +136,32 @@ def page_key(parent: bytes, page_tokens: bytes) -> bytes:
 
 
 class EventLog:
-    """Events since the last drain, and the keys of the pages now stored, by page id. O(1) a
-    page."""
+    """Events since the last drain, and the keys of stored pages by page id. O(1) a page."""
 
-    def __init__(self, page_bytes: int, limit: int) -> None:
-        self._page_bytes = page_bytes
+    def __init__(self, page_size: int, limit: int) -> None:
+        self._page_size = page_size
         self._limit = limit  # pages; a listener further behind than this starts afresh
         self._events: list[CacheEvent] = []
         self._num_pages = 0
-        self._keys: dict[
-            int, tuple[Hashable, bytes, bytes]
-        ] = {}  # page id: namespace, parent's key, own key
+        # page id: namespace, parent's key, own key
+        self._keys: dict[int, tuple[Hashable, bytes, bytes]] = {}
 
     @property
     def overrun(self) -> bool:
         return self._num_pages > self._limit
 
-    def stored(
-        self, namespace: Hashable, parent_page: int | None, key: bytes | bytearray, pages: list[int]
-    ) -> None:
-        """Pages with these packed tokens were added after page `parent_page` (None: at the
-        root)."""
-        before = first = NO_PARENT if parent_page is None else self._keys[parent_page][2]
-        page_keys = []
-        for at, page in enumerate(pages):
-            own = page_key(before, bytes(key[at * self._page_bytes : (at + 1) * self._page_bytes]))
+    def stored(self, namespace: Hashable, above: Packed, key: Packed, pages: Packed) -> None:
+        """Pages with these packed tokens were added after the last page of `above` (which is empty
+        at the root)."""
+        parent = self._keys[_ids(above[-PAGE_ID_BYTES:])[0]][2] if above else NO_PARENT
+        keys = page_keys(key, self._page_size, parent)
+        for page, before, own in zip(_ids(pages), [parent, *keys], keys, strict=False):
             self._keys[page] = (namespace, before, own)
-            page_keys.append(own)
-            before = own
-        self._append(Stored(namespace, first, tuple(page_keys)))
+        self._append(Stored(namespace, parent, tuple(keys)))
 
-    def removed(self, pages: list[int]) -> None:
+    def removed(self, pages: Packed) -> None:
         """These pages, neighbours on one path, were taken out."""
-        gone = [self._keys.pop(page) for page in pages]
+        gone = [self._keys.pop(page) for page in _ids(pages)]
         self._append(Removed(gone[0][0], gone[0][1], tuple(own for _, _, own in gone)))
 
     def cleared(self) -> None:
@@ -182,3 +175,7 @@ class EventLog:
     def _append(self, event: Stored | Removed) -> None:
         self._events.append(event)
         self._num_pages += len(event.page_keys)
+
+
+def _ids(pages: Packed) -> list[int]:
+    return np.frombuffer(pages, np.int32).tolist()  # type: ignore[no-any-return]

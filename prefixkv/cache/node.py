@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Mark: TypeAlias = Any
@@ -24,54 +25,54 @@ Fold: TypeAlias = Callable[[Mark, Mark], Mark]
 
 PAGE_ID_BYTES = 4
 
+Packed: TypeAlias = bytes | bytearray
+"""Tokens or page ids, four bytes each."""
+
 NO_CHILDREN: dict[bytes, Node] = {}
 """Shared by all leaves, never written to: a dictionary a leaf would cost a sixth of its memory."""
 
 DEAD = -1
 
 
+@dataclass(slots=True, eq=False)
 class Want:
     """One prefix, and how many requests wait for it. It hangs at page `depth` of `node`'s path (see
     `wants.py`)."""
 
-    __slots__ = ("count", "data", "depth", "node")
+    data: bytes  # packed tokens, whole pages
+    page_bytes: int
+    count: int = 0
+    node: Node | None = None
+    depth: int = 0
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data  # packed tokens, whole pages
-        self.count = 0
-        self.node: Node | None = None
-        self.depth = 0
-
-    def next_page(self, page_bytes: int) -> bytes:
-        """The first page of it that is not in the tree; empty when all of it is."""
-        return self.data[self.depth * page_bytes : (self.depth + 1) * page_bytes]
+    @property
+    def place(self) -> tuple[int, bytes]:
+        """Where it hangs in `Node.wants`: its depth, and the first page of it that is not in the
+        tree; empty when all of it is."""
+        start = self.depth * self.page_bytes
+        return self.depth, self.data[start : start + self.page_bytes]
 
 
 class Node:
-    """Pages `start` to `end` of one path. Holds no policy and no counters: `RadixCache` owns
-    those."""
+    """Pages `start` to `end` of one path. The policy and the counters are `RadixCache`'s."""
 
     __slots__ = (
         "children", "end", "entry", "key", "lock_ref", "mark", "only_child", "pages", "parent",
         "steps", "wants",
     )  # fmt: skip
 
-    def __init__(
-        self, key: bytes | bytearray, pages: bytes | bytearray, end: int, parent: Node | None
-    ) -> None:
+    def __init__(self, key: Packed, pages: Packed, end: int, parent: Node | None) -> None:
         self.key = key  # packed tokens, whole pages; a bytearray once it has grown or shrunk
         self.pages = pages  # packed int32 page ids, one a page
         self.end = end  # pages from the root to the end of this node; DEAD once it left the tree
         self.parent = parent  # None for a root, and for a node that left the tree
         self.children = NO_CHILDREN  # by the packed tokens of their first page
-        self.only_child: Node | None = (
-            None  # if there is exactly one: a walk compares with it and hashes nothing
-        )
+        # If there is exactly one: a walk compares with it and hashes nothing.
+        self.only_child: Node | None = None
         self.lock_ref = 0  # locks that end here + children with lock_ref > 0
         self.mark: Mark = None  # uses that end at the last page; None: none did
-        self.steps: list[tuple[int, Mark]] | None = (
-            None  # (depth, mark) of uses that end inside, ascending
-        )
+        # (depth, mark) of uses that end inside, ascending
+        self.steps: list[tuple[int, Mark]] | None = None
         self.entry: Any = None  # this node's live place in an eviction queue
         self.wants: dict[tuple[int, bytes], list[Want]] | None = None  # see wants.py
 
@@ -142,12 +143,9 @@ class Node:
         """The mark at `depth`; None if there is none. O(log steps)."""
         if depth == self.end:
             return self.mark
-        at = bisect_left(self.steps, (depth,)) if self.steps else 0
-        return (
-            self.steps[at][1]
-            if self.steps and at < len(self.steps) and self.steps[at][0] == depth
-            else None
-        )
+        steps = self.steps or []
+        at = bisect_left(steps, (depth,))
+        return steps[at][1] if at < len(steps) and steps[at][0] == depth else None
 
     def change_mark(self, depth: int, change: Callable[[Mark], Mark]) -> None:
         """Replace the mark at `depth`, if one is there."""
@@ -223,8 +221,7 @@ class Node:
         self.mark = mark
 
     def trim(self, num_pages: int, page_bytes: int, fold: Fold) -> bytes:
-        """Cut pages off the end and fold their marks into the page above. O(of the cut). Returns
-        the page ids."""
+        """Cut pages off the end, fold their marks into the page above; returns the ids. O(cut)."""
         if type(self.key) is bytes:
             self.key = bytearray(self.key)
             self.pages = bytearray(self.pages)
@@ -258,9 +255,8 @@ class Root(Node):
         self.namespace = namespace
 
 
-def _join(upper: bytes | bytearray, lower: bytes | bytearray) -> bytes | bytearray:
-    """`upper` + `lower`, in place where `upper` is a bytearray: a long trunk is not copied for each
-    short merge."""
+def _join(upper: Packed, lower: Packed) -> Packed:
+    """`upper` + `lower`, in place if `upper` is a bytearray: a short merge copies no long trunk."""
     if type(upper) is bytearray:
         upper += lower
         return upper

@@ -20,8 +20,6 @@ from collections.abc import Hashable
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
-
 from prefixkv.cache import audit, dump, wants
 from prefixkv.cache.events import CacheEvent, EventLog
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
@@ -37,19 +35,17 @@ from prefixkv.cache.results import (
     as_page_ids,
 )
 from prefixkv.cache.tree import RadixTree
-from prefixkv.errors import CallerError, InternalError, LockError
+from prefixkv.errors import CallerError, LockError, check_laws
 from prefixkv.paging import Pages
 
 EVENT_LIMIT_PAGES = 1 << 20
 """How many pages of events wait for a listener before it is made to start afresh."""
 
-_taken_s = attrgetter("taken_s")
-
 
 class RadixCache(RadixTree):
     """See the module's text. One owner, no threads; every call leaves all laws of `audit.py` true.
 
-    Sizes are properties: `num_pages` = `evictable_pages` + `protected_pages`; `orphan_pages`
+    Sizes are attributes: `num_pages` = `evictable_pages` + `protected_pages`; `orphan_pages`
     besides; `num_nodes`.
 
     Args:
@@ -89,7 +85,6 @@ class RadixCache(RadixTree):
         super().__init__(page_size, policy, pool_pages)
         self._locks: set[PrefixLock] = set()
         self._epoch = 0  # counts resets
-        self._tick = 0  # counts uses
         self._use = Use()
 
     # --- looking ---------------------------------------------------------------------------------
@@ -112,9 +107,10 @@ class RadixCache(RadixTree):
         data = key.data
         root = self._roots.get(key.namespace)
         if root is None:
-            return MatchResult(self, data, key.namespace, None, 0)
+            return MatchResult(self, data, key.namespace, None, 0, self.version)
         node, num_bytes = self._walk(root, data)
-        return MatchResult(self, data, key.namespace, node, num_bytes // self._page_bytes)
+        depth = num_bytes // self._page_bytes
+        return MatchResult(self, data, key.namespace, node, depth, self.version)
 
     # --- holding ---------------------------------------------------------------------------------
 
@@ -153,7 +149,7 @@ class RadixCache(RadixTree):
                 visit = type(result) is MatchResult
             use = self._next_use(result.data, node, depth, depth, visit, None, now_s)
             self._leave_mark(node, depth, use)
-        lock = PrefixLock(self, node, depth * self.page_size, self._epoch, now_s)
+        lock = PrefixLock(self, node, depth * self.page_size, self._epoch, now_s, NO_PAGES)
         self._locks.add(lock)
         return lock
 
@@ -167,11 +163,8 @@ class RadixCache(RadixTree):
             LockError: unlocked already, or another cache's. Nothing was changed.
         """
         if lock not in self._locks:
-            raise LockError(
-                "the lock was unlocked before"
-                if lock.cache is self
-                else "the lock is another cache's"
-            )
+            why = "was unlocked before" if lock.cache is self else "is another cache's"
+            raise LockError(f"the lock {why}")
         self._locks.remove(lock)
         lock.held = False
         if lock.epoch != self._epoch:
@@ -199,11 +192,11 @@ class RadixCache(RadixTree):
         now_s: float,
     ) -> Use:
         """A use of `num_pages`, of which `old_pages` are in the tree and end in `node`."""
-        self._tick += 1
+        self.tick += 1
         if now_s > self._now_s:
             self._now_s = now_s
         use = self._use
-        use.tick = self._tick
+        use.tick = self.tick
         use.now_s = self._now_s
         use.num_pages = num_pages
         use.old_pages = old_pages
@@ -211,7 +204,7 @@ class RadixCache(RadixTree):
         use.priority = priority
         use.data = data
         use.before = node.mark if old_pages == node.end else node.mark_at(old_pages)
-        use.tree_pages = self._evictable_pages + self._protected_pages
+        use.tree_pages = self.evictable_pages + self.protected_pages
         return use
 
     def _leave_mark(self, node: Node, depth: int, use: Use) -> None:
@@ -269,10 +262,10 @@ class RadixCache(RadixTree):
                 )
         ids = as_page_ids(pages, num_pages - held_pages)
         if not num_pages:
-            return InsertResult(self, data, key.namespace, node, 0, 0)
-        node, matched = (
-            (None, 0) if node is None else self._walk(node, data, held_pages * self._page_bytes)
-        )
+            return InsertResult(self, data, key.namespace, node, 0, self.version, 0)
+        matched = 0
+        if node is not None:
+            node, matched = self._walk(node, data, held_pages * self._page_bytes)
         old_pages = matched // self._page_bytes
         # This is the last call that may fail; from here on the tree changes.
         ids = self._new_pages(ids, old_pages - held_pages)
@@ -288,7 +281,7 @@ class RadixCache(RadixTree):
         else:
             new_key = data[matched : num_pages * self._page_bytes]
             node = self._attach(node, old_pages, new_key, ids, use)
-        return InsertResult(self, data, key.namespace, node, num_pages, old_pages)
+        return InsertResult(self, data, key.namespace, node, num_pages, self.version, old_pages)
 
     # --- taking back -----------------------------------------------------------------------------
 
@@ -312,24 +305,22 @@ class RadixCache(RadixTree):
         if num_pages < 0:
             raise CallerError(f"cannot evict {num_pages} pages")
         self._now_s = max(self._now_s, now_s)
-        num_pages = min(num_pages, self._evictable_pages)
+        num_pages = min(num_pages, self.evictable_pages)
         if not num_pages:
             return NO_PAGES.copy()
         thinned: dict[Node, None] = {}  # lost a child, so may have become mergeable
         # All at once needs no order. But `_strip` walks over what is held, so that has to be the
         # lesser part.
-        if num_pages == self._evictable_pages >= self._protected_pages and self._order_is_free():
+        if num_pages == self.evictable_pages >= self.protected_pages and self._order_is_free():
             taken = self._strip(thinned, self._log)
         else:
             taken = self._evict_in_order(num_pages, thinned)
         for node in thinned:
             self._merge_if_idle(node)
-        ids = np.frombuffer(bytearray().join(taken), np.int32)
-        self._evictable_pages -= len(ids)
+        ids = self._taken_out(taken)
+        self.evictable_pages -= len(ids)
         self._evicted_pages += len(ids)
         self.version += 1
-        if self._in_tree is not None:
-            self._in_tree[ids] = False
         return ids
 
     def reset(self) -> Pages:
@@ -347,18 +338,15 @@ class RadixCache(RadixTree):
                 node.wants = node.entry = None
             del self._roots[namespace]
         self.policy.reset()
-        self._orphan_pages += self._protected_pages
-        self._evictable_pages = self._protected_pages = self._num_nodes = 0
+        self.orphan_pages += self.protected_pages
+        self.evictable_pages = self.protected_pages = self.num_nodes = 0
         self.version += 1
         self._epoch += 1
         if self._log is not None:
             self._log.cleared()
         for (namespace, _), want in self._wants.items():
-            wants.hang(want, self._root(namespace), 0, self._page_bytes)
-        ids = np.frombuffer(bytearray().join(freed), np.int32)
-        if self._in_tree is not None:
-            self._in_tree[ids] = False
-        return ids
+            wants.hang(want, self._root(namespace), 0)
+        return self._taken_out(freed)
 
     # --- hints, all of them soft -----------------------------------------------------------------
 
@@ -408,15 +396,13 @@ class RadixCache(RadixTree):
                 f"{len(key)} tokens wanted by {want.count if want else 0}, a change by {change}"
             )
         if want is None:
-            want = self._wants[(key.namespace, data)] = Want(data)
+            want = self._wants[(key.namespace, data)] = Want(data, self._page_bytes)
             node, num_bytes = self._walk(self._root(key.namespace), data)
-            wants.hang(want, node, num_bytes // self._page_bytes, self._page_bytes)
+            wants.hang(want, node, num_bytes // self._page_bytes)
         want.count += change
         if not want.count:
             del self._wants[(key.namespace, data)]
-            home = want.node
-            assert home is not None
-            wants.unhang(want, self._page_bytes)
+            home = wants.unhang(want)
             if home.parent is None:
                 self._drop_root_if_idle(home)
             elif not home.children and not home.lock_ref:
@@ -434,7 +420,7 @@ class RadixCache(RadixTree):
         """
         if self._log is None or self._log.overrun or afresh:
             begun = self._log is not None
-            self._log = EventLog(self._page_bytes, EVENT_LIMIT_PAGES)
+            self._log = EventLog(self.page_size, EVENT_LIMIT_PAGES)
             if begun or afresh:
                 self._log.cleared()
             for node in self.nodes():
@@ -442,36 +428,29 @@ class RadixCache(RadixTree):
                 self._log_stored(node, node.parent.pages, node.key, node.pages)
         return self._log.drain()
 
-    @property
-    def tick(self) -> int:
-        """How many uses there were."""
-        return self._tick
-
     def stats(self) -> CacheStats:
         return CacheStats(
             num_pages=self.num_pages,
-            evictable_pages=self._evictable_pages,
-            protected_pages=self._protected_pages,
-            orphan_pages=self._orphan_pages,
-            num_nodes=self._num_nodes,
+            evictable_pages=self.evictable_pages,
+            protected_pages=self.protected_pages,
+            orphan_pages=self.orphan_pages,
+            num_nodes=self.num_nodes,
             num_locks=len(self._locks),
             num_wants=len(self._wants),
-            uses=self._tick,
+            uses=self.tick,
             inserted_pages=self._inserted_pages,
             evicted_pages=self._evicted_pages,
         )
 
     def oldest_lock(self) -> PrefixLock | None:
-        """Of the locks that hold pages the one taken first, by `now_s`. O(locks). Any thread may
-        ask."""
-        return min(
-            (lock for lock in self._locks.copy() if lock.prefix_len), key=_taken_s, default=None
-        )
+        """The first taken, by `now_s`, of the locks that hold pages. O(locks); from any thread."""
+        holding = (lock for lock in self._locks.copy() if lock.prefix_len)
+        return min(holding, key=attrgetter("taken_s"), default=None)
 
     def dump(self, max_nodes: int = 1000) -> str:
         """The tree as text, a node a line: depth, tokens, lock_ref, age in uses, and what the
         policy says of it."""
-        return dump.as_text(self, self._tick, max_nodes)
+        return "\n".join(dump.lines(self, max_nodes))
 
     def check_invariants(self) -> None:
         """Hold the tree against its laws (`audit.py`). O(tree).
@@ -479,10 +458,8 @@ class RadixCache(RadixTree):
         Raises:
             InternalError: every law that is broken, and the state.
         """
-        broken = audit.broken_laws(self, self._locks, self._epoch)
-        if broken:
-            laws = [f"broken: {law}" for law in broken]
-            raise InternalError("\n".join([*laws, repr(self.stats()), *audit.picture(self)]))
+        if broken := audit.broken_laws(self, self._locks, self._epoch):
+            check_laws(dict.fromkeys(broken, False), self.stats(), audit.picture(self))
 
     # --- shared ----------------------------------------------------------------------------------
 

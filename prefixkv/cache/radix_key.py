@@ -48,23 +48,19 @@ class RadixKey:
     __slots__ = ("_checked_bytes", "_data", "_tail", "namespace")
 
     namespace: Hashable
-    _checked_bytes: int
 
     def __init__(self, tokens: TokensLike = (), namespace: Hashable = None) -> None:
+        self._data = pack(tokens)
+        self._checked_bytes = 0  # how far `check` has been
         if type(tokens) is RadixKey:
-            self._data = tokens.data
-            self._checked_bytes = tokens._checked_bytes  # how far `check` has been
+            self._checked_bytes = tokens._checked_bytes
             namespace = tokens.namespace if namespace is None else namespace
-        else:
-            self._data = pack(tokens)
-            self._checked_bytes = 0
         self._tail = bytearray()  # appended since `data` was last asked for
         self.namespace = namespace
 
     @property
     def data(self) -> bytes:
-        """The packed tokens. After appending, one copy (no conversion) the first time it is asked
-        for."""
+        """The packed tokens. The first access after an append costs a copy, but no conversion."""
         if self._tail:
             self._data += self._tail
             self._tail.clear()
@@ -118,10 +114,8 @@ def pack(tokens: TokensLike) -> bytes:
         return tokens.data
     if isinstance(tokens, np.ndarray):
         return _pack_array(tokens)
-    detach = getattr(tokens, "detach", None)
-    if (
-        detach is not None
-    ):  # a torch tensor, known by what it can do: torch is not imported for this
+    # A torch tensor is known by what it can do: torch is not imported for this.
+    if (detach := getattr(tokens, "detach", None)) is not None:
         return _pack_array(detach().cpu().numpy())
     if isinstance(tokens, array):
         return _pack_array(np.asarray(tokens))

@@ -1,16 +1,14 @@
-"""What the calls of a `RadixCache` give back. Page ids are put together only when they are asked
-for."""
+"""What the calls of a `RadixCache` give back. Page ids are put together only when asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 
-from prefixkv.cache.node import PAGE_ID_BYTES, Node
+from prefixkv.cache.node import PAGE_ID_BYTES, Node, Packed
 from prefixkv.errors import PageStateError
 from prefixkv.paging import Pages, as_pages
 
@@ -30,8 +28,7 @@ class Cache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A snapshot of sizes, and counts since the cache was built. Pages, unless the name says
-    otherwise."""
+    """A snapshot of sizes, and counts since the cache was built; pages unless named otherwise."""
 
     num_pages: int
     evictable_pages: int
@@ -45,6 +42,7 @@ class CacheStats:
     evicted_pages: int
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class MatchResult:
     """The longest cached prefix of some tokens, when it was looked for. Nothing is held by it.
 
@@ -52,17 +50,12 @@ class MatchResult:
     is empty. The page ids are right until the tree changes; take those of the lock.
     """
 
-    __slots__ = ("cache", "data", "depth", "namespace", "node", "version")
-
-    def __init__(
-        self, cache: Cache, data: bytes, namespace: Hashable, node: Node | None, depth: int
-    ) -> None:
-        self.cache = cache
-        self.data = data
-        self.namespace = namespace
-        self.node = node
-        self.depth = depth
-        self.version = cache.version
+    cache: Cache
+    data: bytes
+    namespace: Hashable
+    node: Node | None
+    depth: int
+    version: int
 
     @property
     def prefix_len(self) -> int:
@@ -93,6 +86,7 @@ class MatchResult:
         return f"{type(self).__name__}(prefix_len={self.prefix_len})"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class InsertResult(MatchResult):
     """What the tree has after an insertion. `prefix_len` tokens of it were there before.
 
@@ -101,19 +95,7 @@ class InsertResult(MatchResult):
     that differ.
     """
 
-    __slots__ = ("old_depth",)
-
-    def __init__(
-        self,
-        cache: Cache,
-        data: bytes,
-        namespace: Hashable,
-        node: Node | None,
-        depth: int,
-        old_depth: int,
-    ) -> None:
-        super().__init__(cache, data, namespace, node, depth)
-        self.old_depth = old_depth
+    old_depth: int
 
     @property
     def prefix_len(self) -> int:
@@ -121,6 +103,7 @@ class InsertResult(MatchResult):
         return self.old_depth * self.cache.page_size
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PrefixLock:
     """A prefix held in place. Given back by `RadixCache.unlock`, once, or by leaving its `with`
     block.
@@ -128,19 +111,14 @@ class PrefixLock:
     `node` ends where the lock ends, as long as it is held. `freed`: see `RadixCache.unlock`.
     """
 
-    __slots__ = ("_pages", "cache", "epoch", "freed", "held", "node", "prefix_len", "taken_s")
-
-    def __init__(
-        self, cache: Cache, node: Node, prefix_len: int, epoch: int, taken_s: float = 0.0
-    ) -> None:
-        self.cache = cache
-        self.node = node
-        self.prefix_len = prefix_len
-        self.epoch = epoch
-        self.held = True
-        self.taken_s = taken_s  # by the caller's clock
-        self.freed = NO_PAGES
-        self._pages: Pages | None = None
+    cache: Cache
+    node: Node
+    prefix_len: int
+    epoch: int
+    taken_s: float  # by the caller's clock
+    freed: Pages
+    held: bool = True
+    _pages: Pages | None = None
 
     @property
     def pages(self) -> Pages:
@@ -155,12 +133,7 @@ class PrefixLock:
     def __enter__(self) -> PrefixLock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if self.held:
             self.cache.unlock(self)
 
@@ -169,8 +142,7 @@ class PrefixLock:
 
 
 def page_ids(node: Node | None, depth: int) -> Pages:
-    """int32 [depth] page ids of the path that ends at `depth` in `node`; a new array. O(nodes +
-    pages)."""
+    """int32 [depth] ids of the path to `depth` in `node`; a new array. O(nodes + pages)."""
     if node is None or not depth:
         return NO_PAGES.copy()
     runs = [node.pages[: (depth - node.start) * PAGE_ID_BYTES]]
@@ -178,7 +150,11 @@ def page_ids(node: Node | None, depth: int) -> Pages:
     while node is not None and node.parent is not None:
         runs.append(node.pages)
         node = node.parent
-    runs.reverse()
+    return packed_ids(runs[::-1])
+
+
+def packed_ids(runs: Iterable[Packed]) -> Pages:
+    """The page ids in several runs of packed ones, one after the other; a new array."""
     return np.frombuffer(bytearray().join(runs), np.int32)
 
 

@@ -3,7 +3,6 @@ holding, attaching new pages and taking pages out. `radix_cache.py` says what th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Iterator
 
 import numpy as np
@@ -12,25 +11,34 @@ from prefixkv.cache import wants
 from prefixkv.cache.events import EventLog
 from prefixkv.cache.eviction.policy import Policy, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
-from prefixkv.cache.node import PAGE_ID_BYTES, Node, Root, Want
+from prefixkv.cache.node import PAGE_ID_BYTES, Node, Packed, Root, Want
 from prefixkv.cache.radix_key import TOKEN_BYTES
+from prefixkv.cache.results import packed_ids
 from prefixkv.errors import PageStateError
 from prefixkv.paging import Pages
 from prefixkv.settings import at_least
 
 
 class RadixTree:
-    """Nodes, and all that is counted of them. One owner, no threads."""
+    """Nodes, and all that is counted of them. One owner, no threads.
+
+    Attributes:
+        evictable_pages: pages in the tree that no lock covers.
+        protected_pages: pages in the tree that a lock covers.
+        orphan_pages: pages of paths that were locked when the tree was reset, and still are.
+        num_nodes: nodes in the tree, roots not counted.
+        tick: how many uses there were.
+        version: of the content: counts what adds or takes pages, not splits and merges.
+    """
 
     def __init__(self, page_size: int, policy: str | Policy, pool_pages: int | None) -> None:
         at_least(1, page_size=page_size)
-        if pool_pages is not None:
-            at_least(0, pool_pages=pool_pages)
+        at_least(0, pool_pages=pool_pages or 0)
         self.page_size = page_size
         self.policy = make_policy(policy)
         self.policy.serve(page_size, pool_pages)
         self.pool_pages = pool_pages
-        self.version = 0  # of the content: counts what adds or takes pages, not splits and merges
+        self.version = self.tick = 0
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[Hashable, Root] = {}
         self._queue: EvictionQueue = self.policy.make_queue()
@@ -40,35 +48,15 @@ class RadixTree:
         self._in_tree = None if pool_pages is None else np.zeros(pool_pages, np.bool_)
         self._log: EventLog | None = None
         self._now_s = 0.0  # the latest time that was given
-        self._evictable_pages = self._protected_pages = self._orphan_pages = self._num_nodes = 0
+        self.evictable_pages = self.protected_pages = self.orphan_pages = self.num_nodes = 0
         self._inserted_pages = self._evicted_pages = 0
 
     # --- sizes ---------------------------------------------------------------------------------
 
     @property
-    def evictable_pages(self) -> int:
-        """Pages in the tree that no lock covers."""
-        return self._evictable_pages
-
-    @property
-    def protected_pages(self) -> int:
-        """Pages in the tree that a lock covers."""
-        return self._protected_pages
-
-    @property
     def num_pages(self) -> int:
         """Pages in the tree. Those of orphans (see `reset`) are not."""
-        return self._evictable_pages + self._protected_pages
-
-    @property
-    def orphan_pages(self) -> int:
-        """Pages of paths that were locked when the tree was reset, and still are."""
-        return self._orphan_pages
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes in the tree, roots not counted."""
-        return self._num_nodes
+        return self.evictable_pages + self.protected_pages
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, each before its children. Do not change the tree meanwhile."""
@@ -143,14 +131,13 @@ class RadixTree:
             root.leave_tree()
 
     def _split(self, node: Node, depth: int) -> Node:
-        """Make `depth` the end of a node, and return that node, which is new; `node` keeps what
-        lies below."""
+        """Make `depth` the end of a new node, and return it; `node` keeps what lies below."""
         upper = node.split(depth, self._page_bytes)
         assert upper.parent is not None
         upper.parent.adopt(bytes(upper.key[: self._page_bytes]), upper)
         if node.wants:
-            wants.move(node, upper, upper.start, depth, self._page_bytes)
-        self._num_nodes += 1
+            wants.move(node, upper, upper.start, depth, limit=depth)
+        self.num_nodes += 1
         return upper
 
     def _merge_if_idle(self, node: Node) -> None:
@@ -163,10 +150,10 @@ class RadixTree:
         first_page = bytes(node.key[: self._page_bytes])
         forget(node)
         if node.wants:
-            wants.move(node, child, node.start, node.end, self._page_bytes)
+            wants.move(node, child, node.start, node.end, limit=node.end)
         child.absorb_parent()
         grandparent.adopt(first_page, child)
-        self._num_nodes -= 1
+        self.num_nodes -= 1
 
     def _subtree(self, top: Node, held: bool = False) -> list[Node]:
         """`top` and all below it, or only what is held, each before its children."""
@@ -186,8 +173,8 @@ class RadixTree:
             node = node.parent
             node.lock_ref += 1
         num_pages = end - node.end
-        self._evictable_pages -= num_pages
-        self._protected_pages += num_pages
+        self.evictable_pages -= num_pages
+        self.protected_pages += num_pages
 
     def _release(self, node: Node) -> None:
         end = node.end
@@ -196,8 +183,8 @@ class RadixTree:
             node = node.parent
             node.lock_ref -= 1
         num_pages = end - node.end
-        self._evictable_pages += num_pages
-        self._protected_pages -= num_pages
+        self.evictable_pages += num_pages
+        self.protected_pages -= num_pages
 
     # --- attaching -----------------------------------------------------------------------------
 
@@ -232,7 +219,7 @@ class RadixTree:
             node = Node(key, pages, depth + len(ids), parent)
             node.mark = mark
             parent.adopt(key[:page_bytes], node)
-            self._num_nodes += 1
+            self.num_nodes += 1
         for at, inner_mark in inner_marks:
             if at > depth:
                 node.leave_mark(at, inner_mark, fold, False)
@@ -242,9 +229,9 @@ class RadixTree:
             # Wants that hang here and ask for these pages move down.
             for want in wants.served_by(parent, depth, key[:page_bytes]):
                 common = self._common_bytes(want.data, depth * page_bytes, len(want.data), key)
-                wants.hang(want, node, depth + common // page_bytes, page_bytes)
+                wants.hang(want, node, depth + common // page_bytes)
         self._queue.add(node)
-        self._evictable_pages += len(ids)
+        self.evictable_pages += len(ids)
         self._inserted_pages += len(ids)
         self.version += 1
         if self._in_tree is not None:
@@ -253,38 +240,28 @@ class RadixTree:
             self._log_stored(node, pages_above, key, pages)
         return node
 
-    def _log_stored(
-        self,
-        node: Node,
-        pages_above: bytes | bytearray,
-        key: bytes | bytearray,
-        pages: bytes | bytearray,
-    ) -> None:
+    def _log_stored(self, node: Node, pages_above: Packed, key: Packed, pages: Packed) -> None:
         assert self._log is not None
-        parent_page = (
-            int.from_bytes(pages_above[-PAGE_ID_BYTES:], sys.byteorder) if pages_above else None
-        )
-        root: Node = node
-        while root.parent is not None:
-            root = root.parent
-        assert isinstance(root, Root)
-        self._log.stored(root.namespace, parent_page, key, np.frombuffer(pages, np.int32).tolist())
+        while node.parent is not None:
+            node = node.parent
+        assert isinstance(node, Root)
+        self._log.stored(node.namespace, pages_above, key, pages)
 
     # --- taking out ----------------------------------------------------------------------------
 
     def _victim(self) -> Node | None:
         """The leaf whose last page goes first; a wanted one only when there is no other."""
         while (node := self._queue.first(self._now_s)) is not None:
-            if not (node.wants and wants.deepest(node) == node.end):
+            if not (node.wants and wants.deepest(node, node.end) == node.end):
                 return node
             forget(node)
             self._wanted_queue.add(node)
         return self._wanted_queue.first()
 
-    def _evict_in_order(self, num_pages: int, thinned: dict[Node, None]) -> list[bytes | bytearray]:
-        taken: list[bytes | bytearray] = []
+    def _evict_in_order(self, num_pages: int, thinned: dict[Node, None]) -> list[Packed]:
+        taken: list[Packed] = []
         ghost_pages = self.policy.ghost_pages
-        self._queue.expect(num_pages * self._num_nodes // self._evictable_pages, self._now_s)
+        self._queue.expect(num_pages * self.num_nodes // self.evictable_pages, self._now_s)
         missing = num_pages
         while missing:
             node = self._victim()
@@ -295,7 +272,7 @@ class RadixTree:
             # Pages above the last step have another history, so it may not be their turn.
             floor = steps[-1][0] if steps else parent.end
             if node.wants:
-                floor = max(floor, wants.deepest_below(node))
+                floor = max(floor, wants.deepest(node, end - 1))
             count = end - floor
             if count > missing:
                 count = missing
@@ -315,24 +292,23 @@ class RadixTree:
         end = node.end
         pages = node.trim(num_pages, self._page_bytes, self.policy.fold)
         if node.wants:
-            wants.move(node, node, node.end, end, self._page_bytes, limit=node.end)
+            wants.move(node, node, node.end, end, limit=node.end)
         if self._log is not None:
-            self._log.removed(np.frombuffer(pages, np.int32).tolist())
+            self._log.removed(pages)
         self._queue.add(node)
         return pages
 
     def _remove_leaf(self, node: Node, parent: Node, thinned: dict[Node, None]) -> None:
         """Take a leaf out; what is known of its uses goes to the page above."""
         parent.disown(bytes(node.key[: self._page_bytes]))
-        self._num_nodes -= 1
+        self.num_nodes -= 1
         if parent.parent is not None:
-            parent.mark = (
-                node.mark if parent.mark is None else self.policy.fold(parent.mark, node.mark)
-            )
+            mark = parent.mark
+            parent.mark = node.mark if mark is None else self.policy.fold(mark, node.mark)
         if node.wants:
-            wants.move(node, parent, parent.end, node.end, self._page_bytes, limit=parent.end)
+            wants.move(node, parent, parent.end, node.end, limit=parent.end)
         if self._log is not None:
-            self._log.removed(np.frombuffer(node.pages, np.int32).tolist())
+            self._log.removed(node.pages)
         node.entry[2].take(node)
         node.leave_tree()
         if parent.children:
@@ -351,24 +327,20 @@ class RadixTree:
         ghost_pages = self.policy.ghost_pages
         return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
 
-    def _strip(
-        self, thinned: dict[Node, None], log: EventLog | None = None
-    ) -> list[bytes | bytearray]:
+    def _strip(self, thinned: dict[Node, None], log: EventLog | None = None) -> list[Packed]:
         """Take out everything that no lock covers; page ids of it. What was known of it goes to the
         page above."""
-        freed: list[bytes | bytearray] = []
+        freed: list[Packed] = []
         fold = self.policy.fold
         for root in list(self._roots.values()):
             for node in self._subtree(root, held=True):
-                gone = [
-                    (page, child) for page, child in node.children.items() if not child.lock_ref
-                ]
+                gone = [item for item in node.children.items() if not item[1].lock_ref]
                 for first_page, child in gone:
                     node.disown(first_page)
                     branch = self._subtree(child) if child.children else [child]
                     if log is not None:
                         for below in reversed(branch):
-                            log.removed(np.frombuffer(below.pages, np.int32).tolist())
+                            log.removed(below.pages)
                     for below in branch:
                         freed.append(below.pages)
                         if node is not root:
@@ -376,9 +348,9 @@ class RadixTree:
                                 if mark is not None:
                                     node.mark = mark if node.mark is None else fold(node.mark, mark)
                         if below.wants:
-                            wants.move(below, node, 0, below.end, self._page_bytes, limit=node.end)
+                            wants.move(below, node, 0, below.end, limit=node.end)
                         below.leave_tree()
-                        self._num_nodes -= 1
+                        self.num_nodes -= 1
                 if gone:
                     thinned[node] = None
             self._drop_root_if_idle(root)
@@ -388,7 +360,7 @@ class RadixTree:
 
     def _release_orphan(self, node: Node) -> Pages:
         """Release an orphaned path, and take the pages that no lock holds any more."""
-        freed: list[bytes | bytearray] = []
+        freed: list[Packed] = []
         node.lock_ref -= 1
         while node.lock_ref == 0 and node.parent is not None:
             parent = node.parent
@@ -397,8 +369,13 @@ class RadixTree:
             node.leave_tree()
             node = parent
             node.lock_ref -= 1
-        ids = np.frombuffer(bytearray().join(freed), np.int32)
-        self._orphan_pages -= len(ids)
+        ids = self._taken_out(freed)
+        self.orphan_pages -= len(ids)
+        return ids
+
+    def _taken_out(self, runs: list[Packed]) -> Pages:
+        """The ids of pages that are in the tree no longer."""
+        ids = packed_ids(runs)
         if self._in_tree is not None:
             self._in_tree[ids] = False
         return ids

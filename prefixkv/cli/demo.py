@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from prefixkv.cli.options import LOAD_FRACTION, DemoOptions, PassPlan
 from prefixkv.cli.report import CACHE_NAMES, Measured, Report, machine
@@ -36,16 +36,9 @@ _DEFINITIONS = {
 }
 
 
-class RunPass(Protocol):
-    """What runs a pass: `Workers.run`, or a test's stand-in."""
-
-    def __call__(self, plan: PassPlan, progress: Callable[[int], None]) -> Measured: ...
-
-
-class Show(Protocol):
-    """Told that a pass begins; returns what hears how many of its requests have ended."""
-
-    def __call__(self, title: str) -> Callable[[int], None]: ...
+Heard = Callable[[int], None]  # hears how many requests of a pass have ended
+RunPass = Callable[[PassPlan, Heard], Measured]  # `Workers.run`, or a test's stand-in
+Show = Callable[[str], Heard]  # told that a pass begins
 
 
 def run(
@@ -69,19 +62,15 @@ def run(
         f"The workers' switch interval is set to {SWITCH_INTERVAL_S * 1e3:g} ms.",
         highlight=False,
     )
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+    with Progress(
+        "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, disable=not console.is_terminal,
+    ) as bars:  # fmt: skip
 
-        def show(title: str, total: int = workload.num_requests) -> Callable[[int], None]:
+        def show(title: str, total: int = workload.num_requests) -> Heard:
             if bars.disable:
-                console.print(
-                    title, highlight=False
-                )  # a log cannot show a bar, but it can show where we are
+                # A log cannot show a bar, but it can show where we are.
+                console.print(title, highlight=False)
             task = bars.add_task(title, total=total)
             return lambda ended: bars.update(task, completed=ended)
 
@@ -90,9 +79,8 @@ def run(
             workers.wait_ready()
             started(1)
             report = run_passes(recipe, caches, workers.run, show)
-    recipe["machine"]["load_average_after"] = list(
-        os.getloadavg()
-    )  # foreign load shows: ours is about 1.5
+    # foreign load shows: ours is about 1.5
+    recipe["machine"]["load_average_after"] = list(os.getloadavg())
     console.print(report.table())
     if report.verdict():
         console.print(report.verdict(), highlight=False)
@@ -127,13 +115,9 @@ def run_passes(
         report.verified[cache] = one("verified", cache, verify=True, rate=None)
     base = one("saturated", cache=False, verify=False, rate=None)
     for cache in caches:
-        report.saturated[cache] = (
-            one("saturated", cache, verify=False, rate=None) if cache else base
-        )
+        report.saturated[cache] = one("saturated", True, False, None) if cache else base
     if base.requests == base.failed:
-        raise WorkerError(
-            "no request was answered with the cache off, so there is no rate to offer"
-        )
+        raise WorkerError("no request was answered with the cache off: there is no rate to offer")
     sustained = (base.requests - base.failed) / base.duration_s
     rate = LOAD_FRACTION * sustained
     recipe["offered_load"] = {

@@ -1,31 +1,52 @@
 """The demo's options, checked against each other, and the plan of passes that follows from them."""
 
+# ruff: noqa: RUF009 - `_option` returns a dataclass field
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from prefixkv.cli.workload import TRACE_BLOCK_TOKENS, Workload, chat, trace
 from prefixkv.config import TransportConfig
-from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.errors import ConfigError, HandshakeError, check_range
 from prefixkv.memory.kv_layout import ITEMSIZE, SLABS_PER_LAYER
 from prefixkv.memory.mesh import Mesh, check_meshes
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import pages_for
 
-DTYPES: Final = {
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float8": "float8_e4m3fn",
-    "uint8": "uint8",
-}
 RESERVE_TOKENS: Final = 64  # room decode keeps for each running request's answer
 LOAD_FRACTION: Final = 0.7  # of what cache-off sustains, in the timed passes
 _MAX_SIZE: Final = 1 << 20  # of one dimension; what a product may be, memory says
 _LEASE_BYTES: Final = 4 << 20
 _WORKER_BYTES: Final = 1 << 30  # of two workers without their pools: torch, NIXL, token lists
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float8 = "float8"
+    uint8 = "uint8"
+
+
+class Attention(StrEnum):
+    mha = "mha"
+    mla = "mla"
+
+
+class Layout(StrEnum):
+    layer_major = "layer_major"
+    page_major = "page_major"
+
+
+class Switch(StrEnum):
+    on = "on"
+    off = "off"
+
+
+_CHOICES: Final = {kind.__name__: kind for kind in (Dtype, Attention, Layout, Switch)}
 
 
 class PassPlan(NamedTuple):
@@ -37,6 +58,14 @@ class PassPlan(NamedTuple):
     salt: int
 
 
+def _option(
+    default: Any, help: str = "", least: float = 1, most: float = _MAX_SIZE, **more: Any
+) -> Any:
+    """A field, and what the command line says of it. `least` and `most` bound a number; `more` is
+    for `typer.Option`."""
+    return field(default=default, metadata={"bounds": (least, most), "help": help, **more})
+
+
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
     """See `prefixkv demo --help`. `kv_heads` and `head_dim` of None mean the attention's usual
@@ -45,56 +74,48 @@ class DemoOptions:
     Raises: ConfigError that names the option, its value and its bound.
     """
 
-    seed: int = 1
-    conversations: int = 24
-    turns: int = 10
-    requests: int | None = None
-    concurrency: int = 24
-    page_size: int = 16
-    layers: int = 16
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    dtype: str = "bfloat16"
-    attention: str = "mha"
-    layout: str = "layer_major"
-    prefill_tp: int = 1
-    decode_tp: int = 1
-    prefill_layout: str | None = None
-    decode_layout: str | None = None
-    staging: str = "on"
-    staging_leases: float = 16.0
-    prefill_pages: int = 1792
-    decode_pages: int = 2304
-    system_tokens: int = 1024
-    user_tokens: int = 40
-    output_tokens: int = 24
-    chunk_tokens: int = 512
-    step_ms: float = 5.0
-    prefill_us_per_token: float = 0.0
-    trace: Path | None = None
-    block_tokens: int = 16
+    seed: int = _option(1, "Of the workload and its arrivals.", 0, 2**63 - 1)
+    conversations: int = _option(24, "Chats that share a system prompt.")
+    turns: int = _option(10, "Turns a conversation.")
+    requests: int | None = _option(
+        None, "Cut the workload to this many requests.", show_default="all"
+    )
+    concurrency: int = _option(24, "Requests under way at once, at most.")
+    page_size: int = _option(16, "Tokens a page.")
+    layers: int = _option(16)
+    kv_heads: int | None = _option(None, "KV heads a layer.", show_default="8; mla: 1")
+    head_dim: int | None = _option(None, "Elements a head.", show_default="128; mla: 576")
+    dtype: Dtype = _option(Dtype.bfloat16)
+    attention: Attention = _option(Attention.mha)
+    layout: Layout = _option(Layout.layer_major)
+    prefill_tp: int = _option(1, "Tensor-parallel ranks of prefill.")
+    decode_tp: int = _option(1, "Tensor-parallel ranks of decode.")
+    prefill_layout: Layout | None = _option(None, show_default="--layout")
+    decode_layout: Layout | None = _option(None, show_default="--layout")
+    staging: Switch = _option(Switch.on, "Gather slices of heads, where the ranks differ.")
+    staging_leases: float = _option(
+        16.0, "A rank's staging memory, in leases of 4 MiB.", 1, 1 << 20
+    )
+    prefill_pages: int = _option(1792, "Pages in prefill's pool.")
+    decode_pages: int = _option(2304, "Pages in decode's pool.")
+    trace: Path | None = _option(
+        None, "Replay a Mooncake JSONL trace instead of chats.", metavar="FILE"
+    )
+    block_tokens: int = _option(
+        16, "Tokens that a trace's block of 512 is scaled down to.", 1, TRACE_BLOCK_TOKENS
+    )
+    system_tokens: int = _option(1024, "The shared system prompt.")
+    user_tokens: int = _option(40, "A user's text, median.")
+    output_tokens: int = _option(24, "An answer, median.")
+    chunk_tokens: int = _option(512, "Tokens prefill computes at a time.")
+    step_ms: float = _option(5.0, "The shortest a decode step may be.", 0, 10_000)
+    prefill_us_per_token: float = _option(
+        0.0, "Compute time to model, beside the writing of the KV.", 0, 1_000_000
+    )
 
     def __post_init__(self) -> None:
-        for name in (
-            "conversations", "turns", "concurrency", "page_size", "layers", "prefill_pages",
-            "decode_pages", "system_tokens", "user_tokens", "output_tokens", "chunk_tokens",
-            "prefill_tp", "decode_tp",
-        ):  # fmt: skip
-            _in_range(name, getattr(self, name), 1, _MAX_SIZE)
-        for name in ("requests", "kv_heads", "head_dim"):
-            if getattr(self, name) is not None:
-                _in_range(name, getattr(self, name), 1, _MAX_SIZE)
-        _in_range("seed", self.seed, 0, 2**63 - 1)
-        _in_range("block_tokens", self.block_tokens, 1, TRACE_BLOCK_TOKENS)
-        _in_range("step_ms", self.step_ms, 0, 10_000)
-        _in_range("prefill_us_per_token", self.prefill_us_per_token, 0, 1_000_000)
-        _one_of("dtype", self.dtype, tuple(DTYPES))
-        _one_of("attention", self.attention, tuple(SLABS_PER_LAYER))
-        for name in ("layout", "prefill_layout", "decode_layout"):
-            if getattr(self, name) is not None:
-                _one_of(name, getattr(self, name), ("layer_major", "page_major"))
-        _one_of("staging", self.staging, ("on", "off"))
-        _in_range("staging_leases", self.staging_leases, 1, 1 << 20)
+        for option in fields(self):
+            self._check(option.name, option.type, *option.metadata["bounds"])
         if self.attention == "mla" and self.heads != 1:
             raise ConfigError(f"--kv-heads is {self.heads}, it has to be 1 with --attention mla")
         for name in ("prefill_tp", "decode_tp"):
@@ -108,6 +129,15 @@ class DemoOptions:
             raise ConfigError(
                 f"--prefill-tp {self.prefill_tp} and --decode-tp {self.decode_tp}: {error}"
             ) from None
+
+    def _check(self, name: str, kind: Any, least: float, most: float) -> None:
+        """One option by itself: a number's bounds, a word's choices."""
+        value = getattr(self, name)
+        choices = _CHOICES.get(kind.partition(" ")[0])
+        if choices is None and isinstance(value, int | float):
+            check_range(_flag(name), value, least, most)
+        elif choices is not None and value is not None and value not in list(choices):
+            raise ConfigError(f"{_flag(name)} is {value!r}, must be one of {', '.join(choices)}")
 
     def mesh(self, tp_size: int) -> Mesh:
         return Mesh(self.layers, self.heads, tp_size)
@@ -135,8 +165,12 @@ class DemoOptions:
         )
 
     @property
+    def torch_dtype(self) -> str:
+        return "float8_e4m3fn" if self.dtype == "float8" else self.dtype
+
+    @property
     def page_bytes(self) -> int:
-        element = ITEMSIZE[DTYPES[self.dtype]]
+        element = ITEMSIZE[self.torch_dtype]
         slabs = self.layers * SLABS_PER_LAYER[self.attention]
         return self.page_size * slabs * self.heads * self.dim * element
 
@@ -181,16 +215,6 @@ class DemoOptions:
                 f"{self.page_bytes} bytes need "
                 f"{total} bytes with their workers, {available_bytes} are available"
             )
-
-
-def _in_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"{_flag(name)} is {value}, must be in [{low}, {high}]")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{_flag(name)} is {value!r}, must be one of {', '.join(allowed)}")
 
 
 def _flag(name: str) -> str:

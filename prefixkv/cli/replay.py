@@ -14,18 +14,20 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from prefixkv.cache.eviction.policy import make_policy, policy_names
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_LIMIT, RadixKey
-from prefixkv.errors import ConfigError, TokenError, TraceError
+from prefixkv.cli.traces import blocks_in, number_in, read_lines
+from prefixkv.errors import ConfigError, check_range
 
 OPTIMUM = "optimum"
 
@@ -76,65 +78,76 @@ def read_trace(
     Raises:
         TraceError: names the file and the line.
     """
-    requests: list[TraceRequest] = []
     names: dict[int, int] = {}  # hash id: token; dense, whatever the trace's ids are
-    mooncake = None
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if limit is not None and len(requests) == limit:
-                    break
-                if not line.strip():
-                    continue
-                request, is_mooncake = _read_line(
-                    line, f"{path}:{number}", len(requests), names, block_tokens
-                )
-                if mooncake not in (None, is_mooncake):
-                    raise TraceError(f"{path}:{number}: hash ids and tokens in one trace")
-                mooncake = is_mooncake
-                requests.append(request)
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: {error}") from error
-    if not requests:
-        raise TraceError(f"{path}: no request in it")
-    if mooncake:
+    requests: list[TraceRequest] = []
+    kinds: set[bool] = set()  # whether it is Mooncake's; all lines are or none is
+
+    def parse(entry: Any) -> None:
+        request, is_mooncake = _parse(entry, len(requests), names, block_tokens)
+        kinds.add(is_mooncake)
+        if len(kinds) > 1:
+            raise TypeError("hash ids and tokens in one trace")
+        requests.append(request)
+
+    read_lines(path, limit, parse, place="{path}:{number}")
+    if True in kinds:
         return Trace(path.stem, requests, 1, block_tokens)
     return Trace(path.stem, requests, page_size, page_size)
 
 
-def _read_line(
-    line: str, where: str, number: int, names: dict[int, int], block_tokens: int
+def _parse(
+    entry: Any, number: int, names: dict[int, int], block_tokens: int
 ) -> tuple[TraceRequest, bool]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TraceError(f"{where}: {error}") from error
+    """The request, and whether it is one of Mooncake's."""
     if isinstance(entry, list):
         entry = {"tokens": entry}
     if not isinstance(entry, dict):
-        raise TraceError(f"{where}: neither an object nor a list of tokens")
-    stamp = entry.get("timestamp", number * 1000)
-    if isinstance(stamp, bool) or not isinstance(stamp, (int, float)) or not 0 <= stamp < 1e15:
-        raise TraceError(f"{where}: timestamp {stamp!r} is not in [0, 1e15)")
+        raise TypeError("neither an object nor a list of tokens")
+    stamp = number_in(
+        {"timestamp": number * 1000} | entry, "timestamp", 0, 10**15 - 1, (int, float)
+    )
     if "tokens" in entry:
-        try:
-            key = RadixKey(entry["tokens"])
-            key.check()
-        except TokenError as error:
-            raise TraceError(f"{where}: {error}") from error
+        key = RadixKey(entry["tokens"])
+        key.check()
         return TraceRequest(stamp / 1000, key, key, len(key)), False
-    ids, length = entry.get("hash_ids"), entry.get("input_length")
-    if not isinstance(ids, list) or not all(type(name) is int for name in ids):
-        raise TraceError(f"{where}: hash_ids is no list of integers")
-    if type(length) is not int or not 0 <= length < TOKEN_LIMIT:
-        raise TraceError(f"{where}: input_length {length!r} is not in [0, {TOKEN_LIMIT})")
-    if len(ids) != -(-length // block_tokens):
-        raise TraceError(
-            f"{where}: {len(ids)} hash_ids for {length} tokens in blocks of {block_tokens}"
-        )
+    length = number_in(entry, "input_length", 0, TOKEN_LIMIT - 1)
+    ids = blocks_in(entry, length, block_tokens)
     blocks = [names.setdefault(name, len(names)) for name in ids]
     key, whole_key = RadixKey(blocks), RadixKey(blocks[: length // block_tokens])
     return TraceRequest(stamp / 1000, key, whole_key, length), True
+
+
+class _Hits:
+    """What a replay counts: from a share of the requests on, which warm the cache."""
+
+    def __init__(self, trace: Trace, warm: float) -> None:
+        self._trace = trace
+        self._from = int(warm * len(trace.requests))
+        self._hit_blocks = self._hit_tokens = self._blocks = self._tokens = 0
+        self._begin_s = time.perf_counter()
+
+    def add(self, at: int, known: int) -> None:
+        """Request number `at` found so many blocks."""
+        if at < self._from:
+            return
+        request, block_tokens = self._trace.requests[at], self._trace.block_tokens
+        self._hit_blocks += known
+        self._hit_tokens += min(known * block_tokens, request.num_tokens)
+        self._blocks += len(request.key) // self._trace.page_size
+        self._tokens += request.num_tokens
+
+    def result(self, policy: str, capacity: int, evicted: int) -> ReplayResult:
+        count = len(self._trace.requests)
+        return ReplayResult(
+            trace=self._trace.name,
+            policy=policy,
+            capacity_blocks=capacity,
+            block_hit_ratio=self._hit_blocks / max(1, self._blocks),
+            token_hit_ratio=self._hit_tokens / max(1, self._tokens),
+            requests=count - self._from,
+            evicted_pages=evicted,
+            us_per_request=(time.perf_counter() - self._begin_s) / count * 1e6,
+        )
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -153,12 +166,11 @@ def replay_policy(
     chosen.token_scale = trace.block_tokens // trace.page_size
     cache = RadixCache(page_size=trace.page_size, policy=chosen)
     requests = trace.requests
-    counted_from = int(warm * len(requests))
-    hit_blocks = hit_tokens = blocks = tokens = next_page = 0
+    next_page = 0
     free: list[int] = []
     for waiting in requests[:queue]:
         cache.wanted(waiting.key, +1)
-    begin = time.perf_counter()
+    hits = _Hits(trace, warm)
     for at, request in enumerate(requests):
         if queue:
             cache.wanted(request.key, -1)
@@ -172,31 +184,16 @@ def replay_policy(
                 free.append(next_page)
                 next_page += 1
             cut = len(free) - total + known
-            cache.insert(
-                key, np.array([*lock.pages.tolist(), *free[cut:]], np.int32), now_s=request.time_s
-            )
+            pages = np.array([*lock.pages.tolist(), *free[cut:]], np.int32)
+            cache.insert(key, pages, now_s=request.time_s)
             del free[cut:]
-        if (
-            cache.num_pages > capacity
-        ):  # what a request computed may go at once, as the optimum's may
+        # What a request computed may go at once, as the optimum's may.
+        if cache.num_pages > capacity:
             free += cache.evict(cache.num_pages - capacity, request.time_s).tolist()
-        if at >= counted_from:
-            hit_blocks += known
-            hit_tokens += min(known * trace.block_tokens, request.num_tokens)
-            blocks += len(request.key) // trace.page_size
-            tokens += request.num_tokens
+        hits.add(at, known)
         if progress is not None and at % 256 == 0:
             progress(at)
-    return ReplayResult(
-        trace=trace.name,
-        policy=policy,
-        capacity_blocks=capacity,
-        block_hit_ratio=hit_blocks / max(1, blocks),
-        token_hit_ratio=hit_tokens / max(1, tokens),
-        requests=len(requests) - counted_from,
-        evicted_pages=cache.stats().evicted_pages,
-        us_per_request=(time.perf_counter() - begin) / len(requests) * 1e6,
-    )
+    return hits.result(policy, capacity, cache.stats().evicted_pages)
 
 
 def replay_optimum(trace: Trace, capacity: int, warm: float = 0.0) -> ReplayResult:
@@ -205,12 +202,11 @@ def replay_optimum(trace: Trace, capacity: int, warm: float = 0.0) -> ReplayResu
 
     A block's next use is never later than that of the blocks after it, so what is kept is prefixes.
     """
-    begin = time.perf_counter()
+    hits = _Hits(trace, warm)
     paths = [_block_names(request.key, trace) for request in trace.requests]
     never = len(paths)
-    next_uses: list[list[int]] = [
-        [] for _ in paths
-    ]  # of each block of each request: the next request with it
+    # of each block of each request: the next request with it
+    next_uses: list[list[int]] = [[] for _ in paths]
     seen: dict[Any, int] = {}
     for at in range(len(paths) - 1, -1, -1):
         next_uses[at] = [seen.get(name, never) for name in paths[at]]
@@ -218,8 +214,7 @@ def replay_optimum(trace: Trace, capacity: int, warm: float = 0.0) -> ReplayResu
             seen[name] = at
     kept: dict[Any, int] = {}  # block: its next use
     furthest: list[tuple[int, int, Any]] = []  # (-next use, -depth, block), lazily
-    counted_from = int(warm * len(paths))
-    hits = hit_tokens = blocks = tokens = evicted = 0
+    evicted = 0
     for at, path in enumerate(paths):
         known = 0
         while known < len(path) and path[known] in kept:
@@ -232,21 +227,8 @@ def replay_optimum(trace: Trace, capacity: int, warm: float = 0.0) -> ReplayResu
             if kept.get(name) == -then:
                 del kept[name]
                 evicted += 1
-        if at >= counted_from:
-            hits += known
-            hit_tokens += min(known * trace.block_tokens, trace.requests[at].num_tokens)
-            blocks += len(path)
-            tokens += trace.requests[at].num_tokens
-    return ReplayResult(
-        trace=trace.name,
-        policy=OPTIMUM,
-        capacity_blocks=capacity,
-        block_hit_ratio=hits / max(1, blocks),
-        token_hit_ratio=hit_tokens / max(1, tokens),
-        requests=len(paths) - counted_from,
-        evicted_pages=evicted,
-        us_per_request=(time.perf_counter() - begin) / len(paths) * 1e6,
-    )
+        hits.add(at, known)
+    return hits.result(OPTIMUM, capacity, evicted)
 
 
 def _block_names(key: RadixKey, trace: Trace) -> list[Any]:
@@ -294,42 +276,35 @@ def replay(
     for setting, value, low, high in (
         ("--warm", warm, 0, 0.99), ("--queue", queue, 0, 1_000_000),
         ("--page-size", page_size, 1, 65_536), ("--block-tokens", block_tokens, 1, 1_048_576),
-        ("--requests", requests, 1, 10**9),
+        ("--requests", 1 if requests is None else requests, 1, 10**9),
     ):  # fmt: skip
-        if value is not None and not low <= value <= high:
-            raise ConfigError(f"{setting} {value} is not in [{low}, {high}]")
+        check_range(setting, value, low, high)
     console = Console()
     results: list[ReplayResult] = []
     layout = "{:<22.22} {:<9} {:>7} {:>7} {:>7} {:>8} {:>7}"
+    heads = ("trace", "policy", "blocks", "block", "token", "evicted", "us/req")
     loaded = [read_trace(path, page_size, block_tokens, requests) for path in traces]
-    console.print(
-        layout.format("trace", "policy", "blocks", "block", "token", "evicted", "us/req"),
-        style="bold",
-    )
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    console.print(layout.format(*heads), style="bold")
+    columns = ("{task.description}", BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        for trace in loaded:
-            for size in capacities:
-                for name in policies:
-                    task = progress.add_task(
-                        f"{trace.name} {name} {size}", total=len(trace.requests)
-                    )
+        for trace, size, name in product(loaded, capacities, policies):
+            task = progress.add_task(f"{trace.name} {name} {size}", total=len(trace.requests))
 
-                    def step(at: int, task: Any = task) -> None:
-                        progress.update(task, completed=at)
+            def step(at: int, task: Any = task) -> None:
+                progress.update(task, completed=at)
 
-                    if name == OPTIMUM:
-                        result = replay_optimum(trace, size, warm)
-                    else:
-                        result = replay_policy(trace, name, size, warm, queue, step)
-                    progress.remove_task(task)
-                    results.append(result)
-                    progress.console.print(
-                        layout.format(
-                            trace.name, name, size, f"{result.block_hit_ratio:.4f}",
-                            f"{result.token_hit_ratio:.4f}", result.evicted_pages,
-                            f"{result.us_per_request:.1f}",
-                        ), highlight=False)  # fmt: skip
+            if name == OPTIMUM:
+                result = replay_optimum(trace, size, warm)
+            else:
+                result = replay_policy(trace, name, size, warm, queue, step)
+            progress.remove_task(task)
+            results.append(result)
+            row = layout.format(
+                trace.name, name, size, f"{result.block_hit_ratio:.4f}",
+                f"{result.token_hit_ratio:.4f}", result.evicted_pages,
+                f"{result.us_per_request:.1f}",
+            )  # fmt: skip
+            progress.console.print(row, highlight=False)
     if json_file is not None:
         json_file.write_text(
             json.dumps([asdict(result) for result in results], indent=1) + "\n", encoding="utf-8"
@@ -354,13 +329,9 @@ def draw(results: list[ReplayResult], path: Path) -> None:
         for policy in dict.fromkeys(result.policy for result in results):
             mine = [result for result in results if (result.trace, result.policy) == (name, policy)]
             style = {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {}
-            panel.plot(
-                [result.capacity_blocks for result in mine],
-                [1 - result.block_hit_ratio for result in mine],
-                marker=".",
-                label=policy,
-                **style,
-            )
+            capacities = [result.capacity_blocks for result in mine]
+            misses = [1 - result.block_hit_ratio for result in mine]
+            panel.plot(capacities, misses, marker=".", label=policy, **style)
         panel.set(title=name, xlabel="capacity (blocks)", ylabel="block miss ratio", xscale="log")
         panel.grid(alpha=0.3)
         panel.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
@@ -373,11 +344,10 @@ def _policies(names: str) -> list[str]:
     if names == "all":
         return [*policy_names(), OPTIMUM]
     chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    known = [*policy_names(), OPTIMUM]
     for name in chosen:
-        if name != OPTIMUM and name not in policy_names():
-            raise ConfigError(
-                f"--policy {name!r} is not one of {', '.join([*policy_names(), OPTIMUM])}"
-            )
+        if name not in known:
+            raise ConfigError(f"--policy {name!r} is not one of {', '.join(known)}")
     if not chosen:
         raise ConfigError("--policy names no policy")
     return chosen
@@ -389,6 +359,5 @@ def _capacities(sizes: str) -> list[int]:
     except ValueError:
         raise ConfigError(f"--capacity {sizes!r} is not a list of integers") from None
     for size in capacities:
-        if not 1 <= size <= 10**8:
-            raise ConfigError(f"--capacity {size} is not in [1, 100000000]")
+        check_range("--capacity", size, 1, 10**8)
     return capacities

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 
 CACHE_NAMES: Final = {True: "cache_on", False: "cache_off"}
 PAGE_STATES: Final = ("free", "owned", "cached", "held", "quarantined")
+PAGES_LEFT: Final = ("owned", "held", "quarantined")  # which a node at rest has none of
+_RATIOS: Final = {
+    "ttft_p50": "lower TTFT P50",
+    "ttft_p50_saturated": "lower saturated",
+    "requests_per_s": "the saturated request rate",
+    "bytes_sent": "fewer bytes sent",
+}
+_AS_MEASURED: Final = (
+    "requests", "prompt_tokens", "hit_tokens", "bytes_sent", "bytes_skipped", "duration_s",
+    "evicted_pages", "locks_at_end",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -55,7 +66,7 @@ class Measured:
             ("prefill", self.prefill_locks_at_end, self.prefill_pages_at_end),
         ):
             found[f"{side} locks left"] = locks
-            for state in ("owned", "held", "quarantined"):
+            for state in PAGES_LEFT:
                 found[f"{side} pages left {state}"] = pages.get(state, 0)
         return [f"{count} {what}" for what, count in found.items() if count]
 
@@ -87,45 +98,33 @@ class Report:
         moderate load, requests a second cache_on / cache_off saturated, where TTFT has one more. A
         ratio whose divisor is 0 is None.
         """
-        runs = {CACHE_NAMES[cache]: self._figures(run, cache) for cache, run in self.timed.items()}
-        saturated = {
-            CACHE_NAMES[cache]: self._figures(run, cache) for cache, run in self.saturated.items()
-        }
-        ratios: dict[str, float | None] = dict.fromkeys(
-            ("ttft_p50", "ttft_p50_saturated", "requests_per_s", "bytes_sent")
+        runs, saturated = (
+            {CACHE_NAMES[cache]: self._figures(run, cache) for cache, run in kind.items()}
+            for kind in (self.timed, self.saturated)
         )
-        if len(runs) == 2:
-            on, off = runs["cache_on"], runs["cache_off"]
-            ratios["ttft_p50"] = _ratio(off["ttft_s"]["p50"], on["ttft_s"]["p50"])
-            ratios["bytes_sent"] = _ratio(off["bytes_sent"], on["bytes_sent"])
+        ratios: dict[str, float | None] = {
+            "ttft_p50": _less(runs, lambda r: r["ttft_s"]["p50"]),
+            "ttft_p50_saturated": _less(saturated, lambda r: r["ttft_s"]["p50"]),
+            "requests_per_s": None,
+            "bytes_sent": _less(runs, lambda r: r["bytes_sent"]),
+        }
         if len(saturated) == 2:
             rates = [saturated[name]["requests_per_s"] for name in ("cache_on", "cache_off")]
             ratios["requests_per_s"] = _ratio(*rates)
-            on, off = saturated["cache_on"], saturated["cache_off"]
-            ratios["ttft_p50_saturated"] = _ratio(off["ttft_s"]["p50"], on["ttft_s"]["p50"])
         return {"recipe": self.recipe, "runs": runs, "saturated": saturated, "ratios": ratios}
 
     def _figures(self, run: Measured, cache: bool) -> dict[str, Any]:
         verified = self.verified.get(cache, Measured())
-        answered = run.requests - run.failed
-        return {
-            "requests": run.requests,
-            "failed": run.failed
-            + verified.failed,  # a request that failed unverified or verified has failed
+        return {name: getattr(run, name) for name in _AS_MEASURED} | {
+            # a request that failed unverified or verified has failed
+            "failed": run.failed + verified.failed,
             "token_hit_rate": _ratio(run.hit_tokens, run.prompt_tokens),
             "prefill_hit_rate": _ratio(run.prefill_hit_tokens, run.prefill_prompt_tokens),
-            "prompt_tokens": run.prompt_tokens,
-            "hit_tokens": run.hit_tokens,
-            "bytes_sent": run.bytes_sent,
-            "bytes_skipped": run.bytes_skipped,
             "ttft_s": _quantiles(run.ttft_s, 50, 90, 99),
             "itl_s": _quantiles(run.itl_s, 50, 99),
-            "requests_per_s": _ratio(answered, run.duration_s),
-            "duration_s": run.duration_s,
-            "evicted_pages": run.evicted_pages,
+            "requests_per_s": _ratio(run.requests - run.failed, run.duration_s),
             "pages_verified": verified.pages_verified,
             "pages_mismatched": verified.pages_mismatched,
-            "locks_at_end": run.locks_at_end,
             "pages_at_end": {state: run.pages_at_end.get(state, 0) for state in PAGE_STATES},
         }
 
@@ -134,37 +133,30 @@ class Report:
         from rich.table import Table
 
         content = self.as_json()
-        columns = [
-            (kind, name, r) for kind in ("runs", "saturated") for name, r in content[kind].items()
-        ]
-        titles = {"runs": "moderate load", "saturated": "saturated"}
         table = Table(title="prefixkv demo")
         table.add_column("")
-        for kind, name, _ in columns:
-            table.add_column(f"{titles[kind]}\n{name.replace('_', ' ')}", justify="right")
-        for label, show in _ROWS:
-            table.add_row(label, *(show(figures) for _, _, figures in columns))
+        rows = [[label] for label, _ in _ROWS]
+        for title, kind in (("moderate load", "runs"), ("saturated", "saturated")):
+            for name, figures in content[kind].items():
+                table.add_column(f"{title}\n{name.replace('_', ' ')}", justify="right")
+                for row, (_, show) in zip(rows, _ROWS, strict=True):
+                    row.append(show(figures))
+        for row in rows:
+            table.add_row(*row)
         return table
 
     def verdict(self) -> str:
         """The ratios in one line; empty if only one side was run."""
-        ratios = self.as_json()["ratios"]
         parts = [
-            f"{ratios[key]:.2f} times {what}"
-            for key, what in (
-                ("ttft_p50", "lower TTFT P50"),
-                ("ttft_p50_saturated", "lower saturated"),
-                ("requests_per_s", "the saturated request rate"),
-                ("bytes_sent", "fewer bytes sent"),
-            )
-            if ratios[key] is not None
+            f"{ratio:.2f} times {_RATIOS[name]}"
+            for name, ratio in self.as_json()["ratios"].items()
+            if ratio is not None
         ]
         return "cache on against off: " + ", ".join(parts) if parts else ""
 
     def write_json(self, path: Path) -> None:
-        path.write_text(
-            json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(self.as_json(), indent=2, allow_nan=False)
+        path.write_text(text + "\n", encoding="utf-8")
 
     def plot(self, path: Path) -> None:
         """TTFT of the timed passes as cumulative distributions. Needs matplotlib; the file's suffix
@@ -177,9 +169,8 @@ class Report:
             times_ms = np.sort(run.ttft_s) * 1e3
             share = np.arange(1, len(times_ms) + 1) / max(1, len(times_ms))
             axes.step(times_ms, share, where="post", label=CACHE_NAMES[cache].replace("_", " "))
-        axes.set(
-            xscale="log", xlabel="TTFT: arrival to KV committed (ms)", ylabel="share of requests"
-        )
+        axes.set(xscale="log", ylabel="share of requests")
+        axes.set_xlabel("TTFT: arrival to KV committed (ms)")
         axes.set_title(f"at {self.recipe['offered_load']['requests_per_s']:.1f} requests/s")
         axes.grid(visible=True, which="both", alpha=0.3)
         axes.legend()
@@ -218,6 +209,13 @@ def _processor() -> str:
 
 def _ratio(numerator: float, divisor: float) -> float | None:
     return numerator / divisor if numerator is not None and divisor else None
+
+
+def _less(runs: dict[str, Any], figure: Callable[[dict[str, Any]], float]) -> float | None:
+    """How many times less of it there is with the cache on; None unless both were run."""
+    if len(runs) < 2:
+        return None
+    return _ratio(figure(runs["cache_off"]), figure(runs["cache_on"]))
 
 
 def _quantiles(values: list[float], *percents: int) -> dict[str, float | None]:

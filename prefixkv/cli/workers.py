@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterator
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from prefixkv.cli.options import DTYPES, RESERVE_TOKENS, DemoOptions, PassPlan
-from prefixkv.cli.report import PAGE_STATES, Measured
+from prefixkv.cli.options import RESERVE_TOKENS, DemoOptions, PassPlan
+from prefixkv.cli.report import PAGE_STATES, PAGES_LEFT, Measured
 from prefixkv.cli.workload import Clients, Workload, arrival_times
 from prefixkv.errors import PrefixKVError
 
@@ -56,9 +55,7 @@ class Workers:
         asks_in, asks_out = context.Pipe(duplex=False)
         self._ends: dict[str, Connection] = {}
         self._processes: dict[str, SpawnProcess] = {}
-        self._early: dict[
-            tuple[str, str], Any
-        ] = {}  # messages that came before they were waited for
+        self._early: dict[tuple[str, str], Any] = {}  # came before they were waited for
         # A worker inherits the mask, so that Ctrl-C reaches the parent alone, also while the worker
         # starts. The tracker has to run before: starting it would take SIGINT out of the mask
         # again.
@@ -69,12 +66,10 @@ class Workers:
                 ("decode", _decode_worker, (options, asks_out, workload)),
             ):
                 ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_worker, args=(os.getpid(), theirs, target, args), name=name, daemon=True
-                )
+                everything = (os.getpid(), theirs, target, args)
+                process = context.Process(target=_worker, args=everything, name=name, daemon=True)
                 process.start()
-                # so that the worker's end is the only one, and its death is seen as EOF
-                theirs.close()
+                theirs.close()  # the worker's end is the only one, so its death is seen as EOF
                 self._ends[name] = ours
                 self._processes[name] = process
 
@@ -118,12 +113,7 @@ class Workers:
                     self._early[sender, what] = value
         return self._early.pop((name, kind))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with _ctrl_c_waits():  # a second one
             for name, process in self._processes.items():
                 if kind is None:
@@ -190,12 +180,12 @@ def _make_pools(
 ) -> list[KVPool]:
     import torch
 
-    from prefixkv.cli.rank_kv import make_pools
+    from prefixkv.testing.pattern import make_pools
 
     torch.set_num_threads(1)
     return make_pools(
-        mesh, num_pages, options.page_size, options.dim,
-        dtype=DTYPES[options.dtype], attention=options.attention, order=order or options.layout,
+        mesh, num_pages, options.page_size, options.dim, dtype=options.torch_dtype,
+        attention=options.attention, order=order or options.layout,
     )  # fmt: skip
 
 
@@ -203,14 +193,13 @@ def _prefill_worker(end: Connection, options: DemoOptions, asks: Connection) -> 
     mesh = options.mesh(options.prefill_tp)
     pools = _make_pools(options, mesh, options.prefill_pages, options.prefill_layout)
     from prefixkv.cli.engine import PrefillEngine
-    from prefixkv.cli.rank_kv import PrefillKV, patterns
     from prefixkv.config import PrefillConfig
     from prefixkv.runtime.groups import PrefillGroup
+    from prefixkv.testing.pattern import make_patterns
 
     config = PrefillConfig(
         name="prefill-0", max_running=options.concurrency, transport=options.transport()
     )
-
     end.send(("ready", None))
     plan: PassPlan
     while (plan := end.recv()) is not None:
@@ -218,7 +207,7 @@ def _prefill_worker(end: Connection, options: DemoOptions, asks: Connection) -> 
             end.send(("endpoint", node.endpoint))
             engine = PrefillEngine(
                 node,
-                PrefillKV(patterns(pools, mesh, plan.salt), lambda req: node.ranks_of(req.rid)),
+                make_patterns(pools, mesh, plan.salt),
                 asks,
                 chunk_tokens=options.chunk_tokens,
                 seconds_per_token=options.prefill_us_per_token * 1e-6,
@@ -241,9 +230,9 @@ def _decode_worker(
     mesh = options.mesh(options.decode_tp)
     pools = _make_pools(options, mesh, options.decode_pages, options.decode_layout)
     from prefixkv.cli.engine import END_OF_PASS, DecodeEngine
-    from prefixkv.cli.rank_kv import DecodeKV, patterns
     from prefixkv.config import DecodeConfig
     from prefixkv.runtime.groups import DecodeGroup
+    from prefixkv.testing.pattern import make_patterns
 
     told_s = 0.0
 
@@ -262,16 +251,14 @@ def _decode_worker(
             cache=plan.cache, transport=options.transport(),
         )  # fmt: skip
         due = arrival_times(workload, options.seed, plan.rate)
-        with DecodeGroup(
-            pools, config, mesh, digest_every=_DIGEST_EVERY if plan.verify else 0
-        ) as node:
+        digest_every = _DIGEST_EVERY if plan.verify else 0
+        with DecodeGroup(pools, config, mesh, digest_every) as node:
             engine = DecodeEngine(
-                node,
-                DecodeKV(patterns(pools, mesh, plan.salt), node.pages_of),
-                Clients(workload, due, options.concurrency),
-                asks,
+                node=node,
+                patterns=make_patterns(pools, mesh, plan.salt),
+                clients=Clients(workload, due, options.concurrency),
+                asks=asks,
                 prefill=endpoint,
-                page_size=options.page_size,
                 step_s=options.step_ms * 1e-3,
                 verify=plan.verify,
                 progress=progress,
@@ -296,9 +283,7 @@ def _settled(node: DecodeGroup | PrefillGroup) -> dict[str, int]:
     deadline_s = time.monotonic() + _SETTLE_S
     while True:
         stats = node.stats()
-        left = stats["locks"] + sum(
-            stats[f"pages_{state}"] for state in ("owned", "held", "quarantined")
-        )
+        left = stats["locks"] + sum(stats[f"pages_{state}"] for state in PAGES_LEFT)
         if not left or time.monotonic() > deadline_s:
             return stats
         node.wait(0.02)

@@ -11,24 +11,22 @@ clock.
 from __future__ import annotations
 
 import heapq
-import json
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.errors import TraceError
-from prefixkv.testing.hashing import splitmix64
+from prefixkv.cli.traces import blocks_in, number_in, read_lines
+from prefixkv.testing.hashing import VOCABULARY, splitmix64
 
 Tokens = npt.NDArray[np.int32]
 Seconds = npt.NDArray[np.float64]
 
-VOCABULARY: Final = 128_000
 TRACE_BLOCK_TOKENS: Final = 512  # tokens that one block id of a Mooncake trace stands for
 _MAX_TRACE_TOKENS: Final = 1 << 24  # a line that asks for more is garbage
 _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -135,29 +133,16 @@ def trace(path: Path, requests: int | None, block_tokens: int) -> Workload:
     Raises: TraceError if the file cannot be read or a line is malformed; the message has the line's
     number.
     """
-    sessions: list[tuple[Turn, ...]] = []
     times: list[float] = []
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if requests is not None and len(sessions) == requests:
-                    break
-                if not line.strip():
-                    continue
-                arrival_s, turn = _trace_turn(path, number, line, block_tokens)
-                if times and arrival_s < times[-1]:
-                    raise TraceError(
-                        f"{path}, line {number}: timestamp {arrival_s * 1e3:g} ms is before the "
-                        "last line's"
-                    )
-                sessions.append((turn,))
-                times.append(arrival_s)
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path}, line {len(sessions) + 1} or after: {error}") from None
-    if not sessions:
-        raise TraceError(f"{path}: no request in it")
+
+    def session(entry: Any) -> tuple[Turn]:
+        arrival_s, turn = _trace_turn(entry, block_tokens)
+        if times and arrival_s < times[-1]:
+            raise ValueError(f"timestamp {arrival_s * 1e3:g} ms is before the last line's")
+        times.append(arrival_s)
+        return (turn,)
+
+    sessions = read_lines(path, requests, session)
     return Workload(tuple(sessions), tuple(t - times[0] for t in times))
 
 
@@ -180,9 +165,8 @@ def arrival_times(workload: Workload, seed: int, rate: float | None) -> list[Sec
             own[:] = at
         return due
     draw = np.random.default_rng([seed, 2])
-    waiting = deque(
-        int(c) for c in draw.permutation(len(workload.sessions))
-    )  # left alone longest first
+    # of sessions, left alone longest first
+    waiting = deque(draw.permutation(len(workload.sessions)).tolist())
     next_turn = [0] * len(workload.sessions)
     now_s = 0.0
     while waiting:
@@ -231,6 +215,10 @@ class Clients:
         self.failed = 0
 
     @property
+    def ended(self) -> int:
+        return self.finished + self.failed
+
+    @property
     def done(self) -> bool:
         return not self._arrivals and not self.open
 
@@ -258,9 +246,8 @@ class Clients:
         if following == len(self._due[call.session]):
             self._history[call.session] = np.empty(0, dtype=np.int32)
             return False
-        self._history[call.session] = np.concatenate(
-            [call.tokens, np.asarray(output, dtype=np.int32)]
-        )
+        said = [call.tokens, np.asarray(output, dtype=np.int32)]
+        self._history[call.session] = np.concatenate(said)
         arrival_s = max(now_s, float(self._due[call.session][following]))
         heapq.heappush(self._arrivals, (arrival_s, call.session, following))
         return True
@@ -286,41 +273,21 @@ def _mix(*parts: int) -> int:
     return int(state[0])
 
 
-def _trace_turn(path: Path, number: int, line: str, block_tokens: int) -> tuple[float, Turn]:
+def _trace_turn(entry: Any, block_tokens: int) -> tuple[float, Turn]:
     """One line of a trace: its arrival (seconds) and its turn."""
-
-    try:
-        entry = json.loads(line)
-        if not isinstance(entry, dict):
-            raise TypeError("not an object")
-        arrival_ms = _checked(entry, "timestamp", 0, 2**53)
-        input_len = int(_checked(entry, "input_length", 1, _MAX_TRACE_TOKENS))
-        output_len = int(_checked(entry, "output_length", 0, _MAX_TRACE_TOKENS))
-        ids = entry.get("hash_ids")
-        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**63 for i in ids):
-            raise TypeError("hash_ids is not a list of integers in [0, 2**63)")
-        blocks = -(-input_len // TRACE_BLOCK_TOKENS)
-        if len(ids) != blocks:
-            raise TypeError(
-                f"{len(ids)} hash_ids, an input_length of {input_len} has {blocks} blocks"
-            )
-    except (ValueError, TypeError, RecursionError) as error:
-        raise TraceError(f"{path}, line {number}: {error}") from None
-    last_len = input_len - (blocks - 1) * TRACE_BLOCK_TOKENS
-    text = [Run(i, block_tokens) for i in ids[:-1]]
-    text.append(Run(ids[-1], _scaled(last_len, block_tokens)))
-    return arrival_ms / 1e3, Turn(tuple(text), _scaled(max(output_len, 1), block_tokens))
+    if not isinstance(entry, dict):
+        raise TypeError("not an object")
+    arrival_ms = number_in(entry, "timestamp", 0, 2**53, (int, float))
+    input_len = number_in(entry, "input_length", 1, _MAX_TRACE_TOKENS)
+    output_len = number_in(entry, "output_length", 0, _MAX_TRACE_TOKENS)
+    ids = blocks_in(entry, input_len, TRACE_BLOCK_TOKENS)
+    if not all(0 <= name < 2**63 for name in ids):
+        raise TypeError("hash_ids is not a list of integers in [0, 2**63)")
+    last_len = input_len - (len(ids) - 1) * TRACE_BLOCK_TOKENS
+    lengths = [*[block_tokens] * (len(ids) - 1), _scaled(last_len, block_tokens)]
+    text = tuple(map(Run, ids, lengths))
+    return arrival_ms / 1e3, Turn(text, _scaled(max(output_len, 1), block_tokens))
 
 
 def _scaled(num_tokens: int, block_tokens: int) -> int:
     return -(-num_tokens * block_tokens // TRACE_BLOCK_TOKENS)
-
-
-def _checked(entry: dict[str, object], name: str, low: int, high: int) -> float:
-    """The number under `name`. Raises TypeError if there is none, or none in [low, high]."""
-    value = entry.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}, a number is needed")
-    if not low <= value <= high:
-        raise TypeError(f"{name} is {value!r}, must be in [{low}, {high}]")
-    return value

@@ -1,65 +1,215 @@
-"""What both endpoints keep of a connection: who is there, and which of its frames are fresh."""
+"""Decode's links to prefill ranks: an address, what answered there last, and when it was heard.
+
+A request names the address of a prefill worker's rank 0, its *leader*, which tells how many ranks
+there are and where. A room waits at the leader's link until all ranks that are to be told of its
+pages have been greeted and answer.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import count
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from prefixkv.config import ControlConfig
-from prefixkv.errors import ProtocolError
-from prefixkv.memory.mesh import check_meshes, check_page_sizes
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.messages import AnyBody, Frame, ModelDigest, Topology, encode
+from prefixkv.control import handshake
+from prefixkv.control.effects import Connect, Disconnect, SendFrame
+from prefixkv.control.liveness import Liveness, Stamper
+from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.messages import AnyBody, Fenced, Frame, Heartbeat, Hello, HelloReply
+from prefixkv.protocol.timers import Backoff, Timers
+from prefixkv.staging.receiver import StagingPlan
+
+LinkEffect = SendFrame[str] | Connect | Disconnect
 
 
-class Stamper:
-    """Numbers and encodes what one process says. One sequence over all its peers, so it grows for
-    each."""
+@dataclass(slots=True, eq=False)
+class Link:
+    """One prefill rank's address. `peer` is what answered there last; ready once the handshake is
+    through.
 
-    def __init__(self, me: PeerId) -> None:
-        self.me = me
-        self._seq = count(1)
+    `told` are the addresses of the ranks that a room of this leader is promised to, by rank;
+    `leaders` are the links that have this one among theirs. `plan` is of a leader whose ranks stage
+    what they write to us, once `planned`. `waiting` are the rooms to be promised, in the order of
+    admission.
+    """
 
-    def frame(self, body: AnyBody) -> bytes:
-        return encode(self.me, next(self._seq), body)
-
-
-@dataclass(slots=True)
-class Liveness:
-    """When the other end was last heard and last spoken to. Silence makes it suspect, never
-    dead."""
-
-    heard_s: float
-    sent_s: float
-    in_seq: int = 0
-
-    def take(self, frame: Frame, now_s: float) -> None:
-        """Count a frame in. Raises ProtocolError if it is not newer than all before it."""
-        if frame.seq <= self.in_seq:
-            raise ProtocolError(f"frame {frame.seq} after {self.in_seq}")
-        self.in_seq = frame.seq
-        self.heard_s = now_s
-
-    def suspect(self, timing: ControlConfig, now_s: float) -> bool:
-        return now_s - self.heard_s > timing.suspect_after_s
-
-    def heartbeat_due(self, timing: ControlConfig, now_s: float) -> bool:
-        return now_s >= self.heartbeat_due_s(timing)
-
-    def heartbeat_due_s(self, timing: ControlConfig) -> float:
-        """When to say something again. Timers take this very sum, so that no wake-up is a rounding
-        error early."""
-        return self.sent_s + timing.heartbeat_s
-
-    def forgettable(self, timing: ControlConfig, now_s: float) -> bool:
-        return now_s - self.heard_s > timing.forget_after_s
+    address: str
+    live: Liveness
+    hello: Backoff
+    peer: PeerId | None = None
+    ready: bool = False
+    reply: HelloReply | None = None
+    told: dict[int, str] = field(default_factory=dict)
+    plan: StagingPlan | None = None
+    planned: bool = False
+    leaders: set[str] = field(default_factory=set)
+    rooms: set[RoomKey] = field(default_factory=set)
+    waiting: dict[RoomKey, None] = field(default_factory=dict)
 
 
-def check_pair(
-    ours: ModelDigest, our_topology: Topology, theirs: ModelDigest, their_topology: Topology
-) -> None:
-    """Raises HandshakeError for the first thing that keeps two workers apart, ConfigError for a
-    mesh that cannot be."""
-    ours.check(theirs)
-    check_meshes(our_topology.mesh(ours), their_topology.mesh(theirs))
-    check_page_sizes(our_topology.page_size, their_topology.page_size)
+class Links:
+    """Owned by a `DecodeControl`. A method returns what is to be done for it, in order."""
+
+    def __init__(
+        self, me: PeerId, hello: Hello, timing: ControlConfig, timers: Timers[str | RoomKey]
+    ) -> None:
+        """`timers` wake links by address; rooms share them."""
+        self._hello = hello
+        self._timing = timing
+        self._timers = timers
+        self._stamp = Stamper(me)
+        self._links: dict[str, Link] = {}
+
+    def get(self, address: str) -> Link | None:
+        return self._links.get(address)
+
+    def all(self) -> list[Link]:
+        return list(self._links.values())  # at once: the scheduler's thread asks for `peers`
+
+    def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
+        """By address: what answers there, and "ready", "suspect" or "connecting"."""
+        return {link.address: (link.peer, self._state(link, now_s)) for link in self.all()}
+
+    def _state(self, link: Link, now_s: float) -> str:
+        if not link.ready:
+            return "connecting"
+        return "suspect" if link.live.suspect(self._timing, now_s) else "ready"
+
+    # --- what is said -----------------------------------------------------------------------------
+
+    def open(self, address: str, now_s: float) -> list[LinkEffect]:
+        """Connect, and say Hello, where there is no link of this address yet."""
+        if address in self._links:
+            return []
+        link = Link(address, Liveness(now_s, now_s), Backoff(self._timing.resend_s))
+        self._links[address] = link
+        return [Connect(address), *self.greet(link, now_s)]
+
+    def greet(self, link: Link, now_s: float) -> list[LinkEffect]:
+        """Say Hello, and again until it is answered."""
+        link.hello.start(now_s)
+        sent = self.send(link, self._hello, now_s)
+        self._timers.wake(link.address, link.hello.due_s)
+        return [sent]
+
+    def send(self, link: Link, body: AnyBody, now_s: float) -> SendFrame[str]:
+        link.live.sent_s = now_s
+        return SendFrame(link.address, self._stamp.frame(body))
+
+    def tick(self, address: str, now_s: float) -> list[LinkEffect]:
+        """Repeat a Hello, say a Heartbeat, or close a link that is silent and has no rooms."""
+        link = self._links.get(address)
+        if link is None:
+            return []
+        if not link.rooms and link.live.forgettable(self._timing, now_s):
+            return self.close(link)
+        out: list[LinkEffect] = []
+        if not link.ready and link.hello.take(now_s):
+            out.append(self.send(link, self._hello, now_s))
+        elif link.ready and link.live.heartbeat_due(self._timing, now_s):
+            out.append(self.send(link, Heartbeat(), now_s))
+        # A rank that has not answered our Hello gets it again, and no heartbeats.
+        next_s = link.live.heartbeat_due_s(self._timing) if link.ready else link.hello.due_s
+        self._timers.wake(link.address, next_s)
+        return out
+
+    def farewell(self) -> list[LinkEffect]:
+        """Tell every rank that answered that this process leaves."""
+        return [
+            SendFrame(link.address, self._stamp.frame(Fenced()))
+            for link in self._links.values()
+            if link.peer is not None
+        ]
+
+    # --- handshake --------------------------------------------------------------------------------
+
+    def accept(self, link: Link, frame: Frame, reply: HelloReply, now_s: float) -> None:
+        """The rank that answered is the link's from now on. Raises HandshakeError or ConfigError
+        where the two cannot work together."""
+        handshake.check_reply(self._hello, reply)
+        is_leader = reply.rank == 0
+        link.told = handshake.addresses_told(self._hello, link.address, reply) if is_leader else {}
+        link.peer = frame.sender
+        link.ready = True
+        link.reply = reply
+        for address in (link.address, *link.leaders):
+            if address in self._links:
+                self._links[address].planned = False
+        link.hello.due_s = math.inf
+        self._timers.wake(link.address, link.live.heartbeat_due_s(self._timing))
+
+    def wanted(self, link: Link, now_s: float) -> list[LinkEffect]:
+        """The rank does not know us: say Hello, unless one is on its way already."""
+        if not link.ready and link.hello.due_s != math.inf:
+            return []
+        link.ready = False
+        return self.greet(link, now_s)
+
+    def lost(self, link: Link, newer: PeerId | None) -> PeerId | None:
+        """Another process answers there, or none any more; returns the one before.
+
+        The link is the newer one's from now on, so that a late word of the older one is known for
+        what it is.
+        """
+        former, link.peer, link.ready = link.peer, newer, False
+        return former
+
+    def told(self, leader: Link, now_s: float) -> tuple[dict[int, Link], list[LinkEffect]]:
+        """By rank, the links of the ranks that rooms of this leader are promised to; those that
+        there are not yet are opened."""
+        links: dict[int, Link] = {}
+        out: list[LinkEffect] = []
+        for rank, address in leader.told.items():
+            out += self.open(address, now_s)
+            links[rank] = self._links[address]
+            links[rank].leaders.add(leader.address)
+        return links, out
+
+    def ready(self, leader: Link, links: dict[int, Link], now_s: float) -> bool:
+        """Whether every rank that is told of a room is there and answers.
+
+        Raises HandshakeError where one is not what the leader said it is, or stages where others do
+        not.
+        """
+        assert leader.reply is not None
+        replies = {
+            rank: link.reply
+            for rank, link in links.items()
+            if link.ready and link.reply is not None
+        }
+        for rank, link in [(0, leader), *links.items()]:
+            if link.ready and link.reply is not None:
+                handshake.check_rank(link.address, link.reply, rank, leader.reply)
+        if any(not link.ready or link.live.suspect(self._timing, now_s) for link in links.values()):
+            return False
+        if not leader.planned:
+            leader.plan = handshake.staging_plan(self._hello, leader.reply, replies)
+            leader.planned = True
+        return True
+
+    def leaders(self, link: Link) -> Iterator[Link]:
+        """The links whose rooms may wait for this one: itself, and its leaders."""
+        for address in (link.address, *sorted(link.leaders)):
+            if (leader := self._links.get(address)) is not None:
+                yield leader
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def suspend(self, link: Link, now_s: float) -> None:
+        """The rank takes no new rooms until it has answered another Hello, but its word on the old
+        ones is still wanted."""
+        if link.ready:
+            link.ready = False
+            link.hello.start(now_s)
+            self._timers.wake(link.address, link.hello.due_s)
+
+    def close(self, link: Link) -> list[LinkEffect]:
+        """Forget the address. Rooms of an earlier peer that are still undrained keep their link,
+        and only a fence can drain them."""
+        if self._links.get(link.address) is not link:
+            return []
+        del self._links[link.address]
+        link.peer = None
+        self._timers.forget(link.address)
+        return [Disconnect(link.address)]

@@ -1,8 +1,12 @@
-"""Prefill's side of the control plane: the decode workers it knows and the rooms it sends for.
-Sans-IO.
+"""Prefill's control object: what a prefill rank can hear, and what it can do about it. Pure.
+
+`PrefillControl.on` takes one input and the time, and returns effects: frames to send, what the
+transport and the copy threads have to do, and what became of rooms. It holds the decode ranks that
+are known (`peers.py`), the rooms it sends for, each a `SenderMachine`, and the staging of slices
+(`StagingSender`) between the two and the transport.
 
 Page ids from a peer are bounds-checked here, before anything turns them into addresses. A room
-belongs to the peer that promised pages for it first. A promise that comes before the engine's
+belongs to the worker that promised pages for it first. A promise that comes before the engine's
 request is parked, bounded a peer and with a deadline; so is an abort, so that a request added later
 fails at once. The other way round, a room that our engine ends before its promise has come is kept
 for a while, so that decode hears of it at once.
@@ -11,15 +15,27 @@ for a while, so that decode hears of it at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
 from itertools import count
-from typing import Any
-
-import numpy as np
+from typing import assert_never
 
 from prefixkv.config import ControlConfig
-from prefixkv.control.links import Liveness, Stamper, check_pair
+from prefixkv.control import handshake
+from prefixkv.control.claims import Claims
+from prefixkv.control.effects import (
+    AddPeer,
+    AgentDestroyed,
+    Cancel,
+    ConnectFailed,
+    CopyDone,
+    FrameReceived,
+    RemovePeer,
+    Renew,
+    SendFrame,
+    Tick,
+)
+from prefixkv.control.peers import Peer, Peers
+from prefixkv.control.writes import Granted, StagingSlots, Want, Welcome, Writes
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
@@ -27,119 +43,81 @@ from prefixkv.errors import (
     PeerLostError,
     ProtocolError,
     RequestError,
+    VersionError,
 )
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.mesh import Mesh, Shard, check_holds, readers_awaited, sent_share
-from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLink, check_state_pairs, state_blocks
-from prefixkv.paging import pages_for, unit_pages
 from prefixkv.protocol import messages
 from prefixkv.protocol import sender_events as sender
+from prefixkv.protocol.commands import AbortRoom, AddRoom, Fence, PrefillCommand, SendChunk
+from prefixkv.protocol.events import PrefillEvent, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
+    Abort,
+    Drained,
     Frame,
+    Heartbeat,
     Hello,
-    HelloReply,
+    LeaseGrant,
     ModelDigest,
     Outcome,
+    OutcomeAck,
     Promise,
     Topology,
 )
-from prefixkv.protocol.sender_events import (
-    Bootstrapped,
-    CancelWrite,
-    Pages,
-    PostWrite,
-    RoomEnded,
-    Say,
-    SourceFree,
-)
+from prefixkv.protocol.sender_events import PostWrite, Say
 from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.timers import Timers
-from prefixkv.staging.cut import LeaseCut
-
-
-@dataclass(frozen=True, slots=True)
-class SendFrame:
-    """Send to the decode worker behind this ROUTER route."""
-
-    route: bytes
-    raw: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class AddPeer:
-    """Make the peer's pool a target of our transport: `parts` are what of ours goes where in it."""
-
-    peer: PeerId
-    metadata: bytes
-    layout: KVLayout
-    parts: tuple[Shard, Shard]
-    unit_tokens: int
-    staging: StagingArea | None = None
-    cut: LeaseCut | None = None  # what goes there is staged, and cut like this
-    state: StateLink | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RemovePeer:
-    peer: PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseGranted:
-    """A reader's word on what the staged sender has asked it for."""
-
-    peer: PeerId
-    grant: messages.LeaseGrant
-
-
-Action = (
-    LeaseGranted
-    | SendFrame
-    | AddPeer
-    | RemovePeer
-    | PostWrite
-    | CancelWrite
-    | Bootstrapped
-    | RoomEnded
-    | SourceFree
+from prefixkv.staging.sender import (
+    Gather,
+    StagingSender,
+)
+from prefixkv.transport.base import (
+    Arrived,
+    PeerUnreachable,
+    Settled,
+    WriteDone,
+    WriteDrained,
+    WriteFailed,
+    WriteJob,
 )
 
+PrefillInput = (
+    PrefillCommand  # AddRoom, SendChunk, AbortRoom, Fence: the scheduler's
+    | FrameReceived[bytes]  # a decode rank's
+    | WriteDone  # the transport's
+    | WriteFailed
+    | WriteDrained
+    | Arrived
+    | Settled
+    | PeerUnreachable
+    | CopyDone  # the copy threads': a Gather has ended
+    | ConnectFailed
+    | Tick
+    | AgentDestroyed
+)
+PrefillEffect = (
+    SendFrame[bytes]
+    | AddPeer  # for the transport, and where slices are staged for the copy threads
+    | RemovePeer
+    | WriteJob  # for the transport
+    | Cancel
+    | Renew
+    | Gather  # for the copy threads
+    | PrefillEvent  # Bootstrapped, RoomEnded, SourceFree: for the scheduler
+)
 
 _NO_ROOM = RoomKey(0, -1)
-_NO_CLAIMS: dict[PeerId, Any] = {}
 
 
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """A rank of a decode worker. `gone` once its rooms have ended because it left or was replaced.
+class PrefillControl:
+    """See the module's text. Owned by one thread, but for `peers` and `num_rooms`.
 
-    `readers` are the ranks of its worker that promise us pages, `writes` says whether anything of
-    ours goes to it, `takes_state` whether extra state does.
+    Args:
+        me: this rank's identity.
+        digest, topology, rank: what it runs, how its worker shares the model out, and which of the
+            ranks it is.
+        endpoints: the addresses of all ranks, by rank; "" for one's own.
+        staging: None where slices are written one by one.
     """
-
-    id: PeerId
-    route: bytes
-    credential: str
-    hello: Hello
-    live: Liveness
-    readers: tuple[int, ...]
-    writes: bool
-    staged: bool
-    takes_state: bool
-    rooms: set[RoomKey] = field(default_factory=set)
-    num_parked: int = 0
-    gone: bool = False
-
-    @property
-    def worker(self) -> PeerId:
-        return self.hello.worker or self.id
-
-
-class PrefillEndpoint:
-    """See the module's text. Owned by one thread; every method returns the actions to carry out, in
-    order."""
 
     def __init__(
         self,
@@ -149,164 +127,85 @@ class PrefillEndpoint:
         timing: ControlConfig,
         endpoints: tuple[str, ...] = (),
         rank: int = 0,
-        slot_bytes: int = 0,
+        staging: StagingSlots | None = None,
     ) -> None:
-        """`slot_bytes`: of a slot that slices of heads are gathered into where the reader has
-        staging too; 0: none."""
         self.me = me
         self.counters: Counter[str] = Counter()
-        self.endpoints = endpoints
-        self._digest = digest
-        self._topology = topology
-        self._mesh = topology.mesh(digest)
-        self._timing = timing
+        self.staging = None
+        if staging is not None:
+            self.staging = StagingSender(rank, *staging, timing.resend_s, self._next_job_id)
+        slot_bytes = 0 if staging is None else staging.slot_bytes
+        self._ours = handshake.OurSide(digest, topology, rank, slot_bytes)
         self._rank = rank
-        self._slot_bytes = slot_bytes
-        self._stamp = Stamper(me)
-        self._peers: dict[str, _Peer] = {}
+        self._timing = timing
+        self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key
+        self._peers = Peers(me, self._ours, endpoints, timing, self._timers)
+        self._writes = Writes(me, rank, self.staging, self, self._peers)
         self._rooms: dict[RoomKey, SenderMachine] = {}
-        self._claims: dict[
-            RoomKey, dict[PeerId, _Peer]
-        ] = {}  # the ranks of one worker that have named the room
-        self._aborted_early: dict[RoomKey, tuple[float, str]] = {}
-        self._unclaimed: set[RoomKey] = (
-            set()
-        )  # over for our engine; kept to answer a promise that is on its way
+        self._claims = Claims(timing)
+        # Rooms that are over for our engine; kept to answer a promise that is on its way.
+        self._unclaimed: set[RoomKey] = set()
         self._jobs: dict[int, RoomKey] = {}
         self._job_ids = count(1)
         self._renewed = False  # some Drained that was lost may have asked decode to let it settle
-        self._timers: Timers[str | RoomKey] = Timers()
 
-    # --- commands ---------------------------------------------------------------------------------
-
-    def add(self, key: RoomKey, num_tokens: int, now_s: float) -> list[Action]:
-        """The engine has the request of this room. Raises RequestError if one with its number still
-        lives here."""
-        out: list[Action] = []
-        machine = self._rooms.get(key)
-        if machine is not None and machine.added and machine.drained:
-            self._drop_room(machine)  # only its acknowledgement is still to come
-            machine = None
-        if machine is None:
-            machine = self._new_machine(key, now_s)
-        elif machine.added:
-            raise RequestError(f"room {key.room} generation {key.generation} was added already")
-        early = self._aborted_early.pop(key, None)
-        if not machine.poll.ended:
-            self._unpark(key)
-        ended_before = machine.poll.ended
-        self._on(machine, sender.Added(num_tokens), now_s, out)
-        if ended_before:  # it ended while it was parked
-            error = machine.error or AbortedError("the room ended before the request came")
-            out += [RoomEnded(key, KVPoll.FAILED, error), SourceFree(key)]
-        elif early is not None:
-            self._on(
-                machine, sender.Fail(AbortedError(f"decode: {early[1]}"), tell=False), now_s, out
-            )
-        return out
-
-    def chunk(
-        self, key: RoomKey, first_page: int, src_pages: Pages, last: bool, aux: bytes, ready: Any,
-        now_s: float, state_slot: int = -1,
-    ) -> list[Action]:  # fmt: skip
-        """The engine hands over pages `first_page`.. of the request. Ended or unknown: no-op."""
-        out: list[Action] = []
-        machine = self._rooms.get(key)
-        if machine is not None:
-            self._on(
-                machine,
-                sender.ChunkQueued(first_page, src_pages, last, aux, ready, state_slot),
-                now_s,
-                out,
-            )
-        return out
-
-    def abort(self, key: RoomKey, error: Exception, now_s: float) -> list[Action]:
-        """End a room from this side. Ended or unknown: no-op."""
-        out: list[Action] = []
-        machine = self._rooms.get(key)
-        if machine is not None:
-            self._on(machine, sender.Fail(error), now_s, out)
-        return out
-
-    def farewell(self) -> list[Action]:
-        """Tell every decode worker that our agent is gone: no write of this incarnation can land
-        any more."""
-        return [
-            SendFrame(peer.route, self._stamp.frame(messages.Fenced()))
-            for peer in self._peers.values()
-        ]
-
-    # --- what comes in ----------------------------------------------------------------------------
-
-    def on_frame(self, route: bytes, credential: str, raw: bytes, now_s: float) -> list[Action]:
-        """A frame. What is malformed, stale or foreign is counted and dropped.
-
-        `credential` is what the socket proved of the sender (its CURVE key), "" without keys: a
-        name stays with the credential that used it first.
-        """
-        out: list[Action] = []
-        try:
-            frame = messages.decode(raw)
-            self._take(route, credential, frame, now_s, out)
-        except ProtocolError as error:
-            self.counters["frames_dropped"] += 1
-            self.counters[f"dropped: {type(error).__name__}"] += 1
-        return out
-
-    def on_write_ended(
-        self, job_id: int, error: Exception | None, drained: bool, now_s: float
-    ) -> list[Action]:
-        """The transport's word on a job. Unknown: no-op."""
-        out: list[Action] = []
-        machine = self._rooms.get(self._jobs.get(job_id, _NO_ROOM))
-        if error is None or drained:
-            self._jobs.pop(job_id, None)
-        if machine is not None:
-            self._on(machine, sender.WriteEnded(job_id, error, drained), now_s, out)
-        return out
-
-    def on_write_drained(self, job_id: int, now_s: float) -> list[Action]:
-        """Of a job that had ended undrained, nothing can land any more. Unknown: no-op."""
-        out: list[Action] = []
-        self._renewed = True
-        machine = self._rooms.get(self._jobs.pop(job_id, _NO_ROOM))
-        if machine is not None:
-            self._on(machine, sender.WriteDrained(job_id), now_s, out)
-        return out
-
-    def say(self, peer_id: PeerId, body: messages.AnyBody, now_s: float) -> list[Action]:
-        """A word of the staged sender. Nobody of that identity is known: no-op."""
-        out: list[Action] = []
-        peer = self._peers.get(peer_id.name)
-        if peer is not None and peer.id == peer_id:
-            self._send(peer, body, now_s, out)
-        return out
-
-    def next_job_id(self) -> int:
-        """A number for a job of the transport, never given before."""
-        return next(self._job_ids)
-
-    def tick(self, now_s: float) -> list[Action]:
-        """Let time pass: deadlines, repeats, heartbeats, what was parked for too long."""
-        out: list[Action] = []
-        for key in self._timers.due(now_s):
-            if isinstance(key, str):
-                self._tick_peer(self._peers.get(key), now_s, out)
-            elif (machine := self._rooms.get(key)) is not None:
-                self._on(machine, sender.Tick(), now_s, out)
-        while self._aborted_early and next(iter(self._aborted_early.values()))[0] <= now_s:
-            del self._aborted_early[next(iter(self._aborted_early))]
+    def on(self, what: PrefillInput, now_s: float) -> list[PrefillEffect]:
+        """Take one input; returns what to do about it, in order."""
+        out: list[PrefillEffect] = []
+        match what:
+            case AddRoom():
+                try:
+                    self._writes.carry_out(self._add(what, now_s), now_s, out)
+                except RequestError as error:  # past staging: the room of that number goes on
+                    out += [RoomEnded(what.key, KVPoll.FAILED, error), SourceFree(what.key)]
+            case SendChunk():
+                self._writes.carry_out(self._chunk(what, now_s), now_s, out)
+            case AbortRoom():
+                self._writes.carry_out(self._abort(what, now_s), now_s, out)
+            case Fence():
+                self._writes.carry_out(self._fence(what.peer, now_s), now_s, out)
+            case FrameReceived():
+                self._writes.carry_out(self._frame(what, now_s), now_s, out)
+            case WriteDone():
+                self.counters["bytes_sent"] += what.num_bytes
+                self.counters["writes_done"] += 1
+                self._writes.ended(what.job_id, None, True, now_s, out)
+            case WriteFailed():
+                self.counters["writes_failed"] += 1
+                self._writes.ended(what.job_id, what.error, what.drained, now_s, out)
+                if not what.drained:  # it holds decode's pages until the agent that posted it ends
+                    out.append(Renew())
+            case WriteDrained():
+                self.counters["writes_drained_by_renewal"] += 1
+                self._writes.drained(what.job_id, now_s, out)
+            case CopyDone():
+                if self.staging is not None:
+                    gathered = self.staging.on_gathered(what.copy_id, what.error, now_s)
+                    self._writes.stage(gathered, now_s, out)
+            case PeerUnreachable():
+                self.counters["peers_unreachable"] += 1
+            case Arrived() | Settled() | ConnectFailed():
+                pass  # decode writes nothing here, and prefill connects to nothing
+            case Tick():
+                self._writes.carry_out(self._tick(now_s), now_s, out)
+                if self.staging is not None:
+                    self._writes.stage(self.staging.tick(now_s), now_s, out)
+            case AgentDestroyed():
+                out += self._peers.farewell()
+            case _:
+                assert_never(what)
         return out
 
     @property
     def wake_s(self) -> float:
-        """When `tick` is wanted next, infinity if never."""
-        return self._timers.next_s
+        """When the next Tick is wanted, infinity if never."""
+        if self.staging is None:
+            return self._timers.next_s
+        return min(self._timers.next_s, self.staging.wake_s)
 
     @property
     def num_rooms(self) -> int:
-        """Rooms that an engine or a peer still has something to do with."""
+        """Rooms that an engine or a peer still has something to do with. Any thread may ask."""
         return len(self._rooms) - len(self._unclaimed)
 
     def rooms(self) -> Iterable[SenderMachine]:
@@ -314,177 +213,211 @@ class PrefillEndpoint:
         return self._rooms.values()
 
     def peers(self, now_s: float) -> dict[PeerId, str]:
-        """The decode workers known, each "ready" or "suspect"."""
-        timing = self._timing
-        peers = list(self._peers.values())  # at once: the scheduler's thread asks
-        return {
-            peer.id: "suspect" if peer.live.suspect(timing, now_s) else "ready" for peer in peers
-        }
+        """The decode ranks known, each "ready" or "suspect". Any thread may ask."""
+        return self._peers.states(now_s)
+
+    # --- commands ---------------------------------------------------------------------------------
+
+    def _add(self, command: AddRoom, now_s: float) -> list[Want]:
+        """The engine has the request of this room. Raises RequestError if one with its number
+        still lives here."""
+        out: list[Want] = []
+        key = command.key
+        machine = self._rooms.get(key)
+        if machine is not None and machine.added and machine.drained:
+            self._drop_room(machine)  # only its acknowledgement is still to come
+            machine = None
+        if machine is None:
+            machine = self._new_machine(key, now_s)
+        elif machine.added:  # its number is in use by a room whose writes have not ended
+            raise RequestError(f"room {key.room} generation {key.generation} was added already")
+        early = self._claims.take_abort(key)
+        if not machine.poll.ended:
+            self._claims.unpark(key)
+        ended_before = machine.poll.ended
+        self._on(machine, sender.Added(command.num_tokens), now_s, out)
+        if ended_before:  # it ended while it was parked
+            ended = machine.error or AbortedError("the room ended before the request came")
+            out += [RoomEnded(key, KVPoll.FAILED, ended), SourceFree(key)]
+        elif early is not None:
+            fail = sender.Fail(AbortedError(f"decode: {early}"), tell=False)
+            self._on(machine, fail, now_s, out)
+        return out
+
+    def _chunk(self, command: SendChunk, now_s: float) -> list[Want]:
+        """The engine hands over pages of the request. Ended or unknown: no-op."""
+        out: list[Want] = []
+        machine = self._rooms.get(command.key)
+        if machine is not None:
+            self._on(machine, command, now_s, out)
+        return out
+
+    def _abort(self, command: AbortRoom, now_s: float) -> list[Want]:
+        out: list[Want] = []
+        machine = self._rooms.get(command.key)
+        if machine is not None:
+            self._on(machine, sender.Fail(AbortedError(command.reason)), now_s, out)
+        return out
+
+    def _fence(self, peer_id: PeerId, now_s: float) -> list[Want]:
+        """This decode process is dead: its rooms end. Unknown: no-op."""
+        out: list[Want] = []
+        peer = self._peers.find(peer_id)
+        if peer is not None:
+            self._lose_peer(peer, PeerLostError(f"{peer_id} was fenced"), now_s, out)
+        return out
+
+    # --- writes -----------------------------------------------------------------------------------
+
+    def _next_job_id(self) -> int:
+        """A number for a write or a copy, never given before."""
+        return next(self._job_ids)
+
+    def write_ended(
+        self, job_id: int, error: Exception | None, drained: bool, now_s: float
+    ) -> list[Want]:
+        out: list[Want] = []
+        machine = self._rooms.get(self._jobs.get(job_id, _NO_ROOM))
+        if error is None or drained:
+            self._jobs.pop(job_id, None)
+        if machine is not None:
+            self._on(machine, sender.WriteEnded(job_id, error, drained), now_s, out)
+        return out
+
+    def write_drained(self, job_id: int, now_s: float) -> list[Want]:
+        """Of a write that had ended undrained, nothing can land any more."""
+        out: list[Want] = []
+        self._renewed = True
+        machine = self._rooms.get(self._jobs.pop(job_id, _NO_ROOM))
+        if machine is not None:
+            self._on(machine, sender.WriteDrained(job_id), now_s, out)
+        return out
+
+    def _tick(self, now_s: float) -> list[Want]:
+        """Deadlines, repeats, heartbeats, what was parked for too long."""
+        out: list[Want] = []
+        for key in self._timers.due(now_s):
+            if isinstance(key, str):
+                out += self._peers.tick(key, now_s)
+            elif (machine := self._rooms.get(key)) is not None:
+                self._on(machine, sender.Tick(), now_s, out)
+        self._claims.expire(now_s)
+        return out
 
     # --- frames -----------------------------------------------------------------------------------
 
+    def _frame(self, received: FrameReceived[bytes], now_s: float) -> list[Want]:
+        """What is malformed, stale or foreign is counted and dropped."""
+        out: list[Want] = []
+        try:
+            frame = messages.decode(received.raw)
+            self._take(received, frame, now_s, out)
+        except ProtocolError as error:
+            self.counters["frames_dropped"] += 1
+            self.counters[f"dropped: {type(error).__name__}"] += 1
+            if isinstance(error, VersionError):
+                # Any word of ours tells the other side our version; it knows its own.
+                out.append(self._peers.hello_wanted(received.source))
+        return out
+
     def _take(
-        self, route: bytes, credential: str, frame: Frame, now_s: float, out: list[Action]
+        self, received: FrameReceived[bytes], frame: Frame, now_s: float, out: list[Want]
     ) -> None:
-        curve = self._timing.curve
-        if curve is not None and not _may_speak(curve.allowed_clients, credential, frame.name):
-            raise ProtocolError(f"{frame.name!r} speaks under a key that is not its own")
-        peer = self._peers.get(frame.name)
-        if peer is not None and credential != peer.credential:
-            raise ProtocolError(f"{frame.name!r} speaks under another key than before")
-        if peer is not None and frame.incarnation < peer.id.incarnation:
-            raise ProtocolError(f"a frame of {frame.sender}, which {peer.id} has replaced")
-        body = frame.body
+        route, body = received.source, frame.body
+        peer = self._peers.speaker(frame, received.credential)
         if isinstance(body, Hello):
-            self._meet(route, credential, frame, body, now_s, out)
+            self._meet(peer, received, frame, body, now_s, out)
             return
         if peer is None or peer.id != frame.sender:
-            out.append(SendFrame(route, self._stamp.frame(messages.HelloWanted())))
+            out.append(self._peers.hello_wanted(route))
             raise ProtocolError(f"{frame.sender} has not introduced itself")
         peer.live.take(frame, now_s)
         peer.route = route
-        if isinstance(body, Promise):
-            self._take_promise(peer, body, now_s, out)
-        elif isinstance(body, messages.Abort):
-            self._take_abort(peer, body, now_s, out)
-        elif isinstance(body, messages.OutcomeAck):
-            key = RoomKey(body.room, body.generation)
-            machine = self._rooms.get(key)
-            if (
-                machine is not None
-                and peer.id in self._claimants(key)
-                and machine.ticket == body.ticket
+        match body:
+            case Promise():
+                self._take_promise(peer, body, now_s, out)
+            case Abort():
+                self._take_abort(peer, body, now_s, out)
+            case OutcomeAck():
+                key = RoomKey(body.room, body.generation)
+                machine = self._rooms.get(key)
+                named = peer.id in self._claims.of(key)
+                if machine is not None and named and machine.ticket == body.ticket:
+                    self._on(machine, sender.OutcomeAcked(peer.hello.rank), now_s, out)
+            case LeaseGrant():
+                out.append(Granted(peer.id, body))
+            case messages.Fenced():
+                self._lose_peer(peer, PeerLostError(f"{peer.id} has left"), now_s, out)
+            case Heartbeat():
+                pass
+            case (
+                messages.HelloReply()
+                | messages.HelloWanted()
+                | messages.PromiseAck()
+                | Drained()
+                | Outcome()
+                | messages.LeaseAsk()
             ):
-                self._on(machine, sender.OutcomeAcked(peer.hello.rank), now_s, out)
-        elif isinstance(body, messages.LeaseGrant):
-            out.append(LeaseGranted(peer.id, body))
-        elif isinstance(body, messages.Fenced):
-            self._lose_peer(peer, PeerLostError(f"{peer.id} has left"), now_s, out)
-        elif not isinstance(body, messages.Heartbeat):
-            raise ProtocolError(f"{type(body).__name__} is not for prefill")
+                raise ProtocolError(f"{type(body).__name__} is not for prefill")
+            case _:
+                assert_never(body)
 
     def _meet(
         self,
-        route: bytes,
-        credential: str,
+        peer: Peer | None,
+        received: FrameReceived[bytes],
         frame: Frame,
         hello: Hello,
         now_s: float,
-        out: list[Action],
+        out: list[Want],
     ) -> None:
-        peer = self._peers.get(frame.name)
+        """A decode rank introduces itself, perhaps again, or in another life."""
+        route = received.source
         if peer is not None and peer.id == frame.sender:
             peer.live.take(frame, now_s)
             peer.route = route
-            self._answer_hello(route, "", out, peer.staged)
+            out.append(self._peers.reply(route, staged=peer.staged))
             return
         try:
-            added = self._check(frame.sender, hello)
+            accepted = handshake.accept(self._ours, frame.sender, hello)
         except (HandshakeError, ConfigError) as error:
             self.counters["handshakes_refused"] += 1
-            self._answer_hello(route, str(error)[:1000], out)
+            out.append(self._peers.reply(route, str(error)[:1000]))
             return
         if peer is not None:
-            self._lose_peer(
-                peer, PeerLostError(f"{peer.id} was replaced by {frame.sender}"), now_s, out
-            )
+            lost = PeerLostError(f"{peer.id} was replaced by {frame.sender}")
+            self._lose_peer(peer, lost, now_s, out)
         elif len(self._peers) >= self._timing.max_peers:
-            self._answer_hello(
-                route, f"{len(self._peers)} decode workers are known, the limit is reached", out
-            )
+            refused = f"{len(self._peers)} decode workers are known, the limit is reached"
+            out.append(self._peers.reply(route, refused))
             return
-        live = Liveness(now_s, now_s, frame.seq)
-        readers = readers_awaited(self._mesh, self._rank, hello.topology.mesh(hello.digest))
-        staged = added is not None and added.cut is not None
-        takes_state = added is not None and added.state is not None
-        self._peers[frame.name] = _Peer(
-            frame.sender,
-            route,
-            credential,
-            hello,
-            live,
-            readers,
-            added is not None,
-            staged,
-            takes_state,
-        )
-        self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
-        if added is not None:
-            out.append(added)
-        self._answer_hello(route, "", out, staged)
+        self._peers.add(accepted, frame, (route, received.credential), hello, now_s)
+        if accepted.added is not None:
+            out.append(Welcome(accepted.added, accepted.cut))
+        out.append(self._peers.reply(route, staged=accepted.cut is not None))
 
-    def _check(self, peer: PeerId, hello: Hello) -> AddPeer | None:
-        """What the transport has to know of it, None if nothing of ours goes there.
+    def _lose_peer(self, peer: Peer, error: Exception, now_s: float, out: list[Want]) -> None:
+        peer.gone = True
+        for key in list(peer.rooms):
+            self._on(self._rooms[key], sender.Fail(error, gone=peer.hello.rank), now_s, out)
+        out.append(self._peers.forget(peer))
 
-        Raises HandshakeError or ConfigError for a peer that nothing can be written to.
-        """
-        check_pair(self._digest, self._topology, hello.digest, hello.topology)
-        layout, digest = hello.layout, self._digest
-        layout.validate()
-        check_holds(layout, hello.topology.mesh(digest).shard(hello.rank))
-        described = layout.dtype, layout.attention, layout.head_dim, layout.page_size
-        ours = digest.dtype, digest.attention, digest.head_dim, hello.topology.page_size
-        if described != ours:
-            raise HandshakeError("layout", ours, described)
-        mesh = hello.topology.mesh(digest)
-        mine, theirs = self._mesh.shard(self._rank), mesh.shard(hello.rank)
-        share = sent_share(self._mesh, self._rank, mesh, hello.rank)
-        state = self._state_link(hello, mesh)
-        if share is None:
-            return None
-        unit_tokens = min(self._topology.page_size, hello.topology.page_size)
-        parts = share.inside(mine), share.inside(theirs)
-        added = AddPeer(peer, hello.agent_metadata, layout, parts, unit_tokens, state=state)
-        is_slice = share.num_heads < max(mine.num_heads, theirs.num_heads)
-        if not (is_slice and self._slot_bytes and hello.staging is not None):
-            return added
-        hello.staging.validate()
-        unit_head_bytes = unit_tokens * layout.head_bytes * layout.slabs_per_layer
-        cut = LeaseCut.of(self._mesh, mesh, hello.rank, unit_head_bytes, hello.staging)
-        cut.check_slots(self._rank, self._slot_bytes)
-        return replace(added, staging=hello.staging, cut=cut)
-
-    def _state_link(self, hello: Hello, mesh: Mesh) -> StateLink | None:
-        """What of our extra state goes there, None if nothing does. Raises as `_check`."""
-        tensors = self._digest.state
-        if (hello.state is None) != (not tensors):
-            raise HandshakeError("state", tensors, hello.state, "is there on one side only")
-        if hello.state is None:
-            return None
-        check_state_pairs(tensors, self._mesh, mesh)
-        hello.state.check_holds(
-            tensors, mesh, hello.rank
-        )  # first, since it bounds what the other costs
-        hello.state.validate()
-        blocks = state_blocks(tensors, self._mesh, self._rank, mesh, hello.rank)
-        return StateLink(hello.state, blocks) if blocks else None
-
-    def _answer_hello(
-        self, route: bytes, refused: str, out: list[Action], staged: bool = False
-    ) -> None:
-        reply = HelloReply(
-            self._digest, self._topology, self.endpoints, refused, self._rank, staged
-        )
-        out.append(SendFrame(route, self._stamp.frame(reply)))
-
-    def _take_promise(self, peer: _Peer, promise: Promise, now_s: float, out: list[Action]) -> None:
+    def _take_promise(self, peer: Peer, promise: Promise, now_s: float, out: list[Want]) -> None:
         key = RoomKey(promise.room, promise.generation)
         try:
-            event = self._checked(peer, promise)
+            event = peer.promised(promise, self._ours.topology.page_size)
             machine = self._rooms.get(key)
-            self._check_owner(machine, peer, key)
+            self._claims.check(key, machine, peer)
             if machine is not None and machine.drained and 0 < machine.ticket < promise.ticket:
-                self._drop_room(
-                    machine
-                )  # decode has done with that use of the room, if it uses its number again
+                # Decode has done with that use of the room, if it uses its number again.
+                self._drop_room(machine)
                 machine = None
             if machine is not None and not machine.same_promise(event):
                 raise ProtocolError(
                     f"another promise for room {key.room} generation {key.generation}"
                 )
-            parks = peer.id not in self._claimants(key) and not (
-                machine is not None and machine.added
-            )
+            is_new = peer.id not in self._claims.of(key)
+            parks = is_new and not (machine is not None and machine.added)
             if parks and peer.num_parked >= self._timing.max_parked_per_peer:
                 raise ProtocolError(
                     f"{peer.num_parked} promises wait for their requests, the limit is reached"
@@ -492,153 +425,75 @@ class PrefillEndpoint:
             if machine is None:
                 machine = self._new_machine(key, now_s)
         except ProtocolError as error:
-            # Nothing was written for this promise, so its pages are drained as far as it is
-            # concerned. If another promise of this room stands, decode has already ended or will
-            # end that one by its own rules.
-            known = self._rooms.get(key)
-            if (
-                known is None
-                or peer.id not in self._claimants(key)
-                or known.ticket != promise.ticket
-            ):
-                refusal = Outcome(
-                    *key, self._rank, False, 0, 0, b"", str(error)[:1000], True, promise.ticket
-                )
-                self._send(peer, refusal, now_s, out)
+            self._refuse_promise(peer, promise, str(error)[:1000], now_s, out)
             raise
         if not machine.poll.ended:
             peer.num_parked += parks
-        self._aborted_early.pop(key, None)  # its number is in use again
-        self._claim(key, peer)
+        self._claims.take_abort(key)  # its number is in use again
+        self._claims.add(key, peer)
         self._on(machine, event, now_s, out)
 
-    def _check_owner(self, machine: SenderMachine | None, peer: _Peer, key: RoomKey) -> None:
-        """Raises ProtocolError unless the room is nobody's, or of the peer's worker, and it speaks
-        for itself there."""
-        for claimant in self._claimants(key).values():
-            if claimant.worker != peer.worker or (
-                machine is not None and machine.is_strange(peer.id, peer.hello.rank)
-            ):
-                raise ProtocolError(f"room {key.room} belongs to {claimant.worker}")
-
-    def _claimants(self, key: RoomKey) -> dict[PeerId, _Peer]:
-        return self._claims.get(key, _NO_CLAIMS)
-
-    def _claim(self, key: RoomKey, peer: _Peer) -> None:
-        self._claims.setdefault(key, {})[peer.id] = peer
-        peer.rooms.add(key)
-
-    def _unpark(self, key: RoomKey) -> None:
-        """The room has ended, or its request has come: its promises are parked no more."""
-        for peer in self._claimants(key).values():
-            peer.num_parked -= 1
-
-    def _checked(self, peer: _Peer, promise: Promise) -> sender.Promised:
-        """The promise with page ids that are safe to turn into addresses."""
-        page_size = peer.hello.topology.page_size
-        pages = promise.page_ids()
-        if promise.prefix_len % page_size or promise.prefix_len > promise.fill_len:
-            raise ProtocolError(
-                f"prefix of {promise.prefix_len} tokens of {promise.fill_len}, pages of {page_size}"
-            )
-        wanted = pages_for(promise.fill_len, page_size) - promise.prefix_len // page_size
-        if len(pages) != wanted:
-            raise ProtocolError(f"{len(pages)} pages where {wanted} are needed")
-        num_pages = peer.hello.layout.num_pages
-        if len(pages) and (pages.min() < 0 or pages.max() >= num_pages):
-            raise ProtocolError(
-                f"page ids {pages.min()} to {pages.max()}, the pool has {num_pages}"
-            )
-        if len(np.unique(pages)) != len(pages):
-            raise ProtocolError("a page id twice in one promise")
-        state = peer.hello.state
-        if not (
-            promise.state_slot == -1 if state is None else 0 <= promise.state_slot < state.num_slots
-        ):
-            num_slots = 0 if state is None else state.num_slots
-            raise ProtocolError(f"state slot {promise.state_slot} of {num_slots}")
-        unit_tokens = min(page_size, self._topology.page_size)
-        fold = page_size // unit_tokens
-        num_units = pages_for(promise.fill_len - promise.prefix_len, unit_tokens)
-        return sender.Promised(
-            peer.id, promise.fill_len, promise.prefix_len, unit_pages(pages, fold, 0, num_units),
-            promise.ticket, peer.hello.rank, peer.readers, peer.writes, unit_tokens, fold,
-            promise.state_slot, peer.takes_state,
-        )  # fmt: skip
-
-    def _take_abort(
-        self, peer: _Peer, abort: messages.Abort, now_s: float, out: list[Action]
+    def _refuse_promise(
+        self, peer: Peer, promise: Promise, why: str, now_s: float, out: list[Want]
     ) -> None:
+        """Nothing was written for this promise, so its pages are drained as far as it is concerned.
+
+        If another promise of this room stands, decode has already ended or will end that one by its
+        own rules, and is told nothing.
+        """
+        key = RoomKey(promise.room, promise.generation)
+        known = self._rooms.get(key)
+        named = peer.id in self._claims.of(key)
+        if known is None or not named or known.ticket != promise.ticket:
+            ticket = promise.ticket
+            refusal = Outcome(*key, self._rank, False, 0, 0, b"", why, True, ticket)
+            out += self._peers.send(peer, refusal, now_s)
+
+    def _take_abort(self, peer: Peer, abort: Abort, now_s: float, out: list[Want]) -> None:
         key = RoomKey(abort.room, abort.generation)
         machine = self._rooms.get(key)
-        claims = self._claimants(key)
-        theirs = not claims or peer.worker in {claimant.worker for claimant in claims.values()}
+        workers = self._claims.workers(key)
+        theirs = not workers or peer.worker in workers
         to_come = machine is None or (not machine.added and theirs)
-        if to_come and len(self._aborted_early) < self._timing.max_parked_per_peer:
+        if to_come:
             # The engine's request is still to come; the room itself will be over by then.
-            self._aborted_early[key] = (now_s + self._timing.parked_timeout_s, abort.reason)
-        strange = not theirs or (
-            machine is not None and machine.is_strange(peer.id, peer.hello.rank)
-        )
-        if machine is None or strange or machine.is_other_use(abort.ticket):
+            self._claims.abort_early(key, abort.reason, now_s)
+        is_another = machine is not None and machine.is_strange(peer.id, peer.hello.rank)
+        if machine is None or not theirs or is_another or machine.is_other_use(abort.ticket):
             # Nothing of ours can land in that peer's pages for this room: its later frames
             # outnumber this one.
-            self._send(
-                peer, messages.Drained(*key, self._rank, abort.ticket, self._renewed), now_s, out
-            )
+            drained = Drained(*key, self._rank, abort.ticket, self._renewed)
+            out += self._peers.send(peer, drained, now_s)
             return
-        said = sender.AbortSaid(peer.id, abort.reason, abort.ticket, peer.hello.rank, peer.readers)
-        if peer.id not in claims and not machine.added and not machine.poll.ended:
+        is_new = peer.id not in self._claims.of(key)
+        if is_new and not machine.added and not machine.poll.ended:
             peer.num_parked += 1  # until it has ended, which it does at once
-        self._claim(key, peer)
+        self._claims.add(key, peer)
+        said = sender.AbortSaid(
+            peer=peer.id,
+            reason=abort.reason,
+            ticket=abort.ticket,
+            reader=peer.hello.rank,
+            readers=peer.readers,
+        )
         self._on(machine, said, now_s, out)
-
-    # --- peers ------------------------------------------------------------------------------------
-
-    def _lose_peer(self, peer: _Peer, error: Exception, now_s: float, out: list[Action]) -> None:
-        peer.gone = True
-        for key in list(peer.rooms):
-            self._on(self._rooms[key], sender.Fail(error, gone=peer.hello.rank), now_s, out)
-        self._forget_peer(peer, out)
-
-    def _forget_peer(self, peer: _Peer, out: list[Action]) -> None:
-        if self._peers.get(peer.id.name) is peer:
-            del self._peers[peer.id.name]
-            self._timers.forget(peer.id.name)
-        out.append(RemovePeer(peer.id))
-
-    def _tick_peer(self, peer: _Peer | None, now_s: float, out: list[Action]) -> None:
-        if peer is None:
-            return
-        if not peer.rooms and peer.live.forgettable(self._timing, now_s):
-            self._forget_peer(peer, out)
-            return
-        if peer.live.heartbeat_due(self._timing, now_s):
-            self._send(peer, messages.Heartbeat(), now_s, out)
-        self._timers.wake(peer.id.name, peer.live.heartbeat_due_s(self._timing))
-
-    def _send(self, peer: _Peer, body: messages.AnyBody, now_s: float, out: list[Action]) -> None:
-        if not peer.gone:
-            peer.live.sent_s = now_s
-            out.append(SendFrame(peer.route, self._stamp.frame(body)))
 
     # --- rooms ------------------------------------------------------------------------------------
 
     def _new_machine(self, key: RoomKey, now_s: float) -> SenderMachine:
-        machine = SenderMachine(
-            key, self._rank, self._topology.page_size, self.next_job_id, self._timing, now_s
-        )
+        page_size = self._ours.topology.page_size
+        machine = SenderMachine(key, self._rank, page_size, self._next_job_id, self._timing, now_s)
         self._rooms[key] = machine
         return machine
 
     def _on(
-        self, machine: SenderMachine, event: sender.Event, now_s: float, out: list[Action]
+        self, machine: SenderMachine, event: sender.Event, now_s: float, out: list[Want]
     ) -> None:
         key = machine.key
         open_before = not machine.poll.ended
         for action in machine.on(event, now_s):
             if isinstance(action, Say):
-                self._send(self._claims[key][action.peer], action.body, now_s, out)
+                out += self._peers.send(self._claims.of(key)[action.peer], action.body, now_s)
             elif isinstance(action, RoomEnded | SourceFree) and not machine.added:
                 continue  # the engine has never heard of it
             else:
@@ -646,10 +501,9 @@ class PrefillEndpoint:
                     self._jobs[action.job_id] = key
                 out.append(action)
         if open_before and machine.poll.ended and not machine.added:
-            self._unpark(key)
+            self._claims.unpark(key)
         # Peers that are gone drain their own pages, or never: only our writes' ends are waited for.
-        claims = self._claimants(key)
-        all_gone = bool(claims) and all(peer.gone for peer in claims.values())
+        all_gone = self._claims.all_gone(key)
         if machine.over or (all_gone and machine.poll.ended and not machine.in_flight):
             self._drop_room(machine)
         else:
@@ -663,14 +517,4 @@ class PrefillEndpoint:
         self._rooms.pop(machine.key, None)
         self._unclaimed.discard(machine.key)
         self._timers.forget(machine.key)
-        for peer in self._claims.pop(machine.key, _NO_CLAIMS).values():
-            peer.rooms.discard(machine.key)
-
-
-def _may_speak(allowed: Mapping[str, str], credential: str, name: str) -> bool:
-    """Whether the name is the key's, or, unless another key has it, of a further rank of the worker
-    that is."""
-    if name in allowed.values():
-        return allowed.get(credential) == name
-    worker, _, rank = name.rpartition("/")
-    return allowed.get(credential) == worker != "" and rank.isdecimal()
+        self._claims.drop(machine.key)

@@ -1,15 +1,17 @@
 """In which order requests that wait for pages are tried: a policy ranks them, the queue does the
 rest.
 
-Under every policy those that were admitted before come first of all, and who has waited for
+Under every policy requests that were admitted before come first, and a request that has waited for
 `patience_s` is overtaken by nothing. A policy sees a request and an estimate, never the queue: it
-cannot break it. Write one by deriving from `AdmissionPolicy`, and `register` it to use it by name.
+cannot break that. Write one by deriving from `AdmissionPolicy`, and `register` it to use it by
+name.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
+from prefixkv.config import Admission
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.registry import Registry
 
@@ -31,8 +33,8 @@ class AdmissionPolicy:
     def rank(self, req: DecodeRequest, new_pages: int) -> Rank:
         """Where a request stands. Called when it comes, and whenever it has been matched anew.
 
-        `new_pages`: those it would have to be sent, as of then: an estimate, since the tree goes on
-        changing.
+        `new_pages`: how many pages prefill would have to send. That is an estimate: the tree may
+        have changed by the time the request is admitted.
         """
         return 0
 
@@ -53,9 +55,9 @@ def admission_names() -> list[str]:
     return _POLICIES.names()
 
 
-def make_admission(policy: str | AdmissionPolicy) -> AdmissionPolicy:
+def make_admission(policy: str | Admission) -> Admission:
     """A policy object by name, or the object itself. Raises ConfigError for an unknown name."""
-    return _POLICIES.make(policy)
+    return _POLICIES.make(cast("str | AdmissionPolicy", policy))
 
 
 register(AdmissionPolicy)
@@ -74,8 +76,8 @@ class FewestNewPages(AdmissionPolicy):
 
 @register
 class HighestPriority(AdmissionPolicy):
-    """By `Request.priority`, the highest first; nothing overtakes one that does not fit but a
-    higher one."""
+    """By `Request.priority`, the highest first. A request that does not fit is overtaken by those
+    of higher priority only."""
 
     name = "priority"
 

@@ -10,18 +10,18 @@ from prefixkv.decode.request import ACTIVE, CAN_RUN, DecodeRequest, DecodeState
 from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.errors import check_laws
 from prefixkv.pages.allocator import PageState
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 
 _WAITS = frozenset({DecodeState.QUEUED, DecodeState.RETRACTED})
 
 
 def check_decode(
-    books: PageBooks,
+    books: PageManager,
     budget: PreallocBudget,
     flights: InFlight,
     rooms: RoomNumbers,
-    requests: Collection[DecodeRequest],
     waiting: Iterable[DecodeRequest],
+    requests: Collection[DecodeRequest],
     deferred: Collection[DecodeRequest],
 ) -> None:
     """Check these against each other; each checks itself elsewhere. Raises InternalError.

@@ -1,23 +1,23 @@
 """How many pages admission may promise away.
 
 Admitting a request takes its pages now; running requests take more as they grow. The budget keeps
-enough back that they can, by sums that are kept as requests come, grow and go: the cost of a
-decision does not depend on how many run.
+enough back for that, by sums that are updated as requests come, grow and go: the cost of a decision
+does not depend on how many run.
 
-    room  = free + evictable - what locking the match takes out of the evictable
-    admit iff need <= room - max(reserve_pages * active, single)
-         and  remaining <= room + private_pages
+    space = free + evictable - what locking the match takes out of the evictable
+    admit if and only if  need <= space - max(reserve_pages * active, single)
+                     and  remaining <= space + private_pages
 
 `single` is the most that any one admitted request may still need, less what retracting the others
 would free:
 
-    max over i of  remaining_i - (private_pages - private_i)  =  max(remaining_i + private_i) -
-    private_pages
+    max over i of  remaining_i - (private_pages - private_i)
+        =  max(remaining_i + private_i) - private_pages
 
-One whose KV is still on its way counts too, with no private pages, since it cannot be retracted:
-else it could come to run among others that are on their way, with no page left and nobody to
-retract. A page that a request takes moves from its `remaining` to its `private`, so its sum never
-changes while it runs, and a heap of those constants with lazy deletion gives the maximum.
+A request whose KV is still on its way counts too. It cannot be retracted, so its private pages
+count as 0. Without it, several such requests could come to run with no page left and none of them
+retractable. A page that a request takes moves from its `remaining` to its `private`. So the sum of
+the two is constant while it runs, and a heap of these sums, with lazy deletion, gives the maximum.
 """
 
 from __future__ import annotations
@@ -37,21 +37,18 @@ class PreallocBudget:
 
     def __init__(self, reserve_pages: int) -> None:
         self.reserve_pages = reserve_pages
-        self.active = 0  # in transfer, waiting to run, or running
         self.private_pages = 0  # pages that retracting the running requests would free
         self._private: dict[str, int] = {}  # of each admitted request
-        self._reach: dict[
-            str, int
-        ] = {}  # remaining + private of each admitted request: constant while it runs
-        self._largest: list[
-            tuple[int, str]
-        ] = []  # a heap of (-reach, rid); of requests that have ended, too
+        # Remaining + private of each admitted request: constant while it runs.
+        self._reach: dict[str, int] = {}
+        # A heap of (-reach, rid), which also has entries of requests that have ended.
+        self._largest: list[tuple[int, str]] = []
 
     def start(self, rid: str, remaining_pages: int, private_pages: int) -> None:
         """A request may grow by `remaining_pages`, and retracting it frees `private_pages`.
 
-        Said when it is admitted (`private_pages` is 0: it cannot be retracted yet), and anew when
-        its KV is complete.
+        Called when it is admitted (with `private_pages` 0: it cannot be retracted yet), and again
+        when its KV is complete.
         """
         self.stop(rid)
         self._private[rid] = private_pages
@@ -59,8 +56,8 @@ class PreallocBudget:
         self.private_pages += private_pages
         heapq.heappush(self._largest, (-self._reach[rid], rid))
         if len(self._largest) > 2 * len(self._reach) + 16:
-            # Entries of ended requests go as they surface, but below one that runs for ever they
-            # never would.
+            # Entries of ended requests are dropped at the top of the heap; below a request that
+            # runs for ever they never get there.
             self._largest = [(-reach, rid) for rid, reach in self._reach.items()]
             heapq.heapify(self._largest)
 
@@ -76,6 +73,11 @@ class PreallocBudget:
         self._reach.pop(rid, None)
 
     @property
+    def active(self) -> int:
+        """Requests in transfer, waiting to run, or running."""
+        return len(self._private)
+
+    @property
     def single(self) -> int:
         """The most that one admitted request may still need, less what retracting the others would
         free."""
@@ -86,14 +88,14 @@ class PreallocBudget:
 
     @property
     def kept_back(self) -> int:
-        """Pages of the room that are for those admitted already, as they grow."""
+        """Pages of the space that are for requests admitted already, as they grow."""
         return max(self.reserve_pages * self.active, self.single)
 
     def check_invariants(self) -> None:
         """Raises InternalError if a counter disagrees with what it counts."""
         if self.private_pages != sum(self._private.values()):
             raise InternalError(f"private_pages is {self.private_pages}, admitted: {self._private}")
-        if self.active < len(self._private) or self._private.keys() != self._reach.keys():
+        if self._private.keys() != self._reach.keys():
             raise InternalError(f"{self.active} active, admitted: {self._private}, {self._reach}")
         if max(self._reach.values(), default=0) - self.private_pages > self.single:
             raise InternalError(f"single is {self.single}, reach: {self._reach}")

@@ -15,28 +15,30 @@ they lack.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
+from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import check_laws
+from prefixkv.pages.manager import RequestPages
 from prefixkv.protocol.ids import RoomKey
-
-if TYPE_CHECKING:
-    from prefixkv.decode.request import DecodeRequest
-    from prefixkv.pages.manager import RequestPages
+from prefixkv.request import Request
 
 Place: TypeAlias = tuple[Hashable, int, bytes]
 """A namespace, where a flight begins, in pages, and the packed tokens of the page it begins with.
 """
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Flight:
     """One request's pages on their way.
 
     Args:
         owner: its request; None once that has gone, while other flights wait for the pages.
+        request: what the engine submitted.
         key: its tokens, up to `kv_len`: they do not change while it is on its way.
         pages: the request's; the flight brings those at [start_pages, end_pages) of its row, whole
             pages only.
@@ -44,34 +46,18 @@ class Flight:
         number: counts the flights up.
     """
 
-    __slots__ = (
-        "end_pages", "is_open", "joined", "key", "number", "owner", "pages", "peer", "place",
-        "priority", "room_key", "start_pages", "waiters",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        owner: DecodeRequest,
-        key: RadixKey,
-        pages: RequestPages,
-        end_pages: int,
-        joined: Flight | None,
-        number: int,
-    ) -> None:
-        self.owner: DecodeRequest | None = owner
-        request = owner.request
-        self.room_key = RoomKey(request.room, owner.generation)
-        self.peer = request.prefill
-        self.priority = request.priority
-        self.key = key
-        self.pages = pages
-        self.start_pages = pages.num_shared
-        self.end_pages = end_pages
-        self.joined = joined
-        self.number = number
-        self.is_open = True  # its room has not ended
-        self.place: Place | None = None  # where it is found by those that may join it
-        self.waiters: dict[Flight, None] = {}  # in the order in which they came
+    owner: DecodeRequest | None
+    request: Request
+    room_key: RoomKey
+    key: RadixKey
+    pages: RequestPages
+    start_pages: int
+    end_pages: int
+    joined: Flight | None
+    number: int
+    is_open: bool = True  # its room has not ended
+    place: Place | None = None  # where it is found by those that may join it
+    waiters: dict[Flight, None] = field(default_factory=dict)  # in the order in which they came
 
     def __repr__(self) -> str:
         owner = self.owner.rid if self.owner is not None else None
@@ -163,19 +149,16 @@ class InFlight:
         key, pages = owner.key, owner.pages_held
         assert pages is not None
         data = key.data
-        end = len(data) // page_bytes
-        flight = Flight(owner, key, pages, end, joined, self._count)
+        start, end = pages.num_shared, len(data) // page_bytes
+        of = owner, owner.request, owner.room_key, key, pages
+        flight = Flight(*of, start, end, joined, self._count)
         self._flights[flight] = None
         self._by_owner[owner] = flight
         if joined is not None:
             joined.waiters[flight] = None
-        start = flight.start_pages
         if shareable and start < end:
-            flight.place = place = (
-                key.namespace,
-                start,
-                data[start * page_bytes : (start + 1) * page_bytes],
-            )
+            first_page = data[start * page_bytes : (start + 1) * page_bytes]
+            flight.place = place = key.namespace, start, first_page
             self._by_start.setdefault(place, []).append(flight)
         return flight
 
@@ -215,7 +198,7 @@ class InFlight:
             self._take_out(one)
             one.waiters.clear()
             one.joined = None
-        return sorted(gone[1:], key=_number)
+        return sorted(gone[1:], key=attrgetter("number"))
 
     def flush(self) -> list[Flight]:
         """None of these pages may go to the tree. Returns the flights that end for that, in the
@@ -224,14 +207,13 @@ class InFlight:
         They are those without an owner, and those that wait. The others go on for their own request
         alone, and can be joined no more.
         """
-        gone = [
-            flight for flight in self._flights if flight.joined is not None or flight.owner is None
-        ]
+        flights = self._flights
+        gone = [one for one in flights if one.joined is not None or one.owner is None]
         for flight in gone:
             self._forget(flight)
             flight.joined = None
             flight.waiters.clear()
-        for flight in self._flights:
+        for flight in flights:
             flight.waiters.clear()
             flight.place = None
         self._by_start.clear()
@@ -258,63 +240,46 @@ class InFlight:
         places = {flight: place for place, bucket in self._by_start.items() for flight in bucket}
         laws = {
             "numbers count up, so that nothing waits for itself": all(
-                before.number < after.number for before, after in pairwise(flights)
-            )
-            and all(
-                flight.joined is None or flight.joined.number < flight.number for flight in flights
+                a.number < b.number for a, b in pairwise(flights)
             ),
-            "a flight that waits, and the one it waits for, know of each other": all(
-                flight.joined is None
-                or (flight.joined in flights and flight in flight.joined.waiters)
-                for flight in flights
-            )
-            and all(
-                waiter in flights and waiter.joined is flight
-                for flight in flights
-                for waiter in flight.waiters
-            ),
-            "a flight that joined shares pages that are on their way, others share none": all(
-                (flight.joined is not None) == (flight.pages.num_joined > 0) for flight in flights
-            ),
-            "what is joined is brought": all(
-                flight.joined is None
-                or (
-                    flight.joined.start_pages < flight.start_pages <= flight.joined.end_pages
-                    and flight.key.data.startswith(
-                        flight.joined.key.data[: flight.start_pages * page_bytes]
-                    )
-                    and flight.key.namespace == flight.joined.key.namespace
-                )
-                for flight in flights
-            ),
-            "without an owner, another flight waits": all(
-                flight.owner is not None or flight.waiters for flight in flights
-            ),
-            "an owner's pages are the flight's": all(
-                flight.owner is None
-                or (flight.owner.pages_held is flight.pages and self.of(flight.owner) is flight)
-                for flight in flights
-            )
-            and len(self._by_owner) == sum(flight.owner is not None for flight in flights),
+            "only owners have a flight": len(self._by_owner)
+            == sum(flight.owner is not None for flight in flights),
             "no two begin alike": all(
                 not one.key.data.startswith(other.key.data[: (other.start_pages + 1) * page_bytes])
                 for bucket in self._by_start.values()
                 for one, other in combinations(bucket, 2)
             ),
-            "a flight begins where it is found": all(
-                place
-                == (flight.key.namespace, flight.start_pages, _page(flight, page_bytes))
-                == flight.place
-                for flight, place in places.items()
-            )
-            and {flight for flight in flights if flight.place is not None} == set(places),
+            "what is found is on its way": places.keys() <= flights.keys(),
         }
         check_laws(laws, list(flights))
+        for flight in flights:
+            above, owner, key = flight.joined, flight.owner, flight.key
+            laws = {
+                "what a flight waits for is older": above is None or above.number < flight.number,
+                "a flight that waits, and the one it waits for, know of each other": (
+                    above is None or (above in flights and flight in above.waiters)
+                )
+                and all(waiter in flights and waiter.joined is flight for waiter in flight.waiters),
+                "a flight that joined shares pages that are on their way, others share none": (
+                    above is not None
+                )
+                == (flight.pages.num_joined > 0),
+                "what is joined is brought": above is None
+                or (
+                    above.start_pages < flight.start_pages <= above.end_pages
+                    and key.data.startswith(above.key.data[: flight.start_pages * page_bytes])
+                    and key.namespace == above.key.namespace
+                ),
+                "without an owner, another flight waits": bool(owner or flight.waiters),
+                "an owner's pages are the flight's": owner is None
+                or (owner.pages_held is flight.pages and self.of(owner) is flight),
+                "a flight begins where it is found": flight.place == places.get(flight)
+                and flight.place
+                in (None, (key.namespace, flight.start_pages, _page(flight, page_bytes))),
+            }
+            check_laws(laws, flight, list(flights))
 
 
 def _page(flight: Flight, page_bytes: int) -> bytes:
     """The page that a flight begins with, as it stands in its key."""
     return flight.key.data[flight.start_pages * page_bytes :][:page_bytes]
-
-
-_number = attrgetter("number")

@@ -14,7 +14,7 @@ from typing import Any
 
 from prefixkv.decode.inflight import Flight
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.stats import Journal, namespace_label
+from prefixkv.stats import Journal
 
 REASONS = ("pages", "transfer", "flight", "engine", "first_token")
 """What is waited for; `first_token` is all of it."""
@@ -54,7 +54,7 @@ class DecodeJournal(Journal):
 
     def transferred(self, flight: Flight, now_s: float) -> None:
         """All pages that the flight brings are there."""
-        self.transfer_ended(flight.peer, "success")
+        self.transfer_ended(flight.request.prefill, "success")
         self.pages_received += flight.pages.num_own
         req = flight.owner
         if req is not None and req.transferred_s is None:
@@ -87,32 +87,16 @@ class DecodeJournal(Journal):
 def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
     """All that is known of a request, as JSON holds it. Times are seconds since it arrived, or
     None."""
-    times = {
-        "admitted_s": req.admitted_s,
-        "transferred_s": req.transferred_s,
-        "committed_s": req.committed_s,
-        "first_token_s": req.first_token_s,
-        "ended_s": req.ended_s,
-    }
-    return {
-        "side": "decode",
-        "rid": req.rid,
-        "room": req.room,
-        "generation": req.generation,
-        "namespace": namespace_label(req.key.namespace),
-        "outcome": req.state.value,
-        "error": None if req.error is None else f"{type(req.error).__name__}: {req.error}",
-        "peer": req.request.prefill,
-        "prompt_tokens": req.prompt_len,
-        "hit_tokens": req.hit_tokens,
-        "shared_tokens": req.shared_tokens,
-        "output_tokens": len(req.output),
-        "asked_bytes": req.new_pages * page_bytes,
-        "skipped_bytes": (req.hit_tokens + req.shared_tokens) // page_size * page_bytes,
-        "retractions": req.retractions,
-        "retries": req.retries,
-        **{
-            name: None if when is None else round(when - req.arrived_s, 6)
-            for name, when in times.items()
-        },
-    }
+    return req.timeline(
+        "decode",
+        req.state.value,
+        req.request.prefill,
+        prompt_tokens=req.prompt_len,
+        hit_tokens=req.hit_tokens,
+        shared_tokens=req.shared_tokens,
+        output_tokens=len(req.output),
+        asked_bytes=req.new_pages * page_bytes,
+        skipped_bytes=(req.hit_tokens + req.shared_tokens) // page_size * page_bytes,
+        retractions=req.retractions,
+        retries=req.retries,
+    )

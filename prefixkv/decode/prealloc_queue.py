@@ -1,18 +1,20 @@
 """Requests that wait for pages, and the decision to admit one.
 
-Three groups are tried, each only if nobody is left to wait for in the one before:
+Three groups are tried, each only when the one before is empty:
 
     returned    admitted before (retracted, or to be asked for again): the last to return first
-    overdue     the one that has waited longest, once that is `patience_s`
-    the rest    in the order of an `AdmissionPolicy`, which may let some overtake one that does not
-    fit
+    overdue     the request that has waited longest, once that is `patience_s`
+    the rest    in the order of an `AdmissionPolicy`, which may let requests overtake one that does
+                not fit
 
-The order rests on estimates: what a match said when the request came, or was last looked at.
-Admission itself always looks again, at most `MAX_LOOKS` times in vain a pass, and never at one that
-did not fit before tree or free list changed (`PageBooks.version`). Who cannot fit by its estimate
-is not looked at at all; where that leaves looks over, they go to the oldest estimates, so that none
-stays wrong for long. To look is to match anew if the tree has changed since; else the match is what
-it was, and only what it would take out of the evictable is counted again.
+The order rests on estimates: what a match said when the request came, or was last looked at. A
+request is admitted only after another look, which matches anew if the tree has changed, and counts
+anew what locking the match would take out of the evictable pages. A pass makes at most `MAX_LOOKS`
+looks that admit nothing, and none at a request that did not fit before and for which nothing has
+changed since (`PageManager.version`). A request that cannot fit by its estimate gets no look; where
+that leaves looks over, the oldest estimates get them, so that none stays wrong for long.
+
+Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 """
 
 from __future__ import annotations
@@ -20,42 +22,43 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 
 from sortedcontainers import SortedList
 
 from prefixkv.cache.results import MatchResult
-from prefixkv.decode.admission import DEFAULT_ADMISSION, AdmissionPolicy, Rank, make_admission
+from prefixkv.config import Admission
+from prefixkv.decode.admission import DEFAULT_ADMISSION, Rank, make_admission
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import check_laws
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 from prefixkv.protocol.timers import Timers
 
 MAX_LOOKS = 16
-MAX_WALK = 128  # places of the order that a pass goes through
+MAX_WALK = 128  # requests of the order that a pass goes through
 
 
+@dataclass(slots=True, eq=False)
 class _Waiter:
-    """A request's place in the queue, and what the last look at it said; that was in vain at
-    `seen_at`.
+    """A request in the queue, and what the last look at it found.
 
-    `new`, `room` and `most` are what admitting it takes, in pages: taken at once; that have to be
-    there, with the reserve; that it may come to take in the end. The last two are with what its
-    match takes out of the evictable.
+    Admitting it takes pages: `new` at once; `needed` have to be available, the reserve included;
+    `most` it may come to take in the end. The last two include the evictable pages that its match
+    would lock. `seen_at` is the version at which a look admitted nothing.
     """
 
-    __slots__ = ("arrival", "match", "most", "new", "rank", "req", "room", "seen_at")
-
-    def __init__(self, req: DecodeRequest, arrival: int) -> None:
-        self.req = req
-        self.arrival = arrival
-        self.match: MatchResult | None = None
-        self.new = self.room = self.most = 0
-        self.rank: Rank = None
-        self.seen_at = -1
+    req: DecodeRequest
+    arrival: int
+    match: MatchResult | None = None
+    new: int = 0
+    needed: int = 0
+    most: int = 0
+    rank: Rank = None
+    seen_at: int = -1
 
     @property
     def place(self) -> tuple[Rank, int, _Waiter]:
@@ -63,26 +66,25 @@ class _Waiter:
 
 
 class DecodePreallocQueue:
-    """Owned by the scheduler's thread. `add` and each admission cost O(log waiting), a pass in vain
-    no more.
+    """Owned by the scheduler's thread. `add` and each admission cost O(log waiting), a pass that
+    admits nothing no more.
 
     Args:
-        reserve_tokens: room kept for a request's output when it is admitted (never more than it may
-            still generate).
+        reserve_tokens: space kept for a request's output when it is admitted (never more than it
+            may still generate).
         policy: a name, or an `AdmissionPolicy`.
-        patience_s: who has waited so long is overtaken by nothing.
-        waiting_timeout_s: how long a request may wait to be admitted for the first time, unless it
-            says so itself.
+        patience_s: a request that has waited this long is overtaken by nothing.
+        waiting_timeout_s: how long a request may wait to be admitted for the first time, if it sets
+            no `deadline_s` of its own.
     """
 
     def __init__(
         self,
-        books: PageBooks,
+        books: PageManager,
         budget: PreallocBudget,
         flights: InFlight,
         reserve_tokens: int,
-        *,
-        policy: str | AdmissionPolicy = DEFAULT_ADMISSION,
+        policy: str | Admission = DEFAULT_ADMISSION,
         patience_s: float = math.inf,
         waiting_timeout_s: float = math.inf,
     ) -> None:
@@ -101,7 +103,7 @@ class DecodePreallocQueue:
         self._admitted: list[DecodeRequest] = []  # and not taken yet
         self._num_arrivals = 0
         self._num_started = 0
-        self._spent_at = -1  # the version at which nobody is left to look at
+        self._spent_at = -1  # the version at which no request is left to look at
 
     def add(self, req: DecodeRequest, *, first: bool = False) -> None:
         """Queue a request, before all others with `first`."""
@@ -119,9 +121,8 @@ class DecodePreallocQueue:
         self._waiting[req] = waiter
         self._estimated[waiter] = None
         timeout_s = req.request.deadline_s
-        self._deadlines.wake(
-            req, req.arrived_s + (self._waiting_timeout_s if timeout_s is None else timeout_s)
-        )
+        wait_s = self._waiting_timeout_s if timeout_s is None else timeout_s
+        self._deadlines.wake(req, req.arrived_s + wait_s)
 
     def remove(self, req: DecodeRequest) -> None:
         """Take a request out, wherever it is."""
@@ -144,7 +145,7 @@ class DecodePreallocQueue:
 
     @property
     def may_admit(self) -> bool:
-        """Whether a pass may admit somebody. O(1)."""
+        """Whether a pass may admit a request. O(1)."""
         return bool(len(self) and self._spent_at != self._version and self._books.can_open)
 
     @property
@@ -161,23 +162,22 @@ class DecodePreallocQueue:
         """Check the orders against each other. Raises InternalError."""
         waiters = list(self._waiting.values())
         laws = {
-            "every place is that of one who waits": list(self._order)
+            "every place is that of a waiting request": list(self._order)
             == sorted(waiter.place for waiter in waiters),
             "there is an estimate of each": set(self._estimated) == set(waiters),
             "they stand by arrival": all(a.arrival < b.arrival for a, b in pairwise(waiters)),
-            "nobody waits twice": not self._waiting.keys() & self._returned.keys(),
-            "deadlines are of those who wait": len(self._deadlines) <= len(waiters),
+            "no request waits twice": not self._waiting.keys() & self._returned.keys(),
+            "deadlines are of waiting requests": len(self._deadlines) <= len(waiters),
         }
         check_laws(laws, list(self._order), list(self))
 
     # --- a pass -----------------------------------------------------------------------------------
 
     def admit(self, now_s: float) -> None:
-        """Admit what fits: its prefix is locked, its pages are taken, its row is written;
-        `take_admitted` has it.
+        """Admit what fits: lock its prefix, take its pages, write its row. `take_admitted` returns
+        it.
 
-        If a user's policy raises, the pass ends with that. Who was admitted before is admitted all
-        the same.
+        If a user's policy raises, the pass ends with that; what was admitted before stays admitted.
         """
         books = self._books
         while (first := self._first_of_all(now_s)) is not None and books.can_open:
@@ -186,18 +186,17 @@ class DecodePreallocQueue:
                 return
         if self._waiting and self._spent_at != self._version and books.can_open:
             self._admit_in_order(now_s)
-            if (
-                not self._admitted
-            ):  # else the next pass looks whether somebody shares what is on its way now
+            # After an admission the next pass looks again: others may share what is now on its way.
+            if not self._admitted:
                 self._spent_at = self._version
 
     def take_admitted(self) -> list[DecodeRequest]:
-        """Who was admitted since the last call, in that order."""
+        """The requests admitted since the last call, in that order."""
         admitted, self._admitted = self._admitted, []
         return admitted
 
     def _first_of_all(self, now_s: float) -> _Waiter | None:
-        """The one that nothing may overtake now, if there is one."""
+        """The request that nothing may overtake now, if there is one."""
         if self._returned:
             return next(iter(self._returned.values()))
         if self._waiting:
@@ -209,13 +208,13 @@ class DecodePreallocQueue:
         return None
 
     def _admit_in_order(self, now_s: float) -> None:
-        """Those that overtake, and where nobody does, who could: the estimates that are oldest are
-        made anew."""
+        """Admit requests that fit by their estimates; if none does, renew the oldest estimates."""
+        # `_falls_back` may reorder, so the first request is searched anew after each look.
         looks = MAX_LOOKS
         while looks and self.may_admit and (waiter := self._first_that_may_fit()) is not None:
             found = self._look(waiter)
             if self._falls_back(waiter) and self._first_that_may_fit() is not waiter:
-                looks -= 1  # another one comes first now
+                looks -= 1  # its new estimate ranks it behind another
             elif not self._try(waiter, *found, now_s):
                 looks -= 1
         while looks and not self._admitted:
@@ -228,23 +227,23 @@ class DecodePreallocQueue:
             looks -= 1
 
     def _first_that_may_fit(self) -> _Waiter | None:
-        """The first of the order that has not been seen in vain, and fits by its estimate."""
-        if len(self._order) == 1:  # nobody to choose between
+        """The first of the order that fits by its estimate and got no look at this version."""
+        if len(self._order) == 1:  # there is no choice to make
             waiter: _Waiter = self._order[0][-1]
             return waiter if waiter.seen_at != self._version else None
-        version, (room, most) = self._version, self._limits()
+        version, (space, most) = self._version, self._limits()
         for _, _, waiter in islice(self._order, MAX_WALK):
-            if waiter.most <= most and waiter.room <= room and waiter.seen_at != version:
+            if waiter.most <= most and waiter.needed <= space and waiter.seen_at != version:
                 return waiter
         return None
 
     @property
     def _version(self) -> int:
-        """Grows whenever somebody may fit who did not before."""
+        """Grows whenever a request may fit that did not before."""
         return self._books.version + self._num_started
 
     def _limits(self) -> tuple[int, int]:
-        """`_Need.room` and `_Need.most` of what fits."""
+        """The largest `_Waiter.needed` and `_Waiter.most` that fit, in pages."""
         available = self._books.available_pages
         return available - self._budget.kept_back, available + self._budget.private_pages
 
@@ -262,13 +261,12 @@ class DecodePreallocQueue:
             joined, shared_pages = self._flights.find(req.key, match.depth)
             unprotected = match.unprotected_pages
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
-        first_len = (
-            req.fill_len + req.resumed
-        )  # the token sampled last is written by the first step after return
+        # The token sampled last is written by the first step after the return, so it counts.
+        first_len = req.fill_len + req.resumed
         kept = pages_for(max(first_len, req.fill_len + reserve), page_size)
         less = shared_pages - unprotected
         waiter.new = pages_for(first_len, page_size) - shared_pages
-        waiter.room, waiter.most = kept - less, req.max_pages - less
+        waiter.needed, waiter.most = kept - less, req.max_pages - less
         return joined, shared_pages
 
     def _falls_back(self, waiter: _Waiter) -> bool:
@@ -277,9 +275,8 @@ class DecodePreallocQueue:
         before, rank = waiter.rank, self._policy.rank(waiter.req, waiter.new)
         falls_back = bool(before < rank)
         if falls_back or rank < before:
-            self._order.add(
-                (rank, waiter.arrival, waiter)
-            )  # first, since a user's ranks may not compare
+            # Added before the old one is removed: a user's ranks may not compare, and raise here.
+            self._order.add((rank, waiter.arrival, waiter))
             self._order.remove(waiter.place)
             waiter.rank = rank
         return falls_back
@@ -287,13 +284,13 @@ class DecodePreallocQueue:
     def _try(self, waiter: _Waiter, joined: Flight | None, shared_pages: int, now_s: float) -> bool:
         """Admit a request that was just looked at, if it fits."""
         books, req, match = self._books, waiter.req, waiter.match
-        room, most = self._limits()
+        space, most = self._limits()
         if req in self._returned:
-            # All it had may be cached still, so that it needs next to nothing: then it would return
-            # at once, and be taken back for the same page again. So it leaves a page for each of
-            # the others, and they go on by a step.
-            room = min(room, books.available_pages - self._budget.active)
-        if waiter.room > room or waiter.most > most:
+            # All it had may still be cached, so that it needs almost nothing. It would come back at
+            # once, and be retracted again for the page that was missing. So it has to leave a page
+            # for each of the others: then these go on by a step first.
+            space = min(space, books.available_pages - self._budget.active)
+        if waiter.needed > space or waiter.most > most:
             waiter.seen_at = self._version
             return False
         # The match told what locking costs, so this cannot fail, and there is nothing to undo.
@@ -304,7 +301,6 @@ class DecodePreallocQueue:
         self._num_started += 1
         req.become(DecodeState.PREALLOCATED)
         self.remove(req)
-        self._budget.active += 1
         self._budget.start(req.rid, req.max_pages - req.pages_held.num_pages, 0)
         self._admitted.append(req)
         return True

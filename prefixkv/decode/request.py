@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.errors import InternalError
-from prefixkv.paging import Pages, pages_for
-from prefixkv.protocol.ids import RoomKey
+from prefixkv.pages.manager import PageManager
+from prefixkv.pages.requests import PagedRequest
+from prefixkv.paging import pages_for
 from prefixkv.request import Request
-
-if TYPE_CHECKING:
-    from prefixkv.pages.manager import PageBooks, RequestPages
 
 
 class DecodeState(enum.Enum):
@@ -38,11 +35,13 @@ class DecodeState(enum.Enum):
 
 
 _ENDED = frozenset({DecodeState.FINISHED, DecodeState.FAILED, DecodeState.ABORTED})
+_CUT_SHORT = {DecodeState.FAILED, DecodeState.ABORTED}
+_STOPPED = {DecodeState.FINISHED, DecodeState.RETRACTED, DecodeState.ABORTED}
 CAN_RUN = frozenset({DecodeState.TRANSFERRED, DecodeState.RUNNING})
 ACTIVE = CAN_RUN | {DecodeState.PREALLOCATED}
 
 
-class DecodeRequest:
+class DecodeRequest(PagedRequest[DecodeState]):
     """One request on a decode worker. Made by `add`; its fields are for the engine to read, not to
     change.
 
@@ -52,83 +51,45 @@ class DecodeRequest:
     """
 
     __slots__ = (
-        "_books", "_key", "admitted_s", "arrived_s", "aux", "committed_s", "ended_s", "error",
-        "fill_len", "first_token_s", "generation", "hit_tokens", "max_new_tokens", "max_pages",
-        "new_pages", "output", "output_limit", "pages_held", "prefix_len", "prompt_len", "request",
-        "retractions", "retries", "rid", "shared_tokens", "state", "transferred_s",
+        "_key", "admitted_s", "aux", "committed_s", "fill_len", "first_token_s", "hit_tokens",
+        "max_new_tokens", "max_pages", "new_pages", "output", "output_limit", "prefix_len",
+        "prompt_len", "retractions", "retries", "shared_tokens", "transferred_s",
     )  # fmt: skip
 
-    TRANSITIONS: ClassVar[dict[DecodeState, frozenset[DecodeState]]] = {
-        DecodeState.QUEUED: frozenset(
-            {DecodeState.PREALLOCATED, DecodeState.FAILED, DecodeState.ABORTED}
-        ),
-        DecodeState.PREALLOCATED: frozenset(
-            {
-                DecodeState.TRANSFERRED,
-                DecodeState.RETRACTED,
-                DecodeState.FAILED,
-                DecodeState.ABORTED,
-            }
-        ),
-        DecodeState.TRANSFERRED: frozenset(
-            {DecodeState.RUNNING, DecodeState.FINISHED, DecodeState.RETRACTED, DecodeState.ABORTED}
-        ),
-        DecodeState.RUNNING: frozenset(
-            {DecodeState.FINISHED, DecodeState.RETRACTED, DecodeState.ABORTED}
-        ),
-        DecodeState.RETRACTED: frozenset(
-            {DecodeState.PREALLOCATED, DecodeState.FAILED, DecodeState.ABORTED}
-        ),
-        DecodeState.FINISHED: frozenset(),
-        DecodeState.FAILED: frozenset(),
-        DecodeState.ABORTED: frozenset(),
+    TRANSITIONS = {
+        DecodeState.QUEUED: {DecodeState.PREALLOCATED, *_CUT_SHORT},
+        DecodeState.PREALLOCATED: {DecodeState.TRANSFERRED, DecodeState.RETRACTED, *_CUT_SHORT},
+        DecodeState.TRANSFERRED: {DecodeState.RUNNING, *_STOPPED},
+        DecodeState.RUNNING: _STOPPED,
+        DecodeState.RETRACTED: {DecodeState.PREALLOCATED, *_CUT_SHORT},
+        **{state: set() for state in _ENDED},
     }
+    TIMES = ("admitted_s", "transferred_s", "committed_s", "first_token_s", "ended_s")
 
-    def __init__(self, request: Request, books: PageBooks, now_s: float) -> None:
-        self.request = request
-        self.rid = request.rid
+    def __init__(self, request: Request, books: PageManager, now_s: float) -> None:
+        super().__init__(request, books, DecodeState.QUEUED, now_s)
         self._key = RadixKey(request.key)
         self.max_new_tokens = request.max_new_tokens
-        self.generation = request.generation
         self.prompt_len = len(request.key)  # tokens
         self.max_pages = pages_for(self.prompt_len + request.max_new_tokens, books.page_size)
         self.output: list[int] = []
         self.output_limit = 0
         self.aux = b""
-        self.error: Exception | None = None
-        self.state = DecodeState.QUEUED
         self.prefix_len = 0
         self.fill_len = self.prompt_len
-        self.pages_held: RequestPages | None = None
         self.retries = 0
         self.retractions = 0
-        self.arrived_s = now_s
         # Its journal (journal.py): when each of these happened first, and what was found and asked
         # for.
         self.admitted_s: float | None = None
         self.transferred_s: float | None = None
         self.committed_s: float | None = None
         self.first_token_s: float | None = None
-        self.ended_s: float | None = None
         self.hit_tokens = self.shared_tokens = self.new_pages = 0
-        self._books = books
 
     def become(self, state: DecodeState) -> None:
-        """Move to another state. Raises InternalError if the table does not allow it."""
-        if state not in self.TRANSITIONS[self.state]:
-            raise InternalError(
-                f"request {self.rid!r} cannot go from {self.state.value} to {state.value}"
-            )
-        self.state = state
+        super().become(state)
         self.output_limit = 0
-
-    @property
-    def room(self) -> int:
-        return self.request.room
-
-    @property
-    def room_key(self) -> RoomKey:
-        return RoomKey(self.request.room, self.generation)
 
     @property
     def kv_len(self) -> int:
@@ -154,24 +115,11 @@ class DecodeRequest:
         return np.concatenate([self.request.key.tokens(), np.array(self.output, dtype=np.int32)])
 
     @property
-    def pages(self) -> Pages:
-        """Ids of all its pages in order, int32, a read-only view that is valid until the next call
-        on the node."""
-        if self.pages_held is None:
-            return np.empty(0, dtype=np.int32)
-        return self._books.pages(self.pages_held)
-
-    @property
     def most_output(self) -> int:
         """The tokens of output that its pages have space for, at most `max_new_tokens`."""
         assert self.pages_held is not None
         space = self.pages_held.num_pages * self._books.page_size - self.prompt_len
         return min(self.max_new_tokens, space)
-
-    @property
-    def row(self) -> int:
-        """Its row of the page table, -1 while it holds no pages."""
-        return -1 if self.pages_held is None else self.pages_held.row
 
     @property
     def state_slot(self) -> int:
@@ -189,10 +137,8 @@ class DecodeRequest:
         return bool(self.output)
 
     def __repr__(self) -> str:
-        return (
-            f"DecodeRequest({self.rid!r}, {self.state.value}, kv_len={self.kv_len}, "
-            f"{len(self.output)} out)"
-        )
+        lengths = f"kv_len={self.kv_len}, {len(self.output)} out"
+        return f"DecodeRequest({self.rid!r}, {self.state.value}, {lengths})"
 
 
 class PrefillAsk:

@@ -19,8 +19,7 @@ Source: SGLang's decode queues (`disaggregation/decode.py`), whose names `pop_pr
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from operator import attrgetter
 from typing import NamedTuple
@@ -28,41 +27,41 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixkv.cache.radix_key import check_packed, pack
-from prefixkv.decode.admission import DEFAULT_ADMISSION, AdmissionPolicy
+from prefixkv.config import Admission
+from prefixkv.decode.admission import DEFAULT_ADMISSION
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
-from prefixkv.decode.request import ACTIVE, CAN_RUN, DecodeRequest, DecodeState, PrefillAsk
+from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState, PrefillAsk
 from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
-    DrainingError,
     InternalError,
     OutOfPagesError,
     RequestError,
 )
-from prefixkv.pages.manager import PageBooks, RequestPages
+from prefixkv.pages.manager import PageManager, RequestPages
+from prefixkv.pages.requests import PagedScheduler
 from prefixkv.paging import pages_for
-from prefixkv.protocol.commands import AbortRoom, Command, OpenRoom, RefuseRoom
+from prefixkv.protocol.commands import AbortRoom, DecodeCommand, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import Promise
 from prefixkv.request import DeviceEvent, Request
 
 
-class _Deferred(NamedTuple):
-    """An end whose pages are released when the device is done."""
+class _Ended(NamedTuple):
+    """A request whose pages are released, once the device is done. It may be aborted meanwhile."""
 
-    event: DeviceEvent
     req: DecodeRequest
     state: DecodeState  # why: `finish`, `retract` or an abort
     continues: bool | None
 
 
-class DecodeScheduler:
+class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     """See the module's text. Owned by the scheduler's thread.
 
     Args:
@@ -72,41 +71,29 @@ class DecodeScheduler:
 
     def __init__(
         self,
-        books: PageBooks,
+        books: PageManager,
         *,
         reserve_tokens: int = 128,
         failure_policy: str = "fail",
         max_waiting: int = 1_000_000,
-        admission: str | AdmissionPolicy = DEFAULT_ADMISSION,
+        admission: str | Admission = DEFAULT_ADMISSION,
         patience_s: float = math.inf,
         waiting_timeout_s: float = math.inf,
     ) -> None:
-        self.books = books
+        self.journal = DecodeJournal()
+        super().__init__(books, self.journal)
         self.budget = PreallocBudget(pages_for(reserve_tokens, books.page_size))
         self.flights = InFlight(books.page_size)
-        self.waiting = DecodePreallocQueue(
-            books,
-            self.budget,
-            self.flights,
-            reserve_tokens,
-            policy=admission,
-            patience_s=patience_s,
-            waiting_timeout_s=waiting_timeout_s,
-        )
+        space = books, self.budget, self.flights, reserve_tokens
+        self.waiting = DecodePreallocQueue(*space, admission, patience_s, waiting_timeout_s)
         self.transfers = DecodeTransferQueue(books, self.flights)
-        self.requests: dict[str, DecodeRequest] = {}  # all that live, by rid, oldest first
-        self.draining = False  # takes no new requests
-        self.journal = DecodeJournal()
-        self.counters = self.journal.counters
         self._failure_policy = failure_policy
         self._max_waiting = max_waiting
         self.rooms = RoomNumbers()
-        self._failed: deque[DecodeRequest] = deque()
-        self._asks: deque[PrefillAsk] = deque()
-        self._commands: list[Command] = []
+        self._asks: list[PrefillAsk] = []
         self._tickets = count(1)
-        self._deferred: list[_Deferred] = []
-        self._admitted: list[DecodeRequest] = []  # admitted, not yet by `pop_preallocated`
+        self._deferred: list[tuple[DeviceEvent, _Ended]] = []
+        self._admitted: list[DecodeRequest] = []  # not returned by `pop_preallocated` yet
 
     # --- what the engine calls --------------------------------------------------------------------
 
@@ -116,19 +103,8 @@ class DecodeScheduler:
         Raises RequestError, with nothing changed: a duplicate id, a room in use, no prefill
         address, a request that the pool could never hold, or any while `draining` (DrainingError).
         """
-        if self.draining:
-            raise DrainingError(
-                f"request {request.rid!r} comes too late: this node is being drained"
-            )
-        limit = min(self.books.num_pages, self.books.table.array.shape[1])
         most = pages_for(len(request.key) + request.max_new_tokens, self.books.page_size)
-        if most > limit:
-            raise RequestError(
-                f"request {request.rid!r} may need {most} pages (max_new_tokens included), "
-                f"{limit} is the most there is"
-            )
-        if request.rid in self.requests:
-            raise RequestError(f"request {request.rid!r} is here already")
+        self._check_new(request, most, "may need {} pages (max_new_tokens included)")
         self._check_can_open(request)
         if len(self.waiting) >= self._max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
@@ -151,10 +127,8 @@ class DecodeScheduler:
             self.waiting.admit(now_s)
         finally:
             for req in self.waiting.expired(now_s):
-                error = AdmissionTimeoutError(
-                    f"request {req.rid!r} waited {now_s - req.arrived_s:.3f} s for pages"
-                )
-                self._end(req, DecodeState.FAILED, error, now_s, None)
+                waited = f"request {req.rid!r} waited {now_s - req.arrived_s:.3f} s for pages"
+                self._end(req, DecodeState.FAILED, AdmissionTimeoutError(waited), now_s)
             for req in self.waiting.take_admitted():
                 self._ask(req, now_s)
                 self._admitted.append(req)
@@ -174,14 +148,12 @@ class DecodeScheduler:
 
     def pop_failed(self) -> list[DecodeRequest]:
         """Requests that failed or were aborted since the last call; `error` says why."""
-        failed = list(self._failed)
-        self._failed.clear()
+        failed, self._failed = self._failed, []
         return failed
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
         """Prompts that the engine should submit to a prefill worker again."""
-        asks = list(self._asks)
-        self._asks.clear()
+        asks, self._asks = self._asks, []
         return asks
 
     def append_many(
@@ -239,14 +211,11 @@ class DecodeScheduler:
         if req is None:
             raise RequestError(f"request {rid!r} is not here")
         self._check_runs(req)
-        if req.rid == self._oldest_running():
-            raise RequestError(
-                f"request {req.rid!r} is the oldest that runs; it is never retracted"
-            )
+        if req is next(self._running()):
+            raise RequestError(f"request {rid!r} is the oldest that runs; it is never retracted")
         after = _pending(after)
         req.become(DecodeState.RETRACTED)
         self.budget.stop(req.rid)
-        self.budget.active -= 1
         self.counters["retracted"] += 1
         req.retractions += 1
         self._after(after, req, None, now_s)
@@ -264,7 +233,10 @@ class DecodeScheduler:
             self.counters["aborts_of_unknown"] += 1
             return False
         error = error or AbortedError(f"request {rid!r} was aborted")
-        self._end(req, DecodeState.ABORTED, error, now_s, _pending(after))
+        after = _pending(after)
+        self._end(req, DecodeState.ABORTED, error, now_s)
+        if req.pages_held is not None and not any(late.req is req for _, late in self._deferred):
+            self._after(after, req, None, now_s)
         return True
 
     def refuse(self, request: Request, error: Exception) -> None:
@@ -289,9 +261,8 @@ class DecodeScheduler:
     @property
     def has_news(self) -> bool:
         """Whether one of the `pop_*` has something, or may admit. O(1)."""
-        return bool(
-            self._failed or self._asks or self.transfers.any_complete or self.waiting.may_admit
-        )
+        complete = self.transfers.num_complete
+        return bool(self._failed or self._asks or complete or self.waiting.may_admit)
 
     @property
     def idle(self) -> bool:
@@ -305,11 +276,6 @@ class DecodeScheduler:
         return self.waiting.wake_s
 
     # --- what the control plane calls -------------------------------------------------------------
-
-    def take_commands(self) -> list[Command]:
-        """What the control plane is to do, in order."""
-        commands, self._commands = self._commands, []
-        return commands
 
     def room_ended(
         self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float
@@ -327,19 +293,19 @@ class DecodeScheduler:
         if flight is None:
             return
         self.counters["transfers_failed"] += 1
-        self.journal.transfer_ended(flight.peer, "failed")
+        self.journal.transfer_ended(flight.request.prefill, "failed")
         error = error or InternalError(f"{key} failed without a reason")
         req = flight.owner
+        self._cancel(flight, None)
         if req is None:
-            self._cancel(flight, None)
-        elif self._failure_policy == "retry" and req.retries == 0:
-            self._cancel(flight, None)
+            return
+        if self._failure_policy == "retry" and req.retries == 0:
             self.counters["retries"] += 1
             req.retries += 1
             req.error = error
             self._ask_again(req)
         else:
-            self._end(req, DecodeState.FAILED, error, now_s, None, room_is_open=False)
+            self._end(req, DecodeState.FAILED, error, now_s)
 
     def room_drained(self, key: RoomKey) -> None:
         """No write can land in the room's pages any more."""
@@ -353,9 +319,10 @@ class DecodeScheduler:
     def release_deferred(self, now_s: float) -> None:
         """Release what waited for the device, where it is done."""
         for deferred in list(self._deferred):
-            if deferred.event.query():
+            event, ended = deferred
+            if event.query():
                 self._deferred.remove(deferred)
-                self._release(deferred.req, deferred.state, deferred.continues, now_s)
+                self._release(ended, now_s)
 
     @property
     def num_deferred(self) -> int:
@@ -363,11 +330,10 @@ class DecodeScheduler:
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """What holds pages: request ids, and flights whose request has gone. Any thread may ask."""
-        reqs = [*list(self.requests.values()), *(late.req for late in self._deferred.copy())]
+        late = [(ended.req.rid, ended.req.pages_held) for _, ended in self._deferred.copy()]
         orphans = [flight for flight in list(self.flights) if flight.owner is None]
-        held = [(req.rid, req.pages_held) for req in reqs]
-        held += [(f"flight of room {flight.room_key.room}", flight.pages) for flight in orphans]
-        return [(name, pages) for name, pages in held if pages is not None]
+        held = super().holders() + [(name, pages) for name, pages in late if pages is not None]
+        return held + [(f"flight of room {one.room_key.room}", one.pages) for one in orphans]
 
     def check_invariants(self) -> None:
         """Check every part, and the parts against each other. Raises InternalError."""
@@ -375,23 +341,17 @@ class DecodeScheduler:
         self.budget.check_invariants()
         self.waiting.check_invariants()
         self.transfers.check_invariants()
-        check_decode(
-            self.books,
-            self.budget,
-            self.flights,
-            self.rooms,
-            self.requests.values(),
-            self.waiting,
-            [deferred.req for deferred in self._deferred],
-        )
+        deferred = [late.req for _, late in self._deferred]
+        parts = self.books, self.budget, self.flights, self.rooms, self.waiting
+        check_decode(*parts, self.requests.values(), deferred)
 
     # --- admission --------------------------------------------------------------------------------
 
     def _ask(self, req: DecodeRequest, now_s: float) -> None:
         """A request was admitted: prefill is to send what it lacks."""
-        flight, pages = self.flights.of(req), req.pages_held
+        flight = self.flights.of(req)
         assert flight is not None
-        assert pages is not None
+        pages = flight.pages
         new_pages = req.pages[pages.num_shared : pages_for(req.fill_len, self.books.page_size)]
         shared_tokens = pages.num_joined * self.books.page_size
         self.journal.admitted(req, len(new_pages), shared_tokens, now_s)
@@ -403,9 +363,8 @@ class DecodeScheduler:
             self._asks.append(PrefillAsk(req))
         self.transfers.add(flight)
         page_ids = np.ascontiguousarray(new_pages, dtype="<i4").tobytes()
-        room, generation = flight.room_key
-        lens = req.fill_len, req.prefix_len
-        promise = Promise(room, generation, *lens, page_ids, next(self._tickets), pages.slot)
+        key, lens = flight.room_key, (req.fill_len, req.prefix_len)
+        promise = Promise(*key, *lens, page_ids, next(self._tickets), pages.slot)
         self._commands.append(OpenRoom(promise, req.request.prefill))
 
     # --- growth -----------------------------------------------------------------------------------
@@ -440,31 +399,20 @@ class DecodeScheduler:
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _end(
-        self,
-        req: DecodeRequest,
-        state: DecodeState,
-        error: Exception,
-        now_s: float,
-        after: DeviceEvent | None,
-        *,
-        room_is_open: bool = True,
-    ) -> None:
+    def _end(self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float) -> None:
         # The flight, or the queue, gives the request up first: what it holds after that is its own.
         before = req.state
         req.error = error
         req.become(state)
         self.counters[state.value] += 1
         self._failed.append(req)
-        if before is DecodeState.PREALLOCATED:
-            self._leave_flight(req, error, room_is_open)
+        if (flight := self.flights.of(req)) is not None:
+            self._leave_flight(flight, error)
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
             if before is DecodeState.QUEUED:  # else prefill is only asked at its next admission
                 self._refuse(req.request, error)
-        self._leave(req, now_s, was_active=before in ACTIVE)
-        if req.pages_held is not None and not self._is_deferred(req):
-            self._after(after, req, None, now_s)
+        self._leave(req, now_s)
 
     def _check_can_open(self, request: Request) -> None:
         if request.room in self.rooms:
@@ -478,19 +426,19 @@ class DecodeScheduler:
         self.counters["refused"] += 1
         key = RoomKey(request.room, request.generation)
         self.rooms.await_drained(key)
-        self._commands.append(RefuseRoom(key, next(self._tickets), request.prefill, error))
+        reason = str(error)[:1000]
+        self._commands.append(RefuseRoom(key, next(self._tickets), request.prefill, reason))
 
-    def _leave_flight(self, req: DecodeRequest, error: Exception, room_is_open: bool) -> None:
+    def _leave_flight(self, flight: Flight, error: Exception) -> None:
         """The request ends while its KV is on its way. If others wait for it, it goes on for
         them."""
-        flight = self.flights.of(req)
-        assert flight is not None
-        if not flight.waiters or not room_is_open:
-            self._cancel(flight, error if room_is_open else None)
+        if not flight.waiters:
+            self._cancel(flight, error)
             return
         self.counters["flights_adopted"] += 1
+        assert flight.owner is not None
+        flight.owner.pages_held = None
         self.flights.disown(flight)
-        req.pages_held = None
         if flight.is_open:
             self.rooms.await_drained(flight.room_key)
 
@@ -508,10 +456,11 @@ class DecodeScheduler:
         """These will not be committed, though nothing went wrong with them; their owners ask again,
         in order of arrival."""
         for flight in flights:
-            error = AbortedError("what it waited for will not come, or nothing waits for it now")
+            reason = "what it waited for will not come, or nothing waits for it anymore"
+            error = AbortedError(reason)
             self._end_flight(flight, error)
         owners = [flight.owner for flight in flights if flight.owner is not None]
-        owners.sort(key=_arrived_s)
+        owners.sort(key=attrgetter("arrived_s"))
         for req in reversed(owners):  # each goes to the front, so the last one first
             self.counters["flight_fallbacks"] += 1
             self._ask_again(req)
@@ -526,8 +475,8 @@ class DecodeScheduler:
         key = flight.room_key
         if self.transfers.remove(flight):
             if error is not None:
-                self._commands.append(AbortRoom(key, error))
-                self.journal.transfer_ended(flight.peer, "aborted")
+                self._commands.append(AbortRoom(key, str(error)[:1000]))
+                self.journal.transfer_ended(flight.request.prefill, "aborted")
             self.books.hold(flight.pages, key)
             self.rooms.await_drained(key)
         else:
@@ -538,7 +487,6 @@ class DecodeScheduler:
     def _ask_again(self, req: DecodeRequest) -> None:
         req.become(DecodeState.RETRACTED)
         self.budget.stop(req.rid)
-        self.budget.active -= 1
         self._queue_again(req)
 
     def _queue_again(self, req: DecodeRequest) -> None:
@@ -550,21 +498,17 @@ class DecodeScheduler:
     def _after(
         self, after: DeviceEvent | None, req: DecodeRequest, continues: bool | None, now_s: float
     ) -> None:
+        ended = _Ended(req, req.state, continues)
         if after is not None:
-            self._deferred.append(_Deferred(after, req, req.state, continues))
+            self._deferred.append((after, ended))
         else:
-            self._release(req, req.state, continues, now_s)
+            self._release(ended, now_s)
 
-    def _is_deferred(self, req: DecodeRequest) -> bool:
-        return any(deferred.req is req for deferred in self._deferred)
-
-    def _release(
-        self, req: DecodeRequest, state: DecodeState, continues: bool | None, now_s: float
-    ) -> None:
-        """Hand the pages on. `state` says why; the request may have been aborted since."""
+    def _release(self, ended: _Ended, now_s: float) -> None:
+        """Hand the pages on, as the end asks for."""
+        req, state, continues = ended
         if req.pages_held is not None:
-            keep = state in (DecodeState.FINISHED, DecodeState.RETRACTED) and req.request.cacheable
-            if keep:
+            if state in (DecodeState.FINISHED, DecodeState.RETRACTED) and req.request.cacheable:
                 self.books.cache_finished(
                     req.pages_held,
                     req.key,
@@ -578,9 +522,8 @@ class DecodeScheduler:
         if req.state is DecodeState.RETRACTED:
             self._queue_again(req)
 
-    def _leave(self, req: DecodeRequest, now_s: float, *, was_active: bool = True) -> None:
+    def _leave(self, req: DecodeRequest, now_s: float) -> None:
         self.budget.stop(req.rid)
-        self.budget.active -= was_active
         self.rooms.remove(req.room)
         self.requests.pop(req.rid, None)
         self.journal.ended(req, now_s)
@@ -589,12 +532,13 @@ class DecodeScheduler:
         if self.requests.get(req.rid) is not req or req.state not in CAN_RUN:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
 
-    def _oldest_running(self) -> str | None:
-        return next((req.rid for req in self.requests.values() if req.state in CAN_RUN), None)
+    def _running(self) -> Iterator[DecodeRequest]:
+        """The requests that run, the oldest first."""
+        return (req for req in self.requests.values() if req.state in CAN_RUN)
 
     def _best_to_retract(self) -> tuple[str, ...]:
         """Running requests by the pages that retraction frees, most first; the oldest never."""
-        running = [req for req in self.requests.values() if req.state in CAN_RUN][1:]
+        running = list(self._running())[1:]
         running.sort(key=lambda req: req.pages_held.num_own if req.pages_held else 0, reverse=True)
         return tuple(req.rid for req in running)
 
@@ -603,6 +547,3 @@ def _pending(after: DeviceEvent | None) -> DeviceEvent | None:
     """The event if there is something to wait for. Asked before anything changes, since `query` may
     raise."""
     return None if after is None or after.query() else after
-
-
-_arrived_s = attrgetter("arrived_s")

@@ -14,14 +14,14 @@ from collections import deque
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import InternalError, check_laws
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.ids import RoomKey
 
 
 class DecodeTransferQueue:
     """Owned by the scheduler's thread."""
 
-    def __init__(self, books: PageBooks, flights: InFlight) -> None:
+    def __init__(self, books: PageManager, flights: InFlight) -> None:
         self._books = books
         self._flights = flights
         self._open: dict[RoomKey, Flight] = {}
@@ -72,11 +72,6 @@ class DecodeTransferQueue:
         """Flights that `pop_transferred` will commit."""
         return len(self._complete)
 
-    @property
-    def any_complete(self) -> bool:
-        """Whether `pop_transferred` has something."""
-        return bool(self._complete)
-
     def __len__(self) -> int:
         return len(self._flights)
 
@@ -89,9 +84,8 @@ class DecodeTransferQueue:
             flight = self._complete.popleft()
             req = flight.owner
             if req is None or req.request.cacheable:
-                self._books.cache_unfinished(
-                    flight.pages, flight.key, now_s, priority=flight.priority
-                )
+                priority = flight.request.priority
+                self._books.cache_unfinished(flight.pages, flight.key, now_s, priority=priority)
             for waiter in self._flights.commit(flight):
                 self._books.lock_joined(waiter.pages, waiter.key, now_s)
                 if not waiter.is_open:
@@ -106,9 +100,8 @@ class DecodeTransferQueue:
     def check_invariants(self) -> None:
         """Check every law, those of the flights included. Raises InternalError."""
         self._flights.check_invariants()
-        complete = [
-            flight for flight in self._flights if not flight.is_open and flight.joined is None
-        ]
+        arrived = [flight for flight in self._flights if not flight.is_open]
+        complete = [flight for flight in arrived if flight.joined is None]
         laws = {
             "open flights have a room, and each room one": self._open
             == {flight.room_key: flight for flight in self._flights if flight.is_open},

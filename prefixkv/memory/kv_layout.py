@@ -9,6 +9,7 @@ its cost depends on the number of slabs only, never on a value in the message.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from itertools import pairwise
 from typing import Final
@@ -22,6 +23,8 @@ ITEMSIZE: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1
 SLABS_PER_LAYER: Final = {"mha": 2, "mla": 1}
 ORDERS: Final = ("layer_major", "page_major", "strided")
 ADDRESS_END: Final = 2**63  # so that address arithmetic in int64 cannot overflow
+
+_CUDA: Final = re.compile(r"cuda:(0|[1-9][0-9]{0,2})")  # up to 1000 GPUs, each named one way only
 
 _Dims = tuple[tuple[int, int], ...]  # (count, stride in bytes), the widest stride first, count > 1
 
@@ -38,7 +41,7 @@ class Slab(msgspec.Struct, frozen=True):
     head_stride: int
 
 
-class KVLayout(msgspec.Struct, frozen=True):
+class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """The memory of one KV pool.
 
     `attention` is "mha" (K and V; GQA has fewer KV heads) or "mla" (one latent vector of `head_dim`
@@ -46,7 +49,9 @@ class KVLayout(msgspec.Struct, frozen=True):
     ... (mla: one a layer). `regions` are the registered ranges as (address, bytes); each slab lies
     in one of them. `page_size` is in tokens. `dtype`, `attention` and `order` are plain strings, so
     that one unknown here is refused by its name and is not a malformed frame. `num_pages` is 0
-    where a peer did not say; see `sized`.
+    where a peer did not say; see `sized`. `device` is "cpu" or "cuda:INDEX", with the index that
+    the owner's process knows the GPU by; the owner's staging area and state are there too. A
+    default value is left out of the message.
     """
 
     page_size: int
@@ -59,6 +64,12 @@ class KVLayout(msgspec.Struct, frozen=True):
     slabs: tuple[Slab, ...]
     regions: tuple[tuple[int, int], ...]
     num_pages: int = 0
+    device: str = "cpu"
+
+    @property
+    def device_id(self) -> int:
+        """INDEX of "cuda:INDEX", 0 on the CPU."""
+        return int(self.device.partition(":")[2] or 0)
 
     # --- sizes ------------------------------------------------------------------------------------
 
@@ -123,23 +134,23 @@ class KVLayout(msgspec.Struct, frozen=True):
         )
 
     def sized(self) -> KVLayout:
-        """This layout with `num_pages`. Where a peer did not say, as many as its slabs have room
-        for in their regions.
+        """This layout with `num_pages`. Where a peer did not say, as many as fit behind its slabs'
+        bases in their regions.
 
-        That may be more than it uses, where a region ends in something else, but never memory it
-        did not register.
+        That may be more than the peer uses, where a region ends in something else, but never memory
+        that it did not register.
 
-        Raises: ConfigError where not one page has room; `validate` says the rest.
+        Raises: ConfigError where not one page fits; `validate` checks the rest.
         """
         if self.num_pages:
             return self
         msgspec.structs.replace(self, num_pages=1).validate()
         regions = self._checked_regions()
         bases = sorted(slab.base for slab in self.slabs)
-        num_pages = min(self._room_for_pages(slab, regions, bases) for slab in self.slabs)
+        num_pages = min(self._pages_that_fit(slab, regions, bases) for slab in self.slabs)
         return msgspec.structs.replace(self, num_pages=num_pages)
 
-    def _room_for_pages(self, slab: Slab, regions: list[tuple[int, int]], bases: list[int]) -> int:
+    def _pages_that_fit(self, slab: Slab, regions: list[tuple[int, int]], bases: list[int]) -> int:
         """How many pages from `slab.base` on end before the region does, or the next slab
         begins."""
         step = slab.page_stride
@@ -151,14 +162,13 @@ class KVLayout(msgspec.Struct, frozen=True):
                 f"{self.head_bytes}"
             )
         region, region_bytes = regions[_region_at(regions, slab.base)]
-        rooms = [(region + region_bytes - slab.base - page_bytes) // step + 1]
-        rooms += [
-            stride // step for _, stride in inner if stride >= step
-        ]  # pages lie inside a token, or a head
+        fits = [(region + region_bytes - slab.base - page_bytes) // step + 1]
+        # Where a stride spans pages, they lie inside a token, or a head.
+        fits += [stride // step for _, stride in inner if stride >= step]
         following = bisect_left(bases, slab.base + step)  # nearer ones interleave
         if following < len(bases) and not any(stride >= step for _, stride in inner):
-            rooms.append((bases[following] - slab.base - page_bytes) // step + 1)
-        return min(rooms)
+            fits.append((bases[following] - slab.base - page_bytes) // step + 1)
+        return min(fits)
 
     # --- laws -------------------------------------------------------------------------------------
 
@@ -190,6 +200,10 @@ class KVLayout(msgspec.Struct, frozen=True):
         _check_choice("dtype", self.dtype, tuple(ITEMSIZE))
         _check_choice("attention", self.attention, tuple(SLABS_PER_LAYER))
         _check_choice("order", self.order, ORDERS)
+        if self.device != "cpu" and not _CUDA.fullmatch(self.device):
+            raise ConfigError(
+                f'device is {self.device[:32]!r}, must be "cpu" or "cuda:INDEX", at most "cuda:999"'
+            )
         if self.attention == "mla" and self.num_kv_heads != 1:
             raise ConfigError(f"num_kv_heads is {self.num_kv_heads}, must be 1 with mla")
 

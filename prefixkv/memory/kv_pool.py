@@ -1,7 +1,7 @@
 """Torch tensors that hold KV, with the layout that describes them.
 
 `KVPool.create` owns its memory; `KVPool.from_tensors` wraps an engine's own, strided, and keeps it
-alive. Who may read or write which page is not known here: that is the allocator's business.
+alive. It knows nothing of what holds a page; the allocator does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 from math import prod
+from sys import intern
 
 import torch
 
@@ -46,15 +47,22 @@ class KVPool:
         order: str = "layer_major",
         device: str = "cpu",
     ) -> KVPool:
-        """A pool of zeros, every memory page touched (so that timing it later times no page
-        faults).
+        """A pool of zeros. Every memory page is touched, so that later timings include no page
+        faults. On the CPU each tensor begins on a multiple of 4096 bytes. O(bytes).
 
-        `layer_major` has one tensor a layer, [2, num_pages, page_size, num_kv_heads, head_dim];
-        `page_major` one tensor for all, [num_pages, num_layers, 2, page_size, num_kv_heads,
-        head_dim]. With "mla" the dimension of 2 is 1. On the CPU each tensor begins on a multiple
-        of 4096.
+        Args:
+            num_pages: pages in the pool; `page_size` tokens each.
+            page_size: tokens a page.
+            num_layers, num_kv_heads: those that this rank holds; 1 head with "mla".
+            head_dim: elements of a head; with "mla" of the latent vector.
+            dtype: a key of `kv_layout.ITEMSIZE`, as torch names it.
+            attention: "mha" (K and V, GQA too) or "mla" (one latent vector).
+            order: "layer_major", a tensor a layer: [2, num_pages, page_size, num_kv_heads,
+                head_dim]; or "page_major", one tensor: [num_pages, num_layers, 2, page_size,
+                num_kv_heads, head_dim]. With "mla" the dimension of 2 is 1.
+            device: as torch names it: "cpu", "cuda:1", or "cuda" for the present GPU.
 
-        Raises: ConfigError for a value out of range, CapacityError when the device has not enough
+        Raises: ConfigError for a value out of range, CapacityError when the device lacks the
         memory.
         """
         sizes = KVLayout(
@@ -102,8 +110,8 @@ class KVPool:
             regions: (address, bytes) ranges to register. By default each storage the views lie in,
                 whole; give them when the storage is an arena that holds more than KV.
 
-        Raises: ConfigError when the views differ in shape, dtype or device, overlap, or lie in no
-        region.
+        Raises: ConfigError when the views differ in shape, dtype or device, are neither on the CPU
+        nor on a GPU, overlap, or lie in no region.
         """
         attention = "mla" if v is None else "mha"
         dims = 3 if v is None else 4
@@ -136,8 +144,8 @@ class KVPool:
 
     @property
     def device(self) -> str:
-        """Where the tensors are, as torch names it."""
-        return str(self._slabs[0].device)
+        """Where the tensors are: "cpu" or "cuda:INDEX"."""
+        return self.layout.device
 
     def k(self, layer: int) -> torch.Tensor:
         """K of one layer: a view [num_pages, page_size, num_kv_heads, head_dim]. MLA: the latent,
@@ -258,6 +266,7 @@ def _describe(
             for slab in slabs
         ),
         regions=regions,
+        device=intern(str(slabs[0].device)),  # msgspec leaves the default out by identity
     )
     layout.validate()
     return layout

@@ -4,10 +4,10 @@ A mesh shares the layers out over pipeline stages and the KV heads over tensor-p
 are numbered stage by stage. Where a stage has more ranks than heads (always so with MLA, which has
 one latent vector), neighbouring ranks hold replicas of one head.
 
-**Who sends.** Each layer and head that a reader holds is written by exactly one writer. Where
-writers hold replicas, those of a head share its readers out in order: of R writers and Q readers of
-a head, writer j * R // Q serves reader j. So equal meshes pair rank with rank, and a lone reader is
-served by the first replica.
+**Which rank sends.** Each layer and head that a reader holds is written by exactly one writer.
+Where writers hold replicas, those of a head share its readers out in order: of R writers and Q
+readers of a head, writer j * R // Q serves reader j. So equal meshes pair rank with rank, and a
+lone reader is served by the first replica.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Final, NamedTuple
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import KVLayout
 
-MAX_RANKS: Final = 256  # who tells whom is found by looking at each pair, half a second for so many
-MAX_FOLD: Final = 1024  # of page sizes: a table has this many rows for a run, at a peer's word
+MAX_RANKS: Final = 256  # each pair of ranks is looked at, which takes half a second for 256
+MAX_FOLD: Final = 1024  # of page sizes: a peer may make a table this many rows long, for a run
 
 
 class Shard(NamedTuple):
@@ -216,7 +216,7 @@ def readers_of(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
 
 def ranks_told(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
     """The ranks that `reader` promises its pages to: those that write to it. Rank 0 also tells
-    those that write to nobody, since their engine waits for the room as well.
+    those that write to no rank, since their engine waits for the room as well.
 
     >>> ranks_told(Mesh(4, 1, tp_size=2), Mesh(4, 1), reader=0)
     (0, 1)

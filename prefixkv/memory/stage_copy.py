@@ -2,8 +2,8 @@
 
 What is staged is a part of the model (some layers, some heads) of some unit pages, dense and in one
 order whatever the pool's: [slab, unit page, token, head, byte]. So a gather with one pool's plan
-and a scatter with another's move KV between pools of any two layouts. `staging_copy` picks who does
-it:
+and a scatter with another's move KV between pools of any two layouts. `staging_copy` picks
+the copy:
 
 - `CpuCopy`, here, for memory that the CPU reads. It sees a pool as rows of opaque bytes, each
   contiguous both in the pool and in the stage, and copies them by numpy's `take` and indexed
@@ -41,7 +41,7 @@ class StagingCopy(Protocol):
     """
 
     def num_bytes(self, num_units: int) -> int:
-        """How much staging memory so many unit pages take."""
+        """How much staging memory `num_units` unit pages take."""
         ...
 
     def gather(self, units: Pages, stage: torch.Tensor) -> None:

@@ -11,11 +11,11 @@ from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 
 
 class StagingBuffer:
-    """Zeros on the pool's device, from a multiple of BLOCK_BYTES on. Registered and written by
-    whoever uses it.
+    """Zeros on the pool's device, from a multiple of BLOCK_BYTES on. The transport registers it,
+    the copies write it.
 
-    `area` is what a peer is told; on prefill, where nobody takes leases, its lease_bytes are those
-    of a slot.
+    `area` is what a peer is told. On prefill, which grants no leases, its lease_bytes are those of
+    a slot.
     """
 
     def __init__(self, num_bytes: int, lease_bytes: int, device: str = "cpu") -> None:

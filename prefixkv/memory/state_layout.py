@@ -146,8 +146,8 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateBlock(NamedTuple):
-    """Part of a slot that one rank writes to another: which entry of each side, from which byte of
-    it on."""
+    """Part of a slot that one rank writes to another. Entries and offsets in them say where it lies
+    on each side."""
 
     src_entry: int
     src_offset: int
@@ -164,8 +164,8 @@ class StateLink(NamedTuple):
 
 
 def check_state_pairs(tensors: Iterable[StateTensor], writers: Mesh, readers: Mesh) -> None:
-    """Refuse meshes that cannot share the tensors, or of which a rank would write state to one it
-    writes no KV to.
+    """Refuse meshes that cannot share the tensors, and pairs where a rank would send state to a
+    rank that it sends no KV.
 
     Raises: ConfigError, HandshakeError. The meshes have passed `check_meshes`.
     """

@@ -17,7 +17,8 @@ class StatePool:
     """A view [num_slots, heads of this rank, *head_shape] for each tensor of this rank's stage.
 
     On decode the library says which slot is whose (`DecodeRequest.state_slot`); on prefill the
-    slots are the engine's.
+    slots are the engine's. `device` is where the views are, as torch names it: that of the rank's
+    KV pool. None: there are no views.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class StatePool:
                 whole.
             num_slots: for a rank whose stage has no tensor, and so no view.
         Raises: ConfigError for values out of range, views of another shape, dtype or number of
-        slots, or that overlap.
+        slots, on several devices, or that overlap.
         """
         self.tensors = tuple(tensors)
         held = _held(self.tensors, mesh, rank)
@@ -64,6 +65,10 @@ class StatePool:
         }
         if len(self._views) != len(held):
             raise ConfigError("two state tensors have the same name and layer")
+        devices = sorted({str(view.device) for view in views})
+        if len(devices) > 1:
+            raise ConfigError(f"state views are on {' and '.join(devices)}, must be on one device")
+        self.device = devices[0] if devices else None
         entries = []
         for view in views:
             num_bytes = view[0].numel() * view.itemsize

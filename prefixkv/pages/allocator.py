@@ -1,4 +1,4 @@
-"""Who holds each page of the pool: one state a page, and the only transitions between them.
+"""What holds each page of the pool: one state a page, and the only transitions between them.
 
     FREE -> OWNED     alloc          OWNED -> HELD                hold (for a room, say)
     OWNED -> FREE     free           HELD -> QUARANTINED          quarantine
@@ -39,9 +39,8 @@ class PageState(enum.IntEnum):
     QUARANTINED = 4
 
 
-_FREE, _OWNED, _CACHED, _HELD, _QUARANTINED = range(
-    5
-)  # plain ints: an enum member costs a microsecond in numpy
+# Plain ints: an enum member costs a microsecond in numpy.
+_FREE, _OWNED, _CACHED, _HELD, _QUARANTINED = range(5)
 
 
 class PageAllocator:
@@ -49,6 +48,18 @@ class PageAllocator:
 
     Owned by the scheduler thread. Page ids come in as int32 arrays (or any sequence of integers),
     in any order, and go out as int32 arrays that are the caller's.
+
+    >>> pages = PageAllocator(8)
+    >>> pages.alloc(3).tolist(), pages.alloc(2).tolist()
+    ([0, 1, 2], [3, 4])
+    >>> pages.free([1, 2])
+    >>> pages.free_runs()
+    [(1, 2), (5, 3)]
+    >>> pages.alloc(2).tolist()  # the shortest run that is long enough
+    [1, 2]
+    >>> pages.hold([3, 4], owner="room 7")  # a peer may still write them
+    >>> pages.free_pages, pages.release("room 7"), pages.free_pages
+    (3, 2, 5)
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -97,9 +108,7 @@ class PageAllocator:
         An owner may hold more in a later call, and may hold none: it exists until its release all
         the same. Raises: PageStateError.
         """
-        held = self._held.get(
-            owner, []
-        )  # first, since an owner that cannot be hashed must change nothing
+        held = self._held.get(owner, [])  # first: an owner without a hash must change nothing
         ascending = self._checked(pages, _OWNED)
         self._set(ascending, _OWNED, _HELD)
         held.append(ascending)
@@ -241,17 +250,14 @@ class PageAllocator:
         """Check every law. O(num_pages); for tests and audits. Raises InternalError with the
         state."""
         counts = np.bincount(self._state, minlength=5)
-        kept = (
-            self.pages_in(PageState.HELD).tolist() + self.pages_in(PageState.QUARANTINED).tolist()
-        )
+        kept = np.flatnonzero(self._state >= _HELD).tolist()  # held or quarantined
         listed = [page for parts in self._held.values() for part in parts for page in part.tolist()]
         laws = {
             "each page is in one of the five states": len(counts) == 5,
             "each counter is the number of pages in its state": counts.tolist() == self._counts,
             "free + owned + cached + held + quarantined = all": sum(self._counts)
             == self._num_pages,
-            "held and quarantined pages have one owner, others none": sorted(kept)
-            == sorted(listed),
+            "held and quarantined pages have one owner, others none": kept == sorted(listed),
         }
         check_laws(laws, f"counts {self._counts}", f"{len(self._held)} owners")
         self._runs.check_invariants(self._state == _FREE)

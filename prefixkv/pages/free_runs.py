@@ -1,13 +1,13 @@
-"""Free pages as maximal runs: hands out the fewest runs there can be, and merges what comes back.
+"""Free pages as maximal runs: hands out the fewest runs possible, and merges what comes back.
 
-Two arrays hold a run's length at its first page and just behind its last one, so a freed run meets
-both neighbours in O(1). Runs are filed by length, by their first page, in dictionaries: one that
-merges is taken out in O(1), and of those that are taken a whole length goes at once. Of many runs
-that come back only those with a neighbour are merged one by one; in a pool that is mostly full they
-are few, and the others are entered all together.
+Two arrays hold a run's length at its first page and just behind its last one, so a freed run finds
+both neighbours in O(1). Dictionaries file runs by length and first page: a run that merges is taken
+out in O(1), and all runs of a length can be taken at once. When many runs come back, only those
+with a neighbour are merged one by one. In a pool that is mostly full these are few; the others are
+entered together.
 
-To take n pages: the shortest run of at least n if there is one, else the longest whole, and again
-for the rest. No other choice has fewer runs.
+To take n pages: the shortest run of at least n if there is one, else all of the longest run, and
+again for the rest. No other choice has fewer runs.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class FreeRuns:
         # time.
         self._from = self._length_from.data
         self._to = self._length_to.data
-        self._by_length: dict[
-            int, dict[int, None]
-        ] = {}  # first pages; what was filed last is taken first
+        # First pages by length; of one length the run filed last is taken first.
+        self._by_length: dict[int, dict[int, None]] = {}
         self._lengths: list[int] = []  # the keys of _by_length, ascending
         self._num_runs = 0
         self._put(0, num_pages)
@@ -63,6 +62,8 @@ class FreeRuns:
     def take(self, num_pages: int) -> Index:
         """Remove `num_pages` pages, at least one, and give back their ids, ascending. About 0.1 us
         a run."""
+        # Whole lengths first, then the part of a run that is left: the ends in the two arrays are
+        # cleared below, for all runs at once.
         lengths = self._lengths
         starts: list[int] = []
         sizes: list[int] = []  # pages from each
@@ -92,8 +93,8 @@ class FreeRuns:
         return pages
 
     def _pop(self, length: int, most: int) -> list[int]:
-        """The first pages of up to `most` runs of this length, filed no more. Both their ends still
-        tell it."""
+        """Take up to `most` runs of this length out of the file; returns their first pages. Both
+        arrays still have the length at their ends: the caller clears these."""
         runs = self._by_length[length]
         if most < len(runs):
             starts = [runs.popitem()[0] for _ in range(most)]
@@ -183,13 +184,8 @@ class FreeRuns:
     def check_invariants(self, free: npt.NDArray[np.bool_]) -> None:
         """Check against the pages that are free. O(num_pages). Raises InternalError."""
         edges = np.diff(np.concatenate(([False], free, [False])).astype(np.int8))
-        expected = list(
-            zip(
-                np.flatnonzero(edges == 1).tolist(),
-                np.flatnonzero(edges == -1).tolist(),
-                strict=True,
-            )
-        )
+        starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+        expected = list(zip(starts.tolist(), ends.tolist(), strict=True))
         from_start = [(start, start + length) for start, length in self.runs()]
         from_end = [
             (end - length, end) for end, length in enumerate(self._length_to.tolist()) if length

@@ -1,7 +1,7 @@
 """The pages of requests: every move between page table, allocator and tree is made here, on both
 sides.
 
-A request's row of the page table, in pages, and who frees each region:
+A request's row of the page table, in pages, and what frees each region:
 
     0            num_locked      num_shared              len(key) // page_size          num_pages
     |  locked        |  joined       |  own, KV whole            |  own, tail                |
@@ -17,10 +17,11 @@ nothing is cached before.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult, PrefixLock, page_ids
@@ -31,42 +32,22 @@ from prefixkv.paging import Pages
 from prefixkv.stats import MICROSECONDS, Histogram
 
 
+@dataclass(slots=True, eq=False)
 class RequestPages:
     """One request's pages, and its slot of extra state (-1: none), which is freed or held with its
     own pages.
 
-    Made by `PageBooks.open`; ended by exactly one of `cache_finished`, `drop` and `hold`.
+    Made by `PageManager.open`; ended by exactly one of `cache_finished`, `drop` and `hold`.
     """
 
-    __slots__ = (
-        "duplicates",
-        "epoch",
-        "lock",
-        "num_joined",
-        "num_locked",
-        "num_pages",
-        "row",
-        "slot",
-    )
-
-    def __init__(
-        self,
-        row: int,
-        lock: PrefixLock | None,
-        num_locked: int,
-        num_joined: int,
-        num_pages: int,
-        epoch: int,
-        slot: int = -1,
-    ) -> None:
-        self.row = row
-        self.lock = lock
-        self.num_locked = num_locked
-        self.num_joined = num_joined
-        self.num_pages = num_pages
-        self.epoch = epoch
-        self.slot = slot
-        self.duplicates: list[Pages] = []  # replaced by the tree's, but writes may still read them
+    row: int
+    lock: PrefixLock | None
+    num_locked: int
+    num_joined: int
+    num_pages: int
+    epoch: int
+    slot: int = -1
+    duplicates: list[Pages] = field(default_factory=list)  # replaced, but writes may read them
 
     @property
     def num_shared(self) -> int:
@@ -80,7 +61,7 @@ class RequestPages:
         return self.num_pages - self.num_locked - self.num_joined
 
 
-class PageBooks:
+class PageManager:
     """One worker's tree, allocator and page table, kept in agreement. Owned by the scheduler's
     thread.
 
@@ -97,7 +78,7 @@ class PageBooks:
         max_requests: int,
         max_pages_per_request: int | None = None,
         caching: bool = True,
-        policy: str = DEFAULT_POLICY,
+        policy: str | Policy = DEFAULT_POLICY,
         evict_reserve_pages: int = 0,
         num_slots: int = 0,
     ) -> None:
@@ -226,13 +207,9 @@ class PageBooks:
             raise InternalError(
                 f"row {pages.row} has {pages.num_joined} pages of another request, on their way"
             )
-        if (
-            pages.epoch != self.epoch
-            or not self.caching
-            or len(key) // self.page_size <= pages.num_locked
-        ):
-            return
         num_whole = len(key) // self.page_size
+        if pages.epoch != self.epoch or not self.caching or num_whole <= pages.num_locked:
+            return
         # The new lock before the old one is given up: in between nothing of it can be evicted.
         own = self.table.pages(pages.row)[pages.num_locked : num_whole]
         result = self.cache.insert(key, own, priority=priority, now_s=now_s, lock=pages.lock)
@@ -242,9 +219,8 @@ class PageBooks:
         published = own[num_duplicates:]
         if num_duplicates:
             duplicates = own[:num_duplicates].copy()
-            self.table.write(
-                pages.row, pages.num_locked, result.pages[pages.num_locked : num_there]
-            )
+            there = result.pages[pages.num_locked : num_there]
+            self.table.write(pages.row, pages.num_locked, there)
             if being_read:
                 pages.duplicates.append(duplicates)
             else:

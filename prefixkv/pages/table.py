@@ -1,7 +1,7 @@
 """Which pages a request reads, as the array an attention kernel indexes: a row a request, -1 where
 unused.
 
-A table only names pages; who holds them is the allocator's to know.
+A table only names pages; the allocator knows what holds them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.paging import page_floor, pages_for, whole_pages
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.send_plan import SendPlan
@@ -24,7 +24,7 @@ class PrefillBootstrapQueue:
     """Owned by the scheduler's thread. `usable_prefix` is called for each hit; None: every hit is
     used whole."""
 
-    def __init__(self, books: PageBooks, usable_prefix: UsablePrefix | None = None) -> None:
+    def __init__(self, books: PageManager, usable_prefix: UsablePrefix | None = None) -> None:
         self._books = books
         self._usable_prefix = usable_prefix
         self._ready: deque[PrefillRequest] = deque()
@@ -49,9 +49,8 @@ class PrefillBootstrapQueue:
     @property
     def may_open(self) -> bool:
         """Whether looking at the head may open it. O(1)."""
-        return bool(
-            self._ready and self._blocked_at != self._books.version and self._books.table.free_rows
-        )
+        may_fit = self._blocked_at != self._books.version and self._books.table.free_rows
+        return bool(self._ready and may_fit)
 
     def pop_bootstrapped(self, now_s: float) -> list[PrefillRequest]:
         """Requests the engine may compute now: own prefix locked, pages for all of the prompt
@@ -70,9 +69,8 @@ class PrefillBootstrapQueue:
     def _open(self, req: PrefillRequest, now_s: float) -> bool:
         books, page_size = self._books, self._books.page_size
         match = self._match(req)
-        prefix_len, unprotected = (
-            (match.prefix_len, match.unprotected_pages) if match is not None else (0, 0)
-        )
+        prefix_len = match.prefix_len if match is not None else 0
+        unprotected = match.unprotected_pages if match is not None else 0
         num_new = pages_for(req.num_tokens, page_size) - whole_pages(prefix_len, page_size)
         if num_new > books.available_pages - unprotected:
             return False
@@ -92,9 +90,8 @@ class PrefillBootstrapQueue:
         match = self._books.match(key, req.request.cacheable)
         if match is None or self._usable_prefix is None or not match.prefix_len:
             return match
-        usable = page_floor(
-            max(0, self._usable_prefix(req, match.prefix_len)), self._books.page_size
-        )
+        usable = max(0, self._usable_prefix(req, match.prefix_len))
+        usable = page_floor(usable, self._books.page_size)
         if usable >= match.prefix_len:
             return match
         return self._books.match(RadixKey(key.tokens()[:usable], key.namespace))

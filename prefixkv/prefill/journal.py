@@ -9,7 +9,7 @@ from typing import Any
 
 from prefixkv.errors import AbortedError
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.stats import Journal, namespace_label
+from prefixkv.stats import Journal
 
 REASONS = ("decode", "pages", "compute", "send")
 """What is waited for: decode's promise, pages of its own, the engine, and the writes with their
@@ -66,29 +66,14 @@ def outcome(req: PrefillRequest) -> str:
 def timeline(req: PrefillRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
     """All that is known of a request, as JSON holds it. Times are seconds since it arrived, or
     None."""
-    times = {
-        "promised_s": req.promised_s,
-        "started_s": req.started_s,
-        "computed_s": req.computed_s,
-        "ended_s": req.ended_s,
-    }
-    return {
-        "side": "prefill",
-        "rid": req.rid,
-        "room": req.room,
-        "generation": req.request.generation,
-        "namespace": namespace_label(req.key.namespace),
-        "outcome": outcome(req),
-        "error": None if req.error is None else f"{type(req.error).__name__}: {req.error}",
-        "peer": req.peer,
-        "prompt_tokens": req.num_tokens,
-        "hit_tokens": req.prefix_len,
-        "decode_hit_tokens": req.decode_prefix_len,
-        "chunks": req.num_chunks,
-        "sent_bytes": req.sent_pages * page_bytes,
-        "skipped_bytes": req.decode_prefix_len // page_size * page_bytes,
-        **{
-            name: None if when is None else round(when - req.arrived_s, 6)
-            for name, when in times.items()
-        },
-    }
+    return req.timeline(
+        "prefill",
+        outcome(req),
+        req.peer,
+        prompt_tokens=req.num_tokens,
+        hit_tokens=req.prefix_len,
+        decode_hit_tokens=req.decode_prefix_len,
+        chunks=req.num_chunks,
+        sent_bytes=req.sent_pages * page_bytes,
+        skipped_bytes=req.decode_prefix_len // page_size * page_bytes,
+    )

@@ -11,63 +11,32 @@ Source: SGLang's prefill queues (`disaggregation/prefill.py`), whose name `pop_b
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import (
     AbortedError,
     AuxTooLargeError,
-    DrainingError,
     InternalError,
     RequestError,
     check_laws,
 )
-from prefixkv.pages.manager import PageBooks, RequestPages
-from prefixkv.paging import Pages, pages_for
+from prefixkv.pages.manager import PageManager
+from prefixkv.pages.requests import PagedScheduler
+from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
 from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
+from prefixkv.protocol.commands import AbortRoom, AddRoom, PrefillCommand, SendChunk
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import DeviceEvent, Request
 
 
-@dataclass(frozen=True, slots=True)
-class AddRoom:
-    """The engine has the request of this room."""
-
-    key: RoomKey
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SendChunk:
-    """KV of these pages is computed once `ready` says so."""
-
-    key: RoomKey
-    first_page: int
-    src_pages: Pages
-    last: bool
-    aux: bytes
-    ready: DeviceEvent | None
-    state_slot: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class AbortRoom:
-    key: RoomKey
-    error: Exception
-
-
-Command = AddRoom | SendChunk | AbortRoom
-
-
-class PrefillScheduler:
+class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     """See the module's text. Owned by the scheduler's thread."""
 
     def __init__(
         self,
-        books: PageBooks,
+        books: PageManager,
         *,
         max_aux_bytes: int = 64 << 10,
         num_slots: int = 0,
@@ -75,20 +44,15 @@ class PrefillScheduler:
     ) -> None:
         """`num_slots`: of the engine's extra state, a slot of which is sent with every request; 0:
         there is none."""
-        self.books = books
+        self.journal = PrefillJournal()
+        super().__init__(books, self.journal)
         self.num_slots = num_slots
         self.bootstrapped = PrefillBootstrapQueue(
             books, usable_prefix or (_no_prefix if num_slots else None)
         )
-        self.requests: dict[str, PrefillRequest] = {}
-        self.draining = False  # takes no new requests
-        self.journal = PrefillJournal()
-        self.counters = self.journal.counters
         self._max_aux_bytes = max_aux_bytes
         self._rooms: dict[RoomKey, PrefillRequest] = {}
-        self._sent: deque[PrefillRequest] = deque()
-        self._failed: deque[PrefillRequest] = deque()
-        self._commands: list[Command] = []
+        self._sent: list[PrefillRequest] = []
         self._deferred: list[tuple[DeviceEvent, PrefillRequest]] = []
 
     # --- what the engine calls --------------------------------------------------------------------
@@ -99,19 +63,9 @@ class PrefillScheduler:
         Raises RequestError, with nothing changed: a duplicate id, a room in use, a prompt that the
         pool could never hold, or any while `draining` (DrainingError).
         """
-        if self.draining:
-            raise DrainingError(
-                f"request {request.rid!r} comes too late: this node is being drained"
-            )
-        limit = min(self.books.num_pages, self.books.table.array.shape[1])
         needed = pages_for(len(request.key), self.books.page_size)
-        if needed > limit:
-            raise RequestError(
-                f"request {request.rid!r} needs {needed} pages, {limit} is the most there is"
-            )
+        self._check_new(request, needed, "needs {} pages")
         req = PrefillRequest(request, self.books, now_s)
-        if request.rid in self.requests:
-            raise RequestError(f"request {request.rid!r} is here already")
         if req.room_key in self._rooms:
             raise RequestError(f"room {request.room} generation {request.generation} is in use")
         self.requests[req.rid] = req
@@ -153,11 +107,8 @@ class PrefillScheduler:
         if aux and not last:
             raise RequestError("aux travels with the last chunk")
         if not (0 <= state_slot < self.num_slots if last and self.num_slots else state_slot == -1):
-            wanted = (
-                f"one of {self.num_slots} with the last chunk, and only then"
-                if self.num_slots
-                else "none"
-            )
+            with_last = f"one of {self.num_slots} with the last chunk, and only then"
+            wanted = with_last if self.num_slots else "none"
             raise RequestError(f"state slot {state_slot} was handed over where {wanted} is needed")
         assert req.plan is not None
         assert req.pages_held is not None
@@ -174,11 +125,8 @@ class PrefillScheduler:
                     req.pages_held, req.key, now_s, priority=req.request.priority, being_read=True
                 )
         if len(src_pages) or last:
-            self._commands.append(
-                SendChunk(
-                    req.room_key, span.first_page, src_pages, last, bytes(aux), ready, state_slot
-                )
-            )
+            chunk = span.first_page, src_pages, last, bytes(aux), ready, state_slot
+            self._commands.append(SendChunk(req.room_key, *chunk))
         return len(src_pages)
 
     def pop_sent(self, now_s: float) -> list[PrefillRequest]:
@@ -205,14 +153,10 @@ class PrefillScheduler:
             self.counters["aborts_of_unknown"] += 1
             return False
         error = error or AbortedError(f"request {rid!r} was aborted")
-        self._commands.append(AbortRoom(req.room_key, error))
+        self._commands.append(AbortRoom(req.room_key, str(error)[:1000]))
         if req.state is not PrefillState.SENDING:
             self._fail(req, error, now_s)
         return True
-
-    def flush(self) -> int:
-        """Empty the cache after a weight update. Returns the pages freed at once."""
-        return self.books.flush()
 
     @property
     def has_news(self) -> bool:
@@ -230,11 +174,6 @@ class PrefillScheduler:
         return math.inf
 
     # --- what the control plane calls -------------------------------------------------------------
-
-    def take_commands(self) -> list[Command]:
-        """What the control plane is to do, in order."""
-        commands, self._commands = self._commands, []
-        return commands
 
     def room_bootstrapped(
         self, key: RoomKey, decode_prefix_len: int, peer: str, now_s: float
@@ -276,15 +215,10 @@ class PrefillScheduler:
                 req.popped = True
                 self._maybe_release(req, now_s)
 
-    def holders(self) -> list[tuple[str, RequestPages]]:
-        """What holds pages, by request id. Any thread may ask."""
-        held = [(req.rid, req.pages_held) for req in list(self.requests.values())]
-        return [(name, pages) for name, pages in held if pages is not None]
-
     def check_invariants(self) -> None:
         """Check books and requests against each other. Raises InternalError."""
         self.books.check_invariants()
-        held = [req.pages_held for req in self.requests.values() if req.pages_held is not None]
+        held = [pages for _, pages in self.holders()]
         own = sum(pages.num_own + sum(map(len, pages.duplicates)) for pages in held)
         laws = {
             "every owned page is a request's": own == self.books.allocator.owned_pages,
@@ -310,10 +244,10 @@ class PrefillScheduler:
         self.journal.ended(req, now_s)
 
     def _pop(
-        self, ended: deque[PrefillRequest], after: DeviceEvent | None, now_s: float
+        self, ended: list[PrefillRequest], after: DeviceEvent | None, now_s: float
     ) -> list[PrefillRequest]:
         is_done = after is None or after.query()  # before anything changes: `query` may raise
-        reqs = list(ended)
+        reqs = ended.copy()
         ended.clear()
         for req in reqs:
             if after is not None and not is_done:
@@ -333,11 +267,9 @@ class PrefillScheduler:
         computed = req.plan.computed if req.plan is not None else 0
         if req.request.cacheable and computed:
             # What was computed is good prefix, even if the request failed.
-            key = (
-                req.key
-                if computed == req.num_tokens
-                else RadixKey(req.key.tokens()[:computed], req.key.namespace)
-            )
+            key = req.key
+            if computed < req.num_tokens:
+                key = RadixKey(key.tokens()[:computed], key.namespace)
             self.books.cache_finished(req.pages_held, key, now_s, priority=req.request.priority)
         else:
             self.books.drop(req.pages_held)

@@ -10,7 +10,7 @@ from prefixkv.paging import pages_for, whole_pages
 
 
 class Span(NamedTuple):
-    """Pages [first_page, end_page) of a request, counted from its first token; maybe none."""
+    """Pages [first_page, end_page) of a request, counted from its first token; may be empty."""
 
     first_page: int
     end_page: int
@@ -19,9 +19,9 @@ class Span(NamedTuple):
 class SendPlan:
     """The cursor of one request.
 
-    A chunk inside what decode has sends nothing; a page partly computed waits for its rest; the
-    last send is always made, with no pages if need be, since the outcome and aux travel with it.
-    Where decode's pages are smaller it may have the first part of a page: that page is in the span,
+    A chunk inside what decode has sends nothing. A page partly computed waits for its rest. The
+    last send is always made, even without pages, since the outcome and aux travel with it. Where
+    decode's pages are smaller, it may have the first part of one of ours: that page is in the span,
     and `SenderMachine` sends its rest.
 
     >>> plan = SendPlan(num_tokens=100, decode_prefix_len=32, page_size=16)
@@ -70,8 +70,13 @@ class SendPlan:
 def plan_sends(
     ends: Iterable[int], num_tokens: int, decode_prefix_len: int, page_size: int
 ) -> list[Span]:
-    """The spans for chunks that end at these tokens; the one that ends the request is the last
+    """The spans for chunks that end at these tokens; the chunk that ends the request is the last
     send.
+
+    >>> plan_sends([40, 100], num_tokens=100, decode_prefix_len=16, page_size=16)
+    [Span(first_page=1, end_page=2), Span(first_page=2, end_page=7)]
+
+    With all of it on decode the outcome alone is sent:
 
     >>> plan_sends([64, 128], num_tokens=128, decode_prefix_len=128, page_size=16)
     [Span(first_page=8, end_page=8), Span(first_page=8, end_page=8)]

@@ -1,36 +1,79 @@
-"""What the decode scheduler wants of the control plane."""
+"""What a scheduler asks of its side's control object. Decode's commands travel to the other ranks
+as they are.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import Promise
+from prefixkv.request import DeviceEvent
 
 
-@dataclass(frozen=True, slots=True)
-class OpenRoom:
-    """Promise these pages to the prefill worker at `address`."""
+class _Command(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
+    """Base of the commands that travel."""
+
+
+class OpenRoom(_Command, frozen=True, tag="open"):
+    """Promise these pages to the prefill worker at `address`. A RoomEnded follows, and after a
+    failure a RoomDrained."""
 
     promise: Promise
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class AbortRoom:
-    key: RoomKey
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class RefuseRoom:
-    """Tell the prefill worker at `address` that this room will not be opened. `room_drained`
+class RefuseRoom(_Command, frozen=True, tag="refuse"):
+    """Tell the prefill worker at `address` that this room will not be opened. A RoomDrained
     follows."""
 
     key: RoomKey
     ticket: int
     address: str
-    error: Exception
+    reason: str
 
 
-Command = OpenRoom | AbortRoom | RefuseRoom
+class AbortRoom(_Command, frozen=True, tag="abort"):
+    """End the room from this side. Unknown or ended: no-op."""
+
+    key: RoomKey
+    reason: str
+
+
+class Fence(_Command, frozen=True, tag="fence"):
+    """The caller knows that this incarnation can write no more."""
+
+    peer: PeerId
+
+
+class AddRoom(_Command, frozen=True, tag="add"):
+    """Prefill's engine has the request of this room, `num_tokens` long."""
+
+    key: RoomKey
+    num_tokens: int
+
+
+class SendChunk(msgspec.Struct, frozen=True, eq=False):
+    """KV of these pages of prefill's pool, the first of them page `first_page` of the request, is
+    computed once `ready` says so. With `last` the outcome, `aux` and the extra state in
+    `state_slot` follow.
+
+    Pages are counted from the request's first token; there may be none. With `clip` it may come
+    before decode's promise, for which it waits; and pages of the prefix that decode has may be in
+    it, which are left out.
+    """
+
+    key: RoomKey
+    first_page: int
+    src_pages: npt.NDArray[np.int32]
+    last: bool
+    aux: bytes
+    ready: DeviceEvent | None
+    state_slot: int = -1
+    clip: bool = False
+
+
+DecodeCommand = OpenRoom | RefuseRoom | AbortRoom | Fence
+PrefillCommand = AddRoom | SendChunk | AbortRoom | Fence

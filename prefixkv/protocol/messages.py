@@ -27,12 +27,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.errors import HandshakeError, ProtocolError
+from prefixkv.errors import HandshakeError, ProtocolError, VersionError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateTensor
-from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.ids import PeerId, RoomKey
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 << 20
@@ -132,7 +132,18 @@ class HelloWanted(Body, frozen=True, tag="hello-wanted"):
     yourself."""
 
 
-class Promise(Body, frozen=True, tag="promise"):
+class RoomBody(Body, frozen=True):
+    """Base of what is said of a room; its fields come first."""
+
+    room: U64
+    generation: Count
+
+    @property
+    def key(self) -> RoomKey:
+        return RoomKey(self.room, self.generation)
+
+
+class Promise(RoomBody, frozen=True, tag="promise"):
     """Decode has `prefix_len` tokens of the request and wants the rest of `fill_len` in these
     pages.
 
@@ -140,8 +151,6 @@ class Promise(Body, frozen=True, tag="promise"):
     `fill_len` tokens.
     """
 
-    room: U64
-    generation: Count
     fill_len: Count
     prefix_len: Count
     pages: bytes
@@ -156,41 +165,33 @@ class Promise(Body, frozen=True, tag="promise"):
         return np.frombuffer(self.pages, dtype="<i4").astype(np.int32)
 
 
-class PromiseAck(Body, frozen=True, tag="promise-ack"):
-    room: U64
-    generation: Count
+class PromiseAck(RoomBody, frozen=True, tag="promise-ack"):
     rank: Count
     ticket: U64 = 0
 
 
-class Abort(Body, frozen=True, tag="abort"):
+class Abort(RoomBody, frozen=True, tag="abort"):
     """Refuse every earlier frame of this room, stop writing for it, and say when it is drained."""
 
-    room: U64
-    generation: Count
     reason: Text
     ticket: U64 = 0
 
 
-class Drained(Body, frozen=True, tag="drained"):
+class Drained(RoomBody, frozen=True, tag="drained"):
     """No write of this rank for this generation can land any more.
 
     `settle`: an agent was destroyed for it, so what kernels held by then may land as decode polls,
     for a moment.
     """
 
-    room: U64
-    generation: Count
     rank: Count
     ticket: U64 = 0
     settle: bool = False
 
 
-class Outcome(Body, frozen=True, tag="outcome"):
+class Outcome(RoomBody, frozen=True, tag="outcome"):
     """How a rank's side of the room ended; `num_pages` were written in `num_chunks` chunks."""
 
-    room: U64
-    generation: Count
     rank: Count
     ok: bool
     num_chunks: Count
@@ -201,14 +202,12 @@ class Outcome(Body, frozen=True, tag="outcome"):
     ticket: U64 = 0
 
 
-class OutcomeAck(Body, frozen=True, tag="outcome-ack"):
-    room: U64
-    generation: Count
+class OutcomeAck(RoomBody, frozen=True, tag="outcome-ack"):
     rank: Count
     ticket: U64 = 0
 
 
-class LeaseAsk(Body, frozen=True, tag="lease-ask"):
+class LeaseAsk(RoomBody, frozen=True, tag="lease-ask"):
     """A writer wants to stage units `first_unit`.. of a room, counted from the first one behind the
     promised prefix.
 
@@ -217,8 +216,6 @@ class LeaseAsk(Body, frozen=True, tag="lease-ask"):
     and their leases be what this one waits for.
     """
 
-    room: U64
-    generation: Count
     rank: Count
     piece: Count
     first_unit: Count
@@ -227,12 +224,10 @@ class LeaseAsk(Body, frozen=True, tag="lease-ask"):
     written: Count = 0
 
 
-class LeaseGrant(Body, frozen=True, tag="lease-grant"):
+class LeaseGrant(RoomBody, frozen=True, tag="lease-grant"):
     """The piece may be written at `offset` of decode's staging area, each rank its section
     (`LeaseCut.sections`)."""
 
-    room: U64
-    generation: Count
     piece: Count
     lease_id: Count
     offset: U64
@@ -248,21 +243,8 @@ class Fenced(Body, frozen=True, tag="fenced"):
     land any more."""
 
 
-AnyBody = (
-    Hello
-    | HelloReply
-    | HelloWanted
-    | Promise
-    | PromiseAck
-    | Abort
-    | Drained
-    | Outcome
-    | OutcomeAck
-    | LeaseAsk
-    | LeaseGrant
-    | Heartbeat
-    | Fenced
-)
+RoomWord = Promise | PromiseAck | Abort | Drained | Outcome | OutcomeAck | LeaseAsk | LeaseGrant
+AnyBody = Hello | HelloReply | HelloWanted | RoomWord | Heartbeat | Fenced
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -279,8 +261,17 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
         return PeerId(self.name, self.incarnation)
 
 
+class _Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a frame that every version begins with."""
+
+    version: Count
+    name: Name
+    incarnation: U64
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)
+_envelope = msgspec.msgpack.Decoder(_Envelope)
 
 
 def encode(sender: PeerId, seq: int, body: AnyBody) -> bytes:
@@ -289,13 +280,27 @@ def encode(sender: PeerId, seq: int, body: AnyBody) -> bytes:
 
 
 def decode(raw: bytes) -> Frame:
-    """Inverse of `encode`. Raises ProtocolError for anything that is no frame of this version."""
+    """Inverse of `encode`. Raises VersionError for a frame of another version, whatever its body is
+    like there, and ProtocolError for anything that is no frame."""
     if len(raw) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame of {len(raw)} bytes, the limit is {MAX_FRAME_BYTES}")
     try:
         frame = _decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        _check_version(_version(raw))
         raise ProtocolError(f"malformed frame: {error}") from None
-    if frame.version != PROTOCOL_VERSION:
-        raise ProtocolError(f"protocol version {frame.version}, ours is {PROTOCOL_VERSION}")
+    _check_version(frame.version)
     return frame
+
+
+def _version(raw: bytes) -> int:
+    """The version that a frame begins with; ours where it begins with none."""
+    try:
+        return _envelope.decode(raw).version
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return PROTOCOL_VERSION
+
+
+def _check_version(theirs: int) -> None:
+    if theirs != PROTOCOL_VERSION:
+        raise VersionError(theirs, PROTOCOL_VERSION)

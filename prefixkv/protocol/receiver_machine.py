@@ -9,29 +9,32 @@ it never drains them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
+
+import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.errors import TransferError, TransferTimeoutError
-from prefixkv.protocol.backoff import Backoff
-from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded, RoomOverdue
+from prefixkv.protocol.ids import KVPoll
+from prefixkv.protocol.machine import IGNORED, Step, Table, run
 from prefixkv.protocol.messages import Abort, AnyBody, Outcome, OutcomeAck, Promise
+from prefixkv.protocol.timers import Backoff
 
 # --- events ---------------------------------------------------------------------------------------
 
 
-class PeerReady(NamedTuple):
+class PeerReady(msgspec.Struct, frozen=True):
     """The prefill worker is known; these ranks of it are told of the pages."""
 
     ranks: tuple[int, ...]
 
 
-class PromiseAcked(NamedTuple):
+class PromiseAcked(msgspec.Struct, frozen=True):
     rank: int
 
 
-class ChunkLanded(NamedTuple):
+class ChunkLanded(msgspec.Struct, frozen=True):
     """One part of one chunk is in our pages: progress only, success rests on outcomes."""
 
     rank: int
@@ -39,30 +42,30 @@ class ChunkLanded(NamedTuple):
     part: int
 
 
-class OutcomeSaid(NamedTuple):
+class OutcomeSaid(msgspec.Struct, frozen=True):
     outcome: Outcome
 
 
-class DrainedSaid(NamedTuple):
+class DrainedSaid(msgspec.Struct, frozen=True):
     rank: int
 
 
-class Fail(NamedTuple):
-    """End the room from this side: aborted, refused, or the rank `lost`. `tell` is False where
-    nobody listens."""
+class Fail(msgspec.Struct, frozen=True):
+    """End the room from this side: aborted, refused, or its rank `lost` is gone. `tell` is False
+    where no rank listens."""
 
     error: Exception
     tell: bool = True
     lost: int | None = None
 
 
-class FencedOff(NamedTuple):
+class FencedOff(msgspec.Struct, frozen=True):
     """Proof from outside that this rank can write no more."""
 
     rank: int
 
 
-class Tick(NamedTuple):
+class Tick(msgspec.Struct, frozen=True):
     pass
 
 
@@ -71,53 +74,25 @@ Event = PeerReady | PromiseAcked | ChunkLanded | OutcomeSaid | DrainedSaid | Fai
 # --- actions --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Say:
+class Say(msgspec.Struct, frozen=True):
     """Send `body` to this rank of the room's peer."""
 
     rank: int
     body: AnyBody
 
 
-@dataclass(frozen=True, slots=True)
-class RoomEnded:
-    """The room's one terminal state. `aux` is the lowest rank's on SUCCESS, `error` is set on
-    FAILED."""
-
-    key: RoomKey
-    poll: KVPoll
-    error: Exception | None = None
-    aux: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class RoomDrained:
-    """After FAILED: no write can land in the room's pages any more. Comes once."""
-
-    key: RoomKey
-
-
-@dataclass(frozen=True, slots=True)
-class RoomOverdue:
-    """After FAILED: not drained by its deadline. The pages stay; somebody should look at the
-    peer."""
-
-    key: RoomKey
-
-
-Action = Say | RoomEnded | RoomDrained | RoomOverdue
+Action = Say | DecodeEvent
 
 
 class ReceiverMachine:
-    """One (room, generation) on decode. Pure; owned by the endpoint that holds it."""
+    """One (room, generation) on decode. Pure; owned by the control object that holds it."""
 
     def __init__(self, promise: Promise, timing: ControlConfig, now_s: float) -> None:
-        self.key = RoomKey(promise.room, promise.generation)
+        self.key = promise.key
         self.promise = promise
         self.num_pages = len(promise.pages) // 4
         self.poll = KVPoll.BOOTSTRAPPING
         self.error: Exception | None = None
-        self.chunks_landed: set[tuple[int, int, int]] = set()
         self._timing = timing
         self.ranks: frozenset[int] = frozenset()  # that have been told of the pages
         self._unacked: set[int] = set()  # ranks that may not have the promise yet
@@ -152,51 +127,12 @@ class ReceiverMachine:
         return min(deadline_s, self._resend.due_s) if waiting_for_answer else deadline_s
 
     def on(self, event: Event, now_s: float) -> list[Action]:
-        """Take one event. Events that mean nothing in this state are ignored, as the table says."""
-        handler = self._TABLE[self.poll].get(type(event))
-        if handler is None:
-            return []
-        actions: list[Action] = getattr(self, handler)(event, now_s)
+        """Take one event, as the table below says."""
+        actions: list[Action] = run(self, self.TABLE, event, now_s)
         if self.poll is KVPoll.FAILED and self.drained and not self._drained_said:
             self._drained_said = True
             actions.append(RoomDrained(self.key))
         return actions
-
-    # What each state listens to; what is absent is ignored there. Tests hold every state to have a
-    # row. An open room takes no DrainedSaid: none was asked for, so it answers an abort of an
-    # earlier use of the room number, and proves nothing of the writes of this one.
-    _TABLE: ClassVar[dict[KVPoll, dict[type, str]]] = {
-        KVPoll.BOOTSTRAPPING: {
-            PeerReady: "_promise",
-            Fail: "_fail",
-            Tick: "_tick_open",
-        },
-        KVPoll.WAITING_FOR_INPUT: {
-            PromiseAcked: "_acked",
-            ChunkLanded: "_landed",
-            OutcomeSaid: "_outcome",
-            Fail: "_fail",
-            FencedOff: "_fenced",
-            Tick: "_tick_open",
-        },
-        KVPoll.TRANSFERRING: {
-            ChunkLanded: "_landed",
-            PromiseAcked: "_acked",
-            OutcomeSaid: "_outcome",
-            Fail: "_fail",
-            FencedOff: "_fenced",
-            Tick: "_tick_open",
-        },
-        KVPoll.SUCCESS: {
-            OutcomeSaid: "_outcome_again",
-        },
-        KVPoll.FAILED: {
-            OutcomeSaid: "_outcome_again",
-            DrainedSaid: "_drained_late",
-            FencedOff: "_fenced_late",
-            Tick: "_tick_draining",
-        },
-    }
 
     # --- while open -------------------------------------------------------------------------------
 
@@ -216,7 +152,6 @@ class ReceiverMachine:
     def _landed(self, event: ChunkLanded, now_s: float) -> list[Action]:
         if event.rank not in self.ranks:
             return []
-        self.chunks_landed.add(event)
         self._unacked.discard(event.rank)
         self.poll = KVPoll.TRANSFERRING
         self._deadline_s = now_s + self._timing.transfer_timeout_s
@@ -226,17 +161,13 @@ class ReceiverMachine:
         outcome = event.outcome
         if outcome.rank not in self.ranks:
             return []
-        ack = Say(outcome.rank, OutcomeAck(*self.key, outcome.rank, self.promise.ticket))
+        ack = self._ack(outcome)
         self._unacked.discard(outcome.rank)
         if outcome.drained:
             self._undrained.discard(outcome.rank)
         if not outcome.ok:
-            return [
-                ack,
-                *self._fail(
-                    Fail(TransferError(f"prefill rank {outcome.rank}: {outcome.error}")), now_s
-                ),
-            ]
+            error = TransferError(f"prefill rank {outcome.rank}: {outcome.error}")
+            return [ack, *self._fail(Fail(error), now_s)]
         if outcome.num_pages != self.num_pages:
             error = TransferError(
                 f"{outcome.num_pages} pages were written where {self.num_pages} were promised"
@@ -249,19 +180,20 @@ class ReceiverMachine:
         self._undrained.clear()
         return [ack, RoomEnded(self.key, self.poll, aux=self._outcomes[min(self.ranks)].aux)]
 
+    def _ack(self, outcome: Outcome) -> Say:
+        return Say(outcome.rank, OutcomeAck(*self.key, outcome.rank, self.ticket))
+
     def _fenced(self, event: FencedOff, now_s: float) -> list[Action]:
         if event.rank not in self.ranks:
             return []
         self._undrained.discard(event.rank)
-        return self._fail(
-            Fail(TransferError(f"prefill rank {event.rank} was fenced"), lost=event.rank), now_s
-        )
+        error = TransferError(f"prefill rank {event.rank} was fenced")
+        return self._fail(Fail(error, lost=event.rank), now_s)
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
         if now_s >= self._deadline_s:
-            return self._fail(
-                Fail(TransferTimeoutError(f"the deadline passed in {self.poll.name}")), now_s
-            )
+            error = TransferTimeoutError(f"the deadline passed in {self.poll.name}")
+            return self._fail(Fail(error), now_s)
         if self._unacked and self._resend.take(now_s):
             return [Say(rank, self.promise) for rank in sorted(self._unacked)]
         return []
@@ -285,15 +217,9 @@ class ReceiverMachine:
     def _outcome_again(self, event: OutcomeSaid, now_s: float) -> list[Action]:
         if event.outcome.drained:
             self._undrained.discard(event.outcome.rank)
-        return [
-            Say(event.outcome.rank, OutcomeAck(*self.key, event.outcome.rank, self.promise.ticket))
-        ]
+        return [self._ack(event.outcome)]
 
-    def _drained_late(self, event: DrainedSaid, now_s: float) -> list[Action]:
-        self._undrained.discard(event.rank)
-        return []
-
-    def _fenced_late(self, event: FencedOff, now_s: float) -> list[Action]:
+    def _drained_late(self, event: DrainedSaid | FencedOff, now_s: float) -> list[Action]:
         self._undrained.discard(event.rank)
         return []
 
@@ -307,3 +233,63 @@ class ReceiverMachine:
         if self._resend.take(now_s):
             actions += self._aborts()
         return actions
+
+    # --- what each state takes, and the states that may follow ------------------------------------
+
+    # A peer may repeat itself, be late, or say what it likes, so its words stand in every row.
+    # PeerReady is ours: once a room is promised, it must not come again.
+    TABLE: ClassVar[Table] = {
+        KVPoll.BOOTSTRAPPING: {
+            PeerReady: Step(_promise, {KVPoll.WAITING_FOR_INPUT}),
+            # No rank knows the room: these are words on an earlier use of its number.
+            PromiseAcked: IGNORED,
+            ChunkLanded: IGNORED,
+            OutcomeSaid: IGNORED,
+            DrainedSaid: IGNORED,
+            FencedOff: IGNORED,
+            Fail: Step(_fail, {KVPoll.FAILED}),
+            Tick: Step(_tick_open, {KVPoll.BOOTSTRAPPING, KVPoll.FAILED}),
+        },
+        KVPoll.WAITING_FOR_INPUT: {
+            PromiseAcked: Step(_acked, {KVPoll.WAITING_FOR_INPUT}),
+            ChunkLanded: Step(_landed, {KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING}),
+            OutcomeSaid: Step(_outcome, {KVPoll.WAITING_FOR_INPUT, KVPoll.SUCCESS, KVPoll.FAILED}),
+            # None was asked for, so it answers an abort of an earlier use of the number, and proves
+            # nothing of the writes of this one.
+            DrainedSaid: IGNORED,
+            FencedOff: Step(_fenced, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
+            Fail: Step(_fail, {KVPoll.FAILED}),
+            Tick: Step(_tick_open, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
+        },
+        KVPoll.TRANSFERRING: {
+            PromiseAcked: Step(_acked, {KVPoll.TRANSFERRING}),
+            ChunkLanded: Step(_landed, {KVPoll.TRANSFERRING}),
+            OutcomeSaid: Step(_outcome, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
+            DrainedSaid: IGNORED,  # as above
+            FencedOff: Step(_fenced, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
+            Fail: Step(_fail, {KVPoll.FAILED}),
+            Tick: Step(_tick_open, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
+        },
+        KVPoll.SUCCESS: {
+            OutcomeSaid: Step(_outcome_again, {KVPoll.SUCCESS}),  # our answer was lost
+            # Frames and notifications that outcomes have overtaken.
+            PromiseAcked: IGNORED,
+            ChunkLanded: IGNORED,
+            DrainedSaid: IGNORED,
+            # An abort, a fence and a wake-up that were on their way as the room ended.
+            Fail: IGNORED,
+            FencedOff: IGNORED,
+            Tick: IGNORED,
+        },
+        KVPoll.FAILED: {
+            OutcomeSaid: Step(_outcome_again, {KVPoll.FAILED}),
+            DrainedSaid: Step(_drained_late, {KVPoll.FAILED}),
+            FencedOff: Step(_drained_late, {KVPoll.FAILED}),
+            Tick: Step(_tick_draining, {KVPoll.FAILED}),
+            PeerReady: IGNORED,  # the room failed as its peer came to be known
+            # Said before the peer heard of our abort: neither proves anything.
+            PromiseAcked: IGNORED,
+            ChunkLanded: IGNORED,
+            Fail: IGNORED,  # a room fails once; the first error stands
+        },
+    }

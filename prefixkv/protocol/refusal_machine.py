@@ -7,33 +7,26 @@ is over.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, assert_never
 
 from prefixkv.config import ControlConfig
-from prefixkv.protocol.backoff import Backoff
+from prefixkv.protocol import receiver_machine as receiver
+from prefixkv.protocol.events import RoomDrained
 from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.protocol.machine import fault
 from prefixkv.protocol.messages import Abort
-from prefixkv.protocol.receiver_machine import (
-    Action,
-    DrainedSaid,
-    Event,
-    Fail,
-    FencedOff,
-    PeerReady,
-    RoomDrained,
-    Say,
-    Tick,
-)
+from prefixkv.protocol.timers import Backoff
 
 
 class RefusalMachine:
-    """One (room, generation) that is refused. Pure; owned by the endpoint that holds it.
+    """One (room, generation) that is refused. Pure; owned by the control object that holds it.
+
+    It has one state, FAILED, and no table: it ends once (`over`), and takes nothing after that.
 
     Args:
-        is_news: whether RoomDrained is to come of it, once prefill has answered or cannot.
+        is_news: whether it ends with RoomDrained; it does so once prefill has answered or cannot.
     """
 
-    poll: ClassVar = KVPoll.FAILED
     drained: ClassVar = True  # no peer ever knew its pages
 
     def __init__(
@@ -48,46 +41,53 @@ class RefusalMachine:
     ) -> None:
         self.key = key
         self.ticket = ticket
+        self.poll = KVPoll.FAILED
         self.over = False
         self._reason = reason[:1000]
         self.is_news = is_news
         self._unanswered: set[int] = set()  # ranks that have been told
         self._resend = Backoff(timing.resend_s)
-        self._deadline_s = (
-            now_s + timing.bootstrap_timeout_s
-        )  # by then prefill has given up by itself
+        # By then prefill has given up by itself.
+        self._deadline_s = now_s + timing.bootstrap_timeout_s
 
     @property
     def wake_s(self) -> float:
         """When the next Tick is wanted, at the latest."""
         return float("inf") if self.over else min(self._deadline_s, self._resend.due_s)
 
-    def on(self, event: Event, now_s: float) -> list[Action]:
-        """Take one event. What is not named here means nothing to it."""
+    def on(self, event: receiver.Event, now_s: float) -> list[receiver.Action]:
+        """Take one event. Raises InternalError for a second PeerReady."""
         match event:
-            case PeerReady(ranks):
+            case receiver.PeerReady(ranks):
+                if self._unanswered or self.over:
+                    raise fault(self, event, "its ranks are known")
                 self._unanswered = set(ranks)
                 self._resend.start(now_s)
                 return self._aborts()
-            case DrainedSaid(rank) | FencedOff(rank) if rank in self._unanswered:
-                self._unanswered.discard(rank)
-                return [] if self._unanswered else self._end()
-            case Fail():
+            case receiver.DrainedSaid(rank) | receiver.FencedOff(rank):
+                if rank in self._unanswered:
+                    self._unanswered.discard(rank)
+                    return [] if self._unanswered else self._end()
+            case receiver.Fail():
                 return self._end()
-            case Tick() if now_s >= self._deadline_s:
-                return self._end()
-            case Tick() if self._unanswered and self._resend.take(now_s):
-                return self._aborts()
+            case receiver.Tick():
+                if now_s >= self._deadline_s:
+                    return self._end()
+                if self._unanswered and self._resend.take(now_s):
+                    return self._aborts()
+            case receiver.PromiseAcked() | receiver.ChunkLanded() | receiver.OutcomeSaid():
+                pass  # nothing was promised: words on an earlier use of the number
+            case _:
+                assert_never(event)
         return []
 
-    def _aborts(self) -> list[Action]:
-        return [
-            Say(rank, Abort(*self.key, self._reason, self.ticket))
-            for rank in sorted(self._unanswered)
-        ]
+    def _aborts(self) -> list[receiver.Action]:
+        word = Abort(*self.key, self._reason, self.ticket)
+        return [receiver.Say(rank, word) for rank in sorted(self._unanswered)]
 
-    def _end(self) -> list[Action]:
+    def _end(self) -> list[receiver.Action]:
         if self.over:
             return []
         self.over = True
+        self._unanswered.clear()
         return [RoomDrained(self.key)] if self.is_news else []

@@ -1,36 +1,33 @@
-"""What `SenderMachine` takes and what it gives: prefill's events and actions of one room. Values,
-and nothing else."""
+"""What `SenderMachine` takes and what it gives: prefill's events and actions of one room."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import msgspec
 
-import numpy as np
-import numpy.typing as npt
-
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.paging import Pages
+from prefixkv.protocol.commands import SendChunk
+from prefixkv.protocol.events import PrefillEvent
+from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import AnyBody
-
-Pages = npt.NDArray[np.int32]
+from prefixkv.request import DeviceEvent
 
 # --- events ---------------------------------------------------------------------------------------
 
 
-class Added(NamedTuple):
+class Added(msgspec.Struct, frozen=True):
     """The engine has the request: KV of `num_tokens` tokens will be handed over."""
 
     num_tokens: int
 
 
-class Promised(NamedTuple):
+class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Rank `reader` of decode has `prefix_len` tokens and wants the rest of `fill_len` in `units`
     of its pool.
 
-    Checked by the endpoint. `units` are unit pages of `unit_tokens` (paging.py), `fold` of
-    them a page of decode's. `readers` are all ranks that will promise. `writes`: False for one that
-    only has to know how it ends. Extra state is wanted in `state_slot` (-1: none is);
-    `takes_state`: False where none of ours goes there.
+    The control object has checked it. `units` are unit pages of `unit_tokens` (paging.py), `fold`
+    of them a page of decode's. `readers` are all ranks that will promise. `writes` is False for a
+    reader that gets none of our KV and only has to know how the room ends. Extra state is wanted in
+    `state_slot` (-1: none is); `takes_state` is False where none of ours goes there.
     """
 
     peer: PeerId
@@ -46,23 +43,22 @@ class Promised(NamedTuple):
     state_slot: int = -1
     takes_state: bool = False
 
+    def span(self, chunk: SendChunk, page_size: int) -> tuple[int, int, int]:
+        """Which units behind the promised prefix a chunk's pages are, `first` to `end`, and how
+        many units a page of ours has. `first` is negative where decode has some of them."""
+        unit_tokens = self.unit_tokens or page_size
+        fold = page_size // unit_tokens
+        first = chunk.first_page * fold - self.prefix_len // unit_tokens
+        return first, first + len(chunk.src_pages) * fold, fold
 
-class ChunkQueued(NamedTuple):
-    """The engine hands over pages `first_page`.. of the request, counted from its first token;
-    maybe none.
-
-    With the last one, `state_slot` of our state pool has its extra state; -1: there is none.
-    """
-
-    first_page: int
-    src_pages: Pages
-    last: bool
-    aux: bytes
-    ready: Any
-    state_slot: int = -1
+    def alike(self, other: Promised) -> bool:
+        """Whether two readers promise the same, each in units of its own pool."""
+        ours = (self.ticket, self.fill_len, self.prefix_len, self.state_slot)
+        theirs = (other.ticket, other.fill_len, other.prefix_len, other.state_slot)
+        return ours == theirs and len(self.units) == len(other.units)
 
 
-class WriteEnded(NamedTuple):
+class WriteEnded(msgspec.Struct, frozen=True):
     """A job ended: DONE if `error` is None; else `drained` says whether any of it may still
     land."""
 
@@ -71,13 +67,13 @@ class WriteEnded(NamedTuple):
     drained: bool = True
 
 
-class WriteDrained(NamedTuple):
+class WriteDrained(msgspec.Struct, frozen=True):
     """Of a job that had ended in an error, nothing can land any more: its agent was destroyed."""
 
     job_id: int
 
 
-class AbortSaid(NamedTuple):
+class AbortSaid(msgspec.Struct, frozen=True, kw_only=True):
     """This reader wants no more of this room and waits for our Drained."""
 
     peer: PeerId
@@ -87,48 +83,37 @@ class AbortSaid(NamedTuple):
     readers: tuple[int, ...] = (0,)
 
 
-class Fail(NamedTuple):
-    """End the room from this side: aborted by the engine, or the reader `gone` has left. `tell`:
-    False tells nobody."""
+class Fail(msgspec.Struct, frozen=True):
+    """End the room from this side: aborted by the engine, or the reader `gone` has left. `tell` is
+    False where no reader listens."""
 
     error: Exception
     tell: bool = True
     gone: int | None = None
 
 
-class OutcomeAcked(NamedTuple):
+class OutcomeAcked(msgspec.Struct, frozen=True):
     reader: int = 0
 
 
-class Tick(NamedTuple):
+class Tick(msgspec.Struct, frozen=True):
     pass
 
 
-Event = (
-    Added
-    | Promised
-    | ChunkQueued
-    | WriteEnded
-    | WriteDrained
-    | AbortSaid
-    | Fail
-    | OutcomeAcked
-    | Tick
-)
+PeerSaid = Promised | AbortSaid | OutcomeAcked
+Event = PeerSaid | Added | SendChunk | WriteEnded | WriteDrained | Fail | Tick
 
 # --- actions --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Say:
+class Say(msgspec.Struct, frozen=True):
     """Send `body` to this reader of the room."""
 
     peer: PeerId
     body: AnyBody
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PostWrite:
+class PostWrite(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Queue this write with the transport: of unit pages, the first of them `first_unit` behind the
     prefix.
 
@@ -141,43 +126,16 @@ class PostWrite:
     chunk: int
     src_pages: Pages
     dst_pages: Pages
-    ready: Any
+    ready: DeviceEvent | None
     first_unit: int
     ticket: int
     state: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CancelWrite:
+class CancelWrite(msgspec.Struct, frozen=True):
     """Post no further part of the job."""
 
     job_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Bootstrapped:
-    """Engine and all readers have named the room: computing may start. `peer` is the lowest
-    reader."""
-
-    key: RoomKey
-    peer: PeerId
-    prefix_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class RoomEnded:
-    """The room's one terminal state, for the engine."""
-
-    key: RoomKey
-    poll: KVPoll
-    error: Exception | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFree:
-    """No write of the room reads our pages any more. Comes once, with RoomEnded or after it."""
-
-    key: RoomKey
-
-
-Action = Say | PostWrite | CancelWrite | Bootstrapped | RoomEnded | SourceFree
+Action = Say | PostWrite | CancelWrite | PrefillEvent

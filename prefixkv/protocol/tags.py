@@ -18,7 +18,7 @@ TAG_BYTES = _FORMAT.size
 
 
 class ChunkTag(NamedTuple):
-    """One part of one chunk. `slot` is the staging lease it lands in, -1 when it lands in pages."""
+    """One part of one chunk. `lease_id` is of the lease it lands in, -1: it lands in pages."""
 
     incarnation: int
     room: int
@@ -27,7 +27,7 @@ class ChunkTag(NamedTuple):
     chunk: int
     part: int = 0
     num_parts: int = 1
-    slot: int = -1
+    lease_id: int = -1
 
     def pack(self) -> bytes:
         """The tag as bytes.

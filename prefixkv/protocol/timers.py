@@ -1,5 +1,7 @@
-"""Who wants a Tick, and when: a heap with lazy deletion, so that a wait costs O(log waits) and no
-scan."""
+"""When to look at something again: `Timers` wakes what waits, `Backoff` paces what is said again.
+
+`Timers` is a heap with lazy deletion, so that a wait costs O(log waits) and no scan.
+"""
 
 from __future__ import annotations
 
@@ -57,3 +59,34 @@ class Timers(Generic[K]):
 
     def __len__(self) -> int:
         return len(self._wake_s)
+
+
+class Backoff:
+    """When to say again what has not been answered: `first_s` after it was said, then after twice
+    the pause each time, up to 8 times `first_s`.
+
+    >>> backoff = Backoff(first_s=1.0)
+    >>> backoff.start(now_s=10.0)
+    >>> backoff.take(10.5), backoff.take(11.0), backoff.due_s
+    (False, True, 13.0)
+    """
+
+    __slots__ = ("_first_s", "_pause_s", "due_s")
+
+    def __init__(self, first_s: float) -> None:
+        self._first_s = first_s
+        self._pause_s = first_s
+        self.due_s = float("inf")
+
+    def start(self, now_s: float) -> None:
+        """Said just now; the answer may take `first_s`."""
+        self._pause_s = self._first_s
+        self.due_s = now_s + self._pause_s
+
+    def take(self, now_s: float) -> bool:
+        """True if it is time to say it again; the next pause is then twice as long."""
+        if now_s < self.due_s:
+            return False
+        self._pause_s = min(2 * self._pause_s, 8 * self._first_s)
+        self.due_s = now_s + self._pause_s
+        return True

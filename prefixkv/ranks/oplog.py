@@ -1,28 +1,29 @@
-"""The operation log: what happened to tree, allocator and page table, in order, so that a replica
-ends up equal.
+"""The operation log: what was done to tree, allocator and page table, in order, so that a replica
+comes out equal.
 
-Tensor-parallel decode ranks hold replicas. Rank 0 decides, with `LoggedBooks`, and publishes every
-operation with the page ids it led to; the others apply it to their own `PageBooks` through a
-`Replica`, which raises at the first difference instead of drifting apart. Times travel in the log:
-only rank 0's clock counts. How the bytes get there is the engine's: `publish` is its own broadcast.
-With one rank nothing is logged and nothing is paid.
+Tensor-parallel decode ranks hold replicas. Rank 0 decides, with a `ReplicatedPageManager`, which
+publishes every operation with the page ids that came of it. The others apply it to a `PageManager`
+of their own through a `Replica`, which raises at the first difference. Times travel in the log:
+only rank 0's clock counts. The engine carries the bytes: `publish` is its own broadcast. With one
+rank nothing is logged, at no cost.
 
-A request is named by its row of the page table, which is a replica's too.
+A request is named by its row of the page table, which is the same on every replica.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 import numpy as np
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult
+from prefixkv.config import PageSettings
 from prefixkv.errors import InternalError, OutOfPagesError
-from prefixkv.pages.manager import PageBooks, RequestPages
+from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import RoomKey
 
@@ -51,8 +52,8 @@ class Opened(_Op, frozen=True, tag="open"):
 
 
 class Refused(_Op, frozen=True, tag="refuse"):
-    """So many new pages were not to be had for these tokens; what the tree has of them counts as
-    used all the same."""
+    """There were not `num_new_pages` for these tokens. What the tree has of them counts as used
+    all the same."""
 
     tokens: bytes
     namespace: Any
@@ -63,8 +64,8 @@ class Refused(_Op, frozen=True, tag="refuse"):
 
 
 class JoinedLocked(_Op, frozen=True, tag="lock_joined"):
-    """What the request in this row had joined is the tree's, under its lock. These are its pages in
-    all."""
+    """What the request in this row had joined is the tree's, and under its lock. `pages` are all
+    of its pages."""
 
     row: int
     pages: bytes
@@ -99,51 +100,44 @@ class Dropped(_Op, frozen=True, tag="drop"):
 
 class Held(_Op, frozen=True, tag="hold"):
     row: int
-    room: int
-    generation: int
+    key: RoomKey
 
 
 class Released(_Op, frozen=True, tag="release"):
-    room: int
-    generation: int
+    key: RoomKey
 
 
 class Quarantined(_Op, frozen=True, tag="quarantine"):
-    room: int
-    generation: int
+    key: RoomKey
 
 
 class Flushed(_Op, frozen=True, tag="flush"):
     pass
 
 
-AnyOp = (
-    Opened
-    | Refused
-    | JoinedLocked
-    | Grown
-    | Cached
-    | Hinted
-    | Dropped
-    | Held
-    | Released
-    | Quarantined
-    | Flushed
-)
+RowOp = Opened | JoinedLocked | Grown | Cached | Hinted | Dropped | Held
+AnyOp = RowOp | Refused | Released | Quarantined | Flushed
 
 encode_op: Callable[[AnyOp], bytes] = msgspec.msgpack.Encoder().encode
 decode_op: Callable[[bytes], AnyOp] = msgspec.msgpack.Decoder(AnyOp).decode
 
 
-class LoggedBooks(PageBooks):
-    """Rank 0's books: every change is published once it is made.
+class ReplicatedPageManager(PageManager):
+    """Rank 0's: every change is published once it is made.
 
     Owners of held pages are RoomKeys here, and namespaces what msgpack carries (str, int, bytes,
     None, tuples of them).
     """
 
-    def __init__(self, publish: Callable[[AnyOp], None], *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(
+        self,
+        publish: Callable[[AnyOp], None],
+        num_pages: int,
+        page_size: int,
+        max_requests: int,
+        **settings: Unpack[PageSettings],
+    ) -> None:
+        super().__init__(num_pages, page_size, max_requests, **settings)
         self._publish = publish
         self._logged_tokens: dict[int, int] = {}  # by row
 
@@ -156,34 +150,29 @@ class LoggedBooks(PageBooks):
         joined: RequestPages | None = None,
         joined_end: int = 0,
     ) -> RequestPages:
+        row = joined.row if joined is not None else -1
         try:
             pages = super().open(key, match, num_new_pages, now_s, joined, joined_end)
         except OutOfPagesError:
             if match is not None:
-                row = joined.row if joined is not None else -1
-                self._publish(
-                    Refused(key.data, key.namespace, num_new_pages, now_s, row, joined_end)
-                )
+                wanted = num_new_pages, now_s, row, joined_end
+                self._publish(Refused(key.data, key.namespace, *wanted))
             raise
         prefix_len = -1 if match is None else pages.num_locked * self.page_size
         self._logged_tokens[pages.row] = len(key)
-        of = (joined.row, pages.num_joined) if joined is not None else (-1, 0)
-        packed = self._packed(pages)
-        self._publish(
-            Opened(pages.row, key.data, key.namespace, prefix_len, packed, now_s, *of, pages.slot)
-        )
+        found = prefix_len, _packed(self, pages), now_s, row, pages.num_joined, pages.slot
+        self._publish(Opened(pages.row, key.data, key.namespace, *found))
         return pages
 
     def lock_joined(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
         super().lock_joined(pages, key, now_s)
-        self._publish(JoinedLocked(pages.row, self._packed(pages), now_s))
+        self._publish(JoinedLocked(pages.row, _packed(self, pages), now_s))
 
     def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
         super().grow_many(many, now_s)
         new = [int(self.pages(pages)[-1]) for pages in many]
-        self._publish(
-            Grown(tuple(pages.row for pages in many), np.array(new, "<i4").tobytes(), now_s)
-        )
+        rows = tuple(pages.row for pages in many)
+        self._publish(Grown(rows, np.array(new, "<i4").tobytes(), now_s))
 
     def cache_unfinished(
         self,
@@ -199,9 +188,8 @@ class LoggedBooks(PageBooks):
         super().cache_unfinished(pages, key, now_s, priority=priority, being_read=being_read)
         new_tokens = key.data[self._logged_tokens[pages.row] * 4 :]
         self._logged_tokens[pages.row] = len(key)
-        self._publish(
-            Cached(pages.row, new_tokens, self._packed(pages), priority, being_read, now_s)
-        )
+        packed = _packed(self, pages)
+        self._publish(Cached(pages.row, new_tokens, packed, priority, being_read, now_s))
 
     def hint(self, pages: RequestPages, continues: bool) -> None:
         super().hint(pages, continues)
@@ -215,28 +203,25 @@ class LoggedBooks(PageBooks):
     def hold(self, pages: RequestPages, owner: Hashable) -> None:
         row = pages.row
         super().hold(pages, owner)
-        self._publish(Held(row, *self._room(owner)))
+        self._publish(Held(row, self._room(owner)))
 
     def release(self, owner: Hashable) -> int:
         known = self.holds(owner)
         freed = super().release(owner)
         if known:
-            self._publish(Released(*self._room(owner)))
+            self._publish(Released(self._room(owner)))
         return freed
 
     def quarantine(self, owner: Hashable) -> int:
         count = super().quarantine(owner)
         if self.holds(owner):
-            self._publish(Quarantined(*self._room(owner)))
+            self._publish(Quarantined(self._room(owner)))
         return count
 
     def flush(self) -> int:
         freed = super().flush()
         self._publish(Flushed())
         return freed
-
-    def _packed(self, pages: RequestPages) -> bytes:
-        return self.pages(pages).astype("<i4").tobytes()
 
     @staticmethod
     def _room(owner: Hashable) -> RoomKey:
@@ -246,10 +231,10 @@ class LoggedBooks(PageBooks):
 
 
 class Replica:
-    """Another rank's books, which follow the log. `books` must be built with the settings of rank
+    """Another rank's pages, which follow the log. `books` must be built with the settings of rank
     0's."""
 
-    def __init__(self, books: PageBooks) -> None:
+    def __init__(self, books: PageManager) -> None:
         self.books = books
         self._requests: dict[int, tuple[RadixKey, RequestPages]] = {}
 
@@ -266,24 +251,22 @@ class Replica:
         books, requests = self.books, self._requests
         match op:
             case Opened():
-                key = RadixKey(np.frombuffer(op.tokens, "<i4"), _as_sent(op.namespace))
+                key = _key(op)
                 match = None if op.prefix_len < 0 else books.cache.match_prefix(key)
                 if match is not None and match.prefix_len != op.prefix_len:
                     raise InternalError(
                         f"rank 0 matched {op.prefix_len} tokens, this rank {match.prefix_len}: {op}"
                     )
                 num_shared = max(0, op.prefix_len) // books.page_size + op.num_joined
-                joined = requests[op.joined_row][1] if op.joined_row >= 0 else None
-                pages = books.open(
-                    key, match, len(op.pages) // 4 - num_shared, op.now_s, joined, num_shared
-                )
+                num_new = len(op.pages) // 4 - num_shared
+                joined = self._joined(op.joined_row)
+                pages = books.open(key, match, num_new, op.now_s, joined, num_shared)
                 requests[pages.row] = (key, pages)
                 self._compare(op.row, pages.row, op)
                 self._compare(op.slot, pages.slot, op)
-                self._compare(op.pages, books.pages(pages).astype("<i4").tobytes(), op)
+                self._compare(op.pages, _packed(books, pages), op)
             case Refused():
-                key = RadixKey(np.frombuffer(op.tokens, "<i4"), _as_sent(op.namespace))
-                joined = requests[op.joined_row][1] if op.joined_row >= 0 else None
+                key, joined = _key(op), self._joined(op.joined_row)
                 match = books.cache.match_prefix(key)
                 with suppress(OutOfPagesError):
                     books.open(key, match, op.num_new_pages, op.now_s, joined, op.joined_end)
@@ -291,7 +274,7 @@ class Replica:
             case JoinedLocked():
                 key, pages = requests[op.row]
                 books.lock_joined(pages, key, op.now_s)
-                self._compare(op.pages, books.pages(pages).astype("<i4").tobytes(), op)
+                self._compare(op.pages, _packed(books, pages), op)
             case Grown():
                 books.grow_many([requests[row][1] for row in op.rows], op.now_s)
                 new = [int(self.pages(row)[-1]) for row in op.rows]
@@ -302,23 +285,34 @@ class Replica:
                 books.cache_unfinished(
                     pages, key, op.now_s, priority=op.priority, being_read=op.being_read
                 )
-                self._compare(op.pages, books.pages(pages).astype("<i4").tobytes(), op)
+                self._compare(op.pages, _packed(books, pages), op)
             case Hinted():
                 books.hint(requests[op.row][1], op.continues)
             case Dropped():
                 books.drop(requests.pop(op.row)[1])
             case Held():
-                books.hold(requests.pop(op.row)[1], RoomKey(op.room, op.generation))
+                books.hold(requests.pop(op.row)[1], op.key)
             case Released():
-                books.release(RoomKey(op.room, op.generation))
+                books.release(op.key)
             case Quarantined():
-                books.quarantine(RoomKey(op.room, op.generation))
+                books.quarantine(op.key)
             case Flushed():
                 books.flush()
+
+    def _joined(self, row: int) -> RequestPages | None:
+        return self._requests[row][1] if row >= 0 else None
 
     def _compare(self, theirs: object, ours: object, op: AnyOp) -> None:
         if theirs != ours:
             raise InternalError(f"this rank came to {ours!r} where rank 0 has {theirs!r}: {op}")
+
+
+def _packed(books: PageManager, pages: RequestPages) -> bytes:
+    return books.pages(pages).astype("<i4").tobytes()
+
+
+def _key(op: Opened | Refused) -> RadixKey:
+    return RadixKey(np.frombuffer(op.tokens, "<i4"), _as_sent(op.namespace))
 
 
 def _as_sent(namespace: Any) -> Any:

@@ -1,22 +1,22 @@
 """Tensor-parallel decode ranks: rank 0's operation log as one message a scheduler pass, and the
 ranks that follow it.
 
-    rank 0       node = DecodeNode(pool, config, ranks=RankLog(), mesh=mesh); ...;
-    broadcast(node.take_log()) rank 1 ...   rank = DecodeRank(pool, config, mesh, 1, worker);
-    rank.apply(receive()); send(rank.take_news()) rank 0       for raw in received:
-    node.apply_news(raw)
+    rank 0       node = DecodeNode(pool, config, ranks=RankLog(), mesh=mesh)
+                 broadcast(node.take_log())
+    rank 1 ...   rank = DecodeRank(pool, config, mesh, 1, worker)
+                 rank.apply(receive()); send(rank.take_news())
+    rank 0       for raw in received: node.apply_news(raw)
 
 A `DecodeRank` (runtime/decode_rank.py) is a `DecodeReplica` that also receives its part of the KV:
 the log tells it which rooms to open, and its news go back to rank 0.
 
-How the bytes travel is the engine's: its own broadcast, once a pass, after the pops and
-`append_many` and before the step whose attention reads the rows. Ranks may apply late and at
-different times: nothing that they know decides anything. Rank 0's `after=` events stand for all: a
-step that has ended there has passed its last all-reduce, and so has read all of its pages
-everywhere.
+The engine carries the bytes: by its own broadcast, once a pass, after the pops and `append_many`
+and before the step whose attention reads the rows. Ranks may apply late and at different times:
+they decide nothing. Rank 0's `after=` events stand for all ranks: a step that has ended there has
+passed its last all-reduce, so every rank has read all of its pages.
 
-What a rank does wrong is found at once where pages come out differently (oplog.py); every message
-also carries rank 0's page counts, which cost nothing, and every so often digests of all there is.
+A rank that comes to other pages raises at once (oplog.py). Every message also carries rank 0's page
+counts, which cost nothing, and some carry digests of the whole state.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import msgspec
 from prefixkv.config import DecodeConfig
 from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError
 from prefixkv.pages.allocator import PageState
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.paging import Pages
+from prefixkv.protocol.commands import DecodeCommand
 from prefixkv.ranks.oplog import AnyOp, Replica
-from prefixkv.ranks.rooms import RoomOrder
 from prefixkv.request import Request
 
 
@@ -44,15 +44,15 @@ class _Batch(msgspec.Struct, frozen=True, array_like=True):
     sizes: dict[str, int]
     digests: dict[str, bytes]
     settings: dict[str, int | str | bool]
-    rooms: list[RoomOrder] = []
+    rooms: list[DecodeCommand] = []
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Batch).decode
 
 
-def sizes(books: PageBooks) -> dict[str, int]:
-    """What can be told of the books in O(1): two that went different ways differ here soon."""
+def sizes(books: PageManager) -> dict[str, int]:
+    """Counts, each O(1). Two managers that diverge soon differ in one of them."""
     cache, pages = books.cache, books.allocator
     return {
         "free": pages.free_pages, "owned": pages.owned_pages, "cached": pages.cached_pages,
@@ -64,22 +64,18 @@ def sizes(books: PageBooks) -> dict[str, int]:
     }  # fmt: skip
 
 
-def digests(books: PageBooks) -> dict[str, bytes]:
+def digests(books: PageManager) -> dict[str, bytes]:
     """16 bytes each of tree (recency and locks included), page table and allocator. O(pool)."""
     tree = hashlib.blake2b(digest_size=16)
-    for node in sorted(
-        books.cache.nodes(), key=lambda node: bytes(node.pages[:4])
-    ):  # a page is in the tree once
+    # By first page, which identifies a node: a page is in the tree once.
+    for node in sorted(books.cache.nodes(), key=lambda node: bytes(node.pages[:4])):
         assert node.parent is not None
         above = bytes(node.parent.pages[-4:])
-        tree.update(
-            repr(
-                (above, bytes(node.key), bytes(node.pages), node.lock_ref, node.mark, node.steps)
-            ).encode()
-        )
+        state = above, bytes(node.key), bytes(node.pages), node.lock_ref, node.mark, node.steps
+        tree.update(repr(state).encode())
     pages = hashlib.blake2b(digest_size=16)
-    for state in PageState:
-        pages.update(state.name.encode() + books.allocator.pages_in(state).tobytes())
+    for held_as in PageState:
+        pages.update(held_as.name.encode() + books.allocator.pages_in(held_as).tobytes())
     for allocator in (books.allocator, books.slots):
         if allocator is not None:
             held = [(owner, allocator.held_by(owner).tolist()) for owner in allocator.owners()]
@@ -88,7 +84,7 @@ def digests(books: PageBooks) -> dict[str, bytes]:
     return {"tree": tree.digest(), "page table": table.digest(), "allocator": pages.digest()}
 
 
-def _settings(books: PageBooks) -> dict[str, int | str | bool]:
+def _settings(books: PageManager) -> dict[str, int | str | bool]:
     max_requests, max_pages = books.table.array.shape
     return {
         "num_pages": books.num_pages, "page_size": books.page_size, "max_running": max_requests,
@@ -99,12 +95,12 @@ def _settings(books: PageBooks) -> dict[str, int | str | bool]:
 
 
 class RankLog:
-    """Rank 0's side: gathers operations (`append` is a `LoggedBooks`' `publish`) until the next
-    `take`.
+    """Rank 0's side: gathers operations until the next `take`. `append` is the `publish` of a
+    `ReplicatedPageManager`.
 
     Args:
-        digest_every: every so many messages carry digests, which cost O(pool) on all ranks; 0: none
-            do.
+        digest_every: each `digest_every`-th message carries digests, which cost O(pool) on all
+            ranks; 0: none does.
     """
 
     def __init__(self, digest_every: int = 0) -> None:
@@ -112,10 +108,10 @@ class RankLog:
         self._digest_every = digest_every
         self._ops: list[AnyOp] = []
         self.append = self._ops.append
-        self.rooms: list[RoomOrder] = []  # what every rank's control plane is to do
+        self.rooms: list[DecodeCommand] = []  # what every rank's control plane is to do
 
     def __bool__(self) -> bool:
-        """Whether there is anything to tell."""
+        """Whether the next message has an operation or a room in it."""
         return bool(self._ops or self.rooms)
 
     def check(self, request: Request) -> None:
@@ -127,20 +123,13 @@ class RankLog:
                 f"{request.key.namespace!r}"
             )
 
-    def take(self, books: PageBooks) -> bytes:
+    def take(self, books: PageManager) -> bytes:
         """The message of this pass: every rank has to apply every one, in order, also one without
         operations."""
         with_digests = self._digest_every and self.num_batches % self._digest_every == 0
-        raw = _encode(
-            _Batch(
-                self.num_batches,
-                self._ops,
-                sizes(books),
-                digests(books) if with_digests else {},
-                {} if self.num_batches else _settings(books),
-                self.rooms,
-            )
-        )
+        settings = {} if self.num_batches else _settings(books)
+        state = sizes(books), digests(books) if with_digests else {}, settings
+        raw = _encode(_Batch(self.num_batches, self._ops, *state, self.rooms))
         self.num_batches += 1
         self._ops.clear()
         self.rooms.clear()
@@ -162,10 +151,8 @@ class DecodeReplica:
     def __init__(
         self, num_pages: int, page_size: int, config: DecodeConfig, num_slots: int = 0
     ) -> None:
-        settings = config.for_books(num_pages)
-        self.books = PageBooks(
-            num_pages, page_size, config.max_running, num_slots=num_slots, **settings
-        )
+        sizes = num_pages, page_size, config.max_running
+        self.books = PageManager(*sizes, **config.for_books(num_pages, num_slots))
         self.num_batches = 0
         self._replica = Replica(self.books)
         self._broken: InternalError | None = None
@@ -185,7 +172,7 @@ class DecodeReplica:
         """As `DecodeRequest.state_slot`, of the request in this row."""
         return self._replica.slot(row)
 
-    def apply(self, raw: bytes) -> list[RoomOrder]:
+    def apply(self, raw: bytes) -> list[DecodeCommand]:
         """Do what rank 0 did in one pass. Returns what this rank's control plane is to do.
 
         Raises:
@@ -198,7 +185,7 @@ class DecodeReplica:
             raise self._broken
         try:
             batch = _decode(raw)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CallerError(f"{len(raw)} bytes that are no message of rank 0: {error}") from error
         if batch.number != self.num_batches:
             raise CallerError(

@@ -11,23 +11,22 @@ engine carries both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
-from prefixkv.errors import AbortedError, CallerError, TransferError
-from prefixkv.protocol.commands import (
-    AbortRoom,
-    Command,
-    OpenRoom,
-    RefuseRoom,
+from prefixkv.errors import CallerError, TransferError
+from prefixkv.protocol.commands import AbortRoom
+from prefixkv.protocol.events import (
+    DecodeEvent,
+    RoomDrained,
+    RoomEnded,
+    RoomOverdue,
+    decode_error,
+    encode_error,
 )
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import Promise
-from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue
-
-RoomEvent = RoomEnded | RoomDrained | RoomOverdue
+from prefixkv.protocol.ids import KVPoll, RoomKey
 
 
 @dataclass(slots=True)
@@ -45,16 +44,32 @@ class RankRooms:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._rooms: dict[RoomKey, _Room] = {}
+        self._num_taken = [0] * num_ranks  # messages, by rank
 
     def __len__(self) -> int:
         """Rooms of which some rank has spoken, and not all have said their last word."""
         return len(self._rooms)
 
-    def on(self, rank: int, event: RoomEvent) -> tuple[list[RoomEvent], list[AbortRoom]]:
+    def taken(self, raw: bytes) -> Iterator[tuple[int, DecodeEvent]]:
+        """A rank's news, as (rank, event) for `on`. Each rank's in order, or not at all: raises
+        CallerError, with nothing changed."""
+        try:
+            news = _decode(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise CallerError(f"{len(raw)} bytes that are no news of a rank: {error}") from error
+        if not 1 <= news.rank < self.num_ranks:
+            raise CallerError(f"news of rank {news.rank}, which this worker has not")
+        due = self._num_taken[news.rank]
+        if news.number != due:
+            raise CallerError(f"news {news.number} of rank {news.rank}, {due} is next")
+        self._num_taken[news.rank] += 1
+        return ((news.rank, event) for event in news.events)
+
+    def on(self, rank: int, event: DecodeEvent) -> tuple[list[DecodeEvent], list[AbortRoom]]:
         """A rank's word: what it means for the scheduler, and what all ranks are to be told for
         it."""
         room = self._rooms.setdefault(event.key, _Room())
-        news: list[RoomEvent] = []
+        news: list[DecodeEvent] = []
         commands: list[AbortRoom] = []
         match event:
             case RoomEnded(key, KVPoll.SUCCESS):
@@ -64,132 +79,35 @@ class RankRooms:
                     news.append(RoomEnded(key, KVPoll.SUCCESS, aux=room.aux))
             case RoomEnded(key, poll, error) if not room.failed:
                 room.failed = True
-                news.append(RoomEnded(key, poll, error))
-                commands.append(AbortRoom(key, AbortedError(f"rank {rank} failed: {error}")))
+                told = error if rank == 0 else TransferError(f"decode rank {rank}: {error}")
+                news.append(RoomEnded(key, poll, told))
+                commands.append(AbortRoom(key, f"rank {rank} failed: {told}"))
             case RoomDrained():
                 room.drained.add(rank)
             case RoomOverdue() if not room.overdue:
                 room.overdue = True
                 news.append(event)
-        if (
-            len(room.succeeded | room.drained) == self.num_ranks
-        ):  # a rank that succeeded is written no more
+        # A rank that succeeded is written no more.
+        if len(room.succeeded | room.drained) == self.num_ranks:
             if len(room.succeeded) < self.num_ranks:
                 news.append(RoomDrained(event.key))
             del self._rooms[event.key]
         return news, commands
 
 
-# --- what travels between the ranks -------------------------------------------------------------
-
-
-class _Struct(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
-    pass
-
-
-class Opened(_Struct, frozen=True, tag="open"):
-    promise: Promise
-    address: str
-
-
-class Aborted(_Struct, frozen=True, tag="abort"):
-    key: RoomKey
-    reason: str
-
-
-class Refused(_Struct, frozen=True, tag="refuse"):
-    key: RoomKey
-    ticket: int
-    address: str
-    reason: str
-
-
-class Fenced(_Struct, frozen=True, tag="fence"):
-    """The caller knows that this incarnation can write no more."""
-
-    peer: PeerId
-
-
-RoomOrder = Opened | Aborted | Refused | Fenced
-
-
-def order_of(command: Command) -> RoomOrder:
-    """A scheduler's command as it travels."""
-    match command:
-        case OpenRoom(promise, address):
-            return Opened(promise, address)
-        case AbortRoom(key, error):
-            return Aborted(key, str(error)[:1000])
-        case RefuseRoom(key, ticket, address, error):
-            return Refused(key, ticket, address, str(error)[:1000])
-
-
-def command_of(order: Opened | Aborted | Refused) -> Command:
-    """Inverse of `order_of`; errors come back as AbortedError."""
-    match order:
-        case Opened(promise, address):
-            return OpenRoom(promise, address)
-        case Aborted(key, reason):
-            return AbortRoom(key, AbortedError(reason))
-        case Refused(key, ticket, address, reason):
-            return RefuseRoom(key, ticket, address, AbortedError(reason))
-
-
-class _Said(msgspec.Struct, frozen=True, array_like=True):
-    what: str  # "success", "failed", "drained" or "overdue"
-    key: RoomKey
-    text: str = ""
-    aux: bytes = b""
-
-
 class RankNews(msgspec.Struct, frozen=True, array_like=True):
-    """What became of rooms on a rank above 0, in order."""
+    """What became of rooms on a rank above 0, in order; `number` counts the messages of the rank
+    from 0."""
 
     rank: int
     number: int
-    said: list[_Said]
+    events: list[DecodeEvent]
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(RankNews).decode
+_encode = msgspec.msgpack.Encoder(enc_hook=encode_error).encode
+_decode = msgspec.msgpack.Decoder(RankNews, dec_hook=decode_error).decode
 
 
-def pack_news(rank: int, number: int, events: Iterable[RoomEvent]) -> bytes:
+def pack_news(rank: int, number: int, events: list[DecodeEvent]) -> bytes:
     """Rank `rank`'s message `number`, counted from 0."""
-    return _encode(RankNews(rank, number, [_said(event) for event in events]))
-
-
-def unpack_news(raw: bytes) -> tuple[RankNews, list[RoomEvent]]:
-    """Inverse of `pack_news`. Raises CallerError for bytes that are none."""
-    try:
-        news = _decode(raw)
-    except msgspec.MsgspecError as error:
-        raise CallerError(f"{len(raw)} bytes that are no news of a rank: {error}") from error
-    return news, [_event(said, news.rank) for said in news.said]
-
-
-def _said(event: RoomEvent) -> _Said:
-    match event:
-        case RoomEnded(key, KVPoll.SUCCESS):
-            return _Said("success", key, aux=event.aux)
-        case RoomEnded(key, _, error):
-            return _Said("failed", key, str(error)[:1000])
-        case RoomDrained(key):
-            return _Said("drained", key)
-        case RoomOverdue(key):
-            return _Said("overdue", key)
-
-
-def _event(said: _Said, rank: int) -> RoomEvent:
-    match said.what:
-        case "success":
-            return RoomEnded(said.key, KVPoll.SUCCESS, aux=said.aux)
-        case "failed":
-            return RoomEnded(
-                said.key, KVPoll.FAILED, TransferError(f"decode rank {rank}: {said.text}")
-            )
-        case "drained":
-            return RoomDrained(said.key)
-        case "overdue":
-            return RoomOverdue(said.key)
-    raise CallerError(f"{said.what!r} is no news of a room")
+    return _encode(RankNews(rank, number, events))

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from prefixkv.config import ControlConfig, CurveConfig
+from prefixkv.control.effects import FrameReceived
 from prefixkv.errors import ConfigError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
+from prefixkv.runtime.closing import Closing
 
 _MAX_PORT = 65_535
 _FRAMES_A_POLL = 256  # so that a flood from one side cannot keep the owner from its other work
@@ -56,7 +57,7 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-class _Channel:
+class _Channel(Closing):
     """What both ends share: a context, a poller that also listens to a file descriptor, counted
     drops."""
 
@@ -104,17 +105,6 @@ class _Channel:
     def _drop(self, why: str) -> None:
         self.counters[f"frames_not_sent: {why}"] += 1
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def close(self, linger_s: float = 0.0) -> None:
         """Close every socket; what is queued may leave for `linger_s` more."""
         self._context.destroy(linger=int(linger_s * 1000))
@@ -152,10 +142,9 @@ class RouterChannel(_Channel):
         self.endpoint = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller.register(self._sock, zmq.POLLIN)
 
-    def poll(self, timeout_s: float) -> list[tuple[bytes, str, bytes]]:
-        """Wait for frames or the wake-up descriptor; returns (route, credential, frame) for
-        each."""
-        frames: list[tuple[bytes, str, bytes]] = []
+    def poll(self, timeout_s: float) -> list[FrameReceived[bytes]]:
+        """Wait for frames or the wake-up descriptor."""
+        frames: list[FrameReceived[bytes]] = []
         if not self._poll(timeout_s):
             return frames
         while len(frames) < _FRAMES_A_POLL:
@@ -166,7 +155,9 @@ class RouterChannel(_Channel):
             if len(parts) != 2:
                 self.counters["frames_malformed"] += 1
                 continue
-            frames.append((parts[0].bytes, self._credential(parts[1]), parts[1].bytes))
+            route, frame = parts
+            received = FrameReceived(route.bytes, frame.bytes, self._credential(frame))
+            frames.append(received)
         return frames
 
     def _credential(self, frame: zmq.Frame) -> str:
@@ -220,9 +211,9 @@ class DealerChannel(_Channel):
             self._poller.unregister(sock)
             sock.close(linger=1000)
 
-    def poll(self, timeout_s: float) -> list[tuple[str, bytes]]:
-        """Wait for frames or the wake-up descriptor; returns (address, frame) for each."""
-        frames: list[tuple[str, bytes]] = []
+    def poll(self, timeout_s: float) -> list[FrameReceived[str]]:
+        """Wait for frames or the wake-up descriptor."""
+        frames: list[FrameReceived[str]] = []
         for sock in self._poll(timeout_s):
             for _ in range(_FRAMES_A_POLL):
                 try:
@@ -232,7 +223,7 @@ class DealerChannel(_Channel):
                 if len(parts) != 1:
                     self.counters["frames_malformed"] += 1
                     continue
-                frames.append((self._addresses[sock], parts[0]))
+                frames.append(FrameReceived(self._addresses[sock], parts[0]))
         return frames
 
     def send(self, address: str, raw: bytes) -> None:

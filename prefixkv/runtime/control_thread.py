@@ -1,14 +1,13 @@
-"""The control thread of a node: it drives the endpoint with frames, transport events, commands and
-time.
+"""The control thread of a node: it feeds a control object, and carries out what that wants.
 
-    scheduler's thread  --submit-->  inbox  -->  control thread: endpoint, sockets  --write,
-    expect-->  transport
-                        <--events--  inbox  <--
-                        <-----sink-------
+    scheduler's thread  --submit-->  inbox  -->  control thread: control object, sockets
+                        <--events--  inbox  <--    |  write, expect, gather, ...    ^
+                                                   v                                | inbox
+                                         transport, copy threads  --what became of it
 
-The thread sleeps until one of these has something for it or the endpoint's next deadline comes. An
-exception while one item is handled, or one action carried out, harms nothing else: it is handed to
-the scheduler's thread, which raises it, and the thread lives on.
+The thread sleeps until one of these has something for it or the control object's next deadline
+comes. An exception while one input is handled, or one effect carried out, harms nothing else: it is
+handed to the scheduler's thread, which raises it, and the thread lives on.
 """
 
 from __future__ import annotations
@@ -16,54 +15,97 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Final, Generic, Protocol, TypeVar, assert_never
 
-from prefixkv.config import ControlConfig
-from prefixkv.control import decode as decode_endpoint
-from prefixkv.control import prefill as prefill_endpoint
-from prefixkv.control.decode import DecodeEndpoint
-from prefixkv.control.prefill import PrefillEndpoint
-from prefixkv.errors import ClosedError, ConfigError, RequestError
-from prefixkv.prefill import scheduler as prefill
-from prefixkv.protocol import commands as decode
-from prefixkv.protocol import receiver_machine as receiver
-from prefixkv.protocol import sender_events as sender
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import Hello, ModelDigest, Topology
-from prefixkv.protocol.tags import ChunkTag
-from prefixkv.runtime.channel import DealerChannel, RouterChannel
-from prefixkv.runtime.copy_pool import CopyDone
-from prefixkv.runtime.staging import Gathered, ReceiveStaging, Scattered, SendStaging
-from prefixkv.runtime.wakeups import Inbox
-from prefixkv.staging import sender as staging_sender
-from prefixkv.staging.receiver import Scatter
-from prefixkv.transport.base import (
-    Arrived,
-    PeerUnreachable,
-    Route,
-    Settled,
-    Transport,
-    TransportEvent,
-    WriteDone,
-    WriteDrained,
-    WriteFailed,
-    WriteJob,
+from prefixkv.control.effects import (
+    AddPeer,
+    AgentDestroyed,
+    Cancel,
+    Connect,
+    ConnectFailed,
+    CopyDone,
+    Disconnect,
+    Expect,
+    FrameReceived,
+    RemovePeer,
+    Renew,
+    SendFrame,
+    Settle,
+    Tick,
+    To,
 )
+from prefixkv.errors import ClosedError, ConfigError, InternalError
+from prefixkv.protocol.events import (
+    Bootstrapped,
+    RoomDrained,
+    RoomEnded,
+    RoomEvent,
+    RoomOverdue,
+    SourceFree,
+)
+from prefixkv.runtime.channel import DealerChannel
+from prefixkv.runtime.copies import CopySink, StagingCopies
+from prefixkv.runtime.wakeups import Inbox
+from prefixkv.staging.receiver import Scatter
+from prefixkv.staging.sender import Gather
+from prefixkv.transport.base import Sink, Transport, TransportEvent, WriteJob
 
 _FAREWELL_S = 0.5  # how long the last frames of a node that closes may take to leave
-_DECODE_NEWS: Final = (receiver.RoomEnded, receiver.RoomDrained, receiver.RoomOverdue)
-_PREFILL_NEWS: Final = (sender.Bootstrapped, sender.RoomEnded, sender.SourceFree)
 _STUMBLE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
+_EVENTS: Final = (RoomEnded, RoomDrained, RoomOverdue, Bootstrapped, SourceFree)
 
-A = TypeVar("A")
+Common = TransportEvent | CopyDone | ConnectFailed | Tick | AgentDestroyed
+"""What either side's control object may be told, besides commands and frames."""
+
+Effect = (
+    SendFrame[To]
+    | Connect
+    | Disconnect
+    | Expect
+    | Settle
+    | AddPeer
+    | RemovePeer
+    | WriteJob
+    | Cancel
+    | Renew
+    | Gather
+    | Scatter
+    | RoomEvent
+)
+"""What either side's control object may want."""
+
+Command_contra = TypeVar("Command_contra", contravariant=True)
+Command = TypeVar("Command")
 
 
-class Fence:
-    """Command: the caller knows that this incarnation can write no more."""
+class Control(Protocol[Command_contra, To]):
+    """A `DecodeControl` or a `PrefillControl`."""
 
-    def __init__(self, peer: PeerId) -> None:
-        self.peer = peer
+    counters: Counter[str]
+
+    def on(
+        self, what: Command_contra | FrameReceived[To] | Common, now_s: float
+    ) -> Sequence[Effect[To]]: ...
+
+    @property
+    def wake_s(self) -> float: ...
+
+    @property
+    def num_rooms(self) -> int: ...
+
+
+class Channel(Protocol[To]):
+    """A `DealerChannel` or a `RouterChannel`."""
+
+    counters: Counter[str]
+
+    def poll(self, timeout_s: float) -> list[FrameReceived[To]]: ...
+
+    def send(self, to: To, raw: bytes) -> None: ...
+
+    def close(self, linger_s: float = 0.0) -> None: ...
 
 
 class ControlFailed:
@@ -73,40 +115,52 @@ class ControlFailed:
         self.error = error
 
 
-class _Manager:
-    """What both sides share. Made by the scheduler's thread, which calls `submit`, `events` and
-    `close`."""
+class ControlThread(Generic[Command, To]):
+    """Made by the scheduler's thread, which calls `submit`, `events` and `close`.
+
+    The parts are made here, one after the other, since each needs the one before: the transport
+    tells the inbox, the control object says in its Hello how to reach the transport, the channel
+    wakes with the inbox. What raises on the way is raised, with all that was made closed again.
+    """
 
     def __init__(
         self,
         name: str,
-        transport: Callable[[Callable[[TransportEvent], None]], Transport],
-        copies: SendStaging | ReceiveStaging | None,
+        transport: Callable[[Sink], Transport],
+        control: Callable[[bytes], Control[Command, To]],
+        channel: Callable[[int], Channel[To]],
+        copies: Callable[[CopySink], StagingCopies | None],
     ) -> None:
-        self._copies = copies
-        self.inbox: Inbox[Any] = Inbox()
-        self.events: Inbox[Any] = Inbox()
-        self.counters: Counter[str] = Counter()
+        """
+        Args:
+            transport: makes the transport, given where its events go.
+            control: makes the control object, given the transport's metadata.
+            channel: makes the sockets, given a descriptor that wakes them.
+            copies: makes the staging copies, given where it is said that they are done, or None
+                where nothing is staged.
+        """
+        self.inbox: Inbox[Command | FrameReceived[To] | Common | None] = Inbox()
+        self.events: Inbox[RoomEvent | ControlFailed] = Inbox()
+        self.num_errors = 0
         self._stopping = False
         self._closed = False
         self._close_error: Exception | None = None
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._close_inboxes)
             self.transport = transport(self.inbox.put)
-        except BaseException:
-            self._close_inboxes()
-            raise
-        if copies is not None:
-            copies.start(self.inbox.put)
+            undo.callback(self.transport.close)
+            self.control: Control[Command, To] = control(self.transport.metadata)
+            self._copies = copies(self.inbox.put)
+            if self._copies is not None:
+                undo.callback(self._copies.close)
+            self.channel: Channel[To] = channel(self.inbox.fd)
+            undo.pop_all()
         self._thread = threading.Thread(
             target=self._run, name=f"prefixkv-control-{name}", daemon=True
         )
+        self._thread.start()
 
-    @property
-    def staging_counters(self) -> Mapping[str, int]:
-        """What the staging machine has counted; nothing where there is none."""
-        return {}
-
-    def submit(self, command: Any) -> None:
+    def submit(self, command: Command) -> None:
         """Queue a command. Raises ClosedError after `close`."""
         if self._closed:
             raise ClosedError("the node is closed")
@@ -132,14 +186,12 @@ class _Manager:
         self.inbox.close()
         self.events.close()
 
-    def _now(self) -> float:
-        """The time; a simulation has its own."""
-        return time.monotonic()
+    # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stopping:
             try:
-                self._step(self._now())
+                self._step(time.monotonic())
             except Exception as error:
                 self._failed(error)
                 time.sleep(_STUMBLE_S)
@@ -151,348 +203,97 @@ class _Manager:
             self._copies.close()
         try:
             if self._close_error is None:
-                self._farewell()
+                self._carry_out(self.control.on(AgentDestroyed(), time.monotonic()))
         finally:
-            self._close_channel()
+            self.channel.close(linger_s=_FAREWELL_S)
 
-    def _guarded(self, act: Callable[..., None], *args: Any) -> None:
-        """Run one piece of work; its exception is the scheduler's to raise, and nobody else's to
-        suffer."""
+    def _step(self, now_s: float) -> None:
+        frames = self.channel.poll(self.control.wake_s - now_s)
+        now_s = time.monotonic()
+        for item in self.inbox.drain():
+            if item is not None:
+                self._take(item, now_s)
+        for frame in frames:
+            self._take(frame, now_s)
+        self._carry_out(self.control.on(Tick(), now_s))
+
+    def _take(self, what: Command | FrameReceived[To] | Common, now_s: float) -> None:
         try:
-            act(*args)
+            effects = self.control.on(what, now_s)
         except Exception as error:
             self._failed(error)
+        else:
+            self._carry_out(effects)
 
-    def _tell_first(self, actions: Sequence[A], news: tuple[type, ...]) -> list[A]:
-        """Hand the scheduler its part of the actions; returns the rest.
-
-        A send wakes zmq's own thread and may cost 0.2 ms; nothing that the scheduler does depends
-        on it.
-        """
-        rest = []
-        for action in actions:
-            if isinstance(action, news):
-                self.events.put(action)
+    def _carry_out(self, effects: Sequence[Effect[To]]) -> None:
+        # First what the scheduler waits for: a send wakes zmq's own thread and may cost 0.2 ms, and
+        # nothing that the scheduler does depends on it.
+        rest: list[Effect[To]] = []
+        for effect in effects:
+            if isinstance(effect, _EVENTS):
+                self.events.put(effect)
             else:
-                rest.append(action)
-        return rest
+                rest.append(effect)
+        for effect in rest:
+            try:
+                self._do(effect)
+            except Exception as error:
+                self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        self.counters["control_errors"] += 1
+        self.num_errors += 1
         self.events.put(ControlFailed(error))
 
-    def _step(self, now_s: float) -> None:
-        raise NotImplementedError
-
-    def _farewell(self) -> None:
-        raise NotImplementedError
-
-    def _close_channel(self) -> None:
-        raise NotImplementedError
-
-
-class DecodeManager(_Manager):
-    """Decode's control thread. `events` brings RoomEnded, RoomDrained and RoomOverdue."""
-
-    def __init__(
-        self,
-        me: PeerId,
-        hello: Callable[[bytes], Hello],
-        timing: ControlConfig,
-        transport: Callable[[Callable[[TransportEvent], None]], Transport],
-        staging: ReceiveStaging | None = None,
-    ) -> None:
-        super().__init__(me.name, transport, staging)
-        self._staging = staging
-        self.endpoint = DecodeEndpoint(me, hello(self.transport.metadata), timing)
-        self._settle_s = timing.fence_settle_s
-        self._channel = DealerChannel(timing, self.inbox.fd)
-        self._expected = 0
-        self._thread.start()
-
-    @property
-    def staging_counters(self) -> Mapping[str, int]:
-        return {} if self.endpoint.staging is None else self.endpoint.staging.counters
-
-    def _step(self, now_s: float) -> None:
-        frames = self._channel.poll(self.endpoint.wake_s - now_s)
-        now_s = self._now()
-        for item in self.inbox.drain():
-            self._guarded(self._take, item, now_s)
-        for address, raw in frames:
-            self._guarded(self._act_frame, address, raw, now_s)
-        self._act(self.endpoint.tick(now_s))
-        if self.endpoint.num_expected != self._expected:
-            self._expected = self.endpoint.num_expected
-            self.transport.expect(self._expected)
-
-    def _act_frame(self, address: str, raw: bytes, now_s: float) -> None:
-        self._act(self.endpoint.on_frame(address, raw, now_s))
-
-    def _take(self, item: Any, now_s: float) -> None:
-        match item:
-            case decode.OpenRoom():
-                self._open(item, now_s)
-            case decode.AbortRoom():
-                self._act(self.endpoint.abort(item.key, item.error, now_s))
-            case decode.RefuseRoom(key, ticket, address, error):
-                self._act(self.endpoint.refuse(key, ticket, address, error, now_s))
-            case Arrived():
-                self._act(self.endpoint.on_arrival(item.tag, now_s))
-            case CopyDone(Scattered(lease_id), error):
-                self._act(self.endpoint.on_scattered(lease_id, error, now_s))
-            case Fence():
-                self._act(self.endpoint.fence(item.peer, now_s))
-            case Settled():
-                self._act(self.endpoint.settled(item.token, now_s))
-            case PeerUnreachable():
-                self.counters["peers_unreachable"] += 1
-
-    def _open(self, item: decode.OpenRoom, now_s: float) -> None:
-        try:
-            actions = self.endpoint.open(item.promise, item.address, now_s)
-        except RequestError as error:  # nobody has been told of the pages
-            key = RoomKey(item.promise.room, item.promise.generation)
-            actions = [receiver.RoomEnded(key, KVPoll.FAILED, error), receiver.RoomDrained(key)]
-        self._act(actions)
-
-    def _act(self, actions: list[decode_endpoint.Action]) -> None:
-        for action in self._tell_first(actions, _DECODE_NEWS):
-            self._guarded(self._do, action)
-
-    def _do(self, action: decode_endpoint.Action) -> None:
-        match action:
-            case decode_endpoint.SendFrame():
-                self._channel.send(action.address, action.raw)
-            case decode_endpoint.Connect():
-                self._connect(action.address)
+    def _do(self, effect: Effect[To]) -> None:
+        match effect:
+            case SendFrame():
+                self.channel.send(effect.to, effect.raw)
+            case WriteJob():
+                self.transport.write(effect)
+            case Gather():
+                self._staging.gather(effect)
             case Scatter():
-                assert self._staging is not None
-                self._staging.scatter(action)
-            case decode_endpoint.Settle():
-                self.transport.settle(action.token, self._settle_s)
-            case decode_endpoint.Disconnect():
-                self._channel.disconnect(action.address)
+                self._staging.scatter(effect)
+            case Expect():
+                self.transport.expect(effect.num_rooms)
+            case Cancel():
+                self.transport.cancel(effect.job_id)
+            case Settle():
+                self.transport.settle(effect.token, effect.for_s)
+            case Renew():
+                self.transport.renew()
+            case AddPeer():
+                more = effect.parts, effect.staging, effect.state
+                self.transport.add_peer(effect.peer, effect.metadata, effect.layout, *more)
+                if self._copies is not None:
+                    self._copies.add_peer(effect)
+            case RemovePeer():
+                self.transport.remove_peer(effect.peer)
+                if self._copies is not None:
+                    self._copies.remove_peer(effect.peer)
+            case Connect():
+                self._connect(effect.address)
+            case Disconnect():
+                self._dealer.disconnect(effect.address)
+            case RoomEnded() | RoomDrained() | RoomOverdue() | Bootstrapped() | SourceFree():
+                self.events.put(effect)
+            case _:
+                assert_never(effect)
 
     def _connect(self, address: str) -> None:
         try:
-            self._channel.connect(address)
+            self._dealer.connect(address)
         except ConfigError as error:
-            self._act(self.endpoint.unreachable(address, error, self._now()))
-
-    def _farewell(self) -> None:
-        self._act(self.endpoint.farewell())
-
-    def _close_channel(self) -> None:
-        self._channel.close(linger_s=_FAREWELL_S)
-
-
-class PrefillManager(_Manager):
-    """Prefill's control thread. `events` brings Bootstrapped, RoomEnded and SourceFree."""
-
-    def __init__(
-        self,
-        me: PeerId,
-        bind: str,
-        digest: ModelDigest,
-        topology: Topology,
-        timing: ControlConfig,
-        transport: Callable[[Callable[[TransportEvent], None]], Transport],
-        rank: int = 0,
-        endpoints: tuple[str, ...] = (),
-        staging: SendStaging | None = None,
-    ) -> None:
-        super().__init__(me.name, transport, staging)
-        self._staging = staging
-        self._rank = rank
-        try:
-            self._channel = RouterChannel(bind, timing, self.inbox.fd)
-        except ConfigError:
-            self.transport.close()
-            if staging is not None:
-                staging.close()
-            self._close_inboxes()
-            raise
-        slot_bytes = 0 if staging is None else staging.buffer.area.lease_bytes
-        self.endpoint = PrefillEndpoint(
-            me, digest, topology, timing, ("", *endpoints), rank, slot_bytes
-        )
-        if staging is not None:
-            staging.start_sending(rank, timing.resend_s, self.endpoint.next_job_id)
-        self._thread.start()
+            self._take(ConnectFailed(address, error), time.monotonic())
 
     @property
-    def address(self) -> str:
-        """Where decode workers reach this node."""
-        return self._channel.endpoint
+    def _staging(self) -> StagingCopies:
+        if self._copies is None:
+            raise InternalError("a copy is wanted where nothing is staged")
+        return self._copies
 
     @property
-    def staging_counters(self) -> Mapping[str, int]:
-        return {} if self._staging is None else self._staging.machine.counters
-
-    def _step(self, now_s: float) -> None:
-        staging = self._staging
-        wake_s = (
-            self.endpoint.wake_s
-            if staging is None
-            else min(self.endpoint.wake_s, staging.machine.wake_s)
-        )
-        frames = self._channel.poll(wake_s - now_s)
-        now_s = self._now()
-        for item in self.inbox.drain():
-            self._guarded(self._take, item, now_s)
-        for route, credential, raw in frames:
-            self._guarded(self._act_frame, route, credential, raw, now_s)
-        self._act(self.endpoint.tick(now_s))
-        if staging is not None:
-            self._act_staged(staging.machine.tick(now_s), now_s)
-
-    def _act_frame(self, route: bytes, credential: str, raw: bytes, now_s: float) -> None:
-        self._act(self.endpoint.on_frame(route, credential, raw, now_s))
-
-    def _take(self, item: Any, now_s: float) -> None:
-        endpoint = self.endpoint
-        match item:
-            case prefill.AddRoom():
-                self._add(item, now_s)
-            case prefill.SendChunk():
-                what = item.first_page, item.src_pages, item.last, item.aux, item.ready
-                self._act(endpoint.chunk(item.key, *what, now_s, item.state_slot))
-            case prefill.AbortRoom():
-                self._act(endpoint.abort(item.key, item.error, now_s))
-            case WriteDone():
-                self.counters["bytes_sent"] += item.num_bytes
-                self.counters["writes_done"] += 1
-                self._write_ended(item.job_id, None, True, now_s)
-            case WriteFailed():
-                self.counters["writes_failed"] += 1
-                self._write_ended(item.job_id, item.error, item.drained, now_s)
-                if (
-                    not item.drained
-                ):  # it holds decode's pages until the agent that posted it is gone
-                    self.transport.renew()
-            case WriteDrained():
-                self.counters["writes_drained_by_renewal"] += 1
-                if self._staging is not None and self._staging.machine.owns(item.job_id):
-                    self._act_staged(self._staging.machine.on_write_drained(item.job_id), now_s)
-                else:
-                    self._act(endpoint.on_write_drained(item.job_id, now_s))
-            case CopyDone(Gathered(gather_id), error):
-                assert self._staging is not None
-                self._act_staged(self._staging.machine.on_gathered(gather_id, error, now_s), now_s)
-            case PeerUnreachable():
-                self.counters["peers_unreachable"] += 1
-
-    def _add(self, item: prefill.AddRoom, now_s: float) -> None:
-        try:
-            actions = self.endpoint.add(item.key, item.num_tokens, now_s)
-        except (
-            RequestError
-        ) as error:  # its number is in use by a room whose end decode has not acknowledged
-            actions = [
-                sender.RoomEnded(item.key, KVPoll.FAILED, error),
-                sender.SourceFree(item.key),
-            ]
-        self._act(actions)
-
-    def _write_ended(
-        self, job_id: int, error: Exception | None, drained: bool, now_s: float
-    ) -> None:
-        if self._staging is not None and self._staging.machine.owns(job_id):
-            self._act_staged(
-                self._staging.machine.on_write_ended(job_id, error, drained, now_s), now_s
-            )
-        else:
-            self._act(self.endpoint.on_write_ended(job_id, error, drained, now_s))
-
-    def _act(self, actions: list[prefill_endpoint.Action]) -> None:
-        if self._staging is not None:
-            for action in actions:
-                if isinstance(action, sender.SourceFree):  # none of the room's writes is under way
-                    self._staging.machine.forget(action.key)
-        for action in self._tell_first(actions, _PREFILL_NEWS):
-            self._guarded(self._do, action)
-
-    def _act_staged(self, actions: list[staging_sender.Action], now_s: float) -> None:
-        for action in actions:
-            self._guarded(self._do_staged, action, now_s)
-
-    def _do_staged(self, action: staging_sender.Action, now_s: float) -> None:
-        assert self._staging is not None
-        match action:
-            case staging_sender.SendAsk():
-                self._act(self.endpoint.say(action.peer, action.ask, now_s))
-            case staging_sender.Gather():
-                self._staging.gather(action)
-            case staging_sender.PostStaged():
-                self.transport.write(
-                    self._staging.job(action, self.endpoint.me.incarnation, self._rank)
-                )
-            case staging_sender.CancelStaged():
-                self.transport.cancel(action.write_id)
-            case staging_sender.JobEnded():
-                self._act(
-                    self.endpoint.on_write_ended(action.job_id, action.error, action.drained, now_s)
-                )
-            case staging_sender.JobDrained():
-                self._act(self.endpoint.on_write_drained(action.job_id, now_s))
-
-    def _write(self, action: sender.PostWrite) -> None:
-        if self._staging is not None and self._staging.takes(action.peer) and not action.state:
-            now_s = self._now()
-            staged = self._staging.machine.write(
-                action.job_id, action.key, action.ticket, action.peer, action.first_unit,
-                action.src_pages, action.ready, now_s,
-            )  # fmt: skip
-            self._act_staged(staged, now_s)
-            return
-        tag = ChunkTag(
-            self.endpoint.me.incarnation, *action.key, rank=self._rank, chunk=action.chunk
-        )
-        route: Route = "state" if action.state else "pages"
-        self.transport.write(
-            WriteJob(
-                action.job_id,
-                action.peer,
-                action.src_pages,
-                action.dst_pages,
-                tag,
-                action.ready,
-                route,
-            )
-        )
-
-    def _cancel(self, job_id: int) -> None:
-        if self._staging is not None:
-            self._act_staged(self._staging.machine.cancel(job_id), self._now())
-        self.transport.cancel(job_id)
-
-    def _do(self, action: prefill_endpoint.Action) -> None:
-        match action:
-            case prefill_endpoint.SendFrame():
-                self._channel.send(action.route, action.raw)
-            case sender.PostWrite():
-                self._write(action)
-            case sender.CancelWrite():
-                self._cancel(action.job_id)
-            case prefill_endpoint.LeaseGranted():
-                if self._staging is not None:
-                    self._act_staged(
-                        self._staging.machine.on_grant(action.peer, action.grant), self._now()
-                    )
-            case prefill_endpoint.AddPeer():
-                more = action.parts, action.staging, action.state
-                self.transport.add_peer(action.peer, action.metadata, action.layout, *more)
-                if self._staging is not None:
-                    self._staging.add_peer(action)
-            case prefill_endpoint.RemovePeer():
-                self.transport.remove_peer(action.peer)
-                if self._staging is not None:
-                    self._act_staged(self._staging.machine.remove_peer(action.peer), self._now())
-                    self._staging.remove_peer(action.peer)
-
-    def _farewell(self) -> None:
-        self._act(self.endpoint.farewell())
-
-    def _close_channel(self) -> None:
-        self._channel.close(linger_s=_FAREWELL_S)
+    def _dealer(self) -> DealerChannel:
+        if not isinstance(self.channel, DealerChannel):
+            raise InternalError("only decode connects")
+        return self.channel

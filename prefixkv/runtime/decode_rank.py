@@ -3,28 +3,23 @@
 
 from __future__ import annotations
 
-import time
-from types import TracebackType
-from typing import Self
-
 import numpy as np
 import numpy.typing as npt
 
 from prefixkv.config import DecodeConfig
-from prefixkv.errors import ClosedError, ConfigError, InternalError
+from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.replica import DecodeReplica
-from prefixkv.ranks.rooms import Fenced, RoomEvent, command_of, pack_news
-from prefixkv.runtime.control_thread import ControlFailed, DecodeManager, Fence
-from prefixkv.runtime.place import Place, staging_buffer
-from prefixkv.runtime.staging import ReceiveStaging
-from prefixkv.transport.sharded import make_transport
+from prefixkv.ranks.rooms import pack_news
+from prefixkv.runtime.closing import Closing
+from prefixkv.runtime.place import Place
+from prefixkv.runtime.transfers import DecodeTransfers
 
 
-class DecodeRank:
+class DecodeRank(Closing):
     """Used from one thread.
 
     Args:
@@ -54,36 +49,18 @@ class DecodeRank:
             raise ConfigError(f"rank is {rank}: rank 0 is a DecodeNode")
         self.pool, self.state = pool, state
         self.rank = rank
-        self.peer_id = PeerId(f"{config.name}/{rank}", time.time_ns())
         place = Place.of(pool, config.model, mesh, rank, state)
-        self.replica = DecodeReplica(
-            pool.layout.num_pages, pool.layout.page_size, config, place.num_slots
-        )
+        sizes = pool.layout.num_pages, pool.layout.page_size
+        self.replica = DecodeReplica(*sizes, config, place.num_slots)
+        self.transfers = DecodeTransfers(pool, config, mesh, rank, worker, state)
+        self.peer_id = self.transfers.peer_id
         self._num_news = 0
-        self._untold: list[RoomEvent] = []
-        self._closed = False
-        buffer = staging_buffer(pool, config.transport)
-        area = None if buffer is None else buffer.area
-        staging = None
-        if buffer is not None:
-            staging = ReceiveStaging(pool.layout, buffer, config.transport, self.peer_id.name)
-        self._manager = DecodeManager(
-            self.peer_id,
-            lambda metadata: place.hello(metadata, worker, area),
-            config.control,
-            lambda sink: make_transport(
-                self.peer_id, pool.layout, sink, config.transport, area, place.state_layout
-            ),
-            staging,
-        )
 
     def apply(self, raw: bytes) -> None:
         """Do what rank 0 did in one pass (`DecodeNode.take_log`). Raises what `DecodeReplica.apply`
         raises."""
-        for order in self.replica.apply(raw):
-            self._manager.submit(
-                Fence(order.peer) if isinstance(order, Fenced) else command_of(order)
-            )
+        for command in self.replica.apply(raw):
+            self.transfers.submit(command)
 
     def take_news(self) -> bytes:
         """What became of this rank's rooms since the last call: for `DecodeNode.apply_news`, each
@@ -92,26 +69,19 @@ class DecodeRank:
         Empty if nothing did. Raises InternalError for what went wrong in the control thread; the
         news come next time.
         """
-        if self._closed:
-            raise ClosedError("the rank is closed")
-        events = self._manager.events.drain() if self._manager.events.pending else []
-        failed = [event.error for event in events if isinstance(event, ControlFailed)]
-        self._untold += [event for event in events if not isinstance(event, ControlFailed)]
-        if failed:
-            raise InternalError(f"in the control thread: {failed[0]!r}") from failed[0]
-        if not self._untold:
+        events = self.transfers.take_events()
+        if not events:
             return b""
-        told, self._untold = self._untold, []
         self._num_news += 1
-        return pack_news(self.rank, self._num_news - 1, told)
+        return pack_news(self.rank, self._num_news - 1, events)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until there is news, at most `timeout_s`. True if there may be some."""
-        return self._manager.events.wait(timeout_s)
+        return self.transfers.wait(timeout_s)
 
     def fileno(self) -> int:
         """A descriptor that is readable while there is news."""
-        return self._manager.events.fd
+        return self.transfers.fileno()
 
     def pages(self, row: int) -> npt.NDArray[np.int32]:
         """The page ids of the request in this row, as `DecodeReplica.pages`."""
@@ -128,28 +98,12 @@ class DecodeRank:
     @property
     def num_rooms(self) -> int:
         """Rooms that are open here, or not drained yet. Any thread may ask."""
-        return self._manager.endpoint.num_rooms
+        return self.transfers.num_rooms
 
     def stats(self) -> dict[str, int]:
         """Counters of the control thread."""
-        return {
-            **self._manager.counters,
-            **self._manager.endpoint.counters,
-            "rooms": self.num_rooms,
-        }
+        return self.transfers.stats()
 
     def close(self) -> None:
         """As `DecodeNode.close`."""
-        self._closed = True
-        self._manager.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        self.transfers.close()

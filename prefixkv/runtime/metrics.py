@@ -4,9 +4,9 @@
 The scraper's thread reads, the scheduler's does not know: what is read are single ints, and copies
 that the interpreter makes in one step (of a list, a dict, a set), so there is no lock, nothing is
 published, and a scheduler that is stuck can still be looked at. Figures of one scrape may be of
-moments a few microseconds apart. Labels are
-bounded: 64 namespaces and 64 peers, all others together are "other"; a request's id appears only as
-the owner of a lock that has been held for `NAME_AFTER_S`.
+moments a few microseconds apart. Labels are bounded: 64 namespaces and 64 peers, all others
+together are "other"; a request's id appears only as the owner of a lock that has been held for
+`NAME_AFTER_S`.
 
 Needs prometheus_client: pip install 'prefixkv[metrics]'.
 """
@@ -133,12 +133,17 @@ def _oldest_lock_owner(node: Node) -> Samples:
 
 def _peers(node: Node) -> Samples:
     try:
-        answers = node.peers().values()
+        answers = node.transfers.peer_states()
     except ClosedError:
         return
-    states = Counter(answer if isinstance(answer, str) else answer[1] for answer in answers)
+    states = Counter(answers)
     for state in ("ready", "suspect", "connecting"):
         yield (state,), states[state]
+
+
+def _dropped_frames(node: Node) -> Samples:
+    for reason, count in node.transfers.dropped_frames().items():
+        yield (reason,), count
 
 
 def _received_bytes(node: DecodeNode) -> Samples:
@@ -160,153 +165,77 @@ def _waits(node: Node) -> Iterable[tuple[Labels, Histogram]]:
     return [((reason,), waits) for reason, waits in node.scheduler.journal.waits.items()]
 
 
-_COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
+def _value(read: Callable[[Any], float]) -> Callable[[Any], Samples]:
+    """A metric without labels."""
+    return lambda node: [((), read(node))]
+
+
+def _counter(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -> _Spec:
+    return _Spec(CounterMetricFamily, name, text, labels, read)
+
+
+def _gauge(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -> _Spec:
+    return _Spec(GaugeMetricFamily, name, text, labels, read)
+
+
+_HIT_RATIO = "Hit tokens by prompt tokens of the last hundred requests or so."
+_ON_THEIR_WAY = "Tokens of prompts that were on their way for another request already."
+_QUARANTINED = "Pages that no proof freed in time; see pages for those still held."
+_OWNER = f"Whose it is, once it is {NAME_AFTER_S:g} s old."
 
 BOTH = (
-    _Spec(
-        _COUNTER,
-        "prompt_tokens",
-        "Tokens of admitted prompts.",
-        ("namespace",),
-        _tokens(Journal.PROMPT),
+    _counter("prompt_tokens", "Tokens of admitted prompts.", _tokens(Journal.PROMPT), "namespace"),
+    _counter("hit_tokens", "Those that were cached here.", _tokens(Journal.HIT), "namespace"),
+    _gauge("recent_hit_ratio", _HIT_RATIO, _recent_ratio, "namespace"),
+    _counter("transfers", "Transfers that ended.", _transfers, "peer", "outcome"),
+    _gauge("pages", "Pages of the pool by state.", _pages, "state"),
+    _gauge(
+        "evictable_pages", "Cached pages that no lock covers.",
+        _value(lambda node: node.scheduler.books.cache.evictable_pages),
     ),
-    _Spec(
-        _COUNTER,
-        "hit_tokens",
-        "Tokens of them that were cached here.",
-        ("namespace",),
-        _tokens(Journal.HIT),
+    _gauge(
+        "protected_pages", "Cached pages that a lock covers.",
+        _value(lambda node: node.scheduler.books.cache.protected_pages),
     ),
-    _Spec(
-        _GAUGE,
-        "recent_hit_ratio",
-        "Hit tokens by prompt tokens of the last hundred requests or so.",
-        ("namespace",),
-        _recent_ratio,
+    _counter(
+        "evicted_pages", "Cached pages given to requests.",
+        _value(lambda node: node.scheduler.books.evicted_pages),
     ),
-    _Spec(_COUNTER, "transfers", "Transfers that ended.", ("peer", "outcome"), _transfers),
-    _Spec(_GAUGE, "pages", "Pages of the pool by state.", ("state",), _pages),
-    _Spec(
-        _GAUGE,
-        "evictable_pages",
-        "Cached pages that no lock covers.",
-        (),
-        lambda node: [((), node.scheduler.books.cache.evictable_pages)],
+    _gauge(
+        "locks", "Prefixes held in the tree.",
+        _value(lambda node: node.scheduler.books.cache.stats().num_locks),
     ),
-    _Spec(
-        _GAUGE,
-        "protected_pages",
-        "Cached pages that a lock covers.",
-        (),
-        lambda node: [((), node.scheduler.books.cache.protected_pages)],
-    ),
-    _Spec(
-        _COUNTER,
-        "evicted_pages",
-        "Cached pages given to requests.",
-        (),
-        lambda node: [((), node.scheduler.books.evicted_pages)],
-    ),
-    _Spec(
-        _GAUGE,
-        "locks",
-        "Prefixes held in the tree.",
-        (),
-        lambda node: [((), node.scheduler.books.cache.stats().num_locks)],
-    ),
-    _Spec(
-        _GAUGE,
-        "oldest_lock_age_seconds",
-        "Age of the oldest lock, 0 if there is none.",
-        (),
-        _oldest_lock_age,
-    ),
-    _Spec(
-        _GAUGE,
-        "oldest_lock_info",
-        f"Whose it is, once it is {NAME_AFTER_S:g} s old.",
-        ("rid",),
-        _oldest_lock_owner,
-    ),
-    _Spec(
-        _GAUGE,
-        "rooms",
-        "Rooms that are open, or not drained yet.",
-        (),
-        lambda node: [((), node.num_rooms)],
-    ),
-    _Spec(_GAUGE, "peers", "Peers by state.", ("state",), _peers),
-)
+    _gauge("oldest_lock_age_seconds", "Age of the oldest lock, 0: none.", _oldest_lock_age),
+    _gauge("oldest_lock_info", _OWNER, _oldest_lock_owner, "rid"),
+    _gauge("rooms", "Rooms open, or not drained yet.", _value(lambda node: node.num_rooms)),
+    _gauge("peers", "Peers by state.", _peers, "state"),
+    _counter("dropped_frames", "Control frames dropped, by why.", _dropped_frames, "reason"),
+)  # fmt: skip
 DECODE = (
-    _Spec(
-        _COUNTER,
-        "shared_tokens",
-        "Tokens of prompts that were on their way for another request already.",
-        ("namespace",),
-        _tokens(Journal.SHARED),
+    _counter("shared_tokens", _ON_THEIR_WAY, _tokens(Journal.SHARED), "namespace"),
+    _counter("shared_flights", "Requests that joined another's flight.", _count("shared_flights")),
+    _counter("received_bytes", "KV that prefill has written here.", _received_bytes),
+    _counter("skipped_bytes", "KV of prompts that was not asked for.", _decode_skipped_bytes),
+    _gauge(
+        "queue_requests", "Requests by what they wait for, and those that run.", _decode_queues,
+        "queue",
     ),
-    _Spec(
-        _COUNTER,
-        "shared_flights",
-        "Requests that joined another's flight.",
-        (),
-        _count("shared_flights"),
+    _counter(
+        "requests", "Requests that ended.", _ended("finished", "failed", "aborted"), "outcome"
     ),
-    _Spec(_COUNTER, "received_bytes", "KV that prefill has written here.", (), _received_bytes),
-    _Spec(
-        _COUNTER,
-        "skipped_bytes",
-        "KV of prompts that was not asked for.",
-        (),
-        _decode_skipped_bytes,
+    _counter(
+        "retractions", "Running requests whose pages were taken back.", _count("retracted")
     ),
-    _Spec(
-        _GAUGE,
-        "queue_requests",
-        "Requests by what they wait for, and those that run.",
-        ("queue",),
-        _decode_queues,
+    _counter(
+        "retries", "Requests asked for again after a failed transfer.", _count("retries")
     ),
-    _Spec(
-        _COUNTER,
-        "requests",
-        "Requests that ended.",
-        ("outcome",),
-        _ended("finished", "failed", "aborted"),
-    ),
-    _Spec(
-        _COUNTER,
-        "retractions",
-        "Running requests whose pages were taken back.",
-        (),
-        _count("retracted"),
-    ),
-    _Spec(
-        _COUNTER,
-        "retries",
-        "Requests asked for again after a failed transfer.",
-        (),
-        _count("retries"),
-    ),
-    _Spec(
-        _COUNTER,
-        "quarantined_pages",
-        "Pages that no proof freed in time; see pages for those still held.",
-        (),
-        _count("quarantined_pages"),
-    ),
-)
+    _counter("quarantined_pages", _QUARANTINED, _count("quarantined_pages")),
+)  # fmt: skip
 PREFILL = (
-    _Spec(
-        _COUNTER,
-        "sent_bytes",
-        "KV written to decode workers.",
-        (),
-        lambda node: [((), node.bytes_sent)],
-    ),
-    _Spec(_COUNTER, "skipped_bytes", "KV that decode had already.", (), _prefill_skipped_bytes),
-    _Spec(_GAUGE, "queue_requests", "Requests by what they wait for.", ("queue",), _prefill_queues),
-    _Spec(_COUNTER, "requests", "Requests that ended.", ("outcome",), _ended("sent", "failed")),
+    _counter("sent_bytes", "KV written to decode workers.", _value(lambda node: node.bytes_sent)),
+    _counter("skipped_bytes", "KV that decode had already.", _prefill_skipped_bytes),
+    _gauge("queue_requests", "Requests by what they wait for.", _prefill_queues, "queue"),
+    _counter("requests", "Requests that ended.", _ended("sent", "failed"), "outcome"),
 )
 HISTOGRAMS = (
     _HistogramSpec(

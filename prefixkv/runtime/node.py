@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from prefixkv.cache.events import EventBatch, EventFeed
+from prefixkv.control.effects import To
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.errors import ClosedError, InternalError
+from prefixkv.errors import InternalError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId
-from prefixkv.runtime.control_thread import ControlFailed, DecodeManager, PrefillManager
+from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.request_log import RequestLog
+from prefixkv.runtime.transfers import Transfers
 from prefixkv.stats import Histogram
 
-M = TypeVar("M", DecodeManager, PrefillManager)
+C = TypeVar("C")  # the scheduler's commands
+E = TypeVar("E", bound=RoomEvent)  # and what it is told
 
 COUNTERS = (
     "aborts_of_unknown", "control_errors", "failed", "frames_dropped", "handshakes_refused",
@@ -28,10 +32,10 @@ COUNTERS = (
 )  # fmt: skip
 
 
-class Node(Generic[M]):
+class Node(Closing, Generic[C, To, E]):
     """See DecodeNode and PrefillNode. Used from one thread."""
 
-    _manager: M
+    transfers: Transfers[C, To, E]
     scheduler: DecodeScheduler | PrefillScheduler
     peer_id: PeerId
     evictions: Histogram  # seconds that making room took
@@ -39,7 +43,6 @@ class Node(Generic[M]):
 
     def __init__(self, pool: KVPool, state: StatePool | None) -> None:
         self.pool, self.state = pool, state
-        self._closed = False
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
         """Let the scheduler's journal write to the request log, and put a clock around eviction."""
@@ -55,7 +58,7 @@ class Node(Generic[M]):
         """Block until a `pop_*` may have something for the engine, at most `timeout_s`. True if one
         may."""
         self._check_open()
-        return self.scheduler.has_news or self._wait(self._manager.events.wait, timeout_s)
+        return self.scheduler.has_news or self._wait(self.transfers.wait, timeout_s)
 
     def _wait(self, wait: Callable[[float | None], bool], timeout_s: float | None) -> bool:
         """`wait`, but not beyond the time when a request may fail for having waited."""
@@ -77,12 +80,12 @@ class Node(Generic[M]):
         end_s = time.monotonic() + timeout_s
         while True:
             now_s = self._pump()
-            if self.scheduler.idle and not self._manager.endpoint.num_rooms:
+            if self.scheduler.idle and not self.transfers.num_rooms:
                 return True
             if self.scheduler.has_news or now_s >= end_s:
                 return False
             # Also a look now and then: when a room that has ended is forgotten, no event says so.
-            self._manager.events.wait(min(end_s - now_s, 0.05))
+            self.transfers.wait(min(end_s - now_s, 0.05))
 
     def fileno(self) -> int:
         """A descriptor that is readable while a `pop_*` may have something, for the engine's own
@@ -91,8 +94,7 @@ class Node(Generic[M]):
         Now and then it is readable once more when all has been popped already. That a request has
         waited too long it does not say: call `pop_preallocated` from time to time.
         """
-        self._check_open()
-        return self._manager.events.fd
+        return self.transfers.fileno()
 
     def flush(self) -> int:
         """Empty the prefix cache, after a weight update; requests that run now finish but cache
@@ -123,12 +125,12 @@ class Node(Generic[M]):
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return self.transfers.closed
 
     @property
     def num_rooms(self) -> int:
         """Rooms that are open, or not drained yet. Any thread may ask."""
-        return self._manager.endpoint.num_rooms
+        return self.transfers.num_rooms
 
     def stats(self) -> dict[str, int]:
         """Counters, and how many pages are in each state. All keys are there from the start, but
@@ -140,12 +142,7 @@ class Node(Generic[M]):
         return {
             **dict.fromkeys(self._counters, 0),
             **self.scheduler.counters,
-            **self._manager.counters,
-            **self._manager.endpoint.counters,
-            **{
-                f"staging_{name}": count
-                for name, count in dict(self._manager.staging_counters).items()
-            },
+            **self.transfers.stats(),
             "pages_free": pages.free_pages,
             "pages_owned": pages.owned_pages,
             "pages_cached": pages.cached_pages,
@@ -156,7 +153,6 @@ class Node(Generic[M]):
             "evictable_pages": books.cache.evictable_pages,
             "evicted_pages": books.evicted_pages,
             "requests": len(self.scheduler.requests),
-            "rooms": self._manager.endpoint.num_rooms,
             "slots_free": slots.free_pages if slots is not None else 0,
             "slots_held": slots.held_pages + slots.quarantined_pages if slots is not None else 0,
         }
@@ -168,32 +164,17 @@ class Node(Generic[M]):
         pool's memory until its requests have ended there. Raises InternalError, with the threads
         joined, if the agent could not be destroyed.
         """
-        self._closed = True
-        self._manager.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        self.transfers.close()
 
     def _pump(self) -> float:
         """Take in what the control thread has to tell; returns the time."""
-        self._check_open()
         now_s = time.monotonic()
-        if not self._manager.events.pending:
+        if not self.transfers.pending:
+            self._check_open()
             return now_s
-        failed: Exception | None = None
-        for event in self._manager.events.drain():
-            if isinstance(event, ControlFailed):
-                failed = failed or event.error
-            else:
-                self._take(event, now_s)
+        events, failed = self.transfers.drain()
+        for event in events:
+            self._take(event, now_s)
         self._tell()
         if failed is not None:
             raise InternalError(f"in the control thread: {failed!r}") from failed
@@ -206,17 +187,21 @@ class Node(Generic[M]):
         Any call takes in what has happened, but only some pop it: the descriptor has been read by
         then.
         """
-        for command in self.scheduler.take_commands():
+        for command in self._take_commands():
             self._command(command)
         if self.scheduler.has_news:
-            self._manager.events.rouse()
-
-    def _command(self, command: Any) -> None:
-        self._manager.submit(command)
+            self.transfers.rouse()
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the node is closed")
+        self.transfers.check_open()
 
-    def _take(self, event: Any, now_s: float) -> None:
-        raise NotImplementedError
+    def _command(self, command: C) -> None:
+        self.transfers.submit(command)
+
+    @abstractmethod
+    def _take_commands(self) -> list[C]:
+        """What the scheduler asks."""
+
+    @abstractmethod
+    def _take(self, event: E, now_s: float) -> None:
+        """Tell the scheduler what became of a room."""

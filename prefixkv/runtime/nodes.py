@@ -6,9 +6,8 @@ own threads (control, transport) are started here and joined by `close`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import Any
+from typing import assert_never
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode import journal as decode_journal
@@ -18,23 +17,27 @@ from prefixkv.errors import AbortedError, CallerError, ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.prefill import journal as prefill_journal
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.protocol import receiver_machine as receiver
-from prefixkv.protocol import sender_events as sender
+from prefixkv.protocol.commands import DecodeCommand, Fence, PrefillCommand
+from prefixkv.protocol.events import (
+    Bootstrapped,
+    DecodeEvent,
+    PrefillEvent,
+    RoomEnded,
+    SourceFree,
+)
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.oplog import LoggedBooks
+from prefixkv.ranks.leader import RankLeader
+from prefixkv.ranks.oplog import ReplicatedPageManager
 from prefixkv.ranks.replica import RankLog
-from prefixkv.ranks.rooms import Fenced, RankRooms, RoomEvent, order_of, unpack_news
 from prefixkv.request import DeviceEvent, Request
-from prefixkv.runtime.control_thread import DecodeManager, Fence, PrefillManager
 from prefixkv.runtime.node import COUNTERS, Node
-from prefixkv.runtime.place import Place, staging_buffer
-from prefixkv.runtime.staging import ReceiveStaging, SendStaging
-from prefixkv.transport.sharded import make_transport
+from prefixkv.runtime.place import Place
+from prefixkv.runtime.transfers import DecodeTransfers, MakeTransport, PrefillTransfers
 
 _DECODE_COUNTERS = (
     *COUNTERS, "aborted", "admitted", "finished", "flight_fallbacks", "flights_adopted",
@@ -47,7 +50,7 @@ _PREFILL_COUNTERS = (
 )  # fmt: skip
 
 
-class DecodeNode(Node[DecodeManager]):
+class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     """A decode worker: prefix cache, admission and receiving side. Used from one thread.
 
     Args:
@@ -62,13 +65,14 @@ class DecodeNode(Node[DecodeManager]):
             no more than it has slots are admitted at once. It is never cached: whoever hits the
             prefix has it sent all the same, and a retracted request comes back through
             `pop_needs_prefill`. It must outlive the node.
+        transport: makes another transport than NIXL's, for tests.
     Raises:
         ConfigError: an unknown policy (of eviction or admission), a pool that is not rank 0's share
-        or cannot be
-            registered, a mesh of several ranks without `ranks`.
+            or cannot be registered, a mesh of several ranks without `ranks`.
     """
 
     scheduler: DecodeScheduler
+    transfers: DecodeTransfers
     _counters = _DECODE_COUNTERS
 
     def __init__(
@@ -78,6 +82,7 @@ class DecodeNode(Node[DecodeManager]):
         ranks: RankLog | None = None,
         mesh: Mesh | None = None,
         state: StatePool | None = None,
+        transport: MakeTransport | None = None,
     ) -> None:
         super().__init__(pool, state)
         config = config or DecodeConfig()
@@ -86,18 +91,15 @@ class DecodeNode(Node[DecodeManager]):
         num_ranks = place.mesh.num_ranks
         if num_ranks > 1 and ranks is None:
             raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
-        self._rank_rooms = RankRooms(num_ranks) if num_ranks > 1 else None
-        self._num_news = [0] * num_ranks
         sizes = layout.num_pages, layout.page_size, config.max_running
-        settings = {**config.for_books(layout.num_pages), "num_slots": place.num_slots}
-        books: PageBooks
+        settings = config.for_books(layout.num_pages, place.num_slots)
+        books: PageManager
         if ranks is None:
-            books = PageBooks(*sizes, **settings)
+            books = PageManager(*sizes, **settings)
         else:
-            books = LoggedBooks(ranks.append, *sizes, **settings)
+            books = ReplicatedPageManager(ranks.append, *sizes, **settings)
         self._ranks = ranks
         self.config = config
-        self.peer_id = PeerId(config.name, time.time_ns())
         self.scheduler = DecodeScheduler(
             books,
             reserve_tokens=config.reserve_tokens,
@@ -106,23 +108,10 @@ class DecodeNode(Node[DecodeManager]):
             patience_s=config.patience_s,
             waiting_timeout_s=config.longest_wait_s,
         )
+        self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
+        self._leader = RankLeader(self.scheduler, num_ranks, ranks, self.transfers.submit)
+        self.peer_id = self.transfers.peer_id
         self._observe(decode_journal.timeline)
-        buffer = staging_buffer(pool, config.transport)
-        area, staging = None, None
-        if buffer is not None:
-            area, staging = (
-                buffer.area,
-                ReceiveStaging(layout, buffer, config.transport, config.name),
-            )
-        self._manager = DecodeManager(
-            self.peer_id,
-            lambda metadata: place.hello(metadata, self.peer_id, area),
-            config.control,
-            lambda sink: make_transport(
-                self.peer_id, layout, sink, config.transport, area, place.state_layout
-            ),
-            staging,
-        )
 
     def add(self, request: Request) -> DecodeRequest:
         """Queue a request. Raises RequestError, with nothing changed, for one that cannot be taken.
@@ -210,66 +199,30 @@ class DecodeNode(Node[DecodeManager]):
     def fence(self, peer: str, incarnation: int) -> None:
         """The caller knows that this prefill process is dead: its rooms end, and their held pages
         come back."""
-        self._manager.submit(Fence(PeerId(peer, incarnation)))
-        if self._rank_rooms is not None and self._ranks is not None:
-            self._ranks.rooms.append(Fenced(PeerId(peer, incarnation)))
+        self._command(Fence(PeerId(peer, incarnation)))
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
         """By address of the prefill worker: its identity, and "ready", "suspect" or
         "connecting"."""
-        self._check_open()
-        return self._manager.endpoint.peers(time.monotonic())
+        return self.transfers.peers()
 
-    def _take(self, event: Any, now_s: float) -> None:
-        if self._rank_rooms is None:
-            self._room_said(event, now_s)
-        else:
-            self._rank_said(0, event, now_s)
+    def _take_commands(self) -> list[DecodeCommand]:
+        return self.scheduler.take_commands()
+
+    def _take(self, event: DecodeEvent, now_s: float) -> None:
+        self._leader.on(event, now_s)
 
     def apply_news(self, raw: bytes) -> None:
         """What a `DecodeRank` has to say; b"" is nothing. Each rank's in order, or not at all:
         CallerError."""
-        self._take_news(raw, self._pump())
+        self._leader.on_news(raw, self._pump())
         self._tell()
 
-    def _take_news(self, raw: bytes, now_s: float) -> None:
-        if not raw:
-            return
-        news, events = unpack_news(raw)
-        if self._rank_rooms is None or not 1 <= news.rank < self._rank_rooms.num_ranks:
-            raise CallerError(f"news of rank {news.rank}, which this worker has not")
-        if news.number != self._num_news[news.rank]:
-            raise CallerError(
-                f"news {news.number} of rank {news.rank}, {self._num_news[news.rank]} is next"
-            )
-        self._num_news[news.rank] += 1
-        for event in events:
-            self._rank_said(news.rank, event, now_s)
-
-    def _rank_said(self, rank: int, event: RoomEvent, now_s: float) -> None:
-        assert self._rank_rooms is not None
-        joined, commands = self._rank_rooms.on(rank, event)
-        for command in commands:
-            self._command(command)
-        for news in joined:
-            self._room_said(news, now_s)
-
-    def _command(self, command: Any) -> None:
-        self._manager.submit(command)
-        if self._rank_rooms is not None and self._ranks is not None:
-            self._ranks.rooms.append(order_of(command))
-
-    def _room_said(self, event: RoomEvent, now_s: float) -> None:
-        match event:
-            case receiver.RoomEnded():
-                self.scheduler.room_ended(event.key, event.poll, event.error, event.aux, now_s)
-            case receiver.RoomDrained():
-                self.scheduler.room_drained(event.key)
-            case receiver.RoomOverdue():
-                self.scheduler.room_overdue(event.key)
+    def _command(self, command: DecodeCommand) -> None:
+        self._leader.command(command)
 
 
-class PrefillNode(Node[PrefillManager]):
+class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
     """A prefill worker: its prefix cache and the sending side. Used from one thread.
 
     Args:
@@ -289,11 +242,11 @@ class PrefillNode(Node[PrefillManager]):
             there is none.
     Raises:
         ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this
-        rank's share or
-            cannot be registered.
+            rank's share or cannot be registered.
     """
 
     scheduler: PrefillScheduler
+    transfers: PrefillTransfers
     _counters = _PREFILL_COUNTERS
 
     def __init__(
@@ -305,17 +258,13 @@ class PrefillNode(Node[PrefillManager]):
         endpoints: Sequence[str] = (),
         state: StatePool | None = None,
         usable_prefix: UsablePrefix | None = None,
+        transport: MakeTransport | None = None,
     ) -> None:
         super().__init__(pool, state)
         config = config or PrefillConfig()
         layout = pool.layout
         place = Place.of(pool, config.model, mesh, rank, state)
-        if rank == 0 and len(endpoints) != place.mesh.num_ranks - 1:
-            raise ConfigError(
-                f"{len(endpoints)} endpoints of other ranks, the mesh has {place.mesh.num_ranks} "
-                "ranks"
-            )
-        books = PageBooks(
+        books = PageManager(
             layout.num_pages,
             layout.page_size,
             config.max_running,
@@ -323,39 +272,21 @@ class PrefillNode(Node[PrefillManager]):
             policy=config.policy,
         )
         self.config = config
-        self.peer_id = PeerId(f"{config.name}/{rank}" if rank else config.name, time.time_ns())
         self.scheduler = PrefillScheduler(
             books,
             max_aux_bytes=config.control.max_aux_bytes,
             num_slots=place.num_slots,
             usable_prefix=usable_prefix,
         )
+        where = mesh, rank, endpoints
+        self.transfers = PrefillTransfers(pool, config, *where, state, transport)
+        self.peer_id = self.transfers.peer_id
         self._observe(prefill_journal.timeline)
-        buffer = staging_buffer(pool, config.transport)
-        area, staging = None, None
-        if buffer is not None:
-            area, staging = (
-                buffer.area,
-                SendStaging(layout, buffer, config.transport, self.peer_id.name),
-            )
-        self._manager = PrefillManager(
-            self.peer_id,
-            config.bind,
-            place.digest,
-            place.topology,
-            config.control,
-            lambda sink: make_transport(
-                self.peer_id, layout, sink, config.transport, area, place.state_layout
-            ),
-            rank,
-            tuple(endpoints),
-            staging,
-        )
 
     @property
     def endpoint(self) -> str:
         """The bound address: what `Request.prefill` names."""
-        return self._manager.address
+        return self.transfers.endpoint
 
     def add(self, request: Request) -> PrefillRequest:
         """Take a request; it waits for decode's promise. Raises RequestError, with nothing
@@ -405,15 +336,18 @@ class PrefillNode(Node[PrefillManager]):
         self._tell()
         return known
 
+    def fence(self, peer: str, incarnation: int) -> None:
+        """The caller knows that this decode process is dead: its requests fail."""
+        self._command(Fence(PeerId(peer, incarnation)))
+
     def peers(self) -> dict[PeerId, str]:
         """The decode workers known, each "ready" or "suspect"."""
-        self._check_open()
-        return self._manager.endpoint.peers(time.monotonic())
+        return self.transfers.peers()
 
     @property
     def bytes_sent(self) -> int:
         """KV written to decode workers. Any thread may ask."""
-        return self._manager.counters["bytes_sent"]
+        return self.transfers.bytes_sent
 
     def stats(self) -> dict[str, int]:
         """Counters, pages by state, and the bytes that were not sent because decode had them."""
@@ -423,13 +357,17 @@ class PrefillNode(Node[PrefillManager]):
         stats["bytes_skipped"] = skipped_pages * layout.page_bytes
         return stats
 
-    def _take(self, event: Any, now_s: float) -> None:
+    def _take_commands(self) -> list[PrefillCommand]:
+        return self.scheduler.take_commands()
+
+    def _take(self, event: PrefillEvent, now_s: float) -> None:
         match event:
-            case sender.Bootstrapped():
-                self.scheduler.room_bootstrapped(
-                    event.key, event.prefix_len, event.peer.name, now_s
-                )
-            case sender.RoomEnded():
+            case Bootstrapped():
+                peer = event.peer.name
+                self.scheduler.room_bootstrapped(event.key, event.prefix_len, peer, now_s)
+            case RoomEnded():
                 self.scheduler.room_ended(event.key, event.poll, event.error, now_s)
-            case sender.SourceFree():
+            case SourceFree():
                 self.scheduler.source_free(event.key, now_s)
+            case _:
+                assert_never(event)

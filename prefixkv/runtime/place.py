@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefixkv.config import ModelConfig, TransportConfig
+from prefixkv.config import ModelConfig
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh, check_holds
 from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.staging_buffer import StagingBuffer
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
@@ -38,10 +37,12 @@ class Place:
         state: StatePool | None = None,
     ) -> Place:
         """Without a mesh: the only rank of all. Raises ConfigError where a pool does not hold the
-        rank's share."""
+        rank's share, or the two are on different devices."""
         layout = pool.layout
         mesh = mesh or Mesh(layout.num_layers, layout.num_kv_heads)
         mesh.validate()
+        if state is not None and state.device not in (None, pool.device):
+            raise ConfigError(f"state is on {state.device}, the KV pool is on {pool.device}")
         try:
             check_holds(layout, mesh.shard(rank))
             for tensor in state.tensors if state is not None else ():
@@ -86,11 +87,3 @@ class Place:
             area,
             self.state_layout,
         )
-
-
-def staging_buffer(pool: KVPool, config: TransportConfig) -> StagingBuffer | None:
-    """The staging memory that the settings ask for, on the pool's device. Raises ConfigError,
-    CapacityError."""
-    if not config.staging_bytes:
-        return None
-    return StagingBuffer(config.staging_bytes, config.lease_bytes, pool.device)

@@ -1,8 +1,8 @@
 """How threads reach each other: by inboxes, and by nothing else.
 
-The calls that ring and clear a bell keep the GIL. `os.eventfd_write` gives it up for a call of half
-a microsecond, and the thread that rang, the scheduler's, then waits for whoever took it: 1.5 ms a
-`send_chunk` beside a busy thread.
+The calls that notify and clear keep the GIL. `os.eventfd_write` gives it up for a call of half a
+microsecond, and the thread that notified, the scheduler's, then waits for the one that took it:
+1.5 ms a `send_chunk` beside a busy thread.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _libc.eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 _libc.eventfd_read.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
 
 
-def ring(fd: int) -> None:
+def notify(fd: int) -> None:
     """Make an eventfd readable."""
     _libc.eventfd_write(fd, 1)
 
 
-def hush(fd: int) -> int:
-    """Make an eventfd unreadable again; returns how often it rang."""
-    rang = ctypes.c_uint64()
-    return 0 if _libc.eventfd_read(fd, rang) else rang.value
+def clear(fd: int) -> int:
+    """Make an eventfd unreadable again; returns how often it was notified."""
+    times = ctypes.c_uint64()
+    return 0 if _libc.eventfd_read(fd, times) else times.value
 
 
 class Inbox(Generic[T]):
@@ -60,7 +60,7 @@ class Inbox(Generic[T]):
         # at the items.
         if not self._begun and not self._closed:
             self._begun.append(None)
-            ring(self.fd)
+            notify(self.fd)
 
     def drain(self) -> list[T]:
         """Everything queued so far."""
@@ -69,6 +69,9 @@ class Inbox(Generic[T]):
         while self._items:
             items.append(self._items.popleft())
         return items
+
+    def __len__(self) -> int:
+        return len(self._items)
 
     @property
     def pending(self) -> bool:
@@ -95,7 +98,7 @@ class Inbox(Generic[T]):
 
     def _clear(self) -> None:
         for _ in range(
-            hush(self.fd)
+            clear(self.fd)
         ):  # none: nothing is written, or what has begun is not written yet
             self._begun.popleft()
 

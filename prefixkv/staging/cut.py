@@ -12,10 +12,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prefixkv.errors import HandshakeError
 from prefixkv.memory.mesh import Mesh, sent_shares
 from prefixkv.memory.staging_area import StagingArea, whole_blocks
+
+
+class Section(NamedTuple):
+    """What one writer writes of a lease: `num_bytes` at `offset`."""
+
+    rank: int
+    offset: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +80,17 @@ class LeaseCut:
         for first in range(0, num_units, self.units_per_piece):
             yield first, min(self.units_per_piece, num_units - first)
 
-    def sections(self, num_units: int) -> dict[int, tuple[int, int]]:
-        """By writer, the (offset, bytes) of its section in a lease of `num_units` unit pages.
+    def sections(self, num_units: int, offset: int = 0) -> dict[int, Section]:
+        """By writer, its section of a lease of `num_units` unit pages at `offset` of the area.
         Offsets are whole blocks.
 
-        >>> LeaseCut(((0, 100), (2, 300)), units_per_piece=40, area_bytes=16384).sections(30)
-        {0: (0, 3000), 2: (4096, 9000)}
+        >>> cut = LeaseCut(((0, 100), (2, 300)), units_per_piece=40, area_bytes=16384)
+        >>> cut.sections(30)[2]
+        Section(rank=2, offset=4096, num_bytes=9000)
         """
-        sections, offset = {}, 0
+        sections = {}
         for rank, unit_bytes in self.shares:
-            sections[rank] = (offset, num_units * unit_bytes)
+            sections[rank] = Section(rank, offset, num_units * unit_bytes)
             offset += whole_blocks(num_units * unit_bytes)
         return sections
 
@@ -94,7 +104,7 @@ class LeaseCut:
 
         Smaller pieces would be no help: all writers have to cut alike.
         """
-        _, num_bytes = self.sections(self.units_per_piece)[rank]
+        num_bytes = self.sections(self.units_per_piece)[rank].num_bytes
         if num_bytes > slot_bytes:
             raise HandshakeError(
                 "staging slot_bytes", slot_bytes, num_bytes, "cannot take our section of a lease"

@@ -1,4 +1,4 @@
-"""Leases of decode's staging area: who may write which bytes, and until when. Pure.
+"""Leases of decode's staging area: which ranks may write which bytes, and until when. Pure.
 
 A piece asks for a lease and gets it at once, or when enough bytes come free. The lease is written
 by the ranks that the ask named, each once; when the last has arrived our own copy scatters it, and
@@ -31,14 +31,13 @@ from dataclasses import dataclass
 from operator import attrgetter, le
 from typing import Final
 
-from prefixkv.errors import ConfigError, LeaseError, check_laws
+from prefixkv.errors import LeaseError, check_laws
 from prefixkv.memory.staging_area import BLOCK_BYTES, whole_blocks
 from prefixkv.protocol.ids import RoomKey
 
 MAX_PASSED: Final = 4
 MAX_LEASE_ID: Final = 2**31 - 1  # a tag carries it as an int32
-# Of the rooms that wait, so that a lease that ends costs the same however many do.
-_LOOK_AHEAD_ROOMS: Final = 16
+_LOOK_AHEAD_ROOMS: Final = 16  # so that a lease that ends costs the same however many wait
 
 
 class LeaseState(enum.Enum):
@@ -81,18 +80,12 @@ class LeaseTable:
     leases granted."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        """Raises ConfigError where the capacity is no positive number of whole blocks."""
-        if capacity_bytes < BLOCK_BYTES or capacity_bytes % BLOCK_BYTES:
-            raise ConfigError(
-                f"capacity_bytes is {capacity_bytes}, must be a positive multiple of {BLOCK_BYTES}"
-            )
+        """The capacity is whole blocks."""
         self.capacity_bytes = capacity_bytes
         self._waiting: dict[RoomKey, deque[_Ask]] = {}  # the room whose turn it is first
         self._leases: dict[int, Lease] = {}
         self._by_offset: list[Lease] = []
         self._last_id = 0
-
-    # --- leases -----------------------------------------------------------------------------------
 
     def ask(self, key: RoomKey, piece: int, num_bytes: int, writers: frozenset[int]) -> list[Lease]:
         """The room's next piece wants a lease, to be written by these ranks. It is granted now or
@@ -111,12 +104,11 @@ class LeaseTable:
         landed, to be scattered and then ended; or, where it was held, that was the proof, and it is
         gone."""
         lease.missing.remove(writer)
-        if lease.missing:
-            return []
-        if lease.state is LeaseState.HELD:
+        if not lease.missing and lease.state is LeaseState.HELD:
             self._free(lease)
             return self._grant()
-        lease.state = LeaseState.LANDED
+        if not lease.missing:
+            lease.state = LeaseState.LANDED
         return []
 
     def end(self, lease: Lease) -> list[Lease]:
@@ -124,15 +116,10 @@ class LeaseTable:
 
         Raises: LeaseError for a lease that was ended before, or that writers may still write.
         """
-        if self._leases.get(lease.lease_id) is not lease:
-            raise LeaseError(f"lease {lease.lease_id} was ended before")
-        if lease.state is not LeaseState.LANDED:
-            state, ranks = lease.state.value, sorted(lease.missing)
-            raise LeaseError(f"lease {lease.lease_id} is {state}, ranks {ranks} may write it")
+        if self._leases.get(lease.lease_id) is not lease or lease.missing:
+            raise LeaseError(f"{lease} is still written, or was ended before")
         self._free(lease)
         return self._grant()
-
-    # --- rooms that end ---------------------------------------------------------------------------
 
     def close(self, key: RoomKey) -> list[Lease]:
         """The room has ended: its pieces wait no more, and what it was granted is held.
@@ -140,7 +127,7 @@ class LeaseTable:
         Leases are granted too: a piece that barred others is gone.
         """
         self._waiting.pop(key, None)
-        for lease in self.leases_of(key):
+        for lease in self.of_room(key):
             if lease.state is LeaseState.GRANTED:
                 lease.state = LeaseState.HELD
         return self._grant()
@@ -150,12 +137,10 @@ class LeaseTable:
 
         A lease that has landed stays until its own copy has ended.
         """
-        for lease in self.leases_of(key):
+        for lease in self.of_room(key):
             if lease.state is LeaseState.HELD:
                 self._free(lease)
         return self._grant()
-
-    # --- what there is ----------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
@@ -166,16 +151,14 @@ class LeaseTable:
         """The lease, unless it is gone."""
         return self._leases.get(lease_id)
 
-    def leases(self) -> list[Lease]:
-        """All that are not gone, by offset."""
+    def all(self) -> list[Lease]:
+        """The leases that are not gone, by offset."""
         return list(self._by_offset)
 
-    def leases_of(self, key: RoomKey) -> list[Lease]:
-        """Those of one room, by piece. O(leases)."""
+    def of_room(self, key: RoomKey) -> list[Lease]:
+        """The leases of one room, by piece. O(leases)."""
         mine = [lease for lease in self._by_offset if lease.key == key]
         return sorted(mine, key=lambda lease: lease.piece)
-
-    # --- granting ---------------------------------------------------------------------------------
 
     def _grant(self) -> list[Lease]:
         granted: list[Lease] = []
@@ -226,11 +209,11 @@ class LeaseTable:
     def check_invariants(self) -> None:
         """Raises InternalError naming the law that is broken, with the state."""
         for lease in self._by_offset:
+            odd_bytes = lease.offset % BLOCK_BYTES + lease.num_bytes % BLOCK_BYTES
+            landed = lease.state is LeaseState.LANDED
             laws = {
-                "a lease is whole blocks": lease.offset % BLOCK_BYTES == 0
-                and lease.num_bytes > 0 == lease.num_bytes % BLOCK_BYTES,
-                "a lease that misses no writer has landed, and no other has": bool(lease.missing)
-                != (lease.state is LeaseState.LANDED),
+                "a lease is whole blocks": lease.num_bytes > 0 == odd_bytes,
+                "a lease that misses no writer has landed": landed == (not lease.missing),
                 "a lease is found by its id": self._leases.get(lease.lease_id) is lease,
             }
             check_laws(laws, lease)

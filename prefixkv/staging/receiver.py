@@ -1,5 +1,5 @@
-"""Decode's side of staging: which piece was asked for, granted, has arrived, is to be scattered,
-and which ends of rooms have to wait for copies. Pure, one a rank.
+"""Decode's side of staging: which piece was asked for, was granted, has arrived and must be
+scattered, and which ends of rooms wait for copies. Pure, one a rank.
 
 A room's unit pages are promised to its writers, which all cut them alike (`LeaseCut`). A piece goes
 
@@ -33,11 +33,11 @@ from prefixkv.errors import LeaseError, ProtocolError, TransferError, check_laws
 from prefixkv.memory.mesh import Shard, sent_shares
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.paging import Pages, pages_for, unit_pages
+from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, LeaseGrant, Promise
-from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.staging.cut import LeaseCut
+from prefixkv.staging.cut import LeaseCut, Section
 from prefixkv.staging.leases import Lease, LeaseState, LeaseTable
 
 
@@ -75,14 +75,6 @@ class Grant:
     grant: LeaseGrant
 
 
-class Section(NamedTuple):
-    """What one writer wrote of a lease: `num_bytes` at `offset` of our area."""
-
-    rank: int
-    offset: int
-    num_bytes: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Scatter:
     """Copy each section of a lease, the part `parts[section.rank]` of the model, into these unit
@@ -100,8 +92,7 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class BreakRoom:
-    """The room cannot succeed: fail its machine. Comes once, and not where its end was held
-    back."""
+    """The room cannot succeed: fail its machine. Comes once, not where its end was held back."""
 
     key: RoomKey
     error: Exception
@@ -109,8 +100,6 @@ class BreakRoom:
 
 Ending = RoomEnded | RoomDrained | RoomOverdue
 Action = Grant | Scatter | BreakRoom | Ending
-
-# --- what is kept ---------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -143,13 +132,9 @@ class _Room:
     held: RoomEnded | RoomDrained | None = None  # the end that is held back
 
     @property
-    def num_units(self) -> int:
-        return len(self.units)
-
-    @property
     def complete(self) -> bool:
         """Whether every unit was scattered, so that the room may succeed."""
-        return self.num_scattered == self.num_units and not self.broken
+        return self.num_scattered == len(self.units) and not self.broken
 
 
 class StagingReceiver:
@@ -157,12 +142,11 @@ class StagingReceiver:
     out, in order."""
 
     def __init__(self, area: StagingArea) -> None:
-        """Raises ConfigError where the area is no positive number of whole blocks."""
+        """Raises ConfigError for an area that cannot be. `leases` is for reading only."""
+        area.validate()
         self.counters: Counter[str] = Counter()
-        self._table = LeaseTable(area.num_bytes)
+        self.leases = LeaseTable(area.num_bytes)
         self._rooms: dict[RoomKey, _Room] = {}
-
-    # --- a room's life ----------------------------------------------------------------------------
 
     def open(self, promise: Promise, page_size: int, plan: StagingPlan) -> list[Action]:
         """The room's pages were promised to the writers of `plan`.
@@ -178,8 +162,7 @@ class StagingReceiver:
         return []
 
     def pass_on(self, ending: Ending) -> list[Action]:
-        """What the room's machine said of its end, if it may be said now, and what follows from
-        it."""
+        """What the room's machine said of its end, if it may be said now, and what follows."""
         room = self._rooms.get(ending.key)
         if room is None or isinstance(ending, RoomOverdue):
             return [ending]
@@ -204,24 +187,25 @@ class StagingReceiver:
             return out
         _check_ask(room, rank, ask)
         self._written(room, rank, ask.written, out)
-        piece = room.pieces.setdefault(ask.piece, _Piece(ask.first_unit, ask.num_units))
-        if rank in piece.asked:
+        asked = room.pieces.setdefault(ask.piece, _Piece(ask.first_unit, ask.num_units)).asked
+        if rank in asked:
             self.counters["asked_again"] += 1
-            for lease in self._table.leases_of(room.key):
-                if lease.piece == ask.piece and rank in lease.missing:
-                    out.append(_grant(room, lease, rank))
+            again = [ls for ls in self.leases.of_room(room.key) if ls.piece == ask.piece]
+            self._say_grants(again, out, rank)
             return out
-        piece.asked.add(rank)
-        self._ask_table(room, out)
+        asked.add(rank)
+        cut = room.plan.cut
+        while (piece := room.pieces.get(room.next_piece)) and piece.asked == cut.ranks:
+            number, num_bytes = room.next_piece, cut.lease_bytes(piece.num_units)
+            room.next_piece += 1
+            self._say_grants(self.leases.ask(room.key, number, num_bytes, cut.ranks), out)
         return out
 
     def on_arrival(self, tag: ChunkTag) -> list[Action]:
-        """A part of a staged write has landed. Late, double, of no such lease or writer: counted,
-        no-op."""
+        """A part of a staged write landed. Late, double, of no lease or writer: counted, no-op."""
         out: list[Action] = []
-        lease = self._table.get(tag.slot)
-        named = (tag.room, tag.generation, tag.chunk)
-        if lease is None or (*lease.key, lease.piece) != named:
+        lease = self.leases.get(tag.lease_id)
+        if lease is None or (*lease.key, lease.piece) != (tag.room, tag.generation, tag.chunk):
             self.counters["arrivals_of_no_lease"] += 1
             return out
         parts = self._rooms[lease.key].pieces[lease.piece].parts
@@ -240,8 +224,7 @@ class StagingReceiver:
     def on_written(self, key: RoomKey, rank: int) -> list[Action]:
         """A writer's Outcome is ok: all its writes are DONE. Closed or unknown: no-op."""
         out: list[Action] = []
-        room = self._rooms.get(key)
-        if room is not None and not room.closed:
+        if (room := self._rooms.get(key)) is not None and not room.closed:
             room.written.add(rank)
             self._written(room, rank, room.next_piece, out)
             self._break_if_short(room, out)
@@ -250,11 +233,10 @@ class StagingReceiver:
     def on_scattered(self, lease_id: int, error: Exception | None) -> list[Action]:
         """A Scatter has ended. Unknown: no-op."""
         out: list[Action] = []
-        lease = self._table.get(lease_id)
-        if lease is None:
+        if (lease := self.leases.get(lease_id)) is None:
             return out
         room = self._rooms[lease.key]
-        self._say_grants(self._table.end(lease), out)
+        self._say_grants(self.leases.end(lease), out)
         if error is None:
             room.num_scattered += room.pieces[lease.piece].num_units
         elif not room.closed:
@@ -265,25 +247,17 @@ class StagingReceiver:
         self._break_if_short(room, out)
         return out
 
-    # --- leases -----------------------------------------------------------------------------------
-
-    def _ask_table(self, room: _Room, out: list[Action]) -> None:
-        """Ask for the pieces that all writers have asked for, in order."""
-        cut = room.plan.cut
-        while (piece := room.pieces.get(room.next_piece)) and piece.asked == cut.ranks:
-            num_bytes = cut.lease_bytes(piece.num_units)
-            room.next_piece += 1
-            leases = self._table.ask(room.key, room.next_piece - 1, num_bytes, cut.ranks)
-            self._say_grants(leases, out)
-
-    def _say_grants(self, leases: list[Lease], out: list[Action]) -> None:
+    def _say_grants(self, leases: list[Lease], out: list[Action], only: int | None = None) -> None:
+        """To all ranks that have yet to write, or to one of them."""
         for lease in leases:
-            room = self._rooms[lease.key]
-            out += [_grant(room, lease, rank) for rank in sorted(lease.missing)]
+            ticket = self._rooms[lease.key].ticket
+            grant = LeaseGrant(*lease.key, lease.piece, lease.lease_id, lease.offset, ticket)
+            ranks = [rank for rank in sorted(lease.missing) if only in (None, rank)]
+            out += [Grant(lease.key, rank, grant) for rank in ranks]
 
     def _written(self, room: _Room, rank: int, stop: int, out: list[Action]) -> None:
         """The writer's writes of all pieces below `stop` are DONE."""
-        for lease in self._table.leases_of(room.key):
+        for lease in self.leases.of_room(room.key):
             if lease.piece < stop and rank in lease.missing:
                 self.counters["arrivals_not_notified"] += 1
                 self._arrived(lease, rank, out)
@@ -293,7 +267,7 @@ class StagingReceiver:
         room = self._rooms[lease.key]
         piece = room.pieces[lease.piece]
         piece.parts.pop(rank, None)
-        granted = self._table.arrived(lease, rank)
+        granted = self.leases.arrived(lease, rank)
         if lease.state is LeaseState.LANDED:
             units, (_, parts, unit_tokens) = room.units[piece.first_unit : piece.end], room.plan
             sections = self.sections_of(lease)
@@ -302,40 +276,31 @@ class StagingReceiver:
 
     def _copied(self, room: _Room) -> bool:
         """Whether a copy of ours writes the room's pages."""
-        return any(lease.state is LeaseState.LANDED for lease in self._table.leases_of(room.key))
-
-    # --- ends -------------------------------------------------------------------------------------
+        return any(lease.state is LeaseState.LANDED for lease in self.leases.of_room(room.key))
 
     def _pass_on(self, room: _Room, ending: RoomEnded | RoomDrained, out: list[Action]) -> None:
         """Say the end, or hold it back."""
-        room.held = None
+        failed = isinstance(ending, RoomEnded) and ending.poll is KVPoll.FAILED
         if isinstance(ending, RoomDrained):
-            self._say_grants(self._table.drained(room.key), out)
-            if self._copied(room):
-                room.held = ending
-                return
-            del self._rooms[room.key]
-        elif ending.poll is KVPoll.SUCCESS:
-            if not room.complete:
-                room.held = ending
-                return
-            del self._rooms[room.key]
-        out.append(ending)
-        if isinstance(ending, RoomEnded):
+            self._say_grants(self.leases.drained(room.key), out)
+            waits = self._copied(room)
+        else:
+            waits = not failed and not room.complete
+        room.held = ending if waits else None
+        if not waits:
+            out.append(ending)
             room.closed = True
-            self._say_grants(self._table.close(room.key), out)
+            self._say_grants(self.leases.close(room.key), out)
+            if not failed:
+                del self._rooms[room.key]
 
     def _break_if_short(self, room: _Room, out: list[Action]) -> None:
-        """All writers have written all they will, and the last of it is scattered: no more will
-        come."""
-        if room.closed or room.complete or self._copied(room):
-            return
-        if room.written >= room.plan.cut.ranks:
-            error = (
-                f"{room.num_scattered} of {room.num_units} unit pages were staged when all "
-                "writers were done"
-            )
-            self._break(room, TransferError(error), out)
+        """All writers have written all they will, and it is scattered: no more will come."""
+        over = room.closed or room.complete
+        if not over and room.written >= room.plan.cut.ranks and not self._copied(room):
+            part = f"{room.num_scattered} of {len(room.units)} unit pages"
+            error = TransferError(f"{part} were staged when all writers were done")
+            self._break(room, error, out)
 
     def _break(self, room: _Room, error: Exception, out: list[Action]) -> None:
         """Once. Where SUCCESS was held back, nothing of its writers can land, and only our copy
@@ -349,8 +314,6 @@ class StagingReceiver:
             self._pass_on(room, RoomEnded(room.key, KVPoll.FAILED, error), out)
             self._pass_on(room, RoomDrained(room.key), out)
 
-    # --- what there is ----------------------------------------------------------------------------
-
     @property
     def num_rooms(self) -> int:
         """Rooms whose last end has not been passed on."""
@@ -361,62 +324,40 @@ class StagingReceiver:
         """Rooms whose end is held back."""
         return sum(room.held is not None for room in self._rooms.values())
 
-    def leases(self) -> list[Lease]:
-        """All that are not gone, by offset. To be looked at only."""
-        return self._table.leases()
-
-    def live_lease(self, lease_id: int) -> Lease | None:
-        """The lease, unless it is gone. To be looked at only."""
-        return self._table.get(lease_id)
-
     def sections_of(self, lease: Lease) -> tuple[Section, ...]:
         """What each writer writes of a lease, by rank."""
         room = self._rooms[lease.key]
-        sections = room.plan.cut.sections(room.pieces[lease.piece].num_units)
-        return tuple(
-            Section(rank, lease.offset + offset, num_bytes)
-            for rank, (offset, num_bytes) in sections.items()
-        )
+        num_units = room.pieces[lease.piece].num_units
+        return tuple(room.plan.cut.sections(num_units, lease.offset).values())
 
     def check_invariants(self) -> None:
         """Raises InternalError naming the law that is broken, with the state."""
-        self._table.check_invariants()
-        for lease in self._table.leases():
-            room = self._rooms.get(lease.key)
-            failed = room is not None and room.closed
+        self.leases.check_invariants()
+        for lease in self.leases.all():
+            check_laws({"a lease is of a room": lease.key in self._rooms}, lease)
+            room = self._rooms[lease.key]
+            states = LeaseState.LANDED, LeaseState.HELD if room.closed else LeaseState.GRANTED
             laws = {
-                "a lease is of a piece that all writers asked for": room is not None
-                and lease.piece in range(room.next_piece),
-                "held leases are of closed rooms, granted ones of open rooms": lease.state
-                in (LeaseState.LANDED, LeaseState.HELD if failed else LeaseState.GRANTED),
+                "a lease is of a piece that was asked for": lease.piece < room.next_piece,
+                "HELD is of closed rooms, GRANTED of open ones": lease.state in states,
             }
             check_laws(laws, lease, room)
         for room in self._rooms.values():
             pieces, ranks = room.pieces, room.plan.cut.ranks
+            ends = {number + 1: piece.end for number, piece in pieces.items()}
+            apart = [n for n, p in pieces.items() if ends.get(n, p.first_unit) != p.first_unit]
+            by_all = {number for number, piece in pieces.items() if piece.asked == ranks}
+            next_waits = room.closed or room.next_piece not in by_all
+            end_waits = self._copied(room) if room.closed else not room.complete
             laws = {
-                "pieces lie inside": all(piece.end <= room.num_units for piece in pieces.values()),
-                "pieces join": all(
-                    number + 1 not in pieces or pieces[number + 1].first_unit == piece.end
-                    for number, piece in pieces.items()
-                ),
-                "what was scattered was promised": 0 <= room.num_scattered <= room.num_units,
-                "the table was asked for what all writers asked for, in order": all(
-                    pieces[number].asked == ranks for number in range(room.next_piece)
-                ),
-                "the table was asked for all of it": room.closed
-                or room.next_piece not in pieces
-                or pieces[room.next_piece].asked != ranks,
-                "SUCCESS is held back for units to come, RoomDrained for a copy that runs": not (
-                    room.held
-                )
-                or (self._copied(room) if room.closed else not room.complete),
+                "pieces lie inside": all(end <= len(room.units) for end in ends.values()),
+                "pieces join": not apart,
+                "what was scattered was promised": 0 <= room.num_scattered <= len(room.units),
+                "all asked for what leases are for": by_all.issuperset(range(room.next_piece)),
+                "what all asked for, in order, was asked of the table": next_waits,
+                "an end is held back for a copy or for units to come": not room.held or end_waits,
             }
             check_laws(laws, room)
-
-
-def _grant(room: _Room, lease: Lease, rank: int) -> Grant:
-    grant = LeaseGrant(*room.key, lease.piece, lease.lease_id, lease.offset, room.ticket)
-    return Grant(room.key, rank, grant)
 
 
 def _check_ask(room: _Room, rank: int, ask: LeaseAsk) -> None:
@@ -426,8 +367,8 @@ def _check_ask(room: _Room, rank: int, ask: LeaseAsk) -> None:
     asks, piece = f"rank {rank} asks for", f"piece {ask.piece} is units {first} to {end}"
     if rank not in cut.ranks or rank != ask.rank:
         raise ProtocolError(f"{asks} staging as rank {ask.rank}, {sorted(cut.ranks)} write")
-    if not 0 < count <= cut.units_per_piece or end > room.num_units:
-        what = f"a piece of units {first} to {end} of {room.num_units}"
+    if not 0 < count <= cut.units_per_piece or end > len(room.units):
+        what = f"a piece of units {first} to {end} of {len(room.units)}"
         raise ProtocolError(f"{what}, at most {cut.units_per_piece} at once")
     if known is not None and (known.first_unit, known.num_units) != (first, count):
         raise ProtocolError(f"{piece}, another writer's {known}")

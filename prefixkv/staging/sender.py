@@ -39,13 +39,13 @@ from typing import Any, Final
 from prefixkv.errors import AbortedError, ConfigError, InternalError, PeerLostError, check_laws
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import Pages
-from prefixkv.protocol.backoff import Backoff
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
-from prefixkv.protocol.timers import Timers
+from prefixkv.protocol.timers import Backoff, Timers
 from prefixkv.staging.cut import LeaseCut
 
 READY_POLL_S: Final = 0.001
+NextId = Callable[[], int]
 
 # --- actions --------------------------------------------------------------------------------------
 
@@ -113,8 +113,6 @@ class JobDrained:
 
 
 Action = SendAsk | Gather | PostStaged | CancelStaged | JobEnded | JobDrained
-
-# --- what is kept ---------------------------------------------------------------------------------
 
 
 class At(enum.Enum):
@@ -185,35 +183,22 @@ class StagingSender:
     out, in order."""
 
     def __init__(
-        self,
-        me_rank: int,
-        slots: int,
-        slot_bytes: int,
-        window: int,
-        resend_s: float,
-        next_id: Callable[[], int],
+        self, rank: int, slots: int, slot_bytes: int, window: int, resend_s: float, next_id: NextId
     ) -> None:
         """`next_id` names gathers and writes; it is the one that names the machines' jobs, so that
         none collide.
 
         Raises: ConfigError for slots of no whole blocks, or a number that is not positive.
         """
-        if slots < 1 or window < 1:
-            raise ConfigError(
-                f"staging has {slots} slots and a window of {window}, both must be at least 1"
-            )
+        if min(slots, window) < 1:
+            raise ConfigError(f"{slots} staging slots, a window of {window}: must be at least 1")
         if slot_bytes < BLOCK_BYTES or slot_bytes % BLOCK_BYTES:
-            raise ConfigError(
-                f"staging slot_bytes is {slot_bytes}, must be a positive multiple of {BLOCK_BYTES}"
-            )
-        self.num_slots = slots
-        self.slot_bytes = slot_bytes
+            raise ConfigError(f"slot_bytes is {slot_bytes}, must be a multiple of {BLOCK_BYTES}")
+        self.num_slots, self.slot_bytes = slots, slot_bytes
         self.counters: Counter[str] = Counter()
-        self._rank = me_rank
-        self._window = window
-        self._resend_s = resend_s
-        self._next_id = next_id
-        self._peers: dict[PeerId, LeaseCut] = {}
+        self._rank, self._window = rank, window
+        self._resend_s, self._next_id = resend_s, next_id
+        self.peers: dict[PeerId, LeaseCut] = {}  # for reading only
         self._streams: dict[RoomKey, dict[PeerId, _Stream]] = {}
         self._jobs: dict[int, _Job] = {}  # that have not ended
         self._granted: dict[_Piece, None] = {}  # that wait for a slot, in order
@@ -223,24 +208,20 @@ class StagingSender:
         self._poll_s = float("inf")
         self._timers: Timers[_Stream] = Timers()
 
-    # --- peers ------------------------------------------------------------------------------------
-
     def add_peer(self, peer: PeerId, cut: LeaseCut) -> None:
         """Take jobs for this reader. Raises HandshakeError where our section of its leases does not
         fit into a slot."""
         cut.check_slots(self._rank, self.slot_bytes)
-        self._peers[peer] = cut
+        self.peers[peer] = cut
 
     def remove_peer(self, peer: PeerId) -> list[Action]:
         """Its jobs end as cancelled, once what is under way of them has ended. Unknown: no-op."""
         out: list[Action] = []
-        if self._peers.pop(peer, None) is not None:
+        if self.peers.pop(peer, None) is not None:
             for job in [job for job in self._jobs.values() if job.stream.peer == peer]:
                 self._fail(job, PeerLostError(f"{peer} is gone"), out)
             self._take_slots(out)  # the peers that are left may have more of them
         return out
-
-    # --- jobs -------------------------------------------------------------------------------------
 
     def write(
         self,
@@ -261,30 +242,26 @@ class StagingSender:
         Raises: InternalError for a chunk out of order, or of another use of a room that was not
         forgotten.
         """
-        cut = self._peers.get(peer)
-        if cut is None:
+        if (cut := self.peers.get(peer)) is None:
             return [JobEnded(job_id, PeerLostError(f"{peer} takes no staged writes"))]
-        stream = self._streams.setdefault(key, {}).get(peer)
-        if stream is None:
-            stream = _Stream(key, peer, ticket, cut, Backoff(self._resend_s))
-            self._streams[key][peer] = stream
+        fresh = _Stream(key, peer, ticket, cut, Backoff(self._resend_s))
+        stream = self._streams.setdefault(key, {}).setdefault(peer, fresh)
         if (stream.ticket, stream.next_unit) != (ticket, first_unit):
-            raise InternalError(
-                f"units {first_unit}.. of {key} under ticket {ticket}, where unit "
-                f"{stream.next_unit} under {stream.ticket} is next"
-            )
+            said = f"units {first_unit}.. of {key} under ticket {ticket}"
+            following = f"unit {stream.next_unit} under {stream.ticket}"
+            raise InternalError(f"{said}, where {following} is next")
         if stream.failed:
             return [JobEnded(job_id, AbortedError(f"an earlier chunk of {key} failed"))]
         out: list[Action] = []
         self._jobs[job_id] = job = _Job(job_id, stream, ready)
         for first, count in cut.pieces(len(src_units)):
-            units, num_bytes = src_units[first : first + count], cut.sections(count)[self._rank][1]
-            piece = _Piece(job, stream.next_piece, stream.next_unit, units, num_bytes)
-            stream.queued.append(piece)
+            units, where = src_units[first : first + count], (stream.next_piece, stream.next_unit)
+            num_bytes = cut.sections(count)[self._rank].num_bytes
+            stream.queued.append(_Piece(job, *where, units, num_bytes))
             stream.next_piece += 1
             stream.next_unit += count
             job.num_left += 1
-        self._maybe_end(job, out)
+        self._end(job, out)
         self._ask(stream, now_s, out)
         return out
 
@@ -292,14 +269,12 @@ class StagingSender:
         """Start nothing more of the job. It ends when what is under way has; well, if that was all.
         Unknown: no-op."""
         out: list[Action] = []
-        job = self._jobs.get(job_id)
-        if job is not None:
+        if (job := self._jobs.get(job_id)) is not None:
             self._fail(job, AbortedError("the staged write was cancelled"), out)
         return out
 
     def forget(self, key: RoomKey) -> None:
-        """The room is over. Unknown: no-op. Raises InternalError where a job of it has not
-        ended."""
+        """The room is over. Unknown: no-op. Raises InternalError where a job has not ended."""
         streams = self._streams.get(key, {}).values()
         if any(stream.queued or stream.open for stream in streams):
             raise InternalError(f"{key} is over and has jobs under way: {list(streams)}")
@@ -316,8 +291,7 @@ class StagingSender:
     # --- what comes in ----------------------------------------------------------------------------
 
     def on_grant(self, peer: PeerId, grant: LeaseGrant) -> list[Action]:
-        """The reader's word. For a piece that does not wait for one, or outside its area: counted,
-        no-op."""
+        """The reader's word. For a piece that awaits none, or outside its area: counted, no-op."""
         out: list[Action] = []
         stream = self._streams.get(RoomKey(grant.room, grant.generation), {}).get(peer)
         piece = None if stream is None else stream.open.get(grant.piece)
@@ -325,13 +299,12 @@ class StagingSender:
             self.counters["grants_not_awaited"] += 1
             return out
         cut, num_units = stream.cut, len(piece.src_units)
-        end = grant.offset + cut.lease_bytes(num_units)
-        if grant.offset % BLOCK_BYTES or end > cut.area_bytes:
+        if grant.offset % BLOCK_BYTES or grant.offset + cut.lease_bytes(num_units) > cut.area_bytes:
             self.counters["grants_outside"] += 1
             return out
         piece.at = At.GRANTED
         piece.lease_id = grant.lease_id
-        piece.dst_offset = grant.offset + cut.sections(num_units)[self._rank][0]
+        piece.dst_offset = grant.offset + cut.sections(num_units)[self._rank].offset
         self._granted[piece] = None
         self._take_slots(out)
         return out
@@ -339,8 +312,7 @@ class StagingSender:
     def on_gathered(self, gather_id: int, error: Exception | None, now_s: float) -> list[Action]:
         """A Gather has ended. Unknown: no-op."""
         out: list[Action] = []
-        piece = self._let_go(gather_id, At.GATHERING)
-        if piece is None:
+        if (piece := self._let_go(gather_id, At.GATHERING)) is None:
             return out
         if error is None and piece.job.error is None:
             write_id, stream = self._hold(piece, At.WRITING), piece.job.stream
@@ -358,8 +330,7 @@ class StagingSender:
     ) -> list[Action]:
         """The transport's word on a PostStaged, as WriteDone or WriteFailed say. Unknown: no-op."""
         out: list[Action] = []
-        piece = self._let_go(write_id, At.WRITING)
-        if piece is None:
+        if (piece := self._let_go(write_id, At.WRITING)) is None:
             return out
         job = piece.job
         del job.stream.open[piece.number]
@@ -372,7 +343,7 @@ class StagingSender:
             job.num_left -= 1
             self.counters["pieces_written"] += 1
             self.counters["bytes_staged"] += piece.num_bytes
-            self._maybe_end(job, out)
+            self._end(job, out)
             self._ask(job.stream, now_s, out)
         else:
             self._fail(job, error, out)
@@ -382,10 +353,9 @@ class StagingSender:
     def on_write_drained(self, write_id: int) -> list[Action]:
         """A write that had ended undrained can land no more. Unknown: no-op."""
         out: list[Action] = []
-        piece = self._let_go(write_id, At.UNDRAINED)
-        if piece is not None:
+        if (piece := self._let_go(write_id, At.UNDRAINED)) is not None:
             self._free_slots.append(piece.slot)
-            self._maybe_drained(piece.job, out)
+            self._end(piece.job, out)
             self._take_slots(out)
         return out
 
@@ -393,7 +363,12 @@ class StagingSender:
         """Let time pass: repeat asks that have no answer, look whether KV is ready."""
         out: list[Action] = []
         for stream in self._timers.due(now_s):
-            self._repeat_asks(stream, now_s, out)
+            asked = [piece for piece in stream.open.values() if piece.at is At.ASKED]
+            if asked and not stream.failed:
+                if stream.resend.take(now_s):
+                    self.counters["asks_repeated"] += len(asked)
+                    out += [self._send_ask(piece) for piece in asked]
+                self._timers.wake(stream, stream.resend.due_s)
         if now_s >= self._poll_s:
             unready, self._unready, self._poll_s = self._unready, {}, float("inf")
             for stream in unready:
@@ -404,8 +379,6 @@ class StagingSender:
     def wake_s(self) -> float:
         """When `tick` is wanted next, infinity if never."""
         return min(self._timers.next_s, self._poll_s)
-
-    # --- asks -------------------------------------------------------------------------------------
 
     def _ask(self, stream: _Stream, now_s: float, out: list[Action]) -> None:
         """Ask for as many pieces as the window allows."""
@@ -434,22 +407,11 @@ class StagingSender:
         self._poll_s = min(self._poll_s, now_s + READY_POLL_S)
         return False
 
-    def _repeat_asks(self, stream: _Stream, now_s: float, out: list[Action]) -> None:
-        asked = [piece for piece in stream.open.values() if piece.at is At.ASKED]
-        if not asked or stream.failed:
-            return
-        if stream.resend.take(now_s):
-            self.counters["asks_repeated"] += len(asked)
-            out += [self._send_ask(piece) for piece in asked]
-        self._timers.wake(stream, stream.resend.due_s)
-
     def _send_ask(self, piece: _Piece) -> SendAsk:
         stream = piece.job.stream
         units = (piece.number, piece.first_unit, len(piece.src_units))
         ask = LeaseAsk(*stream.key, self._rank, *units, stream.ticket, stream.num_written)
         return SendAsk(stream.peer, ask)
-
-    # --- slots ------------------------------------------------------------------------------------
 
     def _hold(self, piece: _Piece, at: At) -> int:
         """The piece holds its slot for a new gather or write, which is named."""
@@ -458,8 +420,7 @@ class StagingSender:
         return action_id
 
     def _let_go(self, action_id: int, at: At) -> _Piece | None:
-        """The piece for which this gather or write holds a slot, taken out; None if it is not so
-        far."""
+        """The piece that holds a slot for this gather or write, taken out; None if none does."""
         piece = self._holding.get(action_id)
         return self._holding.pop(action_id) if piece is not None and piece.at is at else None
 
@@ -472,15 +433,12 @@ class StagingSender:
             out.append(Gather(gather_id, peer, piece.src_units, piece.slot, piece.num_bytes))
 
     def _next_to_gather(self) -> _Piece | None:
-        limit = self.num_slots if len(self._peers) == 1 else (self.num_slots + 1) // 2
+        limit = self.num_slots if len(self.peers) == 1 else (self.num_slots + 1) // 2
         slots_of = Counter(piece.job.stream.peer for piece in self._holding.values())
         return next((p for p in self._granted if slots_of[p.job.stream.peer] < limit), None)
 
-    # --- jobs' ends -------------------------------------------------------------------------------
-
     def _fail(self, job: _Job, error: Exception, out: list[Action]) -> None:
-        """Start nothing more of the job, end it if nothing is under way. `error` counts if it is
-        the first."""
+        """Start nothing more of the job, end it if nothing is under way. Its first error counts."""
         if job.error is None:
             job.error = error
             stream = job.stream
@@ -493,22 +451,18 @@ class StagingSender:
                 if piece.at in (At.ASKED, At.GRANTED):
                     self._granted.pop(piece, None)
                     del stream.open[piece.number]
-        self._maybe_end(job, out)
+        self._end(job, out)
 
-    def _maybe_end(self, job: _Job, out: list[Action]) -> None:
+    def _end(self, job: _Job, out: list[Action]) -> None:
+        """Say that the job has ended or is drained, where that has just come true. An ended job
+        holds slots for undrained writes alone."""
         over = not job.num_left or job.error is not None
         if over and job.job_id in self._jobs and not job.stream.pieces_of(job):
             del self._jobs[job.job_id]
             out.append(JobEnded(job.job_id, job.error if job.num_left else None, not job.undrained))
-            self._maybe_drained(job, out)
-
-    def _maybe_drained(self, job: _Job, out: list[Action]) -> None:
-        """An ended job holds slots for undrained writes alone."""
         holds = any(piece.job is job for piece in self._holding.values())
         if job.undrained and job.job_id not in self._jobs and not holds:
             out.append(JobDrained(job.job_id))
-
-    # --- what there is ----------------------------------------------------------------------------
 
     @property
     def num_jobs(self) -> int:
@@ -521,11 +475,6 @@ class StagingSender:
         return len(self._streams)
 
     @property
-    def peers(self) -> frozenset[PeerId]:
-        """The readers that it takes jobs for."""
-        return frozenset(self._peers)
-
-    @property
     def free_slots(self) -> int:
         return len(self._free_slots)
 
@@ -534,31 +483,29 @@ class StagingSender:
         streams = [stream for by_peer in self._streams.values() for stream in by_peer.values()]
         opened = [piece for stream in streams for piece in stream.open.values()]
         queued = [piece for stream in streams for piece in stream.queued]
+        asked = [piece for piece in opened if piece.at is At.ASKED]
         holding = list(self._holding.values())
+        under_way = [piece for piece in holding if piece.at is not At.UNDRAINED]
+        placed = map(id, [*asked, *self._granted, *under_way])
         slots = [*self._free_slots, *(piece.slot for piece in holding)]
+        jobs = self._jobs.values()
+        over = [j for j in jobs if not j.num_left or (j.error and not j.stream.pieces_of(j))]
+        for piece in [*opened, *queued]:
+            at, job = piece.at, piece.job
+            laws = {
+                "a piece is of a job that has not ended": self._jobs.get(job.job_id) is job,
+                "a failed job starts nothing": not job.error or at in (At.GATHERING, At.WRITING),
+                "a granted piece waits for a slot": (piece in self._granted) == (at is At.GRANTED),
+            }
+            check_laws(laws, piece)
         laws = {
             "each slot is free or held, once": sorted(slots) == list(range(self.num_slots)),
-            "an open piece is where its state says": {
-                piece for piece in opened if piece.at is not At.ASKED
-            }
-            == {*self._granted, *(piece for piece in holding if piece.at is not At.UNDRAINED)}
-            and all(piece.at is At.GRANTED for piece in self._granted)
-            and all(piece.at in (At.GATHERING, At.WRITING, At.UNDRAINED) for piece in holding)
-            and all(piece.at is At.QUEUED for piece in queued),
+            "an open piece is where its state says": sorted(map(id, opened)) == sorted(placed),
+            "what is queued has not been asked for": all(piece.at is At.QUEUED for piece in queued),
             "windows hold": all(len(stream.open) <= self._window for stream in streams),
-            "pieces belong to jobs that have not ended": all(
-                self._jobs.get(piece.job.job_id) is piece.job for piece in [*opened, *queued]
-            ),
-            "a job lives while it has pieces to go": all(
-                job.num_left and (job.error is None or job.stream.pieces_of(job))
-                for job in self._jobs.values()
-            ),
-            "a failed job starts nothing": all(
-                piece.job.error is None or piece.at in (At.GATHERING, At.WRITING)
-                for piece in [*opened, *queued]
-            ),
+            "a job lives while it has pieces to go": not over,
             "asks are repeated": self._timers.next_s < float("inf")
-            or all(piece.at is not At.ASKED or piece.job.stream.failed for piece in opened),
+            or all(piece.job.stream.failed for piece in asked),
             "a piece waits for a slot only where it may have none": not self._free_slots
             or self._next_to_gather() is None,
             "unready KV is looked at again": not self._unready or self._poll_s < float("inf"),

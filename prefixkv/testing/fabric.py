@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Literal
+from itertools import chain
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -76,6 +77,7 @@ class Action:
 
 
 Predicate = Callable[[Action], bool]
+Choice = tuple[Action, Callable[[], None]]
 
 
 @dataclass(eq=False, slots=True)
@@ -90,13 +92,13 @@ class Hold:
             self._holds.remove(self)
 
 
-@dataclass(eq=False, slots=True)
-class _Fault:
-    matches: Predicate
+class _Fault(NamedTuple):
+    """What becomes of a post; of one by chance, with no condition."""
+
     error: Exception
     at: Literal["post", "check"]
     lands: bool
-    times: int
+    matches: Predicate | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -131,6 +133,7 @@ class _Peer:
     removed: bool = False
 
 
+@dataclass(eq=False)
 class FakeFabric:
     """All the transports of a test, and chance. Not thread-safe: one thread steps it and calls the
     transports.
@@ -142,26 +145,18 @@ class FakeFabric:
         lose_notification: probability that a notification never arrives.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        *,
-        fail_at_post: float = 0.0,
-        fail_at_check: float = 0.0,
-        lands_late: float = 0.5,
-        lose_notification: float = 0.0,
-        guard: Guard | None = None,
-        staging_guard: StagingGuard | None = None,
-        state_guard: Guard | None = None,
-    ) -> None:
-        self.random = random.Random(seed)
-        self.fail_at_post = fail_at_post
-        self.fail_at_check = fail_at_check
-        self.lands_late = lands_late
-        self.lose_notification = lose_notification
-        self.guard = guard
-        self.staging_guard = staging_guard
-        self.state_guard = state_guard
+    seed: int
+    _: KW_ONLY
+    fail_at_post: float = 0.0
+    fail_at_check: float = 0.0
+    lands_late: float = 0.5
+    lose_notification: float = 0.0
+    guard: Guard | None = None
+    staging_guard: StagingGuard | None = None
+    state_guard: Guard | None = None
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
         self.steps = 0
         self.transports: dict[PeerId, FakeTransport] = {}
         self._lost: list[PeerId] = []
@@ -174,20 +169,15 @@ class FakeFabric:
     # --- what a test does -------------------------------------------------------------------------
 
     def transport(
-        self,
-        me: PeerId,
-        layout: KVLayout,
-        sink: Sink,
-        config: TransportConfig = _DEFAULTS,
+        self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
+        staging: StagingArea | None = None, state: StateLayout | None = None,
         memory: object = None,
-        staging: StagingArea | None = None,
-        state: StateLayout | None = None,
-    ) -> FakeTransport:
-        """A transport on this fabric. `memory` is what the others describe; kept alive, since
-        writes land late."""
+    ) -> FakeTransport:  # fmt: skip
+        """A transport on this fabric, as `make_transport` gives one. `memory` is what the others
+        describe; kept alive, since writes land late."""
         if me in self.transports:
             raise CallerError(f"{me} is on this fabric already")
-        self.transports[me] = FakeTransport(self, me, layout, sink, config, memory, staging, state)
+        self.transports[me] = FakeTransport(self, me, layout, sink, config, staging, state, memory)
         return self.transports[me]
 
     def step(self) -> bool:
@@ -226,14 +216,12 @@ class FakeFabric:
         at: Literal["post", "check"] = "check",
         *,
         lands: bool = True,
-        times: int = 1,
     ) -> None:
-        """Fail the next `times` posts that match (their `Action` has kind "post"), refused or once
-        posted.
+        """Fail the next post that matches (its `Action` has kind "post"), refused or once posted.
 
         `lands`: whether the bytes of one that fails at check may still land.
         """
-        self._faults.append(_Fault(matches, error, at, lands, times))
+        self._faults.append(_Fault(error, at, lands, matches))
 
     def lose(self, peer: PeerId) -> None:
         """Cut a peer off as a target: what is in flight to it fails, and may land; new posts are
@@ -241,7 +229,7 @@ class FakeFabric:
         self._lost.append(peer)
         for write in self._writes:
             if write.peer.peer == peer and not write.ended and write.doom is None:
-                write.doom = FakeDisconnectError(f"{peer.name} is gone")
+                write.doom = _gone(peer)
 
     def restore(self, peer: PeerId) -> None:
         """Undo `lose`."""
@@ -254,12 +242,9 @@ class FakeFabric:
         self.transports[peer].die()
         for write in self._writes:
             if write.peer.peer == peer and not write.ended:
-                write.doom = FakeDisconnectError(f"{peer.name} is gone")
-                write.doomed_lands = False
+                write.doom, write.doomed_lands = _gone(peer), False
                 write.blocks.clear()
-        self._writes = [
-            w for w in self._writes if w.writer.me != peer and (w.blocks or not w.ended)
-        ]
+        self._writes = [w for w in self._writes if w.blocks or not w.ended]
 
     def in_flight(self, writer: PeerId) -> int:
         """How many parts a transport has posted and not seen the end of."""
@@ -267,29 +252,29 @@ class FakeFabric:
 
     # --- choices ----------------------------------------------------------------------------------
 
-    def _choices(self) -> list[tuple[Action, Callable[[], None]]]:
-        found: list[tuple[Action, Callable[[], None]]] = []
-        for transport in self.transports.values():
-            found.extend(transport.choices())
-        for write in self._writes:
-            found.extend(self._write_choices(write))
+    def _choices(self) -> list[Choice]:
+        possible = chain(
+            chain.from_iterable(transport.choices() for transport in self.transports.values()),
+            chain.from_iterable(self._write_choices(write) for write in self._writes),
+            self._notify_choices(),
+        )
+        return [one for one in possible if not any(hold.matches(one[0]) for hold in self._holds)]
+
+    def _notify_choices(self) -> Iterator[Choice]:
         for notification in self._notifications:
             writer, target, tag = notification
             if self.transports[target].expected:
                 action = Action("notify", writer, target, tag=tag)
-                found.append((action, lambda n=notification: self._notify(n)))  # type: ignore[misc]
-        return [one for one in found if not any(hold.matches(one[0]) for hold in self._holds)]
+                yield action, partial(self._notify, notification)
 
-    def _write_choices(self, write: _Write) -> list[tuple[Action, Callable[[], None]]]:
+    def _write_choices(self, write: _Write) -> Iterator[Choice]:
         names = (write.writer.me, write.peer.peer, write.job.job.job_id, write.tag, write.number)
-        found: list[tuple[Action, Callable[[], None]]] = []
         if write.blocks:
-            found.append((Action("land", *names), lambda: self._land(write)))
+            yield Action("land", *names), partial(self._land, write)
         if write.doom is not None and not write.ended:
-            found.append((Action("fail", *names), lambda: self._fail(write)))
+            yield Action("fail", *names), partial(self._fail, write)
         elif not write.blocks and not write.ended:
-            found.append((Action("complete", *names), lambda: self._complete(write)))
-        return found
+            yield Action("complete", *names), partial(self._complete, write)
 
     def _land(self, write: _Write) -> None:
         """Some of the blocks, most often all that are left, in any order."""
@@ -315,10 +300,9 @@ class FakeFabric:
                 guard(peer, write.job.room, pages)
             return
         area = self.transports[peer].staging
+        blocks_of_job = job.dst_pages.tolist()
         first = (
-            {area.base + BLOCK_BYTES * block for block in job.dst_pages.tolist()}
-            if area is not None
-            else set()
+            {area.base + BLOCK_BYTES * at for at in blocks_of_job} if area is not None else set()
         )
         for _, target, num_bytes, _ in blocks:
             if target not in first or num_bytes != BLOCK_BYTES:
@@ -332,11 +316,8 @@ class FakeFabric:
         self._writes.remove(write)
         write.ended = True
         target = self.transports.get(write.peer.peer)
-        if (
-            target is not None
-            and not target.closed
-            and self.random.random() >= self.lose_notification
-        ):
+        arrives = target is not None and not target.closed
+        if arrives and self.random.random() >= self.lose_notification:
             self._notifications.append((write.writer.me, write.peer.peer, write.tag))
         write.writer.part_ended(write, None)
 
@@ -367,7 +348,7 @@ class FakeFabric:
         tag = job.job.tag._replace(part=number, num_parts=len(job.parts))
         action = Action("post", writer.me, peer.peer, job.job.job_id, tag)
         if not self.is_reachable(peer.peer):
-            return FakeDisconnectError(f"{peer.peer.name} is gone")
+            return _gone(peer.peer)
         fault = self._fault_for(action)
         if fault is not None and fault.at == "post":
             return fault.error
@@ -381,16 +362,14 @@ class FakeFabric:
 
     def _fault_for(self, action: Action) -> _Fault | None:
         for fault in self._faults:
-            if fault.matches(action):
-                fault.times -= 1
-                if not fault.times:
-                    self._faults.remove(fault)
+            if fault.matches is not None and fault.matches(action):
+                self._faults.remove(fault)
                 return fault
         if self.random.random() < self.fail_at_post:
-            return _Fault(lambda _: True, TransferError("refused by chance"), "post", False, 1)
+            return _Fault(TransferError("refused by chance"), "post", lands=False)
         if self.random.random() < self.fail_at_check:
             lands = self.random.random() < self.lands_late
-            return _Fault(lambda _: True, TransferError("failed by chance"), "check", lands, 1)
+            return _Fault(TransferError("failed by chance"), "check", lands)
         return None
 
     def end_former(self, transport: FakeTransport) -> None:
@@ -416,7 +395,7 @@ class FakeTransport:
 
     def __init__(
         self, fabric: FakeFabric, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
-        memory: object, staging: StagingArea | None, state: StateLayout | None,
+        staging: StagingArea | None, state: StateLayout | None, memory: object,
     ) -> None:  # fmt: skip
         layout.validate()
         for more in (staging, state):
@@ -449,17 +428,11 @@ class FakeTransport:
     ) -> None:  # fmt: skip
         self._check_open()
         memory = PeerMemory(layout, parts, staging, state)
-        known = self._peers.get(peer)
-        if (
-            known is not None
-            and not known.removed
-            and (known.metadata, known.memory) == (metadata, memory)
-        ):
-            return
-        if known is not None:
-            self._jobs.drop(
-                known.outbox, PeerLostError(f"the memory of {peer.name} is another now")
-            )
+        if (known := self._peers.get(peer)) is not None:
+            if not known.removed and (known.metadata, known.memory) == (metadata, memory):
+                return
+            lost = PeerLostError(f"the memory of {peer.name} is another now")
+            self._jobs.drop(known.outbox, lost)
         self._peers[peer] = _Peer(peer, metadata, memory)
         self._connect(self._peers[peer])
 
@@ -506,25 +479,21 @@ class FakeTransport:
 
     # --- what the fabric does ---------------------------------------------------------------------
 
-    def choices(self) -> list[tuple[Action, Callable[[], None]]]:
+    def choices(self) -> Iterator[Choice]:
         if self.closed:
-            return []
-        found: list[tuple[Action, Callable[[], None]]] = []
+            return
         if self._events:
-            found.append((Action("event", self.me), lambda: self._sink(self._events.pop(0))))
+            yield Action("event", self.me), lambda: self._sink(self._events.pop(0))
         if self._renewing:
-            found.append((Action("renew", self.me), self._renew))
+            yield Action("renew", self.me), self._renew
         for peer in self._peers.values():
             if peer.routes is None:
                 if peer.outbox.parked and not peer.in_flight:
-                    connect = partial(self._connect, peer)
-                    found.append((Action("connect", self.me, peer.peer), connect))
+                    yield Action("connect", self.me, peer.peer), partial(self._connect, peer)
             elif peer.in_flight < self._config.window:
-                found.extend(self._post_choices(peer))
-        return found
+                yield from self._post_choices(peer)
 
-    def _post_choices(self, peer: _Peer) -> list[tuple[Action, Callable[[], None]]]:
-        found: list[tuple[Action, Callable[[], None]]] = []
+    def _post_choices(self, peer: _Peer) -> Iterator[Choice]:
         for job in list(peer.outbox.round()):
             error: Exception | None = None
             try:
@@ -534,8 +503,7 @@ class FakeTransport:
                 error = failure
             tag = job.job.tag._replace(part=job.next_part, num_parts=len(job.parts))
             action = Action("post", self.me, peer.peer, job.job.job_id, tag)
-            found.append((action, lambda j=job, e=error: self._post(peer, j, e)))  # type: ignore[misc]
-        return found
+            yield action, partial(self._post, peer, job, error)
 
     def _post(self, peer: _Peer, job: ActiveJob, error: Exception | None) -> None:
         if error is not None:
@@ -578,17 +546,16 @@ class FakeTransport:
         try:
             target = self._fabric.transports.get(peer.peer)
             if target is None or not self._fabric.is_reachable(peer.peer):
-                raise FakeDisconnectError(f"{peer.peer.name} is gone")
+                raise _gone(peer.peer)
             if peer.metadata != target.metadata:
                 raise HandshakeError("agent name in the metadata", target.metadata, peer.metadata)
             routes = routes_to(peer.memory, self.layout, self.staging, self.state)
-            if routes.staging is not None and peer.memory.staging != target.staging:
+            theirs = peer.memory
+            if routes.staging is not None and theirs.staging != target.staging:
+                raise HandshakeError("staging", target.staging, theirs.staging, "is not registered")
+            if theirs.state is not None and theirs.state.layout != target.state:
                 raise HandshakeError(
-                    "staging", target.staging, peer.memory.staging, "is not registered"
-                )
-            if peer.memory.state is not None and peer.memory.state.layout != target.state:
-                raise HandshakeError(
-                    "state", target.state, peer.memory.state.layout, "is not registered"
+                    "state", target.state, theirs.state.layout, "is not registered"
                 )
         except Exception as error:
             self._lose(peer, error)
@@ -620,12 +587,16 @@ class FakeTransport:
             raise ClosedError(f"the transport of {self.me.name} is closed")
 
 
+def _gone(peer: PeerId) -> FakeDisconnectError:
+    return FakeDisconnectError(f"{peer.name} is gone")
+
+
 def _blocks(job: ActiveJob, part: Part) -> list[tuple[int, int, int, int]]:
     """The blocks of a part: (source address, target address, bytes, the target's own page)."""
     runs = job.runs
     src, dst = part_indices(runs, part, job.src_pages, job.dst_pages)
     units = job.dst_pages[np.arange(part.start, part.stop) % len(job.dst_pages)]
-    pages = units // runs.dst_slots.fold
+    pages = units // runs.dst_positions.fold
     return [
         (_address(runs.src, i), _address(runs.dst, j), part.group.block_bytes, page)
         for i, j, page in zip(src.tolist(), dst.tolist(), pages.tolist(), strict=True)

@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 Words = npt.NDArray[np.uint64]
 
+VOCABULARY: Final = 128_000  # of token ids made here
+
 _FACTOR: Final = 0xD1342543DE82EF95  # odd, so it has an inverse
 _INVERSE: Final = pow(_FACTOR, -1, 2**64)
 _START: Final = 0x243F6A8885A308D3
@@ -56,6 +58,11 @@ def extend(hashes: Words, tokens: npt.NDArray[np.int32]) -> Words:
     """The prefix hashes of sequences with hashes `hashes`, each longer by its one token of
     `tokens`."""
     return hashes * np.uint64(_FACTOR) + tokens.astype(np.uint64) + np.uint64(1)
+
+
+def sample(hashes: Words) -> npt.NDArray[np.int32]:
+    """The token that follows each prefix; int32 in [0, VOCABULARY)."""
+    return (splitmix64(~hashes) % np.uint64(VOCABULARY)).astype(np.int32)
 
 
 def _powers(base: int, count: int) -> Words:

@@ -11,14 +11,16 @@ is never right by luck.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import astuple, replace
 
 from prefixkv.errors import CallerError
 from prefixkv.memory.kv_layout import KVLayout, Slab
+from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.paging import pages_for
 from prefixkv.testing.hashing import Words, splitmix64
@@ -26,9 +28,7 @@ from prefixkv.testing.hashing import Words, splitmix64
 Pages = npt.NDArray[np.int32]
 WordArray = npt.NDArray[Any]  # of unsigned words, 1 to 8 bytes
 
-_CHECK_BYTES: Final = (
-    1 << 18
-)  # compared at a time, so that the expected bytes stay in the processor's cache
+_CHECK_BYTES: Final = 1 << 18  # compared at a time: the expected ones stay in a core's cache
 
 
 class _Group(NamedTuple):
@@ -36,6 +36,22 @@ class _Group(NamedTuple):
 
     view: WordArray  # [slabs, page, token, head, lane]
     places: WordArray  # [slabs, 1, 1, head, lane]
+
+
+def make_pools(
+    mesh: Mesh, num_pages: int, page_size: int, head_dim: int, **options: Any
+) -> list[KVPool]:
+    """A pool a rank, with its share of the mesh. Raises what `KVPool.create` raises."""
+    shards = [mesh.shard(rank) for rank in range(mesh.num_ranks)]
+    return [
+        KVPool.create(num_pages, page_size, shard.num_layers, shard.num_heads, head_dim, **options)
+        for shard in shards
+    ]
+
+
+def make_patterns(pools: Sequence[KVPool], mesh: Mesh, salt: int) -> list[KVPattern]:
+    """One a rank."""
+    return [KVPattern(pool.layout, salt, pool, (mesh, rank)) for rank, pool in enumerate(pools)]
 
 
 class KVPattern:
@@ -52,22 +68,19 @@ class KVPattern:
         """`place`: the pool holds the share of this rank of the mesh; all of the model by
         default."""
         self._owner = owner
-        self._page_size = layout.page_size
+        self.page_size = layout.page_size
         self._salt = splitmix64(np.array([salt], dtype=np.uint64))
         self._dtype = _word_dtype(layout)
         lanes = layout.head_bytes // self._dtype.itemsize
-        self._check_pages = max(
-            1, _CHECK_BYTES // (layout.slab_page_bytes * layout.slabs_per_layer)
-        )
         kinds = layout.slabs_per_layer
+        self._check_pages = max(1, _CHECK_BYTES // (layout.slab_page_bytes * kinds))
         mesh, rank = place or (Mesh(layout.num_layers, layout.num_kv_heads), 0)
         shard = mesh.shard(rank)
         count = mesh.num_layers * kinds * mesh.num_kv_heads * lanes
         places = splitmix64(np.arange(count, dtype=np.uint64)).astype(self._dtype)
         places = places.reshape(mesh.num_layers * kinds, 1, 1, mesh.num_kv_heads, lanes)
-        places = places[
-            shard.first_layer * kinds :, :, :, shard.first_head : shard.first_head + shard.num_heads
-        ]
+        heads = slice(shard.first_head, shard.first_head + shard.num_heads)
+        places = places[shard.first_layer * kinds :, :, :, heads]
         places = np.ascontiguousarray(places[: len(layout.slabs)])
         self._groups = [
             _Group(_as_array(layout, first, step, end - start, self._dtype), places[start:end])
@@ -78,8 +91,8 @@ class KVPattern:
         """Write the KV of tokens `start` to `len(hashes)`; raises CallerError if `pages` has too
         few."""
         values = self._values(pages, hashes)
-        for page_at, run, slot, count in _spans(pages, start, len(hashes), self._page_size):
-            first = page_at * self._page_size + slot
+        for page_at, run, slot, count in _spans(pages, start, len(hashes), self.page_size):
+            first = page_at * self.page_size + slot
             own = values[first : first + run * count].reshape(1, run, count, 1, 1)
             page = int(pages[page_at])
             for view, places in self._groups:
@@ -97,10 +110,10 @@ class KVPattern:
         those tokens."""
         values = self._values(pages, hashes)
         wrong = 0
-        for page_at, run, slot, count in _spans(pages, 0, len(hashes), self._page_size):
+        for page_at, run, slot, count in _spans(pages, 0, len(hashes), self.page_size):
             for step in range(0, run, self._check_pages):
                 size = min(self._check_pages, run - step)
-                first = (page_at + step) * self._page_size + slot
+                first = (page_at + step) * self.page_size + slot
                 own = values[first : first + size * count].reshape(1, size, count, 1, 1)
                 page = int(pages[page_at + step])
                 bad = np.zeros(size, dtype=bool)
@@ -114,7 +127,7 @@ class KVPattern:
         return wrong
 
     def _values(self, pages: Pages, hashes: Words) -> WordArray:
-        needed = pages_for(len(hashes), self._page_size)
+        needed = pages_for(len(hashes), self.page_size)
         if len(pages) < needed:
             raise CallerError(f"{len(pages)} pages, {len(hashes)} tokens need {needed}")
         return splitmix64(hashes ^ self._salt).astype(self._dtype)
@@ -147,47 +160,36 @@ def _word_dtype(layout: KVLayout) -> np.dtype[Any]:
     return np.dtype(f"u{size}")
 
 
-def _even_runs(layout: KVLayout) -> list[tuple[int, int, Slab, int]]:
+def _even_runs(layout: KVLayout) -> Iterator[tuple[int, int, Slab, int]]:
     """The slabs as (start, end, first slab, bytes between two bases), each run as long as it can
     be."""
     slabs = layout.slabs
-    runs = []
     start = 0
     while start < len(slabs):
         first = slabs[start]
         step = slabs[start + 1].base - first.base if start + 1 < len(slabs) else 0
         end = start + 1
-        while end < len(slabs) and slabs[end] == Slab(
-            first.base + (end - start) * step, *_strides(first)
+        while end < len(slabs) and slabs[end] == replace(
+            first, base=first.base + (end - start) * step
         ):
             end += 1
-        runs.append((start, end, first, step))
+        yield start, end, first, step
         start = end
-    return runs
-
-
-def _strides(slab: Slab) -> tuple[int, int, int]:
-    return slab.page_stride, slab.token_stride, slab.head_stride
 
 
 def _as_array(
     layout: KVLayout, first: Slab, step: int, count: int, dtype: np.dtype[Any]
 ) -> WordArray:
     """A writable view of `count` slabs, [slab, page, token, head, lane]."""
+    lanes = layout.head_bytes // dtype.itemsize
 
     class Memory:
         __array_interface__ = {
             "version": 3,
             "data": (first.base, False),
             "typestr": dtype.str,
-            "shape": (
-                count,
-                layout.num_pages,
-                layout.page_size,
-                layout.num_kv_heads,
-                layout.head_bytes // dtype.itemsize,
-            ),
-            "strides": (step, *_strides(first), dtype.itemsize),
+            "shape": (count, layout.num_pages, layout.page_size, layout.num_kv_heads, lanes),
+            "strides": (step, *astuple(first)[1:], dtype.itemsize),
         }
 
     return np.asarray(Memory())

@@ -1,10 +1,10 @@
 """The contract of a transport: writes from our pool into a peer's, or from our staging area into a
 peer's, and word of how they ended.
 
-`nixl.py`, `sharded.py` and `fake.py` keep it, and one test suite holds them to it. A call queues
-and returns at once, from any thread. What happened comes back through the `sink` given at
-construction, one call at a time, from a thread of the transport's own (the fake: from whoever steps
-it).
+`nixl.py`, `sharded.py` and `testing/fabric.py` keep it, and one test suite holds them to it. A call
+queues and returns at once, from any thread. What happened comes back through the `sink` given at
+construction, one call at a time, from a thread of the transport's own (the fake: from the caller
+that steps it).
 
 A write goes through three points: *posted* (NIXL has it; it can no longer be called back), *ended*
 (DONE, or an error), and the job as a whole is *drained* when none of its writes can land any more.

@@ -206,7 +206,7 @@ class JobTable:
     def stop(self, job: ActiveJob, error: Exception) -> None:
         """Post no more of the job. It ends now, or with the last of its parts in flight."""
         job.stop(error)
-        self._settle(job)
+        self._end_if_over(job)
 
     def part_posted(self, job: ActiveJob) -> None:
         job.posted()
@@ -222,7 +222,7 @@ class JobTable:
             job.part_done(part)
         else:
             job.part_failed(error, may_land)
-        self._settle(job)
+        self._end_if_over(job)
 
     def drop(self, outbox: Outbox, error: Exception) -> None:
         """Post nothing more to a peer."""
@@ -240,7 +240,7 @@ class JobTable:
             error = job.error if isinstance(job, ActiveJob) else None
             self._emit(WriteFailed(job_id, error or closed, drained=fenced))
 
-    def _settle(self, job: ActiveJob) -> None:
+    def _end_if_over(self, job: ActiveJob) -> None:
         if not job.may_post:
             job.outbox.discard(job)
         if job.ended and self._jobs.pop(job.job.job_id, None) is not None:

@@ -13,14 +13,20 @@ from collections.abc import Hashable
 from typing import Final
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import CallerError, ClosedError, InternalError, TransferTimeoutError
+from prefixkv.errors import (
+    CallerError,
+    ClosedError,
+    ConfigError,
+    InternalError,
+    TransferTimeoutError,
+)
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Sink, WriteJob
-from prefixkv.transport.nixl_agent import bare
+from prefixkv.transport.nixl_agent import bare, memory_type_of
 from prefixkv.transport.nixl_loop import Command, NixlLoop
 from prefixkv.transport.routes import PeerMemory
 from prefixkv.transport.wait import Inbox
@@ -34,8 +40,8 @@ class NixlTransport:
     """Keeps the contract of `base.Transport` over a NIXL agent of its own.
 
     The owner creates and closes it; the other methods may be called from any thread, queue and
-    return. The memory of `layout`, `staging` and `state` is registered here and has to stay until
-    `close()` has returned.
+    return. The memory of `layout`, `staging` and `state`, all of it on the layout's device, is
+    registered here and has to stay until `close()` has returned.
     """
 
     def __init__(
@@ -49,10 +55,16 @@ class NixlTransport:
         connect to a peer at the first write to it, so that a peer that cannot be reached is
         reported once.
 
-        Raises: ConfigError for a layout or an area that breaks its laws; what NIXL raises when it
+        Raises: ConfigError for a layout or an area that breaks its laws, or a
+        `config.memory_type` that is not that of the layout's device; what NIXL raises when it
         cannot start.
         """
         layout.validate()
+        if config.memory_type not in (None, memory_type_of(layout)):
+            raise ConfigError(
+                f"memory_type is {config.memory_type}, the pool is on {layout.device}, which is "
+                f"{memory_type_of(layout)}; leave memory_type out"
+            )
         if staging is not None:
             staging.validate()
         if state is not None:

@@ -59,12 +59,12 @@ class NixlAgent:
     """
 
     def __init__(
-        self, name: str, layout: KVLayout, memory_type: str, staging: StagingArea | None = None,
+        self, name: str, layout: KVLayout, staging: StagingArea | None = None,
         state: StateLayout | None = None,
     ) -> None:  # fmt: skip
-        """Raises what NIXL raises."""
+        """Staging area and state are on the layout's device. Raises what NIXL raises."""
         self.name = name
-        self._memory_type = memory_type
+        self._memory_type = memory_type_of(layout)
         self.api: Any = nixl_api.nixl_agent(
             name,
             nixl_api.nixl_agent_config(
@@ -73,12 +73,13 @@ class NixlAgent:
                 sync_mode=nixl_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
             ),
         )
-        regions = [(address, num_bytes, 0, "") for address, num_bytes in layout.regions]
+        ranges = [*layout.regions]
         if staging is not None:
-            regions.append((staging.base, staging.num_bytes, 0, ""))
+            ranges.append((staging.base, staging.num_bytes))
         if state is not None:
-            regions += [(address, num_bytes, 0, "") for address, num_bytes in state.regions]
-        self.api.register_memory(regions, memory_type, backends=["UCX"])
+            ranges += state.regions
+        regions = [(address, num_bytes, layout.device_id, "") for address, num_bytes in ranges]
+        self.api.register_memory(regions, self._memory_type, backends=["UCX"])
         self.metadata = bytes(self.api.get_agent_metadata())
         self.lists: list[Any] = []
         self.unproven: set[int] = set()
@@ -91,11 +92,11 @@ class NixlAgent:
             raise HandshakeError("agent name in NIXL's metadata", name, bytes(metadata[:64]))
         self.api.add_remote_agent(metadata)
 
-    def prepare(self, name: str, runs: Runs) -> tuple[Any, Any]:
-        """The descriptor lists of both sides. Raises what NIXL raises, e.g. for memory that is not
-        registered."""
+    def prepare(self, name: str, runs: Runs, layout: KVLayout) -> tuple[Any, Any]:
+        """The descriptor lists of both sides; `layout` is the peer's. Raises what NIXL raises, e.g.
+        for memory that is not registered."""
         local = self.api.prep_xfer_dlist("", runs.src, self._memory_type)
-        return local, self.api.prep_xfer_dlist(name, runs.dst, self._memory_type)
+        return local, self.api.prep_xfer_dlist(name, runs.dst, memory_type_of(layout))
 
     def _is_metadata_of(self, name: str, metadata: bytes) -> bool:
         """Whether the agent named in the metadata is this one. Metadata under another peer's name
@@ -129,6 +130,11 @@ class NixlAgent:
         alive = weakref.ref(self.api.agent)
         del self.api
         return alive() is None
+
+
+def memory_type_of(layout: KVLayout) -> str:
+    """What NIXL calls the memory of the layout's device."""
+    return "DRAM" if layout.device == "cpu" else "VRAM"
 
 
 def nixl_name(peer: PeerId) -> str:

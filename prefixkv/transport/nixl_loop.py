@@ -374,7 +374,7 @@ class NixlLoop:
         return [self._agent] if self._former_agent is None else [self._agent, self._former_agent]
 
     def _new_agent(self, name: str) -> NixlAgent:
-        return NixlAgent(name, self._layout, self._config.memory_type, self._staging, self._state)
+        return NixlAgent(name, self._layout, self._staging, self._state)
 
     def _renew(self) -> None:
         """Another agent posts from now on. If none can be made, the present one goes on, and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 from prefixkv.protocol.ids import PeerId
@@ -38,7 +39,7 @@ class Peer:
         self.loaded = True
         for route, runs in routes._asdict().items():
             if runs is not None:
-                self.lists[route] = agent.prepare(name, runs)
+                self.lists[route] = agent.prepare(name, runs, self.memory.layout)
         self.routes = routes
 
     def unload(self, agent: NixlAgent) -> None:
@@ -62,16 +63,12 @@ class Peer:
         return lists
 
 
+@dataclass(slots=True, eq=False)
 class Post:
     """A part under way, and the agent that posted it."""
 
-    __slots__ = ("agent", "handle", "job", "part", "peer")
-
-    def __init__(
-        self, agent: NixlAgent, handle: Any, peer: Peer, job: ActiveJob, part: Part
-    ) -> None:
-        self.agent = agent
-        self.handle = handle
-        self.peer = peer
-        self.job = job
-        self.part = part
+    agent: NixlAgent
+    handle: Any
+    peer: Peer
+    job: ActiveJob
+    part: Part

@@ -69,10 +69,10 @@ def part_indices(runs: Runs, part: Part, src_pages: Pages, dst_pages: Pages) -> 
     copy."""
     first = part.group.first_run * len(src_pages)
     start, stop = first + part.start, first + part.stop
-    src, dst = runs.src_slots, runs.dst_slots
+    src, dst = runs.src_positions, runs.dst_positions
     return (
-        flat_indices(src.of(src_pages), runs.num_runs, src.num_slots, start, stop),
-        flat_indices(dst.of(dst_pages), runs.num_runs, dst.num_slots, start, stop),
+        flat_indices(src.of(src_pages), runs.num_runs, src.num_positions, start, stop),
+        flat_indices(dst.of(dst_pages), runs.num_runs, dst.num_positions, start, stop),
     )
 
 
@@ -90,8 +90,8 @@ def cut_parts(
     """
     # positions where a page does not continue its predecessor on both sides: each begins a
     # descriptor
-    steps = (np.diff(runs.src_slots.of(src_pages)) == 1) & (
-        np.diff(runs.dst_slots.of(dst_pages)) == 1
+    steps = (np.diff(runs.src_positions.of(src_pages)) == 1) & (
+        np.diff(runs.dst_positions.of(dst_pages)) == 1
     )
     breaks = np.flatnonzero(np.concatenate(([True], ~steps)))
     parts: list[Part] = []

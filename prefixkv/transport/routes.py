@@ -19,7 +19,14 @@ from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.transport.base import WriteJob
-from prefixkv.transport.runs import RunGroup, Runs, RunTable, Slots, check_index_range, paired_runs
+from prefixkv.transport.runs import (
+    Positions,
+    RunGroup,
+    Runs,
+    RunTable,
+    check_index_range,
+    paired_runs,
+)
 
 
 class PeerMemory(NamedTuple):
@@ -65,30 +72,33 @@ def routes_to(
     pages = paired_runs(layout, peer.layout, src_part=src_part, dst_part=dst_part)
     if peer.staging is not None:
         peer.staging.validate()
+    ids = layout.device_id, peer.layout.device_id
     return Routes(
         pages,
-        None if staging is None or peer.staging is None else staging_runs(staging, peer.staging),
-        None if state is None or peer.state is None else state_runs(state, peer.state),
+        staging_runs(staging, peer.staging, *ids) if staging and peer.staging else None,
+        state_runs(state, peer.state, *ids) if state and peer.state else None,
     )
 
 
-def staging_runs(src: StagingArea, dst: StagingArea) -> Runs:
+def staging_runs(src: StagingArea, dst: StagingArea, src_device: int, dst_device: int) -> Runs:
     """One run: block i of either area. Raises ConfigError for an area with more blocks than an
     int32 can name."""
     group = RunGroup(0, 1, BLOCK_BYTES, dense=True)
-    return Runs(_table(src), _table(dst), (group,), 1, _slots(src), _slots(dst))
+    tables = _table(src, src_device), _table(dst, dst_device)
+    return Runs(*tables, (group,), 1, _positions(src), _positions(dst))
 
 
-def _table(area: StagingArea) -> RunTable:
+def _table(area: StagingArea, device: int) -> RunTable:
     check_index_range(1, area.num_blocks)
-    return np.array([[area.base, BLOCK_BYTES, 0, BLOCK_BYTES, area.num_blocks]], dtype=np.uint64)
+    row = [area.base, BLOCK_BYTES, device, BLOCK_BYTES, area.num_blocks]
+    return np.array([row], dtype=np.uint64)
 
 
-def _slots(area: StagingArea) -> Slots:
-    return Slots.stepping(area.num_blocks, fold=1, step=1)
+def _positions(area: StagingArea) -> Positions:
+    return Positions.stepping(area.num_blocks, fold=1, step=1)
 
 
-def state_runs(src: StateLayout, link: StateLink) -> Runs:
+def state_runs(src: StateLayout, link: StateLink, src_device: int, dst_device: int) -> Runs:
     """A run for each block that goes to a peer. Raises ConfigError for a peer's layout, or a block,
     that cannot be."""
     dst, blocks = link.layout, link.blocks
@@ -110,25 +120,29 @@ def state_runs(src: StateLayout, link: StateLink) -> Runs:
         groups.append(RunGroup(first, len(list(same)), num_bytes, dense=False))
     return Runs(
         _state_table(
-            src, [(block.src_entry, block.src_offset, block.num_bytes) for block in blocks]
+            src,
+            [(block.src_entry, block.src_offset, block.num_bytes) for block in blocks],
+            src_device,
         ),
         _state_table(
-            dst, [(block.dst_entry, block.dst_offset, block.num_bytes) for block in blocks]
+            dst,
+            [(block.dst_entry, block.dst_offset, block.num_bytes) for block in blocks],
+            dst_device,
         ),
         tuple(groups),
         len(blocks),
-        Slots.stepping(src.num_slots, fold=1, step=1),
-        Slots.stepping(dst.num_slots, fold=1, step=1),
+        Positions.stepping(src.num_slots, fold=1, step=1),
+        Positions.stepping(dst.num_slots, fold=1, step=1),
     )
 
 
-def _state_table(layout: StateLayout, blocks: list[tuple[int, int, int]]) -> RunTable:
+def _state_table(layout: StateLayout, blocks: list[tuple[int, int, int]], device: int) -> RunTable:
     check_index_range(len(blocks), layout.num_slots)
     rows = [
         (
             layout.entries[entry].base + offset,
             num_bytes,
-            0,
+            device,
             layout.entries[entry].slot_stride,
             layout.num_slots,
         )

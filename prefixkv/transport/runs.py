@@ -9,8 +9,8 @@ other. What is described is the part of a model that the source rank sends the t
 Where page sizes differ by a whole factor, both sides count pages of the smaller size
 (`paging.py`). On the side with larger pages the units of a page are blocks of the same run
 where a stride can be found that steps through them and from page to page, since NIXL merges
-neighbours of one run only; else each is a row of its own. A *slot* is the place of a unit page in
-its run, so a block's flat index is `run * num_slots + slot`.
+neighbours of one run only; else each is a row of its own. A *position* is a unit page's place in a
+run, so a block's flat index is `run * num_positions + position`.
 
 Pure numpy, no address is dereferenced.
 """
@@ -45,24 +45,24 @@ class RunGroup(NamedTuple):
     first_run: int
     num_runs: int
     block_bytes: int
-    dense: bool  # blocks of neighbouring slots touch, on both sides
+    dense: bool  # blocks of neighbouring positions touch, on both sides
 
 
-class Slots(NamedTuple):
-    """From the unit pages of one side to the slots of each of its runs.
+class Positions(NamedTuple):
+    """From the unit pages of one side to the positions of each of its runs.
 
-    `step` is the slots from one page to the next; 0 where unit j of all pages makes row j of the
-    run's `fold` rows. `num_slots` are those of one run; some may stand for no unit. With equal page
-    sizes page, unit page and slot are the same.
+    `step` is the positions from one page to the next; 0 where unit j of all pages makes row j of
+    the run's `fold` rows. `num_positions` are those of one run; some may stand for no unit. With
+    equal page sizes page, unit page and position are the same.
     """
 
     num_pages: int
     fold: int
     step: int
-    num_slots: int
+    num_positions: int
 
     @classmethod
-    def stepping(cls, num_pages: int, fold: int, step: int) -> Slots:
+    def stepping(cls, num_pages: int, fold: int, step: int) -> Positions:
         return cls(
             num_pages, fold, step, (num_pages - 1) * step + fold if step else num_pages * fold
         )
@@ -82,24 +82,24 @@ class Runs:
     """The paired runs of a source and a target pool.
 
     `src` and `dst` are uint64 [rows, 5] with columns (address, block bytes, device, stride, count),
-    as NIXL takes them. `groups` cover the runs in order. `src_num_pages` and `dst_num_pages` are in
-    unit pages.
+    as NIXL takes them; a device is the owner's number of its GPU, 0 on the CPU. `groups` cover the
+    runs in order. `src_num_pages` and `dst_num_pages` are in unit pages.
     """
 
     src: RunTable
     dst: RunTable
     groups: tuple[RunGroup, ...]
     num_runs: int
-    src_slots: Slots
-    dst_slots: Slots
+    src_positions: Positions
+    dst_positions: Positions
 
     @property
     def src_num_pages(self) -> int:
-        return self.src_slots.num_pages * self.src_slots.fold
+        return self.src_positions.num_pages * self.src_positions.fold
 
     @property
     def dst_num_pages(self) -> int:
-        return self.dst_slots.num_pages * self.dst_slots.fold
+        return self.dst_positions.num_pages * self.dst_positions.fold
 
     @property
     def page_bytes(self) -> int:
@@ -153,8 +153,8 @@ def paired_runs(
     firsts = np.flatnonzero(np.concatenate(([True], ~joined)))
     lengths = np.diff(firsts, append=len(joined) + 1) * head_bytes
 
-    src_slots, src_table = _side(src, src_pieces.take(firsts), lengths, unit_tokens)
-    dst_slots, dst_table = _side(dst, dst_pieces.take(firsts), lengths, unit_tokens)
+    src_positions, src_table = _side(src, src_pieces.take(firsts), lengths, unit_tokens)
+    dst_positions, dst_table = _side(dst, dst_pieces.take(firsts), lengths, unit_tokens)
     dense = _is_dense(src_table) & _is_dense(dst_table)
     by_group = np.lexsort((dense, lengths))  # stable: address order inside a group
     lengths, dense = lengths[by_group], dense[by_group]
@@ -163,8 +163,8 @@ def paired_runs(
         dst=np.ascontiguousarray(dst_table[by_group]).reshape(-1, 5),
         groups=tuple(_groups(lengths, dense)),
         num_runs=len(lengths),
-        src_slots=src_slots,
-        dst_slots=dst_slots,
+        src_positions=src_positions,
+        dst_positions=dst_positions,
     )
 
 
@@ -244,38 +244,40 @@ def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
 
 def _side(
     layout: KVLayout, firsts: _Pieces, lengths: Int64s, unit_tokens: int
-) -> tuple[Slots, RunTable]:
-    """How one side's slots are counted, and its table [runs, rows, 5]."""
+) -> tuple[Positions, RunTable]:
+    """How one side's positions are counted, and its table [runs, rows, 5]."""
     num_runs, num_pages, fold = len(lengths), layout.num_pages, layout.page_size // unit_tokens
-    slots = Slots.stepping(num_pages, fold, _slot_step(firsts, num_pages, fold, num_runs))
-    check_index_range(num_runs, slots.num_slots)
-    rows = 1 if slots.step else fold  # of each run
-    stride = firsts.unit_stride if fold > 1 and slots.step else firsts.page_stride
+    positions = Positions.stepping(
+        num_pages, fold, _position_step(firsts, num_pages, fold, num_runs)
+    )
+    check_index_range(num_runs, positions.num_positions)
+    rows = 1 if positions.step else fold  # of each run
+    stride = firsts.unit_stride if fold > 1 and positions.step else firsts.page_stride
     table = np.empty((num_runs, rows, 5), dtype=np.uint64)
     table[:, :, 0] = (
         firsts.address[:, None] + np.arange(rows, dtype=np.int64) * firsts.unit_stride[:, None]
     )
     table[:, :, 1] = lengths[:, None]
-    table[:, :, 2] = 0
+    table[:, :, 2] = layout.device_id
     table[:, :, 3] = np.where(stride, stride, lengths)[:, None]
-    table[:, :, 4] = slots.num_slots // rows
-    return slots, table
+    table[:, :, 4] = positions.num_positions // rows
+    return positions, table
 
 
-def _slot_step(firsts: _Pieces, num_pages: int, fold: int, num_runs: int) -> int:
-    """Units from page to page, where that is the same whole number in every run and the slots fit
-    into an index."""
+def _position_step(firsts: _Pieces, num_pages: int, fold: int, num_runs: int) -> int:
+    """Units from page to page, where that is the same whole number in every run and the positions
+    fit into an index."""
     if fold == 1 or num_pages == 1:
         return fold
     page, unit = firsts.page_stride, firsts.unit_stride
     step = int(page[0] // unit[0])
     regular = step >= fold and bool(np.all(page == step * unit))
-    fits = num_runs * Slots.stepping(num_pages, fold, step).num_slots - 1 <= MAX_INDEX
+    fits = num_runs * Positions.stepping(num_pages, fold, step).num_positions - 1 <= MAX_INDEX
     return step if regular and fits else 0
 
 
 def _is_dense(table: RunTable) -> Bools:
-    """Whether the blocks of neighbouring slots touch."""
+    """Whether the blocks of neighbouring positions touch."""
     dense: Bools = table[:, 0, 3] == table[:, 0, 1]
     return dense
 
@@ -287,11 +289,11 @@ def _groups(lengths: Int64s, dense: Bools) -> Iterator[RunGroup]:
         yield RunGroup(first, end - first, int(lengths[first]), bool(dense[first]))
 
 
-def check_index_range(num_runs: int, num_slots: int) -> None:
+def check_index_range(num_runs: int, num_positions: int) -> None:
     """Raises ConfigError when a flat index would not fit into an int32, the width that NIXL
     takes."""
-    if num_runs * num_slots - 1 > MAX_INDEX:
+    if num_runs * num_positions - 1 > MAX_INDEX:
         raise ConfigError(
-            f"{num_runs} runs of {num_slots} pages are {num_runs * num_slots} blocks, "
+            f"{num_runs} runs of {num_positions} pages are {num_runs * num_positions} blocks, "
             f"an int32 index reaches {MAX_INDEX + 1}"
         )

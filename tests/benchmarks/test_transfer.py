@@ -11,7 +11,7 @@ from benchmarks.__main__ import run
 from benchmarks.pair import Claim, Watch, run_pair, turn_about
 from prefixkv.cli.workers import WorkerError
 from prefixkv.errors import OutOfPagesError
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 
 
 def test_goodput_is_measured_against_raw_writes_of_the_same_bytes(tmp_path, monkeypatch, capfd):
@@ -65,7 +65,7 @@ def test_what_is_met():
 
 def test_an_aged_pool_is_full_and_scattered():
     case = transfer.small("layer_major", "aged")
-    books = PageBooks(case.num_pages, case.page_size, 16)
+    books = PageManager(case.num_pages, case.page_size, 16)
     transfer._age(books, case, 1)
     books.check_invariants()
     assert books.allocator.cached_pages > case.num_pages // 2

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkv.cli.engine import END_OF_PASS, DecodeEngine, PrefillEngine, sample
-from prefixkv.cli.rank_kv import DecodeKV, PrefillKV
+from prefixkv.cli.engine import END_OF_PASS, DecodeEngine, PrefillEngine
 from prefixkv.cli.workload import Clients, arrival_times, chat
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import pages_for
-from prefixkv.testing.hashing import PrefixHasher
+from prefixkv.testing.hashing import PrefixHasher, sample
 from prefixkv.testing.pattern import KVPattern
 from tests.models.patience import PATIENCE_S
 
@@ -66,6 +65,10 @@ class FakePrefill(FakeNode):
     def __init__(self, pair):
         super().__init__(pair)
         self.bootstrapped, self.sent, self.next_page = [], [], 0
+        self.reqs = {}
+
+    def ranks_of(self, rid):
+        return [self.reqs[rid]]
 
     def add(self, request):
         with self.pair.lock:
@@ -80,11 +83,17 @@ class FakePrefill(FakeNode):
             count = pages_for(len(tokens), PAGE_SIZE)
             pages = np.arange(self.next_page, self.next_page + count, dtype=np.int32) % 400
             self.next_page += count
-            self.bootstrapped.append(
-                SimpleNamespace(
-                    rid=request.rid, key=key, pages=pages, prefix_len=0, cursor=0, n=len(tokens)
-                )
+            req = SimpleNamespace(
+                rid=request.rid,
+                request=request,
+                key=key,
+                pages=pages,
+                prefix_len=0,
+                cursor=0,
+                n=len(tokens),
             )
+            self.reqs[request.rid] = req
+            self.bootstrapped.append(req)
             self.wake()
 
     def send_chunk(self, req, end, last, aux):
@@ -164,6 +173,9 @@ class FakeDecode(FakeNode):
                 out.append(req)
         return out
 
+    def pages_of(self, req):
+        return [req.pages]
+
     def pop_needs_prefill(self):
         return self.take(self.asks)
 
@@ -224,18 +236,17 @@ def play(pair, verify=True, concurrency=4):
     """One pass over WORKLOAD; returns (measured, prefill engine)."""
     asks_in, asks_out = Pipe(duplex=False)
     kvs = [[KVPattern(pool.layout, 7, pool)] for pool in pair.pools]
-    prefill = PrefillEngine(pair.prefill, PrefillKV(kvs[0]), asks_in, chunk_tokens=6)
+    prefill = PrefillEngine(pair.prefill, kvs[0], asks_in, chunk_tokens=6)
     thread = threading.Thread(target=prefill.run)
     thread.start()
     try:
         told = []
         engine = DecodeEngine(
-            pair.decode,
-            DecodeKV(kvs[1]),
-            Clients(WORKLOAD, arrival_times(WORKLOAD, 1, None), concurrency),
-            asks_out,
+            node=pair.decode,
+            patterns=kvs[1],
+            clients=Clients(WORKLOAD, arrival_times(WORKLOAD, 1, None), concurrency),
+            asks=asks_out,
             prefill="tcp://somewhere",
-            page_size=PAGE_SIZE,
             step_s=0.0,
             verify=verify,
             progress=told.append,
@@ -365,7 +376,7 @@ def test_a_failed_request_ends_its_session():
             gone = [key for key in pair.asked if key[0] == 2]
             for key in gone:
                 del pair.asked[key]
-        return [SimpleNamespace(rid="2.0") for _ in gone]
+        return [SimpleNamespace(rid="2") for _ in gone]
 
     pair.prefill.pop_failed = drop
     measured, _ = play(pair)

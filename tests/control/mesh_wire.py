@@ -1,5 +1,5 @@
-"""Endpoints of meshes under test, each opposite ranks that are played by hand. The model has 2
-layers, 4 heads."""
+"""Control objects of meshes under test, each opposite ranks that are played by hand. The model has
+2 layers, 4 heads."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-import numpy as np
-
-from prefixkv.control import decode as decode_endpoint
-from prefixkv.control import prefill as prefill_endpoint
+from prefixkv.config import ControlConfig
+from prefixkv.control.decode import DecodeControl, DecodeInput
+from prefixkv.control.effects import FrameReceived, SendFrame, Tick
+from prefixkv.control.prefill import PrefillControl, PrefillInput
+from prefixkv.control.writes import StagingSlots
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol import messages
+from prefixkv.protocol.commands import OpenRoom
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Promise, Topology
 from tests.control import wire
-from tests.control.wire import ids
+from tests.control.wire import ids, send_chunk, take_expect, write_ended
 from tests.models.mesh_pools import mesh_layout
 
 TIMING = replace(wire.TIMING, max_peers=8)  # ranks, not workers
@@ -28,6 +30,7 @@ NUM_PAGES = 16
 DIGEST = ModelDigest("m", "1", "none", "uint8", "mha", 2, 4, HEAD_BYTES)
 KEY = RoomKey(7, 0)
 AREA = StagingArea(BLOCK_BYTES * 10, 8 * BLOCK_BYTES, 4 * BLOCK_BYTES)
+SLOTS = StagingSlots(2, 4 * BLOCK_BYTES, 2)
 ADDRESSES = ("tcp://p0", "tcp://p1", "tcp://p2", "tcp://p3")
 
 
@@ -58,31 +61,31 @@ def promise(
 
 
 class _Opposite:
+    control: DecodeControl | PrefillControl
+
     def __init__(self) -> None:
         self.now_s = 100.0
         self.seq = count(1)
-        self.said: list[tuple[Any, Any]] = []  # (to whom, body)
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """The actions, with (address or route, body) in place of a frame."""
-        out: list[Any] = []
-        for action in getattr(self.endpoint, method)(*args, self.now_s):  # type: ignore[attr-defined]
-            if isinstance(action, decode_endpoint.SendFrame):
-                out.append((action.address, messages.decode(action.raw).body))
-            elif isinstance(action, prefill_endpoint.SendFrame):
-                out.append((action.route, messages.decode(action.raw).body))
-            else:
-                out.append(action)
-        return out
+    def on(self, what: Any) -> list[Any]:
+        """What follows from an input, with (address or route, body) in place of a frame."""
+        return [
+            (effect.to, messages.decode(effect.raw).body)
+            if isinstance(effect, SendFrame)
+            else effect
+            for effect in self.control.on(what, self.now_s)
+        ]
 
     def after(self, seconds: float) -> list[Any]:
         self.now_s += seconds
-        return self.call("tick")
+        return self.on(Tick())
 
 
 class Writers(_Opposite):
-    """A real DecodeEndpoint, rank `rank` of `tp`, opposite the ranks of a prefill worker of
+    """A real DecodeControl, rank `rank` of `tp`, opposite the ranks of a prefill worker of
     `prefill_tp`."""
+
+    control: DecodeControl
 
     def __init__(
         self, prefill_tp: int = 2, tp: int = 1, rank: int = 0, staging: StagingArea | None = None
@@ -90,16 +93,22 @@ class Writers(_Opposite):
         super().__init__()
         me = PeerId(f"d/{rank}", 5)
         self.prefill_tp = prefill_tp
-        self.endpoint = decode_endpoint.DecodeEndpoint(
-            me, hello(tp, rank, me, staging=staging), TIMING
-        )
+        self.expected = 0  # as the transport was told last
+        self.control = DecodeControl(me, hello(tp, rank, me, staging=staging), TIMING)
         self.peers = [PeerId(f"p/{i}", 5) for i in range(prefill_tp)]
+
+    def on(self, what: DecodeInput) -> list[Any]:
+        """As above. Expect is set aside in `expected`."""
+        effects = super().on(what)
+        self.expected = take_expect(effects, self.expected)
+        assert self.expected == self.control.num_expected
+        return effects
 
     def say(
         self, rank: int, body: Any, *, by: PeerId | None = None, address: str = ""
     ) -> list[Any]:
         raw = messages.encode(by or self.peers[rank], next(self.seq), body)
-        return self.call("on_frame", address or ADDRESSES[rank], raw)
+        return self.on(FrameReceived(address or ADDRESSES[rank], raw))
 
     def reply(
         self, rank: int, /, *, by: PeerId | None = None, address: str = "", **changes: Any
@@ -111,7 +120,7 @@ class Writers(_Opposite):
         return self.say(rank, HelloReply(**fields), by=by, address=address)
 
     def open(self, which: Promise | None = None) -> list[Any]:
-        return self.call("open", which or promise(), ADDRESSES[0])
+        return self.on(OpenRoom(which or promise(), ADDRESSES[0]))
 
     def opened(self, **changes: Any) -> Writers:
         """The room is promised to all."""
@@ -130,27 +139,27 @@ class Writers(_Opposite):
 
 
 class Readers(_Opposite):
-    """A real PrefillEndpoint, rank `rank` of `tp`, opposite the ranks of decode workers."""
+    """A real PrefillControl, rank `rank` of `tp`, opposite the ranks of decode workers."""
+
+    control: PrefillControl
 
     def __init__(
-        self, tp: int = 1, rank: int = 0, page_size: int = PAGE_SIZE, slot_bytes: int = 0
-    ) -> None:
+        self, tp: int = 1, rank: int = 0, page_size: int = PAGE_SIZE, *,
+        digest: ModelDigest = DIGEST, timing: ControlConfig = TIMING,
+        staging: StagingSlots | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        topology = Topology(page_size, tp)
-        self.endpoint = prefill_endpoint.PrefillEndpoint(
-            PeerId(f"p/{rank}", 5),
-            DIGEST,
-            topology,
-            TIMING,
-            ("", *ADDRESSES[1:tp]),
-            rank,
-            slot_bytes,
+        me, topology, endpoints = PeerId(f"p/{rank}", 5), Topology(page_size, tp), ADDRESSES[1:tp]
+        self.control = PrefillControl(
+            me, digest, topology, timing, ("", *endpoints), rank, staging=staging
         )
 
+    def on(self, what: PrefillInput) -> list[Any]:
+        return super().on(what)
+
     def say(self, by: PeerId, body: Any, credential: str = "") -> list[Any]:
-        return self.call(
-            "on_frame", by.name.encode(), credential, messages.encode(by, next(self.seq), body)
-        )
+        raw = messages.encode(by, next(self.seq), body)
+        return self.on(FrameReceived(by.name.encode(), raw, credential))
 
     def greet(self, tp: int, name: str = "d", incarnation: int = 5, **changes: Any) -> list[PeerId]:
         """The ranks of a decode worker introduce themselves."""
@@ -160,13 +169,12 @@ class Readers(_Opposite):
         return ranks
 
     def chunk(self, first_page: int, src_pages: Sequence[int], last: bool = False) -> list[Any]:
-        src = np.array(src_pages, np.int32)
-        return self.call("chunk", KEY, first_page, src, last, b"aux" if last else b"", None)
+        return self.on(send_chunk(KEY, first_page, src_pages, last, b"aux"))
 
     def ended(
         self, job_id: int, error: Exception | None = None, *, drained: bool = True
     ) -> list[Any]:
-        return self.call("on_write_ended", job_id, error, drained)
+        return self.on(write_ended(job_id, error, drained))
 
 
 def bodies(actions: Sequence[Any], kind: type) -> list[tuple[Any, Any]]:
@@ -174,8 +182,3 @@ def bodies(actions: Sequence[Any], kind: type) -> list[tuple[Any, Any]]:
     return [
         action for action in actions if isinstance(action, tuple) and isinstance(action[1], kind)
     ]
-
-
-def of(actions: Sequence[Any], kind: type) -> list[Any]:
-    """The actions of this kind, frames apart."""
-    return [action for action in actions if isinstance(action, kind)]

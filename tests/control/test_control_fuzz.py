@@ -1,37 +1,85 @@
-"""Whatever a peer sends, in whatever order and however damaged: nothing is raised out of
-`on_frame`, every room ends at most once and only forwards, nothing is called drained or free
-without proof, and no page is written twice.
+"""Whatever a peer sends, in whatever order and however damaged, and whatever else is put in:
+nothing is raised out of `on` but what the input's sender did wrong, every room ends at most once
+and only forwards, nothing is called drained or free without proof, and no page is written twice.
+
+Each side is run where its pages are written directly, and where slices of heads are staged.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefixkv.control import decode as decode_endpoint
-from prefixkv.control import prefill as prefill_endpoint
-from prefixkv.errors import RequestError
+from prefixkv.control.decode import DecodeEffect, DecodeInput
+from prefixkv.control.effects import (
+    AgentDestroyed,
+    ConnectFailed,
+    CopyDone,
+    FrameReceived,
+    Renew,
+    Settle,
+    Tick,
+)
+from prefixkv.control.prefill import PrefillEffect, PrefillInput
+from prefixkv.errors import InternalError, RequestError
 from prefixkv.protocol import messages
-from prefixkv.protocol import receiver_machine as receiver
-from prefixkv.protocol import sender_events as sender
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    AddRoom,
+    Fence,
+    OpenRoom,
+    RefuseRoom,
+    SendChunk,
+)
+from prefixkv.protocol.events import RoomDrained, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import HelloReply, HelloWanted, Outcome, Topology
+from prefixkv.protocol.messages import (
+    HelloReply,
+    HelloWanted,
+    LeaseAsk,
+    LeaseGrant,
+    Outcome,
+    Topology,
+)
+from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.tags import ChunkTag
+from prefixkv.staging.receiver import Scatter
+from prefixkv.staging.sender import Gather
+from prefixkv.transport.base import (
+    Arrived,
+    PeerUnreachable,
+    Settled,
+    WriteDone,
+    WriteDrained,
+    WriteFailed,
+    WriteJob,
+)
+from tests.control import mesh_wire
+from tests.control.mesh_wire import AREA, SLOTS
 from tests.control.wire import (
     ADDRESS,
     DECODE,
-    DIGEST,
     HELLO,
+    PAGE_SIZE,
     PREFILL,
     ROUTE,
+    TIMING,
     TOPOLOGY,
+    Alike,
     DecodePeer,
     PrefillPeer,
+    members,
     newer,
     promise,
+    send_chunk,
+    write_ended,
 )
 
 ROOMS = st.builds(RoomKey, st.integers(0, 1), st.integers(0, 1))
@@ -39,6 +87,9 @@ PAUSES = st.sampled_from([0.0, 0.1, 0.6, 3.0, 11.0])
 DAMAGE = st.one_of(
     st.none(), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=3)
 )
+NTH = st.integers(0, 3)
+LEASES = st.integers(-1, 4)  # as decode numbers them: from 1; -1: none
+RESET = OSError("reset")
 
 
 def damaged(raw: bytes, damage: list[tuple[float, int]] | None) -> bytes:
@@ -48,241 +99,534 @@ def damaged(raw: bytes, damage: list[tuple[float, int]] | None) -> bytes:
     return bytes(out)
 
 
-def room_bodies(key: RoomKey, ok: bool, drained: bool, num_pages: int) -> list[Any]:
+def room_bodies(key: RoomKey, ok: bool, drained: bool, number: int) -> list[Any]:
+    block = number * AREA.lease_bytes // 4
     return [
-        messages.PromiseAck(*key, 0), messages.Drained(*key, 0), messages.Abort(*key, ""),
-        messages.OutcomeAck(*key, 0), Outcome(*key, 0, ok, 1, num_pages, b"", "", drained),
-        Outcome(*key, 3, ok, 1, num_pages, b"", "", drained), promise(*key),
+        messages.PromiseAck(*key, 0), messages.Drained(*key, 0, settle=ok),
+        messages.Abort(*key, ""), messages.OutcomeAck(*key, 0),
+        Outcome(*key, 0, ok, 1, number, b"", "", drained),
+        Outcome(*key, 3, ok, 1, number, b"", "", drained), promise(*key),
         promise(*key, pages=(3, 9) if ok else (3, 99)),
+        LeaseAsk(*key, 0, number, number, 1, written=number if drained else 0),
+        LeaseAsk(*key, 0, 0, 0, 1 + ok), LeaseGrant(*key, number, 1 + ok, block),
+        LeaseGrant(*key, 0, number, block),
     ]  # fmt: skip
 
 
+DONE = Outcome(0, 0, 0, True, 1, 2, b"", "", True)
 ROOM_BODIES = st.builds(
     room_bodies, ROOMS, st.booleans(), st.booleans(), st.integers(0, 3)
 ).flatmap(st.sampled_from)
+# What stands for the reply or Hello that fits, and for those that do not.
 OTHER_BODIES = st.sampled_from(
     [
         messages.Heartbeat(),
         messages.Fenced(),
         HelloWanted(),
-        HELLO,
-        HelloReply(DIGEST, TOPOLOGY, ()),
-        HelloReply(DIGEST, Topology(8), ()),
-        HelloReply(DIGEST, TOPOLOGY, (), "no"),
+        DONE,
+        "hello",
+        "reply",
+        "reply of another mesh",
+        "reply that refuses",
+        "reply that does not stage",
     ]
 )
-FRAMES = st.tuples(st.just("frame"), st.one_of(ROOM_BODIES, ROOM_BODIES, OTHER_BODIES), DAMAGE)
-JUNK = st.tuples(st.just("junk"), st.binary(max_size=60))
-TICKS = st.tuples(st.just("tick"), PAUSES)
+BODIES = st.tuples(st.one_of(ROOM_BODIES, ROOM_BODIES, OTHER_BODIES), DAMAGE)
+JUNK = st.tuples(st.binary(max_size=60), st.none())
+
+Feed = dict[type, tuple[st.SearchStrategy[Any], Callable[..., Any]]]
+Step = tuple[Any, ...]
 
 
-class RoomLaws:
-    """The promises of pages that may be written, each with who might write it."""
+def steps_of(feed: Feed) -> st.SearchStrategy[list[Step]]:
+    """Frames half of the time, then inputs of all kinds alike, and restarts of the peer."""
+    frames = st.tuples(st.just(FrameReceived), st.one_of(BODIES, BODIES, BODIES, JUNK))
+    inputs = [st.tuples(st.just(kind), args) for kind, (args, _) in feed.items()]
+    restarts = st.just(("restart", ()))
+    step = st.one_of(*[frames] * len(inputs), *inputs, restarts)
+    # Hypothesis's lists are short where they may be.
+    return st.sampled_from([0, 10, 30]).flatmap(lambda n: st.lists(step, min_size=n, max_size=40))
 
-    def __init__(self, peer: PrefillPeer) -> None:
-        self.endpoint = peer.endpoint
-        self.ended: Counter[RoomKey] = Counter()
-        self.drained: Counter[RoomKey] = Counter()
+
+def nth(waiting: list[Any], number: int) -> Any:
+    """One of those that wait, None where there is none."""
+    return waiting[number % len(waiting)] if waiting else None
+
+
+# --- decode ---------------------------------------------------------------------------------------
+
+
+class DecodeWorld:
+    """Decode's control object, all that may be put into it, and the promises of pages that may be
+    written, each with the peers that may write it."""
+
+    def __init__(self, *, staged: bool, settles: bool) -> None:
+        timing = dataclasses.replace(TIMING, fence_settle_s=0.5 if settles else 0.0)
+        hello = mesh_wire.hello(2, 0, DECODE, staging=AREA) if staged else HELLO
+        self.peer = PrefillPeer(timing, hello)
+        self.peer.reply = msgspec.structs.replace(self.peer.reply, staged=staged)
+        self.control = self.peer.control
+        self.me = PREFILL
+        self.met: set[PeerId] = {PREFILL}
         self.opened: Counter[RoomKey] = Counter()
-        self.polls: dict[int, KVPoll] = {}
+        self.refused: Counter[RoomKey] = Counter()
+        self.ended: Counter[RoomKey] = Counter()
+        self.failed: Counter[RoomKey] = Counter()
+        self.drained: Counter[RoomKey] = Counter()
+        self.polls: dict[ReceiverMachine, KVPoll] = {}
+        self.settling: list[Any] = []
+        self.leases: dict[int, RoomKey] = {}
+        self.scatters: dict[int, RoomKey] = {}  # that have not ended
+        self.scattered: set[tuple[RoomKey, int, int]] = set()  # a page, once a use of a room
 
-    def see(self, actions: list[Any]) -> None:
-        for action in actions:
-            if isinstance(action, receiver.RoomEnded):
-                self.ended[action.key] += 1
-            elif isinstance(action, receiver.RoomDrained):
-                self.drained[action.key] += 1
-        for key, opened in self.opened.items():
-            assert self.drained[key] <= self.ended[key] <= opened
-        machines = {id(machine): machine for machine in self.endpoint.rooms()}
-        for name, machine in machines.items():
-            assert machine.poll >= self.polls.get(name, KVPoll.BOOTSTRAPPING)
+    # --- what is put in ---
+
+    def body(self, body: Any) -> Any:
+        reply, replace = self.peer.reply, msgspec.structs.replace
+        named = {
+            "hello": HELLO,
+            "reply": reply,
+            "reply of another mesh": replace(reply, topology=Topology(8)),
+            "reply that refuses": replace(reply, refused="no"),
+            "reply that does not stage": replace(reply, staged=False),
+        }
+        return named[body] if isinstance(body, str) else body
+
+    def frame(self, body: Any, damage: Any) -> FrameReceived[str]:
+        raw = body if isinstance(body, bytes) else self.peer.raw(self.body(body), self.me)
+        return FrameReceived(ADDRESS, damaged(raw, damage))
+
+    def arrival(self, key: RoomKey, part: int, num_parts: int, slot: int) -> Arrived:
+        tag = ChunkTag(self.me.incarnation, *key, 0, 0, part, num_parts, slot)
+        return Arrived(tag.pack())
+
+    def copied(self, number: int, ok: bool) -> CopyDone:
+        lease_id = nth(list(self.scatters), number)
+        self.scatters.pop(lease_id, None)
+        return CopyDone(99 if lease_id is None else lease_id, None if ok else RESET)
+
+    def settled(self, number: int) -> Settled:
+        token = nth(self.settling, number)
+        if token in self.settling:
+            self.settling.remove(token)
+        return Settled(token)
+
+    def may_use(self, key: RoomKey) -> bool:
+        """Whether the scheduler may open or refuse this room, or is to be told that it is open."""
+        over = self.opened[key] == self.ended[key]
+        over = over and self.drained[key] == self.failed[key] + self.refused[key]
+        return over or self.control.poll(key) is not None
+
+    def feed(self, kind: Any, args: tuple[Any, ...]) -> None:
+        if kind == "restart":
+            self.me = newer(self.me)
+            return
+        what = DECODE_FEED[kind][1](self, *args)
+        match what:
+            case OpenRoom():
+                key = RoomKey(what.promise.room, what.promise.generation)
+                if self.may_use(key):
+                    self.open(key, what)
+            case RefuseRoom(key):
+                if self.may_use(key):
+                    self.refuse(key, what)
+            case WriteDone() | WriteFailed() | WriteDrained():
+                with pytest.raises(InternalError):
+                    self.peer.on(what)
+            case _:
+                self.see(self.peer.on(what))
+
+    def open(self, key: RoomKey, what: OpenRoom) -> None:
+        was = self.control.poll(key)
+        effects = self.peer.on(what)
+        text = f"room {key.room} generation {key.generation} is open already"
+        again = [RoomEnded(key, KVPoll.FAILED, Alike(RequestError(text))), RoomDrained(key)]
+        if effects == again:
+            assert was is not None
+            return
+        self.opened[key] += 1
+        self.see(effects)
+
+    def refuse(self, key: RoomKey, what: RefuseRoom) -> None:
+        was = self.control.poll(key)
+        try:
+            effects = self.peer.on(what)
+        except RequestError:
+            assert was is not None
+            return
+        self.refused[key] += 1
+        self.see(effects)
+
+    # --- the laws ---
+
+    def see(self, effects: list[Any]) -> None:
+        for effect in effects:
+            match effect:
+                case RoomEnded(key, poll):
+                    self.ended[key] += 1
+                    self.failed[key] += poll is KVPoll.FAILED
+                    if poll is KVPoll.SUCCESS:
+                        assert key not in self.scatters.values(), "a copy writes the pages"
+                case RoomDrained(key):
+                    self.drained[key] += 1
+                    assert key not in self.scatters.values(), "a copy writes the pages"
+                case LeaseGrant():
+                    self.leases[effect.lease_id] = RoomKey(effect.room, effect.generation)
+                case Scatter():
+                    key = self.leases[effect.lease_id]
+                    self.scatters[effect.lease_id] = key
+                    for page in effect.units.tolist():
+                        assert page in (3, 9)
+                        assert (key, self.opened[key], page) not in self.scattered
+                        self.scattered.add((key, self.opened[key], page))
+                case Settle():
+                    assert effect.token not in self.settling
+                    self.settling.append(effect.token)
+        for key in {*self.opened, *self.refused}:
+            assert self.ended[key] <= self.opened[key]
+            assert self.drained[key] <= self.failed[key] + self.refused[key]
+        machines = list(self.control.rooms())
+        for machine in machines:
+            assert machine.poll >= self.polls.get(machine, KVPoll.BOOTSTRAPPING)
             assert machine.wake_s < float("inf"), "a room waits without a deadline"
-        self.polls = {name: machine.poll for name, machine in machines.items()}
-        assert (
-            sum(not machine.drained for machine in machines.values()) == self.endpoint.num_expected
-        )
+        self.polls = {machine: machine.poll for machine in machines}
+        assert sum(not machine.drained for machine in machines) == self.control.num_expected
+        held = 0
+        if self.control.staging is not None:
+            self.control.staging.check_invariants()
+            held = self.control.staging.num_waiting
         for key in self.opened:  # one that is forgotten has ended and is drained, or succeeded
-            assert self.endpoint.poll(key) is not None or self.ended[key] == self.opened[key]
+            known = self.control.poll(key) is not None or held
+            assert known or self.ended[key] == self.opened[key]
+        self.met |= {peer for peer, _ in self.control.peers(0.0).values() if peer is not None}
+
+    def end(self) -> None:
+        """Every deadline passes, and every worker there ever was is fenced: then all is over."""
+        for _ in range(60):
+            self.see(self.peer.after(1.0))
+        for peer in sorted(self.met):
+            self.feed(Fence, (peer,))
+        while self.settling or self.scatters:
+            self.feed(*((Settled, (0,)) if self.settling else (CopyDone, (0, True))))
+        assert list(self.control.rooms()) == []
+        assert self.peer.expected == 0
+        assert self.ended == self.opened
+        assert self.drained == self.failed + self.refused
+        if self.control.staging is not None:
+            assert self.control.staging.num_rooms == 0
+            assert self.control.staging.leases.all() == []
 
 
-@given(
-    st.lists(
-        st.one_of(
-            FRAMES, FRAMES, JUNK, TICKS,
-            st.tuples(st.sampled_from(["open", "abort", "arrival"]), ROOMS),
-            st.tuples(st.sampled_from(["fence", "restart", "unreachable"])),
-        ),
-        max_size=40,
-    )
-)  # fmt: skip
-@example([("open", RoomKey(0, 0)), ("tick", 0.6), ("tick", 3.0), ("tick", 3.0), ("tick", 3.0)])
-def test_decodes_endpoint_survives_any_prefill_worker(steps: list[tuple[Any, ...]]) -> None:
-    peer = PrefillPeer()
-    laws = RoomLaws(peer)
-    me = PREFILL
-    for what, *args in [
-        ("open", RoomKey(0, 0)),
-        ("frame", HelloReply(DIGEST, TOPOLOGY, ()), None),
-        *steps,
-    ]:
-        if what == "frame":
-            actions = peer.call("on_frame", ADDRESS, damaged(peer.raw(args[0], me), args[1]))
-        elif what == "junk":
-            actions = peer.call("on_frame", ADDRESS, args[0])
-        elif what == "tick":
-            actions = peer.after(args[0])
-        elif what == "open":
-            try:
-                actions = peer.open(promise(*args[0]))
-            except RequestError:
-                assert peer.endpoint.poll(args[0]) is not None
-                continue
-            laws.opened[args[0]] += 1
-        elif what == "abort":
-            actions = peer.call("abort", args[0], OSError("enough"))
-        elif what == "arrival":
-            actions = peer.call("on_arrival", ChunkTag(me.incarnation, *args[0], 0, 0).pack())
-        elif what == "restart":
-            me, actions = newer(me), []
-        elif what == "fence":
-            actions = peer.call("fence", me)
+DECODE_FEED: Feed = {
+    OpenRoom: (st.tuples(ROOMS), lambda _, key: OpenRoom(promise(*key), ADDRESS)),
+    RefuseRoom: (st.tuples(ROOMS), lambda _, key: RefuseRoom(key, 0, ADDRESS, "no room")),
+    AbortRoom: (st.tuples(ROOMS), lambda _, key: AbortRoom(key, "enough")),
+    Fence: (st.just(()), lambda world, peer=None: Fence(peer or world.me)),
+    FrameReceived: (BODIES, DecodeWorld.frame),
+    Arrived: (
+        st.tuples(ROOMS, st.integers(0, 1), st.just(2), LEASES)
+        | st.tuples(ROOMS, st.just(0), st.just(1), LEASES),
+        DecodeWorld.arrival,
+    ),
+    Settled: (st.tuples(NTH), DecodeWorld.settled),
+    PeerUnreachable: (st.just(()), lambda world: PeerUnreachable(world.me, RESET)),
+    WriteDone: (st.just(()), lambda _: WriteDone(1, 64)),
+    WriteFailed: (st.just(()), lambda _: WriteFailed(1, RESET, True)),
+    WriteDrained: (st.just(()), lambda _: WriteDrained(1)),
+    CopyDone: (st.tuples(NTH, st.booleans()), DecodeWorld.copied),
+    ConnectFailed: (st.just(()), lambda _: ConnectFailed(ADDRESS, RESET)),
+    Tick: (st.tuples(PAUSES), lambda world, pause_s: world.peer.pause(pause_s)),
+    AgentDestroyed: (st.just(()), lambda _: AgentDestroyed()),
+}
+
+
+@given(steps_of(DECODE_FEED), st.booleans(), st.booleans())
+@example([(Tick, (0.6,)), (Tick, (3.0,)), (Tick, (3.0,)), (Tick, (3.0,))], False, False)
+@example([(Fence, ()), ("restart", ()), (FrameReceived, ("reply", None))], True, True)
+@example([(FrameReceived, (DONE, None)), (CopyDone, (0, True))], True, True)
+@example([(FrameReceived, (DONE, None)), (CopyDone, (0, False))], True, True)
+def test_decodes_control_survives_any_prefill_worker(
+    steps: list[Step], staged: bool, settles: bool
+) -> None:
+    world = DecodeWorld(staged=staged, settles=settles)
+    first = RoomKey(0, 0)
+    start: list[Step] = [(OpenRoom, (first,)), (FrameReceived, ("reply", None))]
+    if staged:
+        start += [
+            (FrameReceived, (LeaseAsk(*first, 0, 0, 0, 2), None)),
+            (Arrived, (first, 0, 1, 1)),
+        ]
+    for kind, args in [*start, *steps]:
+        world.feed(kind, args)
+    world.end()
+
+
+# --- prefill --------------------------------------------------------------------------------------
+
+
+def source_page(key: RoomKey, page: int) -> int:
+    """Of prefill's pool; the pages of no two rooms are alike."""
+    return 100 + 20 * key.room + 10 * key.generation + page
+
+
+def room_of_page(page: int) -> RoomKey:
+    """Inverse of `source_page`."""
+    return RoomKey((page - 100) // 20, (page - 100) % 20 // 10)
+
+
+class PrefillWorld:
+    """Prefill's control object, all that may be put into it, what it writes, and when it lets go of
+    it."""
+
+    def __init__(self, *, staged: bool) -> None:
+        if staged:
+            hello = mesh_wire.hello(1, 0, DECODE, staging=AREA)
+            self.peer = DecodePeer(hello=hello, topology=Topology(PAGE_SIZE, 2), staging=SLOTS)
         else:
-            actions = peer.call("unreachable", ADDRESS, OSError("gone"))
-        laws.see(actions)
-    for _ in range(60):  # every deadline passes, then every worker there ever was is fenced
-        laws.see(peer.after(1.0))
-    for incarnation in range(PREFILL.incarnation, me.incarnation + 1):
-        laws.see(peer.call("fence", PeerId(PREFILL.name, incarnation)))
-    assert all(machine.poll is KVPoll.FAILED for machine in peer.endpoint.rooms())
-    assert laws.ended == laws.opened
-
-
-class WriteLaws:
-    """What prefill's endpoint writes, and when it lets go of it."""
-
-    def __init__(self, peer: DecodePeer) -> None:
-        self.endpoint = peer.endpoint
-        self.in_flight: dict[int, RoomKey] = {}
+            self.peer = DecodePeer()
+        self.control = self.peer.control
+        self.me = DECODE
+        self.in_flight: dict[int, WriteJob] = {}
+        self.undrained: dict[int, WriteJob] = {}
+        self.gathers: dict[int, Gather] = {}
         self.added: Counter[RoomKey] = Counter()
         self.ended: Counter[RoomKey] = Counter()
         self.freed: Counter[RoomKey] = Counter()
-        self.written: set[tuple[int, int]] = (
-            set()
-        )  # (machine, page): a page is written once a promise
+        self.written: set[tuple[Any, int]] = set()  # (machine, page): once a promise
 
-    def see(self, actions: list[Any]) -> None:
-        for action in actions:
-            if isinstance(action, sender.PostWrite):
-                [machine] = [
-                    machine for machine in self.endpoint.rooms() if machine.key == action.key
-                ]
-                for page in action.dst_pages.tolist():
-                    assert (id(machine), page) not in self.written
-                    assert page in (3, 9)
-                    self.written.add((id(machine), page))
-                self.in_flight[action.job_id] = action.key
-            elif isinstance(action, sender.RoomEnded):
-                self.ended[action.key] += 1
-            elif isinstance(action, sender.SourceFree):
-                self.freed[action.key] += 1
-                assert action.key not in self.in_flight.values(), "a write still reads the source"
-            elif isinstance(action, messages.Drained | Outcome) and getattr(
-                action, "drained", True
-            ):
-                key = RoomKey(action.room, action.generation)
-                assert key not in self.in_flight.values(), (
-                    "called drained while a write is in flight"
-                )
+    # --- what is put in ---
+
+    def body(self, body: Any) -> Any:
+        if not isinstance(body, str):
+            return body
+        reply = HelloReply(self.peer.hello.digest, TOPOLOGY, ())
+        return self.peer.hello if body == "hello" else reply
+
+    def frame(self, body: Any, damage: Any) -> FrameReceived[bytes]:
+        raw = body if isinstance(body, bytes) else self.peer.raw(self.body(body), self.me)
+        return FrameReceived(ROUTE, damaged(raw, damage))
+
+    def chunk(self, key: RoomKey, page: int, last: bool, clip: bool) -> SendChunk:
+        return send_chunk(key, page, [source_page(key, page)], last, b"first", clip=clip)
+
+    def too_early(self, chunk: SendChunk) -> bool:
+        """Whether the engine must not hand this over yet, since it may not be clipped."""
+        return not chunk.clip and any(
+            machine.added and machine.poll is KVPoll.BOOTSTRAPPING
+            for machine in self.control.rooms()
+            if machine.key == chunk.key
+        )
+
+    def write_ended(self, number: int, drained: bool | None) -> WriteDone | WriteFailed:
+        """The end of one of the writes in flight, `drained` None where it is DONE; or of no
+        write."""
+        job_id = nth(sorted(self.in_flight), number)
+        if job_id is None:
+            job_id = 10**6
+        elif drained is False:
+            self.undrained[job_id] = self.in_flight.pop(job_id)
+        else:
+            del self.in_flight[job_id]
+        return write_ended(job_id, None if drained is None else RESET, drained is not False)
+
+    def write_drained(self, number: int) -> WriteDrained:
+        job_id = nth(sorted(self.undrained), number)
+        self.undrained.pop(job_id, None)
+        return WriteDrained(10**6 if job_id is None else job_id)
+
+    def copied(self, number: int, ok: bool) -> CopyDone | None:
+        if self.control.staging is None:
+            return None
+        copy_id = nth(sorted(self.gathers), number)
+        self.gathers.pop(copy_id, None)
+        return CopyDone(10**6 if copy_id is None else copy_id, None if ok else RESET)
+
+    def feed(self, kind: Any, args: tuple[Any, ...]) -> None:
+        if kind == "restart":
+            self.me = newer(self.me)
+            return
+        what = PREFILL_FEED[kind][1](self, *args)
+        if what is None:
+            return
+        if isinstance(what, SendChunk) and self.too_early(what):
+            with pytest.raises(InternalError):
+                self.peer.on(what)
+            return
+        effects = self.peer.on(what)
+        undrained = isinstance(what, WriteFailed) and not what.drained
+        assert effects.count(Renew()) == undrained
+        if isinstance(what, AddRoom):
+            key = what.key
+            text = f"room {key.room} generation {key.generation} was added already"
+            again = [RoomEnded(key, KVPoll.FAILED, Alike(RequestError(text))), SourceFree(key)]
+            if effects == again:
+                assert self.added[key] > self.freed[key] or self.added[key] == self.ended[key]
+                return
+            self.added[key] += 1
+        self.see(effects)
+
+    # --- the laws ---
+
+    def see(self, effects: list[Any]) -> None:
+        for effect in effects:
+            match effect:
+                case WriteJob(route="pages"):
+                    self.post(effect)
+                    self.write_once(self.key_of(effect), effect.dst_pages.tolist(), (3, 9))
+                case WriteJob(route="staging"):
+                    blocks = effect.dst_pages.tolist()
+                    assert 0 <= min(blocks) <= max(blocks) < 8, "outside the reader's area"
+                    self.post(effect)
+                case WriteJob():
+                    raise AssertionError(f"no state is written here: {effect}")
+                case Gather():
+                    pages = effect.src_units.tolist()
+                    key = room_of_page(pages[0])
+                    self.write_once(key, pages, [source_page(key, page) for page in (1, 2)])
+                    self.gathers[effect.gather_id] = effect
+                case RoomEnded(key):
+                    self.ended[key] += 1
+                case SourceFree(key):
+                    self.freed[key] += 1
+                    assert key not in self.read(), "the source is still read"
+                case messages.Drained() | Outcome():
+                    key = RoomKey(effect.room, effect.generation)
+                    if getattr(effect, "drained", True):
+                        assert key not in self.writing(), "called drained, and may be written"
         for key in self.ended:
             assert self.freed[key] <= self.ended[key] <= self.added[key], (
                 "the engine is told once, of what it added"
             )
+        if self.control.staging is not None:
+            self.control.staging.check_invariants()
+        self.check_slots()
+
+    def post(self, job: WriteJob) -> None:
+        assert job.job_id not in self.in_flight
+        assert job.tag.incarnation == PREFILL.incarnation
+        self.in_flight[job.job_id] = job
+
+    def write_once(self, key: RoomKey, pages: list[int], allowed: Any) -> None:
+        [machine] = [machine for machine in self.control.rooms() if machine.key == key]
+        for page in pages:
+            assert page in allowed
+            assert (machine, page) not in self.written
+            self.written.add((machine, page))
+
+    def key_of(self, job: WriteJob) -> RoomKey:
+        return RoomKey(job.tag.room, job.tag.generation)
+
+    def read(self) -> set[RoomKey]:
+        """The rooms whose source pages something reads."""
+        jobs = {self.key_of(job) for job in self.in_flight.values()}
+        return jobs | {room_of_page(gather.src_units[0]) for gather in self.gathers.values()}
+
+    def writing(self) -> set[RoomKey]:
+        """The rooms whose pages a write may land in, of peers that are still there."""
+        known = self.control.peers(0.0)
+        jobs = [*self.in_flight.values(), *self.undrained.values()]
+        return {self.key_of(job) for job in jobs if job.peer in known}
+
+    def check_slots(self) -> None:
+        """No slot is gathered into that is read, and none is read by two writes."""
+        blocks = SLOTS.slot_bytes // 4096
+        jobs = [*self.in_flight.values(), *self.undrained.values()]
+        slots = [job.src_pages[0] // blocks for job in jobs if job.route == "staging"]
+        slots += [gather.slot for gather in self.gathers.values()]
+        assert len(set(slots)) == len(slots)
+
+    def let_end(self) -> None:
+        while self.in_flight or self.gathers:
+            self.feed(*((WriteDone, (0,)) if self.in_flight else (CopyDone, (0, True))))
+
+    def end(self) -> None:
+        """All writes end, every deadline passes, and the peer leaves: then nothing is left."""
+        self.let_end()
+        for _ in range(60):
+            self.see(self.peer.after(1.0))
+        self.let_end()
+        assert self.ended == self.freed == self.added, (
+            "all that was added has ended, and its source is free"
+        )
+        self.see(self.peer.say(self.peer.hello, newer(self.me)))
+        assert self.control.num_rooms == 0, "no tombstone lives longer than its peer"
+        while self.undrained:
+            self.feed(WriteDrained, (0,))
+        if self.control.staging is not None:
+            staging = self.control.staging
+            assert (staging.num_jobs, staging.free_slots) == (0, SLOTS.num_slots)
 
 
-@given(
-    st.lists(
-        st.one_of(
-            FRAMES, FRAMES, JUNK, TICKS,
-            st.tuples(st.sampled_from(["add", "abort", "chunk", "last"]), ROOMS),
-            st.tuples(st.sampled_from(["add", "chunk", "last"]), ROOMS),
-            st.tuples(st.just("ended"), st.integers(0, 3), st.booleans(), st.booleans()),
-            st.tuples(st.just("restart")),
-        ),
-        max_size=40,
-    )
-)  # fmt: skip
-def test_prefills_endpoint_survives_any_decode_worker(steps: list[tuple[Any, ...]]) -> None:
-    peer = DecodePeer()
-    laws = WriteLaws(peer)
-    me = DECODE
-    start = [
-        ("frame", HELLO, None),
-        ("frame", promise(0, 0), None),
-        ("add", RoomKey(0, 0)),
-        ("chunk", RoomKey(0, 0)),
+PREFILL_FEED: Feed = {
+    AddRoom: (st.tuples(ROOMS), lambda _, key: AddRoom(key, 10)),
+    SendChunk: (
+        st.tuples(ROOMS, st.just(1), st.just(False), st.booleans())
+        | st.tuples(ROOMS, st.just(2), st.just(True), st.booleans()),
+        PrefillWorld.chunk,
+    ),
+    AbortRoom: (st.tuples(ROOMS), lambda _, key: AbortRoom(key, "enough")),
+    Fence: (st.just(()), lambda world: Fence(world.me)),
+    FrameReceived: (BODIES, PrefillWorld.frame),
+    WriteDone: (st.tuples(NTH), lambda world, number: world.write_ended(number, None)),
+    WriteFailed: (st.tuples(NTH, st.booleans()), PrefillWorld.write_ended),
+    WriteDrained: (st.tuples(NTH), PrefillWorld.write_drained),
+    Arrived: (st.just(()), lambda _: Arrived(b"junk")),
+    Settled: (st.just(()), lambda world: Settled(world.me)),
+    PeerUnreachable: (st.just(()), lambda world: PeerUnreachable(world.me, RESET)),
+    CopyDone: (st.tuples(NTH, st.booleans()), PrefillWorld.copied),
+    ConnectFailed: (st.just(()), lambda _: ConnectFailed(ADDRESS, RESET)),
+    Tick: (st.tuples(PAUSES), lambda world, pause_s: world.peer.pause(pause_s)),
+    AgentDestroyed: (st.just(()), lambda _: AgentDestroyed()),
+}
+
+
+@given(steps_of(PREFILL_FEED), st.booleans())
+@example([(CopyDone, (0, True)), (WriteFailed, (0, False)), (Tick, (11.0,))], True)
+@example([(AddRoom, (RoomKey(0, 0),)), (SendChunk, (RoomKey(0, 0), 2, True, False))], True)
+@example([(WriteFailed, (0, False)), (FrameReceived, (messages.Abort(0, 0, ""), None))], False)
+def test_prefills_control_survives_any_decode_worker(steps: list[Step], staged: bool) -> None:
+    world = PrefillWorld(staged=staged)
+    first = RoomKey(0, 0)
+    start: list[Step] = [
+        (FrameReceived, ("hello", None)),
+        (FrameReceived, (promise(*first), None)),
+        (AddRoom, (first,)),
+        (SendChunk, (first, 1, False, False)),
     ]
-    for what, *args in [*start, *steps]:
-        if what == "frame":
-            actions = peer.call("on_frame", ROUTE, "", damaged(peer.raw(args[0], me), args[1]))
-        elif what == "junk":
-            actions = peer.call("on_frame", ROUTE, "", args[0])
-        elif what == "tick":
-            actions = peer.after(args[0])
-        elif what == "add":
-            laws.added[args[0]] += 1
-            try:
-                actions = peer.call("add", args[0], 10)
-            except RequestError:
-                laws.added[args[0]] -= 1
-                continue
-        elif what == "abort":
-            actions = peer.call("abort", args[0], OSError("enough"))
-        elif what == "ended":
-            jobs = sorted(laws.in_flight)[args[0] :][:1]
-            for job_id in jobs:
-                del laws.in_flight[job_id]
-            error = None if args[1] else OSError("reset")
-            actions = [
-                action
-                for job_id in jobs
-                for action in peer.ended(job_id, error, drained=args[1] or args[2])
-            ]
-        elif what == "restart":
-            me, actions = newer(me), []
-        else:
-            actions = peer.chunk(1 + (what == "last"), [30], last=what == "last", key=args[0])
-        laws.see(actions)
-    for job_id in sorted(laws.in_flight):
-        del laws.in_flight[job_id]
-        laws.see(peer.ended(job_id))
-    for _ in range(60):
-        laws.see(peer.after(1.0))
-    assert laws.ended == laws.freed == laws.added, (
-        "all that was added has ended, and its source is free"
-    )
-    laws.see(peer.say(HELLO, newer(me)))
-    assert peer.endpoint.num_rooms == 0, "no tombstone lives longer than its peer"
+    if staged:
+        start.append((FrameReceived, (LeaseGrant(*first, 0, 1, 0), None)))
+    for kind, args in [*start, *steps]:
+        world.feed(kind, args)
+    world.end()
+
+
+# --- both -----------------------------------------------------------------------------------------
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_change_nothing(raw: bytes) -> None:
-    for peer, args in (
-        (PrefillPeer().opened(), (ADDRESS,)),
-        (DecodePeer().bootstrapped(), (ROUTE, "")),
-    ):
-        before = [machine.poll for machine in peer.endpoint.rooms()]
-        assert peer.call("on_frame", *args, raw) == []
-        assert [machine.poll for machine in peer.endpoint.rooms()] == before
-        assert peer.endpoint.counters["frames_dropped"] == 1
+    for peer, source in ((PrefillPeer().opened(), ADDRESS), (DecodePeer().bootstrapped(), ROUTE)):
+        before = [machine.poll for machine in peer.control.rooms()]
+        assert peer.on(FrameReceived(source, raw)) in ([], [HelloWanted()])
+        assert [machine.poll for machine in peer.control.rooms()] == before
+        assert peer.control.counters["frames_dropped"] == 1
 
 
-def test_the_actions_seen_here_are_all_there_are() -> None:
-    """A new action would need a law above."""
-    seen = {
-        "SendFrame", "Connect", "Disconnect", "Settle", "RoomEnded", "RoomDrained", "RoomOverdue",
-        "AddPeer", "RemovePeer", "PostWrite", "CancelWrite", "Bootstrapped", "SourceFree",
-        "LeaseGranted", "Scatter",
+def test_the_inputs_fed_here_are_all_there_are() -> None:
+    """A new input would need a law above."""
+    assert set(DECODE_FEED) == members(DecodeInput)
+    assert set(PREFILL_FEED) == members(PrefillInput)
+
+
+def test_the_effects_seen_here_are_all_there_are() -> None:
+    """A new effect would need a law above."""
+    decode = {
+        "SendFrame", "Connect", "Disconnect", "Expect", "Settle", "Scatter", "RoomEnded",
+        "RoomDrained", "RoomOverdue",
     }  # fmt: skip
-    actions = (*decode_endpoint.Action.__args__, *prefill_endpoint.Action.__args__)
-    assert {action.__name__ for action in actions} == seen
+    prefill = {
+        "SendFrame", "AddPeer", "RemovePeer", "WriteJob", "Cancel", "Renew", "Gather",
+        "Bootstrapped", "RoomEnded", "SourceFree",
+    }  # fmt: skip
+    assert {effect.__name__ for effect in members(DecodeEffect)} == decode
+    assert {effect.__name__ for effect in members(PrefillEffect)} == prefill

@@ -9,11 +9,25 @@ import msgspec
 import pytest
 
 from prefixkv.config import CurveConfig
-from prefixkv.control.prefill import AddPeer, RemovePeer
-from prefixkv.errors import AbortedError, PeerLostError, RequestError, TransferTimeoutError
+from prefixkv.control.effects import (
+    AddPeer,
+    AgentDestroyed,
+    Cancel,
+    ConnectFailed,
+    CopyDone,
+    FrameReceived,
+    RemovePeer,
+    Renew,
+    SendFrame,
+    Tick,
+)
+from prefixkv.control.prefill import PrefillInput
+from prefixkv.errors import InternalError, PeerLostError, RequestError, TransferTimeoutError
 from prefixkv.memory.kv_layout import Slab
 from prefixkv.memory.mesh import Shard
 from prefixkv.protocol import messages
+from prefixkv.protocol.commands import AbortRoom, AddRoom, Fence, OpenRoom
+from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Abort,
@@ -26,12 +40,15 @@ from prefixkv.protocol.messages import (
     PromiseAck,
     Topology,
 )
-from prefixkv.protocol.sender_events import (
-    Bootstrapped,
-    CancelWrite,
-    PostWrite,
-    RoomEnded,
-    SourceFree,
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.transport.base import (
+    Arrived,
+    PeerUnreachable,
+    Settled,
+    WriteDone,
+    WriteDrained,
+    WriteFailed,
+    WriteJob,
 )
 from tests.control.wire import (
     ADDRESS,
@@ -46,15 +63,21 @@ from tests.control.wire import (
     ROUTE,
     TIMING,
     TOPOLOGY,
+    WRITE_BYTES,
+    Alike,
     DecodePeer,
     kinds,
+    members,
     newer,
+    of,
+    of_another_version,
     promise,
+    send_chunk,
 )
 
 WELCOME = HelloReply(DIGEST, TOPOLOGY, (ADDRESS,), "")
 OTHER = PeerId("decode-1", 1)
-WHY = AbortedError("enough")
+ENOUGH = AbortRoom(KEY, "enough")
 ACK = PromiseAck(*KEY, 0)
 
 
@@ -69,24 +92,28 @@ def refusal(actions: list[Any]) -> str:
 def test_the_path_of_one_room() -> None:
     peer = DecodePeer()
     assert peer.say(HELLO) == [
-        AddPeer(DECODE, b"agent", LAYOUT, (Shard.whole(LAYOUT),) * 2, PAGE_SIZE),
+        AddPeer(
+            peer=DECODE,
+            metadata=b"agent",
+            layout=LAYOUT,
+            parts=(Shard.whole(LAYOUT),) * 2,
+            unit_tokens=PAGE_SIZE,
+        ),
         WELCOME,
     ]
     assert peer.say(promise()) == [ACK]
-    assert peer.call("add", KEY, 10) == [Bootstrapped(KEY, DECODE, 4)]
+    assert peer.on(AddRoom(KEY, 10)) == [Bootstrapped(KEY, DECODE, 4)]
     [post] = peer.chunk(1, [30, 31])
-    assert (post.peer, post.src_pages.tolist(), post.dst_pages.tolist()) == (
-        DECODE,
-        [30, 31],
-        [3, 9],
-    )
+    assert (post.peer, post.route, post.ready) == (DECODE, "pages", None)
+    assert (post.src_pages.tolist(), post.dst_pages.tolist()) == ([30, 31], [3, 9])
+    assert post.tag == ChunkTag(PREFILL.incarnation, *KEY, rank=0, chunk=0)
     assert peer.chunk(3, [], last=True) == []
     outcome = Outcome(*KEY, 0, True, 1, 2, b"first", "", True)
     assert peer.ended(post.job_id) == [RoomEnded(KEY, KVPoll.SUCCESS), outcome, SourceFree(KEY)]
     assert peer.after(TIMING.resend_s) == [outcome], "until it is acknowledged"
     assert peer.say(OutcomeAck(*KEY, 0)) == []
-    assert peer.endpoint.num_rooms == 0
-    assert not peer.endpoint.counters
+    assert peer.control.num_rooms == 0
+    assert peer.control.counters == {"writes_done": 1, "bytes_sent": WRITE_BYTES}
 
 
 # --- introductions --------------------------------------------------------------------------------
@@ -95,7 +122,7 @@ def test_the_path_of_one_room() -> None:
 def test_hello_said_again_is_answered_again_and_adds_no_peer_twice() -> None:
     peer = DecodePeer().known()
     assert peer.say(HELLO) == [WELCOME]
-    assert peer.endpoint.peers(peer.now_s) == {DECODE: "ready"}
+    assert peer.control.peers(peer.now_s) == {DECODE: "ready"}
 
 
 STRIDED = msgspec.structs.replace(LAYOUT.slabs[0], page_stride=16)  # pages overlap
@@ -125,18 +152,20 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("changes", "text"), REFUSALS.values(), ids=REFUSALS)
-def test_who_does_not_fit_is_told_why_and_not_known(changes: dict[str, Any], text: str) -> None:
+def test_a_peer_that_does_not_fit_is_told_why_and_not_known(
+    changes: dict[str, Any], text: str
+) -> None:
     peer = DecodePeer()
     [reply] = peer.say(msgspec.structs.replace(HELLO, **changes))
     assert text in reply.refused
-    assert peer.endpoint.peers(peer.now_s) == {}
-    assert peer.endpoint.counters["handshakes_refused"] == 1
+    assert peer.control.peers(peer.now_s) == {}
+    assert peer.control.counters["handshakes_refused"] == 1
 
 
 def test_a_hello_that_is_repeated_by_the_network_is_dropped() -> None:
     peer = DecodePeer()
     raw = peer.raw(HELLO)
-    answers = [kinds(peer.call("on_frame", ROUTE, "", raw)) for _ in range(2)]
+    answers = [kinds(peer.on(FrameReceived(ROUTE, raw))) for _ in range(2)]
     assert answers == [["AddPeer", "HelloReply"], []]
 
 
@@ -153,13 +182,13 @@ def test_more_peers_than_the_limit_are_refused() -> None:
 @pytest.mark.parametrize(
     "body", [promise(), Abort(*KEY, ""), Heartbeat(), OutcomeAck(*KEY, 0), messages.Fenced()]
 )
-def test_who_has_not_introduced_itself_is_asked_to(body: Any) -> None:
+def test_a_peer_that_has_not_introduced_itself_is_asked_to(body: Any) -> None:
     peer = DecodePeer()
     assert peer.say(body) == [HelloWanted()]
     peer.known()
     assert peer.say(body, newer(DECODE)) == [HelloWanted()], "nor has its next incarnation"
-    assert peer.endpoint.num_rooms == 0
-    assert peer.endpoint.counters["frames_dropped"] == 2
+    assert peer.control.num_rooms == 0
+    assert peer.control.counters["frames_dropped"] == 2
 
 
 def test_a_name_stays_with_the_key_that_used_it_first() -> None:
@@ -169,7 +198,7 @@ def test_a_name_stays_with_the_key_that_used_it_first() -> None:
         assert peer.say(HELLO, by, credential="key b") == []
     assert peer.say(promise(), credential="key b") == []
     assert peer.say(promise(), credential="key a") == [ACK]
-    assert peer.endpoint.counters["frames_dropped"] == 3
+    assert peer.control.counters["frames_dropped"] == 3
 
 
 def test_with_an_allow_list_a_key_speaks_under_its_own_name_only() -> None:
@@ -193,26 +222,34 @@ def test_with_an_allow_list_a_key_speaks_under_its_own_name_only() -> None:
 def test_what_is_not_for_prefill_is_dropped(body: Any) -> None:
     peer = DecodePeer().bootstrapped()
     assert peer.say(body) == []
-    assert peer.endpoint.counters["frames_dropped"] == 1
-    assert [machine.poll for machine in peer.endpoint.rooms()] == [KVPoll.WAITING_FOR_INPUT]
+    assert peer.control.counters["frames_dropped"] == 1
+    assert [machine.poll for machine in peer.control.rooms()] == [KVPoll.WAITING_FOR_INPUT]
 
 
 def test_what_is_overtaken_repeated_or_of_an_older_incarnation_is_dropped() -> None:
     peer = DecodePeer().bootstrapped()
     early, late = peer.raw(Abort(*KEY, "stale")), peer.raw(Heartbeat())
-    peer.call("on_frame", ROUTE, "", late)
+    peer.on(FrameReceived(ROUTE, late))
     for raw in (early, late):
-        assert peer.call("on_frame", ROUTE, "", raw) == []
+        assert peer.on(FrameReceived(ROUTE, raw)) == []
     assert peer.say(HELLO, PeerId(DECODE.name, DECODE.incarnation - 1)) == []
-    assert peer.endpoint.counters["frames_dropped"] == 3
-    assert [machine.poll for machine in peer.endpoint.rooms()] == [KVPoll.WAITING_FOR_INPUT]
+    assert peer.control.counters["frames_dropped"] == 3
+    assert [machine.poll for machine in peer.control.rooms()] == [KVPoll.WAITING_FOR_INPUT]
 
 
 def test_a_restarted_peer_counts_its_frames_from_one() -> None:
     peer = DecodePeer().bootstrapped()
     for seq, body in enumerate((HELLO, promise(8)), start=1):
-        peer.call("on_frame", ROUTE, "", peer.raw(body, newer(DECODE), seq))
+        peer.on(FrameReceived(ROUTE, peer.raw(body, newer(DECODE), seq)))
     assert peer.said[-1] == PromiseAck(8, 0, 0)
+
+
+def test_a_frame_of_another_version_is_dropped_and_answered_so_that_decode_sees_ours() -> None:
+    peer = DecodePeer().bootstrapped()
+    raw = of_another_version(peer.raw(Abort(*KEY, "")))
+    assert peer.on(FrameReceived(ROUTE, raw)) == [HelloWanted()]
+    assert peer.control.counters == {"frames_dropped": 1, "dropped: VersionError": 1}
+    assert [machine.poll for machine in peer.control.rooms()] == [KVPoll.WAITING_FOR_INPUT]
 
 
 # --- promises -------------------------------------------------------------------------------------
@@ -240,21 +277,31 @@ def test_a_bad_promise_is_refused_and_writes_nothing(
 ) -> None:
     peer = DecodePeer().known()
     if added:
-        peer.call("add", KEY, 10)
+        peer.on(AddRoom(KEY, 10))
     assert text in refusal(peer.say(bad))
-    assert peer.endpoint.counters["dropped: ProtocolError"] == 1
-    assert peer.endpoint.num_rooms == added
-    assert all(not machine.readers for machine in peer.endpoint.rooms()), (
-        "the room is still anybody's"
+    assert peer.control.counters["dropped: ProtocolError"] == 1
+    assert peer.control.num_rooms == added
+    assert all(not machine.readers for machine in peer.control.rooms()), (
+        "the room is of no worker yet"
     )
-    assert peer.chunk(1, [30, 31], last=True) == []
+    assert peer.chunk(1, [30, 31], last=True, clip=True) == []
+
+
+def test_a_chunk_that_may_not_be_clipped_must_not_come_before_the_promise() -> None:
+    peer = DecodePeer().known()
+    peer.on(AddRoom(KEY, 10))
+    with pytest.raises(InternalError, match="without `clip`"):
+        peer.chunk(1, [30, 31])
+    assert peer.chunk(0, [29, 30, 31], last=True, clip=True) == []
+    _, _, post = peer.say(promise())
+    assert (post.src_pages.tolist(), post.dst_pages.tolist()) == ([30, 31], [3, 9])
 
 
 def test_a_promise_said_twice_is_answered_twice_and_written_once() -> None:
     peer = DecodePeer().known()
     for _ in range(2):
         assert peer.say(promise()) == [ACK]
-    peer.call("add", KEY, 10)
+    peer.on(AddRoom(KEY, 10))
     [post] = peer.chunk(1, [30, 31], last=True)
     assert peer.say(promise()) == [ACK]
     outcome = peer.ended(post.job_id)[1]
@@ -269,19 +316,19 @@ def test_within_a_generation_the_promise_stands(other: messages.Promise) -> None
         peer = DecodePeer().known()
         peer.say(promise())
         if not parked:
-            peer.call("add", KEY, 10)
+            peer.on(AddRoom(KEY, 10))
         assert peer.say(other) == []
         if parked:
-            peer.call("add", KEY, 10)
+            peer.on(AddRoom(KEY, 10))
         [post] = peer.chunk(1, [30, 31])
         assert post.dst_pages.tolist() == [3, 9]
-        assert peer.endpoint.counters["frames_dropped"] == 1
+        assert peer.control.counters["frames_dropped"] == 1
 
 
 def test_another_generation_may_promise_otherwise() -> None:
     peer = DecodePeer().bootstrapped()
     assert peer.say(promise(generation=1, prefix_len=0, pages=(1, 2, 4))) == [PromiseAck(7, 1, 0)]
-    assert peer.call("add", RoomKey(7, 1), 10) == [Bootstrapped(RoomKey(7, 1), DECODE, 0)]
+    assert peer.on(AddRoom(RoomKey(7, 1), 10)) == [Bootstrapped(RoomKey(7, 1), DECODE, 0)]
 
 
 def test_a_room_belongs_to_the_peer_that_opened_it() -> None:
@@ -295,13 +342,13 @@ def test_a_room_belongs_to_the_peer_that_opened_it() -> None:
     [_, outcome, _] = peer.ended(post.job_id)
     assert outcome.ok
     assert peer.say(OutcomeAck(*KEY, 0), OTHER) == []
-    assert peer.endpoint.num_rooms == 1, "another's acknowledgement is none"
+    assert peer.control.num_rooms == 1, "another's acknowledgement is none"
 
 
 def test_a_request_of_another_length_fails_on_both_sides() -> None:
     peer = DecodePeer().known()
     peer.say(promise())
-    ended, outcome, free = peer.call("add", KEY, 11)
+    ended, outcome, free = peer.on(AddRoom(KEY, 11))
     assert isinstance(ended.error, RequestError)
     assert "10 tokens, the request here has 11" in outcome.error
     assert (outcome.drained, free) == (True, SourceFree(KEY))
@@ -309,8 +356,10 @@ def test_a_request_of_another_length_fails_on_both_sides() -> None:
 
 def test_a_room_is_added_once() -> None:
     peer = DecodePeer().bootstrapped()
-    with pytest.raises(RequestError, match="room 7 generation 0"):
-        peer.call("add", KEY, 10)
+    added_already = Alike(RequestError("room 7 generation 0 was added already"))
+    ended = [RoomEnded(KEY, KVPoll.FAILED, added_already), SourceFree(KEY)]
+    assert peer.on(AddRoom(KEY, 10)) == ended
+    assert kinds(peer.chunk(1, [30, 31])) == ["WriteJob"], "the one that was there goes on"
 
 
 # --- parking --------------------------------------------------------------------------------------
@@ -324,11 +373,11 @@ def test_promises_are_parked_up_to_a_limit_a_peer() -> None:
     assert "limit" in refusal(peer.say(promise(99)))
     assert kinds(peer.say(promise(99), OTHER)) == ["PromiseAck"], "the limit is each peer's own"
     assert kinds(peer.say(promise(0))) == ["PromiseAck"], "one that is parked is answered"
-    peer.call("add", RoomKey(98, 0), 10)
+    peer.on(AddRoom(RoomKey(98, 0), 10))
     assert kinds(peer.say(promise(98))) == ["PromiseAck", "Bootstrapped"], (
         "one that was waited for is not parked"
     )
-    peer.call("add", RoomKey(0, 0), 10)
+    peer.on(AddRoom(RoomKey(0, 0), 10))
     assert kinds(peer.say(promise(100))) == ["PromiseAck"], "one that was taken leaves its place"
     peer.say(Abort(1, 0, "enough"))
     assert kinds(peer.say(promise(101))) == ["PromiseAck"], "so does one that was aborted"
@@ -346,21 +395,21 @@ def test_what_is_parked_has_a_deadline_and_leaves_its_place() -> None:
         assert [outcome.ok for outcome in said] == [False] * TIMING.max_parked_per_peer
         for room in range(TIMING.max_parked_per_peer):
             peer.say(OutcomeAck(room, 0, 0))
-        assert peer.endpoint.num_rooms == 0
+        assert peer.control.num_rooms == 0
 
 
 def test_a_request_that_comes_after_its_room_has_ended_fails_at_once() -> None:
     peer = DecodePeer().known()
     peer.say(promise())
     peer.after(TIMING.parked_timeout_s)
-    ended, free = peer.call("add", KEY, 10)
+    ended, free = peer.on(AddRoom(KEY, 10))
     assert isinstance(ended.error, TransferTimeoutError)
     assert free == SourceFree(KEY)
 
 
 def test_a_request_that_decode_never_promises_for_fails_by_its_deadline() -> None:
     peer = DecodePeer().known()
-    assert peer.call("add", KEY, 10) == []
+    assert peer.on(AddRoom(KEY, 10)) == []
     [ended, free] = [
         action
         for action in peer.after(TIMING.bootstrap_timeout_s)
@@ -368,7 +417,7 @@ def test_a_request_that_decode_never_promises_for_fails_by_its_deadline() -> Non
     ]
     assert isinstance(ended.error, TransferTimeoutError)
     assert free == SourceFree(KEY)
-    assert peer.endpoint.num_rooms == 0
+    assert peer.control.num_rooms == 0
 
 
 # --- aborts ---------------------------------------------------------------------------------------
@@ -376,31 +425,31 @@ def test_a_request_that_decode_never_promises_for_fails_by_its_deadline() -> Non
 
 def test_a_room_that_ended_before_its_promise_is_refused_when_it_comes() -> None:
     peer = DecodePeer().known()
-    peer.call("add", KEY, 10)
-    assert kinds(peer.call("abort", KEY, AbortedError("no more"))) == ["RoomEnded", "SourceFree"]
-    assert peer.endpoint.num_rooms == 0
+    peer.on(AddRoom(KEY, 10))
+    assert kinds(peer.on(AbortRoom(KEY, "no more"))) == ["RoomEnded", "SourceFree"]
+    assert peer.control.num_rooms == 0
     [outcome] = peer.say(promise())
     assert (outcome.ok, outcome.drained, outcome.error) == (False, True, "no more")
-    assert peer.endpoint.num_rooms == 1, "until decode has heard of it"
+    assert peer.control.num_rooms == 1, "until decode has heard of it"
     assert peer.say(OutcomeAck(*KEY, 0)) == []
-    assert peer.endpoint.num_rooms == 0
-    assert not list(peer.endpoint.rooms())
+    assert peer.control.num_rooms == 0
+    assert not list(peer.control.rooms())
 
 
 def test_a_room_that_ended_before_its_promise_may_be_added_again() -> None:
     peer = DecodePeer().known()
-    peer.call("add", KEY, 10)
-    peer.call("abort", KEY, AbortedError("no more"))
-    assert peer.call("add", KEY, 10) == []
+    peer.on(AddRoom(KEY, 10))
+    peer.on(AbortRoom(KEY, "no more"))
+    assert peer.on(AddRoom(KEY, 10)) == []
     assert "Bootstrapped" in kinds(peer.say(promise()))
 
 
 def test_a_room_that_ended_before_its_promise_is_forgotten_after_a_while() -> None:
     peer = DecodePeer().known()
-    peer.call("add", KEY, 10)
-    peer.call("abort", KEY, AbortedError("no more"))
+    peer.on(AddRoom(KEY, 10))
+    peer.on(AbortRoom(KEY, "no more"))
     peer.after(TIMING.parked_timeout_s)
-    assert not list(peer.endpoint.rooms())
+    assert not list(peer.control.rooms())
 
 
 @pytest.mark.parametrize("parked", [False, True])
@@ -411,22 +460,22 @@ def test_an_abort_before_the_request_is_drained_and_remembered_for_a_while(parke
             peer.say(promise())
         assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0)]
         peer.after(seconds)
-        assert kinds(peer.call("add", KEY, 10)) == (["RoomEnded", "SourceFree"] if failed else [])
-        assert peer.endpoint.num_rooms == (not failed)
+        assert kinds(peer.on(AddRoom(KEY, 10))) == (["RoomEnded", "SourceFree"] if failed else [])
+        assert peer.control.num_rooms == (not failed)
 
 
 def test_a_promise_after_the_abort_takes_the_room_up_again() -> None:
     peer = DecodePeer().known()
     peer.say(Abort(*KEY, "enough"))
     peer.say(promise())
-    assert peer.call("add", KEY, 10) == [Bootstrapped(KEY, DECODE, 4)]
+    assert peer.on(AddRoom(KEY, 10)) == [Bootstrapped(KEY, DECODE, 4)]
 
 
 def test_aborts_of_unknown_rooms_are_remembered_up_to_a_limit() -> None:
     peer = DecodePeer().known()
     for room in range(10):
         assert peer.say(Abort(room, 0, "enough")) == [Drained(room, 0, 0)]
-    failed = [room for room in range(10) if peer.call("add", RoomKey(room, 0), 10)]
+    failed = [room for room in range(10) if peer.on(AddRoom(RoomKey(room, 0), 10))]
     assert failed == list(range(TIMING.max_parked_per_peer))
 
 
@@ -434,7 +483,7 @@ def test_decodes_abort_is_acknowledged_with_the_end_of_the_last_write() -> None:
     peer = DecodePeer().bootstrapped()
     [first], [second] = peer.chunk(1, [30]), peer.chunk(2, [31])
     actions = peer.say(Abort(*KEY, "enough"))
-    assert kinds(actions) == ["RoomEnded", "CancelWrite", "CancelWrite"]
+    assert kinds(actions) == ["RoomEnded", "Cancel", "Cancel"]
     assert peer.say(Abort(*KEY, "enough")) == []
     assert peer.ended(second.job_id) == []
     said = [action for _ in range(20) for action in peer.after(1.0)]
@@ -442,7 +491,7 @@ def test_decodes_abort_is_acknowledged_with_the_end_of_the_last_write() -> None:
         "a write that is delayed delays the acknowledgement, for ever if need be"
     )
     assert peer.ended(first.job_id) == [Drained(*KEY, 0), SourceFree(KEY)]
-    assert peer.endpoint.num_rooms == 0
+    assert peer.control.num_rooms == 0
     assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0)], (
         "the acknowledgement was lost: said again"
     )
@@ -451,17 +500,18 @@ def test_decodes_abort_is_acknowledged_with_the_end_of_the_last_write() -> None:
 def test_a_write_that_proves_nothing_is_not_acknowledged_before_its_agent_is_destroyed() -> None:
     peer = DecodePeer().bootstrapped()
     [post] = peer.chunk(1, [30, 31])
-    [ended, outcome, _] = peer.ended(post.job_id, OSError("reset"), drained=False)
+    [ended, outcome, _, renew] = peer.ended(post.job_id, OSError("reset"), drained=False)
+    assert renew == Renew()
     assert ended.poll is KVPoll.FAILED
     assert not outcome.drained
     assert peer.say(OutcomeAck(*KEY, 0)) == []
     for _ in range(3):
         assert peer.say(Abort(*KEY, "enough")) == []
         assert set(kinds(peer.after(100.0))) <= {"Heartbeat"}
-    assert peer.endpoint.num_rooms == 1
-    assert peer.call("on_write_drained", post.job_id) == [Drained(*KEY, 0, settle=True)]
-    assert peer.endpoint.num_rooms == 0
-    assert peer.call("on_write_drained", post.job_id) == []
+    assert peer.control.num_rooms == 1
+    assert peer.on(WriteDrained(post.job_id)) == [Drained(*KEY, 0, settle=True)]
+    assert peer.control.num_rooms == 0
+    assert peer.on(WriteDrained(post.job_id)) == []
     assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0, settle=True)], (
         "that it was lost is no reason to hurry"
     )
@@ -472,11 +522,11 @@ def test_the_end_of_an_agent_says_nothing_of_a_room_that_was_dropped_since() -> 
     peer = DecodePeer().bootstrapped()
     [post] = peer.chunk(1, [30, 31])
     peer.say(messages.Fenced())
-    assert peer.ended(post.job_id, OSError("reset"), drained=False) == [SourceFree(KEY)]
+    assert peer.ended(post.job_id, OSError("reset"), drained=False) == [SourceFree(KEY), Renew()]
     peer.say(HELLO, newer(DECODE))
     peer.say(promise(), newer(DECODE))
-    assert peer.call("on_write_drained", post.job_id) == []
-    assert peer.endpoint.num_rooms == 1
+    assert peer.on(WriteDrained(post.job_id)) == []
+    assert peer.control.num_rooms == 1
 
 
 @pytest.mark.parametrize("promised", [False, True])
@@ -484,12 +534,12 @@ def test_the_engines_abort_ends_the_room_and_tells_decode(promised: bool) -> Non
     peer = DecodePeer().known()
     if promised:
         peer.say(promise())
-    peer.call("add", KEY, 10)
-    actions = peer.call("abort", KEY, WHY)
+    peer.on(AddRoom(KEY, 10))
+    actions = peer.on(ENOUGH)
     assert kinds(actions) == (
         ["RoomEnded", "Outcome", "SourceFree"] if promised else ["RoomEnded", "SourceFree"]
     )
-    assert peer.call("abort", KEY, WHY) == []
+    assert peer.on(ENOUGH) == []
     assert peer.chunk(1, [30, 31], last=True) == []
 
 
@@ -503,12 +553,35 @@ def test_a_peer_that_goes_ends_its_rooms_and_its_writes_are_waited_for(how: str)
     peer.say(promise(8))
     actions = peer.say(messages.Fenced()) if how == "farewell" else peer.say(HELLO, newer(DECODE))
     assert isinstance(actions[0].error, PeerLostError)
-    wanted = ["RoomEnded", "CancelWrite", "RemovePeer"]
+    wanted = ["RoomEnded", "Cancel", "RemovePeer"]
     assert kinds(actions) == wanted + (["AddPeer", "HelloReply"] if how == "restart" else [])
-    assert peer.endpoint.num_rooms == 1, "what was parked is gone"
-    assert peer.ended(post.job_id, OSError("reset"), drained=False) == [SourceFree(KEY)]
-    assert peer.endpoint.num_rooms == 0
-    assert peer.endpoint.peers(peer.now_s) == ({newer(DECODE): "ready"} if how == "restart" else {})
+    assert peer.control.num_rooms == 1, "what was parked is gone"
+    assert peer.ended(post.job_id, OSError("reset"), drained=False) == [SourceFree(KEY), Renew()]
+    assert peer.control.num_rooms == 0
+    assert peer.control.peers(peer.now_s) == ({newer(DECODE): "ready"} if how == "restart" else {})
+
+
+def test_a_fence_ends_the_rooms_of_its_incarnation_and_forgets_it() -> None:
+    peer = DecodePeer().bootstrapped()
+    [post] = peer.chunk(1, [30, 31])
+    peer.say(promise(8))
+    before = PeerId(DECODE.name, DECODE.incarnation - 1)
+    for other in (before, newer(DECODE), OTHER):
+        assert peer.on(Fence(other)) == [], "not known here"
+    assert peer.control.num_rooms == 2
+    lost = Alike(PeerLostError(f"{DECODE} was fenced"))
+    assert peer.on(Fence(DECODE)) == [
+        RoomEnded(KEY, KVPoll.FAILED, lost),
+        Cancel(post.job_id),
+        RemovePeer(DECODE),
+    ]
+    assert (peer.control.peers(peer.now_s), peer.control.num_rooms) == ({}, 1), "what was parked is"
+    assert peer.on(Fence(DECODE)) == [], "again: no-op"
+    assert peer.ended(post.job_id) == [SourceFree(KEY)], "its writes are waited for"
+    assert peer.control.num_rooms == 0
+    assert peer.say(Heartbeat()) == [HelloWanted()]
+    assert peer.after(TIMING.forget_after_s) == []
+    assert peer.control.wake_s == float("inf")
 
 
 def test_a_silent_peer_is_suspect_and_forgotten_when_it_has_no_room() -> None:
@@ -516,21 +589,21 @@ def test_a_silent_peer_is_suspect_and_forgotten_when_it_has_no_room() -> None:
     peer.say(promise())
     assert Heartbeat() in peer.after(TIMING.heartbeat_s)
     peer.after(TIMING.suspect_after_s)
-    assert peer.endpoint.peers(peer.now_s) == {DECODE: "suspect"}
+    assert peer.control.peers(peer.now_s) == {DECODE: "suspect"}
     peer.say(Abort(*KEY, ""))
-    assert peer.endpoint.peers(peer.now_s) == {DECODE: "ready"}
+    assert peer.control.peers(peer.now_s) == {DECODE: "ready"}
     assert RemovePeer(DECODE) not in peer.after(TIMING.forget_after_s)
     assert RemovePeer(DECODE) in peer.after(TIMING.heartbeat_s)
     assert peer.say(Heartbeat()) == [HelloWanted()]
-    assert peer.endpoint.wake_s == float("inf")
+    assert peer.control.wake_s == float("inf")
 
 
 def test_heartbeats_come_when_nothing_else_was_said() -> None:
     peer = DecodePeer().known()
     beats = []
     for _ in range(40):
-        peer.now_s = peer.endpoint.wake_s
-        beats += [peer.now_s for body in peer.call("tick") if isinstance(body, Heartbeat)]
+        peer.now_s = peer.control.wake_s
+        beats += [peer.now_s for body in peer.on(Tick()) if isinstance(body, Heartbeat)]
     assert len(beats) == 40, "each wake-up is for a heartbeat, none is early"
     assert beats[0] == 100.0 + TIMING.heartbeat_s
 
@@ -538,47 +611,102 @@ def test_heartbeats_come_when_nothing_else_was_said() -> None:
 def test_answers_go_where_the_peer_spoke_from_last() -> None:
     peer = DecodePeer().bootstrapped()
     peer.say(Heartbeat(), route=b"elsewhere")
-    frames = peer.endpoint.abort(KEY, WHY, peer.now_s)
-    assert [frame.route for frame in frames if hasattr(frame, "route")] == [b"elsewhere"]
+    effects = peer.control.on(ENOUGH, peer.now_s)
+    frames = [effect for effect in effects if isinstance(effect, SendFrame)]
+    assert [frame.to for frame in frames] == [b"elsewhere"]
 
 
 def test_farewell_is_said_to_all() -> None:
     peer = DecodePeer().known()
     peer.say(HELLO, OTHER, route=b"other")
-    frames = peer.endpoint.farewell()
-    assert [(frame.route, messages.decode(frame.raw).body) for frame in frames] == [
+    frames = peer.control.on(AgentDestroyed(), peer.now_s)
+    assert [(frame.to, messages.decode(frame.raw).body) for frame in frames] == [
         (ROUTE, messages.Fenced()), (b"other", messages.Fenced()),
     ]  # fmt: skip
     assert {messages.decode(frame.raw).sender for frame in frames} == {PREFILL}
 
 
-def test_a_write_of_nobody_is_nobodys() -> None:
+def test_the_end_of_an_unknown_write_changes_nothing() -> None:
     peer = DecodePeer().bootstrapped()
     [post] = peer.chunk(1, [30, 31])
-    assert isinstance(post, PostWrite)
+    assert isinstance(post, WriteJob)
     assert peer.ended(post.job_id + 1) == []
-    assert [
-        action for action in peer.call("abort", KEY, WHY) if isinstance(action, CancelWrite)
-    ] == [CancelWrite(post.job_id)]
+    assert of(peer.on(ENOUGH), Cancel) == [Cancel(post.job_id)]
 
 
 def test_a_room_number_is_used_again_while_the_last_acknowledgement_is_still_out() -> None:
     peer = DecodePeer().bootstrapped(msgspec.structs.replace(promise(), ticket=1))
-    post = next(
-        action for action in peer.chunk(1, [5, 6], last=True) if isinstance(action, PostWrite)
-    )
+    [post] = of(peer.chunk(1, [5, 6], last=True), WriteJob)
     assert peer.ended(post.job_id)
     assert "PromiseAck" in kinds(peer.say(msgspec.structs.replace(promise(), ticket=2))), (
         "the old use has ended"
     )
-    assert not any(
-        isinstance(action, RoomEnded) for action in peer.say(messages.OutcomeAck(*KEY, 0, ticket=1))
-    )
-    peer.call("add", KEY, 10)
-    assert any(isinstance(action, PostWrite) for action in peer.chunk(1, [7, 8], last=True))
+    assert not of(peer.say(messages.OutcomeAck(*KEY, 0, ticket=1)), RoomEnded)
+    peer.on(AddRoom(KEY, 10))
+    [post] = of(peer.chunk(1, [7, 8], last=True), WriteJob)
+    assert of(peer.ended(post.job_id), RoomEnded) == [RoomEnded(KEY, KVPoll.SUCCESS)]
+    assert peer.say(messages.OutcomeAck(*KEY, 0, ticket=1)) == []
+    assert peer.control.num_rooms == 1, "the acknowledgement of the use before is none of this one"
+    peer.say(messages.OutcomeAck(*KEY, 0, ticket=2))
+    assert peer.control.num_rooms == 0
 
 
 def test_an_abort_of_an_earlier_use_leaves_the_room_alone() -> None:
     peer = DecodePeer().bootstrapped(msgspec.structs.replace(promise(), ticket=2))
     assert peer.say(messages.Abort(*KEY, "late", ticket=1)) == [messages.Drained(*KEY, 0, ticket=1)]
     assert peer.chunk(1, [5, 6], last=True), "the present use goes on"
+
+
+# --- all that is taken ----------------------------------------------------------------------------
+
+INPUTS: dict[str, tuple[Any, list[str]]] = {
+    "a request": (AddRoom(RoomKey(8, 0), 10), []),
+    "pages": (send_chunk(KEY, 2, [31], False, b""), ["WriteJob"]),
+    "a room to end": (ENOUGH, ["RoomEnded", "Cancel", "Outcome"]),
+    "a fence": (Fence(DECODE), ["RoomEnded", "Cancel", "RemovePeer"]),
+    "a frame": (FrameReceived(ROUTE, b"junk"), []),
+    "a write": (WriteDone(1, WRITE_BYTES), []),
+    "a write that failed": (
+        WriteFailed(1, OSError("reset"), drained=True),
+        ["RoomEnded", "Outcome", "SourceFree"],
+    ),
+    "a write that is drained": (WriteDrained(1), []),
+    "a notification": (Arrived(b"junk"), []),
+    "a transport that has settled": (Settled(DECODE), []),
+    "a peer that is unreachable": (PeerUnreachable(DECODE, OSError("reset")), []),
+    "a copy of no staging": (CopyDone(1), []),
+    "an address that cannot be": (ConnectFailed(ADDRESS, OSError("no such")), []),
+    "time": (Tick(), []),
+    "the end of our agent": (AgentDestroyed(), ["Fenced"]),
+}
+
+
+@pytest.mark.parametrize(("what", "follows"), INPUTS.values(), ids=INPUTS)
+def test_what_follows_from_each_input(what: Any, follows: list[str]) -> None:
+    peer = DecodePeer().bootstrapped()
+    [post] = peer.chunk(1, [30])
+    assert post.job_id == 1
+    assert kinds(peer.on(what)) == follows
+
+
+def test_these_are_all_inputs_there_are_and_any_other_raises() -> None:
+    assert {type(what) for what, _ in INPUTS.values()} == members(PrefillInput)
+    for other in (OpenRoom(promise(), ADDRESS), SourceFree(KEY), promise(), KEY, None):
+        with pytest.raises(AssertionError, match="Expected code to be unreachable"):
+            DecodePeer().on(other)  # type: ignore[arg-type]
+
+
+def test_a_write_that_failed_undrained_asks_for_another_agent_each_time() -> None:
+    peer = DecodePeer().bootstrapped()
+    [first], [second] = peer.chunk(1, [30]), peer.chunk(2, [31])
+    assert Renew() not in peer.ended(first.job_id, OSError("reset"), drained=True)
+    assert peer.ended(second.job_id, OSError("reset"), drained=False) == [SourceFree(KEY), Renew()]
+    assert peer.ended(99, OSError("reset"), drained=False) == [Renew()], "also of no room any more"
+    assert peer.control.counters == {"writes_failed": 3}
+
+
+def test_a_peer_that_is_unreachable_is_counted_and_keeps_its_rooms() -> None:
+    peer = DecodePeer().bootstrapped()
+    assert peer.on(PeerUnreachable(DECODE, OSError("reset"))) == []
+    assert peer.control.counters == {"peers_unreachable": 1}
+    assert peer.control.num_rooms == 1

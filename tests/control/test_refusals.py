@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from prefixkv.control.decode import Connect
+from prefixkv.control.effects import Connect, ConnectFailed
 from prefixkv.errors import AbortedError, RequestError, TransferError
-from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.commands import AbortRoom, Fence, RefuseRoom
+from prefixkv.protocol.events import RoomDrained, RoomEnded
+from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import Abort, Drained, Hello
 from prefixkv.protocol.receiver_machine import (
     ChunkLanded,
@@ -18,7 +20,6 @@ from prefixkv.protocol.receiver_machine import (
     FencedOff,
     PeerReady,
     PromiseAcked,
-    RoomDrained,
     Say,
     Tick,
 )
@@ -29,29 +30,31 @@ from tests.control.wire import (
     KEY,
     PREFILL,
     TIMING,
+    Alike,
     PrefillPeer,
     kinds,
     newer,
     promise,
 )
 
-WHY = AbortedError("no room for it")
-TOLD = Abort(*KEY, "no room for it", 9)
+WHY = "no room for it"
+ENOUGH = AbortRoom(KEY, WHY)
+TOLD = Abort(*KEY, WHY, 9)
 
 
 def refuse(peer: PrefillPeer, key: RoomKey = KEY, ticket: int = 9) -> list[Any]:
-    return peer.call("refuse", key, ticket, ADDRESS, WHY)
+    return peer.on(RefuseRoom(key, ticket, ADDRESS, WHY))
 
 
 def test_prefill_is_told_as_soon_as_it_is_there_and_its_answer_frees_the_number() -> None:
     peer = PrefillPeer()
     assert refuse(peer) == [Connect(ADDRESS), HELLO]
-    with pytest.raises(RequestError, match="room 7"):
-        peer.open()
+    open_already = Alike(RequestError("room 7 generation 0 is open already"))
+    assert peer.open() == [RoomEnded(KEY, KVPoll.FAILED, open_already), RoomDrained(KEY)]
     assert peer.greet() == [TOLD]
-    assert peer.endpoint.num_expected == 0, "no page of ours is known there"
+    assert peer.expected == 0, "no page of ours is known there"
     assert peer.say(Drained(*KEY, 0, 9)) == [RoomDrained(KEY)]
-    assert peer.endpoint.num_rooms == 0
+    assert peer.control.num_rooms == 0
     assert kinds(peer.open()) == ["Promise"]
 
 
@@ -65,44 +68,44 @@ def test_it_is_told_again_until_it_answers() -> None:
     assert not [body for body in peer.pass_time(3.0) if isinstance(body, Abort)]
 
 
-@pytest.mark.parametrize("end", ["time", "nobody there", "another model", "replaced", "fenced"])
-def test_who_cannot_answer_is_not_waited_for_long(end: str) -> None:
+@pytest.mark.parametrize("end", ["time", "no such address", "another model", "replaced", "fenced"])
+def test_a_worker_that_cannot_answer_is_not_waited_for_long(end: str) -> None:
     peer = PrefillPeer()
     refuse(peer)
     if end in ("time", "replaced", "fenced"):
         peer.greet()
     said = {
         "time": lambda: peer.pass_time(TIMING.bootstrap_timeout_s),
-        "nobody there": lambda: peer.call("unreachable", ADDRESS, TransferError("no such address")),
+        "no such address": lambda: peer.on(ConnectFailed(ADDRESS, TransferError("not found"))),
         "another model": lambda: peer.greet(refused="another model"),
         "replaced": lambda: peer.greet(by=newer(PREFILL)),
-        "fenced": lambda: peer.call("fence", PREFILL),
+        "fenced": lambda: peer.on(Fence(PREFILL)),
     }[end]()
     assert [action for action in said if isinstance(action, RoomDrained)] == [RoomDrained(KEY)]
-    assert peer.endpoint.num_rooms == 0
+    assert peer.control.num_rooms == 0
 
 
 def test_an_abort_before_prefill_is_there_frees_the_pages_at_once_and_is_told_later() -> None:
     peer = PrefillPeer()
     peer.open()
-    assert kinds(peer.call("abort", KEY, WHY)) == ["RoomEnded", "RoomDrained"]
-    assert peer.call("abort", KEY, WHY) == [], "again: no-op; the refusal goes on"
+    assert kinds(peer.on(ENOUGH)) == ["RoomEnded", "RoomDrained"]
+    assert peer.on(ENOUGH) == [], "again: no-op; the refusal goes on"
     assert peer.greet() == [Abort(*KEY, "no room for it", promise().ticket)]
-    assert peer.call("abort", KEY, WHY) == []
-    assert peer.endpoint.num_rooms == 1, "it waits for the answer"
+    assert peer.on(ENOUGH) == []
+    assert peer.control.num_rooms == 1, "it waits for the answer"
     assert peer.say(Drained(*KEY, 0, promise().ticket)) == [], (
         "which is no news: the number was free already"
     )
-    assert peer.endpoint.num_rooms == 0
+    assert peer.control.num_rooms == 0
 
 
 def test_a_number_that_is_used_again_before_that_is_not_refused_any_more() -> None:
     peer = PrefillPeer()
     peer.open()
-    peer.call("abort", KEY, WHY)
+    peer.on(ENOUGH)
     assert [body for body in peer.open() if not isinstance(body, Hello)] == []
     assert peer.greet() == [promise()]
-    assert peer.endpoint.num_rooms == 1
+    assert peer.control.num_rooms == 1
 
 
 @pytest.mark.parametrize("event", [ChunkLanded(0, 0, 0), PromiseAcked(0), DrainedSaid(1), Tick()])
@@ -120,5 +123,6 @@ def test_each_rank_is_told_and_each_must_answer() -> None:
     assert [say.rank for say in machine.on(Tick(), TIMING.resend_s)] == [1]
     assert machine.on(DrainedSaid(1), 0.1) == [RoomDrained(KEY)]
     assert machine.over
-    assert machine.on(Fail(WHY), 0.2) == machine.on(FencedOff(0), 0.2) == [], "it ends once"
+    for event in (Fail(AbortedError(WHY)), FencedOff(0)):
+        assert machine.on(event, 0.2) == [], "it ends once"
     assert machine.wake_s == float("inf")

@@ -1,5 +1,5 @@
-"""A prefill rank that several decode ranks read from: its machine, and the endpoint that checks who
-speaks."""
+"""A prefill rank that several decode ranks read from: its machine, and the control object that
+checks which of them speaks."""
 
 from __future__ import annotations
 
@@ -13,31 +13,47 @@ import numpy as np
 import pytest
 
 from prefixkv.config import CurveConfig
-from prefixkv.control.prefill import AddPeer, LeaseGranted, RemovePeer
-from prefixkv.errors import AbortedError, PeerLostError, TransferError, TransferTimeoutError
+from prefixkv.control.effects import AddPeer, Cancel, CopyDone, RemovePeer, Renew
+from prefixkv.errors import (
+    AbortedError,
+    PeerLostError,
+    RequestError,
+    TransferError,
+    TransferTimeoutError,
+)
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol import sender_events as sm
-from prefixkv.protocol.ids import KVPoll, PeerId
+from prefixkv.protocol.commands import AddRoom, Fence, SendChunk
+from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
     Fenced,
     HelloReply,
+    LeaseAsk,
     LeaseGrant,
     Outcome,
     OutcomeAck,
     PromiseAck,
 )
-from prefixkv.protocol.sender_machine import (
-    Bootstrapped,
-    CancelWrite,
-    PostWrite,
-    RoomEnded,
-    Say,
-    SenderMachine,
-    SourceFree,
-)  # fmt: skip
-from tests.control.mesh_wire import AREA, DIGEST, KEY, TIMING, Readers, bodies, hello, of, promise
+from prefixkv.protocol.sender_events import CancelWrite, PostWrite, Say
+from prefixkv.protocol.sender_machine import SenderMachine
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.staging.sender import Gather
+from prefixkv.transport.base import WriteDrained, WriteJob
+from tests.control.mesh_wire import (
+    AREA,
+    DIGEST,
+    KEY,
+    SLOTS,
+    TIMING,
+    Readers,
+    bodies,
+    hello,
+    promise,
+)
+from tests.control.wire import Alike, of
 
 A, B = PeerId("d/0", 5), PeerId("d/1", 5)
 WHY = AbortedError("enough")
@@ -90,7 +106,15 @@ class Machine:
 
     def chunk(self, first_page: int, src_pages: Sequence[int], last: bool = True) -> list[Any]:
         src = np.array(src_pages, np.int32)
-        return self.on(sm.ChunkQueued(first_page, src, last, b"aux" if last else b"", None))
+        aux = b"aux" if last else b""
+        return self.on(
+            SendChunk(key=KEY, first_page=first_page, src_pages=src, last=last, aux=aux, ready=None)
+        )
+
+    def abort(self, reader: int) -> list[Any]:
+        peer = (A, B)[reader]
+        said = sm.AbortSaid(peer=peer, reason="no", ticket=1, reader=reader, readers=(0, 1))
+        return self.on(said)
 
 
 def said(actions: list[Any], kind: type) -> list[tuple[PeerId, Any]]:
@@ -106,11 +130,11 @@ def test_a_room_begins_when_the_engine_and_all_readers_have_named_it(
     order: tuple[Any, ...],
 ) -> None:
     room = Machine()
-    for i, who in enumerate(order):
-        actions = room.on(sm.Added(16) if who == "added" else room.promised(who))
+    for i, named in enumerate(order):
+        actions = room.on(sm.Added(16) if named == "added" else room.promised(named))
         assert of(actions, Bootstrapped) == ([Bootstrapped(KEY, A, 0)] if i == 2 else [])
-        if who != "added":
-            assert said(actions, PromiseAck) == [((A, B)[who], PromiseAck(*KEY, 0, 1))]
+        if named != "added":
+            assert said(actions, PromiseAck) == [((A, B)[named], PromiseAck(*KEY, 0, 1))]
 
 
 def test_each_reader_gets_every_chunk_and_the_outcome() -> None:
@@ -135,7 +159,7 @@ def test_each_reader_gets_every_chunk_and_the_outcome() -> None:
     assert room.machine.over
 
 
-def test_who_is_written_nothing_hears_the_outcome_all_the_same() -> None:
+def test_a_reader_that_is_written_nothing_hears_the_outcome_all_the_same() -> None:
     room = Machine().begun(writes=False)
     actions = room.chunk(0, [5, 6, 7, 8])
     assert of(actions, PostWrite) == []
@@ -145,13 +169,13 @@ def test_who_is_written_nothing_hears_the_outcome_all_the_same() -> None:
 def test_an_abort_of_one_reader_fails_the_other_and_drains_for_both_with_the_last_write() -> None:
     room = Machine().begun()
     posts = of(room.chunk(0, [5, 6, 7, 8]), PostWrite)
-    actions = room.on(sm.AbortSaid(A, "no", 1, 0, (0, 1)))
+    actions = room.abort(0)
     assert of(actions, CancelWrite) == [CancelWrite(post.job_id) for post in posts]
     assert [(to, body.ok, body.drained) for to, body in said(actions, Outcome)] == [
         (B, False, False)
     ]
     assert said(actions, Drained) == []
-    assert room.on(sm.AbortSaid(B, "no", 1, 1, (0, 1))) == []
+    assert room.abort(1) == []
     assert room.on(sm.WriteEnded(posts[1].job_id, WHY)) == []
     actions = room.on(sm.WriteEnded(posts[0].job_id))
     assert [to for to, _ in said(actions, Drained)] == [A, B]
@@ -164,7 +188,7 @@ def test_a_write_to_one_reader_that_proves_nothing_keeps_the_pages_of_both() -> 
     first, second = of(room.chunk(0, [5, 6, 7, 8]), PostWrite)
     room.on(sm.WriteEnded(first.job_id, WHY, False))
     for reader in (0, 1):
-        room.on(sm.AbortSaid((A, B)[reader], "no", 1, reader, (0, 1)))
+        room.abort(reader)
     assert said(room.on(sm.WriteEnded(second.job_id)), Drained) == []
     drained = said(room.on(sm.WriteDrained(first.job_id)), Drained)
     assert [(to, body.settle) for to, body in drained] == [(A, True), (B, True)]
@@ -256,7 +280,7 @@ def test_pages_that_are_not_the_promised_fail_the_room(
     assert "units" in str(ended.error)
 
 
-# --- the endpoint ---------------------------------------------------------------------------------
+# --- the control object ---------------------------------------------------------------------------
 
 
 def test_claims_of_one_worker_are_joined_and_those_of_another_refused() -> None:
@@ -268,29 +292,29 @@ def test_claims_of_one_worker_are_joined_and_those_of_another_refused() -> None:
         ((_, refusal),) = bodies(peer.say(stranger, promise()), Outcome)
         assert (refusal.ok, refusal.drained) == (False, True)
         assert "belongs to" in refusal.error
-    assert peer.call("add", KEY, 10) == []
+    assert peer.on(AddRoom(KEY, 10)) == []
     assert of(peer.say(b, promise()), Bootstrapped) == [Bootstrapped(KEY, a, 0)]
     for stranger in other:
         assert bodies(peer.say(stranger, Abort(*KEY, "no", 1)), Drained), "nothing goes there"
-    assert peer.endpoint.num_rooms == 1
-    posts = of(peer.chunk(0, [1, 2, 3], last=True), PostWrite)
+    assert peer.control.num_rooms == 1
+    posts = of(peer.chunk(0, [1, 2, 3], last=True), WriteJob)
     assert [post.peer for post in posts] == [a, b]
 
 
 def test_a_promise_for_a_later_use_is_refused_while_this_one_may_write() -> None:
     peer = Readers(tp=1)
     a, b = peer.greet(2)
-    peer.call("add", KEY, 10)
-    for who in (a, b):
-        peer.say(who, promise())
-    posts = of(peer.chunk(0, [1, 2, 3], last=True), PostWrite)
+    peer.on(AddRoom(KEY, 10))
+    for reader in (a, b):
+        peer.say(reader, promise())
+    posts = of(peer.chunk(0, [1, 2, 3], last=True), WriteJob)
     ((_, refusal),) = bodies(peer.say(a, promise(ticket=2)), Outcome)
     assert (refusal.ok, refusal.ticket) == (False, 2)
     for post in posts:
         actions = peer.ended(post.job_id)
     assert [body.ticket for _, body in bodies(actions, Outcome)] == [1, 1]
     assert bodies(peer.say(a, promise(ticket=2)), PromiseAck), (
-        "the next use, though nobody has acknowledged this one"
+        "the next use, though this one is not acknowledged"
     )
 
 
@@ -299,73 +323,74 @@ def test_two_that_say_they_are_one_rank_of_a_worker_are_not_joined() -> None:
     a, b = peer.greet(2)
     twin = PeerId("twin", 5)
     peer.say(twin, hello(2, 1, a))
-    for who in (a, b):
-        peer.say(who, promise())
+    for reader in (a, b):
+        peer.say(reader, promise())
     ((_, refusal),) = bodies(peer.say(twin, promise()), Outcome)
     assert not refusal.ok
+    assert "belongs to" in refusal.error
+
+
+def parked(peer: Readers) -> list[int]:
+    """By reader, the promises that wait for their requests."""
+    return [known.num_parked for known in peer.control._peers.all()]
 
 
 def test_parked_promises_are_counted_by_reader_and_come_free_with_the_request() -> None:
     peer = Readers(tp=1)
     a, b = peer.greet(2)
     for room in range(TIMING.max_parked_per_peer):
-        for who in (a, b):
-            assert bodies(peer.say(who, msgspec.structs.replace(promise(), room=room)), PromiseAck)
+        for reader in (a, b):
+            assert bodies(
+                peer.say(reader, msgspec.structs.replace(promise(), room=room)), PromiseAck
+            )
     full = msgspec.structs.replace(promise(), room=50)
     assert "limit" in bodies(peer.say(a, full), Outcome)[0][1].error
-    assert [known.num_parked for known in peer.endpoint._peers.values()] == [
-        TIMING.max_parked_per_peer
-    ] * 2
-    peer.call("add", (0, 0), 10)
-    assert [known.num_parked for known in peer.endpoint._peers.values()] == [
-        TIMING.max_parked_per_peer - 1
-    ] * 2
+    assert parked(peer) == [TIMING.max_parked_per_peer] * 2
+    peer.on(AddRoom(RoomKey(0, 0), 10))
+    assert parked(peer) == [TIMING.max_parked_per_peer - 1] * 2
     peer.say(b, Abort(1, 0, "no", 1))
-    assert [known.num_parked for known in peer.endpoint._peers.values()] == [
-        TIMING.max_parked_per_peer - 2
-    ] * 2
+    assert parked(peer) == [TIMING.max_parked_per_peer - 2] * 2
     peer.after(TIMING.parked_timeout_s)
-    assert [known.num_parked for known in peer.endpoint._peers.values()] == [0, 0]
+    assert parked(peer) == [0, 0]
 
 
 def test_a_reader_that_leaves_fails_its_rooms_for_the_others() -> None:
     peer = Readers(tp=1)
     a, b = peer.greet(2)
-    peer.call("add", KEY, 10)
-    for who in (a, b):
-        peer.say(who, promise())
+    peer.on(AddRoom(KEY, 10))
+    for reader in (a, b):
+        peer.say(reader, promise())
     actions = peer.say(b, Fenced())
     assert [to for to, _ in bodies(actions, Outcome)] == [b"d/0"]
     (ended,) = of(actions, RoomEnded)
     assert isinstance(ended.error, PeerLostError)
     assert of(actions, RemovePeer) == [RemovePeer(b)]
     peer.say(a, OutcomeAck(*KEY, 0, 1))
-    assert peer.endpoint.num_rooms == 0
+    assert peer.control.num_rooms == 0
 
 
-def test_a_reader_that_leaves_takes_nobodys_proof_with_it() -> None:
+def test_a_reader_that_leaves_takes_no_other_readers_proof_with_it() -> None:
     peer = Readers(tp=1)
     a, b = peer.greet(2)
-    peer.call("add", KEY, 10)
-    for who in (a, b):
-        peer.say(who, promise())
-    to_a, to_b = of(peer.chunk(0, [1, 2, 3]), PostWrite)
+    peer.on(AddRoom(KEY, 10))
+    for reader in (a, b):
+        peer.say(reader, promise())
+    to_a, to_b = of(peer.chunk(0, [1, 2, 3]), WriteJob)
     peer.say(b, Fenced())
     peer.ended(to_b.job_id, WHY)
     peer.ended(to_a.job_id, TransferError("after its post"), drained=False)
     assert bodies(peer.say(a, Abort(*KEY, "no", 1)), Drained) == [], (
         "it may still land in the other's pages"
     )
-    ((to, drained),) = bodies(peer.call("on_write_drained", to_a.job_id), Drained)
+    ((to, drained),) = bodies(peer.on(WriteDrained(to_a.job_id)), Drained)
     assert (to, drained.settle) == (b"d/0", True)
-    assert peer.endpoint.num_rooms == 0
+    assert peer.control.num_rooms == 0
 
 
 def test_a_lone_reader_of_replicas_is_written_by_one_and_told_by_all() -> None:
-    """MLA: rank 1 of two writes to nobody, and its engine waits for the room as well."""
-    peer = Readers(tp=2, rank=1)
+    """MLA: rank 1 of two writes to none, and its engine waits for the room as well."""
     digest = msgspec.structs.replace(DIGEST, attention="mla", num_kv_heads=1)
-    peer.endpoint._digest, peer.endpoint._mesh = digest, peer.endpoint._topology.mesh(digest)
+    peer = Readers(tp=2, rank=1, digest=digest)
     layout = msgspec.structs.replace(
         hello(4, 0, A).layout, attention="mla", slabs=hello(4, 0, A).layout.slabs[::2]
     )  # fmt: skip
@@ -373,18 +398,17 @@ def test_a_lone_reader_of_replicas_is_written_by_one_and_told_by_all() -> None:
     assert [body.refused for _, body in bodies(said, HelloReply)] == [""]
     assert of(said, AddPeer) == []
     peer.say(A, promise())
-    assert of(peer.call("add", KEY, 10), Bootstrapped)
+    assert of(peer.on(AddRoom(KEY, 10)), Bootstrapped)
     actions = peer.chunk(0, [1, 2, 3], last=True)
-    assert of(actions, PostWrite) == []
+    assert of(actions, WriteJob) == []
     assert [body.num_pages for _, body in bodies(actions, Outcome)] == [3]
 
 
 def test_a_worker_of_several_ranks_has_one_key() -> None:
-    peer = Readers()
     curve = CurveConfig(
         "p" * 40, "s" * 40, allowed_clients={"key d": "d", "key e": "e", "key r": "e/1"}
     )
-    peer.endpoint._timing = dataclasses.replace(TIMING, curve=curve)
+    peer = Readers(timing=dataclasses.replace(TIMING, curve=curve))
 
     def known(name: str, key: str) -> bool:
         me = PeerId(name, 5)
@@ -398,57 +422,68 @@ def test_a_worker_of_several_ranks_has_one_key() -> None:
     assert not known("e/1", "key e"), "another key's own name"
     assert known("e/1", "key r")
     assert known("d/1", "key d")
-    peer.endpoint._peers.clear()
     assert known("d", "key d")
 
 
 # --- what is said wrongly -------------------------------------------------------------------------
 
+LEASE = 4 * BLOCK_BYTES  # one unit page of our part of the model, and as large as a slot
 BAD_AREAS = {
-    "no memory": StagingArea(0, 8 * BLOCK_BYTES, BLOCK_BYTES),
-    "negative": StagingArea(-BLOCK_BYTES, 8 * BLOCK_BYTES, BLOCK_BYTES),
-    "beyond all memory": StagingArea(2**63 - 1, 8 * BLOCK_BYTES, BLOCK_BYTES),
-    "no bytes": StagingArea(BLOCK_BYTES, 0, 0),
-    "no whole blocks": StagingArea(BLOCK_BYTES, 8 * BLOCK_BYTES, 100),
-    "lease larger than the area": StagingArea(BLOCK_BYTES, 8 * BLOCK_BYTES, 9 * BLOCK_BYTES),
-    "a unit that does not fit a lease": StagingArea(BLOCK_BYTES, 8 * BLOCK_BYTES, BLOCK_BYTES),
-    "a lease that does not fit a slot": StagingArea(BLOCK_BYTES, 2**40, 2**40),
+    "no memory": (StagingArea(0, 2 * LEASE, LEASE), "is no memory"),
+    "negative": (StagingArea(-BLOCK_BYTES, 2 * LEASE, LEASE), "is no memory"),
+    "beyond all memory": (StagingArea(2**63 - 1, 2 * LEASE, LEASE), "is no memory"),
+    "no bytes": (StagingArea(BLOCK_BYTES, 0, 0), "num_bytes is 0"),
+    "an area of no whole blocks": (StagingArea(BLOCK_BYTES, 2 * LEASE + 1, LEASE), "num_bytes"),
+    "leases of no whole blocks": (StagingArea(BLOCK_BYTES, 2 * LEASE, LEASE + 1), "lease_bytes"),
+    "a lease larger than the area": (StagingArea(BLOCK_BYTES, LEASE, 2 * LEASE), "the area has"),
+    "a unit that does not fit a lease": (
+        StagingArea(BLOCK_BYTES, 2 * LEASE, BLOCK_BYTES),
+        "cannot take one unit page",
+    ),
+    "a lease that does not fit a slot": (
+        StagingArea(BLOCK_BYTES, 2**40, 2**40),
+        "cannot take our section",
+    ),
 }
 
 
-@pytest.mark.parametrize("area", BAD_AREAS.values(), ids=BAD_AREAS)
-def test_a_staging_area_that_cannot_be_is_refused_with_the_reason(area: StagingArea) -> None:
-    peer = Readers(tp=1, slot_bytes=4 * BLOCK_BYTES)
-    who = PeerId("d/0", 5)
-    greeting = hello(2, 0, who, page_size=16, staging=area)
-    peer.endpoint._topology = msgspec.structs.replace(peer.endpoint._topology, page_size=16)
-    said = peer.say(who, greeting)
+@pytest.mark.parametrize(("area", "text"), BAD_AREAS.values(), ids=BAD_AREAS)
+def test_a_staging_area_that_cannot_be_is_refused_with_the_reason(
+    area: StagingArea, text: str
+) -> None:
+    fitting = StagingArea(BLOCK_BYTES, 2 * LEASE, LEASE)
+    good = Readers(page_size=16, staging=SLOTS).say(
+        A, hello(2, 0, A, page_size=16, staging=fitting)
+    )
+    assert [added.staged for added in of(good, AddPeer)] == [True]
+    peer = Readers(page_size=16, staging=SLOTS)
+    said = peer.say(A, hello(2, 0, A, page_size=16, staging=area))
     assert of(said, AddPeer) == []
-    assert "staging" in bodies(said, HelloReply)[0][1].refused
-    assert peer.endpoint.counters["handshakes_refused"] == 1
+    refused = bodies(said, HelloReply)[0][1].refused
+    assert "staging" in refused
+    assert text in refused
+    assert peer.control.counters["handshakes_refused"] == 1
 
 
 def test_slices_are_staged_where_both_can() -> None:
-    for slot_bytes, area, staged in (
-        (4 * BLOCK_BYTES, AREA, True),
-        (0, AREA, False),
-        (4 * BLOCK_BYTES, None, False),
-    ):
-        peer = Readers(tp=1, slot_bytes=slot_bytes)
-        who = PeerId("d/0", 5)
-        said = peer.say(who, hello(2, 0, who, staging=area))
+    for slots, area, staged in ((SLOTS, AREA, True), (None, AREA, False), (SLOTS, None, False)):
+        said = Readers(staging=slots).say(A, hello(2, 0, A, staging=area))
         (added,) = of(said, AddPeer)
-        assert (added.cut is not None, bodies(said, HelloReply)[0][1].staged) == (staged, staged)
-    whole = Readers(tp=2, slot_bytes=4 * BLOCK_BYTES)
-    (added,) = of(whole.say(A, hello(2, 0, A, staging=AREA)), AddPeer)
-    assert added.cut is None, "a whole rank needs no staging"
+        assert (added.staged, added.staging) == (staged, area if staged else None)
+        assert bodies(said, HelloReply)[0][1].staged == staged
+    whole = Readers(tp=2, staging=SLOTS)
+    said = whole.say(A, hello(2, 0, A, staging=AREA))
+    (added,) = of(said, AddPeer)
+    assert (added.staged, bodies(said, HelloReply)[0][1].staged) == (False, False), (
+        "a whole rank needs no staging"
+    )
 
 
 @pytest.mark.parametrize("rank", [2, 5000])
 def test_a_rank_that_its_mesh_has_not_is_refused(rank: int) -> None:
     peer = Readers(tp=1)
-    who = PeerId("d/9", 5)
-    said = peer.say(who, msgspec.structs.replace(hello(2, 0, who), rank=rank))
+    reader = PeerId("d/9", 5)
+    said = peer.say(reader, msgspec.structs.replace(hello(2, 0, reader), rank=rank))
     assert "rank" in bodies(said, HelloReply)[0][1].refused
 
 
@@ -472,8 +507,151 @@ def test_layouts_that_do_not_divide_or_hold_another_share_are_refused() -> None:
         assert text in bodies(said, HelloReply)[0][1].refused
 
 
-def test_grants_are_handed_on_with_who_said_them() -> None:
-    peer = Readers(tp=1)
+# --- what is staged -------------------------------------------------------------------------------
+
+
+def staged() -> tuple[Readers, PeerId, PeerId]:
+    """A room that two readers have promised and the engine has added; what goes to either is a
+    slice."""
+    peer = Readers(staging=SLOTS)
+    a, b = peer.greet(2, staging=AREA)
+    peer.on(AddRoom(KEY, 10))
+    for reader in (a, b):
+        peer.say(reader, promise())
+    return peer, a, b
+
+
+def grant(piece: int = 0, lease_id: int = 1, offset: int = 0, ticket: int = 1) -> LeaseGrant:
+    return LeaseGrant(*KEY, piece, lease_id, offset, ticket)
+
+
+def gathered(peer: Readers, reader: PeerId, said: LeaseGrant) -> WriteJob:
+    """This reader grants a lease, and the slot that is gathered for it is written."""
+    (gather,) = peer.say(reader, said)
+    (write,) = peer.on(CopyDone(gather.gather_id))
+    assert isinstance(write, WriteJob)
+    return write
+
+
+def test_a_slice_is_asked_for_gathered_and_written_into_its_lease() -> None:
+    peer, a, b = staged()
+    ask = LeaseAsk(*KEY, 0, piece=0, first_unit=0, num_units=3, ticket=1)
+    assert peer.chunk(0, [1, 2, 3]) == [(b"d/0", ask), (b"d/1", ask)]
+    (gather,) = peer.say(b, grant(lease_id=5, offset=4 * BLOCK_BYTES))
+    assert isinstance(gather, Gather)
+    assert (gather.peer, gather.src_units.tolist()) == (b, [1, 2, 3])
+    assert gather.num_bytes == 3 * 4096
+    (write,) = peer.on(CopyDone(gather.gather_id))
+    assert (write.peer, write.route, write.ready) == (b, "staging", None)
+    assert write.src_pages.tolist() == [4 * gather.slot + block for block in range(3)]
+    assert write.dst_pages.tolist() == [4, 5, 6]
+    assert write.tag == ChunkTag(5, *KEY, rank=0, chunk=0, lease_id=5)
+    assert peer.ended(write.job_id) == []
+    peer.chunk(3, [], last=True)
+    (ended, to_a, to_b, free) = peer.ended(gathered(peer, a, grant()).job_id)
+    assert (ended, free) == (RoomEnded(KEY, KVPoll.SUCCESS), SourceFree(KEY))
+    assert [(to, body.ok, body.num_pages) for to, body in (to_a, to_b)] == [
+        (b"d/0", True, 3),
+        (b"d/1", True, 3),
+    ]
+
+
+def test_an_ask_that_is_not_answered_is_repeated_and_wakes_us_for_it() -> None:
+    peer, a, _ = staged()
+    peer.chunk(0, [1, 2, 3])
+    gathered(peer, a, grant())
+    assert peer.control.wake_s <= peer.now_s + TIMING.resend_s
+    assert [to for to, _ in bodies(peer.after(TIMING.resend_s), LeaseAsk)] == [b"d/1"]
+
+
+def test_a_grant_is_the_readers_that_says_it() -> None:
+    peer, a, b = staged()
+    peer.chunk(0, [1, 2, 3])
+    (gather,) = peer.say(b, grant())
+    assert gather.peer == b
+    assert peer.say(b, grant()) == [], "of the same piece, not of the other reader's"
+    counters = peer.control.staging.counters
+    assert counters["grants_not_awaited"] == 1
+    assert peer.say(a, grant(ticket=2)) == []
+    assert peer.say(a, grant(offset=8 * BLOCK_BYTES)) == [], "behind its area"
+    assert (counters["grants_not_awaited"], counters["grants_outside"]) == (2, 1)
+
+
+def test_a_grant_where_nothing_is_staged_is_nothing() -> None:
+    peer = Readers()
     _, b = peer.greet(2)
-    grant = LeaseGrant(*KEY, 0, 1, 0, 1)
-    assert peer.say(b, grant) == [LeaseGranted(b, grant)]
+    assert peer.say(b, grant()) == []
+
+
+def test_a_gather_that_fails_fails_the_room_and_nothing_else_of_it_is_posted() -> None:
+    peer, a, b = staged()
+    peer.chunk(0, [1, 2, 3])
+    (first,), (second,) = peer.say(a, grant()), peer.say(b, grant())
+    said = peer.on(CopyDone(first.gather_id, OSError("no such page")))
+    (failed,) = of(said, RoomEnded)
+    assert "no such page" in str(failed.error)
+    assert of(said, SourceFree) == [], "the other gather reads the source"
+    said = peer.on(CopyDone(second.gather_id))
+    assert of(said, WriteJob) == []
+    assert of(said, SourceFree) == [SourceFree(KEY)]
+
+
+def test_a_staged_write_that_failed_undrained_keeps_its_slot_and_drains_no_reader() -> None:
+    peer, a, b = staged()
+    peer.chunk(0, [1, 2, 3])
+    write = gathered(peer, a, grant())
+    said = peer.ended(write.job_id, OSError("reset"), drained=False)
+    assert (len(of(said, RoomEnded)), said[-1]) == (1, Renew())
+    assert of(said, SourceFree) == [SourceFree(KEY)], "it reads the slot, and not the pages"
+    assert [body.drained for _, body in bodies(said, Outcome)] == [False, False]
+    for reader in (a, b):
+        assert bodies(peer.say(reader, Abort(*KEY, "no", 1)), Drained) == []
+    assert peer.control.staging.free_slots == 1
+    drained = bodies(peer.on(WriteDrained(write.job_id)), Drained)
+    assert [(to, body.settle) for to, body in drained] == [(b"d/0", True), (b"d/1", True)]
+    assert peer.control.staging.free_slots == 2
+
+
+def test_a_room_that_is_over_is_forgotten_so_that_its_number_may_be_staged_again() -> None:
+    peer, a, b = staged()
+    for ticket in (1, 2):
+        if ticket == 2:
+            for reader in (a, b):
+                peer.say(reader, promise(ticket=2))
+            peer.on(AddRoom(KEY, 10))
+        assert len(bodies(peer.chunk(0, [1, 2, 3], last=True), LeaseAsk)) == 2
+        for reader in (a, b):
+            said = peer.ended(gathered(peer, reader, grant(ticket=ticket)).job_id)
+        assert of(said, SourceFree) == [SourceFree(KEY)]
+        assert peer.control.staging.num_rooms == 0
+
+
+@pytest.mark.parametrize("how", ["fence", "farewell", "restart"])
+def test_a_staged_reader_that_goes_takes_its_jobs_with_it(how: str) -> None:
+    peer, a, b = staged()
+    peer.chunk(0, [1, 2, 3])
+    write = gathered(peer, a, grant())
+    newer = PeerId(b.name, b.incarnation + 1)
+    said = {
+        "fence": lambda: peer.on(Fence(b)),
+        "farewell": lambda: peer.say(b, Fenced()),
+        "restart": lambda: peer.say(newer, hello(2, 1, a, staging=AREA)),
+    }[how]()
+    assert Cancel(write.job_id) in said
+    assert RemovePeer(b) in said
+    assert set(peer.control.staging.peers) == ({a, newer} if how == "restart" else {a})
+    assert of(peer.ended(write.job_id, WHY), SourceFree) == [SourceFree(KEY)]
+    assert peer.control.staging.num_jobs == 0
+
+
+def test_a_room_that_is_added_again_goes_on_with_what_is_staged_of_it() -> None:
+    peer, a, b = staged()
+    added_already = Alike(RequestError("room 7 generation 0 was added already"))
+    refused = [RoomEnded(KEY, KVPoll.FAILED, added_already), SourceFree(KEY)]
+    peer.chunk(0, [1, 2])
+    assert peer.on(AddRoom(KEY, 10)) == refused, "while leases are asked for"
+    for reader in (a, b):
+        peer.ended(gathered(peer, reader, grant()).job_id)
+    assert peer.on(AddRoom(KEY, 10)) == refused, "while nothing is under way"
+    asks = [ask for _, ask in bodies(peer.chunk(2, [3], last=True), LeaseAsk)]
+    assert [(ask.piece, ask.first_unit) for ask in asks] == [(1, 2)] * 2

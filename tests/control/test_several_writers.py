@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from prefixkv.control.decode import Connect
+from prefixkv.control.effects import Connect, ConnectFailed, CopyDone
 from prefixkv.errors import AbortedError, HandshakeError, PeerLostError, TransferTimeoutError
+from prefixkv.protocol.commands import AbortRoom, Fence
+from prefixkv.protocol.events import RoomDrained, RoomEnded
 from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.protocol.messages import (
     Abort,
@@ -19,9 +21,9 @@ from prefixkv.protocol.messages import (
     Promise,
     Topology,
 )
-from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.staging.receiver import Scatter
+from prefixkv.transport.base import Arrived
 from tests.control.mesh_wire import (
     ADDRESSES,
     AREA,
@@ -30,11 +32,11 @@ from tests.control.mesh_wire import (
     TIMING,
     Writers,
     bodies,
-    of,
     promise,
 )
+from tests.control.wire import of
 
-WHY = AbortedError("enough")
+ENOUGH, WHY = AbortRoom(KEY, "enough"), AbortedError("enough")
 
 
 def ended(actions: list[Any]) -> RoomEnded:
@@ -48,7 +50,7 @@ def test_the_leader_says_where_the_others_are_and_all_are_promised_at_once() -> 
     assert of(pair.reply(0), Connect) == [Connect(ADDRESSES[2]), Connect(ADDRESSES[3])]
     assert bodies(pair.reply(3), Promise) == []
     assert bodies(pair.reply(2), Promise) == [(ADDRESSES[2], promise()), (ADDRESSES[3], promise())]
-    assert pair.endpoint.num_expected == 1
+    assert pair.expected == 1
     again = Promise(8, 0, 10, 0, promise().pages, 2)
     assert bodies(pair.open(again), Promise) == [(ADDRESSES[2], again), (ADDRESSES[3], again)], (
         "known by now"
@@ -59,7 +61,7 @@ def test_success_takes_every_writer_and_the_aux_of_the_lowest() -> None:
     pair = Writers().opened()
     assert of(pair.outcome(1), RoomEnded) == []
     assert pair.outcome(0)[1:] == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")]
-    assert pair.endpoint.num_expected == 0
+    assert pair.expected == 0
 
 
 def test_one_that_failed_fails_the_room_and_each_proves_for_itself() -> None:
@@ -79,8 +81,8 @@ def test_a_rank_speaks_for_itself_only() -> None:
         Outcome(*KEY, 9, True, 1, 3, b"", "", True, 1),
     ):
         assert pair.say(1, body) == []
-    assert pair.endpoint.counters["frames_dropped"] == 2
-    assert pair.endpoint.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert pair.control.counters["frames_dropped"] == 2
+    assert pair.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
 
 
 # --- leaders that lie ---------------------------------------------------------------------------
@@ -92,7 +94,7 @@ def test_an_address_of_another_rank_than_0_is_no_leader() -> None:
     error = ended(pair.reply(1, address=ADDRESSES[0], by=pair.peers[1])).error
     assert isinstance(error, HandshakeError)
     assert "rank" in str(error)
-    assert pair.endpoint.num_rooms == 0
+    assert pair.control.num_rooms == 0
 
 
 def test_a_leader_with_too_few_endpoints_is_refused() -> None:
@@ -111,7 +113,7 @@ def test_a_rank_that_is_another_than_the_leader_said_is_refused(changes: dict[st
     error = ended(pair.reply(1, **changes)).error
     assert isinstance(error, HandshakeError)
     assert next(iter(changes)) in str(error)
-    assert pair.endpoint.num_rooms == 0
+    assert pair.control.num_rooms == 0
 
 
 def test_a_leader_that_names_itself_as_another_rank_is_refused() -> None:
@@ -124,11 +126,11 @@ def test_an_endpoint_that_is_no_address_fails_the_leaders_rooms() -> None:
     pair = Writers()
     pair.open()
     assert of(pair.reply(0, endpoints=("", "nonsense")), Connect) == [Connect("nonsense")]
-    assert ended(pair.call("unreachable", "nonsense", WHY)).error is WHY
-    assert pair.endpoint.num_rooms == 0
+    assert ended(pair.on(ConnectFailed("nonsense", WHY))).error is WHY
+    assert pair.control.num_rooms == 0
 
 
-def test_a_rank_that_never_answers_fails_the_room_by_its_deadline_with_nobody_told() -> None:
+def test_a_rank_that_never_answers_fails_the_room_by_its_deadline_with_no_rank_told() -> None:
     pair = Writers()
     pair.open()
     pair.reply(0)
@@ -166,12 +168,12 @@ def test_a_writer_that_was_restarted_fails_the_room_and_only_a_fence_drains_it(w
     )
     assert pair.say(1, Drained(*KEY, 1, 1), by=newer) == []
     pair.say(0, Drained(*KEY, 0, 1))
-    assert of(pair.call("fence", pair.peers[1]), RoomDrained) == [RoomDrained(KEY)]
+    assert of(pair.on(Fence(pair.peers[1])), RoomDrained) == [RoomDrained(KEY)]
 
 
 def test_a_fence_of_one_writer_leaves_the_others_to_prove_it() -> None:
     pair = Writers().opened()
-    said = pair.call("fence", pair.peers[0])
+    said = pair.on(Fence(pair.peers[0]))
     assert isinstance(ended(said).error, PeerLostError)
     assert of(said, RoomDrained) == []
     assert of(pair.say(1, Drained(*KEY, 1, 1)), RoomDrained) == [RoomDrained(KEY)]
@@ -190,13 +192,13 @@ def test_rooms_wait_for_a_writer_that_is_greeted_again() -> None:
 def test_an_abort_before_the_promise_is_said_to_all_that_would_have_had_it() -> None:
     pair = Writers()
     pair.open()
-    assert of(pair.call("abort", KEY, WHY), RoomDrained) == [RoomDrained(KEY)]
+    assert of(pair.on(ENOUGH), RoomDrained) == [RoomDrained(KEY)]
     pair.reply(0)
     assert [to for to, _ in bodies(pair.reply(1), Abort)] == [ADDRESSES[0], ADDRESSES[1]]
-    assert pair.endpoint.num_rooms == 1
+    assert pair.control.num_rooms == 1
     for rank in (0, 1):
         assert pair.say(rank, Drained(*KEY, rank, 1)) == [], "no news: the pages were never told"
-    assert pair.endpoint.num_rooms == 0
+    assert pair.control.num_rooms == 0
 
 
 # --- staged ---------------------------------------------------------------------------------------
@@ -221,7 +223,7 @@ def test_a_grant_goes_to_all_writers_and_a_lease_is_scattered_by_their_sections(
     assert said[0][1] == said[1][1]
     lease = said[0][1].lease_id
     for rank in (1, 0):
-        actions = pair.call("on_arrival", ChunkTag(5, *KEY, rank, 0, slot=lease).pack())
+        actions = pair.on(Arrived(ChunkTag(5, *KEY, rank, 0, lease_id=lease).pack()))
     (scatter,) = of(actions, Scatter)
     assert scatter.units.tolist() == [3]
     assert [(part.first_head, part.num_heads) for _, part in sorted(scatter.parts.items())] == [
@@ -229,6 +231,19 @@ def test_a_grant_goes_to_all_writers_and_a_lease_is_scattered_by_their_sections(
         (2, 2),
     ]
     assert [section.rank for section in scatter.sections] == [0, 1]
+
+
+def test_writers_that_are_started_anew_without_staging_write_directly() -> None:
+    pair = staged()
+    for rank in (0, 1):
+        pair.peers[rank] = PeerId(f"p/{rank}", 6)
+        pair.reply(rank, staged=False)
+    assert of(pair.on(Fence(PeerId("p/0", 5))), RoomDrained) == []
+    assert of(pair.on(Fence(PeerId("p/1", 5))), RoomDrained) == [RoomDrained(KEY)]
+    assert len(bodies(pair.open(promise(2)), Promise)) == 2
+    pair.outcome(0, ticket=2)
+    success = RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")
+    assert of(pair.outcome(1, ticket=2), RoomEnded) == [success]
 
 
 def test_some_that_stage_and_some_that_do_not_are_refused() -> None:
@@ -256,36 +271,36 @@ def test_an_ask_that_cannot_be_fails_its_room_alone(bad: dict[str, int]) -> None
     pair.open(other)
     said = asked(pair, 1, **bad)
     assert "piece" in str(ended(said).error)
-    assert pair.endpoint.counters["frames_dropped"] == 1
-    assert len(list(pair.endpoint.rooms())) == 2
-    assert [machine.poll.ended for machine in pair.endpoint.rooms()] == [True, False]
+    assert pair.control.counters["frames_dropped"] == 1
+    assert len(list(pair.control.rooms())) == 2
+    assert [machine.poll.ended for machine in pair.control.rooms()] == [True, False]
 
 
 def test_asks_of_another_use_or_where_nothing_is_staged_are_dropped() -> None:
     pair = staged()
     assert asked(pair, 0, ticket=2) == []
     assert pair.say(1, LeaseAsk(*KEY, 0, 0, 0, 1, 1)) == [], "in another rank's name"
-    assert pair.endpoint.counters["frames_dropped"] == 2
+    assert pair.control.counters["frames_dropped"] == 2
     plain = Writers().opened()
     assert asked(plain, 0) == []
-    assert plain.endpoint.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert plain.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
 
 
 def test_arrivals_for_a_lease_of_a_room_that_is_over_change_nothing() -> None:
     pair = staged()
     asked(pair, 1)
     lease = bodies(asked(pair, 0), LeaseGrant)[0][1].lease_id
-    pair.call("abort", KEY, WHY)
+    pair.on(ENOUGH)
     for rank in (0, 1):
         pair.say(rank, Drained(*KEY, rank, 1))
-    assert pair.endpoint.num_rooms == 0
-    assert pair.call("on_arrival", ChunkTag(5, *KEY, 0, 0, slot=lease).pack()) == []
+    assert pair.control.num_rooms == 0
+    assert pair.on(Arrived(ChunkTag(5, *KEY, 0, 0, lease_id=lease).pack())) == []
     pair.open(promise(ticket=2))
-    assert pair.call("on_arrival", ChunkTag(5, *KEY, 0, 0, slot=lease).pack()) == [], (
+    assert pair.on(Arrived(ChunkTag(5, *KEY, 0, 0, lease_id=lease).pack())) == [], (
         "an earlier use's"
     )
-    assert pair.endpoint.staging.counters["arrivals_of_no_lease"] == 1
-    assert pair.endpoint.counters["tags_dropped"] == 1
+    assert pair.control.staging.counters["arrivals_of_no_lease"] == 1
+    assert pair.control.counters["tags_dropped"] == 1
 
 
 def test_tags_in_any_order_double_foreign_or_cut_are_counted_and_scatter_once() -> None:
@@ -301,22 +316,22 @@ def test_tags_in_any_order_double_foreign_or_cut_are_counted_and_scatter_once() 
         fields = {
             "room": KEY.room,
             "generation": KEY.generation,
-            "slot": leases[piece],
+            "lease_id": leases[piece],
             "num_parts": 2,
             **changes,
         }
         raw = ChunkTag(incarnation, rank=rank, chunk=piece, part=part, **fields).pack()
-        return of(pair.call("on_arrival", raw[: len(raw) - cut]), Scatter)
+        return of(pair.on(Arrived(raw[: len(raw) - cut])), Scatter)
 
     for bad in ({"cut": 1}, {"incarnation": 4}, {"room": 9}, {"generation": 1}):
         assert arrive(0, 0, **bad) == []
     assert arrive(7, 0) == []
-    assert pair.endpoint.counters["tags_dropped"] == 5
-    counters = pair.endpoint.staging.counters
-    for bad in ({"slot": leases[1]}, {"slot": 99}):
+    assert pair.control.counters["tags_dropped"] == 5
+    counters = pair.control.staging.counters
+    for bad in ({"lease_id": leases[1]}, {"lease_id": 99}):
         assert arrive(0, 0, **bad) == []
     assert counters["arrivals_of_no_lease"] == 2
-    assert arrive(0, 0, slot=-1) == [], "a direct one: progress only"
+    assert arrive(0, 0, lease_id=-1) == [], "a direct one: progress only"
     order = [(1, 1, 1), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 0, 1), (1, 0, 0), (0, 1, 1), (1, 0, 1)]
     scattered = [
         scatter.lease_id for rank, piece, part in order for scatter in arrive(rank, piece, part)
@@ -326,3 +341,58 @@ def test_tags_in_any_order_double_foreign_or_cut_are_counted_and_scatter_once() 
     assert arrive(0, 0, 0) == [], "late"
     assert arrive(0, 0, 1, num_parts=5) == []
     assert counters["arrivals_not_awaited"] == 3
+
+
+def landed() -> tuple[Writers, Scatter]:
+    """The first two pages of the room are scattered, the third is in its lease, to be scattered."""
+    pair = staged()
+    for piece, first, count in ((0, 0, 2), (1, 2, 1)):
+        asked(pair, 1, piece, first, count)
+        lease = bodies(asked(pair, 0, piece, first, count), LeaseGrant)[0][1].lease_id
+        for rank in (0, 1):
+            effects = pair.on(Arrived(ChunkTag(5, *KEY, rank, piece, lease_id=lease).pack()))
+        (scatter,) = effects
+        if piece == 0:
+            assert pair.on(CopyDone(lease)) == []
+    return pair, scatter
+
+
+def test_success_waits_for_the_last_scatter() -> None:
+    pair, scatter = landed()
+    for rank in (0, 1):
+        assert of(pair.outcome(rank), RoomEnded) == []
+    assert pair.on(CopyDone(scatter.lease_id)) == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")]
+    assert pair.on(CopyDone(scatter.lease_id)) == [], "it is over"
+
+
+def test_a_scatter_that_fails_fails_the_room_even_where_success_was_held_back() -> None:
+    for held in (False, True):
+        pair, scatter = landed()
+        for rank in (0, 1) if held else ():
+            pair.outcome(rank)
+        said = pair.on(CopyDone(scatter.lease_id, OSError("no such page")))
+        assert "no such page" in str(ended(said).error)
+        assert of(said, RoomDrained) == ([RoomDrained(KEY)] if held else [])
+        assert pair.expected == (0 if held else 1)
+
+
+def test_a_failed_room_is_not_drained_while_our_own_copy_writes_its_pages() -> None:
+    pair, scatter = landed()
+    assert ended(pair.on(ENOUGH)).key == KEY
+    for rank in (0, 1):
+        assert of(pair.say(rank, Drained(*KEY, rank, 1)), RoomDrained) == []
+    assert pair.control.num_rooms == 0, "its writers have proved it"
+    assert pair.on(CopyDone(scatter.lease_id)) == [RoomDrained(KEY)]
+
+
+def test_an_ok_outcome_stands_for_the_notifications_that_were_lost() -> None:
+    pair = staged()
+    for rank in (0, 1):
+        asked(pair, rank, count=2)
+        asked(pair, rank, 1, 2, 1)
+    assert of(pair.outcome(1), Scatter) == []
+    first, second = of(pair.outcome(0), Scatter)
+    assert (first.units.tolist(), second.units.tolist()) == ([3, 9], [5])
+    assert pair.on(CopyDone(second.lease_id)) == []
+    success = RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")
+    assert pair.on(CopyDone(first.lease_id)) == [success]

@@ -10,23 +10,21 @@ import numpy as np
 import pytest
 
 from prefixkv.config import ControlConfig
-from prefixkv.control import prefill as prefill_endpoint
 from prefixkv.memory.state_layout import StateBlock, StateEntry, StateLayout, StateLink, StateTensor
+from prefixkv.protocol.commands import AddRoom, SendChunk
+from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Outcome
 from prefixkv.protocol.sender_events import (
     Added,
-    ChunkQueued,
     Fail,
     PostWrite,
     Promised,
-    RoomEnded,
-    SourceFree,
     WriteEnded,
 )
 from prefixkv.protocol.sender_machine import SenderMachine
 from tests.control import wire
-from tests.control.wire import ADDRESS, DIGEST, HELLO, KEY, PREFILL, TIMING, TOPOLOGY, DecodePeer
+from tests.control.wire import DIGEST, HELLO, KEY, DecodePeer
 
 STATE = (StateTensor("a", 0, 1, (8,), "uint8"),)
 WITH_STATE = msgspec.structs.replace(DIGEST, state=STATE)
@@ -47,12 +45,28 @@ def promise(
     state_slot: int, reader: int = 0, readers: tuple[int, ...] = (0,), takes_state: bool = True
 ) -> Promised:
     peer = PeerId(f"d{reader}", 1)
-    return Promised(peer, 8, 8, NO_PAGES, 5, reader, readers, True, 4, 1, state_slot, takes_state)
+    return Promised(
+        peer=peer, fill_len=8, prefix_len=8, units=NO_PAGES, ticket=5, reader=reader,
+        readers=readers, unit_tokens=4, state_slot=state_slot, takes_state=takes_state,
+    )  # fmt: skip
+
+
+def last_chunk(state_slot: int) -> SendChunk:
+    """No pages, and the extra state."""
+    return SendChunk(
+        key=KEY,
+        first_page=2,
+        src_pages=NO_PAGES,
+        last=True,
+        aux=b"",
+        ready=None,
+        state_slot=state_slot,
+    )
 
 
 def test_a_full_hit_posts_the_state_alone_and_waits_for_it() -> None:
     machine = room(promise(7))
-    (post,) = machine.on(ChunkQueued(2, NO_PAGES, True, b"", None, 3), 0.0)
+    (post,) = machine.on(last_chunk(3), 0.0)
     assert isinstance(post, PostWrite)
     assert (post.state, post.src_pages.tolist(), post.dst_pages.tolist()) == (True, [3], [7])
     assert machine.poll is KVPoll.TRANSFERRING
@@ -67,7 +81,7 @@ def test_a_full_hit_posts_the_state_alone_and_waits_for_it() -> None:
 def test_only_readers_that_take_state_get_some() -> None:
     both = (0, 1)
     machine = room(promise(7, 0, both), promise(7, 1, both, takes_state=False))
-    posts = machine.on(ChunkQueued(2, NO_PAGES, True, b"", None, 3), 0.0)
+    posts = machine.on(last_chunk(3), 0.0)
     assert [(post.peer.name, post.state) for post in posts if isinstance(post, PostWrite)] == [
         ("d0", True)
     ]
@@ -76,7 +90,7 @@ def test_only_readers_that_take_state_get_some() -> None:
 @pytest.mark.parametrize(("promised", "handed"), [(7, -1), (-1, 3)])
 def test_state_on_one_side_only_fails_the_room(promised: int, handed: int) -> None:
     machine = room(promise(promised))
-    actions = machine.on(ChunkQueued(2, NO_PAGES, True, b"", None, handed), 0.0)
+    actions = machine.on(last_chunk(handed), 0.0)
     assert machine.poll is KVPoll.FAILED
     assert f"slot {handed} was handed over" in str(machine.error)
     assert not any(isinstance(action, PostWrite) for action in actions)
@@ -92,7 +106,7 @@ def test_readers_have_the_same_slot() -> None:
 
 def test_a_room_that_fails_frees_the_source_when_the_write_has_ended() -> None:
     machine = room(promise(7))
-    (post,) = machine.on(ChunkQueued(2, NO_PAGES, True, b"", None, 3), 0.0)
+    (post,) = machine.on(last_chunk(3), 0.0)
     assert isinstance(post, PostWrite)
     assert not any(
         isinstance(action, SourceFree) for action in machine.on(Fail(RuntimeError("x")), 0.0)
@@ -102,46 +116,36 @@ def test_a_room_that_fails_frees_the_source_when_the_write_has_ended() -> None:
     )
 
 
-# --- the endpoint ---------------------------------------------------------------------------------
-
-
-class StatePeer(DecodePeer):
-    """A decode worker with extra state, opposite a real endpoint that has it too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.endpoint = prefill_endpoint.PrefillEndpoint(
-            PREFILL, WITH_STATE, TOPOLOGY, TIMING, (ADDRESS,)
-        )
+# --- the control object ---------------------------------------------------------------------------
 
 
 GOOD = msgspec.structs.replace(HELLO, digest=WITH_STATE, state=MEMORY)
 
 
 def test_a_room_with_state() -> None:
-    peer = StatePeer()
+    peer = DecodePeer(hello=GOOD)
     added = peer.say(GOOD)[0]
     assert added.state == StateLink(MEMORY, (StateBlock(0, 0, 0, 0, 8),))
     peer.say(msgspec.structs.replace(wire.promise(prefix_len=4), state_slot=3))
-    peer.call("add", KEY, 10)
-    src = np.array([30, 31], np.int32)
-    pages, state = peer.endpoint.chunk(KEY, 1, src, True, b"", None, peer.now_s, 2)
-    assert (pages.state, state.state) == (False, True)  # type: ignore[union-attr]
-    assert (state.src_pages.tolist(), state.dst_pages.tolist()) == ([2], [3])  # type: ignore[union-attr]
-    assert peer.ended(pages.job_id) == []  # type: ignore[union-attr]
+    peer.on(AddRoom(KEY, 10))
+    pages, state = peer.chunk(1, [30, 31], last=True, state_slot=2)
+    assert (pages.route, state.route) == ("pages", "state")
+    assert [post.tag.chunk for post in (pages, state)] == [0, 1]
+    assert (state.src_pages.tolist(), state.dst_pages.tolist()) == ([2], [3])
+    assert peer.ended(pages.job_id) == []
     assert [
         action.poll for action in peer.ended(state.job_id) if isinstance(action, RoomEnded)
-    ] == [KVPoll.SUCCESS]  # type: ignore[union-attr]
+    ] == [KVPoll.SUCCESS]
 
 
 @pytest.mark.parametrize(("with_state", "slot"), [(True, -1), (True, 4), (False, 0)])
 def test_a_promise_of_a_slot_that_is_none_is_refused(with_state: bool, slot: int) -> None:
-    peer = StatePeer() if with_state else DecodePeer()
+    peer = DecodePeer(hello=GOOD) if with_state else DecodePeer()
     peer.say(GOOD if with_state else HELLO)
     (outcome,) = peer.say(msgspec.structs.replace(wire.promise(), state_slot=slot))
     assert isinstance(outcome, Outcome)
     assert f"state slot {slot}" in outcome.error
-    assert not list(peer.endpoint.rooms())
+    assert not list(peer.control.rooms())
 
 
 @pytest.mark.parametrize(
@@ -154,10 +158,10 @@ def test_a_promise_of_a_slot_that_is_none_is_refused(with_state: bool, slot: int
         ({"digest": DIGEST}, "state[0]"),
     ],
 )
-def test_who_describes_its_state_otherwise_is_refused(
+def test_a_peer_that_describes_its_state_otherwise_is_refused(
     changes: dict[str, object], text: str
 ) -> None:
-    peer = StatePeer()
+    peer = DecodePeer(hello=GOOD)
     [reply] = peer.say(msgspec.structs.replace(GOOD, **changes))
     assert text in reply.refused
 

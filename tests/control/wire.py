@@ -1,33 +1,32 @@
-"""Both endpoints under test, each opposite a peer that is played by hand: what it says, and what it
-hears."""
+"""Both control objects under test, each opposite a peer that is played by hand: what it says, and
+what it hears."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Any, get_args, get_origin
 
+import msgspec
 import numpy as np
 
 from prefixkv.config import ControlConfig
-from prefixkv.control import decode as decode_endpoint
-from prefixkv.control import prefill as prefill_endpoint
-from prefixkv.errors import TransferTimeoutError
+from prefixkv.control.decode import DecodeControl, DecodeInput
+from prefixkv.control.effects import Expect, FrameReceived, SendFrame, Tick
+from prefixkv.control.prefill import PrefillControl, PrefillInput
+from prefixkv.control.writes import StagingSlots
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.protocol import messages
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.commands import AddRoom, OpenRoom, SendChunk
+from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Promise, Topology
+from prefixkv.transport.base import WriteDone, WriteFailed
+from tests.protocol.rooms import DECODE, KEY, PAGE_SIZE, PREFILL, TIMING, promise
+from tests.protocol.rooms import ids as ids
 
-PAGE_SIZE = 4
 NUM_PAGES = 16
 ADDRESS = "tcp://prefill"
 ROUTE = b"route"
-TIMING = ControlConfig(
-    heartbeat_s=1.0, suspect_after_s=3.0, forget_after_s=50.0, resend_s=0.5,
-    bootstrap_timeout_s=10.0, waiting_timeout_s=20.0, transfer_timeout_s=15.0, ack_timeout_s=8.0,
-    drain_timeout_s=6.0, parked_timeout_s=5.0, max_parked_per_peer=3, max_peers=2,
-    fence_settle_s=0.0,
-)  # fmt: skip
 DIGEST = ModelDigest("llama", "1", "none", "uint8", "mha", 1, 1, 8)
 TOPOLOGY = Topology(PAGE_SIZE)
 LAYOUT = KVLayout(
@@ -36,20 +35,6 @@ LAYOUT = KVLayout(
     regions=((4096, 64 * NUM_PAGES),),
 )  # fmt: skip
 HELLO = Hello(DIGEST, TOPOLOGY, LAYOUT, b"agent")
-DECODE, PREFILL = PeerId("decode-0", 5), PeerId("prefill-0", 5)
-
-
-def ids(pages: Iterable[int]) -> bytes:
-    return np.array(list(pages), dtype="<i4").tobytes()
-
-
-def promise(room: int = 7, generation: int = 0, *, fill_len: int = 10, prefix_len: int = 4,
-            pages: Sequence[int] = (3, 9)) -> Promise:  # fmt: skip
-    """By default a prompt of 10 tokens, 4 of them cached: pages 3 and 9 are promised."""
-    return Promise(room, generation, fill_len, prefix_len, ids(pages))
-
-
-KEY = RoomKey(7, 0)
 
 
 def newer(peer: PeerId) -> PeerId:
@@ -57,58 +42,88 @@ def newer(peer: PeerId) -> PeerId:
     return PeerId(peer.name, peer.incarnation + 1)
 
 
+class Alike:
+    """Equal to every error of this class and text: errors travel as text, so the one that comes
+    back is another object."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self.error) and str(other) == str(self.error)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Alike({self.error!r})"
+
+
 class _Opposite:
-    """The peer, and the clock. `said` keeps all bodies that the endpoint under test has sent,
+    """The peer, and the clock. `said` keeps all bodies that the control object under test has sent,
     oldest first."""
+
+    control: DecodeControl | PrefillControl
 
     def __init__(self, me: PeerId) -> None:
         self.now_s = 100.0
         self.said: list[Any] = []
-        self.seq = count(1)  # over all senders, so that nobody is turned away for his number alone
+        self.seq = count(1)  # over all senders, so that no frame is dropped for its number alone
         self.me = me
 
     def raw(self, body: Any, by: PeerId | None = None, seq: int | None = None) -> bytes:
         return messages.encode(by or self.me, next(self.seq) if seq is None else seq, body)
 
-    def heard(self, actions: Sequence[Any], frame_type: type) -> list[Any]:
-        """The actions, with a frame's body in place of the frame."""
+    def on(self, what: Any) -> list[Any]:
+        """What follows from an input, with a frame's body in place of the frame."""
         out = []
-        for action in actions:
-            if isinstance(action, frame_type):
-                body = messages.decode(action.raw).body
+        for effect in self.control.on(what, self.now_s):
+            if isinstance(effect, SendFrame):
+                body = messages.decode(effect.raw).body
                 self.said.append(body)
                 out.append(body)
             else:
-                out.append(action)
+                out.append(effect)
         return out
 
     def take_said(self) -> list[Any]:
         said, self.said = self.said, []
         return said
 
+    def pause(self, seconds: float) -> Tick:
+        """Let the clock go on; returns what then has to be put in."""
+        self.now_s += seconds
+        return Tick()
+
+    def after(self, seconds: float) -> list[Any]:
+        return self.on(self.pause(seconds))
+
 
 class PrefillPeer(_Opposite):
-    """A hand-played prefill worker opposite a real `DecodeEndpoint`."""
+    """A hand-played prefill worker of one rank opposite a real `DecodeControl`."""
 
-    def __init__(self, timing: ControlConfig = TIMING) -> None:
+    control: DecodeControl
+
+    def __init__(self, timing: ControlConfig = TIMING, hello: Hello = HELLO) -> None:
         super().__init__(PREFILL)
-        self.endpoint = decode_endpoint.DecodeEndpoint(DECODE, HELLO, timing)
+        self.control = DecodeControl(DECODE, hello, timing)
+        self.reply = HelloReply(hello.digest, TOPOLOGY, (ADDRESS,))
+        self.expected = 0  # as the transport was told last
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call the endpoint with the time appended."""
-        return self.heard(
-            getattr(self.endpoint, method)(*args, self.now_s), decode_endpoint.SendFrame
-        )
+    def on(self, what: DecodeInput) -> list[Any]:
+        """As above. Expect is set aside in `expected`: it comes last, and only where it changed."""
+        effects = super().on(what)
+        self.expected = take_expect(effects, self.expected)
+        assert self.expected == self.control.num_expected
+        return effects
 
     def say(self, body: Any, by: PeerId | None = None) -> list[Any]:
-        return self.call("on_frame", ADDRESS, self.raw(body, by))
+        return self.on(FrameReceived(ADDRESS, self.raw(body, by)))
 
     def open(self, which: Promise | None = None, address: str = ADDRESS) -> list[Any]:
-        return self.call("open", which or promise(), address)
+        return self.on(OpenRoom(which or promise(), address))
 
     def greet(self, by: PeerId | None = None, **changes: Any) -> list[Any]:
-        reply = {"digest": DIGEST, "topology": TOPOLOGY, "endpoints": (ADDRESS,), **changes}
-        return self.say(HelloReply(**reply), by)
+        return self.say(msgspec.structs.replace(self.reply, **changes), by)
 
     def opened(self) -> PrefillPeer:
         """The room of `promise()` is open and the promise has been said."""
@@ -116,10 +131,6 @@ class PrefillPeer(_Opposite):
         self.greet()
         self.take_said()
         return self
-
-    def after(self, seconds: float) -> list[Any]:
-        self.now_s += seconds
-        return self.call("tick")
 
     def pass_time(self, seconds: float, *, step_s: float = 0.25) -> list[Any]:
         """Tick through `seconds`, and collect what happens."""
@@ -144,27 +155,35 @@ class PrefillPeer(_Opposite):
 
 
 class DecodePeer(_Opposite):
-    """A hand-played decode worker opposite a real `PrefillEndpoint`."""
+    """A hand-played decode worker of one rank opposite a real `PrefillControl`, rank 0 of its
+    worker."""
 
-    def __init__(self, timing: ControlConfig = TIMING) -> None:
+    control: PrefillControl
+
+    def __init__(
+        self,
+        timing: ControlConfig = TIMING,
+        hello: Hello = HELLO,
+        topology: Topology = TOPOLOGY,
+        staging: StagingSlots | None = None,
+    ) -> None:
         super().__init__(DECODE)
-        self.endpoint = prefill_endpoint.PrefillEndpoint(
-            PREFILL, DIGEST, TOPOLOGY, timing, (ADDRESS,)
+        self.hello = hello
+        self.control = PrefillControl(
+            PREFILL, hello.digest, topology, timing, (ADDRESS,), staging=staging
         )
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        return self.heard(
-            getattr(self.endpoint, method)(*args, self.now_s), prefill_endpoint.SendFrame
-        )
+    def on(self, what: PrefillInput) -> list[Any]:
+        return super().on(what)
 
     def say(
         self, body: Any, by: PeerId | None = None, *, credential: str = "", route: bytes = ROUTE
     ) -> list[Any]:
-        return self.call("on_frame", route, credential, self.raw(body, by))
+        return self.on(FrameReceived(route, self.raw(body, by), credential))
 
     def known(self) -> DecodePeer:
         """Introduced, nothing more."""
-        self.say(HELLO)
+        self.say(self.hello)
         self.take_said()
         return self
 
@@ -172,25 +191,54 @@ class DecodePeer(_Opposite):
         """The room of `promise()`: promised and added."""
         which = which or promise()
         self.known().say(which)
-        self.call("add", RoomKey(which.room, which.generation), which.fill_len)
+        self.on(AddRoom(RoomKey(which.room, which.generation), which.fill_len))
         self.take_said()
         return self
 
     def chunk(
-        self, first_page: int, src_pages: Sequence[int], *, last: bool = False, key: RoomKey = KEY
-    ) -> list[Any]:
-        src = np.array(src_pages, dtype=np.int32)
-        aux = b"first" if last else b""
-        return self.call("chunk", key, first_page, src, last, aux, None)
+        self, first_page: int, src_pages: Sequence[int], *, last: bool = False, key: RoomKey = KEY,
+        state_slot: int = -1, clip: bool = False,
+    ) -> list[Any]:  # fmt: skip
+        return self.on(send_chunk(key, first_page, src_pages, last, b"first", state_slot, clip))
 
     def ended(
         self, job_id: int, error: Exception | None = None, *, drained: bool = True
     ) -> list[Any]:
-        return self.call("on_write_ended", job_id, error, drained)
+        return self.on(write_ended(job_id, error, drained))
 
-    def after(self, seconds: float) -> list[Any]:
-        self.now_s += seconds
-        return self.call("tick")
+
+def of_another_version(raw: bytes) -> bytes:
+    """The same frame, under the next version's number and with a body that this one cannot read."""
+    frame = msgspec.msgpack.decode(raw)
+    return msgspec.msgpack.encode([frame[0] + 1, *frame[1:-1], "unheard of"])
+
+
+def take_expect(effects: list[Any], expected: int) -> int:
+    """How many rooms are expected after these effects, and `expected` before. Takes Expect out of
+    them: it is the last, and not said again for the same number."""
+    if effects and isinstance(effects[-1], Expect):
+        said = effects.pop().num_rooms
+        assert said != expected
+        expected = said
+    assert not any(isinstance(effect, Expect) for effect in effects)
+    return expected
+
+
+def send_chunk(
+    key: RoomKey, first_page: int, src_pages: Sequence[int], last: bool, aux: bytes,
+    state_slot: int = -1, clip: bool = False,
+) -> SendChunk:  # fmt: skip
+    src = np.array(src_pages, dtype=np.int32)
+    return SendChunk(key, first_page, src, last, aux if last else b"", None, state_slot, clip)
+
+
+WRITE_BYTES = 64
+
+
+def write_ended(job_id: int, error: Exception | None, drained: bool) -> WriteDone | WriteFailed:
+    if error is None:
+        return WriteDone(job_id, WRITE_BYTES)
+    return WriteFailed(job_id, error, drained)
 
 
 def kinds(actions: Sequence[Any]) -> list[str]:
@@ -198,19 +246,15 @@ def kinds(actions: Sequence[Any]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
-def check_table(machine: Any, module: Any) -> None:
-    """Every state of a machine has a row, of events that its module knows, and every row leads
-    somewhere."""
-    assert set(machine._TABLE) == set(KVPoll)
-    for row in machine._TABLE.values():
-        assert set(row) <= set(module.Event.__args__)
-        assert all(callable(getattr(machine, handler)) for handler in row.values())
+def of(effects: Sequence[Any], kind: type) -> list[Any]:
+    """The effects of this kind."""
+    return [effect for effect in effects if isinstance(effect, kind)]
 
 
-def check_deadline(laws: Any, tick: Any, deadline_s: float) -> None:
-    """The machine of `laws` fails at its deadline, not before, and wants to be woken by then."""
-    laws.on(tick, deadline_s - 0.01)
-    assert not laws.machine.poll.ended
-    assert laws.machine.wake_s <= deadline_s
-    laws.on(tick, 0.01)
-    assert isinstance(laws.ended.error, TransferTimeoutError)
+def members(union: Any) -> set[Any]:
+    """The types that a union is of.
+
+    >>> members(FrameReceived[str] | Tick) == {FrameReceived, Tick}
+    True
+    """
+    return {get_origin(kind) or kind for kind in get_args(union)}

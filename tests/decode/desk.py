@@ -12,10 +12,10 @@ from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import TransferError
 from prefixkv.pages.allocator import PageState
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import (
     AbortRoom,
-    Command,
+    DecodeCommand,
     OpenRoom,
     RefuseRoom,
 )
@@ -37,7 +37,7 @@ class Desk:
         num_slots: int = 0,
         **settings: Any,
     ) -> None:
-        self.books = PageBooks(num_pages, PAGE_SIZE, rows, caching=caching, num_slots=num_slots)
+        self.books = PageManager(num_pages, PAGE_SIZE, rows, caching=caching, num_slots=num_slots)
         settings = {"reserve_tokens": 0, **settings}
         self.scheduler = DecodeScheduler(self.books, **settings)
         self.now_s = 0.0
@@ -70,7 +70,7 @@ class Desk:
     def admit(self) -> list[str]:
         return self._checked([req.rid for req in self.scheduler.pop_preallocated(self.now_s)])
 
-    def commands(self) -> list[Command]:
+    def commands(self) -> list[DecodeCommand]:
         return self.scheduler.take_commands()
 
     def succeed(self, key: RoomKey, aux: bytes = b"") -> None:

@@ -17,7 +17,7 @@ from prefixkv.decode.prealloc_queue import MAX_LOOKS
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import AdmissionTimeoutError, ConfigError, RequestError
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import RoomKey
@@ -388,7 +388,7 @@ def test_who_waits_too_long_fails_and_prefill_is_told() -> None:
     assert desk.pop_failed() == [own]
     assert isinstance(own.error, AdmissionTimeoutError)
     assert str(own.error) == "request 'o' waited 5.000 s for pages"
-    assert desk.commands() == [RefuseRoom(own.room_key, 2, "p", own.error)]
+    assert desk.commands() == [RefuseRoom(own.room_key, 2, "p", str(own.error))]
     desk.now_s = 20.0
     desk.admit()
     assert desk.pop_failed() == [late]
@@ -430,7 +430,7 @@ def test_a_room_of_its_own_is_refused_by_an_explicit_call_only_while_it_is_free(
     other = desk.request("b")
     error = AdmissionTimeoutError("no")
     desk.scheduler.refuse(other, error)
-    assert desk.commands() == [RefuseRoom(RoomKey(2, 0), 1, "p", error)]
+    assert desk.commands() == [RefuseRoom(RoomKey(2, 0), 1, "p", str(error))]
     with pytest.raises(RequestError, match="room 2 is in use"):
         desk.scheduler.add(other, 0.0)
     desk.drain(RoomKey(2, 0))
@@ -460,7 +460,7 @@ def test_what_is_idle_has_nothing_to_pop_and_no_room_that_a_peer_may_write_for()
 
 
 def test_many_deadlines_cost_nothing_while_none_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = DecodeScheduler(PageBooks(8, PAGE_SIZE, 4), waiting_timeout_s=9.0)
+    scheduler = DecodeScheduler(PageManager(8, PAGE_SIZE, 4), waiting_timeout_s=9.0)
     due: list[Callable[[float], Any]] = []
     monkeypatch.setattr(scheduler.waiting._deadlines, "due", lambda now_s: due.append(now_s) or [])
     scheduler.pop_preallocated(0.0)

@@ -29,17 +29,17 @@ def test_counters_are_the_sums(steps: list[tuple[Any, ...]], reserve: int) -> No
         rid = str(number)
         if what == "start":  # maybe anew: its KV has arrived
             budget.start(rid, a, b)
-            budget.active += rid not in running
             running[rid] = (a, b)
         elif what == "grow" and rid in running and running[rid][0] >= a:
             budget.grow_many([rid] * a)
             running[rid] = (running[rid][0] - a, running[rid][1] + a)
         elif what == "stop":
             budget.stop(rid)
-            budget.active -= running.pop(rid, None) is not None
+            running.pop(rid, None)
         private = sum(own for _, own in running.values())
         single = max([0, *(needs - (private - own) for needs, own in running.values())])
         assert (budget.private_pages, budget.single) == (private, single)
+        assert budget.active == len(running)
         assert budget.kept_back == max(reserve * len(running), single)
         budget.check_invariants()
 
@@ -54,12 +54,11 @@ def test_who_has_ended_is_forgotten_also_behind_one_that_goes_on_and_on() -> Non
     assert budget.single == 1000
 
 
-@pytest.mark.parametrize("field", ["private_pages", "active"])
+@pytest.mark.parametrize("field", ["private_pages", "_reach"])
 def test_a_counter_that_is_off_is_found(field: str) -> None:
     budget = PreallocBudget(0)
-    budget.active = 1
     budget.start("a", 3, 2)
     budget.check_invariants()
-    setattr(budget, field, getattr(budget, field) - 1)
+    setattr(budget, field, {"private_pages": 1, "_reach": {}}[field])
     with pytest.raises(InternalError):
         budget.check_invariants()

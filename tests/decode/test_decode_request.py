@@ -9,7 +9,7 @@ import pytest
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import InternalError
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 
@@ -18,7 +18,7 @@ def new() -> DecodeRequest:
     request = Request(
         "a", [1, 2, 3, 4, 5], max_new_tokens=4, room=9, generation=2, prefill="p", namespace="lora"
     )
-    return DecodeRequest(request, PageBooks(8, 4, 2), 1.0)
+    return DecodeRequest(request, PageManager(8, 4, 2), 1.0)
 
 
 def test_every_state_has_a_row_and_the_ended_ones_lead_nowhere() -> None:

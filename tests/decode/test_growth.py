@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import RequestError
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 from tests.decode.desk import PAGE_SIZE, Desk
 from tests.models.lock_machine import Event
@@ -124,7 +124,7 @@ def test_one_that_grows_by_eviction_leaves_the_blocked_head_alone(
 
 
 def test_what_is_taken_by_eviction_is_all_that_was_free_and_what_was_evicted() -> None:
-    books = PageBooks(8, PAGE_SIZE, 4)
+    books = PageManager(8, PAGE_SIZE, 4)
     desk = Desk(8)
     books = desk.books
     idle = desk.start("i", 20, max_new=1)

@@ -14,11 +14,11 @@ from prefixkv.cache.radix_key import RadixKey
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import InternalError
-from prefixkv.pages.manager import PageBooks, RequestPages
+from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.request import Request
 
 PAGE_SIZE = 2
-BOOKS = PageBooks(4, PAGE_SIZE, 2)
+BOOKS = PageManager(4, PAGE_SIZE, 2)
 
 
 class Air:

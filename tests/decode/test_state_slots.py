@@ -7,8 +7,8 @@ import pytest
 
 from prefixkv.errors import CapacityError, InternalError
 from prefixkv.pages.allocator import PageState
-from prefixkv.pages.manager import PageBooks
-from prefixkv.ranks.oplog import LoggedBooks, Replica
+from prefixkv.pages.manager import PageManager
+from prefixkv.ranks.oplog import Replica, ReplicatedPageManager
 from tests.decode.desk import Desk, OpenRoom
 
 
@@ -116,8 +116,8 @@ def test_who_was_retracted_asks_for_its_state_again() -> None:
 
 def test_ranks_have_equal_slots_or_find_out() -> None:
     ops: list[object] = []
-    books = LoggedBooks(ops.append, 8, 4, 4, num_slots=3)
-    replica, other = (Replica(PageBooks(8, 4, 4, num_slots=3)) for _ in range(2))
+    books = ReplicatedPageManager(ops.append, 8, 4, 4, num_slots=3)
+    replica, other = (Replica(PageManager(8, 4, 4, num_slots=3)) for _ in range(2))
     key = Desk().request("a").key
     one, two = books.open(key, None, 0, 0.0), books.open(key, None, 0, 0.0)
     books.hold(one, owner := _room())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from prefixkv.errors import ConfigError, PageStateError
 from prefixkv.memory.kv_layout import ITEMSIZE, SLABS_PER_LAYER, KVLayout, Slab
+from prefixkv.protocol.messages import PROTOCOL_VERSION, decode, encode
+from tests.control.wire import DECODE, HELLO
 from tests.models.mesh_pools import ORDERS, mesh_layout
 
 GOOD = KVLayout(
@@ -87,6 +90,10 @@ def test_no_address_outside_the_pool(
         GOOD.address(*arguments)
 
 
+NO_DEVICES = [
+    "CPU", "cpu:0", "cpu ", "cuda", "cuda:", "cuda:-1", "cuda:01", "cuda:+1", "cuda:1 ",
+    "cuda:1000", "cuda:\u0661", "mps", "meta", "DRAM",
+]  # fmt: skip
 HUGE = [0, -1, 2**31, 2**63, 2**64 - 1, -(2**63), 10**40]
 
 
@@ -105,6 +112,13 @@ def test_sizes_out_of_range(field: str, value: int) -> None:
         (changed(dtype="float64"), "dtype is 'float64', must be one of float32"),
         (changed(attention="ring"), "attention is 'ring'"),
         (changed(order=""), "order is ''"),
+        (changed(device=""), 'device is \'\', must be "cpu" or "cuda:INDEX"'),
+        *(
+            (changed(device=device), re.escape(f"device is '{device}', must"))
+            for device in NO_DEVICES
+        ),
+        (changed(device="cuda:1\n"), "device is 'cuda:1.n'"),
+        (changed(device="cuda:" + "9" * 10**6), f"device is 'cuda:{'9' * 27}', must"),
         (changed(attention="mla"), "num_kv_heads is 2, must be 1"),
         (changed(attention="mla", num_kv_heads=1), "4 slabs, must be 2 for 2 layers"),
         (changed(slabs=()), "0 slabs, must be 4"),
@@ -146,6 +160,45 @@ def test_what_a_peer_may_not_send(layout: KVLayout, message: str | None) -> None
         return
     with pytest.raises(ConfigError, match=message):
         layout.validate()
+
+
+@pytest.mark.parametrize(
+    ("device", "device_id"), [("cpu", 0), ("cuda:0", 0), ("cuda:10", 10), ("cuda:999", 999)]
+)
+def test_a_layout_says_where_it_is(device: str, device_id: int) -> None:
+    layout = changed(device=device)
+    layout.validate()
+    assert layout.device_id == device_id
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=KVLayout) == layout
+
+
+def test_an_earlier_frame_whose_layout_names_no_device_means_the_cpu() -> None:
+    """The protocol's version stays: an earlier peer names no device, and ignores ours. What is on
+    the CPU is described by the same bytes as before."""
+    assert PROTOCOL_VERSION == 2
+    assert b"device" not in encode(DECODE, 1, HELLO)
+    on_gpu = msgspec.structs.replace(HELLO.layout, device="cuda:1")
+    raw = encode(DECODE, 1, msgspec.structs.replace(HELLO, layout=on_gpu))
+    assert decode(raw).body.layout.device == "cuda:1"  # type: ignore[union-attr]
+
+    frame = msgspec.msgpack.decode(raw)
+    layout = next(value for value in frame[4] if isinstance(value, dict) and "device" in value)
+    assert layout.pop("device") == "cuda:1"
+    assert decode(msgspec.msgpack.encode(frame)).body == HELLO
+
+    *former, (name, *_) = (
+        (field.name, field.type, field.default) for field in msgspec.structs.fields(KVLayout)
+    )
+    assert name == "device"
+    before = msgspec.defstruct(
+        "KVLayout",
+        [field if field[2] is not msgspec.NODEFAULT else field[:2] for field in former],
+        frozen=True,
+    )
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(on_gpu), type=before)
+    assert not hasattr(read, "device")
+    for name, *_ in former:
+        assert getattr(read, name) == getattr(HELLO.layout, name)
 
 
 def test_a_slab_across_two_adjacent_regions() -> None:

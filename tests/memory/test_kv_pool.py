@@ -8,6 +8,7 @@ import itertools
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -194,6 +195,8 @@ SHAPE = (PAGES, TOKENS, HEADS, DIM)
         ([bad(SHAPE[::-1]).permute(3, 2, 1, 0)], [bad(SHAPE)], "slab 0 has a stride of"),
         ([bad(SHAPE)], [bad((1, *SHAPE[1:])).expand(SHAPE)], "slab 1 has a stride of 0"),
         ([bad((0, *SHAPE[1:]))], [bad((0, *SHAPE[1:]))], "num_pages is 0"),
+        ([bad(SHAPE)], [bad(SHAPE).to("meta")], "slab 1 has device meta, slab 0 has cpu"),
+        ([bad(SHAPE).to("meta")], [bad(SHAPE).to("meta")], "device is 'meta'"),
     ],
 )
 def test_tensors_that_are_no_pool(
@@ -201,6 +204,17 @@ def test_tensors_that_are_no_pool(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         KVPool.from_tensors(k, v)
+
+
+@pytest.mark.parametrize("device", [
+    "cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="")),
+])  # fmt: skip
+def test_a_pool_says_where_its_tensors_are(device: str) -> None:
+    pool = KVPool.create(PAGES, TOKENS, LAYERS, HEADS, DIM, device=device)
+    found = str(torch.zeros(1, device=device).device)  # "cuda" by its number
+    k, v = ([kind(layer) for layer in range(LAYERS)] for kind in (pool.k, pool.v))
+    for described in (pool, KVPool.from_tensors(k, v)):
+        assert (described.layout.device, described.device) == (found, found)
 
 
 def test_the_same_tensor_as_k_and_v() -> None:
@@ -217,6 +231,7 @@ def test_the_same_tensor_as_k_and_v() -> None:
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"attention": "mla", "num_kv_heads": 2}, "num_kv_heads is 2"),
         ({"order": "strided"}, "order is 'strided'"),
+        ({"device": "meta"}, "device is 'meta'"),
     ],
 )
 def test_no_pool_of_such_sizes(values: dict[str, object], message: str) -> None:
@@ -271,3 +286,9 @@ def test_a_pool_asks_for_huge_pages() -> None:
         elif line.startswith("VmFlags:") and "hg" in line.split() and inside[0] < inside[1]:
             asked += inside[1] - inside[0]
     assert asked >= num_bytes - 2 * (2 << 20)
+
+
+def test_a_pool_on_the_cpu_adds_nothing_to_the_layout_that_travels() -> None:
+    """msgspec leaves a default out by identity, so the pool's "cpu" has to be that very one."""
+    pool = KVPool.create(4, 4, num_layers=1, num_kv_heads=1, head_dim=8)
+    assert b"device" not in msgspec.msgpack.encode(pool.layout)

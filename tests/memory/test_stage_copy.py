@@ -256,10 +256,10 @@ def test_a_lease_carries_the_sections_of_all_writers(
         )
         area = StagingArea(BLOCK_BYTES, 1 << 24, 1 << 24)
         sections = LeaseCut.of(writers, readers, reader, kinds * stop * 8, area).sections(1)
-        ends = [offset + num_bytes for offset, num_bytes in sections.values()]
-        assert all(a <= b for a, (b, _) in zip(ends, list(sections.values())[1:], strict=False))
+        ends = [offset + num_bytes for _, offset, num_bytes in sections.values()]
+        assert all(a <= b for a, (_, b, _) in zip(ends, list(sections.values())[1:], strict=False))
         lease = torch.zeros(max(ends), dtype=torch.uint8, device=device)
-        for writer, (offset, num_bytes) in sections.items():
+        for writer, offset, num_bytes in sections.values():
             share = sent_share(writers, writer, readers, reader)
             assert share is not None
             section = lease[offset : offset + num_bytes]

@@ -132,6 +132,16 @@ def test_tensors_that_cannot_be(tensor: StateTensor, words: str) -> None:
         StatePool.create([tensor], 2, Mesh(2, 4, 2))
 
 
+def test_a_pool_is_on_one_device() -> None:
+    pool = StatePool.create(TENSORS, 3)
+    assert pool.device == "cpu"
+    views = [pool.view(tensor.name, tensor.layer) for tensor in TENSORS]
+    with pytest.raises(ConfigError, match="state views are on cpu and meta, must be on one"):
+        StatePool(TENSORS, [views[0].to("meta"), *views[1:]])
+    nowhere = StatePool.create(TENSORS, 3, Mesh(4, 4, 1, 2), rank=1)  # its stage has no tensor
+    assert nowhere.device is None
+
+
 def test_a_pool_of_our_own_and_of_an_engine_s_tensors() -> None:
     pool = StatePool.create(TENSORS, 3, Mesh(2, 4, 2), rank=1)
     assert pool.num_slots == 3

@@ -1,4 +1,4 @@
-"""One auditor for the laws that hold between structures (DESIGN section 11). Called after every
+"""One auditor for the laws that hold between structures (docs/architecture.md). Called after every
 step of the pair test.
 
 Each structure checks itself (`check_invariants`); here they are held against each other.
@@ -6,7 +6,7 @@ Each structure checks itself (`check_invariants`); here they are held against ea
 
 from __future__ import annotations
 
-from prefixkv.control.decode import DecodeEndpoint
+from prefixkv.control.decode import DecodeControl
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.pages.allocator import PageState
 from prefixkv.paging import pages_for
@@ -15,7 +15,7 @@ from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 
 
-def audit_decode(scheduler: DecodeScheduler, endpoint: DecodeEndpoint) -> None:
+def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
     """Laws 1 to 6 on the decode side."""
     scheduler.check_invariants()
     books = scheduler.books
@@ -29,7 +29,7 @@ def audit_decode(scheduler: DecodeScheduler, endpoint: DecodeEndpoint) -> None:
     writable: dict[int, object] = {}
     slots: dict[int, object] = {}
     undrained = 0
-    for machine in endpoint.rooms():
+    for machine in control.rooms():
         if machine.drained:
             continue
         undrained += 1
@@ -66,7 +66,7 @@ def audit_decode(scheduler: DecodeScheduler, endpoint: DecodeEndpoint) -> None:
                 PageState.QUARANTINED,
             ), "law 4"
             writable[page] = machine.key
-    assert undrained == endpoint.num_expected, "the endpoint counts the rooms that may be written"
+    assert undrained == control.num_expected, "the control counts the rooms that may be written"
 
 
 def _audit_slot(

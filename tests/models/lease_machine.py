@@ -164,12 +164,12 @@ class LeaseMachine(RuleBasedStateMachine):
     def laws(self) -> None:
         self.table.check_invariants()
         live = self.live()
-        assert self.table.leases() == live
+        assert self.table.all() == live
         assert all(self.table.get(lease.lease_id) is lease for lease in live)
         assert self.table.num_waiting == len(self.waiting)
         for room in ROOMS:
             mine = [lease for lease in live if lease.key == room]
-            assert self.table.leases_of(room) == sorted(mine, key=lambda lease: lease.piece)
+            assert self.table.of_room(room) == sorted(mine, key=lambda lease: lease.piece)
 
     def teardown(self) -> None:
         """Everything ends: nothing is left behind."""
@@ -177,6 +177,6 @@ class LeaseMachine(RuleBasedStateMachine):
             self.close(room)
         for room in ROOMS:
             self.drained(room)
-        for lease in self.table.leases():
+        for lease in self.table.all():
             assert self.table.end(lease) == []
-        assert (self.table.num_waiting, self.table.leases()) == (0, [])
+        assert (self.table.num_waiting, self.table.all()) == (0, [])

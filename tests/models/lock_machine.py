@@ -20,10 +20,10 @@ from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import OutOfPagesError, RequestError, TransferError
 from prefixkv.pages.allocator import PageState
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import AbortRoom, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.ranks.oplog import LoggedBooks, Replica, decode_op, encode_op
+from prefixkv.ranks.oplog import Replica, ReplicatedPageManager, decode_op, encode_op
 from prefixkv.request import Request
 from tests.models.auditor import assert_at_rest
 
@@ -74,8 +74,8 @@ class LockMachine(RuleBasedStateMachine):
         patience_s: float, waiting_timeout_s: float,
     ) -> None:  # fmt: skip
         self.patience_s, self.waiting_timeout_s = patience_s, waiting_timeout_s
-        self.replica = Replica(PageBooks(num_pages, PAGE_SIZE, rows, caching=caching))
-        books = LoggedBooks(
+        self.replica = Replica(PageManager(num_pages, PAGE_SIZE, rows, caching=caching))
+        books = ReplicatedPageManager(
             lambda op: self.replica.apply(decode_op(encode_op(op))),
             num_pages,
             PAGE_SIZE,

@@ -4,35 +4,42 @@ a `DecodeRank`, obeying calls over a pipe. What a worker's ranks tell each other
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.ids import PeerId
+from tests.models.children import Child, answer, children
 from tests.models.node_pair import Tokens
-from tests.models.node_process import EVENTS, _context
+from tests.models.node_process import EVENTS
 from tests.models.patience import PATIENCE_S, SkippableClock
 
-_PR_SET_PDEATHSIG = 1
+
+class _Served:
+    node: Any
+
+    def __init__(self) -> None:
+        self._clock = SkippableClock()
+        self._clock.install()
+
+    def skip(self, seconds: float) -> None:
+        self._clock.skip(seconds, [self.node])
 
 
-class _PrefillServed:
+class _PrefillServed(_Served):
     """One prefill rank."""
 
     def __init__(
         self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...]
     ) -> None:
-        from prefixkv.cli.rank_kv import make_pools
         from prefixkv.runtime.nodes import PrefillNode
         from prefixkv.testing.hashing import PrefixHasher
-        from prefixkv.testing.pattern import KVPattern
+        from prefixkv.testing.pattern import KVPattern, make_pools
         from tests.models.mesh_workers import SALT
 
+        super().__init__()
         pool = make_pools(mesh, 64, 4, 16, order="layer_major")[rank]
         self.node = PrefillNode(pool, config, mesh, rank, endpoints)
         self.hello = (self.node.peer_id, self.node.endpoint)
@@ -67,16 +74,16 @@ class _PrefillServed:
         return self.node.num_rooms
 
 
-class _DecodeServed:
+class _DecodeServed(_Served):
     """A decode rank above 0."""
 
     def __init__(self, mesh: Mesh, rank: int, config: DecodeConfig, worker: PeerId) -> None:
-        from prefixkv.cli.rank_kv import make_pools
         from prefixkv.runtime.decode_rank import DecodeRank
         from prefixkv.testing.hashing import PrefixHasher
-        from prefixkv.testing.pattern import KVPattern
+        from prefixkv.testing.pattern import KVPattern, make_pools
         from tests.models.mesh_workers import SALT
 
+        super().__init__()
         pool = make_pools(mesh, 64, 4, 16, order="page_major")[rank]
         self.node = DecodeRank(pool, config, mesh, rank, worker)
         self.hello = (self.node.peer_id, "")
@@ -97,76 +104,32 @@ class _DecodeServed:
         return self.node.num_rooms
 
 
-def _serve(pipe: Any, parent: int, kind: str, args: tuple[Any, ...]) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    clock = SkippableClock()
-    clock.install()
+def _serve(pipe: Any, kind: str, *args: Any) -> None:
     served: Any = {"prefill": _PrefillServed, "decode": _DecodeServed}[kind](*args)
     pipe.send(served.hello)
     while True:
-        name, args = pipe.recv()
-        try:
-            if name == "skip":
-                answer = ("ok", clock.skip(*args, [served.node]))  # type: ignore[func-returns-value]
-            else:
-                answer = ("ok", getattr(served, name)(*args))
-        except Exception as error:
-            answer = ("error", repr(error))
-        pipe.send(answer)
+        answer(pipe, served)
 
 
-class RankProcess:
+class RankProcess(Child):
     """The test's end."""
 
     def __init__(self, kind: str, *args: Any) -> None:
-        from multiprocessing.forkserver import _forkserver
+        super().__init__(_serve, kind, *args)
+        self.peer_id, self.endpoint = self.hello
 
-        self._pipe, theirs = _context.Pipe()
-        _forkserver.ensure_running()
-        self.process = _context.Process(
-            target=_serve, args=(theirs, _forkserver._forkserver_pid, kind, args), daemon=True
-        )
-        self.process.start()
-        theirs.close()
-        self.peer_id, self.endpoint = self._receive()
-
-    def call(self, name: str, *args: Any) -> Any:
+    def call(self, name: str, *args: Any, **options: Any) -> Any:
         """What the child answers; None where it has died."""
         try:
-            self._pipe.send((name, args))
-            kind, value = self._receive()
+            return super().call(name, *args, **options)
         except (EOFError, OSError):
             self.process.join(PATIENCE_S)
             assert not self.process.is_alive()
             return None
-        assert kind == "ok", value
-        return value
-
-    def end(self) -> None:
-        with suppress(ProcessLookupError):
-            self.process.kill()
-        self.process.join(PATIENCE_S)
-        assert not self.process.is_alive()
-        self._pipe.close()
-
-    def _receive(self) -> Any:
-        assert self._pipe.poll(PATIENCE_S), "the child does not answer"
-        return self._pipe.recv()
 
 
 @contextmanager
 def rank_processes() -> Iterator[Any]:
-    """Yields a starter of processes; all have ended when the block is left."""
-    started: list[RankProcess] = []
-
-    def start(kind: str, *args: Any) -> RankProcess:
-        started.append(RankProcess(kind, *args))
-        return started[-1]
-
-    try:
+    """Yields a starter of processes, `start(kind, *args)`."""
+    with children(RankProcess) as start:
         yield start
-    finally:
-        for child in started:
-            child.end()

@@ -11,7 +11,6 @@ import time
 from dataclasses import replace
 from typing import Any, Self
 
-from prefixkv.cli.rank_kv import DecodeKV, PrefillKV, make_pools, patterns
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.memory.mesh import Mesh
@@ -19,6 +18,7 @@ from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.testing.hashing import PrefixHasher
+from prefixkv.testing.pattern import make_patterns, make_pools
 from tests.models.node_pair import Tokens
 from tests.models.patience import PATIENCE_S
 
@@ -53,10 +53,8 @@ class MeshPair:
         except BaseException:
             self.prefill.close()
             raise
-        self._prefill_kv = PrefillKV(
-            patterns(prefill_pools, prefill, SALT), lambda req: self.prefill.ranks_of(req.rid)
-        )  # fmt: skip
-        self._decode_kv = DecodeKV(patterns(self.decode_pools, decode, SALT), self.decode.pages_of)
+        self._prefill_patterns = make_patterns(prefill_pools, prefill, SALT)
+        self._decode_patterns = make_patterns(self.decode_pools, decode, SALT)
         self.hold = False
         self.computing: dict[str, int] = {}
         self.arrived: dict[str, DecodeRequest] = {}
@@ -78,7 +76,8 @@ class MeshPair:
     def step(self) -> None:
         self.decode.pop_preallocated()
         for ready in self.prefill.pop_bootstrapped():
-            self.computing[ready.rid] = self._prefill_kv.computed(ready)
+            ranks = self.prefill.ranks_of(ready.rid)
+            self.computing[ready.rid] = min(rank.prefix_len for rank in ranks)
         for bad in self.prefill.pop_failed():
             self.computing.pop(bad.rid, None)
             self.prefill_failed[bad.rid] = bad.error
@@ -97,14 +96,18 @@ class MeshPair:
         """Over all ranks; each rank's own page table has to say the same pages."""
         hashes = _hasher.prefixes(req.request.key.tokens())
         assert all(pages.tolist() == req.pages.tolist() for pages in self.decode.pages_of(req))
-        return self._decode_kv.mismatches(req, hashes)
+        pairs = zip(self._decode_patterns, self.decode.pages_of(req), strict=True)
+        return sum(pattern.mismatches(pages, hashes) for pattern, pages in pairs)
 
     def compute(self, req: PrefillRequest) -> None:
         """One chunk of this request, also while holding."""
         hashes = _hasher.prefixes(req.tokens)
         start = self.computing[req.rid]
         end = min(start + self.chunk, req.num_tokens)
-        self._prefill_kv.fill(req, start, hashes[:end])
+        for rank, pattern in zip(
+            self.prefill.ranks_of(req.rid), self._prefill_patterns, strict=True
+        ):
+            pattern.fill(rank.pages, max(start, rank.prefix_len), hashes[:end])
         last = end == req.num_tokens
         if last and not self.may_end(req):
             return

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.cli.engine import sample
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
-from prefixkv.testing.hashing import PrefixHasher
+from prefixkv.testing.hashing import PrefixHasher, sample
 from prefixkv.testing.pattern import KVPattern
 from tests.models.auditor import assert_at_rest
 from tests.models.patience import PATIENCE_S

@@ -1,30 +1,16 @@
-"""A PrefillNode or DecodeNode and its stand-in engine in a process of their own, obeying calls over
-a pipe.
-
-The processes are forked from a server that has everything imported but no agent. None outlives its
-test: the kernel kills them when the server is gone, and the server goes with us.
-"""
+"""A PrefillNode or DecodeNode and its stand-in engine in a process of their own."""
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
 
-from prefixkv.protocol.ids import PeerId
+from tests.models.children import Child, answer, children, state
 from tests.models.patience import PATIENCE_S, SkippableClock
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["prefixkv.runtime.nodes", "tests.models.node_pair", "tests.models.transport_pools"]
-)
-_PR_SET_PDEATHSIG = 1
 
 
 class SignalSelf:
@@ -64,6 +50,7 @@ class _Served:
 
         self.node: Any
         self.driver: Any
+        self.closed = False
         self.clock = SkippableClock()
         self.clock.install()
         if side == "prefill":
@@ -110,6 +97,13 @@ class _Served:
         stats: dict[str, int] = self.node.stats()
         return stats
 
+    def close(self) -> None:
+        from prefixkv.runtime import control_thread
+
+        control_thread._FAREWELL_S = PATIENCE_S  # it is to arrive, however slow the machine
+        self.node.close()
+        self.closed = True
+
     def check_at_rest(self) -> None:
         from tests.models.node_pair import node_at_rest
 
@@ -117,62 +111,25 @@ class _Served:
         node_at_rest(self.node)
 
 
-def _serve(
-    pipe: Any, parent: int, side: str, pool: dict[str, Any], config: Any, env: dict[str, str]
-) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also while we are stopped
-    if os.getppid() != parent:
-        os._exit(1)
-    os.environ.update(env)
+def _serve(pipe: Any, side: str, pool: dict[str, Any], config: Any) -> None:
     served = _Served(side, pool, config)
     pipe.send((served.node.peer_id, getattr(served.node, "endpoint", "")))
-    while True:
+    while not served.closed:
         served.driver.step()
         busy = bool(getattr(served.driver, "running", None)) or (
             side == "prefill" and bool(served.driver.computing) and not served.driver.hold
         )
         wait([pipe, served.node.fileno()], 0 if busy else 1.0)
-        while pipe.poll():
-            name, args, options = pipe.recv()
-            if name == "close":
-                from prefixkv.runtime import control_thread as kv_manager
-
-                kv_manager._FAREWELL_S = PATIENCE_S  # it is to arrive, however slow the machine
-                served.node.close()
-                pipe.send(("ok", None))
-                return
-            try:
-                answer = ("ok", getattr(served, name)(*args, **options))
-            except Exception as error:
-                answer = ("error", repr(error))
-            pipe.send(answer)
+        while not served.closed and pipe.poll():
+            answer(pipe, served)
 
 
-class NodeProcess:
+class NodeProcess(Child):
     """The test's end. `call` any method of `_Served`; signals by `kill`, `stop` and `resume`."""
 
     def __init__(self, side: str, config: Any, pool: dict[str, Any] | None = None) -> None:
-        self._pipe, theirs = _context.Pipe()
-        env = {name: os.environ[name] for name in ("UCX_TLS",) if name in os.environ}
-        from multiprocessing.forkserver import _forkserver
-
-        _forkserver.ensure_running()
-        self.process = _context.Process(
-            target=_serve,
-            args=(theirs, _forkserver._forkserver_pid, side, pool or {}, config, env),
-            daemon=True,
-        )
-        self.process.start()
-        theirs.close()
-        self.peer_id: PeerId
-        self.endpoint: str
-        self.peer_id, self.endpoint = self._receive()
-
-    def call(self, name: str, *args: Any, **options: Any) -> Any:
-        self._pipe.send((name, args, options))
-        kind, value = self._receive()
-        assert kind == "ok", value
-        return value
+        super().__init__(_serve, side, pool or {}, config)
+        self.peer_id, self.endpoint = self.hello
 
     def close(self) -> None:
         """Close its node cleanly, and see it end."""
@@ -180,52 +137,13 @@ class NodeProcess:
         self.process.join(PATIENCE_S)
         assert self.process.exitcode == 0
 
-    def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-
-    def resume(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(PATIENCE_S)
-        assert self.process.exitcode == -signal.SIGKILL
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
-
     @property
     def stopped(self) -> bool:
-        with open(f"/proc/{self.pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] == "T"
-
-    def end(self) -> None:
-        """Whatever its state is: gone."""
-        with suppress(ProcessLookupError):
-            self.process.kill()
-        self.process.join(PATIENCE_S)
-        assert not self.process.is_alive()
-        self._pipe.close()
-
-    def _receive(self) -> Any:
-        assert self._pipe.poll(PATIENCE_S), "the child does not answer"
-        return self._pipe.recv()
+        return state(self.pid) == "T"
 
 
 @contextmanager
 def node_processes() -> Iterator[Any]:
-    """Yields a starter of processes, `start(side, config, pool)`; all have ended when the block is
-    left."""
-    started: list[NodeProcess] = []
-
-    def start(side: str, config: Any, pool: dict[str, Any] | None = None) -> NodeProcess:
-        started.append(NodeProcess(side, config, pool))
-        return started[-1]
-
-    try:
+    """Yields a starter of processes, `start(side, config, pool)`."""
+    with children(NodeProcess) as start:
         yield start
-    finally:
-        for child in started:
-            child.end()

@@ -79,7 +79,7 @@ def arrived(pair: NodePair) -> Proceed:
     pair.until(lambda: pair.p.computing.keys() == {"r"})
     while pair.p.computing:
         pair.p.step()
-    until(lambda: pair.decode._manager.events._items)
+    until(lambda: len(pair.decode.transfers.thread.events))
     return nothing
 
 

@@ -56,17 +56,17 @@ class SkippableClock:
 
     def install(self, put: Callable[[Any, str, Any], None] = setattr) -> None:
         """For all nodes of this process. `put` may be monkeypatch.setattr."""
-        from prefixkv.runtime import control_thread as kv_manager
-        from prefixkv.runtime import node
+        from prefixkv.runtime import control_thread, node, transfers
 
-        put(kv_manager, "time", self)
+        put(control_thread, "time", self)
+        put(transfers, "time", self)
         put(node, "time", self)
 
     def skip(self, seconds: float, nodes: Sequence[Any]) -> None:
         """That much time has passed, and these nodes' control threads look at the clock again."""
         self._skipped_s += seconds
         for node in nodes:
-            node._manager.inbox.put(None)
+            node.transfers.thread.inbox.put(None)
 
 
 _ports = itertools.count(os.getpid() * 7)

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.pages.manager import PageBooks
-from prefixkv.ranks.replica import DecodeReplica
-from tests.models.pair_sim import PAGE_SIZE
-from tests.models.scheduler_machine import ROWS, SchedulerSim
+from prefixkv.pages.manager import PageManager
+from prefixkv.ranks.replica import DecodeReplica, RankLog
+from tests.models.scheduler_machine import ROWS, Engine, SchedulerSim
+from tests.models.sim_engines import PAGE_SIZE
 
 PATIENCE = timedelta(seconds=300)
 BATCH, BEGIN, COMPARE, END = range(4)
@@ -47,7 +47,7 @@ def receive() -> tuple[int, bytes]:
     return kind, body.numpy().tobytes()
 
 
-def dump(books: PageBooks) -> bytes:
+def dump(books: PageManager) -> bytes:
     """Tree, page table, allocator and free lists, all of them."""
     nodes = sorted(
         (
@@ -73,11 +73,20 @@ class BroadcastSim(SchedulerSim):
 
     sent = 0
 
-    def decode_scheduler(self, num_pages: int, failure_policy: str) -> DecodeScheduler:
+    def new_decode(self) -> Engine:
         self.num_ranks, self.digest_every = 1, 1
-        scheduler = super().decode_scheduler(num_pages, failure_policy)
+        return super().new_decode()
+
+    def decode_scheduler(self, log: RankLog) -> DecodeScheduler:
+        scheduler = super().decode_scheduler(log)
         config = self.config
-        settings = [num_pages, config.policy, config.evict_reserve, config.cache, self.num_slots]
+        settings = [
+            self.decode_pages,
+            config.policy,
+            config.evict_reserve,
+            config.cache,
+            self.num_slots,
+        ]
         broadcast(BEGIN, json.dumps(settings).encode())
         return scheduler
 

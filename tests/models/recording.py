@@ -23,6 +23,7 @@ import random
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -30,10 +31,10 @@ from functools import partial
 from typing import Any
 
 from prefixkv.pages.allocator import PageState
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from tests.models.mesh_sim import MeshSim, calm_simulation, simulation
-from tests.models.pair_sim import STORMS, DecodeSide, PairSim
+from tests.models.sim_engines import STORMS, DecodeEngine, PairSim, PrefillEngine
+from tests.models.sim_rooms import RoomSim, calm_simulation, simulation
 
 FILE = pathlib.Path(__file__).with_name("recorded_runs.json")
 Facts = dict[str, Any]
@@ -43,7 +44,7 @@ NewRandom = Callable[[int], random.Random]
 # --- what knows the simulators --------------------------------------------------------------------
 
 
-def start(kind: str, args: dict[str, Any], new_random: NewRandom) -> PairSim | MeshSim:
+def start(kind: str, args: dict[str, Any], new_random: NewRandom) -> PairSim | RoomSim:
     """The simulation of a run, not yet run. It gets its own randomness from `new_random` first, and
     that of its fabric second, both with its seed."""
     if kind == "mesh":
@@ -60,33 +61,36 @@ def pair_end(sim: PairSim) -> Facts:
         "steps": sim.num_steps, "fabric_steps": sim.fabric.steps, "now_s": sim.now_s,
         "finished": sim.finished, "retractions": sim.retractions, "reused": sorted(sim.reused),
     }  # fmt: skip
-    lives = {_name(side.me): side for side in (*sim.former, sim.prefill, sim.decode)}
+    engines = [*sim.former, sim.prefill, sim.decode]
+    lives = {_name(rank.me): rank for engine in engines for rank in engine.ranks}
     facts["ended"] = {
-        name: {_key(key): poll.name for key, poll in side.ended.items()}
-        for name, side in lives.items()
+        name: {_key(key): poll.name for key, poll in rank.ended.items()}
+        for name, rank in lives.items()
     }
-    facts["counters"] = {name: dict(side.scheduler.counters) for name, side in lives.items()}
-    facts["frames"] = {name: dict(side.endpoint.counters) for name, side in lives.items()}
+    facts["counters"] = {
+        _name(engine.ranks[0].me): dict(engine.scheduler.counters) for engine in engines
+    }
+    facts["frames"] = {name: _frames(rank.control.counters) for name, rank in lives.items()}
     facts["outcomes"] = {
-        name: {rid: state.name for rid, state in side.outcomes.items()}
-        for name, side in lives.items()
-        if isinstance(side, DecodeSide)
+        _name(engine.ranks[0].me): {rid: state.name for rid, state in engine.outcomes.items()}
+        for engine in engines
+        if isinstance(engine, DecodeEngine)
     }
     facts["told failed"] = {
-        name: sorted(_key(key) for key in side.failed)
-        for name, side in lives.items()
-        if not isinstance(side, DecodeSide)
+        _name(engine.ranks[0].me): sorted(_key(key) for key in engine.failed)
+        for engine in engines
+        if isinstance(engine, PrefillEngine)
     }
-    for name, side in (("decode", sim.decode), ("prefill", sim.prefill)):
-        books = side.scheduler.books
+    for name, engine in (("decode", sim.decode), ("prefill", sim.prefill)):
+        books = engine.scheduler.books
         facts[f"pages of {name}"] = [books.allocator.state(i).name for i in range(books.num_pages)]
         facts[f"cached by {name}"] = _cached(books)
         used = [i for i in range(books.num_pages) if books.allocator.state(i) is not PageState.FREE]
-        facts[f"bytes of {name}"] = _digest(side.pool.read_pages(used).numpy().tobytes())
+        facts[f"bytes of {name}"] = _digest(engine.ranks[0].memory.read(used))
         if books.slots is not None:
             slots = books.slots
             facts[f"slots of {name}"] = [slots.state(i).name for i in range(slots.num_pages)]
-    ended = [(side.me.name, poll) for side in lives.values() for poll in side.ended.values()]
+    ended = [(rank.me.name, poll) for rank in lives.values() for poll in rank.ended.values()]
     facts["succeeded, failed"] = {
         name: [ended.count((name, poll)) for poll in (KVPoll.SUCCESS, KVPoll.FAILED)]
         for name in ("decode-0", "prefill-0")
@@ -94,7 +98,7 @@ def pair_end(sim: PairSim) -> Facts:
     return facts
 
 
-def mesh_end(sim: MeshSim) -> Facts:
+def mesh_end(sim: RoomSim) -> Facts:
     """What a run of two meshes without schedulers ended with, as plain JSON."""
     uses = [
         {
@@ -110,16 +114,32 @@ def mesh_end(sim: MeshSim) -> Facts:
         }
         for use in sim.every_use
     ]  # fmt: skip
-    ranks = (*sim.prefill, *sim.decode)
     return {
         "steps": sim.num_steps, "fabric_steps": sim.fabric.steps, "now_s": sim.now_s, "uses": uses,
         "counters": dict(sim.counters), "free_dst": sorted(sim.free_dst),
         "free_src": [sorted(free) for free in sim.free_src],
-        "frames": {_name(rank.me): dict(rank.endpoint.counters) for rank in ranks},
-        "threads": {_name(rank.me): dict(rank.counters) for rank in ranks},
-        "staging": {_name(rank.me): dict(rank.staging_counters) for rank in ranks},
+        "frames": {_name(rank.me): _frames(rank.control.counters) for rank in sim.ranks},
+        "threads": {_name(rank.me): _writes(rank.control.counters) for rank in sim.ranks},
+        "staging": {_name(rank.me): _staging(rank.control.staging) for rank in sim.ranks},
         "succeeded, failed": [sim.counters[poll.name] for poll in (KVPoll.SUCCESS, KVPoll.FAILED)],
     }  # fmt: skip
+
+
+# When the runs were recorded the control thread counted these, and its endpoint the rest.
+_WRITES = ("bytes_sent", "writes_done", "writes_failed", "writes_drained_by_renewal")
+_WRITES += ("peers_unreachable",)
+
+
+def _frames(counters: Counter[str]) -> dict[str, int]:
+    return {name: count for name, count in counters.items() if name not in _WRITES}
+
+
+def _writes(counters: Counter[str]) -> dict[str, int]:
+    return {name: count for name, count in counters.items() if name in _WRITES}
+
+
+def _staging(staging: Any) -> dict[str, int]:
+    return {} if staging is None else dict(staging.counters)
 
 
 def _name(peer: PeerId) -> str:
@@ -130,7 +150,7 @@ def _key(key: RoomKey) -> str:
     return f"{key.room}/{key.generation}"
 
 
-def _cached(books: PageBooks) -> dict[str, str]:
+def _cached(books: PageManager) -> dict[str, str]:
     """By page in the tree: a digest of all tokens up to its end. Where nodes are cut is not in
     it."""
     found: dict[str, str] = {}

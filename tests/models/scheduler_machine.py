@@ -23,15 +23,16 @@ from prefixkv.decode.admission import DEFAULT_ADMISSION, admission_names
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import PrefixKVError
-from prefixkv.protocol.ids import KVPoll, PeerId
-from prefixkv.ranks.oplog import LoggedBooks
+from prefixkv.protocol.ids import PeerId
+from prefixkv.ranks.oplog import ReplicatedPageManager
 from prefixkv.ranks.replica import DecodeReplica, RankLog, digests
 from prefixkv.request import Request
 from prefixkv.testing.fabric import Hold
 from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
-from tests.models.pair_sim import ADDRESS, PAGE_SIZE, Chaos, DecodeSide, PairSim
+from tests.models.sim import Storm
+from tests.models.sim_engines import PAGE_SIZE, ROWS, DecodeEngine, PairSim
+from tests.models.sim_rank import SimRank
 
-ROWS = 8
 _IDLE, _DONE, _DECODE, _PREFILL = (
     0,
     1,
@@ -86,23 +87,21 @@ class Event:
         return self.done
 
 
-class Engine(DecodeSide):
+class Engine(DecodeEngine):
     """A decode engine whose device is late at times, and whose ranks follow."""
 
     sim: SchedulerSim
 
     def __init__(self, sim: SchedulerSim) -> None:
         self.added: list[str] = []
-        super().__init__(sim, sim.decode_pages, sim.failure_policy)
+        super().__init__(sim)
 
     def finish(self, req: DecodeRequest) -> None:
         continues = self.sim.random.choice([None, True, False])
         self.scheduler.finish(req, self.sim.now_s, self.sim.device_work(), continues)
 
-    def _retract(self, rid: str) -> None:
+    def retract(self, rid: str) -> None:
         self.scheduler.retract(rid, self.sim.now_s, self.sim.device_work())
-        self.running.pop(rid, None)
-        self.sim.retractions += 1
 
 
 class SchedulerSim(PairSim):
@@ -122,18 +121,19 @@ class SchedulerSim(PairSim):
             cache=chance.randrange(8) < 7,
         )
         self.num_ranks = chance.choice([2, 1, 3, 4])
-        self.digest_every = chance.choice([4, 0, 1])
+        digest_every = chance.choice([4, 0, 1])
         self.spared = {fault for fault in _FAULTS if chance.randrange(2)}
         self.lost: list[PeerId] = []
         self.stalls: list[Hold] = []
         super().__init__(
             seed=0,
-            chaos=Chaos(**{fault: chance.choice([0.0, 0.05, 0.2])
+            storm=Storm(**{fault: chance.choice([0.0, 0.05, 0.2])
                            for fault in ("fail_at_post", "fail_at_check", "lose_notification")}),
             decode_pages=chance.choice([13, 11, 12, 18, 30]),
             prefill_pages=chance.choice([32, 14]),
             failure_policy=chance.choice(["fail", "retry"]),
             num_slots=chance.choice([0, 8, 3]),
+            digest_every=digest_every,
             chance=chance,
         )  # fmt: skip
 
@@ -142,10 +142,10 @@ class SchedulerSim(PairSim):
     def new_decode(self) -> Engine:
         return Engine(self)
 
-    def decode_scheduler(self, num_pages: int, failure_policy: str) -> DecodeScheduler:
-        self.log = RankLog(self.digest_every)
+    def decode_scheduler(self, log: RankLog) -> DecodeScheduler:
+        num_pages, self.log = self.decode_pages, log
         settings = {**self.config.for_books(num_pages), "num_slots": self.num_slots}
-        books = LoggedBooks(self.log.append, num_pages, PAGE_SIZE, ROWS, **settings)
+        books = ReplicatedPageManager(log.append, num_pages, PAGE_SIZE, ROWS, **settings)
         self.replicas = [
             DecodeReplica(num_pages, PAGE_SIZE, self.config, self.num_slots)
             for _ in range(self.num_ranks - 1)
@@ -154,7 +154,7 @@ class SchedulerSim(PairSim):
         return DecodeScheduler(
             books,
             reserve_tokens=self.random.choice([0, 4]),
-            failure_policy=failure_policy,
+            failure_policy=self.failure_policy,
             admission=self.config.admission,
             patience_s=self.random.choice([5.0, 0.0, 0.5]),
             waiting_timeout_s=self.random.choice([16.0, 2.0]),
@@ -192,59 +192,46 @@ class SchedulerSim(PairSim):
         self.decode.tell()
         self.prefill.tell()
         if touched & _DECODE:
-            audit_decode(self.decode.scheduler, self.decode.endpoint)
+            audit_decode(self.decode.scheduler, self.readers[0].control)
         if touched & _PREFILL:
             audit_prefill(self.prefill.scheduler)
-        for key, poll in self.decode.ended.items():
-            if poll is KVPoll.SUCCESS and key.room not in self.reused:
-                assert self.prefill.ended.get(key, poll) is poll, (
-                    f"law 7: {key} succeeded where prefill failed"
-                )
-                assert key not in self.prefill.failed, (
-                    f"law 7: {key} succeeded and prefill's engine was told it failed"
-                )
+        self.audit_outcomes()
 
     # --- what goes on by itself -------------------------------------------------------------------
 
     def nothing(self) -> int:
         return _DONE
 
-    def tick(self) -> int:
+    def pass_time(self) -> int:
         self.now_s += self.random.choice([0.01, 0.05, 0.2])
         return _DONE
 
     def fabric_step(self) -> int:
         return _DONE if self.fabric.step() else _IDLE
 
-    def deliver(self, at: int = 0) -> int:
-        if not self._wire:
+    def deliver_one(self, at: int = 0) -> int:
+        if not self.wire:
             return _IDLE
-        (side, route), source, raw = self._wire.pop(at)
-        if side == "prefill":
-            if source is self.decode:
-                self.prefill.act(self.prefill.endpoint.on_frame(route, "", raw, self.now_s))
-                return _PREFILL
-        elif route == self.decode.route:
-            self.decode.act(self.decode.endpoint.on_frame(ADDRESS, raw, self.now_s))
-            return _DECODE
-        return _DONE
+        to = self.wire[at][1]
+        self.hand_over(at)
+        return _PREFILL if isinstance(to, str) else _DECODE
 
     def decode_work(self) -> int:
-        if not self.decode.commands and self.decode.endpoint.wake_s > self.now_s:
-            return _IDLE
-        self.decode.work()
-        return _DECODE
+        return self._work(self.readers[0], _DECODE)
 
     def prefill_work(self) -> int:
-        if not self.prefill.commands and self.prefill.endpoint.wake_s > self.now_s:
+        return self._work(self.writers[0], _PREFILL)
+
+    def _work(self, rank: SimRank, touched: int) -> int:
+        if not rank.inbox and rank.control.wake_s > self.now_s:
             return _IDLE
-        self.prefill.work()
-        return _PREFILL
+        rank.work()
+        return touched
 
     def decode_schedule(self) -> int:
         side = self.decode
         if not (
-            side.events
+            side.ranks[0].events
             or side.running
             or side.scheduler.has_news
             or side.scheduler.waiting.wake_s <= self.now_s
@@ -259,15 +246,15 @@ class SchedulerSim(PairSim):
 
     def prefill_schedule(self) -> int:
         side = self.prefill
-        if not (side.events or side.computing or side.scheduler.has_news):
+        if not (side.ranks[0].events or side.computing or side.scheduler.has_news):
             return _IDLE
         side.schedule()
         return _PREFILL
 
-    def submit_one(self) -> int:
+    def submit_next(self) -> int:
         if not self._to_submit:
             return _IDLE
-        self._submit_one()
+        self.submit_one()
         return _PREFILL
 
     def device_is_done(self) -> int:
@@ -333,7 +320,7 @@ class SchedulerSim(PairSim):
         rid, room = f"r{self._next_room}", self._room_number()
         cacheable = self.random.random() < 0.9
         request = Request(
-            rid, tokens, max_new_tokens=self.random.randint(1, 24), room=room, prefill=ADDRESS,
+            rid, tokens, max_new_tokens=self.random.randint(1, 24), room=room, prefill=self.address,
             cacheable=cacheable, namespace=namespace, priority=self.random.choice([0, 5]),
             deadline_s=self.random.choice([None, None, 1.0]),
         )  # fmt: skip
@@ -372,8 +359,7 @@ class SchedulerSim(PairSim):
         if not self.prefill.scheduler.requests:
             return _IDLE
         rid = self.random.choice(list(self.prefill.scheduler.requests))
-        self.prefill.computing.pop(rid, None)
-        self.prefill.scheduler.abort(rid, self.now_s)
+        self.prefill.abort(rid)
         return _PREFILL
 
     def retract(self) -> int:
@@ -391,7 +377,7 @@ class SchedulerSim(PairSim):
         return _DECODE
 
     def flush_prefill(self) -> int:
-        self.prefill.scheduler.flush()
+        self.prefill.flush()
         return _PREFILL
 
     def listen(self) -> int:
@@ -407,40 +393,40 @@ class SchedulerSim(PairSim):
 
     # --- faults -----------------------------------------------------------------------------------
 
-    def send(self, to: tuple[str, bytes], source: object, raw: bytes) -> None:
-        if source in (self.prefill, self.decode):
-            self._wire.append((to, source, raw))
+    def send(self, source: SimRank, to: str | bytes, raw: bytes) -> None:
+        if source.alive:
+            self.wire.append((source, to, raw))
 
     def reorder(self) -> int:
         return (
-            self.deliver(self.random.randrange(len(self._wire))) if len(self._wire) > 1 else _IDLE
+            self.deliver_one(self.random.randrange(len(self.wire))) if len(self.wire) > 1 else _IDLE
         )
 
     def drop(self) -> int:
-        if not self._wire:
+        if not self.wire:
             return _IDLE
-        del self._wire[self.random.randrange(len(self._wire)) :][:1]
+        del self.wire[self.random.randrange(len(self.wire)) :][:1]
         return _DONE
 
     def cut(self) -> int:
         """The connection breaks: what is under way is lost."""
-        self._wire.clear()
+        self.wire.clear()
         return _DONE
 
     def duplicate(self) -> int:
-        if not self._wire:
+        if not self.wire:
             return _IDLE
-        self._wire.append(self.random.choice(self._wire))
+        self.wire.append(self.random.choice(self.wire))
         return _DONE
 
     def junk(self) -> int:
-        if not self._wire:
+        if not self.wire:
             return _IDLE
-        to, source, raw = self._wire[0]
+        source, to, raw = self.wire[0]
         spoilt = bytearray(raw[: self.random.randint(1, len(raw))])
         spoilt[self.random.randrange(len(spoilt))] ^= 1 << self.random.randrange(8)
-        self._wire[0] = (to, source, bytes(spoilt))
-        return self.deliver()
+        self.wire[0] = (source, to, bytes(spoilt))
+        return self.deliver_one()
 
     def deadline(self) -> int:
         """Time passes until the next deadline or repeat, or far beyond."""
@@ -449,8 +435,8 @@ class SchedulerSim(PairSim):
 
     def _next_s(self) -> float:
         return min(
-            self.decode.endpoint.wake_s,
-            self.prefill.endpoint.wake_s,
+            self.readers[0].control.wake_s,
+            self.writers[0].control.wake_s,
             self.decode.scheduler.waiting.wake_s,
         )
 
@@ -464,8 +450,8 @@ class SchedulerSim(PairSim):
         if self.lost:
             self.fabric.restore(self.lost.pop())
         else:
-            self.lost.append(self.decode.me)
-            self.fabric.lose(self.decode.me)
+            self.lost.append(self.readers[0].me)
+            self.fabric.lose(self.readers[0].me)
         return _DONE
 
     def stall(self) -> int:
@@ -484,27 +470,27 @@ class SchedulerSim(PairSim):
         return was_stalled
 
     def restart_prefill_dead(self) -> int:
-        self.restart_prefill(stop=False)
+        self.restart_prefill("killed")
         return _PREFILL
 
     def restart_prefill_stopped(self) -> int:
-        self.restart_prefill(stop=True)
+        self.restart_prefill("stopped")
         return _PREFILL
 
-    def fence(self) -> int:
+    def fence_dead(self) -> int:
         """The orchestrator kills what was stopped or replaced, and says so."""
-        self._fence_old()
+        self.fence_former()
         return _DECODE
 
-    def fence_current(self) -> int:
-        self._fence_current()
+    def fence_living(self) -> int:
+        self.fence_current()
         return _DECODE | _PREFILL
 
-    def restart_decode(self) -> int:
+    def restart_decode_dead(self) -> int:
         self._compare_ranks()
         if self.lost:
             self.fabric.restore(self.lost.pop())
-        super().restart_decode()
+        self.restart_decode()
         self.events.clear()
         return _DECODE
 
@@ -522,7 +508,7 @@ class SchedulerSim(PairSim):
         started_s, fenced = self.now_s, 0
         for _ in range(max_rounds):
             if not self._round():
-                is_quiet = self._quiet() and not self.decode.scheduler.num_deferred
+                is_quiet = self.quiet() and not self.decode.scheduler.num_deferred
                 if (is_quiet or self.now_s - started_s > 60.0) and self._go_on():
                     continue  # writes that stood still land long after every deadline
                 if is_quiet:
@@ -531,7 +517,7 @@ class SchedulerSim(PairSim):
             if self.now_s - started_s > 100.0 * (fenced + 1) and fenced < 2:
                 # Every deadline has passed by now: what is left is held for want of proof, which a
                 # fence gives.
-                (self._fence_old, self._fence_current)[fenced]()
+                (self.fence_former, self.fence_current)[fenced]()
                 fenced += 1
         self._assert_nothing_is_left()
 
@@ -553,7 +539,7 @@ class SchedulerSim(PairSim):
         self._compare_ranks()
         assert_at_rest(self.decode.scheduler)
         assert_at_rest(self.prefill.scheduler)
-        assert self.decode.endpoint.num_rooms == 0, list(self.decode.endpoint.rooms())
+        assert self.readers[0].control.num_rooms == 0, list(self.readers[0].control.rooms())
         assert not self.decode.scheduler.num_deferred
         assert not self.decode.scheduler.rooms.any_undrained, self.decode.scheduler.rooms
         assert self.decode.scheduler.budget.active == 0
@@ -565,28 +551,28 @@ class SchedulerSim(PairSim):
 
 _ONWARD = (
     "fabric_step",
-    "deliver",
+    "deliver_one",
     "decode_work",
     "prefill_work",
     "decode_schedule",
     "prefill_schedule",
-    "submit_one",
+    "submit_next",
     "follow",
 )
 _ONCE = ("decode_schedule", "prefill_schedule")
 _WEIGHTS = {
-    "nothing": 1, "arrive": 4, "burst": 2, "submit_one": 5, "deliver": 14, "fabric_step": 16,
+    "nothing": 1, "arrive": 4, "burst": 2, "submit_next": 5, "deliver_one": 14, "fabric_step": 16,
     "decode_work": 8, "prefill_work": 8, "decode_schedule": 14, "prefill_schedule": 10, "follow": 4,
-    "tick": 4, "device_is_done": 2, "scribble": 3, "reorder": 3, "duplicate": 2, "junk": 1,
+    "pass_time": 4, "device_is_done": 2, "scribble": 3, "reorder": 3, "duplicate": 2, "junk": 1,
     "drop": 1, "cut": 0.15, "deadline": 1, "silence": 0.1, "abort": 1.5, "abort_at_prefill": 0.3,
     "retract": 2, "flush": 0.4, "flush_prefill": 0.2, "listen": 0.4, "lose_peer": 0.2, "stall": 0.3,
-    "restart_prefill_dead": 0.15, "restart_prefill_stopped": 0.15, "fence": 0.25,
-    "fence_current": 0.1, "restart_decode": 0.15,
+    "restart_prefill_dead": 0.15, "restart_prefill_stopped": 0.15, "fence_dead": 0.25,
+    "fence_living": 0.1, "restart_decode_dead": 0.15,
 }  # fmt: skip
 _FAULTS = (  # each is spared in half of the runs
     "reorder", "duplicate", "junk", "drop", "cut", "silence", "abort", "abort_at_prefill",
     "retract", "flush", "lose_peer", "stall", "restart_prefill_dead", "restart_prefill_stopped",
-    "fence_current", "restart_decode",
+    "fence_living", "restart_decode_dead",
 )  # fmt: skip
 _WHEEL: Sequence[str] = [
     name for name, weight in _WEIGHTS.items() for _ in range(round(20 * weight))

@@ -259,11 +259,11 @@ class Writer:
         write.parts.remove(part)
         post, reader = write.post, write.reader
         assert self.slot(post) == write.data, "the slot was used again"
-        lease = reader.staging.live_lease(post.lease_id)
+        lease = reader.staging.leases.get(post.lease_id)
         assert lease is not None
         assert (lease.key, lease.piece) == (post.key, post.piece)
         assert self.rank in lease.missing
-        offset, _ = reader.cut.sections(UNITS_PER_PIECE)[self.rank]
+        offset = reader.cut.sections(UNITS_PER_PIECE)[self.rank].offset
         assert post.dst_offset >= lease.offset
         assert post.dst_offset + len(write.data) <= lease.end
         assert offset == 0 or post.dst_offset > lease.offset
@@ -393,7 +393,7 @@ class Reader:
     def do(self, actions: list[Any]) -> None:
         for action in actions:
             if isinstance(action, Scatter):
-                lease = self.staging.live_lease(action.lease_id)
+                lease = self.staging.leases.get(action.lease_id)
                 assert lease is not None
                 self.scatters[action.lease_id] = (self.uses[lease.key], action)
                 continue
@@ -488,7 +488,7 @@ class World:
     # faults
 
     def restart_writer(self, rank: int) -> None:
-        """The rank's process is gone, its writes with it, and everybody knows."""
+        """The rank's process is gone, its writes with it, and every reader knows."""
         gone = self.writers[rank]
         gone.alive = False
         self.start_writer(rank)
@@ -576,7 +576,7 @@ class World:
         return steps
 
     def tick(self) -> bool:
-        """Time passes up to the next wake-up. False if nobody wants one."""
+        """Time passes up to the next wake-up. False if no sender wants one."""
         wake_s = min(writer.sender.wake_s for writer in self.writers.values())
         if wake_s == float("inf"):
             return False
@@ -622,7 +622,7 @@ class World:
             assert writer.jobs == {}
         for reader in self.readers:
             assert (reader.staging.num_rooms, reader.staging.num_waiting) == (0, 0)
-            assert reader.staging.leases() == []
+            assert reader.staging.leases.all() == []
         assert all(use.state in ("succeeded", "failed", "lost") for use in self.uses)
 
     def check(self) -> None:

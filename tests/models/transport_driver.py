@@ -180,7 +180,7 @@ class FakeDriver(Driver):
 
     def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
         return self.fabric.transport(
-            node.me, node.pool.layout, sink, config, node, node.area, node.state_layout
+            node.me, node.pool.layout, sink, config, node.area, node.state_layout, node
         )
 
     def until(self, condition: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prefixkv.errors import TransferError
-from prefixkv.pages.manager import PageBooks
+from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.journal import timeline
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
@@ -25,7 +25,7 @@ def ended() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def scheduler(ended: list[dict[str, Any]]) -> PrefillScheduler:
-    scheduler = PrefillScheduler(PageBooks(16, 4, 8))
+    scheduler = PrefillScheduler(PageManager(16, 4, 8))
 
     def write(req: PrefillRequest, now_s: float) -> None:
         ended.append(json.loads(json.dumps(timeline(req, PAGE_BYTES, 4))))

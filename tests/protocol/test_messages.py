@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.control.links import check_pair
+from prefixkv.control.handshake import check_pair
 from prefixkv.errors import ConfigError, HandshakeError, ProtocolError
 from prefixkv.protocol import messages
 from prefixkv.protocol.messages import (
@@ -163,7 +163,7 @@ TAGS = st.builds(
     ChunkTag, incarnation=st.integers(0, 2**64 - 1), room=st.integers(0, 2**64 - 1),
     generation=st.integers(0, 2**32 - 1), rank=st.integers(0, 2**16 - 1),
     chunk=st.integers(0, 2**32 - 1), part=st.integers(0, 99), num_parts=st.integers(100, 2**16 - 1),
-    slot=st.integers(-1, 2**31 - 1),
+    lease_id=st.integers(-1, 2**31 - 1),
 )  # fmt: skip
 
 

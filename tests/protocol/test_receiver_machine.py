@@ -10,26 +10,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.errors import AbortedError, TransferError
-from prefixkv.protocol import receiver_machine as rm
+from prefixkv.errors import AbortedError, InternalError, TransferError
+from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.messages import Abort, Outcome, OutcomeAck
 from prefixkv.protocol.receiver_machine import (
     ChunkLanded,
     DrainedSaid,
+    Event,
     Fail,
     FencedOff,
     OutcomeSaid,
     PeerReady,
     PromiseAcked,
     ReceiverMachine,
-    RoomDrained,
-    RoomEnded,
-    RoomOverdue,
     Say,
     Tick,
 )
-from tests.control.wire import KEY, TIMING, check_deadline, check_table, promise
+from tests.protocol.rooms import (
+    KEY,
+    TIMING,
+    check_all_steps_are_taken,
+    check_deadline,
+    check_step,
+    check_table,
+    promise,
+)
 
 NUM_PAGES = 2
 ABORT = Fail(AbortedError("enough"))
@@ -40,6 +46,14 @@ def outcome(
 ) -> OutcomeSaid:
     return OutcomeSaid(
         Outcome(*KEY, rank, ok, 1, num_pages, b"aux %d" % rank, "" if ok else "broke", drained)
+    )
+
+
+def is_fault(machine: ReceiverMachine, event: Any) -> bool:
+    """What only a fault of ours brings about: a promised room is promised again."""
+    return isinstance(event, PeerReady) and machine.poll not in (
+        KVPoll.BOOTSTRAPPING,
+        KVPoll.FAILED,
     )
 
 
@@ -58,6 +72,8 @@ class Laws:
 
     def on(self, event: Any, after_s: float = 0.0) -> list[Any]:
         self.now_s += after_s
+        if is_fault(self.machine, event):
+            return check_step(self.machine, event, self.now_s)
         was_open = self.ended is None
         before = self.machine.poll
         if isinstance(event, PeerReady) and before is KVPoll.BOOTSTRAPPING:
@@ -142,10 +158,11 @@ SCRIPTS: dict[str, list[Any]] = {
 }
 EVENTS: list[tuple[Any, float]] = [
     (PeerReady((0,)), 0), (PromiseAcked(0), 0), (PromiseAcked(9), 0), (ChunkLanded(0, 0, 0), 0),
+    (ChunkLanded(9, 0, 0), 0),
     (outcome(), 0), (outcome(1), 0), (outcome(9), 0), (outcome(num_pages=1), 0),
     (outcome(ok=False), 0), (outcome(ok=False, drained=False), 0), (DrainedSaid(0), 0),
     (DrainedSaid(1), 0), (DrainedSaid(9), 0), (ABORT, 0),
-    (Fail(AbortedError("gone"), tell=False), 0), (FencedOff(0), 0), (Tick(), 0),
+    (Fail(AbortedError("gone"), tell=False), 0), (FencedOff(0), 0), (FencedOff(9), 0), (Tick(), 0),
     (Tick(), TIMING.resend_s), (Tick(), 100.0),
 ]  # fmt: skip
 
@@ -157,8 +174,29 @@ def run(script: list[Any]) -> Laws:
     return laws
 
 
-def test_every_state_has_a_row_and_every_row_leads_somewhere() -> None:
-    check_table(ReceiverMachine, rm)
+def test_the_table_names_every_event_in_every_state_but_our_own_faults() -> None:
+    promised = (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING, KVPoll.SUCCESS)
+    check_table(ReceiverMachine.TABLE, Event, {state: {PeerReady} for state in promised})
+
+
+def test_every_event_in_every_state_does_as_the_table_says_and_no_step_is_listed_in_vain() -> None:
+    taken = set()
+    for script, (event, after_s) in product(SCRIPTS.values(), EVENTS):
+        machine = ReceiverMachine(promise(), TIMING, 0.0)
+        for earlier in script:
+            machine.on(earlier, 0.0)
+        before = machine.poll
+        check_step(machine, event, after_s)
+        if step := ReceiverMachine.TABLE[before].get(type(event)):
+            taken |= {(before, type(event), machine.poll)} if step.method else set()
+    check_all_steps_are_taken(ReceiverMachine.TABLE, taken)
+
+
+@pytest.mark.parametrize("script", ["promised", "transferring", "success"])
+def test_a_second_promise_of_ours_raises_and_names_state_and_event(script: str) -> None:
+    laws = run(SCRIPTS[script])
+    with pytest.raises(InternalError, match=f"PeerReady must not come in {laws.machine.poll.name}"):
+        laws.machine.on(PeerReady((0,)), 0.0)
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)

@@ -1,5 +1,5 @@
-"""Prefill's room machine: the laws of `Laws` hold after every event. The one that matters most:
-nobody is told *drained* while a write is in flight, or after one has ended in an error that proves
+"""Prefill's room machine: the laws of `Laws` hold after every event. The one that matters most: no
+reader is told *drained* while a write is in flight, or after one has ended in an error that proves
 nothing.
 """
 
@@ -9,45 +9,74 @@ from collections.abc import Sequence
 from itertools import count, product
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.errors import AbortedError, RequestError, TransferError
-from prefixkv.protocol import sender_events as sm
-from prefixkv.protocol.ids import KVPoll
+from prefixkv.errors import AbortedError, InternalError, RequestError, TransferError
+from prefixkv.protocol.commands import SendChunk
+from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
+from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.protocol.messages import Drained, Outcome, PromiseAck
 from prefixkv.protocol.sender_events import (
     AbortSaid,
     Added,
-    Bootstrapped,
     CancelWrite,
-    ChunkQueued,
+    Event,
     Fail,
     OutcomeAcked,
     PostWrite,
     Promised,
-    RoomEnded,
     Say,
-    SourceFree,
     Tick,
     WriteDrained,
     WriteEnded,
 )
 from prefixkv.protocol.sender_machine import SenderMachine
-from tests.control.wire import DECODE, KEY, PAGE_SIZE, TIMING, check_deadline, check_table
+from tests.protocol.rooms import (
+    DECODE,
+    KEY,
+    PAGE_SIZE,
+    TIMING,
+    check_all_steps_are_taken,
+    check_deadline,
+    check_step,
+    check_table,
+)
 
 PAGES = (3, 9, 5, 6)  # decode's, for tokens 4 to 18 of 18
 
 
 def promised(fill_len: int = 18, prefix_len: int = 4, pages: Sequence[int] = PAGES) -> Promised:
-    return Promised(DECODE, fill_len, prefix_len, np.array(pages, dtype=np.int32))
+    units = np.array(pages, dtype=np.int32)
+    return Promised(peer=DECODE, fill_len=fill_len, prefix_len=prefix_len, units=units)
 
 
-def chunk(first_page: int, num_pages: int, last: bool = False) -> ChunkQueued:
-    src_pages = np.arange(20 + first_page, 20 + first_page + num_pages, dtype=np.int32)
-    return ChunkQueued(first_page, src_pages, last, b"first" if last else b"", None)
+def chunk(first_page: int, num_pages: int, last: bool = False, clip: bool = False) -> SendChunk:
+    """Pages `first_page`.. of the request; page i is our page 20 + i."""
+    return SendChunk(
+        key=KEY,
+        first_page=first_page,
+        src_pages=np.arange(20 + first_page, 20 + first_page + num_pages, dtype=np.int32),
+        last=last,
+        aux=b"first" if last else b"",
+        ready=None,
+        clip=clip,
+    )
+
+
+def is_fault(machine: SenderMachine, event: Any) -> bool:
+    """What only a fault of ours brings about, and the machine therefore refuses."""
+    match event:
+        case Added():
+            return machine.added and machine.poll is not KVPoll.FAILED
+        case SendChunk():
+            return machine.added and machine.poll is KVPoll.BOOTSTRAPPING and not event.clip
+        case WriteEnded():
+            return machine.poll not in (KVPoll.TRANSFERRING, KVPoll.FAILED)
+    return False
 
 
 class Laws:
@@ -66,6 +95,8 @@ class Laws:
 
     def on(self, event: Any, after_s: float = 0.0) -> list[Any]:
         self.now_s += after_s
+        if is_fault(self.machine, event):
+            return check_step(self.machine, event, self.now_s, fault=True)
         before = self.machine.poll
         if isinstance(event, WriteEnded) and event.job_id in self.in_flight:
             self.in_flight.remove(event.job_id)
@@ -141,6 +172,8 @@ class Laws:
 
 
 POSTED = [Added(18), promised(), chunk(1, 2)]
+FULL_HIT = promised(fill_len=16, prefix_len=16, pages=())
+ABORT_SAID = AbortSaid(peer=DECODE, reason="enough")
 BROKEN = TransferError("broken")
 SCRIPTS: dict[str, list[Any]] = {
     "nothing known": [],
@@ -172,10 +205,15 @@ SCRIPTS: dict[str, list[Any]] = {
         WriteDrained(1),
     ],
     "failed by a write refused at post": [*POSTED, WriteEnded(1, BROKEN)],
-    "aborted by decode, write in flight": [*POSTED, AbortSaid(DECODE, "enough")],
-    "aborted before the promise": [AbortSaid(DECODE, "enough")],
+    "aborted by decode, write in flight": [*POSTED, ABORT_SAID],
+    "aborted before the promise": [ABORT_SAID],
     "peer lost, write in flight": [*POSTED, Fail(BROKEN, tell=False)],
     "parked too long": [promised(), Tick()],
+    "chunk kept": [Added(18), chunk(0, 2, clip=True)],
+    "all chunks kept": [Added(18), chunk(0, 3, clip=True), chunk(3, 2, last=True, clip=True)],
+    "a later chunk kept": [Added(18), chunk(3, 2, last=True, clip=True)],
+    "posted from what was kept": [Added(18), chunk(0, 3, clip=True), promised()],
+    "all posted but not the last": [Added(18), promised(), chunk(1, 4), WriteEnded(1)],
 }
 EVENTS: list[tuple[Any, float]] = [
     (Added(18), 0), (Added(17), 0), (promised(), 0), (chunk(1, 2), 0), (chunk(1, 4, last=True), 0),
@@ -183,9 +221,10 @@ EVENTS: list[tuple[Any, float]] = [
     (chunk(2, 1), 0), (chunk(1, 9), 0), (WriteEnded(1), 0), (WriteEnded(2), 0), (WriteEnded(99), 0),
     (WriteEnded(1, BROKEN), 0), (WriteEnded(1, BROKEN, drained=False), 0),
     (WriteEnded(2, BROKEN, drained=False), 0), (WriteDrained(1), 0), (WriteDrained(2), 0),
-    (AbortSaid(DECODE, "enough"), 0), (Fail(AbortedError("enough")), 0),
+    (ABORT_SAID, 0), (Fail(AbortedError("enough")), 0),
     (Fail(BROKEN, tell=False), 0), (OutcomeAcked(), 0), (Tick(), 0), (Tick(), TIMING.resend_s),
-    (Tick(), 100.0),
+    (Tick(), 100.0), (chunk(0, 2, clip=True), 0), (chunk(0, 5, last=True, clip=True), 0),
+    (chunk(2, 3, last=True, clip=True), 0),
 ]  # fmt: skip
 
 
@@ -208,7 +247,7 @@ def finish(laws: Laws) -> None:
         laws.on(Tick(), 1000.0)  # nor has one since it failed
         assert laws.machine.over
         return
-    said = laws.on(AbortSaid(DECODE, "enough")) + laws.on(AbortSaid(DECODE, "again"))
+    said = laws.on(ABORT_SAID) + laws.on(ABORT_SAID)
     drained = [say for say in said if isinstance(say, Say) and isinstance(say.body, Drained)]
     assert len(drained) == (0 if laws.unproven else 2), "each abort is answered, once it can be"
     for job_id in sorted(laws.unproven):
@@ -218,8 +257,57 @@ def finish(laws: Laws) -> None:
     assert laws.source_free
 
 
-def test_every_state_has_a_row_and_every_row_leads_somewhere() -> None:
-    check_table(SenderMachine, sm)
+def test_the_table_names_every_event_in_every_state_but_our_own_faults() -> None:
+    faults = {
+        KVPoll.BOOTSTRAPPING: {WriteEnded},
+        KVPoll.WAITING_FOR_INPUT: {Added, WriteEnded},
+        KVPoll.TRANSFERRING: {Added},
+        KVPoll.SUCCESS: {Added, WriteEnded},
+    }
+    check_table(SenderMachine.TABLE, Event, faults)
+
+
+def test_every_event_in_every_state_does_as_the_table_says_and_no_step_is_listed_in_vain() -> None:
+    full_hits = [
+        [Added(16)],
+        [Added(16), FULL_HIT],
+        [Added(16), chunk(0, 4, clip=True)],
+        [Added(16), chunk(0, 4, last=True, clip=True)],
+    ]
+    taken = set()
+    for script, (event, after_s) in product(
+        [*SCRIPTS.values(), *full_hits], [*EVENTS, (FULL_HIT, 0)]
+    ):
+        machine = SenderMachine(KEY, 2, PAGE_SIZE, count(1).__next__, TIMING, 0.0)
+        for earlier in script:
+            machine.on(earlier, 0.0)
+        before, fault = machine.poll, is_fault(machine, event)
+        check_step(machine, event, after_s, fault=fault)
+        step = SenderMachine.TABLE[before].get(type(event))
+        if step is not None and step.method is not None and not fault:
+            taken.add((before, type(event), machine.poll))
+    check_all_steps_are_taken(SenderMachine.TABLE, taken)
+
+
+@pytest.mark.parametrize(
+    ("script", "event"),
+    [
+        ("added", Added(18)),
+        ("waiting", Added(18)),
+        ("success", Added(18)),
+        ("nothing known", WriteEnded(1)),
+        ("waiting", WriteEnded(1)),
+        ("success", WriteEnded(1)),
+        ("added", chunk(1, 2)),
+        ("chunk kept", chunk(2, 2)),
+    ],
+)
+def test_a_fault_of_ours_raises_and_names_state_and_event(script: str, event: Any) -> None:
+    machine = run(SCRIPTS[script]).machine
+    with pytest.raises(
+        InternalError, match=f"{type(event).__name__} must not come in {machine.poll.name}"
+    ):
+        machine.on(event, 0.0)
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
@@ -232,6 +320,7 @@ def test_any_two_events_in_any_state_keep_the_laws(script: list[Any]) -> None:
 
 
 @given(
+    st.booleans(),
     st.lists(
         st.one_of(
             st.sampled_from(EVENTS),
@@ -241,8 +330,8 @@ def test_any_two_events_in_any_state_keep_the_laws(script: list[Any]) -> None:
                 st.sampled_from([(None, True), (BROKEN, True), (BROKEN, False)]),
             ),
             st.builds(
-                lambda first, num, last: (chunk(first, num, last), 0),
-                st.integers(0, 5), st.integers(0, 4), st.booleans(),
+                lambda first, num, last, clip: (chunk(first, num, last, clip), 0),
+                st.integers(0, 5), st.integers(0, 4), st.booleans(), st.booleans(),
             ),
             st.builds(lambda job_id: (WriteDrained(job_id), 0), st.integers(1, 5)),
             st.builds(lambda pause_s: (Tick(), pause_s), st.floats(0, 5)),
@@ -250,9 +339,9 @@ def test_any_two_events_in_any_state_keep_the_laws(script: list[Any]) -> None:
         max_size=30,
     ),
 )  # fmt: skip
-def test_any_sequence_keeps_the_laws(events: list[tuple[Any, float]]) -> None:
+def test_any_sequence_keeps_the_laws(promised_first: bool, events: list[tuple[Any, float]]) -> None:
     laws = Laws()
-    for event in [(Added(18), 0), (promised(), 0), *events]:
+    for event in [(Added(18), 0), *([(promised(), 0)] if promised_first else []), *events]:
         laws.on(*event)
     finish(laws)
 
@@ -267,7 +356,7 @@ def test_no_acknowledgement_before_the_last_write_has_ended(
     unproven = data.draw(st.sampled_from([0, *order]))
     for job_id in order[:done]:
         laws.on(WriteEnded(job_id, *((BROKEN, False) if job_id == unproven else ())))
-    said = laws.on(AbortSaid(DECODE, "enough"))
+    said = laws.on(ABORT_SAID)
     for job_id in order[done:]:
         assert not any(isinstance(say.body, Drained) for say in said if isinstance(say, Say))
         laws.on(Tick(), 50.0)
@@ -306,8 +395,22 @@ def test_the_path_of_one_room(added_first: bool) -> None:
     assert laws.machine.over
 
 
+def test_a_promise_of_a_rank_that_is_no_reader_means_nothing_after_success() -> None:
+    laws = run(SCRIPTS["success"])
+    stranger = msgspec.structs.replace(promised(), reader=5, peer=PeerId("decode-0/5", 5))
+    assert laws.on(stranger) == []
+    assert laws.on(promised()) != []
+
+
+def test_the_answer_of_a_rank_that_is_no_reader_answers_for_none() -> None:
+    laws = run([*SCRIPTS["success"], OutcomeAcked(5)])
+    assert not laws.machine.over
+    [said] = laws.on(Tick(), TIMING.resend_s)
+    assert isinstance(said.body, Outcome)
+
+
 def test_a_full_hit_sends_no_page_and_still_says_its_outcome() -> None:
-    laws = run([Added(16), promised(fill_len=16, prefix_len=16, pages=())])
+    laws = run([Added(16), FULL_HIT])
     actions = laws.machine.on(chunk(4, 0, last=True), 0.0)
     outcome = Say(DECODE, Outcome(*KEY, 2, True, 0, 0, b"first", "", True))
     assert actions == [RoomEnded(KEY, KVPoll.SUCCESS), outcome, SourceFree(KEY)]
@@ -322,7 +425,7 @@ def test_a_full_hit_sends_no_page_and_still_says_its_outcome() -> None:
         ([*POSTED, chunk(4, 1)], TransferError, "units 3 to 4 .* unit 2 of 4 is next"),
         ([*POSTED, chunk(3, 3)], TransferError, "units 2 to 5"),
         ([*POSTED, chunk(3, 1, last=True)], TransferError, "3 of 4 units"),
-        ([*POSTED, AbortSaid(DECODE, "why")], AbortedError, "why"),
+        ([*POSTED, AbortSaid(peer=DECODE, reason="why")], AbortedError, "why"),
     ],
 )
 def test_what_cannot_be_fails_the_room_and_says_why(
@@ -360,7 +463,7 @@ def test_every_waiting_state_has_its_deadline(script: str, deadline_s: float) ->
 
 
 @pytest.mark.parametrize("script", ["success", "failed by a write refused at post"])
-def test_the_outcome_is_said_again_until_acknowledged_or_nobody_cares(script: str) -> None:
+def test_the_outcome_is_said_again_until_acknowledged_or_for_long_enough(script: str) -> None:
     laws = run(SCRIPTS[script])
     times = []
     while (wake_s := laws.machine.wake_s) < float("inf"):

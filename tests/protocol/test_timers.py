@@ -1,4 +1,4 @@
-"""Who is woken when: `Timers` against a dict, and the pauses of `Backoff`."""
+"""When each key is woken: `Timers` against a dict, and the pauses of `Backoff`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.protocol.backoff import Backoff
-from prefixkv.protocol.timers import Timers
+from prefixkv.protocol.timers import Backoff, Timers
 
 _STEPS = st.lists(
     st.one_of(

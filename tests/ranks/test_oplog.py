@@ -9,20 +9,40 @@ import pytest
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import InternalError
-from prefixkv.pages.manager import PageBooks
-from prefixkv.ranks.oplog import AnyOp, LoggedBooks, Opened, Replica, decode_op, encode_op
-from tests.models import pair_sim
-from tests.models.pair_sim import Chaos, PairSim
+from prefixkv.pages.manager import PageManager
+from prefixkv.ranks.oplog import AnyOp, Opened, Replica, ReplicatedPageManager, decode_op, encode_op
+from prefixkv.ranks.replica import RankLog
+from tests.models.sim import Storm
+from tests.models.sim_engines import ROWS, PairSim
 
 
-def _tree(books: PageBooks) -> list[tuple[object, ...]]:
+class LoggedSim(PairSim):
+    """A pair whose decode scheduler logs all that happens to its books, in every life."""
+
+    def __post_init__(self) -> None:
+        self.logs: list[list[bytes]] = []
+        self.leaders: list[ReplicatedPageManager] = []
+        super().__post_init__()
+
+    def decode_books(self, log: RankLog) -> ReplicatedPageManager:
+        ops: list[bytes] = []
+        settings: dict[str, Any] = {"policy": self.policy, "num_slots": self.num_slots}
+        books = ReplicatedPageManager(
+            lambda op: ops.append(encode_op(op)), self.decode_pages, 4, ROWS, **settings
+        )
+        self.logs.append(ops)
+        self.leaders.append(books)
+        return books
+
+
+def _tree(books: PageManager) -> list[tuple[object, ...]]:
     return sorted(
         (node.start, node.end, bytes(node.key), bytes(node.pages), node.lock_ref)
         for node in books.cache.nodes()
     )
 
 
-def _assert_equal(ours: PageBooks, theirs: PageBooks) -> None:
+def _assert_equal(ours: PageManager, theirs: PageManager) -> None:
     assert _tree(ours) == _tree(theirs)
     assert np.array_equal(ours.table.array, theirs.table.array)
     assert ours.allocator.free_runs() == theirs.allocator.free_runs()
@@ -33,35 +53,18 @@ def _assert_equal(ours: PageBooks, theirs: PageBooks) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_replica_equals_rank_0_after_a_storm(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    logs: list[list[bytes]] = []
-    leaders: list[LoggedBooks] = []
-
+def test_replica_equals_rank_0_after_a_storm(seed: int) -> None:
     num_slots = 5 * (seed // 3)  # of extra state
-
-    def logged(num_pages: int, page_size: int, rows: int, **settings: Any) -> PageBooks:
-        if num_pages == PairSim.prefill_pages:
-            return PageBooks(num_pages, page_size, rows, **settings)
-        log: list[bytes] = []
-        logs.append(log)
-        leaders.append(
-            LoggedBooks(
-                lambda op: log.append(encode_op(op)), num_pages, page_size, rows, **settings
-            )
-        )
-        return leaders[-1]
-
-    monkeypatch.setattr(pair_sim, "PageBooks", logged)
-    chaos = Chaos(abort=0.02, fail_at_check=0.03, drop=0.02, flush=0.004 * (seed % 2))
-    sim = PairSim(
-        seed, chaos, decode_pages=(13, 18)[seed % 2], failure_policy="retry", num_slots=num_slots
-    )
+    storm = Storm(abort=0.02, fail_at_check=0.03, drop=0.02, flush=0.004 * (seed % 2))
+    pages = (13, 18)[seed % 2]
+    sim = LoggedSim(seed, storm, decode_pages=pages, failure_policy="retry", num_slots=num_slots)
     sim.run()
+    logs, leaders = sim.logs, sim.leaders
     assert sum(map(len, logs)) > 10
     for leader, log in zip(leaders, logs, strict=True):
         settings: dict[str, Any] = {"policy": leader.cache.policy.name, "num_slots": num_slots}
         replica = Replica(
-            PageBooks(leader.num_pages, leader.page_size, len(leader.table.array), **settings)
+            PageManager(leader.num_pages, leader.page_size, len(leader.table.array), **settings)
         )
         for raw in log:
             replica.apply(decode_op(raw))
@@ -71,11 +74,11 @@ def test_replica_equals_rank_0_after_a_storm(seed: int, monkeypatch: pytest.Monk
 
 def test_a_replica_that_drifts_raises() -> None:
     log: list[AnyOp] = []
-    leader = LoggedBooks(log.append, 8, 4, 2)
+    leader = ReplicatedPageManager(log.append, 8, 4, 2)
     key = RadixKey(range(8))
     pages = leader.open(key, leader.match(key), 2, 0.0)
     leader.cache_finished(pages, key, 0.0)
-    replica = Replica(PageBooks(8, 4, 2))
+    replica = Replica(PageManager(8, 4, 2))
     for op in log:
         replica.apply(op)
     replica.books.flush()  # what rank 0 did not do
@@ -86,4 +89,4 @@ def test_a_replica_that_drifts_raises() -> None:
 
 
 def test_scheduler_logs_nothing_without_a_log() -> None:
-    assert type(DecodeScheduler(PageBooks(4, 4, 1)).books) is PageBooks
+    assert type(DecodeScheduler(PageManager(4, 4, 1)).books) is PageManager

@@ -21,7 +21,7 @@ from prefixkv.config import DecodeConfig
 from prefixkv.errors import CallerError, ConfigError, InternalError, OutOfPagesError, RequestError
 from prefixkv.pages.manager import RequestPages
 from prefixkv.protocol.ids import RoomKey
-from prefixkv.ranks.oplog import LoggedBooks
+from prefixkv.ranks.oplog import ReplicatedPageManager
 from prefixkv.ranks.replica import DecodeReplica, RankLog, digests, sizes
 from prefixkv.request import Request
 
@@ -63,7 +63,7 @@ class Ranks:
 
     def __init__(self, digest_every: int = 1, num_pages: int = 16, **settings: object) -> None:
         self.log = RankLog(digest_every)
-        self.books = LoggedBooks(self.log.append, num_pages, PAGE_SIZE, 4, policy="gated")
+        self.books = ReplicatedPageManager(self.log.append, num_pages, PAGE_SIZE, 4, policy="gated")
         self.replica = DecodeReplica(num_pages, PAGE_SIZE, CONFIG)
 
     def open(

@@ -6,14 +6,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from prefixkv.errors import AbortedError, CallerError, TransferError
-from prefixkv.protocol.commands import AbortRoom, OpenRoom, RefuseRoom
-from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv import errors
+from prefixkv.errors import CallerError, TransferError
+from prefixkv.protocol.commands import AbortRoom, DecodeCommand, Fence, OpenRoom, RefuseRoom
+from prefixkv.protocol.events import (
+    MAX_ERROR_CHARS,
+    DecodeEvent,
+    RoomDrained,
+    RoomEnded,
+    RoomOverdue,
+    decode_error,
+    encode_error,
+)
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Promise
-from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue
-from prefixkv.ranks.rooms import RankRooms, command_of, order_of, pack_news, unpack_news
+from prefixkv.ranks.rooms import RankRooms, pack_news
+from tests.control.wire import Alike, members
 
 KEY, OTHER = RoomKey(7, 1), RoomKey(8, 0)
 OVERDUE, DRAINED = RoomOverdue(KEY), RoomDrained(KEY)
@@ -25,6 +38,11 @@ def success(rank: int) -> RoomEnded:
 
 def failure(rank: int) -> RoomEnded:
     return RoomEnded(KEY, KVPoll.FAILED, TransferError(f"rank {rank} broke"))
+
+
+def of_rank(rank: int, error: Exception) -> TransferError:
+    """What the scheduler is told of a failure on another rank than its own."""
+    return TransferError(f"decode rank {rank}: {error}")
 
 
 def histories(rank: int) -> list[list[Any]]:
@@ -71,7 +89,9 @@ def test_every_order_of_two_ranks_words_ends_right(first: int, second: int) -> N
         elif not bad:
             assert news == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")]
         else:
-            assert ends == [RoomEnded(KEY, KVPoll.FAILED, bad[0].error)]
+            first_rank = next(rank for rank, word in order if word is bad[0])
+            error = bad[0].error if first_rank == 0 else Alike(of_rank(first_rank, bad[0].error))
+            assert ends == [RoomEnded(KEY, KVPoll.FAILED, error)]
             assert news[-1] == DRAINED
         assert news.count(OVERDUE) == (any(word == OVERDUE for _, word in order))
         assert [command.key for command in commands] == ([KEY] if bad else [])
@@ -91,42 +111,190 @@ def test_rooms_are_kept_apart_and_a_number_may_come_again() -> None:
 def test_the_abort_that_follows_a_failure_names_rank_and_reason() -> None:
     _, [command] = RankRooms(3).on(2, failure(2))
     assert isinstance(command, AbortRoom)
-    assert "rank 2" in str(command.error)
-    assert "broke" in str(command.error)
+    assert command.key == KEY
+    assert command.reason == "rank 2 failed: decode rank 2: rank 2 broke"
 
 
-def test_news_come_back_as_they_were() -> None:
-    said = [
-        success(3),
-        RoomEnded(OTHER, KVPoll.FAILED, TransferError("x" * 5000)),
-        DRAINED,
-        OVERDUE,
-    ]
-    news, events = unpack_news(pack_news(3, 17, said))
-    assert (news.rank, news.number) == (3, 17)
-    assert events[0] == said[0]
-    assert (events[1].key, events[1].poll) == (OTHER, KVPoll.FAILED)
-    assert str(events[1].error).startswith("decode rank 3: xxx")
-    assert events[2:] == said[2:]
+# --- what travels ---------------------------------------------------------------------------------
+
+KEYS = st.builds(RoomKey, st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1))
+U64, I31 = st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1)
+PEERS = st.builds(PeerId, st.text(min_size=1, max_size=20), U64)
+PROMISES = st.builds(
+    Promise, U64, I31, I31, I31, st.binary(max_size=40), U64, st.integers(-1, 2**31 - 1)
+)
+TRANSFER_ERRORS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, TransferError)
+]
+ERRORS = st.builds(lambda kind, text: kind(text), st.sampled_from(TRANSFER_ERRORS), st.text())
+COMMANDS = {
+    OpenRoom: st.builds(OpenRoom, PROMISES, st.text()),
+    RefuseRoom: st.builds(RefuseRoom, KEYS, U64, st.text(), st.text()),
+    AbortRoom: st.builds(AbortRoom, KEYS, st.text()),
+    Fence: st.builds(Fence, PEERS),
+}
+EVENTS = {
+    RoomEnded: st.builds(
+        RoomEnded, KEYS, st.sampled_from(KVPoll), st.none() | ERRORS, st.binary(max_size=20)
+    ),
+    RoomDrained: st.builds(RoomDrained, KEYS),
+    RoomOverdue: st.builds(RoomOverdue, KEYS),
+}
 
 
-@pytest.mark.parametrize("cut", [0, 1, -1, "junk"])
-def test_bytes_that_are_no_news_are_the_callers_mistake(cut: int | str) -> None:
-    raw = pack_news(1, 0, [success(1)])
-    with pytest.raises(CallerError):
-        unpack_news(b"junk" if cut == "junk" else raw[: int(cut)])
-    with pytest.raises(CallerError, match="burnt"):
-        unpack_news(pack_news(1, 0, [DRAINED]).replace(b"drained", b"burnt12"))
+def there_and_back(value: Any, kind: Any) -> Any:
+    raw = msgspec.msgpack.Encoder(enc_hook=encode_error).encode(value)
+    return msgspec.msgpack.Decoder(kind, dec_hook=decode_error).decode(raw)
 
 
-def test_orders_come_back_as_they_were_but_for_the_kind_of_error() -> None:
-    opened = OpenRoom(Promise(7, 1, 10, 4, b"\0\0\0\0" * 2, 9), "tcp://p")
-    assert command_of(order_of(opened)) == opened
-    for command in (
-        AbortRoom(KEY, TransferError("why")),
-        RefuseRoom(KEY, 9, "tcp://p", TransferError("why")),
-    ):
-        back = command_of(order_of(command))
-        assert type(back) is type(command)
-        assert isinstance(back.error, AbortedError)
-        assert (back.key, str(back.error)) == (KEY, "why")
+def same(event: DecodeEvent) -> Any:
+    """Equal to the event, whichever object its error is."""
+    if not isinstance(event, RoomEnded) or event.error is None:
+        return event
+    return msgspec.structs.replace(event, error=Alike(event.error))
+
+
+def test_every_command_and_event_of_decode_is_tried_here() -> None:
+    assert set(COMMANDS) == members(DecodeCommand)
+    assert set(EVENTS) == members(DecodeEvent)
+
+
+@given(st.one_of(*COMMANDS.values()))
+def test_commands_come_back_as_they_were(command: Any) -> None:
+    assert there_and_back(command, DecodeCommand) == command
+
+
+@given(st.one_of(*EVENTS.values()))
+def test_events_come_back_as_they_were(event: Any) -> None:
+    back = there_and_back(event, DecodeEvent)
+    assert (type(back), back) == (type(event), same(event))
+
+
+@pytest.mark.parametrize(
+    ("error", "back"),
+    [
+        (TransferError("x" * 5000), TransferError("x" * MAX_ERROR_CHARS)),
+        (OSError("gone"), TransferError("gone")),
+        (errors.InternalError("a law"), TransferError("a law")),
+        (errors.OutOfPagesError(3, 1), TransferError("3 pages needed, 1 free and 0 evictable")),
+        (errors.HandshakeError("rank", 1, 2), TransferError("rank differs: ours 1, theirs 2")),
+    ],
+)
+def test_an_error_comes_back_cut_and_as_one_that_a_transfer_may_have(
+    error: Exception, back: Exception
+) -> None:
+    assert there_and_back(RoomEnded(KEY, KVPoll.FAILED, error), DecodeEvent).error == Alike(back)
+
+
+def test_nothing_else_travels_in_place_of_an_error() -> None:
+    with pytest.raises(NotImplementedError, match="set does not travel"):
+        encode_error({1})
+    with pytest.raises(NotImplementedError, match="does not travel"):
+        decode_error(set, ("TransferError", "why"))
+
+
+@given(st.integers(1, 3), st.lists(st.one_of(*EVENTS.values()), max_size=5))
+def test_news_come_back_in_order_with_their_rank(rank: int, said: list[Any]) -> None:
+    rooms = RankRooms(4)
+    for number in range(2):
+        taken = list(rooms.taken(pack_news(rank, number, said)))
+        assert taken == [(rank, same(event)) for event in said]
+    assert len(rooms) == 0, "taken, and not yet told"
+
+
+# --- bytes that are none of ours ------------------------------------------------------------------
+
+
+def refuses(raw: bytes, match: str | None = None) -> None:
+    """`taken` raises CallerError, and takes what it would have taken before."""
+    rooms = RankRooms(3)
+    rooms.on(1, success(1))
+    list(rooms.taken(pack_news(1, 0, [DRAINED])))
+    with pytest.raises(CallerError, match=match):
+        rooms.taken(raw)
+    assert len(rooms) == 1
+    assert list(rooms.taken(pack_news(1, 1, [OVERDUE]))) == [(1, OVERDUE)]
+    assert list(rooms.taken(pack_news(2, 0, [DRAINED]))) == [(2, DRAINED)]
+
+
+@pytest.mark.parametrize(
+    ("raw", "match"),
+    [
+        (pack_news(0, 0, [DRAINED]), "news of rank 0"),
+        (pack_news(3, 0, [DRAINED]), "news of rank 3"),
+        (pack_news(-1, 0, [DRAINED]), "news of rank -1"),
+        (pack_news(1, 0, [DRAINED]), "news 0 of rank 1, 1 is next"),
+        (pack_news(1, 2, [DRAINED]), "news 2 of rank 1, 1 is next"),
+        (pack_news(2, 1, [DRAINED]), "news 1 of rank 2, 0 is next"),
+        (pack_news(1, 1, [DRAINED]).replace(b"drained", b"burnt12"), "burnt"),
+    ],
+    ids=["its own", "beyond", "negative", "repeated", "a gap", "of another", "unknown"],
+)
+def test_news_that_are_not_the_next_of_a_rank_are_refused(raw: bytes, match: str) -> None:
+    refuses(raw, match)
+
+
+ENDED = b"\x93\x01\x01\x91\x95\xa5ended\x92\x07\x01\x04"  # up to its error
+DEEP = b"\x91" * 100_000
+HOSTILE = {
+    "nothing": b"",
+    "junk": b"junk",
+    "nested deeply": DEEP,
+    "an error that is nested deeply": ENDED + DEEP,
+    "an error of one word": ENDED + b"\x91\xa1x\xc4\x00",
+    "an error that is a number": ENDED + b"\x05\xc4\x00",
+    "an error whose text is no UTF-8": ENDED + b"\x92\xa1x\xa2\xff\xfe\xc4\x00",
+    "a tag that is no UTF-8": b"\x93\x01\x01\x91\x92\xa2\xff\xfe\x92\x07\x01",
+    "a poll that is none": ENDED[:-1] + b"\x09\xc0\xc4\x00",
+}
+
+
+@pytest.mark.parametrize("raw", HOSTILE.values(), ids=HOSTILE)
+def test_bytes_that_are_no_news_are_the_callers_mistake(raw: bytes) -> None:
+    refuses(raw, "no news of a rank")
+
+
+@given(st.binary(max_size=80))
+def test_random_bytes_are_the_callers_mistake(raw: bytes) -> None:
+    refuses(raw)
+
+
+GOOD = pack_news(1, 1, [success(1), failure(1), DRAINED, OVERDUE])
+
+
+@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=3))
+@example([])
+def test_damaged_news_are_taken_whole_or_refused_whole(damage: list[tuple[int, int]]) -> None:
+    raw = bytearray(GOOD)
+    for place, byte in damage:
+        raw[place] = byte
+    rooms = RankRooms(3)
+    list(rooms.taken(pack_news(1, 0, [])))
+    try:
+        taken = list(rooms.taken(bytes(raw)))
+    except CallerError:
+        refuses(bytes(raw))
+    else:
+        assert 1 <= len(taken) <= 15
+        assert {rank for rank, _ in taken} <= {1, 2}
+        for rank, event in taken:
+            rooms.on(rank, event)
+
+
+def test_news_that_are_cut_are_refused() -> None:
+    for cut in range(len(GOOD)):
+        refuses(GOOD[:cut])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["CallerError", "InternalError", "PrefixKVError", "Mapping", "__name__", "", "os.system"],
+)
+def test_an_error_of_another_name_comes_back_as_a_plain_one(name: str) -> None:
+    raw = pack_news(1, 0, [failure(1)]).replace(
+        msgspec.msgpack.encode("TransferError"), msgspec.msgpack.encode(name)
+    )
+    ((_, event),) = RankRooms(2).taken(raw)
+    assert event == same(failure(1))

@@ -57,11 +57,15 @@ def ends() -> Iterator[Ends]:
 
 
 def polled(channel: Any, want: int = 1, patience_s: float = PATIENCE_S) -> list[Any]:
-    """At least `want` frames, or what came before patience ended."""
+    """At least `want` frames, or what came before patience ended: (address, frame) of a dealer's,
+    (route, credential, frame) of a router's."""
     frames: list[Any] = []
     deadline_s = time.monotonic() + patience_s
     while len(frames) < want and time.monotonic() < deadline_s:
-        frames += channel.poll(0.02)
+        for got in channel.poll(0.02):
+            assert isinstance(channel, RouterChannel) or not got.credential
+            who = (got.credential,) if isinstance(channel, RouterChannel) else ()
+            frames.append((got.source, *who, got.raw))
     return frames
 
 
@@ -128,7 +132,7 @@ def test_a_poll_takes_a_bounded_share_of_a_flood(ends: Ends) -> None:
         some = router.poll(PATIENCE_S)
         assert 1 <= len(some) <= 256
         frames += some
-    assert [int(raw) for _, _, raw in frames] == list(range(1000))
+    assert [int(frame.raw) for frame in frames] == list(range(1000))
 
 
 # --- dropped and counted --------------------------------------------------------------------------

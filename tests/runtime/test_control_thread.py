@@ -9,33 +9,35 @@ from typing import Any
 
 import pytest
 
+from prefixkv.control.effects import FrameReceived, Tick
 from prefixkv.errors import InternalError
-from prefixkv.runtime import control_thread as kv_manager
+from prefixkv.runtime import control_thread
 from prefixkv.runtime.control_thread import ControlFailed
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.node_pair import NodePair, tokens_of
-from tests.models.patience import SkippableClock, until
+from tests.models.patience import PATIENCE_S, SkippableClock, until
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
-@pytest.mark.parametrize("where", ["tick", "on_frame", "send"])
+@pytest.mark.parametrize("where", [Tick, FrameReceived, "send"])
 def test_an_exception_in_the_control_thread(
-    pair: NodePair, monkeypatch: pytest.MonkeyPatch, side: str, where: str
+    pair: NodePair, monkeypatch: pytest.MonkeyPatch, side: str, where: Any
 ) -> None:
     """It comes out of the next call, with its cause; the thread goes on, and what was lost is said
     again."""
     node = getattr(pair, side)
-    owner = node._manager._channel if where == "send" else node._manager.endpoint
-    real = getattr(owner, where)
+    thread = node.transfers.thread
+    owner, name = (thread.channel, "send") if where == "send" else (thread.control, "on")
+    real = getattr(owner, name)
     happened = threading.Event()
 
     def broken(*args: Any) -> Any:
-        if not happened.is_set():
+        if not happened.is_set() and (where == "send" or isinstance(args[0], where)):
             happened.set()
             raise ZeroDivisionError("on purpose")
         return real(*args)
 
-    monkeypatch.setattr(owner, where, broken)
+    monkeypatch.setattr(owner, name, broken)
     pair.d.submit("r", tokens_of(1, 10), pair.prefill.endpoint)
     seen: list[InternalError] = []
 
@@ -60,17 +62,28 @@ def test_an_exception_in_one_item_does_not_end_the_batch(
     pair: NodePair, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
     """What was queued behind it, and comes with it, is handled too."""
-    manager = getattr(pair, side)._manager
-    take = manager._take
+    thread = getattr(pair, side).transfers.thread
+    control = thread.control
+    on = control.on
+    held, go_on, taken = threading.Event(), threading.Event(), []
 
-    def careful(item: Any, now_s: float) -> None:
-        if item == "bad":
+    def careful(what: Any, now_s: float) -> Any:
+        taken.append(what)
+        if what == "hold":
+            held.set()
+            assert go_on.wait(PATIENCE_S)
+            return []
+        if what == "bad":
             raise ZeroDivisionError("on purpose")
-        take(item, now_s)
+        return on(what, now_s)
 
-    monkeypatch.setattr(manager, "_take", careful)
-    manager.inbox._items.append("bad")  # without waking the thread: the next command does
+    monkeypatch.setattr(control, "on", careful)
+    thread.inbox.put("hold")
+    assert held.wait(PATIENCE_S)
+    thread.inbox.put("bad")
     pair.d.submit("r", tokens_of(1, 10), pair.prefill.endpoint)
+    pair.decode.pop_preallocated()
+    go_on.set()
     with pytest.raises(InternalError, match="on purpose"):
         pair.until(lambda: False)
     pair.run("r")
@@ -82,24 +95,26 @@ def test_a_step_that_keeps_failing_is_no_busy_loop(
 ) -> None:
     """It pauses after each failure, so that whoever wants to close the node gets the processor."""
     naps: list[float] = []
-    step = pair.decode._manager._step
+    thread = pair.decode.transfers.thread
+    on = thread.control.on
 
     class Clock(SkippableClock):
         def sleep(self, seconds: float) -> None:
             naps.append(seconds)
 
-    def broken(now_s: float) -> Any:
-        if len(naps) == 5:
-            return step(now_s)
-        raise ZeroDivisionError("on purpose")
+    def broken(what: Any, now_s: float) -> Any:
+        if isinstance(what, Tick) and len(naps) < 5:
+            thread.inbox.put(None)  # wakes it for another step
+            raise ZeroDivisionError("on purpose")
+        return on(what, now_s)
 
     Clock().install(monkeypatch.setattr)
-    monkeypatch.setattr(pair.decode._manager, "_step", broken)
-    pair.decode._manager.inbox.put(None)  # wakes it
+    monkeypatch.setattr(thread.control, "on", broken)
+    thread.inbox.put(None)
     until(lambda: len(naps) == 5)
     with pytest.raises(InternalError):
         pair.decode.pop_failed()
-    assert naps == [kv_manager._STUMBLE_S] * 5
+    assert naps == [control_thread._STUMBLE_S] * 5
     assert pair.decode.stats()["control_errors"] == 5
     pair.submit("r", tokens_of(1, 10))
     pair.run("r")
@@ -110,10 +125,10 @@ def test_a_failure_takes_no_other_event_with_it(pair: NodePair) -> None:
     pair.submit("r", tokens_of(1, 10))
     pair.until(lambda: "r" in pair.p.computing)
     pair.p.hold = False
-    pair.decode._manager.events.put(ControlFailed(ZeroDivisionError("on purpose")))
+    pair.decode.transfers.thread.events.put(ControlFailed(ZeroDivisionError("on purpose")))
     while pair.p.computing:
         pair.p.step()
-    until(lambda: len(pair.decode._manager.events._items) == 2)  # behind it: the request's success
+    until(lambda: len(pair.decode.transfers.thread.events) == 2)  # behind it: the request's success
     with pytest.raises(InternalError, match="on purpose"):
         pair.decode.pop_transferred()
     pair.run("r")
@@ -134,7 +149,7 @@ def test_no_wait_misses_what_another_call_has_taken_in(pair: NodePair, how: str)
     def writing(node: DecodeNode | PrefillNode) -> bool:
         """Whoever queues something writes the descriptor behind it, and may be held up in
         between."""
-        return bool(node._manager.events._begun) and not readable(node)
+        return bool(node.transfers.thread.events._begun) and not readable(node)
 
     def quiet(node: DecodeNode | PrefillNode) -> None:
         """Nothing is left: the descriptor comes to rest with a call or two."""
@@ -144,9 +159,9 @@ def test_no_wait_misses_what_another_call_has_taken_in(pair: NodePair, how: str)
         assert not awake(node)
 
     def taken_in(node: DecodeNode | PrefillNode) -> None:
-        until(lambda: node._manager.events._items and not writing(node))
+        until(lambda: len(node.transfers.thread.events) and not writing(node))
         node.stats()
-        assert not node._manager.events._items
+        assert not len(node.transfers.thread.events)
 
     pair.submit("r", tokens_of(1, 10), max_new_tokens=1)
     assert awake(pair.decode)  # to be admitted
@@ -163,7 +178,7 @@ def test_no_wait_misses_what_another_call_has_taken_in(pair: NodePair, how: str)
     assert awake(pair.decode)
     (req,) = pair.decode.pop_transferred()
     quiet(pair.decode)
-    until(lambda: len(pair.prefill._manager.events._items) == 2)  # ended, and its source is free
+    until(lambda: len(pair.prefill.transfers.thread.events) == 2)  # ended, and its source is free
     taken_in(pair.prefill)
     assert awake(pair.prefill)
     assert pair.prefill.pop_sent()

@@ -10,8 +10,9 @@ from queue import SimpleQueue
 import pytest
 import torch
 
+from prefixkv.control.effects import CopyDone
 from prefixkv.errors import ClosedError, ConfigError
-from prefixkv.runtime.copy_pool import CopyDone, CopyPool
+from prefixkv.runtime.copies import CopyPool
 
 WAIT_S = 60.0
 
@@ -40,7 +41,7 @@ def test_jobs_run_on_several_workers_at_once_and_start_in_order() -> None:
     pool = CopyPool(3, results.put)
     for i in range(3):
         pool.submit(i, lambda: together.wait(WAIT_S) and None)
-    assert {done.token for done in take(results, 3)} == {0, 1, 2}
+    assert {done.copy_id for done in take(results, 3)} == {0, 1, 2}
     pool.close()
 
 
@@ -82,7 +83,7 @@ def test_close_waits_for_what_runs_and_reports_what_never_ran() -> None:
     assert not closer.is_alive()
     first, *others = take(results, 3)
     assert first == CopyDone("slow")
-    assert [done.token for done in others] == ["b", "c"]
+    assert [done.copy_id for done in others] == ["b", "c"]
     assert all(isinstance(done.error, ClosedError) for done in others)
     assert ran == ["slow"]
     assert results.empty()

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from prefixkv.cli.rank_kv import make_pools
 from prefixkv.config import CurveConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import AdmissionTimeoutError, InternalError
 from prefixkv.memory.mesh import Mesh
@@ -16,6 +15,7 @@ from prefixkv.protocol.receiver_machine import RoomDrained
 from prefixkv.request import Request
 from prefixkv.runtime.control_thread import ControlFailed
 from prefixkv.runtime.groups import DecodeGroup
+from prefixkv.testing.pattern import make_pools
 from tests.models.mesh_workers import MeshPair
 from tests.models.node_pair import tokens_of
 from tests.models.patience import lasting_address, returned, until
@@ -56,16 +56,16 @@ def test_an_error_on_a_rank_is_raised_and_costs_no_news() -> None:
     with group() as decode:
         (other,) = decode.others
         key = RoomKey(7, 0)
-        other._manager.events.put(RoomDrained(key))
-        other._manager.events.put(ControlFailed(ValueError("broke")))
+        other.transfers.thread.events.put(RoomDrained(key))
+        other.transfers.thread.events.put(ControlFailed(ValueError("broke")))
         with pytest.raises(InternalError, match="broke"):
             decode.pop_failed()
         decode.pop_failed()
-        assert decode._rank_rooms is not None
-        assert len(decode._rank_rooms) == 1, "what it said before has come all the same"
-        decode._manager.events.put(RoomDrained(key))
+        assert decode._leader.rooms is not None
+        assert len(decode._leader.rooms) == 1, "what it said before has come all the same"
+        decode.transfers.thread.events.put(RoomDrained(key))
         decode.pop_failed()
-        assert len(decode._rank_rooms) == 0
+        assert len(decode._leader.rooms) == 0
 
 
 def test_the_ranks_of_a_worker_share_its_key() -> None:

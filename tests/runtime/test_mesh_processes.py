@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prefixkv.cli.rank_kv import make_pools
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import TransferError
 from prefixkv.memory.mesh import Mesh
@@ -14,7 +13,7 @@ from prefixkv.ranks.replica import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode
 from prefixkv.testing.hashing import PrefixHasher
-from prefixkv.testing.pattern import KVPattern
+from prefixkv.testing.pattern import KVPattern, make_pools
 from tests.models.mesh_process import RankProcess, rank_processes
 from tests.models.mesh_workers import SALT
 from tests.models.node_pair import tokens_of

@@ -111,7 +111,7 @@ def lossy(
     pair: NodePair, side: str, lost: type[messages.Body], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From now on no frame of this kind leaves that side."""
-    channel = getattr(pair, side)._manager._channel
+    channel = getattr(pair, side).transfers.thread.channel
     send = channel.send
 
     def unless_lost(to: Any, raw: bytes) -> None:

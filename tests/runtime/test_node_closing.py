@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import ClosedError, ConfigError, InternalError, TransferError
 from prefixkv.request import Request
-from prefixkv.runtime import control_thread as kv_manager
+from prefixkv.runtime import control_thread
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.node_pair import NodePair, drive_until, left, make_pool, tokens_of
 from tests.models.node_stages import Proceed, computing, promised, transferring
@@ -54,9 +55,12 @@ def test_a_node_that_cannot_bind_leaves_nothing_behind(bind: str) -> None:
 
 
 def test_a_node_whose_transport_does_not_start_leaves_nothing_behind() -> None:
+    pool = make_pool()
+    pool.layout = msgspec.structs.replace(pool.layout, device="cuda:900")
+
     def attempt() -> None:
         with pytest.raises(Exception, match="NIXL"):
-            DecodeNode(make_pool(), DecodeConfig(transport=TransportConfig(memory_type="VRAM")))
+            DecodeNode(pool)
 
     attempt()
     before = open_descriptors()
@@ -104,7 +108,7 @@ def patient_farewells(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The last words of a node that closes arrive, however slow the machine, while somebody is
     there to hear them."""
     with monkeypatch.context() as patch:
-        patch.setattr(kv_manager, "_FAREWELL_S", PATIENCE_S)
+        patch.setattr(control_thread, "_FAREWELL_S", PATIENCE_S)
         yield
 
 
@@ -133,7 +137,7 @@ def test_decode_closes_and_prefill_lets_go(
     pair: NodePair, monkeypatch: pytest.MonkeyPatch, patient_farewells: None
 ) -> None:
     proceed = transferring(pair)
-    transport = pair.prefill._manager.transport
+    transport = pair.prefill.transfers.thread.transport
     remove, removed = transport.remove_peer, []
     monkeypatch.setattr(transport, "remove_peer", lambda peer: [removed.append(peer), remove(peer)])
     pair.decode.close()
@@ -156,7 +160,7 @@ def test_a_node_whose_agent_lives_on_claims_no_fence(
     """Its writes may still land: decode's pages stay held, until somebody who knows says
     otherwise."""
     transferring(pair)
-    transport = pair.prefill._manager.transport
+    transport = pair.prefill.transfers.thread.transport
     real = transport.close
 
     def close() -> None:

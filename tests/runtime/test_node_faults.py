@@ -81,7 +81,10 @@ def test_an_engine_that_never_comes(clock: SkippableClock, make_pair: MakePair, 
     else:
         pair.p.add("r", tokens_of(1, 10), room=1)
         until(
-            lambda: not pair.prefill._manager.inbox.pending and pair.prefill.stats()["rooms"] == 1
+            lambda: (
+                not pair.prefill.transfers.thread.inbox.pending
+                and pair.prefill.stats()["rooms"] == 1
+            )
         )
         clock.skip(soon, [pair.prefill])
         pair.until(lambda: "r" in pair.p.failed)
@@ -189,14 +192,14 @@ def test_decode_lives_through_junk(clock: SkippableClock) -> None:
         until(lambda: node.stats().get("frames_dropped", 0) == len(frames))
         assert node.abort("r")
         assert isinstance(end_of(node, "r"), AbortedError)
-        until(lambda: not node._manager.inbox.pending)
+        until(lambda: not node.transfers.thread.inbox.pending)
         clock.skip(NEVER_S, [node])  # it tries to tell prefill, for as long as prefill may wait
         until(lambda: not left(node))
 
 
 def test_a_notification_that_is_no_tag_is_counted(pair: NodePair) -> None:
     for tag in (b"", b"junk", bytes(100)):
-        pair.decode._manager.inbox.put(Arrived(tag))
+        pair.decode.transfers.thread.inbox.put(Arrived(tag))
     until(lambda: pair.decode.stats().get("tags_dropped") == 3)
     pair.submit("r", tokens_of(1, 10))
     pair.run("r")

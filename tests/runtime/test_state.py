@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.control.effects import FrameReceived
 from prefixkv.errors import AbortedError, ConfigError, RequestError
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.protocol.ids import PeerId
+from prefixkv.runtime.decode_rank import DecodeRank
+from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.mesh_workers import MeshPair
-from tests.models.node_pair import tokens_of
+from tests.models.node_pair import make_pool, tokens_of
 from tests.models.state_memory import SHARDED, TENSORS, WHOLE, StateMemory
 from tests.models.state_workers import StatePair, owner_of
 from tests.runtime.conftest import QUICK
@@ -118,14 +124,15 @@ def test_an_abort_in_flight_keeps_the_slot_until_prefill_says_that_it_is_drained
         pair.hold = True
         pair.submit("gone", tokens_of(1, 30), room=1)
         pair.until(lambda: "gone" in pair.computing)
-        endpoint, go_on = pair.prefill.nodes[0]._manager.endpoint, threading.Event()
-        on_frame = endpoint.on_frame
+        control, go_on = pair.prefill.nodes[0].transfers.control, threading.Event()
+        on = control.on
 
-        def deaf(*args: object) -> object:
-            go_on.wait()
-            return on_frame(*args)  # type: ignore[arg-type]
+        def deaf(what: object, now_s: float) -> object:
+            if isinstance(what, FrameReceived):
+                go_on.wait()
+            return on(what, now_s)  # type: ignore[arg-type]
 
-        endpoint.on_frame = deaf  # type: ignore[method-assign, assignment]
+        control.on = deaf  # type: ignore[method-assign, assignment]
         try:
             pair.decode.abort("gone")
             pair.submit("next", tokens_of(2, 30), room=2)
@@ -171,6 +178,21 @@ def test_by_default_prefill_computes_from_the_start() -> None:
             pair.until(lambda rid=str(number): rid in pair.sent)
         assert pair.starts == {"0": 0, "1": 0}
         pair.check()
+
+
+def test_a_state_pool_on_another_device_than_the_kv_pool_is_refused() -> None:
+    """By every node, before it allocates or registers anything."""
+    kv = make_pool(num_layers=4, num_kv_heads=4)
+    kv.layout = msgspec.structs.replace(kv.layout, device="cuda:1")
+    state = StatePool.create(TENSORS, 2)
+    worker = PeerId("decode-0", 1)
+    for make in (
+        lambda: DecodeNode(kv, state=state),
+        lambda: PrefillNode(kv, state=state),
+        lambda: DecodeRank(kv, DecodeConfig(), mesh(2), 1, worker, state=state),
+    ):
+        with pytest.raises(ConfigError, match="state is on cpu, the KV pool is on cuda:1"):
+            make()
 
 
 def test_a_slot_goes_with_the_last_chunk_and_with_no_other() -> None:

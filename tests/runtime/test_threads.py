@@ -117,16 +117,16 @@ def let_a_writer_in(
     inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, after_read: bool, puts: int
 ) -> None:
     """The reader's next read of the descriptor is interrupted by a writer."""
-    read = threads.hush
+    read = threads.clear
 
     def interrupted(fd: int) -> int:
-        monkeypatch.setattr(threads, "hush", read)
+        monkeypatch.setattr(threads, "clear", read)
         value = read(fd) if after_read else 0
         for i in range(puts):
             inbox.put(2 + i)
         return value if after_read else read(fd)
 
-    monkeypatch.setattr(threads, "hush", interrupted)
+    monkeypatch.setattr(threads, "clear", interrupted)
 
 
 @pytest.mark.parametrize("puts", [1, 2])
@@ -154,15 +154,15 @@ def test_a_wait_goes_on_when_the_bell_rang_for_nothing(
 ) -> None:
     """What it rang for another call has drained, say: it rings just before the reader sleeps, then
     an item comes."""
-    hush = threads.hush
+    clear = threads.clear
     writers = iter([inbox.rouse, lambda: inbox.put(1)])
 
     def interrupted(fd: int) -> int:
-        value = hush(fd)
+        value = clear(fd)
         next(writers, lambda: None)()
         return value
 
-    monkeypatch.setattr(threads, "hush", interrupted)
+    monkeypatch.setattr(threads, "clear", interrupted)
     assert inbox.wait(PATIENCE_S)
     monkeypatch.undo()
     nothing_is_stuck(inbox, inbox.drain(), [1])
@@ -174,17 +174,17 @@ def test_a_reader_between_the_writer_s_note_and_its_write(
 ) -> None:
     """The reader takes the item before it is announced; the announcement that follows must not
     stay."""
-    write = threads.ring
+    write = threads.notify
     taken: list[int] = []
 
     def interrupted(fd: int) -> None:
-        monkeypatch.setattr(threads, "ring", write)
+        monkeypatch.setattr(threads, "notify", write)
         taken.extend(inbox.drain())
         for item in others:  # another writer, that finds the note
             inbox.put(item)
         write(fd)
 
-    monkeypatch.setattr(threads, "ring", interrupted)
+    monkeypatch.setattr(threads, "notify", interrupted)
     inbox.put(1)
     nothing_is_stuck(inbox, taken, [1, *others])
 
@@ -192,7 +192,7 @@ def test_a_reader_between_the_writer_s_note_and_its_write(
 def test_two_writers_that_both_write(inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither saw the other's note. The reader is let in after the first write; the second must not
     stay."""
-    write = threads.ring
+    write = threads.notify
     notes = inbox._begun
 
     class Unseen(deque[None]):
@@ -203,14 +203,14 @@ def test_two_writers_that_both_write(inbox: Inbox[int], monkeypatch: pytest.Monk
     inbox.put(1)
 
     def interrupted(fd: int) -> None:
-        monkeypatch.setattr(threads, "ring", write)
+        monkeypatch.setattr(threads, "notify", write)
         notes.extend(inbox._begun)
         inbox._begun = notes
         taken.extend(inbox.drain())
         write(fd)
 
     taken: list[int] = []
-    monkeypatch.setattr(threads, "ring", interrupted)
+    monkeypatch.setattr(threads, "notify", interrupted)
     inbox.put(2)
     nothing_is_stuck(inbox, taken, [1, 2])
 
@@ -218,15 +218,15 @@ def test_two_writers_that_both_write(inbox: Inbox[int], monkeypatch: pytest.Monk
 def test_a_reader_that_waits_between_the_writer_s_note_and_its_write(
     inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = threads.ring
+    write = threads.notify
     seen: list[bool] = []
 
     def interrupted(fd: int) -> None:
-        monkeypatch.setattr(threads, "ring", write)
+        monkeypatch.setattr(threads, "notify", write)
         seen.append(inbox.wait(0))
         write(fd)
 
-    monkeypatch.setattr(threads, "ring", interrupted)
+    monkeypatch.setattr(threads, "notify", interrupted)
     inbox.put(1)
     assert seen == [True]
     nothing_is_stuck(inbox, [], [1])

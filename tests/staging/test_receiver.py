@@ -8,21 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixkv.errors import LeaseError, ProtocolError, TransferError
+from prefixkv.errors import ConfigError, LeaseError, ProtocolError, TransferError
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, Promise, Topology
 from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.staging.cut import LeaseCut
+from prefixkv.staging.cut import LeaseCut, Section
 from prefixkv.staging.leases import LeaseState
 from prefixkv.staging.receiver import (
     Action,
     BreakRoom,
     Grant,
     Scatter,
-    Section,
     StagingPlan,
     StagingReceiver,
 )
@@ -135,7 +134,13 @@ def failure(key: RoomKey) -> RoomEnded:
 
 
 def states(staging: StagingReceiver) -> list[LeaseState]:
-    return [lease.state for lease in staging.leases()]
+    return [lease.state for lease in staging.leases.all()]
+
+
+@pytest.mark.parametrize("num_bytes", [0, -BLOCK_BYTES, BLOCK_BYTES // 2, BLOCK_BYTES + 1])
+def test_an_area_is_whole_blocks(num_bytes: int) -> None:
+    with pytest.raises(ConfigError):
+        StagingReceiver(area_of(num_bytes))
 
 
 # --- asks -----------------------------------------------------------------------------------------
@@ -144,11 +149,11 @@ def states(staging: StagingReceiver) -> list[LeaseState]:
 def test_a_lease_is_granted_to_all_writers_when_the_last_has_asked() -> None:
     staging = rooms_of(8, A)
     assert ask(staging, A, 2, 0, 0) == []
-    assert staging.leases() == []
+    assert staging.leases.all() == []
     assert grants(ask(staging, A, 0, 0, 0)) == [(1, 0, 0, 0), (1, 2, 0, 0)]
-    (lease,) = staging.leases()
+    (lease,) = staging.leases.all()
     assert (lease.state, lease.num_bytes) == (LeaseState.GRANTED, LEASE)
-    assert staging.live_lease(lease.lease_id) is lease
+    assert staging.leases.get(lease.lease_id) is lease
 
 
 def test_an_ask_for_what_is_granted_is_answered_again_until_it_is_written() -> None:
@@ -277,7 +282,7 @@ def test_the_end_of_a_scatter_frees_the_lease_and_the_next_is_granted() -> None:
 def test_a_lease_that_no_copy_runs_for_cannot_have_been_scattered() -> None:
     staging = rooms_of(8, A)
     lease = asked_by_all(staging, A, 0, 0)
-    with pytest.raises(LeaseError, match="is granted"):
+    with pytest.raises(LeaseError, match=r"GRANTED.* still written"):
         staging.on_scattered(lease, None)
     all_arrive(staging, A, 0, lease)
 
@@ -310,7 +315,7 @@ def test_a_scatter_that_failed_breaks_the_room_once() -> None:
     error = OSError("no")
     assert scattered(staging, leases[0], error) == [BreakRoom(A, error)]
     assert scattered(staging, leases[1], error) == []
-    assert staging.leases() == []
+    assert staging.leases.all() == []
 
 
 def test_a_later_ask_stands_for_notifications_that_were_lost() -> None:
@@ -409,7 +414,7 @@ def test_the_last_arrival_frees_a_held_lease_and_nothing_is_scattered() -> None:
     arrive(staging, A, 0, 0, lease)
     assert told(staging, failure(A)) == []
     assert arrive(staging, A, 2, 0, lease) == []
-    assert staging.leases() == []
+    assert staging.leases.all() == []
     assert told(staging, RoomDrained(A)) == []
 
 
@@ -464,7 +469,7 @@ def landed(staging: StagingReceiver, piece: int = 0, first: int = 0) -> int:
     """A lease whose scatter runs."""
     lease = granted(staging, piece, first)
     for rank in (0, 1):
-        actions = staging.on_arrival(ChunkTag(5, *KEY, rank, piece, slot=lease))
+        actions = staging.on_arrival(ChunkTag(5, *KEY, rank, piece, lease_id=lease))
     assert [type(action) for action in actions] == [Scatter]
     return lease
 
@@ -603,7 +608,7 @@ def test_units_of_larger_pages_of_ours_and_of_the_writers() -> None:
     staging.open(which, 8, plan(page_size=8))
     lease = granted(staging, 0, 0, 2)
     for rank in (0, 1):
-        actions = staging.on_arrival(ChunkTag(5, *KEY, rank, 0, slot=lease))
+        actions = staging.on_arrival(ChunkTag(5, *KEY, rank, 0, lease_id=lease))
     (scatter,) = actions
     assert isinstance(scatter, Scatter)
     assert (scatter.units.tolist(), scatter.unit_tokens) == ([6, 7], 4)

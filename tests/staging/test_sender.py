@@ -146,10 +146,12 @@ def test_the_cut_is_the_writers_shares_in_the_largest_lease_that_fits(
         most = cut.units_per_piece
         assert end(most) <= area.lease_bytes < end(most + 1)
         for units in (1, 2, most // 2 + 1, most):
-            assert [size for _, size in cut.sections(units).values()] == [units * s for s in sizes]
+            assert [size for _, _, size in cut.sections(units).values()] == [
+                units * s for s in sizes
+            ]
             assert cut.lease_bytes(units) == end(units)
             stop = 0
-            for offset, size in cut.sections(units).values():
+            for _, offset, size in cut.sections(units).values():
                 assert stop <= offset < stop + BLOCK_BYTES
                 assert offset % BLOCK_BYTES == 0
                 stop = offset + size

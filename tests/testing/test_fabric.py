@@ -288,7 +288,7 @@ def staged_pair(fabric: FakeFabric) -> tuple[Node, Node]:
         node = Node(me, pool, None, staging=staging)
         config = TransportConfig(post_bytes=2 * BLOCK_BYTES)
         node.transport = fabric.transport(
-            me, pool.layout, node.events.append, config, node, staging.area
+            me, pool.layout, node.events.append, config, staging.area, memory=node
         )
         nodes.append(node)
     nodes[0].add(nodes[1])

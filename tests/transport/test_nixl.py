@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -167,10 +168,9 @@ def test_close_from_the_sink_is_refused(nixl_driver: NixlDriver) -> None:
 def test_memory_that_is_not_there_is_an_error_at_start() -> None:
     """The transport that does not start leaves no thread behind, and the error keeps its type."""
     pool = make_pool("layer_major", 4)
+    layout = msgspec.structs.replace(pool.layout, device="cuda:900")
     with pytest.raises(Exception, match="NIXL") as caught:
-        NixlTransport(
-            PeerId("gpu", 1), pool.layout, lambda e: None, TransportConfig(memory_type="VRAM")
-        )
+        NixlTransport(PeerId("gpu", 1), layout, lambda e: None)
     assert type(caught.value).__module__.startswith("nixl")
     assert not transport_threads()
 

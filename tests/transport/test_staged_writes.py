@@ -29,7 +29,7 @@ def staged_job(
 ) -> WriteJob:
     """Into lease 77."""
     job = writer.job(job_id, target, src, dst, route="staging", **more)
-    return dataclasses.replace(job, tag=job.tag._replace(slot=77))
+    return dataclasses.replace(job, tag=job.tag._replace(lease_id=77))
 
 
 def expected_memory(writer: Node, target: Node, src: list[int], dst: list[int]) -> Any:
@@ -69,7 +69,7 @@ def test_blocks_arrive_whole_with_their_tags_and_nothing_else_changes(
     assert target.pool.pages() == pages
     tags = sorted(target.tags())
     assert tags == [job.tag._replace(part=part, num_parts=num_parts) for part in range(num_parts)]
-    assert {tag.slot for tag in tags} == {77}
+    assert {tag.lease_id for tag in tags} == {77}
 
 
 def test_a_room_s_pages_and_blocks_go_in_order_and_other_rooms_go_on(driver: Driver) -> None:

@@ -48,6 +48,7 @@ def test_all_writers_together_fill_the_slot_and_nothing_else(
     ]
     for target in targets:
         target.transport.expect(1)
+    before = [memory_of(target) for target in targets]
     jobs: list[tuple[Node, int]] = []
     for rank, source in enumerate(sources):
         assert source.state is not None
@@ -58,7 +59,6 @@ def test_all_writers_together_fill_the_slot_and_nothing_else(
                 source.add(target, state=share)
                 jobs.append((source, len(jobs) + 1))
                 source.transport.write(source.job(len(jobs), target, [2], [4], route="state"))
-    before = [memory_of(target) for target in targets]
     driver.until(lambda: all(source.ends(job) for source, job in jobs))
     assert all(isinstance(source.ends(job)[0], WriteDone) for source, job in jobs)
     for target, was in zip(targets, before, strict=True):

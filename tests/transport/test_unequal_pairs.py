@@ -17,7 +17,7 @@ from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.memory.mesh import Mesh, Shard, check_meshes
 from prefixkv.paging import page_floor, unit_pages
 from prefixkv.transport.parts import Part, cut_parts, part_indices
-from prefixkv.transport.runs import Runs, Slots, paired_runs
+from prefixkv.transport.runs import Positions, Runs, paired_runs
 from tests.models.mesh_pools import (
     BASE,
     STRIDED,
@@ -234,29 +234,29 @@ def _latent(num_pages: int, page_size: int, page_stride: int = 0, region: int = 
 def test_units_step_through_a_larger_page_where_its_strides_allow() -> None:
     small = _latent(64, 2)
     for large, expected in (
-        (_latent(16, 8), Slots(16, 4, 4, 64)),
-        (_latent(16, 8, page_stride=24), Slots(16, 4, 12, 15 * 12 + 4)),
-        (_latent(16, 8, page_stride=25), Slots(16, 4, 0, 64)),
-        (_latent(1, 8), Slots(1, 4, 4, 4)),
+        (_latent(16, 8), Positions(16, 4, 4, 64)),
+        (_latent(16, 8, page_stride=24), Positions(16, 4, 12, 15 * 12 + 4)),
+        (_latent(16, 8, page_stride=25), Positions(16, 4, 0, 64)),
+        (_latent(1, 8), Positions(1, 4, 4, 4)),
     ):
         for runs in (paired_runs(small, large), paired_runs(large, small)):
-            found = runs.dst_slots if runs.src_slots.fold == 1 else runs.src_slots
+            found = runs.dst_positions if runs.src_positions.fold == 1 else runs.src_positions
             assert found == expected
             assert len(runs.src) + len(runs.dst) == (2 if expected.step else 1 + 4)
             units = np.arange(large.num_pages * 4, dtype=np.int32)
-            slots = found.of(units)
-            assert slots.dtype == np.int32
-            assert len(set(slots.tolist())) == len(units)
-            assert 0 <= slots.min() <= slots.max() == found.num_slots - 1
+            positions = found.of(units)
+            assert positions.dtype == np.int32
+            assert len(set(positions.tolist())) == len(units)
+            assert 0 <= positions.min() <= positions.max() == found.num_positions - 1
 
 
 def test_slots_that_an_index_would_not_reach_give_way_to_rows() -> None:
     small = _latent(64, 2)
-    wide = _latent(2**20, 8, page_stride=2**14)  # 2**13 slots from page to page
+    wide = _latent(2**20, 8, page_stride=2**14)  # 2**13 positions from page to page
     runs = paired_runs(small, wide)
-    assert (runs.dst_slots.step, runs.dst_slots.num_slots) == (0, 2**22)
+    assert (runs.dst_positions.step, runs.dst_positions.num_positions) == (0, 2**22)
     units = np.array([0, 5, 2**22 - 1], np.int32)
-    assert runs.dst_slots.of(units).tolist() == [0, 2**20 + 1, 2**22 - 1]
+    assert runs.dst_positions.of(units).tolist() == [0, 2**20 + 1, 2**22 - 1]
 
 
 def test_more_units_than_an_index_names_are_refused() -> None:

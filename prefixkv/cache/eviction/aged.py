@@ -11,6 +11,7 @@ Source: LRFU (Lee et al., 2001), with a half-life in seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import floor, frexp, ldexp
 from typing import NamedTuple, TypeAlias
 
@@ -35,6 +36,7 @@ class Visits(NamedTuple):
 
 
 @register
+@dataclass(eq=False, repr=False)
 class AgedFrequency(GhostPolicy):
     """See the module's text.
 
@@ -47,16 +49,11 @@ class AgedFrequency(GhostPolicy):
 
     name = "aged"
 
-    def __init__(
-        self,
-        half_life_s: float = 430.0,
-        ghosts: float = 5.0,
-        block_tokens: int = 512,
-        stride_blocks: int = 8,
-    ) -> None:
-        above(0, half_life_s=half_life_s)
-        super().__init__(ghosts, block_tokens, stride_blocks)
-        self.half_life_s = half_life_s
+    half_life_s: float = 430.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        above(0, half_life_s=self.half_life_s)
 
     def mark(self, use: Use) -> Visits:
         return Visits(*(self._one_visit(use) if use.visit else NOTHING), use.tick, use.num_pages)
@@ -76,15 +73,11 @@ class AgedFrequency(GhostPolicy):
         return exponent, 2.0 ** (age - exponent)
 
     def fold(self, upper: Visits, lower: Visits) -> Visits:
-        return Visits(
-            *_sum(upper[:2], lower[:2]), *(upper[2:] if upper[2] > lower[2] else lower[2:])
-        )
+        last = upper if upper[2] > lower[2] else lower
+        return Visits(*_sum(upper[:2], lower[:2]), *last[2:])
 
     def rank(self, history: Visits) -> Rank:
         return history[:3]
-
-    def last_tick(self, history: Visits) -> int:
-        return history[2]
 
 
 def _sum(one: Worth, other: Worth) -> Worth:

@@ -29,6 +29,7 @@ Source: measured on conversation traces; two levels, as in segmented LRU (Karedl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import sub
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ class Seen(NamedTuple):
 
 
 @register
+@dataclass(eq=False, repr=False)
 class Gated(GhostPolicy):
     """See the module's text.
 
@@ -69,62 +71,45 @@ class Gated(GhostPolicy):
 
     name = "gated"
 
-    def __init__(
-        self,
-        fresh_s: float = 180.0,
-        known_s: float = 500.0,
-        short_tokens: int = 2048,
-        ghosts: float = 5.0,
-        block_tokens: int = 512,
-        stride_blocks: int = 8,
-    ) -> None:
-        at_least(0, fresh_s=fresh_s, known_s=known_s, short_tokens=short_tokens)
-        super().__init__(ghosts, block_tokens, stride_blocks)
-        self.fresh_s = fresh_s
-        self.known_s = known_s
-        self._short_tokens = short_tokens
+    fresh_s: float = 180.0
+    known_s: float = 500.0
+    short_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(0, fresh_s=self.fresh_s, known_s=self.known_s, short_tokens=self.short_tokens)
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:
         super().bind(page_size, pool_pages)
-        self._short_pages = self._short_tokens // self._page_tokens
+        self._short_pages = self.short_tokens // self._page_tokens
 
     # --- uses -------------------------------------------------------------------------------------
 
     def mark(self, use: Use) -> Seen:
         """A lock, or an insertion that brought nothing new."""
-        kind = self._inherited(use)
-        if kind is None:
-            kind = self._kind(use, self.ghosts.find(use.data, use.old_pages))
+        kind = self._kind(use, None)
         return Seen(use.tick, 1 if use.visit else 0, use.now_s, kind, use.num_pages)
 
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Seen]]:
-        kind = self._inherited(use)
-        if kind is None:
-            kind = self._kind(use, found)
+        kind = self._kind(use, found)
         totals = [(ghost.depth, ghost.history.visits + 1) for ghost in found]
         return [
             (depth, Seen(use.tick, visits, use.now_s, kind, use.num_pages))
             for depth, visits in staircase(use, totals, 1, 0, sub)
         ]
 
-    def _inherited(self, use: Use) -> int | None:
-        """The kind of a use that is not the first one of its request: the kind of that first use.
-        None: it has to be looked for."""
-        if use.visit or use.before is None or use.before.kind >= CLOSED:
-            return None
-        return use.before.kind  # type: ignore[no-any-return]
-
-    def _kind(self, use: Use, found: list[Ghost]) -> int:
-        self._capacity_pages = max(self._capacity_pages, use.tree_pages)
-        known, path_pages = use.old_pages, use.before.path_pages if use.before is not None else -1
-        if found:
-            known, path_pages = found[-1].depth, found[-1].history.path_pages
-        if len(use.data) // self._page_bytes - known > self._short_pages:
+    def _kind(self, use: Use, found: list[Ghost] | None) -> int:
+        """The kind of a use: that of the first use of its request, if it is a later one. `found`
+        are the ghosts beyond its old pages, None: not looked up."""
+        before: Seen | None = use.before
+        if not use.visit and before is not None and before.kind < CLOSED:
+            return before.kind
+        if found is None:
+            found = self.remembered.find(use.data, use.old_pages)
+        goes_on_from, new_pages = self.goes_on(use, found)
+        if new_pages > self._short_pages:
             return LONG
-        # Does it go on where the last path that held the known pages ended? Ghosts know that end to
-        # the block only.
-        is_end = self.ghosts.whole_blocks(path_pages) == known if found else path_pages == known
-        return NEXT_TURN if is_end else ORDINARY
+        return ORDINARY if goes_on_from is None else NEXT_TURN
 
     def fold(self, upper: Seen, lower: Seen) -> Seen:
         last = upper if upper[0] > lower[0] else lower
@@ -134,9 +119,6 @@ class Gated(GhostPolicy):
         if mark.path_pages != depth:  # not the last use of this page
             return mark
         return mark._replace(kind=CONTINUES if continues else CLOSED)
-
-    def last_tick(self, history: Seen) -> int:
-        return history[0]
 
     def describe(self, history: Seen) -> str:
         return f", level {level(history)}, {history.visits} visits"

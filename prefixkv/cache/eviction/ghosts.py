@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from prefixkv.cache.eviction.policy import Policy, Use
@@ -53,9 +54,6 @@ class Ghosts:
         self._ghosts: OrderedDict[int, Ghost] = OrderedDict()
         self.num_pages = 0  # that all of them stand for
 
-    def __len__(self) -> int:
-        return len(self._ghosts)
-
     def clear(self) -> None:
         self._ghosts.clear()
         self.num_pages = 0
@@ -75,9 +73,8 @@ class Ghosts:
         low, stride = end - num_pages, self.stride_pages
         last_block = self.whole_blocks(path_pages)
         depths = range(end - end % stride, low, -stride)
-        for depth in (
-            [last_block, *depths] if low < last_block <= end and last_block % stride else depths
-        ):
+        ends_here = low < last_block <= end and last_block % stride
+        for depth in [last_block, *depths] if ends_here else depths:
             name = self._name_in_tree(node, depth)
             self._forget(name)
             self._ghosts[name] = ghost = Ghost(node.mark, depth, (depth - 1) % stride + 1)
@@ -93,8 +90,7 @@ class Ghosts:
         return num_pages - num_pages % self.block_pages
 
     def find(self, data: bytes, old_pages: int) -> list[Ghost]:
-        """Rising in depth, those of the pages after the first `old_pages` of a packed path. O(found
-        + stride)."""
+        """Those of a packed path beyond its `old_pages`, rising in depth. O(found + stride)."""
         if not self._ghosts:
             return []
         end = len(data) // self._page_bytes
@@ -133,15 +129,15 @@ class Ghosts:
         tokens = bytes(node.key[max(0, end - self._name_bytes) : end])
         while len(tokens) < self._name_bytes and node.parent is not None:
             node = node.parent
-            tokens = (
-                bytes(node.key[max(0, len(node.key) - self._name_bytes + len(tokens)) :]) + tokens
-            )
+            missing = self._name_bytes - len(tokens)
+            tokens = bytes(node.key[max(0, len(node.key) - missing) :]) + tokens
         return hash((depth, tokens))
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class GhostPolicy(Policy):
-    """The base of policies that remember evicted pages. A mark of theirs has `path_pages`, how many
-    pages its use covered.
+    """The base of policies that remember evicted pages. A mark of theirs has `tick`, that of its
+    use, and `path_pages`, how many pages its use covered.
 
     Args:
         ghosts: how many pages the ghosts may stand for, as a multiple of the pool (or of the tree,
@@ -153,40 +149,60 @@ class GhostPolicy(Policy):
 
     keeps_partial_blocks = False
 
-    def __init__(self, ghosts: float, block_tokens: int, stride_blocks: int) -> None:
-        at_least(0, ghosts=ghosts)
-        at_least(1, block_tokens=block_tokens, stride_blocks=stride_blocks)
-        self._ghost_share = ghosts
-        self._block_tokens = block_tokens
-        self._stride_blocks = stride_blocks
+    ghosts: float = 5.0
+    block_tokens: int = 512
+    stride_blocks: int = 8
+
+    def __post_init__(self) -> None:
+        at_least(0, ghosts=self.ghosts)
+        at_least(1, block_tokens=self.block_tokens, stride_blocks=self.stride_blocks)
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
         self._page_tokens = page_size * self.token_scale
         self._capacity_pages = pool_pages or 0
-        self.ghost_pages = max(1, self._block_tokens // self._page_tokens)
-        self.ghosts = Ghosts(self._page_bytes, self.ghost_pages, self._stride_blocks)
+        self.ghost_pages = max(1, self.block_tokens // self._page_tokens)
+        self.remembered = Ghosts(self._page_bytes, self.ghost_pages, self.stride_blocks)
 
     def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
-        found = self.ghosts.find(use.data, use.old_pages)
+        found = self.remembered.find(use.data, use.old_pages)
         marks = self.marks_of_new(use, found)
-        self.ghosts.come_back(use.data, found)
+        self.remembered.come_back(use.data, found)
         return marks
 
     @abstractmethod
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Mark]]:
         """As `insertion_marks`, where `found` are the ghosts of the new pages."""
 
+    def goes_on(self, use: Use, found: list[Ghost]) -> tuple[Mark | None, int]:
+        """The use that this first use of a request goes on from, and how many pages it adds.
+
+        It goes on where the last path that held the known pages ended, if it does; else None. Of
+        `found`, the ghosts beyond the old pages, that end is known to the block only.
+        """
+        self._capacity_pages = max(self._capacity_pages, use.tree_pages)
+        known, last = use.old_pages, use.before
+        if found:
+            last, known, _ = found[-1]
+        new_pages = len(use.data) // self._page_bytes - known
+        if last is None:
+            return None, new_pages
+        end = self.remembered.whole_blocks(last.path_pages) if found else last.path_pages
+        return last if end == known else None, new_pages
+
+    def last_tick(self, history: Mark) -> int:
+        return history.tick  # type: ignore[no-any-return]
+
     def evicted(self, node: Node, num_pages: int) -> None:
         self.remember(node, num_pages)
 
     def remember(self, node: Node, num_pages: int) -> list[Ghost]:
         """Leave ghosts of evicted pages; returns those that are forgotten for them."""
-        limit_pages = int(self._ghost_share * self._capacity_pages)
-        return self.ghosts.remember(node, num_pages, node.mark.path_pages, limit_pages)
+        limit_pages = int(self.ghosts * self._capacity_pages)
+        return self.remembered.remember(node, num_pages, node.mark.path_pages, limit_pages)
 
     def reset(self) -> None:
-        self.ghosts.clear()
+        self.remembered.clear()
 
 
 def staircase(

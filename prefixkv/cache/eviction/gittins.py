@@ -21,6 +21,7 @@ Source: the index of Gittins (1979), see `return_tables.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy
@@ -32,6 +33,11 @@ from prefixkv.settings import at_least
 
 TURNS = (1, 2, 3, 5)
 """The last turn of each class of turns but the last one."""
+
+SIZES = 3
+"""How many classes of a turn there are, by how much was new."""
+
+NUM_KINDS = (len(TURNS) + 1) * SIZES
 
 NO_END = 0
 """As `path_pages`: a use that brought nothing of its own, and so says nothing about returns."""
@@ -51,6 +57,7 @@ class LastUse(NamedTuple):
 
 
 @register
+@dataclass(eq=False, repr=False)
 class Gittins(GhostPolicy):
     """See the module's text.
 
@@ -65,34 +72,25 @@ class Gittins(GhostPolicy):
 
     name = "gittins"
 
-    def __init__(
-        self,
-        promise_s: float = 1000.0,
-        short_tokens: int = 3 * 512,
-        long_tokens: int = 16 * 512,
-        ghosts: float = 5.0,
-        block_tokens: int = 512,
-        stride_blocks: int = 8,
-        power: float = 0.7,
-        trust: float = 60.0,
-        period: int = 50,
-    ) -> None:
-        at_least(0, promise_s=promise_s, short_tokens=short_tokens, power=power)
-        at_least(short_tokens, long_tokens=long_tokens)
-        at_least(1, trust=trust, period=period)
-        super().__init__(ghosts, block_tokens, stride_blocks)
-        self.promise_s = promise_s
-        self._new_tokens = (short_tokens, long_tokens)
-        sizes = len(self._new_tokens) + 1
-        groups = [
-            [turns * sizes + size for size in range(sizes)] for turns in range(len(TURNS) + 1)
-        ]
-        self.num_kinds = sizes * len(groups)
-        self.tables = ReturnTables(groups, power, trust, period)
+    promise_s: float = 1000.0
+    short_tokens: int = 3 * 512
+    long_tokens: int = 16 * 512
+    power: float = 0.7
+    trust: float = 60.0
+    period: int = 50
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(0, promise_s=self.promise_s, short_tokens=self.short_tokens, power=self.power)
+        at_least(self.short_tokens, long_tokens=self.long_tokens)
+        at_least(1, trust=self.trust, period=self.period)
+        groups = [list(range(first, first + SIZES)) for first in range(0, NUM_KINDS, SIZES)]
+        self.tables = ReturnTables(groups, self.power, self.trust, self.period)
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:
         super().bind(page_size, pool_pages)
-        self._new_pages = [tokens // self._page_tokens for tokens in self._new_tokens]
+        bounds = (self.short_tokens, self.long_tokens)
+        self._new_pages = [tokens // self._page_tokens for tokens in bounds]
 
     # --- uses -------------------------------------------------------------------------------------
 
@@ -108,34 +106,23 @@ class Gittins(GhostPolicy):
         """The mark of a use; `found` are the ghosts beyond its old pages, None: not looked up."""
         before: LastUse | None = use.before
         if not use.visit and before is not None:  # the first use of its request was counted
-            kind, turn, has_end = (
-                before.kind,
-                before.turn,
-                before.path_pages != NO_END or use.num_pages > use.old_pages,
-            )
+            kind, turn = before.kind, before.turn
+            has_end = before.path_pages != NO_END or use.num_pages > use.old_pages
         else:
             if found is None:
-                found = self.ghosts.find(use.data, use.old_pages)
+                found = self.remembered.find(use.data, use.old_pages)
             kind, turn, has_end = self._begin(use, found)
-        return LastUse(
-            use.tick, use.now_s, kind, turn, use.num_pages if has_end else NO_END, UNKNOWN
-        )
+        end = use.num_pages if has_end else NO_END
+        return LastUse(use.tick, use.now_s, kind, turn, end, UNKNOWN)
 
     def _begin(self, use: Use, found: list[Ghost]) -> tuple[int, int, bool]:
         """Count the first use of a request, which may go on where another ended. Returns its class,
         its turn, and whether it has an end."""
-        self._capacity_pages = max(self._capacity_pages, use.tree_pages)
-        known, last, path_pages = use.old_pages, use.before, 0
-        if last is not None:
-            path_pages = last.path_pages
-        if found:
-            known, last = found[-1].depth, found[-1].history
-            path_pages = self.ghosts.whole_blocks(last.path_pages)  # ghosts know to the block
+        last, new_pages = self.goes_on(use, found)
         turn = 1
-        if last is not None and path_pages == known:
+        if last is not None:
             turn = last.turn + 1
             self.tables.returned(last.kind, use.now_s - last.now_s)
-        new_pages = len(use.data) // self._page_bytes - known
         kind = self._kind(turn, new_pages)
         has_end = turn > 1 or new_pages > 0
         if has_end:
@@ -144,9 +131,7 @@ class Gittins(GhostPolicy):
 
     def _kind(self, turn: int, new_pages: int) -> int:
         turns = sum(turn > last for last in TURNS)
-        return turns * (len(self._new_pages) + 1) + sum(
-            new_pages > most for most in self._new_pages
-        )
+        return turns * SIZES + sum(new_pages > most for most in self._new_pages)
 
     def fold(self, upper: LastUse, lower: LastUse) -> LastUse:
         return upper if upper[0] > lower[0] else lower
@@ -155,9 +140,6 @@ class Gittins(GhostPolicy):
         if mark.path_pages != depth:  # not the last use of this page
             return mark
         return mark._replace(hint=CONTINUES if continues else CLOSED)
-
-    def last_tick(self, history: LastUse) -> int:
-        return history[0]
 
     def describe(self, history: LastUse) -> str:
         return f", turn {history.turn}, class {history.kind}"
@@ -170,7 +152,7 @@ class Gittins(GhostPolicy):
     def evicted(self, node: Node, num_pages: int) -> None:
         for ghost in self.remember(node, num_pages):
             last: LastUse = ghost.history
-            if ghost.depth == self.ghosts.whole_blocks(last.path_pages):
+            if ghost.depth == self.remembered.whole_blocks(last.path_pages):
                 self.tables.lost(last.kind, self.tables.now_s - last.now_s)
 
     def reset(self) -> None:
@@ -186,15 +168,14 @@ class _LeastWorth(LeafOrders):
     session is over, and one of those whose session goes on."""
 
     def __init__(self, policy: Gittins) -> None:
-        self._num_kinds = policy.num_kinds
-        super().__init__(2 * policy.num_kinds + 2)
+        super().__init__(2 * NUM_KINDS + 2)
         self._tables = policy.tables
         self._promise_s = policy.promise_s
 
     def place(self, history: LastUse) -> Place:
         tick, _, kind, _, _, hint = history
         if hint:
-            return 2 * self._num_kinds + hint - 1, tick, None
+            return 2 * NUM_KINDS + hint - 1, tick, None
         return 2 * kind, tick, (2 * kind + 1, -tick)
 
     def choose(self, now_s: float) -> Node | None:

@@ -45,8 +45,21 @@ class MostRecentlyUsed(LeastRecentlyUsed):
         return -history
 
 
-class VisitCounting(Policy):
-    """The base of policies that count. A mark is (visits, last tick)."""
+class Summing(Policy):
+    """The base of policies that add up. A mark is (a sum, last tick)."""
+
+    def fold(self, upper: Mark, lower: Mark) -> Mark:
+        return (upper[0] + lower[0], upper[1] if upper[1] > lower[1] else lower[1])
+
+    def last_tick(self, history: Mark) -> int:
+        return history[1]  # type: ignore[no-any-return]
+
+
+@register
+class LeastFrequentlyUsed(Summing):
+    """The fewest visits go first, then the least recently used. A mark is (visits, last tick)."""
+
+    name = "lfu"
 
     def mark(self, use: Use) -> Mark:
         return (1 if use.visit else 0, use.tick)
@@ -57,25 +70,12 @@ class VisitCounting(Policy):
         first = (use.num_pages, (1, use.tick))
         return (first,) if use.visit else ((use.old_pages, (-1, use.tick)), first)
 
-    def fold(self, upper: Mark, lower: Mark) -> Mark:
-        return (upper[0] + lower[0], upper[1] if upper[1] > lower[1] else lower[1])
-
-    def last_tick(self, history: Mark) -> int:
-        return history[1]  # type: ignore[no-any-return]
-
     def describe(self, history: Mark) -> str:
         return f", {history[0]} visits"
 
 
 @register
-class LeastFrequentlyUsed(VisitCounting):
-    """The fewest visits go first, of those the least recently used."""
-
-    name = "lfu"
-
-
-@register
-class SegmentedLru(VisitCounting):
+class SegmentedLru(LeastFrequentlyUsed):
     """Pages seen once go before pages seen again; within both, the least recently used.
 
     Source: segmented LRU (Karedla, Love and Wherry, 1994), its two segments without a bound of
@@ -89,7 +89,7 @@ class SegmentedLru(VisitCounting):
 
 
 @register
-class FirstInFirstOut(Policy):
+class FirstInFirstOut(Summing):
     """What was inserted first goes first. A mark is (tick of insertion, last tick)."""
 
     name = "fifo"
@@ -99,12 +99,6 @@ class FirstInFirstOut(Policy):
 
     def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
         return ((use.old_pages, (-use.tick, use.tick)), (use.num_pages, (use.tick, use.tick)))
-
-    def fold(self, upper: Mark, lower: Mark) -> Mark:
-        return (upper[0] + lower[0], upper[1] if upper[1] > lower[1] else lower[1])
-
-    def last_tick(self, history: Mark) -> int:
-        return history[1]  # type: ignore[no-any-return]
 
 
 @register
@@ -132,8 +126,7 @@ class ByPriority(Policy):
     name = "priority"
 
     def __init__(self, ttl_s: float | None = None) -> None:
-        if ttl_s is not None:
-            at_least(0, ttl_s=ttl_s)
+        at_least(0, ttl_s=ttl_s or 0)
         self.ttl_s = ttl_s
 
     def mark(self, use: Use) -> Mark:

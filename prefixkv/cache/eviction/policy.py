@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass
 
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, Rank
 from prefixkv.cache.node import Mark, Node
@@ -22,6 +22,7 @@ DEFAULT_POLICY = "gated"
 """What held up best in replays, at every capacity (`gated.py`). It needs to be told the time."""
 
 
+@dataclass(slots=True, eq=False)
 class Use:
     """One use of a path, as a policy sees it. One object, filled in anew for every use: a policy
     copies what it keeps.
@@ -39,28 +40,15 @@ class Use:
         tree_pages: pages in the tree.
     """
 
-    __slots__ = (
-        "before",
-        "data",
-        "now_s",
-        "num_pages",
-        "old_pages",
-        "priority",
-        "tick",
-        "tree_pages",
-        "visit",
-    )
-
-    def __init__(self) -> None:
-        self.tick = 0
-        self.now_s = 0.0
-        self.num_pages = 0
-        self.old_pages = 0
-        self.visit = True
-        self.priority: int | None = None
-        self.data = b""
-        self.before: Mark = None
-        self.tree_pages = 0
+    tick: int = 0
+    now_s: float = 0.0
+    num_pages: int = 0
+    old_pages: int = 0
+    visit: bool = True
+    priority: int | None = None
+    data: bytes = b""
+    before: Mark = None
+    tree_pages: int = 0
 
 
 class Policy(ABC):
@@ -84,12 +72,10 @@ class Policy(ABC):
     """Call `evicted` when pages go that end at a multiple of this depth; 0: never."""
 
     token_scale = 1
-    """How many tokens one token of the cache stands for: more than one in a replay of traces of
-    blocks."""
+    """How many tokens one token of the cache stands for: several in a replay of block traces."""
 
     keeps_partial_blocks = True
-    """Whether a replay of a block trace inserts the partial block at a prompt's end, which no
-    engine would."""
+    """Whether a replay of a block trace inserts a prompt's partial last block; no engine would."""
 
     _serves_a_cache = False
 
@@ -157,21 +143,4 @@ class Policy(ABC):
 
 
 _POLICIES: Registry[Policy] = Registry("policy", Policy)  # type: ignore[type-abstract]
-
-P = TypeVar("P", bound=type[Policy])
-
-
-def register(policy: P) -> P:
-    """Make a policy class known by its `name`; a decorator. A later one of the same name replaces
-    it."""
-    _POLICIES.add(policy)
-    return policy
-
-
-def policy_names() -> list[str]:
-    return _POLICIES.names()
-
-
-def make_policy(policy: str | Policy) -> Policy:
-    """A policy object by name, or the object itself. Raises ConfigError for an unknown name."""
-    return _POLICIES.make(policy)
+register, policy_names, make_policy = _POLICIES.add, _POLICIES.names, _POLICIES.make

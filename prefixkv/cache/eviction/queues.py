@@ -25,23 +25,18 @@ class EvictionQueue(Protocol):
 
     def add(self, leaf: Node) -> None:
         """A node became an evictable leaf, or its history has changed while it is one."""
-        ...
 
     def first(self, now_s: float) -> Node | None:
         """The leaf that goes first, still in the queue; None if there is none."""
-        ...
 
     def take(self, leaf: Node) -> None:
         """Take out what `first` has just returned."""
-        ...
 
     def bury(self) -> None:
         """One entry of this queue has died."""
-        ...
 
     def expect(self, num_leaves: int, now_s: float) -> None:
         """A batch begins, in which about `num_leaves` will be taken; 0: it is over."""
-        ...
 
 
 def forget(node: Node) -> None:

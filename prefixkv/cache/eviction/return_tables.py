@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from itertools import accumulate
 
 EDGES_S = tuple(1.5 * (1000 / 1.5) ** (at / 19) for at in range(20))
 """Where one age bin ends and the next begins; the last bin has no end."""
@@ -99,19 +100,14 @@ class ReturnTables:
         self.worth: list[Chances] = [[] for _ in range(num_classes)]
         self.peak = [0] * num_classes
         for group in self._groups:
-            group_chances = chances(
-                _total([entered[kind] for kind in group]),
-                _total([self._returns[kind] for kind in group]), common, self._trust,
-            )  # fmt: skip
-            group_index = gittins_index(group_chances)
+            came = _total([entered[kind] for kind in group])
+            came_back = _total([self._returns[kind] for kind in group])
+            shared = chances(came, came_back, common, self._trust)
+            group_index = gittins_index(shared)
             for kind in group:
-                own = gittins_index(
-                    chances(entered[kind], self._returns[kind], group_chances, self._trust)
-                )
-                mixed = [
-                    whole ** (1 - self._power) * part**self._power
-                    for whole, part in zip(group_index, own, strict=True)
-                ]  # fmt: skip
+                own = chances(entered[kind], self._returns[kind], shared, self._trust)
+                both = zip(group_index, gittins_index(own), strict=True)
+                mixed = [whole ** (1 - self._power) * part**self._power for whole, part in both]
                 self.peak[kind] = mixed.index(max(mixed))
                 self.worth[kind] = _rise_and_fall(mixed, self.peak[kind])
 
@@ -145,8 +141,7 @@ def bin_of(age_s: float) -> int:
 def chances(
     entered: Counts, returns: Counts, before: Chances | tuple[float, ...], trust: float
 ) -> Chances:
-    """How likely a start that reaches a bin returns in it; `before` counts as `trust`
-    observations."""
+    """How likely a start returns in a bin it reaches; `before` counts as `trust` observations."""
     return [
         (came_back + trust * chance) / (came + trust)
         for came, came_back, chance in zip(entered, returns, before, strict=True)
@@ -170,12 +165,8 @@ def gittins_index(chance: Chances) -> Chances:
 
 def _rise_and_fall(values: Chances, peak: int) -> Chances:
     """Lift what dips on the way up to the peak and on the way down from it."""
-    values = values.copy()
-    for at in range(1, peak):
-        values[at] = max(values[at], values[at - 1])
-    for at in range(len(values) - 2, peak, -1):
-        values[at] = max(values[at], values[at + 1])
-    return values
+    down_reversed = list(accumulate(values[:peak:-1], max))
+    return [*accumulate(values[:peak], max), values[peak], *down_reversed[::-1]]
 
 
 def _total(rows: list[Counts]) -> Counts:

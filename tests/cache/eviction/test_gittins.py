@@ -72,7 +72,7 @@ def test_returns_are_seen_though_the_pages_are_gone_until_ghosts_are_forgotten()
         assert max(node.mark.turn for node in cache.nodes()) == 1 + came_back
         cache.reset()
         assert sum(map(sum, tables._returns)) == sum(map(sum, tables._losses)) == 0
-        assert len(cache.policy.ghosts) == 0
+        assert cache.policy.remembered.num_pages == 0
 
 
 def test_only_who_goes_on_at_the_end_of_another_has_come_back():

@@ -1,9 +1,11 @@
-"""The pair test: both sides whole, over a bad network, with aborts, failures and restarts, each run
-from one seed."""
+"""Both sides whole, over a bad network, with aborts, failures and restarts, each run from one seed:
+single ranks, and workers of several ranks with staging. The long profiles: `fuzz/pair.py`, and
+`fuzz/mesh_pair.py --schedulers`."""
 
 import pytest
 
-from tests.models.pair_sim import STORMS, PairSim
+from tests.models.sim import Storm
+from tests.models.sim_engines import STORMS, PairSim, simulation
 
 
 @pytest.mark.parametrize(
@@ -30,9 +32,6 @@ def test_pair_with_extra_state_ends_with_nothing_lost(number: int, storm: str) -
         num_slots=(8, 3, 2)[number % 3],
     )
     sim.run()
-    assert all(
-        side.state.canaries_live() for side in (sim.decode, sim.prefill) if side.state is not None
-    )
     if storm == "calm":
         assert sim.finished == sim.decode.scheduler.counters["finished"] >= 8
 
@@ -46,3 +45,16 @@ def test_same_seed_same_run() -> None:
             (sim.now_s, sim.fabric.steps, sim.finished, dict(sim.decode.scheduler.counters))
         )
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3, 40, 53])  # 1: a fence that other ranks must hear of
+def test_ranks_and_staging_end_with_nothing_lost(seed: int) -> None:
+    simulation(seed).run()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_faults_ranks_have_every_byte(seed: int) -> None:
+    sim = simulation(seed, Storm())
+    sim.run()
+    assert sim.finished == sim.decode.scheduler.counters["finished"] >= 10
+    assert not sim.decode.scheduler.counters["transfers_failed"]

@@ -1,12 +1,12 @@
-"""Whole workers of any meshes over a bad network: short runs. The long profile:
-`fuzz/mesh_pair.py`."""
+"""Whole workers of any meshes over a bad network, and bare uses of rooms: short runs. The long
+profile: `fuzz/mesh_pair.py`."""
 
 from __future__ import annotations
 
 import pytest
 
 from prefixkv.protocol.ids import KVPoll
-from tests.models.mesh_sim import calm_simulation, simulation
+from tests.models.sim_rooms import calm_simulation, simulation
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -1,0 +1,129 @@
+"""What goes into a control object besides commands and the transport's events, and what comes out
+of it besides events for the scheduler.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.state_layout import StateLink
+from prefixkv.protocol.ids import PeerId, RoomKey
+
+To = TypeVar("To", str, bytes)
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+class FrameReceived(msgspec.Struct, Generic[To], frozen=True):
+    """A frame from a prefill rank's address (decode), or from behind a ROUTER's route (prefill).
+
+    `credential` is what the socket proved of the sender (its CURVE key), "" without keys.
+    """
+
+    source: To
+    raw: bytes
+    credential: str = ""
+
+
+class ConnectFailed(msgspec.Struct, frozen=True):
+    """The answer to a Connect: there is no such address."""
+
+    address: str
+    error: Exception
+
+
+class CopyDone(msgspec.Struct, frozen=True):
+    """A Gather or Scatter has ended, and nothing of it runs any more; `error` is what it raised, or
+    ClosedError if it never ran."""
+
+    copy_id: int
+    error: Exception | None = None
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed: look at deadlines, repeats and heartbeats."""
+
+
+class AgentDestroyed(msgspec.Struct, frozen=True):
+    """Our transport's agent is gone, so no write of ours can land any more: tell every peer."""
+
+
+# --- effects --------------------------------------------------------------------------------------
+
+
+class SendFrame(msgspec.Struct, Generic[To], frozen=True):
+    """Send to the prefill rank at this address, or to the decode rank behind this route."""
+
+    to: To
+    raw: bytes
+
+
+class Connect(msgspec.Struct, frozen=True):
+    """Open a socket for this address. ConnectFailed answers if there is none."""
+
+    address: str
+
+
+class Disconnect(msgspec.Struct, frozen=True):
+    """Close the address's socket."""
+
+    address: str
+
+
+class Expect(msgspec.Struct, frozen=True):
+    """Peers may now be writing for so many rooms: `Transport.expect`."""
+
+    num_rooms: int
+
+
+class RankDrained(msgspec.Struct, frozen=True):
+    """A `Settle`'s token: this rank's Drained for one use of a room."""
+
+    key: RoomKey
+    rank: int
+    ticket: int
+
+
+class Settle(msgspec.Struct, frozen=True):
+    """A writer's agent is gone: read for `for_s` what kernels may still hold of it, then answer
+    Settled."""
+
+    token: PeerId | RankDrained
+    for_s: float
+
+
+class AddPeer(msgspec.Struct, frozen=True, kw_only=True):
+    """Make the peer's pool a target of our transport: `parts` are what of ours goes where in it.
+
+    Where `staged`, slices are gathered in unit pages of `unit_tokens`, and written to `staging`.
+    """
+
+    peer: PeerId
+    metadata: bytes
+    layout: KVLayout
+    parts: tuple[Shard, Shard]
+    unit_tokens: int
+    staging: StagingArea | None = None
+    staged: bool = False
+    state: StateLink | None = None
+
+
+class RemovePeer(msgspec.Struct, frozen=True):
+    """Forget the peer once its writes have ended: `Transport.remove_peer`."""
+
+    peer: PeerId
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """Post no further part of the write: `Transport.cancel`."""
+
+    job_id: int
+
+
+class Renew(msgspec.Struct, frozen=True):
+    """Put another agent in place of the one a write failed on: `Transport.renew`."""

@@ -1,0 +1,167 @@
+"""What two ranks compare before anything is written, and what follows from it. Raises, changes
+nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from prefixkv.control.effects import AddPeer
+from prefixkv.errors import HandshakeError
+from prefixkv.memory.mesh import (
+    Mesh,
+    check_holds,
+    check_meshes,
+    check_page_sizes,
+    ranks_told,
+    readers_awaited,
+    sent_share,
+    writers_to,
+)
+from prefixkv.memory.state_layout import StateLink, check_state_pairs, state_blocks
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Topology
+from prefixkv.staging.cut import LeaseCut
+from prefixkv.staging.receiver import StagingPlan
+
+
+def check_pair(
+    ours: ModelDigest, our_topology: Topology, theirs: ModelDigest, their_topology: Topology
+) -> None:
+    """Raises HandshakeError for the first thing that keeps two workers apart, ConfigError for a
+    mesh that cannot be."""
+    ours.check(theirs)
+    check_meshes(our_topology.mesh(ours), their_topology.mesh(theirs))
+    check_page_sizes(our_topology.page_size, their_topology.page_size)
+
+
+# --- decode's -------------------------------------------------------------------------------------
+
+
+def check_reply(hello: Hello, reply: HelloReply) -> None:
+    """Raises HandshakeError or ConfigError for a worker that this one cannot work with."""
+    check_pair(hello.digest, hello.topology, reply.digest, reply.topology)
+    if reply.refused:
+        raise HandshakeError("refused by prefill", "", reply.refused)
+
+
+def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, str]:
+    """By rank, the address of each rank of the leader at `address` that our pages are promised to.
+
+    Raises HandshakeError where it names fewer than it has.
+    """
+    theirs = reply.topology.mesh(reply.digest)
+    if len(reply.endpoints) < theirs.num_ranks:
+        raise HandshakeError(
+            "endpoints", theirs.num_ranks, len(reply.endpoints), "are fewer than its ranks"
+        )
+    ranks = ranks_told(theirs, hello.topology.mesh(hello.digest), hello.rank)
+    return {rank: reply.endpoints[rank] if rank else address for rank in ranks}
+
+
+def check_rank(address: str, reply: HelloReply, rank: int, leader: HelloReply) -> None:
+    """Raises HandshakeError where another rank answers at `address` than its leader said, or one of
+    another topology."""
+    for name, expected in (("rank", rank), ("topology", leader.topology)):
+        if getattr(reply, name) != expected:
+            raise HandshakeError(name, expected, getattr(reply, name), f"of {address} differs")
+
+
+def staging_plan(
+    hello: Hello, leader: HelloReply, replies: dict[int, HelloReply]
+) -> StagingPlan | None:
+    """How the worker of `leader` stages for us; None where nothing is staged. `replies` by rank.
+
+    Raises HandshakeError where some of the writers stage, and others do not.
+    """
+    theirs, ours = leader.topology.mesh(leader.digest), hello.topology.mesh(hello.digest)
+    writers = writers_to(theirs, ours, hello.rank)
+    staged = [rank for rank in writers if replies[rank].staged]
+    if not staged:
+        return None
+    if len(staged) < len(writers) or hello.staging is None:
+        raise HandshakeError("staging", writers, tuple(staged), "is not on for all that write")
+    return StagingPlan.of(hello, leader)
+
+
+# --- prefill's ------------------------------------------------------------------------------------
+
+
+class Accepted(NamedTuple):
+    """A decode rank that passed: what the transport has to know of it (None: nothing of ours goes
+    there), how what goes there is staged (None: it is not), and the ranks of its worker that
+    promise us pages."""
+
+    added: AddPeer | None
+    cut: LeaseCut | None
+    readers: tuple[int, ...]
+
+
+class OurSide(NamedTuple):
+    """What a prefill rank is: `slot_bytes` of a slot that slices of heads are gathered into where
+    the reader has staging too, 0: none."""
+
+    digest: ModelDigest
+    topology: Topology
+    rank: int
+    slot_bytes: int
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.topology.mesh(self.digest)
+
+
+def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
+    """Check a decode rank's Hello. Raises HandshakeError or ConfigError for a peer that nothing can
+    be written to."""
+    digest, rank = ours.digest, ours.rank
+    check_pair(digest, ours.topology, hello.digest, hello.topology)
+    layout = hello.layout
+    layout.validate()
+    our_mesh, theirs = ours.mesh, hello.topology.mesh(digest)
+    check_holds(layout, theirs.shard(hello.rank))
+    described = layout.dtype, layout.attention, layout.head_dim, layout.page_size
+    expected = digest.dtype, digest.attention, digest.head_dim, hello.topology.page_size
+    if described != expected:
+        raise HandshakeError("layout", expected, described)
+    readers = readers_awaited(our_mesh, rank, theirs)
+    share = sent_share(our_mesh, rank, theirs, hello.rank)
+    state = _state_link(ours, hello, theirs)
+    if share is None:
+        return Accepted(None, None, readers)
+    mine, its = our_mesh.shard(rank), theirs.shard(hello.rank)
+    unit_tokens = min(ours.topology.page_size, hello.topology.page_size)
+    added = AddPeer(
+        peer=peer,
+        metadata=hello.agent_metadata,
+        layout=layout,
+        parts=(share.inside(mine), share.inside(its)),
+        unit_tokens=unit_tokens,
+        state=state,
+    )
+    is_slice = share.num_heads < max(mine.num_heads, its.num_heads)
+    if not (is_slice and ours.slot_bytes and hello.staging is not None):
+        return Accepted(added, None, readers)
+    hello.staging.validate()
+    unit_head_bytes = unit_tokens * layout.head_bytes * layout.slabs_per_layer
+    cut = LeaseCut.of(our_mesh, theirs, hello.rank, unit_head_bytes, hello.staging)
+    cut.check_slots(rank, ours.slot_bytes)
+    staged = msgspec.structs.replace(added, staging=hello.staging, staged=True)
+    return Accepted(staged, cut, readers)
+
+
+def _state_link(ours: OurSide, hello: Hello, theirs: Mesh) -> StateLink | None:
+    """What of our extra state goes there, None if nothing does. Raises as `accept`."""
+    tensors = ours.digest.state
+    if (hello.state is None) != (not tensors):
+        raise HandshakeError("state", tensors, hello.state, "is there on one side only")
+    if hello.state is None:
+        return None
+    check_state_pairs(tensors, ours.mesh, theirs)
+    # First, since it bounds what the other costs.
+    hello.state.check_holds(tensors, theirs, hello.rank)
+    hello.state.validate()
+    blocks = state_blocks(tensors, ours.mesh, ours.rank, theirs, hello.rank)
+    return StateLink(hello.state, blocks) if blocks else None

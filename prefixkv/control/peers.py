@@ -1,0 +1,222 @@
+"""Prefill's peers: the decode ranks that have introduced themselves, and when each was heard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prefixkv.config import ControlConfig
+from prefixkv.control.effects import RemovePeer, SendFrame
+from prefixkv.control.handshake import Accepted, OurSide
+from prefixkv.control.liveness import Liveness, Stamper
+from prefixkv.errors import ProtocolError
+from prefixkv.paging import pages_for, unit_pages
+from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.messages import (
+    AnyBody,
+    Fenced,
+    Frame,
+    Heartbeat,
+    Hello,
+    HelloReply,
+    HelloWanted,
+    Promise,
+)
+from prefixkv.protocol.sender_events import Promised
+from prefixkv.protocol.timers import Timers
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Peer:
+    """A rank of a decode worker. `gone` once its rooms have ended because it left or was replaced.
+
+    `readers` are the ranks of its worker that promise us pages, `writes` says whether anything of
+    ours goes to it, `staged` whether that is staged, `takes_state` whether extra state does.
+    """
+
+    id: PeerId
+    route: bytes
+    credential: str
+    hello: Hello
+    live: Liveness
+    readers: tuple[int, ...]
+    writes: bool
+    staged: bool
+    takes_state: bool
+    rooms: set[RoomKey] = field(default_factory=set)
+    num_parked: int = 0
+    gone: bool = False
+
+    @property
+    def worker(self) -> PeerId:
+        return self.hello.worker or self.id
+
+    def promised(self, promise: Promise, our_page_size: int) -> Promised:
+        """The promise with page ids that are safe to turn into addresses. Raises ProtocolError."""
+        page_size = self.hello.topology.page_size
+        pages = promise.page_ids()
+        if promise.prefix_len % page_size or promise.prefix_len > promise.fill_len:
+            raise ProtocolError(
+                f"prefix of {promise.prefix_len} tokens of {promise.fill_len}, pages of {page_size}"
+            )
+        wanted = pages_for(promise.fill_len, page_size) - promise.prefix_len // page_size
+        if len(pages) != wanted:
+            raise ProtocolError(f"{len(pages)} pages where {wanted} are needed")
+        num_pages = self.hello.layout.num_pages
+        if len(pages) and (pages.min() < 0 or pages.max() >= num_pages):
+            raise ProtocolError(
+                f"page ids {pages.min()} to {pages.max()}, the pool has {num_pages}"
+            )
+        if len(np.unique(pages)) != len(pages):
+            raise ProtocolError("a page id twice in one promise")
+        slot = promise.state_slot
+        num_slots = 0 if self.hello.state is None else self.hello.state.num_slots
+        if not (0 <= slot < num_slots if num_slots else slot == -1):
+            raise ProtocolError(f"state slot {slot} of {num_slots}")
+        unit_tokens = min(page_size, our_page_size)
+        fold = page_size // unit_tokens
+        num_units = pages_for(promise.fill_len - promise.prefix_len, unit_tokens)
+        return Promised(
+            peer=self.id,
+            fill_len=promise.fill_len,
+            prefix_len=promise.prefix_len,
+            units=unit_pages(pages, fold, 0, num_units),
+            ticket=promise.ticket,
+            reader=self.hello.rank,
+            readers=self.readers,
+            writes=self.writes,
+            unit_tokens=unit_tokens,
+            fold=fold,
+            state_slot=slot,
+            takes_state=self.takes_state,
+        )
+
+
+class Peers:
+    """Owned by a `PrefillControl`. A method returns what is to be done for it, in order."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        ours: OurSide,
+        endpoints: tuple[str, ...],
+        timing: ControlConfig,
+        timers: Timers[str | RoomKey],
+    ) -> None:
+        """`timers` wake peers by name; rooms share them."""
+        self._ours = ours
+        self._endpoints = endpoints
+        self._timing = timing
+        self._timers = timers
+        self._stamp = Stamper(me)
+        self._peers: dict[str, Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def get(self, name: str) -> Peer | None:
+        return self._peers.get(name)
+
+    def find(self, peer_id: PeerId) -> Peer | None:
+        """The peer, if this incarnation is the one known."""
+        peer = self._peers.get(peer_id.name)
+        return peer if peer is not None and peer.id == peer_id else None
+
+    def all(self) -> list[Peer]:
+        return list(self._peers.values())  # at once: the scheduler's thread asks for `states`
+
+    def states(self, now_s: float) -> dict[PeerId, str]:
+        """Each "ready" or "suspect"."""
+        return {
+            peer.id: "suspect" if peer.live.suspect(self._timing, now_s) else "ready"
+            for peer in self.all()
+        }
+
+    def speaker(self, frame: Frame, credential: str) -> Peer | None:
+        """The peer of this name, None if there is none yet. Raises ProtocolError where the name is
+        not the credential's, or the frame is of a life that another has replaced."""
+        curve = self._timing.curve
+        if curve is not None and not _may_speak(curve.allowed_clients, credential, frame.name):
+            raise ProtocolError(f"{frame.name!r} speaks under a key that is not its own")
+        peer = self._peers.get(frame.name)
+        if peer is not None and credential != peer.credential:
+            raise ProtocolError(f"{frame.name!r} speaks under another key than before")
+        if peer is not None and frame.incarnation < peer.id.incarnation:
+            raise ProtocolError(f"a frame of {frame.sender}, which {peer.id} has replaced")
+        return peer
+
+    def add(
+        self,
+        accepted: Accepted,
+        frame: Frame,
+        received: tuple[bytes, str],
+        hello: Hello,
+        now_s: float,
+    ) -> None:
+        """A rank that passed the handshake. `received` are its route and credential."""
+        added = accepted.added
+        route, credential = received
+        self._peers[frame.name] = Peer(
+            id=frame.sender,
+            route=route,
+            credential=credential,
+            hello=hello,
+            live=Liveness(now_s, now_s, frame.seq),
+            readers=accepted.readers,
+            writes=added is not None,
+            staged=accepted.cut is not None,
+            takes_state=added is not None and added.state is not None,
+        )
+        self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
+
+    # --- what is said -----------------------------------------------------------------------------
+
+    def reply(self, route: bytes, refused: str = "", staged: bool = False) -> SendFrame[bytes]:
+        """The answer to a Hello."""
+        ours = self._ours
+        body = HelloReply(ours.digest, ours.topology, self._endpoints, refused, ours.rank, staged)
+        return SendFrame(route, self._stamp.frame(body))
+
+    def hello_wanted(self, route: bytes) -> SendFrame[bytes]:
+        return SendFrame(route, self._stamp.frame(HelloWanted()))
+
+    def send(self, peer: Peer, body: AnyBody, now_s: float) -> list[SendFrame[bytes]]:
+        """A frame to the peer, none if it is gone."""
+        if peer.gone:
+            return []
+        peer.live.sent_s = now_s
+        return [SendFrame(peer.route, self._stamp.frame(body))]
+
+    def farewell(self) -> list[SendFrame[bytes]]:
+        """Tell every decode rank that our agent is gone."""
+        return [SendFrame(peer.route, self._stamp.frame(Fenced())) for peer in self._peers.values()]
+
+    def tick(self, name: str, now_s: float) -> list[SendFrame[bytes] | RemovePeer]:
+        """Say a Heartbeat, or forget a peer that is silent and has no rooms."""
+        peer = self._peers.get(name)
+        if peer is None:
+            return []
+        if not peer.rooms and peer.live.forgettable(self._timing, now_s):
+            return [self.forget(peer)]
+        out: list[SendFrame[bytes] | RemovePeer] = []
+        if peer.live.heartbeat_due(self._timing, now_s):
+            out += self.send(peer, Heartbeat(), now_s)
+        self._timers.wake(name, peer.live.heartbeat_due_s(self._timing))
+        return out
+
+    def forget(self, peer: Peer) -> RemovePeer:
+        if self._peers.get(peer.id.name) is peer:
+            del self._peers[peer.id.name]
+            self._timers.forget(peer.id.name)
+        return RemovePeer(peer.id)
+
+
+def _may_speak(allowed: Mapping[str, str], credential: str, name: str) -> bool:
+    """Whether the name is the key's, or, unless another key has it, of a further rank of the worker
+    that is."""
+    if name in allowed.values():
+        return allowed.get(credential) == name
+    worker, _, rank = name.rpartition("/")
+    return allowed.get(credential) == worker != "" and rank.isdecimal()

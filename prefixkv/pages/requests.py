@@ -1,0 +1,136 @@
+"""What both sides have in common: a request that holds pages, and the scheduler that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from enum import Enum
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from prefixkv.errors import DrainingError, InternalError, RequestError
+from prefixkv.pages.manager import PageManager, RequestPages
+from prefixkv.paging import Pages
+from prefixkv.protocol.ids import RoomKey
+from prefixkv.request import Request
+from prefixkv.stats import Journal, namespace_label
+
+State = TypeVar("State", bound=Enum)
+
+
+class PagedRequest(Generic[State]):
+    """A request as a scheduler has it: its state, its error, its pages.
+
+    `TRANSITIONS` says which states may follow one, `TIMES` which fields say when something
+    happened.
+    """
+
+    __slots__ = (
+        "_books", "arrived_s", "ended_s", "error", "generation", "pages_held", "request", "rid",
+        "state",
+    )  # fmt: skip
+
+    TRANSITIONS: ClassVar[Mapping[Any, Set[Any]]]
+    TIMES: ClassVar[tuple[str, ...]]
+
+    def __init__(self, request: Request, books: PageManager, state: State, now_s: float) -> None:
+        self.request = request
+        self.rid = request.rid
+        self.generation = request.generation
+        self.state = state
+        self.error: Exception | None = None
+        self.pages_held: RequestPages | None = None
+        self.arrived_s = now_s
+        self.ended_s: float | None = None
+        self._books = books
+
+    def become(self, state: State) -> None:
+        """Move to another state. Raises InternalError if the table does not allow it."""
+        if state not in self.TRANSITIONS[self.state]:
+            raise InternalError(
+                f"request {self.rid!r} cannot go from {self.state.value} to {state.value}"
+            )
+        self.state = state
+
+    @property
+    def room(self) -> int:
+        return self.request.room
+
+    @property
+    def room_key(self) -> RoomKey:
+        return RoomKey(self.request.room, self.generation)
+
+    @property
+    def pages(self) -> Pages:
+        """Ids of all its pages in order, int32, a read-only view that is valid until the next call
+        on the node."""
+        if self.pages_held is None:
+            return np.empty(0, dtype=np.int32)
+        return self._books.pages(self.pages_held)
+
+    @property
+    def row(self) -> int:
+        """Its row of the page table, -1 while it holds no pages."""
+        return -1 if self.pages_held is None else self.pages_held.row
+
+    def timeline(self, side: str, outcome: str, peer: str, **found: int) -> dict[str, Any]:
+        """All that is known of it, `found` included, as JSON holds it. Times are seconds since it
+        arrived, or None."""
+        times = {name: getattr(self, name) for name in self.TIMES}
+        return {
+            "side": side,
+            "rid": self.rid,
+            "room": self.room,
+            "generation": self.generation,
+            "namespace": namespace_label(self.request.key.namespace),
+            "outcome": outcome,
+            "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+            "peer": peer,
+            **found,
+            **{
+                name: None if when_s is None else round(when_s - self.arrived_s, 6)
+                for name, when_s in times.items()
+            },
+        }
+
+
+Req = TypeVar("Req", bound=PagedRequest[Any])
+Command = TypeVar("Command")
+
+
+class PagedScheduler(Generic[Req, Command]):
+    """The requests that live on one side, and what its control plane is to do for them."""
+
+    def __init__(self, books: PageManager, journal: Journal) -> None:
+        self.books = books
+        self.requests: dict[str, Req] = {}  # all that live, by rid, oldest first
+        self.draining = False  # takes no new requests
+        self.counters = journal.counters
+        self._failed: list[Req] = []
+        self._commands: list[Command] = []
+
+    def take_commands(self) -> list[Command]:
+        """What the control plane is to do, in order."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def flush(self) -> int:
+        """Empty the cache after a weight update. Returns the pages freed at once."""
+        return self.books.flush()
+
+    def holders(self) -> list[tuple[str, RequestPages]]:
+        """What holds pages, by request id. Any thread may ask."""
+        held = [(req.rid, req.pages_held) for req in list(self.requests.values())]
+        return [(name, pages) for name, pages in held if pages is not None]
+
+    def _check_new(self, request: Request, num_pages: int, needs: str) -> None:
+        """Raise RequestError for a request that cannot be taken; `needs` says in
+        words what it needs, with {} for `num_pages`."""
+        rid, limit = request.rid, min(self.books.num_pages, self.books.table.array.shape[1])
+        if self.draining:
+            raise DrainingError(f"request {rid!r} comes too late: this node is being drained")
+        if num_pages > limit:
+            needed = needs.format(num_pages)
+            raise RequestError(f"request {rid!r} {needed}, {limit} is the most there is")
+        if rid in self.requests:
+            raise RequestError(f"request {rid!r} is here already")

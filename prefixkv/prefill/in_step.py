@@ -1,0 +1,128 @@
+"""The ranks of a prefill worker in step, whatever runs them. Pure.
+
+A request is bootstrapped or sent when it is on all ranks, and failed as soon as it is on one, since
+that rank's pages are not to be computed into any more. Each rank has a cache of its own, so pages
+and `prefix_len` may differ from rank to rank: `ranks_of` gives all. What the methods return is
+rank 0's request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+from prefixkv.prefill.request import PrefillRequest
+from prefixkv.request import DeviceEvent, Request
+
+
+class PrefillCalls(Protocol):
+    """What an engine calls on one rank: see PrefillNode."""
+
+    def add(self, request: Request) -> PrefillRequest: ...
+
+    def pop_bootstrapped(self) -> list[PrefillRequest]: ...
+
+    def send_chunk(
+        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
+        ready: DeviceEvent | None = None, state_slot: int = -1,
+    ) -> int: ...  # fmt: skip
+
+    def pop_sent(self) -> list[PrefillRequest]: ...
+
+    def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]: ...
+
+    def abort(self, rid: str) -> bool: ...
+
+
+NodeT = TypeVar("NodeT", bound=PrefillCalls)
+
+
+class InStep(Generic[NodeT]):
+    """See the module's text. Used from one thread."""
+
+    def __init__(self, nodes: Sequence[NodeT]) -> None:
+        """`nodes`: by rank."""
+        self.nodes = nodes
+        self._reqs: dict[str, list[PrefillRequest]] = {}
+        self._begun: dict[str, int] = {}
+        self._left: dict[str, int] = {}  # on how many ranks it has ended
+        self._failed: set[str] = set()  # popped as failed, and alive on some ranks still
+
+    def add(self, request: Request) -> PrefillRequest:
+        """As `PrefillNode.add`, on every rank or on none."""
+        reqs: list[PrefillRequest] = []
+        try:
+            for node in self.nodes:
+                reqs.append(node.add(request))
+        except BaseException:
+            for node in self.nodes[: len(reqs)]:
+                node.abort(request.rid)
+            raise
+        self._reqs[request.rid] = reqs
+        self._begun[request.rid] = self._left[request.rid] = 0
+        return reqs[0]
+
+    def ranks_of(self, rid: str) -> list[PrefillRequest]:
+        """The request on each rank, until it is popped as sent or failed."""
+        return self._reqs[rid]
+
+    def pop_bootstrapped(self) -> list[PrefillRequest]:
+        ready = []
+        for node in self.nodes:
+            for req in node.pop_bootstrapped():
+                if req.rid in self._begun:
+                    self._begun[req.rid] += 1
+                    if self._begun[req.rid] == len(self.nodes) and req.rid not in self._failed:
+                        ready.append(self._reqs[req.rid][0])
+        return ready
+
+    def send_chunk(
+        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
+        ready: DeviceEvent | None = None, state_slot: int = -1,
+    ) -> int:  # fmt: skip
+        """As `PrefillNode.send_chunk`, on every rank."""
+        if req.rid in self._failed:
+            return 0
+        pairs = zip(self.nodes, self._reqs[req.rid], strict=True)
+        return sum(node.send_chunk(mine, end, last, aux, ready, state_slot) for node, mine in pairs)
+
+    def pop_sent(self) -> list[PrefillRequest]:
+        sent = []
+        for node in self.nodes:
+            for req in node.pop_sent():
+                failed = req.rid in self._failed
+                if (ended := self._end(req.rid)) is not None and not failed:
+                    sent.append(ended)
+        return sent
+
+    def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
+        """As `PrefillNode.pop_failed`; a request that failed on one rank is aborted on the
+        others."""
+        failed = []
+        for node in self.nodes:
+            for req in node.pop_failed(after):
+                if req.rid not in self._reqs:
+                    continue  # its `add` failed on another rank
+                if req.rid not in self._failed:
+                    self._failed.add(req.rid)
+                    for other in self.nodes:
+                        if other is not node:
+                            other.abort(req.rid)
+                    failed.append(self._reqs[req.rid][0])
+                    failed[-1].error = req.error
+                self._end(req.rid)
+        return failed
+
+    def abort(self, rid: str) -> bool:
+        """As `PrefillNode.abort`, on every rank."""
+        known = [node.abort(rid) for node in self.nodes]
+        return any(known)
+
+    def _end(self, rid: str) -> PrefillRequest | None:
+        """It has ended on one rank more; the request, if that was the last."""
+        self._left[rid] += 1
+        if self._left[rid] < len(self.nodes):
+            return None
+        del self._begun[rid], self._left[rid]
+        self._failed.discard(rid)
+        return self._reqs.pop(rid)[0]

@@ -1,0 +1,86 @@
+"""What became of a room, for its scheduler. Decode's events travel to rank 0 as they are.
+
+An exception travels as the name of its class and its text: see `encode_error`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from prefixkv import errors
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+
+MAX_ERROR_CHARS = 1000
+
+
+class _Event(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
+    """Base of the events."""
+
+
+class RoomEnded(_Event, frozen=True, tag="ended"):
+    """The room's one terminal state. `aux` came with decode's SUCCESS, `error` is set on FAILED."""
+
+    key: RoomKey
+    poll: KVPoll
+    error: Exception | None = None
+    aux: bytes = b""
+
+
+class RoomDrained(_Event, frozen=True, tag="drained"):
+    """After decode's FAILED: no write can land in the room's pages any more. Comes once."""
+
+    key: RoomKey
+
+
+class RoomOverdue(_Event, frozen=True, tag="overdue"):
+    """After decode's FAILED: not drained by its deadline. The pages stay; look at the peer."""
+
+    key: RoomKey
+
+
+class Bootstrapped(_Event, frozen=True, tag="bootstrapped"):
+    """Prefill's engine and all readers have named the room: computing may start. `peer` is the
+    lowest reader, `prefix_len` what decode has."""
+
+    key: RoomKey
+    peer: PeerId
+    prefix_len: int
+
+
+class SourceFree(_Event, frozen=True, tag="source-free"):
+    """No write of the room reads prefill's pages any more. Comes once, with RoomEnded or later."""
+
+    key: RoomKey
+
+
+DecodeEvent = RoomEnded | RoomDrained | RoomOverdue
+PrefillEvent = Bootstrapped | RoomEnded | SourceFree
+RoomEvent = RoomEnded | RoomDrained | RoomOverdue | Bootstrapped | SourceFree
+
+
+def encode_error(value: Any) -> tuple[str, str]:
+    """A msgspec `enc_hook`: an exception as the name of its class and its text, cut to
+    MAX_ERROR_CHARS."""
+    if isinstance(value, Exception):
+        return type(value).__name__, str(value)[:MAX_ERROR_CHARS]
+    raise NotImplementedError(f"{type(value).__name__} does not travel")
+
+
+def decode_error(kind: type, value: Any) -> Exception:
+    """A msgspec `dec_hook`, inverse of `encode_error`: what is no TransferError of ours comes back
+    as one.
+
+    >>> decode_error(Exception, encode_error(errors.AbortedError("enough")))
+    AbortedError('enough')
+    >>> decode_error(Exception, encode_error(OSError("gone")))
+    TransferError('gone')
+    """
+    if kind is not Exception:
+        raise NotImplementedError(f"{kind} does not travel")
+    name, text = value
+    found = getattr(errors, str(name), None)
+    if isinstance(found, type) and issubclass(found, errors.TransferError):
+        return found(str(text))
+    return errors.TransferError(str(text))

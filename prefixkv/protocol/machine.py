@@ -1,0 +1,102 @@
+"""What the room machines share: a table of steps, how one is taken, and the table as a diagram.
+
+A table has a row for each state, and a row names every event that may come in it: with the method
+that takes it and the states that may follow, or IGNORED with the reason beside it. What a row does
+not name is a fault of this process, never of a peer: `run` raises InternalError for it, as it does
+for a step that ends in a state its row does not list.
+
+`python -m prefixkv.protocol.machine` prints the diagrams of both machines, in mermaid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from importlib import import_module
+from typing import Any, Final, NamedTuple, Protocol
+
+from prefixkv.errors import InternalError
+from prefixkv.protocol.ids import KVPoll, RoomKey
+
+
+class Step(NamedTuple):
+    """`method(machine, event, now_s)` takes the event and returns actions; then the machine is in
+    one of `next_states`."""
+
+    method: Callable[..., list[Any]] | None
+    next_states: Set[KVPoll]
+
+
+IGNORED: Final = Step(None, frozenset())
+
+Row = Mapping[type, Step]
+Table = Mapping[KVPoll, Row]
+
+
+class _Machine(Protocol):
+    @property
+    def key(self) -> RoomKey: ...
+    @property
+    def poll(self) -> KVPoll: ...
+
+
+def run(machine: _Machine, table: Table, event: object, now_s: float) -> list[Any]:
+    """Take one event as `table` says; returns the actions, in order.
+
+    Raises: InternalError for an event that the state's row does not name (nothing has changed), and
+    for a step into a state that its row does not list.
+    """
+    before = machine.poll
+    step = table[before].get(type(event))
+    if step is None:
+        raise fault(machine, event)
+    method, next_states = step
+    if method is None:
+        return []
+    actions = method(machine, event, now_s)
+    if machine.poll not in next_states:
+        raise InternalError(
+            f"{type(machine).__name__} of {machine.key}: {type(event).__name__} led from "
+            f"{before.name} to {machine.poll.name}, which its table does not list"
+        )
+    return actions
+
+
+def fault(machine: _Machine, event: object, why: str = "") -> InternalError:
+    """The error of an event that must not come in the machine's present state."""
+    return InternalError(
+        f"{type(machine).__name__} of {machine.key}: {type(event).__name__} must not come in "
+        f"{machine.poll.name}" + (f": {why}" if why else "")
+    )
+
+
+def mermaid(table: Table) -> str:
+    """The table as a mermaid state diagram. An arrow names the events that may lead along it, a
+    note those that its state ignores; an event that a state names in neither must not come in it.
+    """
+    lines = ["stateDiagram-v2", f"    [*] --> {min(table).name}"]
+    for state, row in table.items():
+        for after in KVPoll:
+            events = [event.__name__ for event, step in row.items() if after in step.next_states]
+            if events:
+                lines.append(f"    {state.name} --> {after.name} : {', '.join(events)}")
+        if state.ended:
+            lines.append(f"    {state.name} --> [*]")
+        ignored = [event.__name__ for event, step in row.items() if step.method is None]
+        if ignored:
+            lines.append(f"    note right of {state.name} : ignores {', '.join(ignored)}")
+    return "\n".join(lines)
+
+
+def diagrams() -> dict[str, str]:
+    """The diagrams of both machines, by the name of the class."""
+    found = {}
+    for side in ("Receiver", "Sender"):  # by name: those modules import this one
+        module = import_module(f"prefixkv.protocol.{side.lower()}_machine")
+        machine = getattr(module, f"{side}Machine")
+        found[machine.__name__] = mermaid(machine.TABLE)
+    return found
+
+
+if __name__ == "__main__":
+    for name, diagram in diagrams().items():
+        print(f"`{name}`:\n\n```mermaid\n{diagram}\n```\n")

@@ -1,0 +1,90 @@
+"""Rank 0's scheduler among the ranks of a decode worker: it hears of rooms what all ranks together
+say, and its commands go to every rank. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, assert_never
+
+from prefixkv.errors import CallerError
+from prefixkv.protocol.commands import DecodeCommand
+from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded, RoomOverdue
+from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.ranks.replica import RankLog
+from prefixkv.ranks.rooms import RankRooms
+
+
+class RoomScheduler(Protocol):
+    """What of a DecodeScheduler is needed here."""
+
+    def room_ended(
+        self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float
+    ) -> None: ...
+
+    def room_drained(self, key: RoomKey) -> None: ...
+
+    def room_overdue(self, key: RoomKey) -> None: ...
+
+
+class RankLeader:
+    """Owned by the scheduler's thread.
+
+    Args:
+        num_ranks: that receive parts of the KV, each in rooms of its own; above 1, `log` is needed.
+        log: where the other ranks' commands go.
+        submit: hands a command to rank 0's own control object.
+    """
+
+    def __init__(
+        self,
+        scheduler: RoomScheduler,
+        num_ranks: int,
+        log: RankLog | None,
+        submit: Callable[[DecodeCommand], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._submit = submit
+        self._log = log if num_ranks > 1 else None
+        self.rooms = RankRooms(num_ranks) if num_ranks > 1 else None
+
+    def command(self, command: DecodeCommand) -> None:
+        """For every rank."""
+        self._submit(command)
+        if self._log is not None:
+            self._log.rooms.append(command)
+
+    def on(self, event: DecodeEvent, now_s: float) -> None:
+        """Rank 0's control object says this."""
+        if self.rooms is None:
+            self._room_said(event, now_s)
+        else:
+            self._rank_said(self.rooms, 0, event, now_s)
+
+    def on_news(self, raw: bytes, now_s: float) -> None:
+        """Another rank's message; b"" is nothing. Each rank's in order, or not at all:
+        CallerError."""
+        if not raw:
+            return
+        if self.rooms is None:
+            raise CallerError("news of a rank, and this worker has but one")
+        for rank, event in self.rooms.taken(raw):
+            self._rank_said(self.rooms, rank, event, now_s)
+
+    def _rank_said(self, rooms: RankRooms, rank: int, event: DecodeEvent, now_s: float) -> None:
+        joined, commands = rooms.on(rank, event)
+        for command in commands:
+            self.command(command)
+        for said in joined:
+            self._room_said(said, now_s)
+
+    def _room_said(self, event: DecodeEvent, now_s: float) -> None:
+        match event:
+            case RoomEnded():
+                self._scheduler.room_ended(event.key, event.poll, event.error, event.aux, now_s)
+            case RoomDrained():
+                self._scheduler.room_drained(event.key)
+            case RoomOverdue():
+                self._scheduler.room_overdue(event.key)
+            case _:
+                assert_never(event)

@@ -1,0 +1,24 @@
+"""The transfer side on its own, for an engine that owns its pages and its prefix cache: see
+`prefixkv.runtime.transfers`.
+
+    transfers = DecodeTransfers(pool, DecodeConfig(...))
+    transfers.open(room, 0, num_tokens, prefix_len, pages, prefill="tcp://host:port")
+    for event in transfers.take_events(): ...            # RoomEnded, RoomDrained, RoomOverdue
+
+    transfers = PrefillTransfers(pool, PrefillConfig(bind="tcp://..."))
+    transfers.add(room, 0, num_tokens)
+    transfers.send_chunk(room, end, pages, last=True, aux=first_token)
+    for event in transfers.take_events(): ...            # Bootstrapped, RoomEnded, SourceFree
+"""
+
+from prefixkv.protocol.events import Bootstrapped as Bootstrapped
+from prefixkv.protocol.events import DecodeEvent as DecodeEvent
+from prefixkv.protocol.events import PrefillEvent as PrefillEvent
+from prefixkv.protocol.events import RoomDrained as RoomDrained
+from prefixkv.protocol.events import RoomEnded as RoomEnded
+from prefixkv.protocol.events import RoomOverdue as RoomOverdue
+from prefixkv.protocol.events import SourceFree as SourceFree
+from prefixkv.protocol.ids import KVPoll as KVPoll
+from prefixkv.protocol.ids import RoomKey as RoomKey
+from prefixkv.runtime.transfers import DecodeTransfers as DecodeTransfers
+from prefixkv.runtime.transfers import PrefillTransfers as PrefillTransfers

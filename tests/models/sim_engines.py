@@ -1,0 +1,742 @@
+"""A simulation whose ranks are put to work by schedulers with stand-in engines: whole workers, in
+which every KV byte follows from the tokens. On decode, rank 0 has the scheduler, and the others
+follow its operation log; on prefill each rank has one, and they go in step. All laws are audited.
+
+Of the library's glue, `RankLeader`, `RankLog`, `DecodeReplica` and `InStep` are the real ones. The
+engines, and the queues between scheduler and control object, are simulated.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from prefixkv.config import DecodeConfig
+from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.errors import HandshakeError, OutOfPagesError, PrefixKVError
+from prefixkv.memory.state_layout import StateTensor, check_state_pairs
+from prefixkv.pages.allocator import PageState
+from prefixkv.pages.manager import PageManager
+from prefixkv.prefill.in_step import InStep
+from prefixkv.prefill.request import PrefillRequest, PrefillState
+from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.protocol.commands import Fence
+from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.ranks.leader import RankLeader
+from prefixkv.ranks.oplog import ReplicatedPageManager
+from prefixkv.ranks.replica import DecodeReplica, RankLog, digests
+from prefixkv.request import DeviceEvent, Request
+from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
+from tests.models.sim import Shape, Sim, Storm, shape_of, storm_of
+from tests.models.sim_rank import TIMING, DecodeRank, PrefillRank
+from tests.models.state_memory import TENSORS
+
+PAGE_SIZE = 4
+ROWS = 8
+_NO_PAGES = np.empty(0, np.int32)
+
+
+class PrefillDesk:
+    """What a PrefillNode is without its threads: one rank's scheduler, as its engine calls it."""
+
+    def __init__(self, sim: EngineSim, rank: PrefillRank) -> None:
+        self.sim, self.rank = sim, rank
+        side = sim.sides[0]
+        self.scheduler = PrefillScheduler(
+            PageManager(side.num_pages, side.page_size, ROWS, policy=sim.policy),
+            num_slots=side.num_slots,
+            usable_prefix=self._usable_prefix if side.num_slots else None,
+        )
+        self.usable: dict[RoomKey, int] = {}
+        self.add = self._timed(self.scheduler.add)
+        self.abort = self._timed(self.scheduler.abort)
+        self.pop_bootstrapped = self._timed(self.scheduler.pop_bootstrapped)
+        self.pop_sent = self._timed(self.scheduler.pop_sent)
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: call(*args, self.sim.now_s)
+
+    def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
+        return self.scheduler.pop_failed(self.sim.now_s, after)
+
+    def send_chunk(
+        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
+        ready: DeviceEvent | None = None, state_slot: int = -1,
+    ) -> int:  # fmt: skip
+        more: Any = {"last": last, "aux": aux, "ready": ready, "state_slot": state_slot}
+        return self.scheduler.send_chunk(req, end, self.sim.now_s, **more)
+
+    def hear(self) -> None:
+        """Tell the scheduler one thing that became of a room."""
+        now_s = self.sim.now_s
+        match self.rank.events.popleft():
+            case Bootstrapped(key, peer, prefix_len):
+                self.scheduler.room_bootstrapped(key, prefix_len, peer.name, now_s)
+            case RoomEnded(key, poll, error):
+                self.scheduler.room_ended(key, poll, error, now_s)
+            case SourceFree(key):
+                self.scheduler.source_free(key, now_s)
+
+    def check(self, req: PrefillRequest, hashes: np.ndarray) -> None:
+        """What is cached already is right."""
+        known = req.prefix_len
+        assert known <= self.usable.get(req.room_key, known), "there is no state behind that"
+        self.rank.check_bytes(req, req.pages, hashes[:known])
+
+    def _usable_prefix(self, req: PrefillRequest, prefix_len: int) -> int:
+        self.usable[req.room_key] = self.sim.random.choice([0, prefix_len // 2, prefix_len])
+        return self.usable[req.room_key]
+
+
+class PrefillEngine:
+    """One life of the prefill worker."""
+
+    def __init__(self, sim: EngineSim) -> None:
+        self.sim = sim
+        self.ranks = [sim.new_writer(rank) for rank in range(sim.sides[0].mesh.num_ranks)]
+        self.group = InStep([PrefillDesk(sim, rank) for rank in self.ranks])
+        self.desks = self.group.nodes
+        self.scheduler = self.desks[0].scheduler
+        self.free_slots = list(range(sim.sides[0].num_slots))
+        self.computing: dict[str, PrefillRequest] = {}
+        self.shares: dict[str, list[PrefillRequest]] = {}
+        self.failed: set[RoomKey] = set()  # as the engine was told
+
+    def tell(self) -> None:
+        for desk in self.desks:
+            desk.rank.inbox.extend(desk.scheduler.take_commands())
+
+    def schedule(self) -> None:
+        """One thing the engine's scheduler may do."""
+        if said := [desk for desk in self.desks if desk.rank.events]:
+            self.sim.pick(said).hear()
+            return
+        for req in self.group.pop_bootstrapped():
+            self.computing[req.rid] = req
+        for req in self.group.pop_failed():
+            for share in self.shares[req.rid]:
+                ends = share.state.ended or share.state is PrefillState.SENDING
+                assert ends, f"{share} goes on, and has failed on another rank"
+            self.failed.add(req.room_key)
+            self.computing.pop(req.rid, None)
+            self._free_slot(req)
+        for req in self.group.pop_sent():
+            self._free_slot(req)
+        if self.computing:
+            self._compute(self.sim.random.choice(list(self.computing.values())))
+
+    def add(self, request: Request) -> None:
+        try:
+            self.group.add(request)
+            self.shares[request.rid] = self.group.ranks_of(request.rid)
+        except PrefixKVError:
+            self.sim.counters["refused by prefill"] += 1
+
+    def abort(self, rid: str) -> None:
+        self.computing.pop(rid, None)
+        self.group.abort(rid)
+
+    def flush(self) -> None:
+        for desk in self.desks:
+            desk.scheduler.flush()
+
+    def _free_slot(self, req: PrefillRequest) -> None:
+        """No write may read it any more, so it is overwritten at once."""
+        if req.state_slot >= 0:
+            for rank in self.ranks:
+                rank.scribble(_NO_PAGES, [req.state_slot], 0xEE)
+            self.free_slots.append(req.state_slot)
+
+    def _compute(self, req: PrefillRequest) -> None:
+        shares = list(zip(self.desks, self.shares[req.rid], strict=True))
+        hashes = self.sim.hasher.prefixes(req.tokens)
+        assert not any(share.popped for _, share in shares), "its pages may be another's"
+        done = max(share.plan.computed for _, share in shares if share.plan is not None)
+        start = max(done, min(share.prefix_len for _, share in shares))
+        end = min(req.num_tokens, start + self.sim.random.randint(1, 3 * PAGE_SIZE))
+        last = end == req.num_tokens
+        slot = -1
+        if last and self.scheduler.num_slots:
+            if not self.free_slots:
+                return
+            slot = self.free_slots.pop(0)
+        for desk, share in shares:
+            if done == 0:
+                desk.check(share, hashes)
+            desk.rank.fill(share.pages, max(start, share.prefix_len), hashes[:end], slot)
+        aux = self.sim.next_token(req.tokens).to_bytes(4, "little") if last else b""
+        self.group.send_chunk(req, end, last, aux, None, slot)
+        if last:
+            del self.computing[req.rid]
+
+    def scribble(self) -> None:
+        """Overwrite all free pages, so that a write that still reads one shows."""
+        for desk in self.desks:
+            allocator = desk.scheduler.books.allocator
+            desk.rank.scribble(allocator.pages_in(PageState.FREE), (), 0xEE)
+
+
+class DecodeEngine:
+    """One life of the decode worker."""
+
+    def __init__(self, sim: EngineSim) -> None:
+        self.sim = sim
+        sim.start_readers()
+        self.ranks = sim.readers
+        side, config = sim.sides[1], DecodeConfig(max_running=ROWS, policy=sim.policy)
+        self.log = RankLog(sim.digest_every)
+        self.scheduler = sim.decode_scheduler(self.log)
+        submit = self.ranks[0].inbox.append
+        sim.leader = RankLeader(self.scheduler, len(self.ranks), self.log, submit)
+        sizes = side.num_pages, side.page_size
+        for rank in self.ranks[1:]:
+            rank.replica = DecodeReplica(*sizes, config, side.num_slots)
+        self.running: dict[str, DecodeRequest] = {}
+        # Rooms that have ended on some ranks: on which, and when the first of them failed.
+        self.ending: dict[RoomKey, tuple[set[int], list[float]]] = {}
+        self.outcomes: dict[str, DecodeState] = {}
+
+    def tell(self) -> None:
+        for command in self.scheduler.take_commands():
+            self.sim.leader.command(command)
+
+    def schedule(self) -> None:
+        """One thing the engine's scheduler may do."""
+        now_s, scheduler = self.sim.now_s, self.scheduler
+        if said := [rank for rank in self.ranks if rank.events or rank.news]:
+            self.sim.hear(self.sim.pick(said))
+            return
+        scheduler.pop_preallocated(now_s)
+        for ask in scheduler.pop_needs_prefill():
+            rid, room = f"{ask.rid}/{ask.generation}", ask.room
+            self.sim.submit(Request(rid, ask.tokens, room=room, generation=ask.generation))
+        for req in scheduler.pop_transferred(now_s):
+            # Starting one of these may have retracted another.
+            if req.state is DecodeState.TRANSFERRED:
+                self._start(req)
+        for req in scheduler.pop_failed():
+            self.running.pop(req.rid, None)
+            self._ended(req)
+        if self.running:
+            self._step(self.sim.random.choice(list(self.running.values())))
+        self.publish()
+
+    # --- ranks ------------------------------------------------------------------------------------
+
+    def room_ended(self, rank: DecodeRank, event: RoomEnded) -> None:
+        on, failed_s = self.ending.setdefault(event.key, (set(), []))
+        on.add(rank.rank)
+        if event.poll is KVPoll.FAILED:
+            failed_s.append(self.sim.now_s)
+        if len(on) == len(self.ranks):
+            del self.ending[event.key]
+
+    def audit(self) -> None:
+        """What fails on one rank fails on all, long before any deadline."""
+        for key, (on, failed_s) in self.ending.items():
+            late = failed_s and self.sim.now_s - failed_s[0] > 5.0
+            assert not late, f"{key} has failed, and has ended on ranks {on} only"
+
+    @property
+    def log_waits(self) -> bool:
+        return len(self.ranks) > 1 and bool(self.log)
+
+    def publish(self) -> None:
+        """The pass is over: one message for all other ranks."""
+        self.tell()
+        if self.log_waits:
+            raw = self.log.take(self.scheduler.books)
+            for rank in self.ranks[1:]:
+                rank.orders.append(raw)
+
+    def follow(self) -> None:
+        """One of the other ranks reads a message."""
+        if late := [rank for rank in self.ranks if rank.orders]:
+            self._read(self.sim.random.choice(late))
+
+    def _read(self, rank: DecodeRank) -> None:
+        rank.inbox.extend(rank.replica.apply(rank.orders.popleft()))
+
+    def _followers(self) -> list[DecodeRank]:
+        """They have read all."""
+        self.publish()
+        for rank in self.ranks[1:]:
+            while rank.orders:
+                self._read(rank)
+        return self.ranks[1:]
+
+    def _each_rank(self, req: DecodeRequest) -> list[DecodeRank]:
+        """They are about to touch the request's pages."""
+        for rank in self._followers():
+            assert rank.replica.pages(req.row).tolist() == req.pages.tolist(), "ranks: pages differ"
+            assert rank.replica.state_slot(req.row) == req.state_slot, "ranks: slots differ"
+        return self.ranks
+
+    def compare_ranks(self) -> None:
+        """At the end: every rank's books are what rank 0's are."""
+        for rank in self._followers():
+            rank.replica.audit()
+            alike = digests(rank.replica.books) == digests(self.scheduler.books)
+            assert alike, "ranks: books differ"
+
+    # --- the engine -------------------------------------------------------------------------------
+
+    def verify(self, req: DecodeRequest) -> None:
+        hashes = self.sim.hasher.prefixes(req.tokens[: req.kv_len])
+        for rank in self._each_rank(req):
+            rank.check_bytes(req, req.pages, hashes, req.state_slot)
+
+    def _start(self, req: DecodeRequest) -> None:
+        self.verify(req)
+        self.running[req.rid] = req
+        if not req.resumed:
+            token = int.from_bytes(req.aux, "little")
+            assert token == self.sim.next_token(req.tokens), "aux is another request's"
+            self._append(req, token)
+
+    def _append(self, req: DecodeRequest, token: int) -> None:
+        while True:
+            try:
+                self.scheduler.append_many([req], [token], self.sim.now_s)
+                return
+            except OutOfPagesError as error:
+                if not error.retract or error.retract[0] == req.rid:
+                    # No other to take from: this one goes back itself, unless it is the oldest.
+                    self._give_up(req)
+                    return
+                self._retract(error.retract[0])
+
+    def _give_up(self, req: DecodeRequest) -> None:
+        self.running.pop(req.rid, None)
+        if not req.resumed:
+            self.scheduler.abort(req.rid, self.sim.now_s)
+            return
+        try:
+            self._retract(req.rid)
+        except PrefixKVError:
+            self.scheduler.abort(req.rid, self.sim.now_s)
+
+    def _retract(self, rid: str) -> None:
+        self.retract(rid)
+        self.running.pop(rid, None)
+        self.sim.retractions += 1
+
+    def _step(self, req: DecodeRequest) -> None:
+        """Write the KV of the token sampled last, sample the next one, and perhaps finish: that one
+        has no KV then."""
+        sim = self.sim
+        if len(req.output) < req.max_new_tokens:
+            tokens = req.tokens
+            hashes = sim.hasher.prefixes(tokens)
+            for rank in self._each_rank(req):
+                rank.fill(req.pages, len(tokens) - 1, hashes, req.state_slot)
+            self._append(req, sim.next_token(tokens))
+        if req.rid not in self.running:  # its page went to another
+            return
+        if len(req.output) >= req.max_new_tokens or sim.random.random() < sim.finish_early:
+            self.verify(req)
+            del self.running[req.rid]
+            self.finish(req)
+            self._ended(req)
+            sim.continue_conversation(req)
+
+    def finish(self, req: DecodeRequest) -> None:
+        self.scheduler.finish(req, self.sim.now_s)
+
+    def retract(self, rid: str) -> None:
+        self.scheduler.retract(rid, self.sim.now_s)
+
+    def _ended(self, req: DecodeRequest) -> None:
+        assert req.rid not in self.outcomes, f"{req} ended twice"
+        self.outcomes[req.rid] = req.state
+
+    def scribble(self) -> None:
+        """Overwrite all free pages, so that one freed too early shows."""
+        books = self.scheduler.books
+        slots = [] if books.slots is None else books.slots.pages_in(PageState.FREE).tolist()
+        for rank in self.ranks:
+            rank.scribble(books.allocator.pages_in(PageState.FREE), slots, 0xDD)
+
+
+@dataclass
+class EngineSim(Sim):
+    """See the module's text. Conversations are started one by one; each goes on for a few turns.
+
+    Page counts are in pages of 4 tokens. Of extra state, prefill has twice `num_slots`.
+    """
+
+    decode_pages: int = 24
+    prefill_pages: int = 32
+    num_requests: int = 10
+    failure_policy: str = "fail"
+    num_slots: int = 0  # 0: there is no extra state
+    tensors: tuple[StateTensor, ...] = TENSORS
+    digest_every: int = 0
+    ways_to_end = ("stopped", "killed", "left")  # of a prefill worker
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.retractions = self.finished = 0
+        self.reuse_rooms = self.random.choice([0.0, 0.5])
+        self.reused: set[int] = set()
+        self.policy = self.random.choice(["gated", "gated", "lru", "aged", "slru"])
+        self.finish_early = self.random.choice([0.03, 0.2])
+        sizes, slots = self.shape.page_sizes, self.num_slots
+        num_pages = self.prefill_pages * 4 // sizes[0], self.decode_pages * 4 // sizes[1]
+        names = "prefill-{}", "decode-{}"
+        self.sides = self.shape.sides(names, num_pages, self.tensors, (2 * slots, slots))
+        self.former: list[PrefillEngine | DecodeEngine] = []  # that a restart replaced
+        self._to_submit: list[Request] = []
+        self._next_room = 0
+        self.start_prefill()
+        self.decode = self.new_decode()
+
+    def start_prefill(self) -> None:
+        self.prefill = PrefillEngine(self)
+        self.writers = self.prefill.ranks
+
+    def new_decode(self) -> DecodeEngine:
+        return DecodeEngine(self)
+
+    def decode_scheduler(self, log: RankLog) -> DecodeScheduler:
+        return DecodeScheduler(
+            self.decode_books(log), reserve_tokens=self.random.choice([0, 4]),
+            failure_policy=self.failure_policy,
+            admission=("hit_aware", "fifo", "priority")[self.seed % 3], patience_s=2.0,
+            waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s,
+        )  # fmt: skip
+
+    def decode_books(self, log: RankLog) -> PageManager:
+        side = self.sides[1]
+        sizes = side.num_pages, side.page_size, ROWS
+        settings: Any = {"policy": self.policy, "num_slots": side.num_slots}
+        if len(self.readers) == 1:
+            return PageManager(*sizes, **settings)
+        return ReplicatedPageManager(log.append, *sizes, **settings)
+
+    # --- chance and content -----------------------------------------------------------------------
+
+    def pick(self, of: list[Any]) -> Any:
+        """Where there is but one, nothing is drawn."""
+        return self.random.choice(of) if len(of) > 1 else of[0]
+
+    def next_token(self, tokens: np.ndarray) -> int:
+        """The token 'sampled' after these: the same on both sides."""
+        return int(self.hasher.prefixes(tokens)[-1] % np.uint64(5))
+
+    def _tokens(self, least: int, most: int, low: int = 0) -> list[int]:
+        count = self.random.randint(least, most)
+        return [low + self.random.randint(0, 2 if low else 1) for _ in range(count)]
+
+    def add_request(self) -> None:
+        """A new conversation (all share a system prompt), submitted to decode and, some time, to
+        prefill."""
+        self._submit([1] * 6 + self._tokens(1, 14))
+
+    def add_burst(self) -> None:
+        """Conversations with one new system prompt, all at once; some go on with the same tokens
+        for a while."""
+        system = self._tokens(PAGE_SIZE, 4 * PAGE_SIZE, low=2)
+        for _ in range(self.random.randint(2, 5)):
+            token = self.random.randint(0, 1)
+            self._submit(system + [token] * self.random.randint(0, 2 * PAGE_SIZE))
+
+    def continue_conversation(self, req: DecodeRequest) -> None:
+        self.finished += 1
+        if len(req.tokens) < 40 and not self.calm:
+            self._submit(req.tokens.tolist() + self._tokens(1, 6))
+
+    def _submit(self, tokens: list[int]) -> None:
+        rid = f"r{self._next_room}"
+        more: Any = {"room": self._room_number(), "cacheable": self.random.random() < 0.9}
+        most = self.random.randint(1, 24)
+        address = self.addresses[0]
+        request = Request(rid, tokens, max_new_tokens=most, prefill=address, **more)
+        try:
+            self.decode.scheduler.add(request, self.now_s)
+        except PrefixKVError:
+            return
+        self.submit(Request(rid, tokens, **more))
+
+    def _room_number(self) -> int:
+        """A new number, or one whose request has ended on both sides (words about it may still be
+        under way)."""
+        self._next_room += 1
+        live = {req.room for side in self.schedulers for req in side.requests.values()}
+        live |= {request.room for request in self._to_submit}
+        ended = sorted(set(range(self._next_room - 1)) - live)
+        if ended and self.random.random() < self.reuse_rooms:
+            room = self.random.choice(ended)
+            self.reused.add(room)
+            return room
+        return self._next_room - 1
+
+    def submit(self, request: Request) -> None:
+        """The router hands a request to prefill, at some later step."""
+        self._to_submit.append(request)
+
+    def submit_one(self) -> None:
+        if self._to_submit:
+            self.prefill.add(self._to_submit.pop(self.random.randrange(len(self._to_submit))))
+
+    # --- what is said -----------------------------------------------------------------------------
+
+    def said(self, rank: Any, event: Any) -> None:
+        rank.events.append(event)
+        if isinstance(event, RoomEnded):
+            again = event.key in rank.ended and event.key.room not in self.reused
+            assert not again, f"law 7: {event.key} ended twice"
+            rank.ended[event.key] = event.poll
+            if isinstance(rank, DecodeRank):
+                self.decode.room_ended(rank, event)
+
+    # --- faults -----------------------------------------------------------------------------------
+
+    def faults(self) -> None:
+        storm, roll = self.storm, self.random.random
+        if roll() < storm.abort / self.pace:
+            self._abort_one()
+        if roll() < storm.flush / self.pace:
+            self.random.choice([self.decode.scheduler, self.prefill]).flush()
+        if roll() < storm.restart / self.pace:
+            ends = [partial(self.restart_prefill, how) for how in self.ways_to_end]
+            self.random.choice([*ends, self.restart_decode])()
+
+    def restart_prefill(self, how: str) -> None:
+        """A new life of all ranks answers at the same addresses."""
+        self.former.append(self.prefill)
+        for old in self.prefill.ranks:
+            self.end_writer(old, how)
+        self.start_prefill()
+
+    def restart_decode(self) -> None:
+        self.former.append(self.decode)
+        self.end_readers()
+        self.decode = self.new_decode()
+
+    def _abort_one(self) -> None:
+        decode = self.decode.scheduler
+        live, waits_on = list(decode.requests), [f for f in decode.flights if f.waiters]
+        needed = [flight.owner.rid for flight in waits_on if flight.owner]
+        if needed and self.random.random() < 0.3:
+            decode.abort(self.random.choice(needed), self.now_s)
+        elif live and self.random.random() < 0.7:
+            decode.abort(self.random.choice(live), self.now_s)
+        elif self.prefill.scheduler.requests:
+            self.prefill.abort(self.random.choice(list(self.prefill.scheduler.requests)))
+
+    # --- laws -------------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        self.decode.tell()
+        self.prefill.tell()
+        self.audit()
+        if self.random.random() < 0.2:
+            self.decode.scribble()
+            self.prefill.scribble()
+            self.check_ranks()
+
+    def audit(self) -> None:
+        audit_decode(self.decode.scheduler, self.pick(self.readers).control)
+        self.decode.audit()
+        audit_prefill(self.pick(self.prefill.desks).scheduler)
+        self.audit_outcomes()
+
+    def audit_outcomes(self) -> None:
+        for key in self.readers[0].ended:
+            ends = {reader.ended.get(key) for reader in self.readers}
+            if ends == {KVPoll.SUCCESS} and key.room not in self.reused:
+                wrong = {writer.ended.get(key) for writer in self.writers} - {None, *ends}
+                assert not wrong, f"law 7: {key} succeeded where prefill failed"
+                told = key in self.prefill.failed
+                assert not told, f"law 7: {key} succeeded and prefill's engine was told it failed"
+
+    def may_write(self, key: RoomKey, pages: np.ndarray, what: str) -> None:
+        books = self.decode.scheduler.books
+        flight = self.decode.scheduler.transfers.get(key)
+        allowed: set[int] = set()
+        if flight is not None:
+            allowed = set(books.pages(flight.pages)[flight.pages.num_shared :].tolist())
+        elif books.holds(key):
+            allowed = set(books.allocator.held_by(key).tolist())
+        assert set(pages.tolist()) <= allowed, f"{what} of {key} lands on pages not its own"
+
+    def may_write_state(self, key: RoomKey, slots: np.ndarray) -> None:
+        slots_of = self.decode.scheduler.books.slots
+        assert slots_of is not None
+        flight = self.decode.scheduler.transfers.get(key)
+        allowed = [flight.pages.slot] if flight is not None else slots_of.held_by(key).tolist()
+        assert slots.tolist() == allowed, f"state of {key} lands in {slots}, its own is {allowed}"
+
+    # --- a run ------------------------------------------------------------------------------------
+
+    def choices(self) -> list[Callable[[], object]]:
+        work = [self._busy(self.writers).work, self._busy(self.readers).work]
+        work += [self.prefill.schedule, self.decode.schedule, self.tick, self.submit_one]
+        return work + [self.decode.follow] * (len(self.readers) - 1)
+
+    def _busy(self, ranks: list[Any]) -> Any:
+        """One with something to do, if there is one."""
+        return self.pick([rank for rank in ranks if rank.inbox] or ranks)
+
+    @property
+    def pace(self) -> int:
+        """How many times as many steps as with one rank a side anything takes."""
+        return len(self.ranks) // 2
+
+    def start(self) -> None:
+        for _ in range(self.num_requests):
+            self.random.choice([self.add_request, self.add_request, self.add_burst])()
+            for _ in range(self.random.randint(0, 40) * self.pace):
+                self.step()
+        for _ in range(400 * self.pace):
+            self.step()
+
+    @property
+    def schedulers(self) -> list[Any]:
+        return [self.decode.scheduler, *(desk.scheduler for desk in self.prefill.desks)]
+
+    def quiet(self) -> bool:
+        ranks = any(rank.inbox or rank.events for rank in self.ranks)
+        rooms = any(reader.control.num_rooms for reader in self.readers)
+        requests = any(scheduler.requests for scheduler in self.schedulers)
+        return not (ranks or rooms or requests or self._to_submit or self.decode.log_waits)
+
+    def idle(self) -> bool:
+        engines = self.decode.running or self.prefill.computing or self._to_submit
+        news = any(scheduler.has_news for scheduler in self.schedulers)
+        return super().idle() and not engines and not news
+
+    def is_over(self, taken: int) -> bool:
+        if self.idle():
+            self.now_s += 0.5
+        return taken % 100 == 0 and self.quiet() and not self.leftovers()
+
+    def assert_at_rest(self) -> None:
+        assert not self.leftovers(), f"stuck: {self.leftovers()}"
+        for engine in (self.decode, self.prefill):
+            while any(rank.events for rank in engine.ranks):
+                engine.schedule()
+            engine.schedule()
+        self.decode.compare_ranks()
+        for scheduler in self.schedulers:
+            assert_at_rest(scheduler)
+        rooms = [str(reader.me) for reader in self.readers if reader.control.num_rooms]
+        assert not rooms, f"rooms are left on {rooms}"
+
+
+# --- ranks, staging, everything -------------------------------------------------------------------
+
+_STORM = {
+    "drop": 0.06, "duplicate": 0.3, "reorder": 0.5, "junk": 0.03, "abort": 0.02, "fail_copy": 0.05,
+    "fail_at_post": 0.03, "fail_at_check": 0.04, "lose_notification": 0.2, "restart": 0.004,
+    "flush": 0.005, "slow_writes": 1.0, "slow_copies": 1.0,
+}  # fmt: skip
+
+
+def simulation(seed: int, storm: Storm | None = None) -> EngineSim:
+    """Schedulers, ranks, staging, extra state: all follow from the seed."""
+    chance = random.Random(seed)
+    shape, storms = shape_of(chance), storm_of(chance, _STORM)
+    num_slots = chance.choice([0, 0, 8, 3])
+    try:
+        check_state_pairs(TENSORS, *shape.meshes)
+    except HandshakeError:
+        num_slots = 0
+    return EngineSim(
+        seed, storms if storm is None else storm, shape,
+        decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
+        failure_policy=chance.choice(["fail", "retry"]), num_slots=num_slots,
+        digest_every=chance.choice([0, 4]),
+    )  # fmt: skip
+
+
+# --- a pair of single ranks -----------------------------------------------------------------------
+
+STORMS = {
+    "calm": Storm(),
+    "network": Storm(drop=0.08, duplicate=0.1, reorder=0.3),
+    "late frames": Storm(duplicate=0.4, reorder=0.6, abort=0.06),
+    "junk": Storm(junk=0.1, drop=0.02),
+    "aborts": Storm(abort=0.05, reorder=0.2, duplicate=0.1),
+    "writes fail": Storm(fail_at_post=0.05, fail_at_check=0.08, lose_notification=0.2),
+    "restarts": Storm(restart=0.006, drop=0.03),
+    "flushes": Storm(flush=0.02, abort=0.01),
+    "everything": Storm(
+        drop=0.05, duplicate=0.05, reorder=0.2, abort=0.02, fail_at_post=0.02, fail_at_check=0.03,
+        lose_notification=0.1, restart=0.003, junk=0.02, flush=0.003,
+    ),
+}  # fmt: skip
+_PAIR = Shape(
+    orders=("layer_major", "layer_major"), num_layers=1, num_heads=1, head_bytes=8,
+    post_descriptors=3, post_window=8,
+)  # fmt: skip
+_STATE = (StateTensor("a", 0, 1, (8,)), StateTensor("b", 0, 2, (3,), "uint8"))
+
+
+@dataclass
+class PairSim(EngineSim):
+    """One rank a side, nothing staged; a frame that is junk has a bit flipped as well, and what a
+    process that ends has not sent is lost. A fence comes when every deadline has passed."""
+
+    shape: Shape = field(default_factory=lambda: _PAIR)
+    tensors: tuple[StateTensor, ...] = _STATE
+    fence_rate = 0.0
+    address = "tcp://prefill"
+    in_mesh = lingers = False
+    ways_to_end = ("stopped", "killed")
+
+    def leftovers(self) -> dict[str, Any]:
+        """A run breaks off while control objects still remember rooms that are over."""
+        return {}
+
+    def spoilt(self, raw: bytes) -> bytes:
+        if self.storm.junk and self.happens(self.storm.junk):
+            changed = bytearray(raw)
+            changed[self.random.randrange(len(changed))] ^= 1 << self.random.randrange(8)
+            raw = bytes(changed[: self.random.randint(1, len(changed))])
+        return raw
+
+    def restart_prefill(self, how: str) -> None:
+        old = set(self.writers)
+        super().restart_prefill(how)
+        self.wire = [
+            frame for frame in self.wire if frame[0] not in old and isinstance(frame[1], bytes)
+        ]
+
+    def restart_decode(self) -> None:
+        old = set(self.readers)
+        super().restart_decode()
+        self.wire = [frame for frame in self.wire if frame[0] not in old]
+
+    def fence_former(self) -> None:
+        """The orchestrator kills what was stopped or replaced, and says so."""
+        for old, stopped in self.to_fence:
+            if stopped:
+                self.fabric.kill(old.me)
+        self.to_fence.clear()
+        name, current = self.writers[0].me
+        for incarnation in range(current):
+            self.readers[0].take(Fence(PeerId(name, incarnation)))
+
+    def fence_current(self) -> None:
+        """Pages whose write failed after posting come back only when the writer's agent ends."""
+        me = self.writers[0].me
+        self.restart_prefill("killed")
+        self.readers[0].take(Fence(me))
+
+    def is_over(self, taken: int) -> bool:
+        if taken % 20 == 0:
+            self.now_s += 0.5
+        if taken in (2_000, 4_000, 6_000):
+            # Every deadline has passed by now: what is left is held for want of proof, which a
+            # fence gives. What the current prefill worker wrote last, it proves itself.
+            self.fence_former()
+        return self.quiet()

@@ -1,0 +1,313 @@
+"""`prefixkv.transfer`: control and transport over real NIXL, for an engine that owns its pages and
+its cache. Here the test is the engine: it says which pages, and looks at every byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.control import liveness
+from prefixkv.errors import (
+    AbortedError,
+    AuxTooLargeError,
+    ClosedError,
+    InternalError,
+    PageStateError,
+    PeerLostError,
+    RequestError,
+    TransferError,
+)
+from prefixkv.protocol import messages
+from prefixkv.runtime.control_thread import ControlFailed
+from prefixkv.transfer import (
+    Bootstrapped,
+    DecodeTransfers,
+    KVPoll,
+    PrefillTransfers,
+    RoomDrained,
+    RoomEnded,
+    RoomKey,
+    SourceFree,
+)
+from tests.models.node_pair import make_pool
+from tests.models.patience import until
+from tests.runtime.conftest import QUICK, node_threads
+
+PAGE_SIZE = 4
+NUM_TOKENS = 30  # 8 pages, the last one partly
+SRC = [40, 7, 8, 9, 33, 2, 3, 21]
+DST = [5, 6, 50, 51, 1, 12, 13, 60]
+
+
+class Pair:
+    """Both sides, and all that they have said."""
+
+    def __init__(self, prefill_page_size: int = PAGE_SIZE) -> None:
+        self.src = make_pool(page_size=prefill_page_size)
+        self.dst = make_pool(page_size=PAGE_SIZE)
+        self.prefill = PrefillTransfers(self.src, PrefillConfig(control=QUICK))
+        self.decode = DecodeTransfers(self.dst, DecodeConfig(control=QUICK))
+        self.said: list[Any] = []  # by either side
+        random = np.random.default_rng(7)
+        for pool in (self.src, self.dst):
+            everything = np.arange(pool.layout.num_pages)
+            data = pool.read_pages(everything)
+            data[:] = _bytes(random, data)
+            pool.write_pages(everything, data)
+        self.before = self.dst.read_pages(np.arange(self.dst.layout.num_pages))
+
+    def open(self, prefix_pages: int = 0, room: int = 7, generation: int = 0) -> None:
+        where = self.prefill.endpoint
+        self.decode.open(
+            room, generation, NUM_TOKENS, prefix_pages * PAGE_SIZE, DST[prefix_pages:], where
+        )
+
+    def add(self, room: int = 7, generation: int = 0) -> None:
+        self.prefill.add(room, generation, NUM_TOKENS)
+
+    def send(self, *ends: int, room: int = 7) -> None:
+        for end in ends:
+            last = end == NUM_TOKENS
+            self.prefill.send_chunk(room, end, SRC, last, b"first" if last else b"")
+
+    def until(self, done: Callable[[], bool]) -> None:
+        def step() -> bool:
+            self.said += self.prefill.take_events()
+            self.said += self.decode.take_events()
+            return done()
+
+        until(step)
+
+    def heard(self, kind: type, room: int = 7) -> list[Any]:
+        return [event for event in self.said if isinstance(event, kind) and event.key.room == room]
+
+    def ends(self, room: int = 7) -> list[RoomEnded]:
+        return self.heard(RoomEnded, room)
+
+    def check_arrived(self, prefix_pages: int = 0) -> None:
+        """What decode wanted is what prefill had, and nothing else was touched."""
+        wanted = self.src.read_pages(SRC).flatten(2)[prefix_pages:]
+        got = self.dst.read_pages(DST).flatten(2)[prefix_pages:]
+        token_bytes = wanted.shape[2] // PAGE_SIZE
+        whole, rest = NUM_TOKENS // PAGE_SIZE - prefix_pages, NUM_TOKENS % PAGE_SIZE
+        assert (got[:whole] == wanted[:whole]).all()
+        assert (
+            got[whole:, :, : rest * token_bytes] == wanted[whole:, :, : rest * token_bytes]
+        ).all()
+        others = np.setdiff1d(np.arange(self.dst.layout.num_pages), DST[prefix_pages:])
+        assert (self.dst.read_pages(others) == self.before[others]).all()
+
+
+def _bytes(random: np.random.Generator, like: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(random.integers(0, 256, tuple(like.shape), np.uint8))
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    try:
+        yield made
+    finally:
+        made.decode.close()
+        made.prefill.close()
+    assert not node_threads()
+
+
+@pytest.mark.usefixtures("_wire")
+@pytest.mark.parametrize("prefix_pages", [0, 3, 7])
+def test_the_path_of_one_room(pair: Pair, prefix_pages: int) -> None:
+    pair.open(prefix_pages)
+    pair.add()
+    pair.until(lambda: bool(pair.heard(Bootstrapped)))
+    assert pair.heard(Bootstrapped) == [
+        Bootstrapped(RoomKey(7, 0), pair.decode.peer_id, prefix_pages * PAGE_SIZE)
+    ]
+    pair.send(5, 11, 12, 29, NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2 and bool(pair.heard(SourceFree)))
+    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+    assert {end.aux for end in pair.ends()} == {b"", b"first"}
+    pair.check_arrived(prefix_pages)
+    layout = pair.dst.layout
+    assert pair.prefill.bytes_sent >= (7 - prefix_pages) * layout.page_bytes
+    assert pair.prefill.bytes_sent <= (8 - prefix_pages) * layout.page_bytes
+    pair.until(lambda: not pair.decode.num_rooms and not pair.prefill.num_rooms)
+
+
+@pytest.mark.parametrize("prefix_pages", [0, 3, 7])
+@pytest.mark.parametrize("early", [(5,), (11, 20), (5, 30), (30,)])
+def test_a_chunk_handed_over_before_the_promise_goes_out_when_it_comes(
+    pair: Pair, prefix_pages: int, early: tuple[int, ...]
+) -> None:
+    """Without the pages that decode has, though prefill did not know of them yet."""
+    pair.add()
+    pair.send(*early)
+    until(lambda: not pair.prefill.thread.inbox.pending)
+    assert pair.prefill.take_events() == []
+    pair.open(prefix_pages)
+    pair.until(lambda: bool(pair.heard(Bootstrapped)))
+    if NUM_TOKENS not in early:
+        pair.send(25, NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2)
+    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+    pair.check_arrived(prefix_pages)
+    assert pair.prefill.bytes_sent <= (8 - prefix_pages) * pair.dst.layout.page_bytes
+
+
+def test_an_aborted_room_gives_its_pages_back_with_proof_and_its_number_is_used_again(
+    pair: Pair,
+) -> None:
+    pair.open()
+    pair.add()
+    pair.send(12)
+    pair.until(lambda: bool(pair.heard(Bootstrapped)))
+    pair.decode.abort(7, 0, "enough of it")
+    until(lambda: len(pair.prefill.thread.events) == 2)
+    pair.send(16)  # the engine has not heard yet: no-op
+    pair.until(lambda: bool(pair.heard(RoomDrained)) and bool(pair.heard(SourceFree)))
+    assert [end.poll for end in pair.ends()] == [KVPoll.FAILED] * 2
+    assert all(isinstance(end.error, AbortedError) for end in pair.ends())
+    assert all("enough of it" in str(end.error) for end in pair.ends())
+    with pytest.raises(RequestError, match="has ended"):
+        pair.send(20)
+    pair.said.clear()
+    pair.open(3, generation=1)
+    pair.add(generation=1)
+    pair.send(16, NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2)
+    assert [(end.key.generation, end.poll) for end in pair.ends()] == [(1, KVPoll.SUCCESS)] * 2
+    wanted, got = pair.src.read_pages(SRC[3:7]), pair.dst.read_pages(DST[3:7])
+    assert (got == wanted).all()
+
+
+def test_each_side_tells_the_other_that_it_refuses(pair: Pair) -> None:
+    pair.add(room=1)
+    pair.decode.refuse(1, 0, pair.prefill.endpoint, "no room here")
+    pair.until(lambda: bool(pair.ends(1)) and bool(pair.heard(RoomDrained, 1)))
+    assert "no room here" in str(pair.ends(1)[0].error)
+    pair.prefill.refuse(2, 0, "the prompt is too long")
+    pair.open(room=2)
+    pair.until(lambda: bool(pair.heard(RoomDrained, 2)))
+    decode_end = next(end for end in pair.ends(2) if isinstance(end.error, TransferError))
+    assert "the prompt is too long" in str(decode_end.error) or len(pair.ends(2)) == 2
+    assert any("the prompt is too long" in str(end.error) for end in pair.ends(2))
+
+
+@pytest.mark.parametrize("dead", ["prefill", "decode"])
+def test_a_fence_ends_what_a_dead_process_had(pair: Pair, dead: str) -> None:
+    pair.open()
+    pair.add()
+    pair.send(12)
+    pair.until(lambda: bool(pair.heard(Bootstrapped)))
+    if dead == "prefill":
+        pair.decode.fence(*pair.prefill.peer_id)
+        pair.until(lambda: bool(pair.heard(RoomDrained)))
+    else:
+        pair.prefill.fence(*pair.decode.peer_id)
+        pair.until(lambda: bool(pair.heard(SourceFree)))
+        assert pair.decode.peer_id not in pair.prefill.peers()
+    assert isinstance(pair.ends()[0].error, PeerLostError)
+
+
+def test_what_is_refused_changes_nothing(pair: Pair) -> None:
+    where = pair.prefill.endpoint
+    for prefix_len, pages in ((3, DST), (0, DST[1:]), (32, []), (-4, DST)):
+        with pytest.raises(RequestError):
+            pair.decode.open(7, 0, NUM_TOKENS, prefix_len, pages, where)
+    with pytest.raises(PageStateError):
+        pair.decode.open(7, 0, NUM_TOKENS, 0, [0.5] * 8, where)  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="room 7 was not added"):
+        pair.send(8)
+    pair.add()
+    with pytest.raises(RequestError, match="here already"):
+        pair.add()
+    for call, error in (
+        (lambda: pair.prefill.send_chunk(7, 31, SRC), RequestError),
+        (lambda: pair.prefill.send_chunk(7, 20, SRC[:4]), RequestError),
+        (lambda: pair.prefill.send_chunk(7, 20, SRC, last=True), RequestError),
+        (lambda: pair.prefill.send_chunk(7, 30, SRC, True, bytes(1 << 20)), AuxTooLargeError),
+    ):
+        with pytest.raises(error):
+            call()
+    pair.send(20)
+    with pytest.raises(RequestError):
+        pair.send(19)
+    pair.open()
+    pair.send(NUM_TOKENS)
+    with pytest.raises(RequestError, match="after the last"):
+        pair.send(NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2)
+    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+    pair.check_arrived()
+
+
+def test_an_error_is_raised_and_costs_no_event(pair: Pair) -> None:
+    pair.open()
+    pair.add()
+    until(lambda: len(pair.prefill.thread.events) == 1)
+    pair.prefill.thread.events.put(ControlFailed(ZeroDivisionError("on purpose")))
+    with pytest.raises(InternalError, match="on purpose"):
+        pair.prefill.take_events()
+    assert pair.prefill.pending
+    assert pair.prefill.wait(0)
+    assert [type(event) for event in pair.prefill.take_events()] == [Bootstrapped]
+    assert pair.prefill.take_events() == []
+
+
+def test_an_engine_waits_with_its_own_poller(pair: Pair) -> None:
+    import select
+
+    poller = select.poll()
+    poller.register(pair.decode.fileno(), select.POLLIN)
+    assert not poller.poll(0)
+    pair.open()
+    pair.add()
+    pair.send(NUM_TOKENS)
+    assert poller.poll(60_000)
+    assert pair.decode.wait(0)
+    (end,) = pair.decode.take_events()
+    assert end == RoomEnded(RoomKey(7, 0), KVPoll.SUCCESS, None, b"first")
+
+
+def test_stats_and_peers(pair: Pair) -> None:
+    pair.open()
+    pair.add()
+    pair.send(NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2)
+    assert pair.decode.peers() == {pair.prefill.endpoint: (pair.prefill.peer_id, "ready")}
+    assert pair.prefill.peers() == {pair.decode.peer_id: "ready"}
+    pair.until(lambda: pair.prefill.stats()["rooms"] == pair.decode.stats()["rooms"] == 0)
+    assert pair.prefill.stats()["writes_done"] >= 1
+    assert pair.prefill.dropped_frames() == pair.decode.dropped_frames() == {}
+    pair.decode.thread.channel.counters["frames_not_sent: queue full"] += 2
+    assert pair.decode.dropped_frames() == {"frames_not_sent: queue full": 2}
+    assert pair.decode.stats()["frames_not_sent: queue full"] == 2
+    pair.decode.close()
+    for call in (pair.open, pair.decode.take_events, pair.decode.fileno, pair.decode.peers):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_a_prefill_worker_of_another_wire_version_fails_the_room_by_number(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, also where its messages are not ours; prefill has counted our frame."""
+    encode = messages.encode
+
+    def later(sender: Any, seq: int, body: Any) -> bytes:
+        if sender == pair.prefill.peer_id:
+            return messages._encoder.encode([9, *sender, seq, {"a": "message of version 9"}])
+        return encode(sender, seq, body)
+
+    monkeypatch.setattr(liveness, "encode", later)
+    pair.open()
+    pair.until(lambda: bool(pair.heard(RoomDrained)))
+    (end,) = pair.ends()
+    assert "protocol version" in str(end.error)
+    assert "ours 2, theirs 9" in str(end.error)
+    assert pair.decode.stats()["handshakes_refused"] == 1
