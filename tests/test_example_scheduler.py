@@ -1,4 +1,4 @@
-"""The README's decode scheduler, run for real: the lines between the markers are the ones it
+"""The README's two schedulers, run for real: the lines between the markers are the ones it
 shows."""
 
 from __future__ import annotations
@@ -9,25 +9,21 @@ import queue
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import OutOfPagesError
+from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.testing.hashing import PrefixHasher
 from prefixkv.testing.pattern import KVPattern
-from tests.models.node_pair import (
-    SALT,
-    PrefillDriver,
-    first_token,
-    make_pool,
-    node_at_rest,
-    tokens_of,
-)
+from tests.models.node_pair import SALT, first_token, make_pool, node_at_rest, tokens_of
 from tests.models.patience import PATIENCE_S
 
 _hasher = PrefixHasher()
@@ -61,12 +57,35 @@ def serve(node: DecodeNode, engine: StandIn) -> None:
     # fmt: on
 
 
+def serve_prefill(node: PrefillNode, engine: PrefillEngine) -> None:
+    # fmt: off
+    # example: begin
+    computing: dict[str, PrefillRequest] = {}
+    while engine.serving():
+        for request in engine.arrivals():
+            node.add(request)                           # of the same room as on decode
+        for req in node.pop_bootstrapped():             # decode has promised its pages
+            computing[req.rid] = req                    # the KV of req.prefix_len tokens is here
+        for req in [*node.pop_failed(), *node.pop_sent()]:
+            computing.pop(req.rid, None)                # req.error says why, None: it was sent
+        for req in list(computing.values()):
+            end = engine.compute(req)                   # one more chunk; KV up to here is there
+            last = end == req.num_tokens
+            node.send_chunk(req, end, last, engine.first_token(req) if last else b"")
+            if last:
+                del computing[req.rid]
+        if not computing:
+            node.wait(timeout_s=0.01)
+    # example: end
+    # fmt: on
+
+
 class StandIn:
     """An engine of no model: conversations of several turns, with KV that can be checked byte for
     byte."""
 
     def __init__(
-        self, node: DecodeNode, prefill: PrefillSide, conversations: int, turns: int
+        self, node: DecodeNode, prefill: PrefillEngine, conversations: int, turns: int
     ) -> None:
         self.node = node
         self.pattern = KVPattern(node.pool.layout, SALT, node.pool)
@@ -141,31 +160,54 @@ class StandIn:
         return done
 
 
-class PrefillSide:
-    """A PrefillNode and its engine on a thread of their own."""
+class PrefillEngine:
+    """Prefill's engine of no model: it computes a few tokens' KV a step, on a thread of its own."""
+
+    CHUNK_TOKENS = 8
 
     def __init__(self) -> None:
-        self._asks: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._asks: queue.SimpleQueue[tuple[str, Any, int, int]] = queue.SimpleQueue()
         self._stopping = False
         self._error: BaseException | None = None
+        self._computed: dict[str, int] = {}
+        self.mismatches = 0
         self.node = PrefillNode(make_pool(), PrefillConfig())
+        self.pattern = KVPattern(self.node.pool.layout, SALT, self.node.pool)
         self.endpoint = self.node.endpoint
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def add(self, *ask: Any) -> None:
-        self._asks.put(ask)
+    def add(self, rid: str, tokens: Any, room: int, generation: int) -> None:
+        """From decode's thread."""
+        self._asks.put((rid, tokens, room, generation))
+
+    def serving(self) -> bool:
+        return not self._stopping or bool(self.node.stats()["requests"])
+
+    def arrivals(self) -> list[Request]:
+        requests = []
+        while not self._asks.empty():
+            rid, tokens, room, generation = self._asks.get()
+            requests.append(Request(rid, tokens, room=room, generation=generation))
+        return requests
+
+    def compute(self, req: PrefillRequest) -> int:
+        hashes = _hasher.prefixes(req.tokens)
+        if req.rid not in self._computed:
+            self._computed[req.rid] = req.prefix_len
+            self.mismatches += self.pattern.mismatches(req.pages, hashes[: req.prefix_len])
+        start = self._computed[req.rid]
+        end = self._computed[req.rid] = min(start + self.CHUNK_TOKENS, req.num_tokens)
+        self.pattern.fill(req.pages, start, hashes[:end])
+        return end
+
+    def first_token(self, req: PrefillRequest) -> bytes:
+        return first_token(req.tokens).to_bytes(4, "little")
 
     def _run(self) -> None:
         try:
-            driver = PrefillDriver(self.node)
-            while not self._stopping or self.node.stats()["requests"]:
-                while not self._asks.empty():
-                    driver.add(*self._asks.get())
-                driver.step()
-                if not driver.computing:
-                    self.node.wait(0.001)
-            assert driver.mismatches == 0
+            serve_prefill(self.node, self)
+            assert self.mismatches == 0
             node_at_rest(self.node)
         except BaseException as error:
             self._error = error
@@ -179,9 +221,9 @@ class PrefillSide:
             raise self._error
 
 
-def test_the_loop_serves_conversations() -> None:
+def test_the_loops_serve_conversations() -> None:
     """In a pool too small for all of them at once: with eviction, retraction and asking again."""
-    prefill = PrefillSide()
+    prefill = PrefillEngine()
     try:
         with DecodeNode(make_pool(num_pages=36), DecodeConfig(reserve_tokens=0)) as node:
             engine = StandIn(node, prefill, conversations=6, turns=3)
@@ -205,22 +247,21 @@ def test_the_loop_serves_conversations() -> None:
         prefill.close()
 
 
-def test_the_example_is_short() -> None:
+def shown(loop: Callable[..., None]) -> str:
+    """The lines of a loop that the README shows."""
+    source = inspect.getsource(loop)
+    return textwrap.dedent(source.partition("begin\n")[2].partition("    # example: end")[0])
+
+
+@pytest.mark.parametrize("loop", [serve, serve_prefill])
+def test_the_examples_are_short(loop: Callable[..., None]) -> None:
     """What the README shows has to be read at a glance."""
-    lines = (
-        inspect.getsource(serve)
-        .partition("# example: begin\n")[2]
-        .partition("    # example: end")[0]
-        .splitlines()
-    )
+    lines = shown(loop).splitlines()
     assert 15 <= len(lines) <= 24
     assert max(map(len, lines)) <= 100
 
 
-def test_the_readme_shows_these_lines() -> None:
-    shown = textwrap.dedent(
-        inspect.getsource(serve)
-        .partition("    # example: begin\n")[2]
-        .partition("    # example: end")[0]
-    )
-    assert f"```python\n{shown}```" in (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+@pytest.mark.parametrize("loop", [serve, serve_prefill])
+def test_the_readme_shows_these_lines(loop: Callable[..., None]) -> None:
+    readme = (pathlib.Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert f"<!-- example -->\n```python\n{shown(loop)}```" in readme

@@ -1,0 +1,536 @@
+"""The tables of the README and of docs/benchmarks.md are those of benchmarks/results, rounded.
+
+Each function makes one table, line by line, from a result file; the document has to have these very
+lines behind the table's mark. `FIGURES` are the sentences that name figures, made the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import BENCHMARKS
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MIB = 1 << 20
+
+
+def result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def fixed(value: float, digits: int = 0) -> str:
+    """Halves are rounded up, as a reader would.
+
+    >>> fixed(0.3505, 3), fixed(1009.5)
+    ('0.351', '1,010')
+    """
+    unit = Decimal(1).scaleb(-digits)
+    return f"{Decimal(str(value)).quantize(unit, ROUND_HALF_UP):,}"
+
+
+def share(value: float, digits: int = 2) -> str:
+    """Without the 0 before the point."""
+    return fixed(value, digits).removeprefix("0")
+
+
+def line(*cells: str) -> str:
+    return "".join(f"| {cell} " if cell else "| " for cell in cells) + "|"
+
+
+def head(*cells: str) -> list[str]:
+    return [line(*cells), "| --- " * len(cells) + "|"]
+
+
+def ms(seconds: float) -> str:
+    """Tenths below 0.1 s, or as far as the other figure of the pair has them."""
+    return f"{fixed(seconds * 1e3, 1)} ms" if seconds < 0.1 else f"{fixed(seconds * 1e3)} ms"
+
+
+# --- the demo -------------------------------------------------------------------------------------
+
+
+def demo_table() -> list[str]:
+    demo = result("demo")
+    runs, saturated, ratios = demo["runs"], demo["saturated"], demo["ratios"]
+    on, off = runs["cache_on"], runs["cache_off"]
+    full, none = saturated["cache_on"], saturated["cache_off"]
+
+    def ttft(run: dict[str, Any], mark: str = "") -> str:
+        p50, p99 = run["ttft_s"]["p50"], run["ttft_s"]["p99"]
+        return f"{mark}{ms(p50)}{mark} / {ms(p99)}"
+
+    return [
+        line("`prefixkv demo`, defaults, seed 1", "cache on", "cache off", ""),
+        "| --- | --- | --- | --- |",
+        line("TTFT P50 / P99 at 0.7 of what cache-off sustains", ttft(on, "**"), ttft(off),
+             f"{fixed(ratios['ttft_p50'], 1)} times lower P50"),
+        line("TTFT P50 / P99, saturated", ttft(full, "**"), ttft(none),
+             f"{fixed(ratios['ttft_p50_saturated'])} times lower P50"),
+        line("requests a second, saturated", f"**{fixed(full['requests_per_s'])}**",
+             fixed(none['requests_per_s']), f"{fixed(ratios['requests_per_s'], 1)} times higher"),
+        line("KV sent", f"**{fixed(on['bytes_sent'] / MIB)} MiB**",
+             f"{fixed(off['bytes_sent'] / MIB)} MiB", f"{fixed(ratios['bytes_sent'])} times less"),
+        line("hit rate on decode, tokens", f"{on['token_hit_rate']:.1%}",
+             fixed(off['token_hit_rate']), ""),
+        line("pages verified / wrong", f"{on['pages_verified']:,} / **{on['pages_mismatched']}**",
+             f"{off['pages_verified']:,} / {off['pages_mismatched']}",
+             "every byte of every page a request holds"),
+    ]  # fmt: skip
+
+
+def demos_table() -> list[str]:
+    rows = []
+    for name, what in {
+        "demo": "16 layers, 64 KiB a token",
+        "demo_layers32": "32 layers, 128 KiB a token",
+        "demo_trace": "500 requests of a trace that hardly repeats, 64 KiB a token",
+    }.items():
+        demo = result(name)
+        on, off = demo["runs"]["cache_on"], demo["runs"]["cache_off"]
+        rows.append(line(
+            what, f"`{name}.json`", f"{on['token_hit_rate']:.1%}",
+            f"{ms(on['ttft_s']['p50'])} / {ms(off['ttft_s']['p50'])}",
+            fixed(demo['ratios']['ttft_p50'], 1), fixed(demo['ratios']['requests_per_s'], 1),
+            fixed(demo['ratios']['bytes_sent'], 1),
+        ))  # fmt: skip
+    return [
+        *head(
+            "demo",
+            "file",
+            "hit rate",
+            "TTFT P50, cache on / off",
+            "times lower",
+            "saturated rate, times higher",
+            "KV sent, times less",
+        ),
+        *rows,
+    ]
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+def policies_table() -> list[str]:
+    rows = {
+        (row["policy"], row["capacity_blocks"]): row["block_hit_ratio"]
+        for row in result("replay")["rows"]
+        if row["warm"] == 0.5 and row["queue"] == 0
+    }
+    capacities = (1000, 3000, 6000, 10_000, 20_000, 50_000)
+    shown = ("gated", "gittins", "aged", "lru", "slru", "fifo", "optimum")
+    names = {"optimum": "no policy can exceed"}
+    return [
+        line("blocks", *(f"{capacity:,}" for capacity in capacities)),
+        "| --- " * 7 + "|",
+        *(
+            line(
+                names.get(policy, f"`{policy}`"),
+                *(share(rows[policy, capacity], 3) for capacity in capacities),
+            )
+            for policy in shown
+        ),
+    ]
+
+
+def radix_table() -> list[str]:
+    rows = result("radix")["rows"]
+
+    def row(name: str, **where: Any) -> dict[str, Any]:
+        (found,) = [
+            row for row in rows
+            if row["name"] == name and all(row.get(key) == where[key] for key in where)
+        ]  # fmt: skip
+        return found  # type: ignore[no-any-return]
+
+    def told(what: str, found: dict[str, Any]) -> str:
+        if "peer_us" not in found:
+            return line(what, f"{fixed(found['us'], 1)} us", "", "")
+        ratio = share(found["ratio_to_peer"])
+        return line(what, f"{fixed(found['us'], 1)} us", f"{fixed(found['peer_us'], 1)} us", ratio)
+
+    return [
+        *head("operation, page 16", "prefixkv", "SGLang", "ratio"),
+        told("match 32k tokens, 32 nodes",
+             row("match_prefix", tokens=32768, nodes=32, page_size=16)),
+        told("match 131k tokens, 64 nodes",
+             row("match_prefix", tokens=131072, nodes=64, page_size=16)),
+        told("insert a new leaf of 32k tokens",
+             row("insert_new_leaf", tokens=32768, page_size=16)),
+        told("lock and unlock, depth 64", row("lock_unlock", depth=64)),
+        told("evict one page of 1,000,000 leaves (`gated`)",
+             row("evict_one_page", policy="gated", leaves=1_000_000)),
+    ]  # fmt: skip
+
+
+def reserve_table() -> list[str]:
+    return [
+        *head("`evict_reserve`", "hit rate", "runs for 100 new pages", "an admission, P50"),
+        *(
+            line(
+                f"{case['reserve']:g}", f"{case['token_hit_rate']:.2%}",
+                fixed(case['runs_per_100_new_pages']), f"{fixed(case['admit_cpu_us_p50'])} us",
+            )
+            for case in result("eviction_reserve")["cases"]
+        ),
+    ]  # fmt: skip
+
+
+def sched_table() -> list[str]:
+    rows = result("sched")["rows"]
+
+    def row(name: str, number: int = 0) -> dict[str, Any]:
+        return [row for row in rows if row["name"] == name][number]  # type: ignore[no-any-return]
+
+    def told(what: str, found: dict[str, Any]) -> str:
+        aim = found.get("target_us_p50")
+        return line(
+            what, f"{fixed(found['us_p50'])} us", f"{fixed(found['us_p99'])} us",
+            f"{aim:g} us" if aim else "", {True: "yes", False: "no"}.get(found.get("met"), ""),
+        )  # fmt: skip
+
+    return [
+        *head("call", "P50", "P99", "aim, P50", "met"),
+        told("`add`", row("add")),
+        told("`pop_preallocated`, one request is admitted", row("admit")),
+        told("the same, pages are evicted for it", row("admit", 2)),
+        told("the least that such an admission is made of", row("admit_floor")),
+        told("`pop_transferred`, one request is committed", row("commit")),
+        told("`finish`", row("finish")),
+        told("a pass in vain, 10,000 wait", row("blocked_pass")),
+        told("`append_many`, 256 requests", row("append_many")),
+    ]
+
+
+# --- several workers ------------------------------------------------------------------------------
+
+
+def router_table() -> list[str]:
+    plain = {row["router"]: row for row in result("router")["results"] if not row["settings"]}
+    names = {
+        "bounded": "bounded affinity", "longest": "longest match", "round_robin": "round robin",
+        "least_loaded": "least loaded",
+    }  # fmt: skip
+    return [
+        *head(
+            "", "block hit ratio", "blocks sent, max / mean",
+            "blocks in progress over time, max / mean",
+        ),
+        *(
+            line(
+                name, share(plain[router]["block_hit_ratio"], 3),
+                fixed(plain[router]['load_routed'], 2), fixed(plain[router]['load_in_progress'], 2),
+            )
+            for router, name in names.items()
+        ),
+    ]  # fmt: skip
+
+
+def ranks_table() -> list[str]:
+    def pair(values: list[float]) -> str:
+        return f"{fixed(values[0])} / {fixed(values[1])} us"
+
+    return [
+        *head(
+            "running", "a pass without the log, P50 / P99", "with it", "another rank applies it",
+            "message",
+        ),
+        *(
+            line(
+                f"{case['running']}", pair(case["pass_without_log_us_p50_p99"]),
+                pair(case["pass_with_log_us_p50_p99"]),
+                pair(case["another_rank_applies_us_p50_p99"]),
+                f"{fixed(case['message_bytes_p50_max'][0] / 1024)} KiB",
+            )
+            for case in result("ranks")["cases"]
+        ),
+    ]  # fmt: skip
+
+
+# --- the transport --------------------------------------------------------------------------------
+
+
+def claims(group: str, *cases: str) -> list[dict[str, Any]]:
+    """What was claimed of these cases, measured."""
+    told = {one["case"]: one for one in result("claims")["measured"][group]["claims"]}
+    return [told[case] for case in cases]
+
+
+def met(rows: list[dict[str, Any]]) -> str:
+    """Of those that have an aim."""
+    said = [row["met"] for row in rows if row["met"] is not None]
+    if not said:
+        return ""
+    if all(said) or not any(said):
+        return "yes" if all(said) else "no"
+    return f"{sum(said)} of {len(said)}"
+
+
+def measured(rows: list[dict[str, Any]], digits: int = 2) -> str:
+    return " / ".join(share(row["measured"], digits) for row in rows)
+
+
+def aims(rows: list[dict[str, Any]]) -> str:
+    told = [row["target"] for row in rows]
+    if told == [None] * len(told):
+        return ""
+    texts = ["none" if one is None else f"{one:g}".removeprefix("0") for one in told]
+    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
+
+
+def told(what: str, rows: list[dict[str, Any]], figures: str) -> str:
+    unit = {"us": " us", "ms": " ms"}.get(rows[0]["unit"], "")
+    aim = aims(rows)
+    return line(what, figures + unit, aim and aim + unit, met(rows))
+
+
+def goodput(layout: str, of: str) -> list[dict[str, Any]]:
+    rows = {one["case"]: one for one in result("transfer")["claims"]}
+    return [rows[f"{layout}, {pages} pages, of {of}"] for pages in ("fresh", "aged", "random")]
+
+
+def creation(pages: str) -> list[dict[str, Any]]:
+    counts = ("1,024", "16,384", "131,072")
+    named = "creation, {} descriptors, {} pages: initialize_xfer / prepared"
+    return claims("prepare", *(named.format(count, pages) for count in counts))
+
+
+def staging(pages: str, what: str) -> list[dict[str, Any]]:
+    ways = ("TP4 to TP1", "TP1 to TP4")
+    return claims("staging", *(f"{way}, {pages} pages: {what}" for way in ways))
+
+
+def transport_table() -> list[str]:
+    same = goodput("layer_major", "raw posts of the same descriptors")
+    lower = "TTFT of 128 requests of 2,048 descriptors, {} pages: mean lower by"
+    lowered = claims("prepare", *(lower.format(pages) for pages in ("contiguous", "random")))
+    tcp, default = "tcp, compute in sleep: {}", "default, compute in sleep: {}"
+    seen = claims(
+        "async",
+        *(tcp.format(f"ready to seen, {what}, inline / thread") for what in ("mean", "P99")),
+    )
+    kept = claims("async", tcp.format("scheduler kept a chunk, mean, inline / thread"))
+    chunk = claims("async", *(wire.format("send_chunk P99") for wire in (default, tcp)))
+    step = "{}, compute in {}: a step with all that it costs, inline / thread"
+    steps = {
+        where: claims("async", *(step.format(wire, compute) for compute in ("sleep", "torch")))
+        for where, wire in (("shared memory", "default"), ("TCP", "tcp"))
+    }
+    hit = claims("full-hit", "P50, scheduler threads waiting at their nodes")
+    busy = "P50, scheduler threads busy in Python, switch interval {} ms"
+    busy_hits = claims("full-hit", *(busy.format(every) for every in ("5", "0.5", "0.1")))
+    idle = claims("idle", "an idle decode node, of a core", "an idle prefill node, of a core")
+    near, far = creation("contiguous"), creation("random")
+    ways = "TP4 to TP1 / TP1 to TP4"
+    return [
+        *head("", "measured", "aim", "met"),
+        *(
+            told(what, rows, measured(rows))
+            for what, rows in {
+                "goodput by one raw NIXL write, `page_major`: fresh / aged / random pages":
+                    goodput("page_major", "one raw write"),
+                "the same, `layer_major`": goodput("layer_major", "one raw write"),
+                "by raw posts of the very same descriptors, `layer_major`": same,
+            }.items()
+        ),
+        told("creating 1k / 16k / 131k descriptors, neighbouring pages: `initialize_xfer` by "
+             "prepared", near, f"{fixed(near[0]['measured'], 1)} / {measured(near[1:], 0)}"),
+        told("the same, random pages", far, measured(far, 1)),
+        told("TTFT of 128 requests of 2,048 descriptors, neighbouring pages: mean lower than with "
+             "`initialize_xfer` by", lowered[:1], measured(lowered[:1])),
+        told("the same, random pages", lowered[1:], measured(lowered[1:])),
+        told(f"staged by sliced speed, fresh pages: {ways}",
+             rows := staging("fresh", "sliced / staged"), measured(rows, 1)),
+        told("the same, random pages",
+             rows := staging("random", "sliced / staged"), measured(rows, 1)),
+        told(f"staged by equal TP's speed, fresh pages: {ways}",
+             rows := staging("fresh", "of equal TP's speed"), measured(rows)),
+        told("the same, random pages",
+             rows := staging("random", "of equal TP's speed"), measured(rows)),
+        told("time that a chunk keeps the scheduler, TCP, mean: inline by transport thread", kept,
+             measured(kept, 0)),
+        told("time from KV ready to KV seen, TCP, mean / P99: inline by transport thread", seen,
+             measured(seen, 1)),
+        *(
+            told(f"time of a step in all, {where}, compute sleeps / computes: inline by "
+                 "transport thread", rows, measured(rows, 1))
+            for where, rows in steps.items()
+        ),
+        told("`send_chunk` P99, shared memory / TCP", chunk, measured(chunk, 0)),
+        told("full hit, P50, idle", hit, measured(hit, 1)),
+        told("full hit, P50, scheduler threads busy in Python, switch interval 5 / .5 / .1 ms",
+             busy_hits, measured(busy_hits, 1)),
+        told("a node without work, decode / prefill, share of a core", idle, measured(idle, 4)),
+    ]  # fmt: skip
+
+
+def small_pages_table() -> list[str]:
+    huge, small = (
+        {(row["layout"], row["pages"]): row["gib_per_s"] for row in result(name)["rows"]}
+        for name in ("transfer", "transfer_small_pages")
+    )
+    return [
+        *head(
+            "layout, pages", "stack, GiB/s, huge / small pages", "ratio",
+            "raw posts of its descriptors, GiB/s, huge / small", "ratio",
+        ),
+        *(
+            line(
+                f"`{case[0]}`, {case[1]}",
+                *(
+                    cell
+                    for what in ("stack", "same")
+                    for cell in (
+                        f"{fixed(huge[case][what], 2)} / {fixed(small[case][what], 2)}",
+                        fixed(huge[case][what] / small[case][what], 1),
+                    )
+                ),
+            )
+            for case in huge
+        ),
+    ]  # fmt: skip
+
+
+def meshes_table() -> list[str]:
+    rows = result("demo_meshes")["rows"]
+    sizes = list(dict.fromkeys((row["prefill_tp"], row["decode_tp"]) for row in rows))
+    told = []
+    for size in sizes:
+        of = [row for row in rows if (row["prefill_tp"], row["decode_tp"]) == size]
+        modes = ", ".join(dict.fromkeys(row["mode"].replace(", ", " in ") for row in of))
+        pages = f"{sum(row['pages_verified'] for row in of):,}"
+        wrong = sum(row["pages_mismatched"] + row["failed"] for row in of)
+        told.append(line(f"{size[0]} / {size[1]}", f"{len(of)}", modes, f"{pages} / {wrong}"))
+    return [
+        *head("ranks, prefill / decode", "runs", "what is sent", "pages verified / wrong"),
+        *told,
+    ]
+
+
+def burst_table() -> list[str]:
+    return [
+        *head(
+            "the first request is", "KV sent, of one prompt and the suffixes",
+            "if each were sent whole", "ran / failed",
+        ),
+        *(
+            line(
+                burst["the_first"].replace("nothing", "left alone"), fixed(burst['ratio'], 2),
+                fixed(burst['ratio_if_each_were_sent_whole']),
+                f"{burst['ran']} / {burst['failed']}",
+            )
+            for burst in result("burst")["bursts"]
+        ),
+    ]  # fmt: skip
+
+
+def storms_table() -> list[str]:
+    chaos, soak = result("chaos")["summary"], result("soak")
+    verdict, rss = soak["verdict"], soak["verdict"]["rss_mib"]
+    return [
+        *head("", ""),
+        line("chaos: requests / processes", f"{chaos['requests']:,} / {chaos['lives']}"),
+        line("chaos: pages verified / wrong",
+             f"{chaos['pages_verified']:,} / {chaos['mismatches']}"),
+        line("chaos: free pages checked / written late",
+             f"{chaos['free_pages_checked']:,} / {chaos['late_writes']}"),
+        line("chaos: left over at the end", f"{chaos['left']}"),
+        line("soak: rooms", f"{sum(soak['plans'].values()):,}"),
+        line("soak: memory, three times in the run, MiB", " / ".join(fixed(one) for one in rss)),
+        line("soak: growth, bytes a room / most allowed",
+             " / ".join(fixed(verdict[name]) for name in ("bytes_a_room", "most_bytes_a_room"))),
+    ]  # fmt: skip
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "demos-table": demos_table, "policies-table": policies_table, "radix-table": radix_table,
+    "reserve-table": reserve_table, "sched-table": sched_table, "router-table": router_table,
+    "ranks-table": ranks_table, "transport-table": transport_table,
+    "small-pages-table": small_pages_table, "meshes-table": meshes_table,
+    "burst-table": burst_table, "storms-table": storms_table,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", TABLES)
+def test_a_table_is_its_result_files(mark: str) -> None:
+    table = "\n".join(TABLES[mark]())
+    assert f"<!-- {mark} -->\n{table}\n\n" in DOCUMENT
+
+
+def test_the_demo_table_of_the_readme_is_its_result_files() -> None:
+    table = "\n".join(demo_table())
+    assert f"<!-- demo-table -->\n{table}\n\n" in README
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+
+def figures() -> dict[str, str]:
+    """Pieces of sentences, by what they say."""
+    decision = result("router")["decision"]
+    meshes, trace = result("demo_meshes")["rows"], result("replay")["recipe"]["trace"]
+    random = result("transfer")["rows"][2]
+    assert (random["layout"], random["pages"]) == ("layer_major", "random")
+    cases = (
+        f"layer_major, {pages} pages, of one raw write" for pages in ("fresh", "aged", "random")
+    )
+    same = "the_same_descriptors_of_one_raw_write"
+    call = result("claims")["measured"]["prepare"]["details"]["creation"][0]
+    quarters = ("nothing", "a quarter", "half", "three quarters", "all")
+    around = 1 - call["prepared_call_ms"] / call["prepared_ms"]
+    missed = [row for row in result("sched")["rows"] if row.get("met") is False]
+    over = {
+        name: fixed(max(
+            row["us_p50"] / row["target_us_p50"] for row in missed if row["name"] == name
+        ), 1)
+        for name in ("admit", "commit", "alloc_free_100")
+    }  # fmt: skip
+    assert {row["name"] for row in missed} == set(over)
+    (requests,) = re.findall(r"(\d+) requests", trace)
+    return {
+        "a decision": f"P50 {fixed(decision['route_us']['p50'])} us",
+        "a slow decision": f"P99 {fixed(decision['route_us']['p99'] / 1e3, 1)} ms",
+        "runs of the demo": f"{len(meshes)} runs",
+        "their pages": f"{fixed(sum(row['pages_verified'] for row in meshes))} pages",
+        "the trace": f"{fixed(int(requests))} requests",
+        "small descriptors": f"{share(random[same])} of one write",
+        "goodput, again": measured(claims("goodput", *cases)),
+        "prepared lists": f"{fixed(call['built_over_prepared'], 1)} times as fast, not 10",
+        "NIXL's call": f"{fixed(call['built_over_prepared_call_alone'], 1)} times as fast;",
+        "around NIXL's call": f"{quarters[round(4 * around)]} of the prepared way's "
+        f"{fixed(call['prepared_ms'] * 1e3)} us",
+        "the scheduler's aims": f"{over['admit']}, {over['commit']} and {over['alloc_free_100']}"
+        " times the aim at most",
+        "a busy machine": f"load {fixed(result('eviction_reserve')['recipe']['load'], 1)}",
+        "a busier one": f"load {fixed(result('router')['recipe']['load_average'], 1)}",
+        "the busiest": f"load {fixed(result('ranks')['recipe']['load'])}",
+    }
+
+
+def test_the_figures_of_the_text_are_their_result_files() -> None:
+    text = DOCUMENT.replace("\n", " ")
+    assert [what for what, piece in figures().items() if piece not in text] == []
+
+
+# --- the list -------------------------------------------------------------------------------------
+
+
+def test_every_benchmark_and_every_result_file_is_named() -> None:
+    for name in BENCHMARKS:
+        assert f"`{name}`" in DOCUMENT or f"python -m benchmarks {name}" in DOCUMENT, name
+    for path in RESULTS.iterdir():
+        assert path.name in DOCUMENT, path.name
+
+
+def test_a_result_file_that_is_named_is_there() -> None:
+    for name in re.findall(r"\b[a-z0-9_]+\.(?:json|png)\b", DOCUMENT + README):
+        assert (RESULTS / name).exists(), name

@@ -1,0 +1,348 @@
+"""What the documents say is so: their code runs, what they name exists, their tables are those of
+the code.
+
+A Python block runs, after those before it in the same document, unless the line above it is a
+comment `<!-- not run: why -->`, or `<!-- example -->`: those lines tests/test_example_scheduler.py
+runs.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+import pytest
+
+import prefixkv
+from benchmarks.__main__ import BENCHMARKS
+from prefixkv.protocol import messages
+from tests.models.patience import PATIENCE_S
+from tests.protocol.rooms import assert_diagrams
+from tests.test_example_scheduler import serve
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOT_RUN = re.compile(r"<!-- (not run: .+|example) -->")
+LOGGERS = {"prefixkv.requests", "prefixkv.transport"}  # names of loggers, none of modules
+FILES = {path.name for folder in ("prefixkv", "benchmarks", "docs", "tests", "fuzz")
+         for path in (ROOT / folder).rglob("*.*")}  # fmt: skip
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """A fenced block. `line` is that of its first line of code, counted from 1."""
+
+    language: str
+    line: int
+    code: str
+    above: str
+
+
+def blocks(text: str) -> Iterator[Block]:
+    lines = text.splitlines()
+    opened: int | None = None
+    for i, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if opened is None:
+            opened = i
+        else:
+            code = "\n".join(lines[opened + 1 : i])
+            yield Block(lines[opened][3:], opened + 2, code, lines[opened - 1] if opened else "")
+            opened = None
+    assert opened is None, f"a block that begins on line {opened} does not end"
+
+
+def program(text: str) -> str:
+    """The Python blocks that run, each on the lines that it has in the document."""
+    out: list[str] = []
+    for block in blocks(text):
+        if block.language == "python" and not NOT_RUN.fullmatch(block.above.strip()):
+            out += [""] * (block.line - 1 - len(out)) + block.code.splitlines()
+    return "\n".join(out)
+
+
+def prose(text: str) -> str:
+    """The document without its blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def spans(text: str) -> list[str]:
+    """What stands in backquotes."""
+    return re.findall(r"`([^`\n]+)`", prose(text))
+
+
+def section(text: str, heading: str) -> str:
+    """What stands below a heading, up to the next one of its level or above."""
+    level = heading.index(" ")
+    start = re.search(rf"^{re.escape(heading)}$", text, re.MULTILINE)
+    assert start is not None, f"there is no {heading!r}"
+    rest = text[start.end() :]
+    end = re.search(rf"^#{{1,{level}}} ", rest, re.MULTILINE)
+    return rest if end is None else rest[: end.start()]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of all tables in it, but for their heads."""
+    found = []
+    lines = text.splitlines()
+    for above, line in zip(["", *lines], lines, strict=False):
+        if line.startswith("|") and not line.startswith("| ---") and above.startswith("|"):
+            found.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+    return found
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+# --- code -----------------------------------------------------------------------------------------
+
+
+@each_document
+def test_the_code_in_it_runs(document: Path, tmp_path: Path) -> None:
+    """All of it as one program in a process of its own, where every warning is an error."""
+    code = program(document.read_text())
+    if not code:
+        return
+    script = tmp_path / f"{document.stem}.py"  # its line numbers are the document's
+    script.write_text(code)
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", str(script)], capture_output=True, text=True,
+        timeout=PATIENCE_S, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_block_runs_unless_a_comment_above_says_why_not() -> None:
+    fence = "```"
+    text = (
+        f"{fence}python\nx = 1\n{fence}\n\n<!-- not run: no -->\n{fence}python\nx = 2\n{fence}\n"
+        f"{fence}sh\nls\n{fence}\n{fence}python\nassert x == 1\n{fence}\n"
+    )
+    code = program(text)
+    assert code.split() == ["x", "=", "1", "assert", "x", "==", "1"]
+    assert code.splitlines().index("assert x == 1") == text.splitlines().index("assert x == 1")
+
+
+def test_integrate_shows_the_loop_that_is_tested() -> None:
+    source = inspect.getsource(serve)
+    shown = source.partition("    # example: begin\n")[2].partition("    # example: end")[0]
+    assert textwrap.indent(textwrap.dedent(shown), "    ") in read("docs/integrate.md")
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def resolve(name: str) -> Any:
+    """The object that a dotted name in prefixkv stands for. Raises AttributeError."""
+    found: Any = prefixkv
+    for i, part in enumerate(name.split(".")[1:], start=2):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = importlib.import_module(".".join(name.split(".")[:i]))
+            except ModuleNotFoundError:
+                raise AttributeError(name) from None
+    return found
+
+
+@each_document
+def test_every_name_in_prefixkv_exists(document: Path) -> None:
+    named = re.findall(r"\bprefixkv(?:\.[A-Za-z_]\w*)+", document.read_text())
+    for name in set(named) - LOGGERS:
+        resolve(name)
+
+
+def defined() -> dict[str, list[Any]]:
+    """What the package's modules define, by name; several may have something of one name."""
+    found: dict[str, list[Any]] = {}
+    for module in pkgutil.walk_packages(prefixkv.__path__, "prefixkv."):
+        if module.name.startswith("prefixkv.cli") or module.name.endswith("_triton"):
+            continue  # they need extras
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if not isinstance(value, type) or value.__module__ == module.name:
+                found.setdefault(name, []).append(value)
+    return found
+
+
+DEFINED = defined()
+
+
+def has(cls: type, member: str) -> bool:
+    """Whether objects of the class have this: a method, a field, or what a method sets."""
+    ours = [base for base in cls.__mro__ if base.__module__.startswith("prefixkv")]
+    return (
+        hasattr(cls, member)
+        or any(member in vars(base).get("__annotations__", {}) for base in ours)
+        or any(re.search(rf"\bself\.{member}\b", inspect.getsource(base)) for base in ours)
+    )
+
+
+@each_document
+def test_every_class_and_member_exists(document: Path) -> None:
+    """`DecodeNode.add`, `Gated(fresh_s=60)`, `OutOfPagesError`: what begins like a class is one, or
+    an alias, and has what is named of it."""
+    for span in spans(document.read_text()):
+        match = re.match(r"([A-Z]\w*[a-z]\w*)(?:\.(\w+))?(?:\(|$)", span)
+        if match is None or hasattr(builtins, match[1]):
+            continue
+        name, member = match.groups()
+        found = DEFINED.get(name, [])
+        assert found, f"{span}: there is no {name}"
+        if member:
+            named = [value for value in found if isinstance(value, type) and has(value, member)]
+            assert named, f"{span}: {name} has no {member}"
+
+
+@each_document
+def test_every_benchmark_and_module_that_is_run_exists(document: Path) -> None:
+    text = document.read_text()
+    for name in re.findall(r"python -m benchmarks ([a-z]\w*)", text):
+        assert name in BENCHMARKS
+    for name in re.findall(r"python -m (prefixkv[\w.]*)", text):
+        resolve(name)
+
+
+@each_document
+def test_every_file_and_folder_that_is_named_exists(document: Path) -> None:
+    """As seen from the checkout, or from the package; a bare file name is somewhere in them."""
+    for span in spans(document.read_text()):
+        if re.fullmatch(r"[\w./-]+/|[\w./-]+\.(py|md|json|png|toml|txt)", span):
+            assert any((folder / span).exists() for folder in (ROOT, ROOT / "prefixkv")) or (
+                "/" not in span and span in FILES
+            ), span
+
+
+def anchors(text: str) -> set[str]:
+    """The names that GitHub gives to the headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_document
+def test_every_link_inside_the_project_resolves(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(document.read_text())):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+# --- docs/architecture.md -------------------------------------------------------------------------
+
+
+def contracts() -> list[dict[str, Any]]:
+    settings = tomllib.loads(read("pyproject.toml"))
+    found: list[dict[str, Any]] = settings["tool"]["importlinter"]["contracts"]
+    return found
+
+
+def test_the_layers_are_those_that_the_linter_checks() -> None:
+    listed = section(read("docs/architecture.md"), "### Layers")
+    (block,) = blocks(listed)
+    layers = [layer.replace("prefixkv.", "") for layer in contracts()[0]["layers"]]
+    assert block.code.splitlines() == layers
+
+
+def test_every_folder_has_a_row_and_says_whether_it_is_pure() -> None:
+    """Pure is what the linter forbids threads, clocks and sockets, whole or in part."""
+    pure = {name.removeprefix("prefixkv.") for name in contracts()[1]["source_modules"]}
+    listed = {}
+    for what, holds, may in rows(section(read("docs/architecture.md"), "## Folders")):
+        for name in re.findall(r"`([\w./]+?)(?:/|\.py)`", what):
+            assert holds
+            listed[name.replace("/", ".")] = may.startswith("pure")
+    package = ROOT / "prefixkv"
+    there = {path.parent.name for path in package.glob("*/__init__.py")}
+    there |= {path.stem for path in package.glob("*.py")} - {"__init__"}
+    assert set(listed) == there
+    for name, is_pure in listed.items():
+        assert is_pure == (name in pure), name
+
+
+def test_every_law_that_is_cited_is_there() -> None:
+    laws = section(read("docs/architecture.md"), "## The laws")
+    numbers = [int(number) for number in re.findall(r"^(\d+)\. ", laws, re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("fuzz/**/*.py"), *DOCUMENTS]:
+        for number in re.findall(r"\blaw (\d+)", path.read_text()):
+            assert int(number) in numbers, f"{path.name} cites law {number}"
+
+
+# --- docs/protocol.md -----------------------------------------------------------------------------
+
+STRUCTS = ("ModelDigest", "Topology", "KVLayout", "Slab", "StateTensor", "StagingArea",
+           "StateLayout", "StateEntry")  # fmt: skip
+
+
+def fields_of(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """The fields as they travel, in order, with their types as the source has them."""
+    kinds: dict[str, str] = {}
+    for base in reversed(struct.__mro__):
+        kinds |= vars(base).get("__annotations__", {})
+    return {field: kinds[field] for field in struct.__struct_fields__}
+
+
+def fields_told(text: str) -> dict[str, str]:
+    """The fields that a table tells: field, type, meaning."""
+    told = {}
+    for field, kind, meaning in rows(text):
+        assert meaning
+        told[field.strip("`")] = kind.strip("`").replace("\\|", "|")
+    return told
+
+
+@pytest.mark.parametrize("body", get_args(messages.AnyBody), ids=lambda body: body.__name__)
+def test_every_message_is_told_with_its_fields(body: type[msgspec.Struct]) -> None:
+    config = body.__struct_config__
+    text = section(read("docs/protocol.md"), f"### {body.__name__} (`{config.tag}`)")
+    told = fields_told(text)
+    assert list(told.items()) == list(fields_of(body).items())
+
+
+@pytest.mark.parametrize("name", ["Frame", *STRUCTS])
+def test_what_messages_are_made_of_is_told_with_its_fields(name: str) -> None:
+    (struct,) = DEFINED[name]
+    told = fields_told(section(read("docs/protocol.md"), f"### {name}"))
+    assert list(told.items()) == list(fields_of(struct).items())
+
+
+def test_no_message_is_told_that_there_is_not() -> None:
+    told = re.findall(r"^### (\w+) \(`", read("docs/protocol.md"), re.MULTILINE)
+    assert told == [body.__name__ for body in get_args(messages.AnyBody)]
+
+
+def test_the_bounds_are_those_that_frames_are_checked_for() -> None:
+    table = rows(section(read("docs/protocol.md"), "### Bounds"))
+    told = {name.strip("`"): bounds for name, _, bounds in table}
+    found = {}
+    for name in ("Count", "Slot", "U64", "Name", "Text"):
+        meta = get_args(getattr(messages, name))[1]
+        limits = {key: getattr(meta, key) for key in ("ge", "le", "min_length", "max_length")}
+        found[name] = ", ".join(f"{k} {v}" for k, v in limits.items() if v is not None)
+    assert told == found
+
+
+def test_the_version_and_the_diagrams_are_those_of_the_code() -> None:
+    text = read("docs/protocol.md")
+    assert f"version {messages.PROTOCOL_VERSION}" in text
+    assert_diagrams(text)
