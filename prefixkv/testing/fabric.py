@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -38,6 +38,10 @@ from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.tags import ChunkTag
+from prefixkv.testing.faults import Action as Action
+from prefixkv.testing.faults import Choice, Fault, Predicate
+from prefixkv.testing.faults import FakeDisconnectError as FakeDisconnectError
+from prefixkv.testing.faults import Hold as Hold
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -53,52 +57,9 @@ from prefixkv.transport.parts import Part, part_indices
 from prefixkv.transport.routes import PeerMemory, Routes, routes_to
 from prefixkv.transport.runs import RunTable
 
-Kind = Literal["event", "connect", "post", "land", "complete", "fail", "notify", "renew"]
 Guard = Callable[[PeerId, RoomKey, Pages], None]
 StagingGuard = Callable[[PeerId, ChunkTag, Pages], None]
 _DEFAULTS = TransportConfig()
-
-
-class FakeDisconnectError(Exception):
-    """The peer of a write is gone. No class of ours, as NIXL's are not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One thing that may happen. `tag` names the part, where there is one; `number` counts the
-    writes posted."""
-
-    kind: Kind
-    owner: PeerId
-    target: PeerId | None = None
-    job_id: int | None = None
-    tag: ChunkTag | None = None
-    number: int | None = None
-
-
-Predicate = Callable[[Action], bool]
-Choice = tuple[Action, Callable[[], None]]
-
-
-@dataclass(eq=False, slots=True)
-class Hold:
-    """Keeps matching actions from happening until `release()`."""
-
-    matches: Predicate
-    _holds: list[Hold] = field(repr=False)
-
-    def release(self) -> None:
-        if self in self._holds:
-            self._holds.remove(self)
-
-
-class _Fault(NamedTuple):
-    """What becomes of a post; of one by chance, with no condition."""
-
-    error: Exception
-    at: Literal["post", "check"]
-    lands: bool
-    matches: Predicate | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -163,7 +124,7 @@ class FakeFabric:
         self._writes: list[_Write] = []
         self._notifications: list[tuple[PeerId, PeerId, ChunkTag]] = []  # writer, target, tag
         self._holds: list[Hold] = []
-        self._faults: list[_Fault] = []
+        self._faults: list[Fault] = []
         self._posted = 0
 
     # --- what a test does -------------------------------------------------------------------------
@@ -221,7 +182,7 @@ class FakeFabric:
 
         `lands`: whether the bytes of one that fails at check may still land.
         """
-        self._faults.append(_Fault(error, at, lands, matches))
+        self._faults.append(Fault(error, at, lands, matches))
 
     def lose(self, peer: PeerId) -> None:
         """Cut a peer off as a target: what is in flight to it fails, and may land; new posts are
@@ -360,16 +321,16 @@ class FakeFabric:
         self._writes.append(write)
         return None
 
-    def _fault_for(self, action: Action) -> _Fault | None:
+    def _fault_for(self, action: Action) -> Fault | None:
         for fault in self._faults:
             if fault.matches is not None and fault.matches(action):
                 self._faults.remove(fault)
                 return fault
         if self.random.random() < self.fail_at_post:
-            return _Fault(TransferError("refused by chance"), "post", lands=False)
+            return Fault(TransferError("refused by chance"), "post", lands=False)
         if self.random.random() < self.fail_at_check:
             lands = self.random.random() < self.lands_late
-            return _Fault(TransferError("failed by chance"), "check", lands)
+            return Fault(TransferError("failed by chance"), "check", lands)
         return None
 
     def end_former(self, transport: FakeTransport) -> None:
