@@ -45,7 +45,7 @@ from prefixkv.errors import (
 from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol.commands import AbortRoom, DecodeCommand, Fence, OpenRoom, RefuseRoom
-from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded
+from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Drained,
@@ -559,8 +559,10 @@ class DecodeControl:
                         self._say(room, action.rank, action.grant, now_s, out)
                 case BreakRoom():
                     self._on(self._rooms[action.key], receiver.Fail(action.error), now_s, out)
-                case _:
+                case Scatter() | RoomEnded() | RoomDrained() | RoomOverdue():
                     out.append(action)
+                case _:
+                    assert_never(action)
 
     def _say(
         self, room: _Room, rank: int, body: messages.AnyBody, now_s: float, out: list[DecodeEffect]

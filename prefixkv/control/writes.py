@@ -13,7 +13,7 @@ import numpy as np
 from prefixkv.control.effects import AddPeer, Cancel, RemovePeer, Renew, SendFrame
 from prefixkv.control.peers import Peers
 from prefixkv.memory.staging_area import BLOCK_BYTES
-from prefixkv.protocol.events import PrefillEvent, SourceFree
+from prefixkv.protocol.events import Bootstrapped, PrefillEvent, RoomEnded, SourceFree
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import LeaseGrant
 from prefixkv.protocol.sender_events import CancelWrite, PostWrite
@@ -134,8 +134,10 @@ class Writes:
                     out.append(want)
                     if staging is not None:
                         self.stage(staging.remove_peer(want.peer), now_s, out)
-                case _:
+                case SendFrame() | Bootstrapped() | RoomEnded() | SourceFree():
                     out.append(want)
+                case _:
+                    assert_never(want)
 
     def _write(self, want: PostWrite, now_s: float, out: list[WriteEffect]) -> None:
         staging = self._staging

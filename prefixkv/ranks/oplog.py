@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Any, Unpack
+from typing import Any, Unpack, assert_never
 
 import msgspec
 import numpy as np
@@ -298,6 +298,8 @@ class Replica:
                 books.quarantine(op.key)
             case Flushed():
                 books.flush()
+            case _:
+                assert_never(op)
 
     def _joined(self, row: int) -> RequestPages | None:
         return self._requests[row][1] if row >= 0 else None

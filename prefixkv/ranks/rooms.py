@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import msgspec
 
@@ -77,16 +78,20 @@ class RankRooms:
                 room.aux = event.aux if rank == 0 else room.aux
                 if len(room.succeeded) == self.num_ranks:
                     news.append(RoomEnded(key, KVPoll.SUCCESS, aux=room.aux))
-            case RoomEnded(key, poll, error) if not room.failed:
+            case RoomEnded() if room.failed:
+                pass  # another rank's failure was told already
+            case RoomEnded(key, poll, error):
                 room.failed = True
                 told = error if rank == 0 else TransferError(f"decode rank {rank}: {error}")
                 news.append(RoomEnded(key, poll, told))
                 commands.append(AbortRoom(key, f"rank {rank} failed: {told}"))
             case RoomDrained():
                 room.drained.add(rank)
-            case RoomOverdue() if not room.overdue:
+            case RoomOverdue():
+                news += [event] if not room.overdue else []
                 room.overdue = True
-                news.append(event)
+            case _:
+                assert_never(event)
         # A rank that succeeded is written no more.
         if len(room.succeeded | room.drained) == self.num_ranks:
             if len(room.succeeded) < self.num_ranks:
