@@ -146,14 +146,19 @@ class PrefillAsk:
     had, is lost, or the request's extra state is.
 
     `tokens` are prompt and output but the last token: the KV that is needed. `known_token` is the
-    next token if one was sampled already (it must not be sampled again), else None.
+    next token if one was sampled already (it must not be sampled again), else None. `namespace` and
+    `cacheable` are the request's: prefill's cache must not share it with another namespace's.
     """
 
-    __slots__ = ("generation", "known_token", "prefill", "rid", "room", "tokens")
+    __slots__ = (
+        "cacheable", "generation", "known_token", "namespace", "prefill", "rid", "room", "tokens",
+    )  # fmt: skip
 
     def __init__(self, req: DecodeRequest) -> None:
         self.rid = req.rid
         self.tokens: Any = req.key.tokens()
+        self.namespace = req.key.namespace
+        self.cacheable = req.request.cacheable
         self.room = req.room
         self.generation = req.generation
         self.known_token: int | None = req.output[-1] if req.output else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.request import DecodeRequest, DecodeState, PrefillAsk
 from prefixkv.errors import AbortedError, CallerError, OutOfPagesError, RequestError, TokenError
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
@@ -424,6 +424,15 @@ def test_back_from_retraction_with_all_its_kv_nothing_is_transferred_or_sampled_
     assert (req.resumed, req.output, req.kv_len, len(req.pages)) == (True, [1], 8, 3)
     desk.token(req)
     assert (req.output, req.kv_len) == ([1, 1], 9)
+
+
+def test_what_is_asked_for_again_says_whose_cache_it_may_share() -> None:
+    desk = Desk()
+    for rid, options in (("a", {}), ("b", {"namespace": ("lora", 3), "cacheable": False})):
+        request = Request(rid, range(8), max_new_tokens=2, room=1, prefill="tcp://p", **options)
+        ask = PrefillAsk(DecodeRequest(request, desk.books, now_s=0.0))
+        expected = (options.get("namespace"), options.get("cacheable", True))
+        assert (ask.namespace, ask.cacheable) == expected
 
 
 def test_back_from_retraction_what_was_evicted_is_asked_for_and_the_known_token_stands() -> None:
