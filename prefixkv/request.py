@@ -73,14 +73,14 @@ class Request:
             raise RequestError(
                 f"namespace is {self.key.namespace!r}, it has to be hashable"
             ) from None
-        self.max_new_tokens = _whole("max_new_tokens", self.max_new_tokens, 1, MAX_INDEX + 1)
-        self.room = _whole("room", self.room, 0, 2**64)
-        self.generation = _whole("generation", self.generation, 0, MAX_INDEX + 1)
+        self.max_new_tokens = whole_number("max_new_tokens", self.max_new_tokens, 1, MAX_INDEX + 1)
+        self.room = whole_number("room", self.room, 0, 2**64)
+        self.generation = whole_number("generation", self.generation, 0, MAX_INDEX + 1)
         if self.deadline_s is not None:
             self.deadline_s = _seconds("deadline_s", self.deadline_s)
 
 
-def _whole(name: str, value: Any, low: int, end: int) -> int:
+def whole_number(name: str, value: Any, low: int, end: int) -> int:
     """`value` as an int: numpy's travel in no frame. RequestError if it is none, or not in [low,
     end)."""
     try:

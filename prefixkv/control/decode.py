@@ -134,10 +134,13 @@ class DecodeControl:
         self._fenced: dict[str, int] = {}  # by name: incarnations up to this one are gone for good
         self._num_expected = 0
         self._said_expected = 0
+        self.last_effects: list[
+            DecodeEffect
+        ] = []  # of the last `on`, those before an exception too
 
     def on(self, what: DecodeInput, now_s: float) -> list[DecodeEffect]:
         """Take one input; returns what to do about it, in order."""
-        out: list[DecodeEffect] = []
+        out = self.last_effects = []
         match what:
             case OpenRoom():
                 self._open(what, now_s, out)
@@ -322,11 +325,13 @@ class DecodeControl:
             self._staged(self.staging.on_scattered(done.copy_id, done.error), now_s, out)
 
     def _tick(self, now_s: float, out: list[DecodeEffect]) -> None:
-        for key in self._timers.due(now_s):
+        def look(key: str | RoomKey) -> None:
             if isinstance(key, str):
-                out += self._links.tick(key, now_s)
+                out.extend(self._links.tick(key, now_s))
             elif (room := self._rooms.get(key)) is not None:
                 self._on(room, receiver.Tick(), now_s, out)
+
+        self._timers.visit(now_s, look)
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -537,14 +542,16 @@ class DecodeControl:
     ) -> None:
         machine = room.machine
         expected = not machine.drained
-        for action in machine.on(event, now_s):
-            if isinstance(action, Say):
-                self._say(room, action.rank, action.body, now_s, out)
-            elif self.staging is not None:
-                self._staged(self.staging.pass_on(action), now_s, out)
-            else:
-                out.append(action)
-        self._num_expected += (not machine.drained) - expected
+        try:
+            for action in machine.on(event, now_s):
+                if isinstance(action, Say):
+                    self._say(room, action.rank, action.body, now_s, out)
+                elif self.staging is not None:
+                    self._staged(self.staging.pass_on(action), now_s, out)
+                else:
+                    out.append(action)
+        finally:
+            self._num_expected += (not machine.drained) - expected
         if machine.over:
             self._drop(room)
         else:

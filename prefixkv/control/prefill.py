@@ -147,11 +147,14 @@ class PrefillControl:
         self._unclaimed: set[RoomKey] = set()
         self._jobs: dict[int, RoomKey] = {}
         self._job_ids = count(1)
+        self.last_effects: list[
+            PrefillEffect
+        ] = []  # of the last `on`, those before an exception too
         self._renewed = False  # some Drained that was lost may have asked decode to let it settle
 
     def on(self, what: PrefillInput, now_s: float) -> list[PrefillEffect]:
         """Take one input; returns what to do about it, in order."""
-        out: list[PrefillEffect] = []
+        out = self.last_effects = []
         match what:
             case AddRoom():
                 try:
@@ -206,7 +209,7 @@ class PrefillControl:
     @property
     def num_rooms(self) -> int:
         """Rooms that an engine or a peer still has something to do with. Any thread may ask."""
-        return len(self._rooms) - len(self._unclaimed)
+        return sum(key not in self._unclaimed for key in list(self._rooms))
 
     def rooms(self) -> Iterable[SenderMachine]:
         """The machines of all rooms, for audits."""
@@ -296,11 +299,14 @@ class PrefillControl:
     def _tick(self, now_s: float) -> list[Want]:
         """Deadlines, repeats, heartbeats, what was parked for too long."""
         out: list[Want] = []
-        for key in self._timers.due(now_s):
+
+        def look(key: str | RoomKey) -> None:
             if isinstance(key, str):
-                out += self._peers.tick(key, now_s)
+                out.extend(self._peers.tick(key, now_s))
             elif (machine := self._rooms.get(key)) is not None:
                 self._on(machine, sender.Tick(), now_s, out)
+
+        self._timers.visit(now_s, look)
         self._claims.expire(now_s)
         return out
 

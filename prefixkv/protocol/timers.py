@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -52,6 +52,19 @@ class Timers(Generic[K]):
                 del self._wake_s[key]
                 keys.append(key)
         return keys
+
+    def visit(self, now_s: float, look: Callable[[K], None]) -> None:
+        """Call `look` for each key that is due. If it raises, that key is woken again a second
+        later, those behind it with the next call, and the exception goes on."""
+        keys = self.due(now_s)
+        for number, key in enumerate(keys):
+            try:
+                look(key)
+            except Exception:
+                self.wake(key, now_s + 1.0)
+                for later in keys[number + 1 :]:
+                    self.wake(later, now_s)
+                raise
 
     def _stale(self) -> bool:
         when_s, _, key = self._heap[0]

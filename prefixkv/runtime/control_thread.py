@@ -90,6 +90,9 @@ class Control(Protocol[Command_contra, To]):
     ) -> Sequence[Effect[To]]: ...
 
     @property
+    def last_effects(self) -> Sequence[Effect[To]]: ...
+
+    @property
     def wake_s(self) -> float: ...
 
     @property
@@ -154,11 +157,12 @@ class ControlThread(Generic[Command, To]):
             if self._copies is not None:
                 undo.callback(self._copies.close)
             self.channel: Channel[To] = channel(self.inbox.fd)
+            undo.callback(self.channel.close)
+            self._thread = threading.Thread(
+                target=self._run, name=f"prefixkv-control-{name}", daemon=True
+            )
+            self._thread.start()
             undo.pop_all()
-        self._thread = threading.Thread(
-            target=self._run, name=f"prefixkv-control-{name}", daemon=True
-        )
-        self._thread.start()
 
     def submit(self, command: Command) -> None:
         """Queue a command. Raises ClosedError after `close`."""
@@ -199,11 +203,13 @@ class ControlThread(Generic[Command, To]):
             self.transport.close()
         except Exception as error:
             self._close_error = error  # not fenced
-        if self._copies is not None:
-            self._copies.close()
         try:
+            if self._copies is not None:
+                self._copies.close()
             if self._close_error is None:
                 self._carry_out(self.control.on(AgentDestroyed(), time.monotonic()))
+        except Exception as error:
+            self._close_error = self._close_error or error
         finally:
             self.channel.close(linger_s=_FAREWELL_S)
 
@@ -215,15 +221,18 @@ class ControlThread(Generic[Command, To]):
                 self._take(item, now_s)
         for frame in frames:
             self._take(frame, now_s)
-        self._carry_out(self.control.on(Tick(), now_s))
+        try:
+            self.control.on(Tick(), now_s)
+        finally:
+            self._carry_out(self.control.last_effects)
 
     def _take(self, what: Command | FrameReceived[To] | Common, now_s: float) -> None:
         try:
-            effects = self.control.on(what, now_s)
+            self.control.on(what, now_s)
         except Exception as error:
             self._failed(error)
-        else:
-            self._carry_out(effects)
+        # Those that came before an exception are of other rooms, or were said once and for all.
+        self._carry_out(self.control.last_effects)
 
     def _carry_out(self, effects: Sequence[Effect[To]]) -> None:
         # First what the scheduler waits for: a send wakes zmq's own thread and may cost 0.2 ms, and

@@ -170,7 +170,7 @@ class PrefillGroup(InStep[PrefillNode], Closing):
             node.audit()
 
     def close(self) -> None:
-        """Close every rank. Raises the first InternalError, with all closed."""
+        """Close every rank. Raises an InternalError, with all closed; others are its context."""
         with ExitStack() as closing:
             for node in self.nodes:
                 closing.callback(node.close)

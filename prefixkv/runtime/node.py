@@ -172,7 +172,7 @@ class Node(Closing, Generic[C, To, E]):
         if not self.transfers.pending:
             self._check_open()
             return now_s
-        events, failed = self.transfers.drain()
+        events, failed = self.transfers.take_raw()
         for event in events:
             self._take(event, now_s)
         self._tell()

@@ -31,7 +31,7 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.staging_buffer import StagingBuffer
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.paging import PageIds, as_pages, pages_for
+from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
 from prefixkv.prefill.send_plan import SendPlan
 from prefixkv.protocol.commands import (
     AbortRoom,
@@ -43,10 +43,17 @@ from prefixkv.protocol.commands import (
     RefuseRoom,
     SendChunk,
 )
-from prefixkv.protocol.events import DecodeEvent, PrefillEvent, RoomEnded, RoomEvent, SourceFree
-from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.events import (
+    DecodeEvent,
+    PrefillEvent,
+    RoomDrained,
+    RoomEnded,
+    RoomEvent,
+    SourceFree,
+)
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Promise
-from prefixkv.request import DeviceEvent
+from prefixkv.request import DeviceEvent, whole_number
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.control_thread import ControlFailed, ControlThread
@@ -64,6 +71,12 @@ MakeTransport = Callable[
 ]
 """How a rank's transport is made: NIXL's (`transport.sharded.make_transport`), or a fabric's of
 `prefixkv.testing`."""
+
+
+def _key(room: int, generation: int) -> RoomKey:
+    """Raises RequestError for numbers that no frame carries."""
+    whole = whole_number("room", room, 0, 2**64), whole_number("generation", generation, 0, 2**31)
+    return RoomKey(*whole)
 
 
 class _Memory:
@@ -119,15 +132,23 @@ class Transfers(Closing, Generic[C, To, E]):
 
         Raises InternalError for what went wrong in the control thread; the events come next time.
         """
-        events, error = self.drain()
+        events, error = self.take_raw()
         self._kept += events
         if error is not None:
+            if self._kept:
+                self.rouse()
             raise InternalError(f"in the control thread: {error!r}") from error
         events, self._kept = self._kept, []
+        for event in events:
+            self._told(event)
         return events
 
-    def drain(self) -> tuple[list[E], Exception | None]:
-        """As `take_events`, with the first thing that went wrong beside the events."""
+    def _told(self, event: E) -> None:
+        """The engine is being told this: a room that it opened may be over."""
+
+    def take_raw(self) -> tuple[list[E], Exception | None]:
+        """For a node, which knows its rooms itself: what came since the last call, and the first
+        thing that went wrong."""
         self.check_open()
         queue = self.thread.events
         if not queue.pending:
@@ -152,6 +173,7 @@ class Transfers(Closing, Generic[C, To, E]):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until there are events, at most `timeout_s`. True if there may be some."""
+        self.check_open()
         return bool(self._kept) or self.thread.events.wait(timeout_s)
 
     def fileno(self) -> int:
@@ -242,7 +264,9 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         name = f"{config.name}/{rank}" if rank else config.name
         self.peer_id = me = PeerId(name, time.time_ns())
         self._page_size = pool.layout.page_size
+        self._num_pages = pool.layout.num_pages
         self._tickets = count(1)
+        self._keys: set[RoomKey] = set()  # that are open or refused, and not over
         memory = _Memory(pool, place, me, config.transport, transport)
 
         def control(metadata: bytes) -> DecodeControl:
@@ -287,31 +311,51 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             prefill: the address of the prefill worker.
             state_slot: of extra state, -1 where there is none.
         Raises:
-            RequestError: a prefix that is not whole pages of the prompt, or another number of pages
-                than the rest takes. Nothing was changed.
+            RequestError: a number out of range, a room that is open or not drained yet, a prefix
+                that is not whole pages of the prompt, or another number of pages than the rest
+                takes. PageStateError for ids outside the pool. Nothing was changed.
         """
+        key = _key(room, generation)
+        num_tokens = whole_number("num_tokens", num_tokens, 0, 2**31)
+        prefix_len = whole_number("prefix_len", prefix_len, 0, num_tokens + 1)
+        state_slot = whole_number("state_slot", state_slot, -1, 2**31)
         ids = as_pages(pages)
+        if prefix_len % self._page_size:
+            raise RequestError(f"prefix_len is {prefix_len}, not whole pages of {self._page_size}")
         wanted = pages_for(num_tokens, self._page_size) - prefix_len // self._page_size
-        if prefix_len % self._page_size or not 0 <= prefix_len <= num_tokens:
-            raise RequestError(
-                f"prefix_len is {prefix_len} of {num_tokens} tokens, must be whole pages of "
-                f"{self._page_size}"
-            )
         if len(ids) != wanted:
             raise RequestError(f"{len(ids)} pages where {wanted} are needed")
-        promise = Promise(
-            room, generation, num_tokens, prefix_len, ids.astype("<i4").tobytes(),
-            next(self._tickets), state_slot,
-        )  # fmt: skip
+        if len(ids):
+            checked_pages(ids, self._num_pages, "promised")
+        self._begin(key)
+        raw, ticket = ids.astype("<i4").tobytes(), next(self._tickets)
+        promise = Promise(*key, num_tokens, prefix_len, raw, ticket, state_slot)
         self.submit(OpenRoom(promise, prefill))
 
     def abort(self, room: int, generation: int, reason: str = "aborted") -> None:
         """End a room; its pages come back with RoomDrained. Unknown or ended: no-op."""
-        self.submit(AbortRoom(RoomKey(room, generation), reason))
+        self.submit(AbortRoom(_key(room, generation), reason))
 
     def refuse(self, room: int, generation: int, prefill: str, reason: str = "refused") -> None:
-        """Tell prefill at once that this room will not be opened here. RoomDrained follows."""
-        self.submit(RefuseRoom(RoomKey(room, generation), next(self._tickets), prefill, reason))
+        """Tell prefill at once that this room will not be opened here. RoomDrained follows.
+
+        Raises RequestError for a room that is open or not drained yet.
+        """
+        key = _key(room, generation)
+        self._begin(key)
+        self.submit(RefuseRoom(key, next(self._tickets), prefill, reason))
+
+    def _begin(self, key: RoomKey) -> None:
+        if key in self._keys:
+            raise RequestError(f"room {key.room} generation {key.generation} is not over yet")
+        self.check_open()
+        self._keys.add(key)
+
+    def _told(self, event: DecodeEvent) -> None:
+        if isinstance(event, RoomDrained) or (
+            isinstance(event, RoomEnded) and event.poll is KVPoll.SUCCESS
+        ):
+            self._keys.discard(event.key)
 
     def fence(self, peer: str, incarnation: int) -> None:
         """The caller knows that this prefill process is dead: its rooms end, and are drained."""
@@ -365,9 +409,11 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self.peer_id = me = PeerId(name, time.time_ns())
         self._page_size = pool.layout.page_size
         self._max_aux_bytes = config.control.max_aux_bytes
-        # Added, and not ended; of whole prompts: what decode has is cut off by the control object.
-        self._rooms: dict[RoomKey, SendPlan] = {}
-        self._generations: dict[int, RoomKey] = {}  # the last one added, by room
+        self._num_pages, self._num_slots = pool.layout.num_pages, place.num_slots
+        # Rooms whose source is not free yet; the plan is of the whole prompt, since what decode has
+        # is cut off by the control object. None: of one that is refused, or has ended.
+        self._rooms: dict[RoomKey, SendPlan | None] = {}
+        self._last: dict[int, RoomKey] = {}  # the generation added last, by room
         memory = _Memory(pool, place, me, config.transport, transport)
         sizes = config.transport
         slots: StagingSlots | None = None
@@ -408,13 +454,13 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         """The engine has the request of this room, of `num_tokens` tokens. Bootstrapped follows
         once decode has promised its pages; chunks may be handed over before.
 
-        Raises RequestError for a room that is here already.
+        Raises RequestError for a number out of range, and for a room that was added or refused
+        already and whose SourceFree the engine has not been told.
         """
-        key = RoomKey(room, generation)
-        if key in self._rooms:
-            raise RequestError(f"room {room} generation {generation} is here already")
-        self._rooms[key] = SendPlan(num_tokens, 0, self._page_size)
-        self._generations[room] = key
+        key = _key(room, generation)
+        num_tokens = whole_number("num_tokens", num_tokens, 1, 2**31)
+        self._begin(key, SendPlan(num_tokens, 0, self._page_size))
+        self._last[key.room] = key
         self.submit(AddRoom(key, num_tokens))
 
     def send_chunk(
@@ -426,32 +472,41 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         aux: bytes = b"",
         ready: DeviceEvent | None = None,
         state_slot: int = -1,
+        generation: int | None = None,
     ) -> None:
         """KV is computed up to token `end`, once `ready.query()`: send what decode lacks of it.
 
         Args:
-            room: its last generation that was added is meant. One that has ended takes no chunk:
-                no-op.
+            room, generation: None: the generation that was added last. One that has ended takes no
+                chunk: no-op, until the engine has been told its SourceFree.
             end: tokens from the first one on; grows from call to call.
             pages: the request's page ids from its first token on, at least up to `end`.
             last: nothing follows; `end` is the prompt's. The outcome, `aux` (bytes for decode's
                 engine: the first token, say) and the extra state in `state_slot` go with it.
             ready: KV is read once its `query()` is True; None: it is there already.
         Raises:
-            RequestError: a room never added, an `end` out of order, fewer pages than up to it, a
-                chunk after the last one. AuxTooLargeError. Nothing was changed.
+            RequestError: a room that was not added or is over, an `end` out of order, fewer pages
+                than up to it, a chunk after the last one, `aux` or a state slot before it.
+                AuxTooLargeError, PageStateError for ids outside the pool. Nothing was changed.
         """
-        key = self._generations.get(room)
-        if key is None:
-            raise RequestError(f"room {room} was not added, or has ended")
-        plan = self._rooms.get(key)
-        if plan is None:
-            return
+        key = self._last.get(room) if generation is None else RoomKey(room, generation)
+        if key is None or key not in self._rooms:
+            raise RequestError(f"room {room} was not added, or is over")
         if len(aux) > self._max_aux_bytes:
             raise AuxTooLargeError(len(aux), self._max_aux_bytes)
+        num_slots = self._num_slots if last else 0
+        if not (0 <= state_slot < num_slots if num_slots else state_slot == -1):
+            raise RequestError(f"state slot {state_slot} of {num_slots}, with the last chunk only")
+        if aux and not last:
+            raise RequestError("aux travels with the last chunk")
         ids = as_pages(pages)
         if len(ids) < pages_for(end, self._page_size):
             raise RequestError(f"{len(ids)} pages, {end} tokens need more")
+        if len(ids):
+            checked_pages(ids, self._num_pages, "source")
+        plan = self._rooms[key]
+        if plan is None:
+            return
         span = plan.send(end, last)
         src = ids[span.first_page : span.end_page].copy()
         if len(src) or last:
@@ -459,28 +514,40 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             self.submit(SendChunk(key, *what, clip=True))
 
     def abort(self, room: int, generation: int, reason: str = "aborted") -> None:
-        """End a room; RoomEnded and SourceFree follow. Unknown or ended: no-op."""
-        self.submit(AbortRoom(RoomKey(room, generation), reason))
+        """End a room; RoomEnded and SourceFree follow. Not added or ended: no-op."""
+        key = _key(room, generation)
+        if key in self._rooms:
+            self.submit(AbortRoom(key, reason))
 
     def refuse(self, room: int, generation: int, reason: str = "refused") -> None:
-        """Tell decode, once it promises pages for it, that this room will not be served here.
-        RoomEnded and SourceFree follow."""
-        key = RoomKey(room, generation)
+        """Tell decode, which may have promised pages for it or may still do so, that this room will
+        not be served here. RoomEnded and SourceFree follow.
+
+        Raises RequestError as `add` does.
+        """
+        key = _key(room, generation)
+        self._begin(key, None)
+        self.submit(AbortRoom(key, reason))  # ends a promise that is here already
         self.submit(AddRoom(key, 0))
         self.submit(AbortRoom(key, reason))
+
+    def _begin(self, key: RoomKey, plan: SendPlan | None) -> None:
+        if key in self._rooms:
+            raise RequestError(f"room {key.room} generation {key.generation} is here already")
+        self.check_open()
+        self._rooms[key] = plan
+
+    def _told(self, event: PrefillEvent) -> None:
+        if isinstance(event, RoomEnded) and event.key in self._rooms:
+            self._rooms[event.key] = None
+        elif isinstance(event, SourceFree):
+            self._rooms.pop(event.key, None)
+            if self._last.get(event.key.room) == event.key:
+                del self._last[event.key.room]
 
     def fence(self, peer: str, incarnation: int) -> None:
         """The caller knows that this decode process is dead: its rooms end."""
         self.submit(Fence(PeerId(peer, incarnation)))
-
-    def drain(self) -> tuple[list[PrefillEvent], Exception | None]:
-        events, error = super().drain()
-        for event in events:
-            if isinstance(event, RoomEnded):
-                self._rooms.pop(event.key, None)
-            if isinstance(event, SourceFree) and self._generations.get(event.key.room) == event.key:
-                del self._generations[event.key.room]
-        return events, error
 
     def peers(self) -> dict[PeerId, str]:
         """The decode ranks known, each "ready" or "suspect"."""

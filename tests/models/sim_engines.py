@@ -19,13 +19,14 @@ import numpy as np
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.errors import HandshakeError, OutOfPagesError, PrefixKVError
+from prefixkv.errors import HandshakeError, OutOfPagesError, PrefixKVError, ProtocolError
 from prefixkv.memory.state_layout import StateTensor, check_state_pairs
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.in_step import InStep
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.protocol import messages
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
@@ -681,6 +682,17 @@ _PAIR = Shape(
 _STATE = (StateTensor("a", 0, 1, (8,)), StateTensor("b", 0, 2, (3,), "uint8"))
 
 
+def _lies(raw: bytes, damaged: bytes) -> bool:
+    """Whether a flipped bit gave decode's engine another aux: no protocol sees that, and no wire
+    that is checked does it."""
+    try:
+        said, heard = messages.decode(raw).body, messages.decode(damaged).body
+    except ProtocolError:
+        return False
+    is_outcome = isinstance(said, messages.Outcome) and isinstance(heard, messages.Outcome)
+    return is_outcome and said.aux != heard.aux
+
+
 @dataclass
 class PairSim(EngineSim):
     """One rank a side, nothing staged; a frame that is junk has a bit flipped as well, and what a
@@ -701,7 +713,8 @@ class PairSim(EngineSim):
         if self.storm.junk and self.happens(self.storm.junk):
             changed = bytearray(raw)
             changed[self.random.randrange(len(changed))] ^= 1 << self.random.randrange(8)
-            raw = bytes(changed[: self.random.randint(1, len(changed))])
+            damaged = bytes(changed[: self.random.randint(1, len(changed))])
+            return raw if _lies(raw, damaged) else damaged
         return raw
 
     def restart_prefill(self, how: str) -> None:

@@ -69,3 +69,25 @@ def test_backoff_doubles_up_to_eight_times_its_first_pause(first_s: float) -> No
     assert pauses == [1, 2, 4, 8, 8, 8]
     backoff.start(now_s)
     assert backoff.due_s == now_s + first_s
+
+
+def test_a_visit_that_breaks_off_forgets_nobody() -> None:
+    """The key that raised is visited again a second later, those behind it at once."""
+    timers: Timers[str] = Timers()
+    for number, key in enumerate("abcd"):
+        timers.wake(key, 1.0 + number)
+    seen: list[str] = []
+
+    def look(key: str) -> None:
+        seen.append(key)
+        if key == "b" and len(seen) == 2:
+            raise ZeroDivisionError("on purpose")
+
+    with pytest.raises(ZeroDivisionError):
+        timers.visit(10.0, look)
+    assert seen == ["a", "b"]
+    timers.visit(10.0, look)
+    assert seen == ["a", "b", "c", "d"]
+    assert timers.next_s == 11.0
+    timers.visit(11.0, look)
+    assert seen[4:] == ["b"]

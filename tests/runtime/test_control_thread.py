@@ -11,6 +11,7 @@ import pytest
 
 from prefixkv.control.effects import FrameReceived, Tick
 from prefixkv.errors import InternalError
+from prefixkv.protocol.events import RoomEnded
 from prefixkv.runtime import control_thread
 from prefixkv.runtime.control_thread import ControlFailed
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
@@ -84,6 +85,27 @@ def test_an_exception_in_one_item_does_not_end_the_batch(
     pair.d.submit("r", tokens_of(1, 10), pair.prefill.endpoint)
     pair.decode.pop_preallocated()
     go_on.set()
+    with pytest.raises(InternalError, match="on purpose"):
+        pair.until(lambda: False)
+    pair.run("r")
+    assert pair.d.ended["r"] is None
+
+
+def test_what_was_said_before_an_exception_is_heard(
+    pair: NodePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rooms say an end once: lost with another room's fault, their requests would hang."""
+    control = pair.decode.transfers.thread.control
+    on = control.on
+
+    def broken(what: Any, now_s: float) -> Any:
+        effects = on(what, now_s)
+        if any(isinstance(effect, RoomEnded) for effect in effects):
+            raise ZeroDivisionError("on purpose")
+        return effects
+
+    monkeypatch.setattr(control, "on", broken)
+    pair.submit("r", tokens_of(1, 10))
     with pytest.raises(InternalError, match="on purpose"):
         pair.until(lambda: False)
     pair.run("r")

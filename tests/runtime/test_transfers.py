@@ -3,6 +3,7 @@ its cache. Here the test is the engine: it says which pages, and looks at every 
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -173,7 +174,7 @@ def test_an_aborted_room_gives_its_pages_back_with_proof_and_its_number_is_used_
     assert [end.poll for end in pair.ends()] == [KVPoll.FAILED] * 2
     assert all(isinstance(end.error, AbortedError) for end in pair.ends())
     assert all("enough of it" in str(end.error) for end in pair.ends())
-    with pytest.raises(RequestError, match="has ended"):
+    with pytest.raises(RequestError, match="is over"):
         pair.send(20)
     pair.said.clear()
     pair.open(3, generation=1)
@@ -196,6 +197,75 @@ def test_each_side_tells_the_other_that_it_refuses(pair: Pair) -> None:
     decode_end = next(end for end in pair.ends(2) if isinstance(end.error, TransferError))
     assert "the prompt is too long" in str(decode_end.error) or len(pair.ends(2)) == 2
     assert any("the prompt is too long" in str(end.error) for end in pair.ends(2))
+
+
+def test_prefill_refuses_what_decode_has_promised_already(pair: Pair) -> None:
+    pair.open()
+    until(lambda: pair.prefill.stats()["rooms"] == 1)
+    pair.prefill.refuse(7, 0, "the prompt is too long")
+    pair.until(lambda: bool(pair.heard(RoomDrained)) and bool(pair.heard(SourceFree)))
+    assert len(pair.ends()) == 2
+    assert all("the prompt is too long" in str(end.error) for end in pair.ends())
+
+
+def test_a_room_is_begun_once_until_it_is_over(pair: Pair) -> None:
+    """On decode until it has succeeded or is drained, on prefill until its source is free: else a
+    word on the one would be taken for the other's."""
+    pair.open()
+    pair.add()
+    for call in (
+        pair.open,
+        lambda: pair.decode.refuse(7, 0, pair.prefill.endpoint),
+        pair.add,
+        lambda: pair.prefill.refuse(7, 0),
+    ):
+        with pytest.raises(RequestError, match="room 7 generation 0"):
+            call()
+    pair.prefill.abort(8, 0)  # not added: no-op
+    pair.until(lambda: bool(pair.heard(Bootstrapped)))
+    pair.send(NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2 and bool(pair.heard(SourceFree)))
+    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+    pair.check_arrived()
+    pair.said.clear()
+    pair.open()
+    pair.add()
+    pair.send(NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2)
+    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+
+
+def test_a_chunk_may_name_its_generation(pair: Pair) -> None:
+    """A step that was under way for an attempt that failed does not go out as the next one's."""
+    pair.add()
+    pair.prefill.abort(7, 0)
+    pair.add(generation=1)
+    pair.prefill.send_chunk(7, 12, SRC, generation=0)
+    pair.prefill.send_chunk(7, 8, SRC, generation=1)
+    pair.open(generation=1)
+    pair.send(NUM_TOKENS)
+    pair.until(lambda: len([end for end in pair.ends() if end.key.generation]) == 2)
+    assert [end.poll for end in pair.ends() if end.key.generation] == [KVPoll.SUCCESS] * 2
+    pair.check_arrived()
+
+
+def test_numbers_travel_as_ints_or_not_at_all(pair: Pair) -> None:
+    room, tokens = np.int64(7), np.int32(NUM_TOKENS)
+    pair.decode.open(room, 0, tokens, 0, np.array(DST), pair.prefill.endpoint)  # type: ignore[arg-type]
+    pair.prefill.add(room, 0, tokens)  # type: ignore[arg-type]
+    pair.send(NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2)
+    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+    for numbers in ((-1, 0), (2**64, 0), (8, -1), (8, 2**31), (0.5, 0), (True, 0)):
+        for call in (
+            lambda where: pair.decode.open(*where, NUM_TOKENS, 0, DST, "tcp://p"),
+            lambda where: pair.decode.abort(*where),
+            lambda where: pair.prefill.add(*where, NUM_TOKENS),
+            lambda where: pair.prefill.refuse(*where),
+        ):
+            with pytest.raises(RequestError):
+                call(numbers)
+    assert pair.decode.stats()["control_errors"] == pair.prefill.stats()["control_errors"] == 0
 
 
 @pytest.mark.parametrize("dead", ["prefill", "decode"])
@@ -231,6 +301,10 @@ def test_what_is_refused_changes_nothing(pair: Pair) -> None:
         (lambda: pair.prefill.send_chunk(7, 20, SRC[:4]), RequestError),
         (lambda: pair.prefill.send_chunk(7, 20, SRC, last=True), RequestError),
         (lambda: pair.prefill.send_chunk(7, 30, SRC, True, bytes(1 << 20)), AuxTooLargeError),
+        (lambda: pair.prefill.send_chunk(7, 20, SRC, aux=b"early"), RequestError),
+        (lambda: pair.prefill.send_chunk(7, 30, SRC, True, state_slot=0), RequestError),
+        (lambda: pair.prefill.send_chunk(7, 20, [64, *SRC[1:]]), PageStateError),
+        (lambda: pair.decode.open(9, 0, NUM_TOKENS, 0, [-1, *DST[1:]], where), PageStateError),
     ):
         with pytest.raises(error):
             call()
@@ -254,14 +328,13 @@ def test_an_error_is_raised_and_costs_no_event(pair: Pair) -> None:
     with pytest.raises(InternalError, match="on purpose"):
         pair.prefill.take_events()
     assert pair.prefill.pending
+    assert select.select([pair.prefill.fileno()], [], [], 0)[0], "the descriptor says so too"
     assert pair.prefill.wait(0)
     assert [type(event) for event in pair.prefill.take_events()] == [Bootstrapped]
     assert pair.prefill.take_events() == []
 
 
 def test_an_engine_waits_with_its_own_poller(pair: Pair) -> None:
-    import select
-
     poller = select.poll()
     poller.register(pair.decode.fileno(), select.POLLIN)
     assert not poller.poll(0)
@@ -288,7 +361,8 @@ def test_stats_and_peers(pair: Pair) -> None:
     assert pair.decode.dropped_frames() == {"frames_not_sent: queue full": 2}
     assert pair.decode.stats()["frames_not_sent: queue full"] == 2
     pair.decode.close()
-    for call in (pair.open, pair.decode.take_events, pair.decode.fileno, pair.decode.peers):
+    again = lambda: pair.open(room=8)  # noqa: E731
+    for call in (again, pair.decode.take_events, pair.decode.fileno, pair.decode.wait):
         with pytest.raises(ClosedError):
             call()
 
