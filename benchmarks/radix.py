@@ -18,8 +18,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,6 +29,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.yardsticks import no_collector
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
@@ -48,16 +48,6 @@ Call = Callable[[], Any]
 # --- measuring ------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def _time_us(call: Call) -> float:
     begin = time.perf_counter_ns()
     call()
@@ -67,7 +57,7 @@ def _time_us(call: Call) -> float:
 def _turn_about(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     """Median microseconds of each call; in every round each is called three times in a row."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    with _no_collector():
+    with no_collector():
         for _ in range(rounds):
             for name, call in calls.items():
                 samples[name] += [_time_us(call) for _ in range(3)]
@@ -275,7 +265,7 @@ class Bench:
             words = [array("q", run.tolist()) for run in runs]
             calls["peer"] = [partial(self._peer.insert, theirs, run, slots) for run in words]
         took: dict[str, list[float]] = {name: [] for name in calls}
-        with _no_collector():
+        with no_collector():
             for at in range(len(runs)):
                 for name, insertions in calls.items():
                     took[name].append(_time_us(insertions[at]))
@@ -332,7 +322,7 @@ class Bench:
             for _ in range(1 if self._quick else 3):
                 cache = _bushy(leaves, policy)
                 num_pages = int(cache.num_pages * share)
-                with _no_collector():
+                with no_collector():
                     cpu_s.append(-time.process_time())
                     took.append(_time_us(partial(cache.evict, num_pages)) / (leaves * share))
                     cpu_s[-1] += time.process_time()

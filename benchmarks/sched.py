@@ -14,14 +14,12 @@ loops, to compare machines by.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
@@ -32,7 +30,7 @@ import numpy.typing as npt
 import typer
 from rich.console import Console
 
-from benchmarks.yardsticks import LeastAdmission, numpy_loop, python_loop
+from benchmarks.yardsticks import LeastAdmission, no_collector, numpy_loop, python_loop
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig
@@ -246,7 +244,7 @@ class Bench:
 
     def yardstick(self) -> None:
         """Fixed loops, to compare machines by."""
-        with _no_collector():
+        with no_collector():
             for loop in (python_loop, numpy_loop):
                 times = Samples()
                 for _ in range(self._rounds(1_000)):
@@ -310,7 +308,7 @@ class Bench:
         assert not worker.scheduler.pop_preallocated(worker.now_s)
         for kind in samples:
             kind.clear()
-        with _no_collector():
+        with no_collector():
             for number in range(self._rounds(1_000)):
                 evicted = books.evicted_pages
                 left = one_life(pasts[number % len(pasts)], changed)
@@ -349,7 +347,7 @@ class Bench:
             )
         assert not worker.scheduler.pop_preallocated(worker.now_s)
         blocked, unchanged, nothing = Samples(), Samples(), RadixKey()
-        with _no_collector():
+        with no_collector():
             for _ in range(self._rounds(1_000)):
                 books, now_s = worker.books, worker.now_s
                 books.drop(books.open(nothing, None, 1, now_s))
@@ -372,7 +370,7 @@ class Bench:
                 reqs = worker.run(
                     [worker.request(worker.tokens(4), num_tokens + 1) for _ in range(BATCH)]
                 )
-                with _no_collector():
+                with no_collector():
                     for step in range(num_tokens):
                         now_s, free, tokens = (
                             worker.now_s,
@@ -397,7 +395,7 @@ class Bench:
         rids = [worker.scheduler.add(worker.request(key), worker.now_s).rid for _ in range(10_000)]
         assert not worker.scheduler.pop_preallocated(worker.now_s)
         times = Samples()
-        with _no_collector():
+        with no_collector():
             for rid in (
                 np.random.default_rng(self._seed).permutation(rids)[: self._rounds(1_000)].tolist()
             ):
@@ -431,20 +429,10 @@ class Bench:
             allocator.free(pages)
             return pages
 
-        with _no_collector():
+        with no_collector():
             for _ in range(self._rounds(5_000)):
                 runs.append(1 + int(np.count_nonzero(np.diff(times.take(there_and_back)) != 1)))
         self._add("alloc_free_100", times, 50.0, runs_a_request=round(float(np.mean(runs)), 1))
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def sched(

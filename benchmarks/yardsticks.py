@@ -1,8 +1,13 @@
 """Fixed work, to hold the scheduler's figures against: two loops that tell one machine from
 another, and the least that an admission is made of, whatever the scheduler around it looks like.
+And what keeps the garbage collector out of a timing.
 """
 
 from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +17,17 @@ from prefixkv.protocol.messages import Promise
 
 _PAGE_IDS = np.arange(128)
 _STATES = np.zeros(1 << 16, np.uint8)
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Collect garbage now, and none in what follows."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def python_loop() -> int:
