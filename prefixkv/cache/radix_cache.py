@@ -144,13 +144,17 @@ class RadixCache(RadixTree):
         if depth < node.end:
             node = self._split(node, depth)  # a lock ends where a node ends
         self._hold(node)
+        lock = PrefixLock(self, node, depth * self.page_size, self._epoch, now_s, NO_PAGES)
+        self._locks.add(lock)
         if depth:
             if visit is None:
                 visit = type(result) is MatchResult
-            use = self._next_use(result.data, node, depth, depth, visit, None, now_s)
-            self._leave_mark(node, depth, use)
-        lock = PrefixLock(self, node, depth * self.page_size, self._epoch, now_s, NO_PAGES)
-        self._locks.add(lock)
+            try:
+                use = self._next_use(result.data, node, depth, depth, visit, None, now_s)
+                self._leave_mark(node, depth, use)
+            except Exception:  # the policy's
+                self.unlock(lock)
+                raise
         return lock
 
     def unlock(self, lock: PrefixLock) -> Pages:

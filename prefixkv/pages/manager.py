@@ -138,15 +138,18 @@ class PageManager:
         # A use of the cache is counted once, of all that was found: if the request joins another,
         # that is when it locks what it joined.
         visit = None if joined is None else False
-        lock = self.cache.lock(match, now_s=now_s, visit=visit) if match is not None else None
-        num_locked = lock.prefix_len // self.page_size if lock is not None else 0
-        # Locked first, then taken: else the eviction could take the match itself.
+        lock: PrefixLock | None = None
+        # Locked first, then taken: else the eviction could take the match itself. An error may also
+        # be a policy's own.
         try:
+            if match is not None:
+                lock = self.cache.lock(match, now_s=now_s, visit=visit)
             new = self._take(num_new_pages, now_s)
-        except OutOfPagesError:
-            self._unlock(lock)
+        except Exception:
             self.table.free_row(row)
+            self._unlock(lock)
             raise
+        num_locked = lock.prefix_len // self.page_size if lock is not None else 0
         parts = [new]
         num_joined = 0
         if joined is not None:

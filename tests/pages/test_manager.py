@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import prefixkv
+from prefixkv.cache.eviction.plain import LeastRecentlyUsed
+from prefixkv.cache.eviction.policy import Use
+from prefixkv.cache.eviction.queues import Rank
+from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import CapacityError, InternalError, OutOfPagesError
 from prefixkv.pages.allocator import PageState
@@ -208,6 +212,39 @@ def test_opening_takes_nothing_when_it_cannot_take_all() -> None:
         opened(books, [7])
     books.check_invariants()
     assert books.pages(running).size == 2
+
+
+class Failing(LeastRecentlyUsed):
+    """A host's own policy, with a mistake in it."""
+
+    fails_in = ""  # once
+
+    def stumble(self, where: str) -> None:
+        if self.fails_in == where:
+            self.fails_in = ""
+            raise ZeroDivisionError
+
+    def mark(self, use: Use) -> Mark:
+        self.stumble("mark")
+        return super().mark(use)
+
+    def rank(self, history: Mark) -> Rank:
+        self.stumble("rank")
+        return super().rank(history)
+
+
+@pytest.mark.parametrize("where", ["mark", "rank"])
+def test_opening_takes_nothing_when_the_policy_raises(where: str) -> None:
+    policy = Failing()
+    books = PageManager(6, PAGE_SIZE, 2, policy=policy)
+    for tokens in [1, 2, 3, 4], [5, 6, 7, 8]:
+        books.cache_finished(*opened(books, tokens), 0.0)
+    key = key_of([1, 2, 3, 4])
+    policy.fails_in = where
+    with pytest.raises(ZeroDivisionError):
+        books.open(key, books.match(key), 3, 0.0)
+    assert (books.cache.stats().num_locks, books.table.free_rows) == (0, 2)
+    books.check_invariants()
 
 
 def test_what_is_held_comes_back_by_release_only() -> None:
