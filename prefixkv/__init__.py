@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from prefixkv.request import Request as Request
     from prefixkv.routing import BoundedAffinityRouter as BoundedAffinityRouter
     from prefixkv.runtime.decode_rank import DecodeRank as DecodeRank
+    from prefixkv.runtime.decode_transfers import DecodeTransfers as DecodeTransfers
     from prefixkv.runtime.groups import DecodeGroup as DecodeGroup
     from prefixkv.runtime.groups import PrefillGroup as PrefillGroup
     from prefixkv.runtime.metrics import NodeCollector as NodeCollector
     from prefixkv.runtime.nodes import DecodeNode as DecodeNode
     from prefixkv.runtime.nodes import PrefillNode as PrefillNode
-    from prefixkv.runtime.transfers import DecodeTransfers as DecodeTransfers
-    from prefixkv.runtime.transfers import PrefillTransfers as PrefillTransfers
+    from prefixkv.runtime.prefill_transfers import PrefillTransfers as PrefillTransfers
 
 __version__ = "0.1.0"
 
@@ -66,7 +66,7 @@ _HOME = {
     "DecodeReplica": "ranks.replica",
     "DecodeRequest": "decode.request",
     "DecodeScheduler": "decode.scheduler",
-    "DecodeTransfers": "runtime.transfers",
+    "DecodeTransfers": "runtime.decode_transfers",
     "KVLayout": "memory.kv_layout",
     "KVPool": "memory.kv_pool",
     "Mesh": "memory.mesh",
@@ -82,7 +82,7 @@ _HOME = {
     "PrefillNode": "runtime.nodes",
     "PrefillRequest": "prefill.request",
     "PrefillScheduler": "prefill.scheduler",
-    "PrefillTransfers": "runtime.transfers",
+    "PrefillTransfers": "runtime.prefill_transfers",
     "PrefixKVError": "errors",
     "RadixCache": "cache.radix_cache",
     "RadixKey": "cache.radix_key",

@@ -20,5 +20,5 @@ from prefixkv.protocol.events import RoomOverdue as RoomOverdue
 from prefixkv.protocol.events import SourceFree as SourceFree
 from prefixkv.protocol.ids import KVPoll as KVPoll
 from prefixkv.protocol.ids import RoomKey as RoomKey
-from prefixkv.runtime.transfers import DecodeTransfers as DecodeTransfers
-from prefixkv.runtime.transfers import PrefillTransfers as PrefillTransfers
+from prefixkv.runtime.decode_transfers import DecodeTransfers as DecodeTransfers
+from prefixkv.runtime.prefill_transfers import PrefillTransfers as PrefillTransfers

@@ -15,8 +15,8 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.replica import DecodeReplica
 from prefixkv.ranks.rooms import pack_news
 from prefixkv.runtime.closing import Closing
+from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.place import Place
-from prefixkv.runtime.transfers import DecodeTransfers
 
 
 class DecodeRank(Closing):

@@ -35,9 +35,11 @@ from prefixkv.ranks.leader import RankLeader
 from prefixkv.ranks.oplog import ReplicatedPageManager
 from prefixkv.ranks.replica import RankLog
 from prefixkv.request import DeviceEvent, Request
+from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.place import Place
-from prefixkv.runtime.transfers import DecodeTransfers, MakeTransport, PrefillTransfers
+from prefixkv.runtime.prefill_transfers import PrefillTransfers
+from prefixkv.runtime.transfers import MakeTransport
 
 _DECODE_COUNTERS = (
     *COUNTERS, "aborted", "admitted", "finished", "flight_fallbacks", "flights_adopted",

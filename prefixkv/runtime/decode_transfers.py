@@ -1,0 +1,174 @@
+"""The transfer side of a decode worker: promises pages, and hears when they hold the KV."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from itertools import count
+from typing import cast
+
+from prefixkv.config import DecodeConfig
+from prefixkv.control.decode import DecodeControl
+from prefixkv.errors import RequestError
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    DecodeCommand,
+    Fence,
+    OpenRoom,
+    RefuseRoom,
+)
+from prefixkv.protocol.events import (
+    DecodeEvent,
+    RoomDrained,
+    RoomEnded,
+)
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.messages import Promise
+from prefixkv.request import whole_number
+from prefixkv.runtime.channel import DealerChannel
+from prefixkv.runtime.control_thread import ControlThread
+from prefixkv.runtime.place import Place
+from prefixkv.runtime.transfers import MakeTransport, Memory, Transfers, room_key
+
+
+class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
+    """The receiving side of a decode rank.
+
+    Args:
+        pool: this rank's KV memory; it must outlive this.
+        config: name, model, control and transport of it are used.
+        mesh, rank: how the model is shared out over the ranks of the worker, and which of them this
+            is. None: the pool holds all of the model's KV.
+        worker: the `peer_id` of rank 0; None on rank 0.
+        state: this rank's share of the extra state of requests; it must outlive this.
+        transport: makes another transport than NIXL's, for tests.
+    Raises:
+        ConfigError: a pool that is not the rank's share, or cannot be registered.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        config: DecodeConfig | None = None,
+        mesh: Mesh | None = None,
+        rank: int = 0,
+        worker: PeerId | None = None,
+        state: StatePool | None = None,
+        transport: MakeTransport | None = None,
+    ) -> None:
+        super().__init__()
+        config = config or DecodeConfig()
+        place = Place.of(pool, config.model, mesh, rank, state)
+        name = f"{config.name}/{rank}" if rank else config.name
+        self.peer_id = me = PeerId(name, time.time_ns())
+        self._page_size = pool.layout.page_size
+        self._num_pages = pool.layout.num_pages
+        self._tickets = count(1)
+        self._keys: set[RoomKey] = set()  # that are open or refused, and not over
+        memory = Memory(pool, place, me, config.transport, transport)
+
+        def control(metadata: bytes) -> DecodeControl:
+            hello = place.hello(metadata, worker or me, memory.area)
+            return DecodeControl(me, hello, config.control)
+
+        self.thread = ControlThread(
+            name,
+            memory.transport,
+            control,
+            lambda fd: DealerChannel(config.control, fd),
+            memory.copies,
+        )
+
+    @property
+    def control(self) -> DecodeControl:
+        """For audits; it is the control thread's."""
+        return cast(DecodeControl, self.thread.control)
+
+    @property
+    def _staging_counters(self) -> Mapping[str, int]:
+        return {} if self.control.staging is None else self.control.staging.counters
+
+    def open(
+        self,
+        room: int,
+        generation: int,
+        num_tokens: int,
+        prefix_len: int,
+        pages: PageIds,
+        prefill: str,
+        state_slot: int = -1,
+    ) -> None:
+        """Promise pages to a prefill worker, for the KV of tokens `prefix_len` to `num_tokens`.
+
+        Args:
+            room, generation: the transfer, and which attempt at it.
+            num_tokens: of the prompt.
+            prefix_len: tokens of it whose KV is here already, whole pages.
+            pages: a page id for each page behind the prefix, a partial last one included. They are
+                the room's until it has succeeded or is drained.
+            prefill: the address of the prefill worker.
+            state_slot: of extra state, -1 where there is none.
+        Raises:
+            RequestError: a number out of range, a room that is open or not drained yet, a prefix
+                that is not whole pages of the prompt, or another number of pages than the rest
+                takes. PageStateError for ids outside the pool. Nothing was changed.
+        """
+        key = room_key(room, generation)
+        num_tokens = whole_number("num_tokens", num_tokens, 0, 2**31)
+        prefix_len = whole_number("prefix_len", prefix_len, 0, num_tokens + 1)
+        state_slot = whole_number("state_slot", state_slot, -1, 2**31)
+        ids = as_pages(pages)
+        if prefix_len % self._page_size:
+            raise RequestError(f"prefix_len is {prefix_len}, not whole pages of {self._page_size}")
+        wanted = pages_for(num_tokens, self._page_size) - prefix_len // self._page_size
+        if len(ids) != wanted:
+            raise RequestError(f"{len(ids)} pages where {wanted} are needed")
+        if len(ids):
+            checked_pages(ids, self._num_pages, "promised")
+        self._begin(key)
+        raw, ticket = ids.astype("<i4").tobytes(), next(self._tickets)
+        promise = Promise(*key, num_tokens, prefix_len, raw, ticket, state_slot)
+        self.submit(OpenRoom(promise, prefill))
+
+    def abort(self, room: int, generation: int, reason: str = "aborted") -> None:
+        """End a room; its pages come back with RoomDrained. Unknown or ended: no-op."""
+        self.submit(AbortRoom(room_key(room, generation), reason))
+
+    def refuse(self, room: int, generation: int, prefill: str, reason: str = "refused") -> None:
+        """Tell prefill at once that this room will not be opened here. RoomDrained follows.
+
+        Raises RequestError for a room that is open or not drained yet.
+        """
+        key = room_key(room, generation)
+        self._begin(key)
+        self.submit(RefuseRoom(key, next(self._tickets), prefill, reason))
+
+    def _begin(self, key: RoomKey) -> None:
+        if key in self._keys:
+            raise RequestError(f"room {key.room} generation {key.generation} is not over yet")
+        self.check_open()
+        self._keys.add(key)
+
+    def _told(self, event: DecodeEvent) -> None:
+        if isinstance(event, RoomDrained) or (
+            isinstance(event, RoomEnded) and event.poll is KVPoll.SUCCESS
+        ):
+            self._keys.discard(event.key)
+
+    def fence(self, peer: str, incarnation: int) -> None:
+        """The caller knows that this prefill process is dead: its rooms end, and are drained."""
+        self.submit(Fence(PeerId(peer, incarnation)))
+
+    def peers(self) -> dict[str, tuple[PeerId | None, str]]:
+        """By address of the prefill worker: its identity, and "ready", "suspect" or
+        "connecting"."""
+        self.check_open()
+        return self.control.peers(time.monotonic())
+
+    def peer_states(self) -> list[str]:
+        """Of each prefill rank known, as `peers` says it."""
+        return [state for _, state in self.peers().values()]

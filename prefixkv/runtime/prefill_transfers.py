@@ -1,0 +1,222 @@
+"""The transfer side of a prefill worker: sends what decode lacks of a prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from prefixkv.config import PrefillConfig
+from prefixkv.control.prefill import PrefillControl
+from prefixkv.control.writes import StagingSlots
+from prefixkv.errors import AuxTooLargeError, ConfigError, RequestError
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
+from prefixkv.prefill.send_plan import SendPlan
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    AddRoom,
+    Fence,
+    PrefillCommand,
+    SendChunk,
+)
+from prefixkv.protocol.events import (
+    PrefillEvent,
+    RoomEnded,
+    SourceFree,
+)
+from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.request import DeviceEvent, whole_number
+from prefixkv.runtime.channel import RouterChannel
+from prefixkv.runtime.control_thread import ControlThread
+from prefixkv.runtime.place import Place
+from prefixkv.runtime.transfers import MakeTransport, Memory, Transfers, room_key
+
+
+class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
+    """The sending side of a prefill rank.
+
+    Args:
+        pool: this rank's KV memory; it must outlive this.
+        config: name, bind, model, control and transport of it are used.
+        mesh, rank: as for `DecodeTransfers`; every rank gets the same rooms and chunks.
+        endpoints: on rank 0, the `endpoint` of each other rank, in order.
+        state: this rank's share of the extra state of requests; it must outlive this.
+        transport: makes another transport than NIXL's, for tests.
+    Raises:
+        ConfigError: an address that cannot be bound, a pool that is not the rank's share or cannot
+            be registered, another number of endpoints than there are other ranks.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        config: PrefillConfig | None = None,
+        mesh: Mesh | None = None,
+        rank: int = 0,
+        endpoints: Sequence[str] = (),
+        state: StatePool | None = None,
+        transport: MakeTransport | None = None,
+    ) -> None:
+        super().__init__()
+        config = config or PrefillConfig()
+        place = Place.of(pool, config.model, mesh, rank, state)
+        if rank == 0 and len(endpoints) != place.mesh.num_ranks - 1:
+            raise ConfigError(
+                f"{len(endpoints)} endpoints of other ranks, the mesh has {place.mesh.num_ranks} "
+                "ranks"
+            )
+        name = f"{config.name}/{rank}" if rank else config.name
+        self.peer_id = me = PeerId(name, time.time_ns())
+        self._page_size = pool.layout.page_size
+        self._max_aux_bytes = config.control.max_aux_bytes
+        self._num_pages, self._num_slots = pool.layout.num_pages, place.num_slots
+        # Rooms whose source is not free yet; the plan is of the whole prompt, since what decode has
+        # is cut off by the control object. None: of one that is refused, or has ended.
+        self._rooms: dict[RoomKey, SendPlan | None] = {}
+        self._last: dict[int, RoomKey] = {}  # the generation added last, by room
+        memory = Memory(pool, place, me, config.transport, transport)
+        sizes = config.transport
+        slots: StagingSlots | None = None
+        if memory.area is not None:
+            num_slots = sizes.staging_bytes // sizes.lease_bytes
+            slots = StagingSlots(num_slots, sizes.lease_bytes, sizes.staging_window)
+
+        def control(metadata: bytes) -> PrefillControl:
+            what = place.digest, place.topology, config.control, ("", *endpoints), rank, slots
+            return PrefillControl(me, *what)
+
+        def channel(fd: int) -> RouterChannel:
+            self._router = RouterChannel(config.bind, config.control, fd)
+            return self._router
+
+        self.thread = ControlThread(name, memory.transport, control, channel, memory.copies)
+
+    @property
+    def control(self) -> PrefillControl:
+        """For audits; it is the control thread's."""
+        return cast(PrefillControl, self.thread.control)
+
+    @property
+    def _staging_counters(self) -> Mapping[str, int]:
+        return {} if self.control.staging is None else self.control.staging.counters
+
+    @property
+    def endpoint(self) -> str:
+        """The bound address: what `DecodeTransfers.open` names."""
+        return self._router.endpoint
+
+    @property
+    def bytes_sent(self) -> int:
+        """KV written to decode workers. Any thread may ask."""
+        return self.control.counters["bytes_sent"]
+
+    def add(self, room: int, generation: int, num_tokens: int) -> None:
+        """The engine has the request of this room, of `num_tokens` tokens. Bootstrapped follows
+        once decode has promised its pages; chunks may be handed over before.
+
+        Raises RequestError for a number out of range, and for a room that was added or refused
+        already and whose SourceFree the engine has not been told.
+        """
+        key = room_key(room, generation)
+        num_tokens = whole_number("num_tokens", num_tokens, 1, 2**31)
+        self._begin(key, SendPlan(num_tokens, 0, self._page_size))
+        self._last[key.room] = key
+        self.submit(AddRoom(key, num_tokens))
+
+    def send_chunk(
+        self,
+        room: int,
+        end: int,
+        pages: PageIds,
+        last: bool = False,
+        aux: bytes = b"",
+        ready: DeviceEvent | None = None,
+        state_slot: int = -1,
+        generation: int | None = None,
+    ) -> None:
+        """KV is computed up to token `end`, once `ready.query()`: send what decode lacks of it.
+
+        Args:
+            room, generation: None: the generation that was added last. One that has ended takes no
+                chunk: no-op, until the engine has been told its SourceFree.
+            end: tokens from the first one on; grows from call to call.
+            pages: the request's page ids from its first token on, at least up to `end`.
+            last: nothing follows; `end` is the prompt's. The outcome, `aux` (bytes for decode's
+                engine: the first token, say) and the extra state in `state_slot` go with it.
+            ready: KV is read once its `query()` is True; None: it is there already.
+        Raises:
+            RequestError: a room that was not added or is over, an `end` out of order, fewer pages
+                than up to it, a chunk after the last one, `aux` or a state slot before it.
+                AuxTooLargeError, PageStateError for ids outside the pool. Nothing was changed.
+        """
+        key = self._last.get(room) if generation is None else RoomKey(room, generation)
+        if key is None or key not in self._rooms:
+            raise RequestError(f"room {room} was not added, or is over")
+        if len(aux) > self._max_aux_bytes:
+            raise AuxTooLargeError(len(aux), self._max_aux_bytes)
+        num_slots = self._num_slots if last else 0
+        if not (0 <= state_slot < num_slots if num_slots else state_slot == -1):
+            raise RequestError(f"state slot {state_slot} of {num_slots}, with the last chunk only")
+        if aux and not last:
+            raise RequestError("aux travels with the last chunk")
+        ids = as_pages(pages)
+        if len(ids) < pages_for(end, self._page_size):
+            raise RequestError(f"{len(ids)} pages, {end} tokens need more")
+        if len(ids):
+            checked_pages(ids, self._num_pages, "source")
+        plan = self._rooms[key]
+        if plan is None:
+            return
+        span = plan.send(end, last)
+        src = ids[span.first_page : span.end_page].copy()
+        if len(src) or last:
+            what = span.first_page, src, last, bytes(aux), ready, state_slot
+            self.submit(SendChunk(key, *what, clip=True))
+
+    def abort(self, room: int, generation: int, reason: str = "aborted") -> None:
+        """End a room; RoomEnded and SourceFree follow. Not added or ended: no-op."""
+        key = room_key(room, generation)
+        if key in self._rooms:
+            self.submit(AbortRoom(key, reason))
+
+    def refuse(self, room: int, generation: int, reason: str = "refused") -> None:
+        """Tell decode, which may have promised pages for it or may still do so, that this room will
+        not be served here. RoomEnded and SourceFree follow.
+
+        Raises RequestError as `add` does.
+        """
+        key = room_key(room, generation)
+        self._begin(key, None)
+        self.submit(AbortRoom(key, reason))  # ends a promise that is here already
+        self.submit(AddRoom(key, 0))
+        self.submit(AbortRoom(key, reason))
+
+    def _begin(self, key: RoomKey, plan: SendPlan | None) -> None:
+        if key in self._rooms:
+            raise RequestError(f"room {key.room} generation {key.generation} is here already")
+        self.check_open()
+        self._rooms[key] = plan
+
+    def _told(self, event: PrefillEvent) -> None:
+        if isinstance(event, RoomEnded) and event.key in self._rooms:
+            self._rooms[event.key] = None
+        elif isinstance(event, SourceFree):
+            self._rooms.pop(event.key, None)
+            if self._last.get(event.key.room) == event.key:
+                del self._last[event.key.room]
+
+    def fence(self, peer: str, incarnation: int) -> None:
+        """The caller knows that this decode process is dead: its rooms end."""
+        self.submit(Fence(PeerId(peer, incarnation)))
+
+    def peers(self) -> dict[PeerId, str]:
+        """The decode ranks known, each "ready" or "suspect"."""
+        self.check_open()
+        return self.control.peers(time.monotonic())
+
+    def peer_states(self) -> list[str]:
+        """Of each decode rank known, as `peers` says it."""
+        return list(self.peers().values())
