@@ -56,10 +56,11 @@ class SkippableClock:
 
     def install(self, put: Callable[[Any, str, Any], None] = setattr) -> None:
         """For all nodes of this process. `put` may be monkeypatch.setattr."""
-        from prefixkv.runtime import control_thread, node, transfers
+        from prefixkv.runtime import control_thread, decode_transfers, node, prefill_transfers
 
         put(control_thread, "time", self)
-        put(transfers, "time", self)
+        put(decode_transfers, "time", self)
+        put(prefill_transfers, "time", self)
         put(node, "time", self)
 
     def skip(self, seconds: float, nodes: Sequence[Any]) -> None:
