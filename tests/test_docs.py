@@ -20,13 +20,14 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import msgspec
 import pytest
 
 import prefixkv
 from benchmarks.__main__ import BENCHMARKS
+from prefixkv.memory import kv_layout, state_layout
 from prefixkv.protocol import messages
 from tests.models.patience import PATIENCE_S
 from tests.protocol.rooms import assert_diagrams
@@ -334,9 +335,15 @@ def test_no_message_is_told_that_there_is_not() -> None:
 def test_the_bounds_are_those_that_frames_are_checked_for() -> None:
     table = rows(section(read("docs/protocol.md"), "### Bounds"))
     told = {name.strip("`"): bounds for name, _, bounds in table}
+    bounded = {
+        name: kind
+        for module in (messages, kv_layout, state_layout)
+        for name, kind in vars(module).items()
+        if get_origin(kind) is Annotated
+    }
     found = {}
-    for name in ("Count", "Slot", "U64", "Name", "Text"):
-        meta = get_args(getattr(messages, name))[1]
+    for name, kind in bounded.items():
+        meta = get_args(kind)[1]
         limits = {key: getattr(meta, key) for key in ("ge", "le", "min_length", "max_length")}
         found[name] = ", ".join(f"{k} {v}" for k, v in limits.items() if v is not None)
     assert told == found

@@ -25,6 +25,7 @@ from prefixkv.control.effects import (
     CopyDone,
     Disconnect,
     Expect,
+    FrameFailed,
     FrameReceived,
     RankDrained,
     SendFrame,
@@ -77,6 +78,7 @@ from prefixkv.transport.base import (
 DecodeInput = (
     DecodeCommand  # OpenRoom, RefuseRoom, AbortRoom, Fence: the scheduler's
     | FrameReceived[str]  # a prefill rank's
+    | FrameFailed[str]  # one of them has raised
     | Arrived  # the transport's: a part of a write has landed
     | Settled
     | PeerUnreachable
@@ -152,6 +154,8 @@ class DecodeControl:
                 self._fence(what.peer, now_s, out)
             case FrameReceived():
                 self._frame(what, now_s, out)
+            case FrameFailed():
+                self._frame_failed(what, now_s, out)
             case Arrived():
                 self._arrived(what.tag, now_s, out)
             case Settled():
@@ -350,6 +354,16 @@ class DecodeControl:
                 self.counters["handshakes_refused"] += 1
                 refused = HandshakeError("protocol version", error.ours, error.theirs)
                 self._refuse_link(link, refused, now_s, out)
+
+    def _frame_failed(self, what: FrameFailed[str], now_s: float, out: list[DecodeEffect]) -> None:
+        """The room that the frame names ends, if it is promised to its sender."""
+        self.counters["frames_failed"] += 1
+        frame = messages.decode(what.frame.raw)
+        if isinstance(frame.body, messages.RoomBody):
+            room = self._rooms.get(frame.body.key)
+            if room is not None and frame.sender in room.peers.values():
+                error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
+                self._on(room, receiver.Fail(error), now_s, out)
 
     def _take(self, link: Link, frame: Frame, now_s: float, out: list[DecodeEffect]) -> None:
         body = frame.body

@@ -30,6 +30,13 @@ class FrameReceived(msgspec.Struct, Generic[To], frozen=True):
     credential: str = ""
 
 
+class FrameFailed(msgspec.Struct, Generic[To], frozen=True):
+    """An exception came out of taking this frame: its sender's fault, whose room ends for it."""
+
+    frame: FrameReceived[To]
+    error: Exception
+
+
 class ConnectFailed(msgspec.Struct, frozen=True):
     """The answer to a Connect: there is no such address."""
 

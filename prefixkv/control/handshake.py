@@ -21,6 +21,7 @@ from prefixkv.memory.mesh import (
     writers_to,
 )
 from prefixkv.memory.state_layout import StateLink, check_state_pairs, state_blocks
+from prefixkv.paging import check_unit_range
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Topology
 from prefixkv.staging.cut import LeaseCut
@@ -133,6 +134,7 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
         return Accepted(None, None, readers)
     mine, its = our_mesh.shard(rank), theirs.shard(hello.rank)
     unit_tokens = min(ours.topology.page_size, hello.topology.page_size)
+    check_unit_range(layout.num_pages, hello.topology.page_size // unit_tokens)
     added = AddPeer(
         peer=peer,
         metadata=hello.agent_metadata,

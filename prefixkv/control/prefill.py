@@ -28,6 +28,7 @@ from prefixkv.control.effects import (
     Cancel,
     ConnectFailed,
     CopyDone,
+    FrameFailed,
     FrameReceived,
     RemovePeer,
     Renew,
@@ -83,6 +84,7 @@ from prefixkv.transport.base import (
 PrefillInput = (
     PrefillCommand  # AddRoom, SendChunk, AbortRoom, Fence: the scheduler's
     | FrameReceived[bytes]  # a decode rank's
+    | FrameFailed[bytes]  # one of them has raised
     | WriteDone  # the transport's
     | WriteFailed
     | WriteDrained
@@ -169,6 +171,8 @@ class PrefillControl:
                 self._writes.carry_out(self._fence(what.peer, now_s), now_s, out)
             case FrameReceived():
                 self._writes.carry_out(self._frame(what, now_s), now_s, out)
+            case FrameFailed():
+                self._writes.carry_out(self._frame_failed(what, now_s), now_s, out)
             case WriteDone():
                 self.counters["bytes_sent"] += what.num_bytes
                 self.counters["writes_done"] += 1
@@ -324,6 +328,19 @@ class PrefillControl:
             if isinstance(error, VersionError):
                 # Any word of ours tells the other side our version; it knows its own.
                 out.append(self._peers.hello_wanted(received.source))
+        return out
+
+    def _frame_failed(self, what: FrameFailed[bytes], now_s: float) -> list[Want]:
+        """The room that the frame names ends, if its sender is one of the room's."""
+        out: list[Want] = []
+        self.counters["frames_failed"] += 1
+        frame = messages.decode(what.frame.raw)
+        peer = self._peers.speaker(frame, what.frame.credential)
+        if isinstance(frame.body, messages.RoomBody) and peer is not None:
+            machine = self._rooms.get(frame.body.key)
+            if machine is not None and peer.id in self._claims.of(machine.key):
+                error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
+                self._on(machine, sender.Fail(error), now_s, out)
         return out
 
     def _take(

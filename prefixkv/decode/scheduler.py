@@ -49,7 +49,7 @@ from prefixkv.pages.requests import PagedScheduler
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import AbortRoom, DecodeCommand, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.protocol.messages import Promise
+from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import DeviceEvent, Request
 
 
@@ -105,6 +105,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """
         most = pages_for(len(request.key) + request.max_new_tokens, self.books.page_size)
         self._check_new(request, most, "may need {} pages (max_new_tokens included)")
+        if most > MAX_PAGES:
+            raise RequestError(f"may need {most} pages, a promise names at most {MAX_PAGES}")
         self._check_can_open(request)
         if len(self.waiting) >= self._max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")

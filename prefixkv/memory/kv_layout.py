@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from itertools import pairwise
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -41,6 +41,10 @@ class Slab(msgspec.Struct, frozen=True):
     head_stride: int
 
 
+Slabs = Annotated[tuple[Slab, ...], msgspec.Meta(max_length=8192)]
+Regions = Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=8192)]
+
+
 class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """The memory of one KV pool.
 
@@ -61,8 +65,8 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     dtype: str
     attention: str
     order: str
-    slabs: tuple[Slab, ...]
-    regions: tuple[tuple[int, int], ...]
+    slabs: Slabs
+    regions: Regions
     num_pages: int = 0
     device: str = "cpu"
 

@@ -12,14 +12,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from prefixkv.errors import ConfigError, HandshakeError, check_range
-from prefixkv.memory.kv_layout import ADDRESS_END, ITEMSIZE
+from prefixkv.memory.kv_layout import ADDRESS_END, ITEMSIZE, Regions
 from prefixkv.memory.mesh import Mesh, Shard, check_meshes, sent_share
 from prefixkv.paging import MAX_INDEX
+
+Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
 
 
 class StateTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -33,7 +35,7 @@ class StateTensor(msgspec.Struct, frozen=True, array_like=True):
     name: str
     layer: int
     num_heads: int
-    head_shape: tuple[int, ...]
+    head_shape: Shape
     dtype: str = "float32"
 
     @property
@@ -78,13 +80,16 @@ class StateEntry(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
 
 
+Entries = Annotated[tuple[StateEntry, ...], msgspec.Meta(max_length=8192)]
+
+
 class StateLayout(msgspec.Struct, frozen=True, array_like=True):
     """A rank's state memory: an entry for each tensor of its stage, in order. `regions` as in
     KVLayout."""
 
     num_slots: int
-    entries: tuple[StateEntry, ...]
-    regions: tuple[tuple[int, int], ...]
+    entries: Entries
+    regions: Regions
 
     def validate(self) -> None:
         """Check every value, and that slots share no byte. To be called on what a peer says. Raises

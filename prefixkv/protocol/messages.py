@@ -29,34 +29,42 @@ import numpy.typing as npt
 
 from prefixkv.errors import HandshakeError, ProtocolError, VersionError
 from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.mesh import MAX_RANKS, Mesh
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.ids import PeerId, RoomKey
 
 PROTOCOL_VERSION = 2
-MAX_FRAME_BYTES = 16 << 20
+MAX_FRAME_BYTES = 8 << 20
+MAX_METADATA_BYTES = 1 << 20
+MAX_PAGES = MAX_FRAME_BYTES // 4 - 1024
+"""Page ids that one promise may name, with room for its other fields."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Slot = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Short = Annotated[str, msgspec.Meta(max_length=1024)]
+Metadata = Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
+Tensors = Annotated[tuple[StateTensor, ...], msgspec.Meta(max_length=4096)]
+Stages = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_RANKS)]
+Endpoints = Annotated[tuple[Short, ...], msgspec.Meta(max_length=MAX_RANKS)]
 
 
 class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
     """What must be equal on both sides for KV and extra state to mean the same; heads are those of
     all ranks."""
 
-    model: str
-    weights_version: str
-    kv_scales: str
-    dtype: str
-    attention: str
+    model: Short
+    weights_version: Short
+    kv_scales: Short
+    dtype: Short
+    attention: Short
     num_layers: Count
     num_kv_heads: Count
     head_dim: Count
-    state: tuple[StateTensor, ...] = ()
+    state: Tensors = ()
 
     def check(self, theirs: ModelDigest) -> None:
         """Raises HandshakeError for the first field that differs."""
@@ -82,7 +90,7 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
     page_size: Count
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
-    stage_layers: tuple[Count, ...] = ()
+    stage_layers: Stages = ()
 
     def mesh(self, digest: ModelDigest) -> Mesh:
         """How the model of `digest` is shared out; a peer's still has to be checked
@@ -105,7 +113,7 @@ class Hello(Body, frozen=True, tag="hello"):
     digest: ModelDigest
     topology: Topology
     layout: KVLayout
-    agent_metadata: bytes
+    agent_metadata: Metadata
     rank: Count = 0
     worker: PeerId | None = None
     staging: StagingArea | None = None
@@ -121,7 +129,7 @@ class HelloReply(Body, frozen=True, tag="hello-reply"):
 
     digest: ModelDigest
     topology: Topology
-    endpoints: tuple[str, ...]
+    endpoints: Endpoints
     refused: Text = ""
     rank: Count = 0
     staged: bool = False

@@ -24,6 +24,8 @@ from prefixkv.runtime.closing import Closing
 
 _MAX_PORT = 65_535
 _FRAMES_A_POLL = 256  # so that a flood from one side cannot keep the owner from its other work
+_BYTES_A_POLL = 2 * MAX_FRAME_BYTES  # of one worker's frames; what is beyond is dropped
+_READS_A_POLL = 16 * _FRAMES_A_POLL  # those that are dropped among them
 
 
 class _Allowed:
@@ -147,7 +149,10 @@ class RouterChannel(_Channel):
         frames: list[FrameReceived[bytes]] = []
         if not self._poll(timeout_s):
             return frames
-        while len(frames) < _FRAMES_A_POLL:
+        taken: Counter[bytes] = Counter()
+        for _ in range(_READS_A_POLL):
+            if len(frames) == _FRAMES_A_POLL:
+                break
             try:
                 parts = self._sock.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
@@ -155,9 +160,12 @@ class RouterChannel(_Channel):
             if len(parts) != 2:
                 self.counters["frames_malformed"] += 1
                 continue
-            route, frame = parts
-            received = FrameReceived(route.bytes, frame.bytes, self._credential(frame))
-            frames.append(received)
+            route, frame = parts[0].bytes, parts[1]
+            taken[route] += len(frame)
+            if taken[route] > _BYTES_A_POLL:
+                self.counters["frames_over_budget"] += 1
+                continue
+            frames.append(FrameReceived(route, frame.bytes, self._credential(frame)))
         return frames
 
     def _credential(self, frame: zmq.Frame) -> str:

@@ -7,11 +7,14 @@
 
 The thread sleeps until one of these has something for it or the control object's next deadline
 comes. An exception while one input is handled, or one effect carried out, harms nothing else: it is
-handed to the scheduler's thread, which raises it, and the thread lives on.
+handed to the scheduler's thread, which raises it, and the thread lives on. One that a peer's frame
+has caused is that peer's fault: it is logged and counted, the room that the frame names ends, and
+the scheduler hears of nothing else.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -28,6 +31,7 @@ from prefixkv.control.effects import (
     CopyDone,
     Disconnect,
     Expect,
+    FrameFailed,
     FrameReceived,
     RemovePeer,
     Renew,
@@ -51,6 +55,8 @@ from prefixkv.runtime.wakeups import Inbox
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import Sink, Transport, TransportEvent, WriteJob
+
+_log = logging.getLogger("prefixkv.control")
 
 _FAREWELL_S = 0.5  # how long the last frames of a node that closes may take to leave
 _STUMBLE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
@@ -86,7 +92,7 @@ class Control(Protocol[Command_contra, To]):
     counters: Counter[str]
 
     def on(
-        self, what: Command_contra | FrameReceived[To] | Common, now_s: float
+        self, what: Command_contra | FrameReceived[To] | FrameFailed[To] | Common, now_s: float
     ) -> Sequence[Effect[To]]: ...
 
     @property
@@ -230,9 +236,20 @@ class ControlThread(Generic[Command, To]):
         try:
             self.control.on(what, now_s)
         except Exception as error:
-            self._failed(error)
+            if isinstance(what, FrameReceived):
+                self._carry_out(self.control.last_effects)
+                self._blame(what, error, now_s)
+            else:
+                self._failed(error)
         # Those that came before an exception are of other rooms, or were said once and for all.
         self._carry_out(self.control.last_effects)
+
+    def _blame(self, frame: FrameReceived[To], error: Exception, now_s: float) -> None:
+        _log.error("a frame from %r raised", frame.source, exc_info=error)
+        try:
+            self.control.on(FrameFailed(frame, error), now_s)
+        except Exception as another:
+            _log.error("nor can its room be ended", exc_info=another)
 
     def _carry_out(self, effects: Sequence[Effect[To]]) -> None:
         # First what the scheduler waits for: a send wakes zmq's own thread and may cost 0.2 ms, and

@@ -27,7 +27,7 @@ from prefixkv.protocol.events import (
     RoomEnded,
 )
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import Promise
+from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import whole_number
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.control_thread import ControlThread
@@ -125,6 +125,8 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         if prefix_len % self._page_size:
             raise RequestError(f"prefix_len is {prefix_len}, not whole pages of {self._page_size}")
         wanted = pages_for(num_tokens, self._page_size) - prefix_len // self._page_size
+        if wanted > MAX_PAGES:
+            raise RequestError(f"{wanted} pages, a promise names at most {MAX_PAGES}")
         if len(ids) != wanted:
             raise RequestError(f"{len(ids)} pages where {wanted} are needed")
         if len(ids):

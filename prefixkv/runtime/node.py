@@ -27,8 +27,8 @@ C = TypeVar("C")  # the scheduler's commands
 E = TypeVar("E", bound=RoomEvent)  # and what it is told
 
 COUNTERS = (
-    "aborts_of_unknown", "control_errors", "failed", "frames_dropped", "handshakes_refused",
-    "hit_tokens", "peers_unreachable", "prompt_tokens",
+    "aborts_of_unknown", "control_errors", "failed", "frames_dropped", "frames_failed",
+    "handshakes_refused", "hit_tokens", "peers_unreachable", "prompt_tokens",
 )  # fmt: skip
 
 

@@ -174,14 +174,12 @@ class Transfers(Closing, Generic[C, To, E]):
 
     def dropped_frames(self) -> dict[str, int]:
         """Control frames that were dropped, by why: those received ("dropped: ..."), those not sent
-        ("frames_not_sent: ..."), and those that no peer's socket sends ("frames_malformed"). Any
-        thread may ask."""
+        ("frames_not_sent: ..."), those that no peer's socket sends ("frames_malformed"), and those
+        of a peer that sends more than is read at once ("frames_over_budget"). Any thread may ask.
+        """
         counters = {**self.thread.control.counters, **self.thread.channel.counters}
-        return {
-            reason: count
-            for reason, count in counters.items()
-            if reason.startswith(("dropped: ", "frames_not_sent: ", "frames_malformed"))
-        }
+        kinds = "dropped: ", "frames_not_sent: ", "frames_malformed", "frames_over_budget"
+        return {why: count for why, count in counters.items() if why.startswith(kinds)}
 
     @property
     def _staging_counters(self) -> Mapping[str, int]:

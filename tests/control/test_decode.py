@@ -16,6 +16,7 @@ from prefixkv.control.effects import (
     CopyDone,
     Disconnect,
     Expect,
+    FrameFailed,
     FrameReceived,
     RankDrained,
     SendFrame,
@@ -506,12 +507,25 @@ def test_what_has_settled_is_nothing_to_another_use_of_the_room_number() -> None
 
 # --- all that is taken ----------------------------------------------------------------------------
 
+
+def _frame(body: Any, by: PeerId = PREFILL) -> FrameReceived[str]:
+    return FrameReceived(ADDRESS, messages.encode(by, 99, body))
+
+
 INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a room to open": (OpenRoom(promise(8), ADDRESS), ["Promise"]),
     "a room to refuse": (RefuseRoom(RoomKey(8, 0), 9, ADDRESS, "no room"), ["Abort"]),
     "a room to end": (ENOUGH, ["RoomEnded", "Abort"]),
     "a fence": (Fence(PREFILL), ["RoomEnded", "Hello", "RoomDrained"]),
     "a frame": (FrameReceived(ADDRESS, b"junk"), []),
+    "a frame that raised": (
+        FrameFailed(_frame(PromiseAck(*KEY, 0)), OSError("on purpose")),
+        ["RoomEnded", "Abort"],
+    ),
+    "a frame that raised, of another life": (
+        FrameFailed(_frame(PromiseAck(*KEY, 0), BEFORE), OSError("on purpose")),
+        [],
+    ),
     "a notification": (Arrived(b"junk"), []),
     "a transport that has settled": (Settled(BEFORE), []),
     "a peer that is unreachable": (PeerUnreachable(PREFILL, OSError("reset")), []),

@@ -15,6 +15,7 @@ from prefixkv.control.effects import (
     Cancel,
     ConnectFailed,
     CopyDone,
+    FrameFailed,
     FrameReceived,
     RemovePeer,
     Renew,
@@ -147,6 +148,19 @@ REFUSALS = {
         "layout differs",
     ),
     "a layout of other heads": ({"layout": TWO_HEADS}, "layout.num_kv_heads"),
+    "more unit pages than an int32 names": (
+        {
+            "topology": Topology(256 * PAGE_SIZE),
+            "layout": msgspec.structs.replace(
+                LAYOUT,
+                page_size=256 * PAGE_SIZE,
+                num_pages=2**24,
+                slabs=tuple(Slab(base, 8192, 8, 8) for base in (2**40, 2**41)),
+                regions=((2**40, 2**42),),
+            ),
+        },
+        "units",
+    ),
     "an unknown dtype": ({"layout": msgspec.structs.replace(LAYOUT, dtype="int3")}, "int3"),
 }
 
@@ -659,12 +673,29 @@ def test_an_abort_of_an_earlier_use_leaves_the_room_alone() -> None:
 
 # --- all that is taken ----------------------------------------------------------------------------
 
+
+def _frame(body: Any, by: PeerId = DECODE) -> FrameReceived[bytes]:
+    return FrameReceived(ROUTE, messages.encode(by, 99, body))
+
+
 INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a request": (AddRoom(RoomKey(8, 0), 10), []),
     "pages": (send_chunk(KEY, 2, [31], False, b""), ["WriteJob"]),
     "a room to end": (ENOUGH, ["RoomEnded", "Cancel", "Outcome"]),
     "a fence": (Fence(DECODE), ["RoomEnded", "Cancel", "RemovePeer"]),
     "a frame": (FrameReceived(ROUTE, b"junk"), []),
+    "a frame that raised": (
+        FrameFailed(_frame(OutcomeAck(*KEY, 0)), OSError("on purpose")),
+        ["RoomEnded", "Cancel", "Outcome"],
+    ),
+    "a frame that raised, of another peer": (
+        FrameFailed(_frame(OutcomeAck(*KEY, 0), OTHER), OSError("on purpose")),
+        [],
+    ),
+    "a frame that raised and names no room": (
+        FrameFailed(_frame(Heartbeat()), OSError("on purpose")),
+        [],
+    ),
     "a write": (WriteDone(1, WRITE_BYTES), []),
     "a write that failed": (
         WriteFailed(1, OSError("reset"), drained=True),

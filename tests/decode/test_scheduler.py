@@ -19,7 +19,9 @@ from tests.models.lock_machine import Event
 # --- add ------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_taken_is_refused_and_changes_nothing() -> None:
+def test_what_cannot_be_taken_is_refused_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     desk = Desk(4, max_waiting=3)
     desk.add("a", 4, room=1)
     lost = desk.add("l", 4, room=2, max_new=1)
@@ -43,6 +45,9 @@ def test_what_cannot_be_taken_is_refused_and_changes_nothing() -> None:
 
     for text, request in refused.items():
         refuse(request, text)
+    with monkeypatch.context() as patch:
+        patch.setattr("prefixkv.decode.scheduler.MAX_PAGES", 2)
+        refuse(desk.request("x", 8, max_new=4), "may need 3 pages, a promise names at most 2")
     desk.add("d", room=5)
     refuse(desk.request("x"), "3 requests wait")
     desk.drain(RoomKey(2, 0))

@@ -23,7 +23,7 @@ from prefixkv.protocol.messages import (
     encode,
 )
 from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
-from tests.control.wire import ADDRESS, DECODE, DIGEST, HELLO, TOPOLOGY, promise
+from tests.control.wire import ADDRESS, DECODE, DIGEST, HELLO, LAYOUT, TOPOLOGY, promise
 
 BODIES = [
     HELLO,
@@ -64,6 +64,13 @@ def _plain(**changes: Any) -> list[Any]:
     return list(frame.values())
 
 
+_changed = msgspec.structs.replace
+
+
+def _hello(**changes: Any) -> bytes:
+    return encode(DECODE, 1, _changed(HELLO, **changes))
+
+
 BAD_FRAMES = {
     "empty": b"",
     "not msgpack": b"\xc1",
@@ -83,6 +90,14 @@ BAD_FRAMES = {
     "a negative room": _plain(body=["promise-ack", -1, 0, 0]),
     "a generation beyond int32": _plain(body=["promise-ack", 7, 2**31, 0]),
     "a long reason": _plain(body=["abort", 7, 0, "x" * 5000]),
+    "a model name of a megabyte": _hello(digest=_changed(DIGEST, model="x" * 1_000_000)),
+    "metadata of two megabytes": _hello(agent_metadata=bytes(2 << 20)),
+    "a mesh of a million stages": _hello(topology=Topology(16, 1, 1, (1,) * 1_000_000)),
+    "a million regions": _hello(layout=_changed(LAYOUT, regions=((0, 1),) * 1_000_000)),
+    "a million slabs": _hello(layout=_changed(LAYOUT, slabs=LAYOUT.slabs[:1] * 100_000)),
+    "a million endpoints": encode(
+        DECODE, 1, messages.HelloReply(DIGEST, TOPOLOGY, ("x",) * 1_000_000)
+    ),
     "pages as a list": _plain(body=["promise", 7, 0, 10, 4, [3, 9]]),
     "text that is no text": encode(DECODE, 1, messages.Abort(7, 0, "abc")).replace(
         b"abc", b"\xff\xfe\xfd"

@@ -135,6 +135,27 @@ def test_a_poll_takes_a_bounded_share_of_a_flood(ends: Ends) -> None:
     assert [int(frame.raw) for frame in frames] == list(range(1000))
 
 
+def test_a_poll_takes_a_bounded_share_of_one_workers_bytes(ends: Ends) -> None:
+    """What is beyond is dropped and counted, and another worker's frames are heard beside it."""
+    router = ends.router()
+    greedy, modest = (ends.raw(zmq.DEALER, router.endpoint) for _ in range(2))
+    big = bytes(MAX_FRAME_BYTES)
+    for _ in range(8):
+        greedy.send(big)
+    modest.send(b"small")
+    num_big = 0
+    heard = False
+    deadline_s = time.monotonic() + PATIENCE_S
+    while num_big + router.counters["frames_over_budget"] < 8 or not heard:
+        assert time.monotonic() < deadline_s
+        frames = router.poll(0.05)
+        assert sum(len(frame.raw) for frame in frames) <= 2 * MAX_FRAME_BYTES + len(b"small")
+        num_big += sum(len(frame.raw) == MAX_FRAME_BYTES for frame in frames)
+        heard = heard or any(frame.raw == b"small" for frame in frames)
+        time.sleep(0.2)  # so that more than is read at once has come
+    assert router.counters["frames_over_budget"]
+
+
 # --- dropped and counted --------------------------------------------------------------------------
 
 
