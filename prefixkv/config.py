@@ -193,6 +193,10 @@ class DecodeConfig:
     Where pages are evicted, `evict_reserve` of the pool is beyond what is missing: at 1/256 the new
     pages of a request form a third of the runs, for 0.1 points of hit rate
     (`benchmarks/eviction_reserve.py`). 0: exactly what is missing.
+
+    While several prefill workers are ready, each has at most `prefill_share` of the pool promised
+    to it or held for it: one that never proves the end of its writes does not get it all. 1: no
+    bound.
     """
 
     name: str = "decode-0"
@@ -204,6 +208,7 @@ class DecodeConfig:
     patience_s: float = 5.0
     waiting_timeout_s: float | None = None
     evict_reserve: float = 1 / 256
+    prefill_share: float = 0.5
     failure_policy: Literal["fail", "retry"] = "fail"
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
@@ -211,11 +216,12 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "max_running")
-        _at_least(self, 0, "reserve_tokens", "patience_s", "evict_reserve")
-        if self.evict_reserve > 1:
-            raise ConfigError(
-                f"evict_reserve is {self.evict_reserve}, it is a part of the pool: at most 1"
-            )
+        _at_least(self, 0, "reserve_tokens", "patience_s", "evict_reserve", "prefill_share")
+        for name in ("evict_reserve", "prefill_share"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, it is a part of the pool: at most 1"
+                )
         if self.waiting_timeout_s is not None:
             _above(self, 0, "waiting_timeout_s")
             if self.control.bootstrap_timeout_s <= self.waiting_timeout_s < math.inf:

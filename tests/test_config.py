@@ -59,6 +59,7 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "patience_s": -1e-9,
         "waiting_timeout_s": 0,
         "evict_reserve": -1e-9,
+        "prefill_share": -1e-9,
     },
     PrefillConfig: {"max_running": 0, "name": "x" * 257},
     ModelConfig: {},
@@ -147,3 +148,5 @@ def test_the_reserve_is_a_part_of_the_pool() -> None:
     assert DecodeConfig(evict_reserve=0).for_books(65_536)["evict_reserve_pages"] == 0
     with pytest.raises(ConfigError, match=r"evict_reserve is 1.5"):
         DecodeConfig(evict_reserve=1.5)
+    with pytest.raises(ConfigError, match=r"prefill_share is 1.5"):
+        DecodeConfig(prefill_share=1.5)

@@ -13,6 +13,7 @@ anew what locking the match would take out of the evictable pages. A pass makes 
 looks that admit nothing, and none at a request that did not fit before and for which nothing has
 changed since (`PageManager.version`). A request that cannot fit by its estimate gets no look; where
 that leaves looks over, the oldest estimates get them, so that none stays wrong for long.
+A request whose prefill worker has its share of the pool (`shares.py`) waits, and holds nobody up.
 
 Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 """
@@ -33,6 +34,7 @@ from prefixkv.decode.admission import DEFAULT_ADMISSION, Rank, make_admission
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.shares import PrefillShares
 from prefixkv.errors import check_laws
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
@@ -76,6 +78,7 @@ class DecodePreallocQueue:
         patience_s: a request that has waited this long is overtaken by nothing.
         waiting_timeout_s: how long a request may wait to be admitted for the first time, if it sets
             no `deadline_s` of its own.
+        shares: of prefill workers; None: no bound.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class DecodePreallocQueue:
         policy: str | Admission = DEFAULT_ADMISSION,
         patience_s: float = math.inf,
         waiting_timeout_s: float = math.inf,
+        shares: PrefillShares | None = None,
     ) -> None:
         self._books = books
         self._budget = budget
@@ -95,6 +99,7 @@ class DecodePreallocQueue:
         self._policy = make_admission(policy)
         self._patience_s = patience_s
         self._waiting_timeout_s = waiting_timeout_s
+        self._shares = shares or PrefillShares()
         self._returned: OrderedDict[DecodeRequest, _Waiter] = OrderedDict()
         self._waiting: OrderedDict[DecodeRequest, _Waiter] = OrderedDict()  # by arrival
         self._order: SortedList = SortedList()  # their places
@@ -182,6 +187,8 @@ class DecodePreallocQueue:
         books = self._books
         while (first := self._first_of_all(now_s)) is not None and books.can_open:
             if first.seen_at == self._version or not self._try(first, *self._look(first), now_s):
+                if self._is_limited(first):
+                    continue  # by what is known now: the next one's turn
                 self._spent_at = self._version
                 return
         if self._waiting and self._spent_at != self._version and books.can_open:
@@ -197,15 +204,25 @@ class DecodePreallocQueue:
 
     def _first_of_all(self, now_s: float) -> _Waiter | None:
         """The request that nothing may overtake now, if there is one."""
-        if self._returned:
-            return next(iter(self._returned.values()))
-        if self._waiting:
-            oldest = next(iter(self._waiting.values()))
-            if now_s - oldest.req.arrived_s >= self._patience_s:
-                return oldest
-            if not self._policy.overtakes:
-                return self._order[0][-1]  # type: ignore[no-any-return]
+        for waiter in islice(self._returned.values(), MAX_WALK):
+            if not self._is_limited(waiter):
+                return waiter
+        for waiter in islice(self._waiting.values(), MAX_WALK):
+            if now_s - waiter.req.arrived_s < self._patience_s:
+                break
+            if not self._is_limited(waiter):
+                return waiter
+        if not self._policy.overtakes:
+            first: _Waiter
+            for _, _, first in islice(self._order, MAX_WALK):
+                if not self._is_limited(first):
+                    return first
         return None
+
+    def _is_limited(self, waiter: _Waiter) -> bool:
+        """Whether its prefill worker has its share, so that it holds up none that comes after
+        it."""
+        return self._shares.refuses(waiter.req.request.prefill, waiter.new)
 
     def _admit_in_order(self, now_s: float) -> None:
         """Admit requests that fit by their estimates; if none does, renew the oldest estimates."""
@@ -233,14 +250,19 @@ class DecodePreallocQueue:
             return waiter if waiter.seen_at != self._version else None
         version, (space, most) = self._version, self._limits()
         for _, _, waiter in islice(self._order, MAX_WALK):
-            if waiter.most <= most and waiter.needed <= space and waiter.seen_at != version:
+            if (
+                waiter.most <= most
+                and waiter.needed <= space
+                and waiter.seen_at != version
+                and not self._is_limited(waiter)
+            ):
                 return waiter
         return None
 
     @property
     def _version(self) -> int:
         """Grows whenever a request may fit that did not before."""
-        return self._books.version + self._num_started
+        return self._books.version + self._num_started + self._shares.version
 
     def _limits(self) -> tuple[int, int]:
         """The largest `_Waiter.needed` and `_Waiter.most` that fit, in pages."""
@@ -290,7 +312,7 @@ class DecodePreallocQueue:
             # once, and be retracted again for the page that was missing. So it has to leave a page
             # for each of the others: then these go on by a step first.
             space = min(space, books.available_pages - self._budget.active)
-        if waiter.needed > space or waiter.most > most:
+        if waiter.needed > space or waiter.most > most or self._is_limited(waiter):
             waiter.seen_at = self._version
             return False
         # The match told what locking costs, so this cannot fail, and there is nothing to undo.
@@ -298,6 +320,7 @@ class DecodePreallocQueue:
         req.pages_held = books.open(req.key, match, waiter.new, now_s, joined_pages, shared_pages)
         req.prefix_len = shared_pages * books.page_size
         self._flights.start(req, joined, shareable=match is not None)
+        self._shares.promise(req.room_key, req.request.prefill, waiter.new)
         self._num_started += 1
         req.become(DecodeState.PREALLOCATED)
         self.remove(req)

@@ -36,6 +36,7 @@ from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState, PrefillAsk
 from prefixkv.decode.room_numbers import RoomNumbers
+from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
 from prefixkv.errors import (
     AbortedError,
@@ -66,7 +67,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     Args:
         failure_policy: "fail", or "retry" to ask prefill again once when a transfer fails.
-        admission, patience_s, waiting_timeout_s: see `DecodePreallocQueue`.
+        admission, patience_s, waiting_timeout_s, shares: see `DecodePreallocQueue`.
     """
 
     def __init__(
@@ -79,13 +80,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         admission: str | Admission = DEFAULT_ADMISSION,
         patience_s: float = math.inf,
         waiting_timeout_s: float = math.inf,
+        shares: PrefillShares | None = None,
     ) -> None:
         self.journal = DecodeJournal()
         super().__init__(books, self.journal)
         self.budget = PreallocBudget(pages_for(reserve_tokens, books.page_size))
         self.flights = InFlight(books.page_size)
         space = books, self.budget, self.flights, reserve_tokens
-        self.waiting = DecodePreallocQueue(*space, admission, patience_s, waiting_timeout_s)
+        self.shares = shares or PrefillShares()
+        when = patience_s, waiting_timeout_s
+        self.waiting = DecodePreallocQueue(*space, admission, *when, self.shares)
         self.transfers = DecodeTransferQueue(books, self.flights)
         self._failure_policy = failure_policy
         self._max_waiting = max_waiting
@@ -111,6 +115,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if len(self.waiting) >= self._max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
         req = DecodeRequest(request, self.books, now_s)
+        self.shares.name(request.prefill)
         self.waiting.add(req)  # first, since a user's policy may raise
         self.requests[req.rid] = req
         self.rooms.add(req.room)
@@ -284,6 +289,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     ) -> None:
         """A room reached its terminal state."""
         if poll is KVPoll.SUCCESS:
+            self.shares.back(key)
             flight = self.transfers.succeed(key, aux)
             if flight is not None:
                 self.journal.transferred(flight, now_s)
@@ -311,6 +317,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def room_drained(self, key: RoomKey) -> None:
         """No write can land in the room's pages any more."""
+        self.shares.back(key)
         self.books.release(key)
         self.rooms.drained(key)
 
@@ -343,6 +350,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.budget.check_invariants()
         self.waiting.check_invariants()
         self.transfers.check_invariants()
+        flying = {flight.room_key for flight in self.flights if flight.is_open}
+        self.shares.check_invariants(flying | self.rooms.undrained())
         deferred = [late.req for _, late in self._deferred]
         parts = self.books, self.budget, self.flights, self.rooms, self.waiting
         check_decode(*parts, self.requests.values(), deferred)
@@ -360,6 +369,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if req.resumed and req.prefix_len == req.fill_len and pages.slot < 0:
             # All its KV is here, and it has no extra state, which is never cached: nothing to send.
             self.transfers.arrived(flight)
+            self.shares.back(flight.room_key)
             return
         if req.generation > req.request.generation:
             self._asks.append(PrefillAsk(req))

@@ -13,6 +13,7 @@ from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.decode.shares import PrefillShares
 from prefixkv.errors import AbortedError, CallerError, ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -109,6 +110,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             admission=config.admission,
             patience_s=config.patience_s,
             waiting_timeout_s=config.longest_wait_s,
+            shares=PrefillShares(config.prefill_share * layout.num_pages, self._ready),
         )
         self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
         self._leader = RankLeader(self.scheduler, num_ranks, ranks, self.transfers.submit)
@@ -207,6 +209,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """By address of the prefill worker: its identity, and "ready", "suspect" or
         "connecting"."""
         return self.transfers.peers()
+
+    def _ready(self) -> list[str]:
+        return [address for address, (_, state) in self.peers().items() if state == "ready"]
 
     def _take_commands(self) -> list[DecodeCommand]:
         return self.scheduler.take_commands()

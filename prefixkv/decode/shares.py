@@ -1,0 +1,85 @@
+"""How much of the pool each prefill worker may have in its power at once.
+
+Pages are in a prefill worker's power from the promise until the transfer has succeeded, or until
+it is proved that no write of it can land there any more. A worker that takes promises and never
+gives that proof would come to have them all. So while other prefill workers are ready too, each
+has at most its share: its requests wait for pages to come back, those of others do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Set
+from typing import Final
+
+from prefixkv.errors import InternalError
+from prefixkv.protocol.ids import RoomKey
+
+_MAX_KNOWN: Final = 1024  # addresses; the one that was named longest ago is forgotten first
+
+
+class PrefillShares:
+    """Pages promised to each prefill worker, by its address. Owned by the scheduler's thread.
+
+    Args:
+        most: pages that one may have in its power while another is ready; infinity: no bound. One
+            that has none may always be promised what a request needs.
+        ready: the addresses of the ranks of prefill workers that answer now.
+    """
+
+    def __init__(
+        self, most: float = math.inf, ready: Callable[[], Collection[str]] = tuple
+    ) -> None:
+        self.most = most
+        self.version = 0  # grows whenever a worker that was refused may be promised more
+        self._ready = ready
+        self._rooms: dict[RoomKey, tuple[str, int]] = {}
+        self._pages: Counter[str] = Counter()
+        self._refused: set[str] = set()  # since pages of theirs came back
+        self._named: OrderedDict[str, None] = OrderedDict()  # leaders' addresses, by requests
+
+    def name(self, address: str) -> None:
+        """A request names this prefill worker."""
+        self._named[address] = None
+        self._named.move_to_end(address)
+        if len(self._named) > _MAX_KNOWN:
+            self._named.popitem(last=False)
+
+    def pages(self, address: str) -> int:
+        """Pages in the power of the worker at `address`."""
+        return self._pages[address]
+
+    def refuses(self, address: str, num_pages: int) -> bool:
+        """Whether so many pages more would be above its share. O(1) where they would not."""
+        held = self._pages[address]
+        if not held or held + num_pages <= self.most:
+            return False
+        if not any(other != address and other in self._named for other in self._ready()):
+            return False
+        self._refused.add(address)
+        return True
+
+    def promise(self, key: RoomKey, address: str, num_pages: int) -> None:
+        if num_pages:
+            self._rooms[key] = address, num_pages
+            self._pages[address] += num_pages
+
+    def back(self, key: RoomKey) -> None:
+        """The room's transfer has succeeded, or no write can land in its pages. Unknown: no-op."""
+        if key in self._rooms:
+            address, num_pages = self._rooms.pop(key)
+            self.version += address in self._refused
+            self._refused.discard(address)
+            self._pages[address] -= num_pages
+            if not self._pages[address]:
+                del self._pages[address]
+
+    def check_invariants(self, rooms: Set[RoomKey]) -> None:
+        """Raises InternalError if a sum disagrees with what it is of, or is of another room than
+        these, which are open or undrained."""
+        sums: Counter[str] = Counter()
+        for address, num_pages in self._rooms.values():
+            sums[address] += num_pages
+        if sums != self._pages or not self._rooms.keys() <= rooms:
+            raise InternalError(f"{self._pages} pages by prefill worker, by room {self._rooms}")
