@@ -66,6 +66,7 @@ class ControlConfig:
 
     A deadline ends a wait with an error. It never frees a page that a peer may still write: a room
     whose `drain_timeout_s` has passed is quarantined, and its pages come back on proof only.
+    What waits for a prefill worker at whose address nobody answers fails after `connect_timeout_s`.
     `waiting_timeout_s` is for the first chunk to come, `transfer_timeout_s` for the next. After a
     fence, what the dead writer's kernel still holds is read for `fence_settle_s` before its pages
     are used again (0 where writes bypass the kernels, as RDMA's do).
@@ -75,6 +76,7 @@ class ControlConfig:
     suspect_after_s: float = 5.0
     forget_after_s: float = 60.0
     resend_s: float = 0.25
+    connect_timeout_s: float = 1.0
     bootstrap_timeout_s: float = 30.0
     waiting_timeout_s: float = 120.0
     transfer_timeout_s: float = 60.0
@@ -92,8 +94,8 @@ class ControlConfig:
     def __post_init__(self) -> None:
         _above(
             self, 0, "heartbeat_s", "suspect_after_s", "forget_after_s", "resend_s",
-            "bootstrap_timeout_s", "waiting_timeout_s", "transfer_timeout_s", "ack_timeout_s",
-            "drain_timeout_s", "parked_timeout_s",
+            "connect_timeout_s", "bootstrap_timeout_s", "waiting_timeout_s",
+            "transfer_timeout_s", "ack_timeout_s", "drain_timeout_s", "parked_timeout_s",
         )  # fmt: skip
         _at_least(self, 1, "max_parked_per_peer", "max_peers", "max_queued_frames")
         _at_least(self, 0, "max_aux_bytes", "fence_settle_s")

@@ -29,6 +29,7 @@ TOO_LOW: dict[type, dict[str, Any]] = {
                 "suspect_after_s",
                 "forget_after_s",
                 "resend_s",
+                "connect_timeout_s",
                 "bootstrap_timeout_s",
                 "waiting_timeout_s",
                 "transfer_timeout_s",

@@ -28,9 +28,11 @@ from prefixkv.control.effects import (
     FrameFailed,
     FrameReceived,
     RankDrained,
+    Reached,
     SendFrame,
     Settle,
     Tick,
+    Unreached,
 )
 from prefixkv.control.links import Link, Links
 from prefixkv.errors import (
@@ -87,6 +89,8 @@ DecodeInput = (
     | WriteDrained
     | CopyDone  # the copy threads': a Scatter has ended
     | ConnectFailed
+    | Unreached
+    | Reached
     | Tick
     | AgentDestroyed
 )
@@ -171,6 +175,8 @@ class DecodeControl:
                 link = self._links.get(what.address)
                 if link is not None:
                     self._refuse_link(link, what.error, now_s, out)
+            case Reached() | Unreached():
+                self._links.heard_of(what, now_s)
             case Tick():
                 self._tick(now_s, out)
             case AgentDestroyed():
@@ -332,6 +338,10 @@ class DecodeControl:
         def look(key: str | RoomKey) -> None:
             if isinstance(key, str):
                 out.extend(self._links.tick(key, now_s))
+                link = self._links.get(key)
+                if link is not None and self._links.is_gone(link, now_s):
+                    error = PeerLostError(f"prefill worker {link.address}: {link.gone_why}")
+                    self._refuse_link(link, error, now_s, out)
             elif (room := self._rooms.get(key)) is not None:
                 self._on(room, receiver.Tick(), now_s, out)
 

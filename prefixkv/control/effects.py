@@ -44,6 +44,19 @@ class ConnectFailed(msgspec.Struct, frozen=True):
     error: Exception
 
 
+class Unreached(msgspec.Struct, frozen=True):
+    """There is no connection to this address (any more), and an attempt at one has failed."""
+
+    address: str
+    why: str
+
+
+class Reached(msgspec.Struct, frozen=True):
+    """There is a connection to this address (again)."""
+
+    address: str
+
+
 class CopyDone(msgspec.Struct, frozen=True):
     """A Gather or Scatter has ended, and nothing of it runs any more; `error` is what it raised, or
     ClosedError if it never ran."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
-from prefixkv.control.effects import Connect, Disconnect, SendFrame
+from prefixkv.control.effects import Connect, Disconnect, Reached, SendFrame, Unreached
 from prefixkv.control.liveness import Liveness, Stamper
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import AnyBody, Fenced, Frame, Heartbeat, Hello, HelloReply
@@ -37,6 +37,8 @@ class Link:
     address: str
     live: Liveness
     hello: Backoff
+    gone_s: float = math.inf  # since when there is no connection
+    gone_why: str = ""
     peer: PeerId | None = None
     ready: bool = False
     reply: HelloReply | None = None
@@ -97,6 +99,21 @@ class Links:
         link.live.sent_s = now_s
         return SendFrame(link.address, self._stamp.frame(body))
 
+    def heard_of(self, what: Reached | Unreached, now_s: float) -> None:
+        """There is a connection to the address, or there is none."""
+        link = self._links.get(what.address)
+        if link is None:
+            return
+        if isinstance(what, Reached):
+            link.gone_s = math.inf
+        else:
+            link.gone_s, link.gone_why = min(link.gone_s, now_s), what.why
+            self._timers.wake(link.address, link.gone_s + self._timing.connect_timeout_s)
+
+    def is_gone(self, link: Link, now_s: float) -> bool:
+        """Whether nobody has answered at the address for `connect_timeout_s`."""
+        return now_s >= link.gone_s + self._timing.connect_timeout_s
+
     def tick(self, address: str, now_s: float) -> list[LinkEffect]:
         """Repeat a Hello, say a Heartbeat, or close a link that is silent and has no rooms."""
         link = self._links.get(address)
@@ -111,7 +128,8 @@ class Links:
             out.append(self.send(link, Heartbeat(), now_s))
         # A rank that has not answered our Hello gets it again, and no heartbeats.
         next_s = link.live.heartbeat_due_s(self._timing) if link.ready else link.hello.due_s
-        self._timers.wake(link.address, next_s)
+        gone_s = link.gone_s + self._timing.connect_timeout_s
+        self._timers.wake(link.address, min(next_s, gone_s) if gone_s > now_s else next_s)
         return out
 
     def farewell(self) -> list[LinkEffect]:

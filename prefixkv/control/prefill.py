@@ -30,10 +30,12 @@ from prefixkv.control.effects import (
     CopyDone,
     FrameFailed,
     FrameReceived,
+    Reached,
     RemovePeer,
     Renew,
     SendFrame,
     Tick,
+    Unreached,
 )
 from prefixkv.control.peers import Peer, Peers
 from prefixkv.control.writes import Granted, StagingSlots, Want, Welcome, Writes
@@ -93,6 +95,8 @@ PrefillInput = (
     | PeerUnreachable
     | CopyDone  # the copy threads': a Gather has ended
     | ConnectFailed
+    | Reached
+    | Unreached
     | Tick
     | AgentDestroyed
 )
@@ -191,7 +195,7 @@ class PrefillControl:
                     self._writes.stage(gathered, now_s, out)
             case PeerUnreachable():
                 self.counters["peers_unreachable"] += 1
-            case Arrived() | Settled() | ConnectFailed():
+            case Arrived() | Settled() | ConnectFailed() | Reached() | Unreached():
                 pass  # decode writes nothing here, and prefill connects to nothing
             case Tick():
                 self._writes.carry_out(self._tick(now_s), now_s, out)

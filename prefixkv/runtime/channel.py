@@ -10,19 +10,29 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
 from prefixkv.config import ControlConfig, CurveConfig
-from prefixkv.control.effects import FrameReceived
+from prefixkv.control.effects import FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
 from prefixkv.runtime.closing import Closing
 
 _MAX_PORT = 65_535
+_GONE = (
+    zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 _FRAMES_A_POLL = 256  # so that a flood from one side cannot keep the owner from its other work
 _BYTES_A_POLL = 2 * MAX_FRAME_BYTES  # of one worker's frames; what is beyond is dropped
 _READS_A_POLL = 16 * _FRAMES_A_POLL  # those that are dropped among them
@@ -192,37 +202,50 @@ class DealerChannel(_Channel):
     def __init__(self, config: ControlConfig, wake_fd: int) -> None:
         super().__init__(config, wake_fd)
         self._socks: dict[str, zmq.Socket[bytes]] = {}
-        self._addresses: dict[zmq.Socket[bytes], str] = {}
+        self._addresses: dict[zmq.Socket[bytes], str] = {}  # monitors' too
+        self._monitors: dict[str, zmq.Socket[bytes]] = {}
 
     def connect(self, address: str) -> None:
         """Open a socket for `address`; connecting goes on by itself. Raises ConfigError if it is no
         address."""
         sock: zmq.Socket[bytes] | None = None
+        monitor: zmq.Socket[bytes] | None = None
         try:
             sock = self._socket(zmq.DEALER, address)
             if self._config.curve is not None:
                 sock.curve_serverkey = self._config.curve.server_key.encode()
+            monitor = sock.get_monitor_socket(_GONE | zmq.EVENT_HANDSHAKE_SUCCEEDED)
             sock.connect(address)
         except (zmq.ZMQError, ValueError) as error:
-            if sock is not None:
-                sock.close()
+            for made in (sock, monitor):
+                if made is not None:
+                    made.close()
             raise ConfigError(f"prefill is {address!r}: {error}") from error
-        self._socks[address] = sock
-        self._addresses[sock] = address
-        self._poller.register(sock, zmq.POLLIN)
+        self._socks[address], self._monitors[address] = sock, monitor
+        for one in (sock, monitor):
+            self._addresses[one] = address
+            self._poller.register(one, zmq.POLLIN)
 
     def disconnect(self, address: str) -> None:
         """Close the address's socket; what is queued on it may still leave."""
         sock = self._socks.pop(address, None)
         if sock is not None:
-            del self._addresses[sock]
-            self._poller.unregister(sock)
+            monitor = self._monitors.pop(address)
+            for one in (sock, monitor):
+                del self._addresses[one]
+                self._poller.unregister(one)
+            sock.disable_monitor()
+            monitor.close()
             sock.close(linger=1000)
 
-    def poll(self, timeout_s: float) -> list[FrameReceived[str]]:
-        """Wait for frames or the wake-up descriptor."""
-        frames: list[FrameReceived[str]] = []
+    def poll(self, timeout_s: float) -> list[FrameReceived[str] | Reached | Unreached]:
+        """Wait for frames, for what becomes of connections, or the wake-up descriptor."""
+        frames: list[FrameReceived[str] | Reached | Unreached] = []
         for sock in self._poll(timeout_s):
+            address = self._addresses[sock]
+            if sock is self._monitors[address]:
+                frames += self._news(sock, address)
+                continue
             for _ in range(_FRAMES_A_POLL):
                 try:
                     parts = sock.recv_multipart(zmq.DONTWAIT)
@@ -231,8 +254,23 @@ class DealerChannel(_Channel):
                 if len(parts) != 1:
                     self.counters["frames_malformed"] += 1
                     continue
-                frames.append(FrameReceived(self._addresses[sock], parts[0]))
+                frames.append(FrameReceived(address, parts[0]))
         return frames
+
+    def _news(self, monitor: zmq.Socket[bytes], address: str) -> Iterator[Reached | Unreached]:
+        """The last thing that the monitor tells of the connection."""
+        last: Reached | Unreached | None = None
+        with suppress(zmq.Again):
+            while True:
+                told = recv_monitor_message(monitor, zmq.DONTWAIT)
+                if told["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    last = Reached(address)
+                elif told["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    last = Unreached(address, "our key is refused")
+                elif last is None or isinstance(last, Reached):
+                    last = Unreached(address, "nobody answers there")
+        if last is not None:
+            yield last
 
     def send(self, address: str, raw: bytes) -> None:
         """Queue a frame for the worker at `address`."""

@@ -33,12 +33,14 @@ from prefixkv.control.effects import (
     Expect,
     FrameFailed,
     FrameReceived,
+    Reached,
     RemovePeer,
     Renew,
     SendFrame,
     Settle,
     Tick,
     To,
+    Unreached,
 )
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.protocol.events import (
@@ -62,7 +64,7 @@ _FAREWELL_S = 0.5  # how long the last frames of a node that closes may take to 
 _STUMBLE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
 _EVENTS: Final = (RoomEnded, RoomDrained, RoomOverdue, Bootstrapped, SourceFree)
 
-Common = TransportEvent | CopyDone | ConnectFailed | Tick | AgentDestroyed
+Common = TransportEvent | CopyDone | ConnectFailed | Reached | Unreached | Tick | AgentDestroyed
 """What either side's control object may be told, besides commands and frames."""
 
 Effect = (
@@ -110,7 +112,7 @@ class Channel(Protocol[To]):
 
     counters: Counter[str]
 
-    def poll(self, timeout_s: float) -> list[FrameReceived[To]]: ...
+    def poll(self, timeout_s: float) -> Sequence[FrameReceived[To] | Reached | Unreached]: ...
 
     def send(self, to: To, raw: bytes) -> None: ...
 

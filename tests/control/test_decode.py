@@ -19,9 +19,11 @@ from prefixkv.control.effects import (
     FrameFailed,
     FrameReceived,
     RankDrained,
+    Reached,
     SendFrame,
     Settle,
     Tick,
+    Unreached,
 )
 from prefixkv.errors import (
     AbortedError,
@@ -531,6 +533,8 @@ INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a peer that is unreachable": (PeerUnreachable(PREFILL, OSError("reset")), []),
     "a copy of no staging": (CopyDone(1), []),
     "an address that cannot be": (ConnectFailed("tcp://other", OSError("no such")), []),
+    "a connection": (Reached(ADDRESS), []),
+    "a connection that broke": (Unreached(ADDRESS, "gone"), []),
     "time": (Tick(), []),
     "the end of our agent": (AgentDestroyed(), ["Fenced"]),
     "a write": (WriteDone(1, 64), ["InternalError"]),

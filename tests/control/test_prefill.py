@@ -17,10 +17,12 @@ from prefixkv.control.effects import (
     CopyDone,
     FrameFailed,
     FrameReceived,
+    Reached,
     RemovePeer,
     Renew,
     SendFrame,
     Tick,
+    Unreached,
 )
 from prefixkv.control.prefill import PrefillInput
 from prefixkv.errors import InternalError, PeerLostError, RequestError, TransferTimeoutError
@@ -707,6 +709,8 @@ INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a peer that is unreachable": (PeerUnreachable(DECODE, OSError("reset")), []),
     "a copy of no staging": (CopyDone(1), []),
     "an address that cannot be": (ConnectFailed(ADDRESS, OSError("no such")), []),
+    "a connection": (Reached(ADDRESS), []),
+    "a connection that broke": (Unreached(ADDRESS, "gone"), []),
     "time": (Tick(), []),
     "the end of our agent": (AgentDestroyed(), ["Fenced"]),
 }

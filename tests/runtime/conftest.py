@@ -19,9 +19,9 @@ from tests.models.patience import NEVER_S, SkippableClock
 # SkippableClock.
 QUICK = ControlConfig(
     heartbeat_s=0.1, suspect_after_s=NEVER_S, forget_after_s=2 * NEVER_S, resend_s=0.05,
-    fence_settle_s=0.05, bootstrap_timeout_s=NEVER_S, waiting_timeout_s=NEVER_S,
-    transfer_timeout_s=NEVER_S, ack_timeout_s=NEVER_S, drain_timeout_s=NEVER_S,
-    parked_timeout_s=NEVER_S,
+    fence_settle_s=0.05, connect_timeout_s=NEVER_S, bootstrap_timeout_s=NEVER_S,
+    waiting_timeout_s=NEVER_S, transfer_timeout_s=NEVER_S, ack_timeout_s=NEVER_S,
+    drain_timeout_s=NEVER_S, parked_timeout_s=NEVER_S,
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from prefixkv.config import ControlConfig, CurveConfig
+from prefixkv.control.effects import FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
 from prefixkv.runtime.channel import DealerChannel, RouterChannel, is_loopback
@@ -63,6 +64,8 @@ def polled(channel: Any, want: int = 1, patience_s: float = PATIENCE_S) -> list[
     deadline_s = time.monotonic() + patience_s
     while len(frames) < want and time.monotonic() < deadline_s:
         for got in channel.poll(0.02):
+            if not isinstance(got, FrameReceived):
+                continue
             assert isinstance(channel, RouterChannel) or not got.credential
             who = (got.credential,) if isinstance(channel, RouterChannel) else ()
             frames.append((got.source, *who, got.raw))
@@ -100,6 +103,8 @@ def test_one_dealer_tells_its_routers_apart(ends: Ends) -> None:
 def test_poll_ends_when_the_descriptor_is_written(ends: Ends, side: str) -> None:
     router = ends.router()
     channel = router if side == "router" else ends.dealer(router.endpoint)
+    if isinstance(channel, DealerChannel):
+        assert channel.poll(PATIENCE_S) == [Reached(router.endpoint)]
     timer = threading.Timer(0.05, os.eventfd_write, (ends.wake_fd, 1))
     timer.start()
     assert returned(lambda: channel.poll(float("inf"))) == []
@@ -154,6 +159,29 @@ def test_a_poll_takes_a_bounded_share_of_one_workers_bytes(ends: Ends) -> None:
         heard = heard or any(frame.raw == b"small" for frame in frames)
         time.sleep(0.2)  # so that more than is read at once has come
     assert router.counters["frames_over_budget"]
+
+
+def news(dealer: DealerChannel, patience_s: float = PATIENCE_S) -> Any:
+    """The next thing that it tells of a connection."""
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s:
+        for got in dealer.poll(0.02):
+            if not isinstance(got, FrameReceived):
+                return got
+    return None
+
+
+def test_a_dealer_tells_who_is_reached_and_who_is_not(ends: Ends) -> None:
+    address = lasting_address()
+    dealer = ends.dealer(address)
+    assert news(dealer) == Unreached(address, "nobody answers there")
+    router = ends.router(bind=address)
+    while not isinstance(told := news(dealer), Reached):
+        assert told == Unreached(address, "nobody answers there")
+    router.close()
+    assert news(dealer) == Unreached(address, "nobody answers there")
+    dealer.disconnect(address)
+    assert news(dealer, 0.1) is None
 
 
 # --- dropped and counted --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,13 @@ import pytest
 import zmq
 
 from prefixkv.config import ControlConfig, CurveConfig, DecodeConfig, ModelConfig, PrefillConfig
-from prefixkv.errors import AbortedError, ConfigError, HandshakeError, TransferTimeoutError
+from prefixkv.errors import (
+    AbortedError,
+    ConfigError,
+    HandshakeError,
+    PeerLostError,
+    TransferTimeoutError,
+)
 from prefixkv.protocol import messages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
@@ -27,7 +34,7 @@ from tests.runtime.conftest import QUICK, MakePair
 
 
 def test_a_prefill_that_is_not_there(clock: SkippableClock) -> None:
-    with lone_decode(QUICK) as node:
+    with lone_decode(replace(QUICK, connect_timeout_s=2 * NEVER_S)) as node:
         node.add(Request("r", list(range(30)), max_new_tokens=4, room=1, prefill=lasting_address()))
         node.pop_preallocated()
         until(node.peers)  # the room is open, and its deadline runs
@@ -38,6 +45,38 @@ def test_a_prefill_that_is_not_there(clock: SkippableClock) -> None:
         until(lambda: node.stats()["pages_free"] == 64)  # nobody was told of the pages
         until(lambda: not left(node))
         node.audit()
+
+
+def test_that_nobody_answers_at_an_address_is_known_soon_and_it_is_named() -> None:
+    config = replace(QUICK, connect_timeout_s=0.2)
+    address = lasting_address()
+    with lone_decode(config) as node:
+        for room in (1, 2):
+            tokens = list(range(30))
+            node.add(Request("r", tokens, max_new_tokens=4, room=room, prefill=address))
+            error = end_of(node, "r")
+            assert isinstance(error, PeerLostError)
+            assert address in str(error)
+            assert "nobody answers" in str(error)
+        until(lambda: not left(node))
+        node.audit()
+
+
+def test_a_prefill_that_begins_to_listen_in_time_serves() -> None:
+    config = replace(QUICK, connect_timeout_s=20.0)
+    address = lasting_address()
+    with lone_decode(config) as node:
+        req = Request("r", list(range(30)), max_new_tokens=4, room=1, prefill=address)
+        node.add(req)
+        node.pop_preallocated()
+        link = node.transfers.control._links.get
+        until(lambda: (found := link(address)) is not None and found.gone_s < math.inf)
+        with PrefillNode(make_pool(), PrefillConfig(bind=address, control=config)) as prefill:
+            until(lambda: node.peers()[address][1] == "ready")
+            assert node.transfers.control._links.get(address).gone_s == math.inf
+            assert prefill.peers()
+            node.abort("r")
+            until(lambda: not left(node))
 
 
 @pytest.mark.parametrize("address", ["nonsense", "tcp://127.0.0.1:99999", "tcp://*:1"])
