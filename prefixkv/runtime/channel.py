@@ -26,6 +26,7 @@ from prefixkv.protocol.messages import MAX_FRAME_BYTES
 from prefixkv.runtime.closing import Closing
 
 _MAX_PORT = 65_535
+_NOBODY = "nobody answers there, or it wants keys that we have not"
 _GONE = (
     zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_DISCONNECTED
@@ -268,7 +269,7 @@ class DealerChannel(_Channel):
                 elif told["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     last = Unreached(address, "our key is refused")
                 elif last is None or isinstance(last, Reached):
-                    last = Unreached(address, "nobody answers there")
+                    last = Unreached(address, _NOBODY)
         if last is not None:
             yield last
 

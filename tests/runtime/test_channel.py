@@ -174,12 +174,16 @@ def news(dealer: DealerChannel, patience_s: float = PATIENCE_S) -> Any:
 def test_a_dealer_tells_who_is_reached_and_who_is_not(ends: Ends) -> None:
     address = lasting_address()
     dealer = ends.dealer(address)
-    assert news(dealer) == Unreached(address, "nobody answers there")
+    assert news(dealer) == Unreached(
+        address, "nobody answers there, or it wants keys that we have not"
+    )
     router = ends.router(bind=address)
     while not isinstance(told := news(dealer), Reached):
-        assert told == Unreached(address, "nobody answers there")
+        assert told == Unreached(address, "nobody answers there, or it wants keys that we have not")
     router.close()
-    assert news(dealer) == Unreached(address, "nobody answers there")
+    assert news(dealer) == Unreached(
+        address, "nobody answers there, or it wants keys that we have not"
+    )
     dealer.disconnect(address)
     assert news(dealer, 0.1) is None
 
