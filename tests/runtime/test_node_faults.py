@@ -47,6 +47,11 @@ def test_a_prefill_that_is_not_there(clock: SkippableClock) -> None:
         node.audit()
 
 
+def is_unreached(node: DecodeNode, address: str) -> bool:
+    link = node.transfers.control._links.get(address)
+    return link is not None and link.gone_s < math.inf
+
+
 def test_that_nobody_answers_at_an_address_is_known_soon_and_it_is_named() -> None:
     config = replace(QUICK, connect_timeout_s=0.2)
     address = lasting_address()
@@ -69,11 +74,10 @@ def test_a_prefill_that_begins_to_listen_in_time_serves() -> None:
         req = Request("r", list(range(30)), max_new_tokens=4, room=1, prefill=address)
         node.add(req)
         node.pop_preallocated()
-        link = node.transfers.control._links.get
-        until(lambda: (found := link(address)) is not None and found.gone_s < math.inf)
+        until(lambda: is_unreached(node, address))
         with PrefillNode(make_pool(), PrefillConfig(bind=address, control=config)) as prefill:
             until(lambda: node.peers()[address][1] == "ready")
-            assert node.transfers.control._links.get(address).gone_s == math.inf
+            assert not is_unreached(node, address)
             assert prefill.peers()
             node.abort("r")
             until(lambda: not left(node))
@@ -253,7 +257,8 @@ def test_keys_and_names(clock: SkippableClock) -> None:
     guarded = replace(QUICK, curve=replace(server, allowed_clients=allowed))
 
     def client(keys: CurveConfig | None) -> ControlConfig:
-        return replace(QUICK, curve=keys and replace(keys, server_key=server.public_key))
+        curve = keys and replace(keys, server_key=server.public_key)
+        return replace(QUICK, connect_timeout_s=NEVER_S / 2, curve=curve)
 
     attempts = 0
     with PrefillNode(make_pool(), PrefillConfig(control=guarded)) as prefill:
@@ -267,6 +272,8 @@ def test_keys_and_names(clock: SkippableClock) -> None:
                     until(
                         lambda wanted=attempts: prefill.stats().get("frames_dropped", 0) >= wanted
                     )
+                else:
+                    until(lambda node=impostor: is_unreached(node, prefill.endpoint))
                 clock.skip(NEVER_S, [impostor])
                 kind = PeerLostError if keys is None else TransferTimeoutError
                 assert isinstance(end_of(impostor, "r"), kind)
