@@ -254,19 +254,25 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """A prefill worker. `bind` is its ROUTER's address; a port of `*` takes a free one."""
+    """A prefill worker. `bind` is its ROUTER's address; a port of `*` takes a free one.
+
+    A request whose prefix another computes waits for it, but not once nothing has been computed for
+    `follow_s`; 0: each computes its own.
+    """
 
     name: str = "prefill-0"
     bind: str = "tcp://127.0.0.1:*"
     max_running: int = 256
     cache: bool = True
     policy: str | Policy = "gated"
+    follow_s: float = 1.0
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "max_running")
+        _at_least(self, 0, "follow_s")
         _check_name(self.name)
 
 

@@ -62,7 +62,7 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "evict_reserve": -1e-9,
         "prefill_share": -1e-9,
     },
-    PrefillConfig: {"max_running": 0, "name": "x" * 257},
+    PrefillConfig: {"max_running": 0, "follow_s": -0.1, "name": "x" * 257},
     ModelConfig: {},
 }
 

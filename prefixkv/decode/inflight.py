@@ -20,7 +20,7 @@ from itertools import combinations, pairwise
 from operator import attrgetter
 from typing import TypeAlias
 
-from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
+from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import check_laws
 from prefixkv.pages.manager import RequestPages
@@ -120,24 +120,13 @@ class InFlight:
     def _common_pages(self, flight: Flight, data: bytes, start: int) -> int:
         """How many whole pages `data` has in common with a flight that begins at `start`; 0 if not
         even one of its.
-
-        Each probe is one memcmp, and none looks again at what matched before.
         """
         page_bytes = self._page_bytes
-        theirs = memoryview(flight.key.data)  # a slice of it costs no copy
-        if not data.startswith(theirs[: (start + 1) * page_bytes]):
+        theirs = flight.key.data
+        if not data.startswith(memoryview(theirs)[: (start + 1) * page_bytes]):
             return 0
-        low = start + 1  # equal up to here
         high = min(flight.end_pages, len(data) // page_bytes)
-        if data.startswith(theirs[low * page_bytes : high * page_bytes], low * page_bytes):
-            return high
-        while high - low > 1:  # and different somewhere before `high`
-            middle = (low + high) // 2
-            if data.startswith(theirs[low * page_bytes : middle * page_bytes], low * page_bytes):
-                low = middle
-            else:
-                high = middle
-        return low
+        return common_pages(data, theirs, start + 1, high, page_bytes)
 
     # --- the life of a flight ---------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ class PrefillCalls(Protocol):
 
     def add(self, request: Request) -> PrefillRequest: ...
 
-    def pop_bootstrapped(self) -> list[PrefillRequest]: ...
+    def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]: ...
 
     def send_chunk(
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
@@ -46,6 +46,7 @@ class InStep(Generic[NodeT]):
         self._reqs: dict[str, list[PrefillRequest]] = {}
         self._begun: dict[str, int] = {}
         self._left: dict[str, int] = {}  # on how many ranks it has ended
+        self._ready: dict[str, PrefillRequest] = {}  # on all ranks, and not popped yet
         self._failed: set[str] = set()  # popped as failed, and alive on some ranks still
 
     def add(self, request: Request) -> PrefillRequest:
@@ -66,15 +67,16 @@ class InStep(Generic[NodeT]):
         """The request on each rank, until it is popped as sent or failed."""
         return self._reqs[rid]
 
-    def pop_bootstrapped(self) -> list[PrefillRequest]:
-        ready = []
+    def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
+        """As `PrefillNode.pop_bootstrapped`. What one rank hands out early is kept for later."""
         for node in self.nodes:
-            for req in node.pop_bootstrapped():
+            for req in node.pop_bootstrapped(limit):
                 if req.rid in self._begun:
                     self._begun[req.rid] += 1
                     if self._begun[req.rid] == len(self.nodes) and req.rid not in self._failed:
-                        ready.append(self._reqs[req.rid][0])
-        return ready
+                        self._ready[req.rid] = self._reqs[req.rid][0]
+        rids = list(self._ready)[:limit]
+        return [self._ready.pop(rid) for rid in rids]
 
     def send_chunk(
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
@@ -105,6 +107,7 @@ class InStep(Generic[NodeT]):
                     continue  # its `add` failed on another rank
                 if req.rid not in self._failed:
                     self._failed.add(req.rid)
+                    self._ready.pop(req.rid, None)
                     for other in self.nodes:
                         if other is not node:
                             other.abort(req.rid)

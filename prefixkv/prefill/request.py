@@ -36,7 +36,7 @@ class PrefillRequest(PagedRequest[PrefillState]):
     """
 
     __slots__ = (
-        "computed_s", "decode_prefix_len", "key", "num_chunks", "peer", "plan", "popped",
+        "computed_s", "decode_prefix_len", "key", "num_chunks", "number", "peer", "plan", "popped",
         "prefix_len", "promised_s", "sent_pages", "source_free", "started_s", "state_slot",
     )  # fmt: skip
 
@@ -50,9 +50,10 @@ class PrefillRequest(PagedRequest[PrefillState]):
     }
     TIMES = ("promised_s", "started_s", "computed_s", "ended_s")
 
-    def __init__(self, request: Request, books: PageManager, now_s: float) -> None:
+    def __init__(self, request: Request, books: PageManager, now_s: float, number: int = 0) -> None:
         super().__init__(request, books, PrefillState.BOOTSTRAPPING, now_s)
         self.key = request.key
+        self.number = number  # counts up, in the order of `add`
         self.decode_prefix_len = 0
         self.prefix_len = 0
         self.plan: SendPlan | None = None

@@ -5,12 +5,14 @@ ended keeps its lock and its own tail until two things are true: the control pla
 write reads them any more (`source_free`), and the engine, which may be computing into them, has
 seen the end (`pop_sent`, `pop_failed`).
 
+What a chunk computed goes to the tree, where others find it, at the next `pop_bootstrapped`: so the
+chunk is on its way before. Requests that need a prefix which another computes wait for it
+(`following.py`).
+
 Source: SGLang's prefill queues (`disaggregation/prefill.py`), whose name `pop_bootstrapped` keeps.
 """
 
 from __future__ import annotations
-
-import math
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import (
@@ -24,6 +26,7 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedScheduler
 from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
+from prefixkv.prefill.following import Following
 from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.protocol.commands import AbortRoom, AddRoom, PrefillCommand, SendChunk
@@ -41,15 +44,21 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         max_aux_bytes: int = 64 << 10,
         num_slots: int = 0,
         usable_prefix: UsablePrefix | None = None,
+        follow_s: float = 1.0,
+        in_step: bool = False,
     ) -> None:
         """`num_slots`: of the engine's extra state, a slot of which is sent with every request; 0:
-        there is none."""
+        there is none. `follow_s`: see PrefillConfig. `in_step`: with the other ranks of a worker.
+        """
         self.journal = PrefillJournal()
         super().__init__(books, self.journal)
         self.num_slots = num_slots
+        self.following = Following(books.page_size, self.counters, follow_s, oldest_leads=in_step)
         self.bootstrapped = PrefillBootstrapQueue(
-            books, usable_prefix or (_no_prefix if num_slots else None)
+            books, self.following, usable_prefix or (_no_prefix if num_slots else None)
         )
+        self._num_added = 0
+        self._computed: dict[PrefillRequest, None] = {}  # more than is in the tree
         self._max_aux_bytes = max_aux_bytes
         self._rooms: dict[RoomKey, PrefillRequest] = {}
         self._sent: list[PrefillRequest] = []
@@ -65,18 +74,22 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """
         needed = pages_for(len(request.key), self.books.page_size)
         self._check_new(request, needed, "needs {} pages")
-        req = PrefillRequest(request, self.books, now_s)
+        req = PrefillRequest(request, self.books, now_s, self._num_added)
         if req.room_key in self._rooms:
             raise RequestError(f"room {request.room} generation {request.generation} is in use")
+        self._num_added += 1
         self.requests[req.rid] = req
         self._rooms[req.room_key] = req
         self._commands.append(AddRoom(req.room_key, req.num_tokens))
         return req
 
-    def pop_bootstrapped(self, now_s: float) -> list[PrefillRequest]:
-        """Requests the engine may compute now."""
+    def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
+        """Requests the engine may compute now, at most `limit`; what is computed goes to the tree
+        before."""
         self.settle_deferred(now_s)
-        popped = self.bootstrapped.pop_bootstrapped(now_s)
+        while self._computed:
+            self._cache(next(iter(self._computed)), now_s)
+        popped = self.bootstrapped.pop_bootstrapped(now_s, limit)
         for req in popped:
             self.journal.started(req, now_s)
         return popped
@@ -112,18 +125,18 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             raise RequestError(f"state slot {state_slot} was handed over where {wanted} is needed")
         assert req.plan is not None
         assert req.pages_held is not None
-        # The plan checks `end`, so it moves first; the ids are copied before caching may change
-        # the row.
+        # The plan checks `end`, so it moves first; the ids are copied since caching may change the
+        # row.
         span = req.plan.send(end, last)
         src_pages = req.pages[span.first_page : span.end_page].copy()
         self.journal.chunk(req, len(src_pages), last, now_s)
         if last:
             req.state_slot = state_slot
             req.become(PrefillState.SENDING)
-            if req.request.cacheable:
-                self.books.cache_unfinished(
-                    req.pages_held, req.key, now_s, priority=req.request.priority, being_read=True
-                )
+        self._computed[req] = None
+        self.following.progress_s = now_s
+        if len(self.following):
+            self.bootstrapped.look_again()
         if len(src_pages) or last:
             chunk = span.first_page, src_pages, last, bytes(aux), ready, state_slot
             self._commands.append(SendChunk(req.room_key, *chunk))
@@ -170,8 +183,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     @property
     def wake_s(self) -> float:
-        """No deadline of a request is kept here."""
-        return math.inf
+        """When a request may have waited long enough for another's prefix."""
+        return self.bootstrapped.wake_s
 
     # --- what the control plane calls -------------------------------------------------------------
 
@@ -215,9 +228,16 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 req.popped = True
                 self._maybe_release(req, now_s)
 
+    def flush(self) -> int:
+        """Empty the cache after a weight update. Returns the pages freed at once."""
+        self.following.flush()
+        self.bootstrapped.look_again()
+        return super().flush()
+
     def check_invariants(self) -> None:
         """Check books and requests against each other. Raises InternalError."""
         self.books.check_invariants()
+        self.following.check_invariants()
         held = [pages for _, pages in self.holders()]
         own = sum(pages.num_own + sum(map(len, pages.duplicates)) for pages in held)
         laws = {
@@ -236,6 +256,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def _fail(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
         if req.state is PrefillState.BOOTSTRAPPED:
             self.bootstrapped.remove(req)
+        self._computes_no_more(req)
         req.error = error
         req.become(PrefillState.FAILED)
         self.counters["failed"] += 1
@@ -257,23 +278,48 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 self._maybe_release(req, now_s)
         return reqs
 
+    def _computes_no_more(self, req: PrefillRequest) -> None:
+        self.following.end(req)
+        if len(self.following):
+            self.bootstrapped.look_again()
+
+    def _cache(self, req: PrefillRequest, now_s: float) -> None:
+        """What it has computed since the last time goes to the tree."""
+        del self._computed[req]
+        if req.pages_held is None or req.plan is None:
+            return
+        self.following.advance(req, req.plan.computed)
+        pages_computed = req.plan.computed // self.books.page_size
+        if req.request.cacheable and pages_computed > req.pages_held.num_locked:
+            # Writes, and steps on their way, may read what turns out to be there already.
+            self.books.cache_unfinished(
+                req.pages_held, _computed(req), now_s, priority=req.request.priority,
+                being_read=True,
+            )  # fmt: skip
+
     def _maybe_release(self, req: PrefillRequest, now_s: float) -> None:
         if not (req.source_free and req.popped and req.state.ended):
             return
         self.requests.pop(req.rid, None)
         self._rooms.pop(req.room_key, None)
+        self._computed.pop(req, None)
+        self._computes_no_more(req)
         if req.pages_held is None:
             return
-        computed = req.plan.computed if req.plan is not None else 0
-        if req.request.cacheable and computed:
+        if req.request.cacheable and (key := _computed(req)):
             # What was computed is good prefix, even if the request failed.
-            key = req.key
-            if computed < req.num_tokens:
-                key = RadixKey(key.tokens()[:computed], key.namespace)
             self.books.cache_finished(req.pages_held, key, now_s, priority=req.request.priority)
         else:
             self.books.drop(req.pages_held)
         req.pages_held = None
+
+
+def _computed(req: PrefillRequest) -> RadixKey:
+    """The tokens of its prompt whose KV is there, as far as it has told."""
+    computed = req.plan.computed if req.plan is not None else 0
+    if computed == req.num_tokens:
+        return req.key
+    return RadixKey(req.key.tokens()[:computed], req.key.namespace)
 
 
 def _no_prefix(req: PrefillRequest, prefix_len: int) -> int:

@@ -155,7 +155,10 @@ class PrefillGroup(InStep[PrefillNode], Closing):
         return self.nodes[0].endpoint
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        return self._readiness.wait(timeout_s)
+        """As `PrefillNode.wait`; any rank's news end it."""
+        if self._ready or any(node.scheduler.has_news for node in self.nodes):
+            return True
+        return self.nodes[0]._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
         return self._readiness.fd

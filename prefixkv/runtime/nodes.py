@@ -48,8 +48,9 @@ _DECODE_COUNTERS = (
     "tags_dropped", "transferred", "transfers_failed",
 )  # fmt: skip
 _PREFILL_COUNTERS = (
-    *COUNTERS, "bytes_sent", "decode_hit_tokens", "sent", "staging_bytes_staged",
-    "staging_pieces_written", "writes_done", "writes_drained_by_renewal", "writes_failed",
+    *COUNTERS, "bytes_sent", "decode_hit_tokens", "followed", "overtaken", "sent",
+    "staging_bytes_staged", "staging_pieces_written", "writes_done", "writes_drained_by_renewal",
+    "writes_failed",
 )  # fmt: skip
 
 
@@ -284,6 +285,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             max_aux_bytes=config.control.max_aux_bytes,
             num_slots=place.num_slots,
             usable_prefix=usable_prefix,
+            follow_s=config.follow_s,
+            in_step=place.mesh.num_ranks > 1,
         )
         where = mesh, rank, endpoints
         self.transfers = PrefillTransfers(pool, config, *where, state, transport)
@@ -302,10 +305,16 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self._tell()
         return req
 
-    def pop_bootstrapped(self) -> list[PrefillRequest]:
+    def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
         """Requests to compute now: `decode_prefix_len` and `prefix_len` are known, `pages` are
-        there."""
-        return self.scheduler.pop_bootstrapped(self._pump())
+        there.
+
+        At most `limit`, first come first served; but one that needs a prefix which another request
+        computes comes when that is there, or will not come.
+        """
+        ready = self.scheduler.pop_bootstrapped(self._pump(), limit)
+        self._tell()
+        return ready
 
     def send_chunk(
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",

@@ -58,11 +58,13 @@ class PrefillDesk:
         self.usable: dict[RoomKey, int] = {}
         self.add = self._timed(self.scheduler.add)
         self.abort = self._timed(self.scheduler.abort)
-        self.pop_bootstrapped = self._timed(self.scheduler.pop_bootstrapped)
         self.pop_sent = self._timed(self.scheduler.pop_sent)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: call(*args, self.sim.now_s)
+
+    def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
+        return self.scheduler.pop_bootstrapped(self.sim.now_s, limit)
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
         return self.scheduler.pop_failed(self.sim.now_s, after)

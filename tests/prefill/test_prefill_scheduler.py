@@ -35,10 +35,18 @@ class Desk:
     call."""
 
     def __init__(
-        self, num_pages: int = 16, *, rows: int = 8, caching: bool = True, max_aux_bytes: int = 8
+        self,
+        num_pages: int = 16,
+        *,
+        rows: int = 8,
+        caching: bool = True,
+        max_aux_bytes: int = 8,
+        follow_s: float = 0.0,
     ) -> None:
         self.books = PageManager(num_pages, PAGE_SIZE, rows, caching=caching)
-        self.scheduler = PrefillScheduler(self.books, max_aux_bytes=max_aux_bytes)
+        self.scheduler = PrefillScheduler(
+            self.books, max_aux_bytes=max_aux_bytes, follow_s=follow_s
+        )
         self.num_rooms = 0
 
     def add(self, rid: str, tokens: int | list[int] = 10, **fields: Any) -> PrefillRequest:
@@ -63,7 +71,13 @@ class Desk:
     def sending(self, rid: str, tokens: int | list[int] = 10, **fields: Any) -> PrefillRequest:
         req = self.computing(rid, tokens, **fields)
         self.send(req, req.num_tokens, last=True)
+        assert self.next_pass() == []
         return req
+
+    def next_pass(self, **limit: int) -> list[str]:
+        """What was computed goes to the tree, and what the engine may compute now comes."""
+        popped = self.scheduler.pop_bootstrapped(0.0, **limit)
+        return self._checked([req.rid for req in popped])
 
     def send(self, req: PrefillRequest, end: int, **how: Any) -> int:
         return self._checked(self.scheduler.send_chunk(req, end, 0.0, **how))
@@ -329,6 +343,7 @@ def test_duplicates_that_are_being_read_are_not_freed_early() -> None:
         command for command in desk.scheduler.take_commands() if command.key == second.room_key
     ]
     assert chunk.src_pages.tolist() == own, "the writes read its own pages"
+    assert desk.next_pass() == []
     assert second.pages.tolist() == first.pages.tolist()[:2] + own[2:], "its row reads the tree's"
     assert [desk.books.allocator.state(page) for page in own] == [PageState.OWNED] * 3
     desk.end(second)
@@ -419,8 +434,9 @@ def test_pages_of_a_failed_request_wait_for_the_device() -> None:
     desk.source_free(req)
     assert desk.pop_failed(event) == [req]
     for _ in range(2):
-        assert desk.scheduler.pop_bootstrapped(0.0) == []
-        assert desk.states() == {"FREE": 14, "OWNED": 2}
+        assert desk.next_pass() == []
+        assert desk.states() == {"FREE": 14, "CACHED": 1, "OWNED": 1}
+        assert desk.books.cache.protected_pages == 1
     event.done = True
     desk.scheduler.pop_bootstrapped(0.0)
     assert desk.states() == {"FREE": 15, "CACHED": 1}

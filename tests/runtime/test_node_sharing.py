@@ -19,7 +19,8 @@ RIDS = [f"r{at}" for at in range(12)]
 @pytest.fixture
 def burst(make_pair: MakePair) -> NodePair:
     """All of the requests are admitted, and prefill has computed two pages of the first."""
-    pair = make_pair(pool={"num_pages": 256}, decode={"reserve_tokens": 0})
+    # With the engine all at once: prefill does not compute the common part once either.
+    pair = make_pair(pool={"num_pages": 256}, decode={"reserve_tokens": 0}, prefill={"follow_s": 0})
     pair.p.hold = True
     system = tokens_of(1, SYSTEM_PAGES * PAGE_SIZE)
     for at, rid in enumerate(RIDS):

@@ -1,0 +1,222 @@
+"""Requests in the queue that wait for a prefix which another request computes.
+
+A request that the engine has *leads* from where it stands: so many pages are computed and in the
+tree, and the next is of such tokens. One in the queue that has as many, and goes on with the same
+page, *follows*: it is not handed out before the leader has passed all that the two have in common.
+It holds nothing meanwhile, so it keeps no one else from pages, and a leader that ends early leaves
+its place to one of them.
+
+At no time would a follower be further had it been handed out when it began to wait. Its leader
+stands where it would have begun, and has been with the engine for longer. Whether the engine takes
+requests in turn or side by side, the leader is ahead, unless the engine passes it over. That shows:
+a request handed out later has computed as much as the follower lacks, or nothing at all has been
+computed for `stall_s`. Then the wait is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, MutableMapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
+from prefixkv.errors import check_laws
+from prefixkv.prefill.request import PrefillRequest, PrefillState
+
+Place: TypeAlias = tuple[Hashable, int, bytes]
+"""A namespace, how many pages there are, and the packed tokens of the next."""
+
+
+@dataclass(slots=True, eq=False)
+class _Lead:
+    """A request that the engine has; `number` counts those that were handed out."""
+
+    number: int
+    place: Place | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """What a follower waits for: its leader, up to the page where the common part ends."""
+
+    leader: PrefillRequest
+    end_pages: int
+    num_tokens: int  # that it would have to compute itself
+    handed_out: int  # requests when it began
+    since_s: float
+    passed_over: set[PrefillRequest]  # leaders for which its wait was over: never again for them
+    is_over: bool = False
+
+
+class Following:
+    """Owned by the scheduler's thread. `stall_s` of 0: nothing is waited for.
+
+    With `oldest_leads`, only what was added earlier is waited for. The ranks of a worker may hand
+    out in different orders, but add in the same: so no two wait for each other on two ranks.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        counters: MutableMapping[str, int],
+        stall_s: float,
+        oldest_leads: bool = False,
+    ) -> None:
+        self._counters = counters  # "followed": requests that waited; "overtaken": waits cut short
+        self._page_size = page_size
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._stall_s = stall_s
+        self._oldest_leads = oldest_leads
+        self._leads: dict[PrefillRequest, _Lead] = {}
+        self._by_place: dict[Place, list[PrefillRequest]] = {}
+        self._waits: dict[PrefillRequest, _Wait] = {}  # those that began first come first
+        self._handed_out = 0
+        self.progress_s = -math.inf  # when anything was computed last
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waits)
+
+    @property
+    def wake_s(self) -> float:
+        """When a wait ends unless something is computed. O(1)."""
+        for wait in self._waits.values():
+            return max(wait.since_s, self.progress_s) + self._stall_s
+        return math.inf
+
+    # --- those in the queue -----------------------------------------------------------------------
+
+    def waits(self, req: PrefillRequest, now_s: float) -> bool:
+        """Whether what it waits for is still to come; it is looked at anew otherwise. O(1)."""
+        wait = self._waits.get(req)
+        if wait is None:
+            return False
+        lead = self._leads.get(wait.leader)
+        place = lead.place if lead is not None else None
+        if place is None or place[1] >= wait.end_pages:
+            return False
+        if now_s - max(wait.since_s, self.progress_s) >= self._stall_s:
+            self._end_wait(wait)
+        return not wait.is_over
+
+    def follow(self, req: PrefillRequest, num_pages: int, now_s: float) -> bool:
+        """Let the request wait if another goes on from the `num_pages` that the tree has of it.
+
+        O(leaders at the place), and a memcmp each.
+        """
+        before = self._waits.pop(req, None)
+        passed_over = before.passed_over if before is not None else set()
+        if not (self._by_place and self._stall_s and req.request.cacheable):
+            return False
+        data, page_bytes = req.key.data, self._page_bytes
+        # Never the page of the last token: that one the engine has to compute, to sample the next.
+        last = (req.num_tokens - 1) // self._page_size
+        if num_pages >= last:
+            return False
+        page = data[num_pages * page_bytes : (num_pages + 1) * page_bytes]
+        for leader in self._by_place.get((req.key.namespace, num_pages, page), ()):
+            if leader in passed_over or (self._oldest_leads and leader.number > req.number):
+                continue
+            theirs = leader.key.data
+            if not data.startswith(memoryview(theirs)[: (num_pages + 1) * page_bytes]):
+                continue
+            end = min(last, leader.num_tokens // self._page_size)
+            end = common_pages(data, theirs, num_pages + 1, end, page_bytes)
+            num_tokens = (end - num_pages) * self._page_size
+            wait = _Wait(leader, end, num_tokens, self._handed_out, now_s, passed_over)
+            self._waits[req] = wait
+            self._counters["followed"] += before is None
+            return True
+        if before is not None and before.is_over:
+            self._waits[req] = before  # it may not fit, and is not to wait for that one again
+        return False
+
+    def _end_wait(self, wait: _Wait) -> None:
+        if not wait.is_over:
+            wait.is_over = True
+            wait.passed_over.add(wait.leader)
+            self._counters["overtaken"] += 1
+
+    def forget(self, req: PrefillRequest) -> None:
+        """The request leaves the queue."""
+        self._waits.pop(req, None)
+
+    # --- those that the engine has ----------------------------------------------------------------
+
+    def handed_out(self, req: PrefillRequest, caches: bool) -> None:
+        """The engine has it now. `caches`: what it computes goes to the tree."""
+        self.forget(req)
+        self._handed_out += 1
+        self._leads[req] = lead = _Lead(self._handed_out)
+        if caches:
+            self._stand(req, lead, req.prefix_len)
+
+    def advance(self, req: PrefillRequest, computed: int) -> None:
+        """Its first `computed` tokens are there. O(waits)."""
+        lead = self._leads.get(req)
+        if lead is None:
+            return
+        progress = computed - req.prefix_len
+        for wait in self._waits.values():
+            if lead.number > wait.handed_out and progress >= wait.num_tokens:
+                self._end_wait(wait)
+        if lead.place is not None:
+            self._stand(req, lead, max(computed, req.prefix_len))
+        if req.state is not PrefillState.COMPUTING:
+            self.end(req)
+
+    def end(self, req: PrefillRequest) -> None:
+        """It computes nothing any more. Again, or never handed out: no-op."""
+        lead = self._leads.pop(req, None)
+        if lead is not None:
+            self._leave(req, lead)
+
+    def flush(self) -> None:
+        """What those with the engine compute goes to no tree any more."""
+        for req, lead in self._leads.items():
+            self._leave(req, lead)
+
+    def _stand(self, req: PrefillRequest, lead: _Lead, num_tokens: int) -> None:
+        self._leave(req, lead)
+        num_pages = num_tokens // self._page_size
+        if (num_pages + 1) * self._page_size <= req.num_tokens:
+            start = num_pages * self._page_bytes
+            page = req.key.data[start : start + self._page_bytes]
+            lead.place = place = req.key.namespace, num_pages, page
+            self._by_place.setdefault(place, []).append(req)
+
+    def _leave(self, req: PrefillRequest, lead: _Lead) -> None:
+        if lead.place is None:
+            return
+        here = self._by_place[lead.place]
+        here.remove(req)
+        if not here:
+            del self._by_place[lead.place]
+        lead.place = None
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Check every law. Raises InternalError with the state."""
+        here = {req: place for place, reqs in self._by_place.items() for req in reqs}
+        laws = {
+            "who is found leads, from there": all(
+                req in self._leads and self._leads[req].place == place
+                for req, place in here.items()
+            )
+            and len(here) == sum(lead.place is not None for lead in self._leads.values()),
+            "only what is with the engine leads": all(
+                req.pages_held is not None for req in self._leads
+            ),
+            "only what is in the queue waits, and holds nothing": all(
+                req.state is PrefillState.BOOTSTRAPPED and req.pages_held is None
+                for req in self._waits
+            ),
+            "what is waited for is of the same tokens": all(
+                req.key.data.startswith(wait.leader.key.data[: wait.end_pages * self._page_bytes])
+                and req.key.namespace == wait.leader.key.namespace
+                for req, wait in self._waits.items()
+            ),
+        }
+        check_laws(laws, list(self._leads), list(self._waits))
