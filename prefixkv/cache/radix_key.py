@@ -92,6 +92,21 @@ class RadixKey:
             check_packed(data, self._checked_bytes)
             self._checked_bytes = len(data)
 
+    def prefix(self, num_tokens: int) -> RadixKey:
+        """The key of its first `num_tokens`; this one, if those are all. O(of them).
+
+        >>> RadixKey([1, 2, 3], "lora").prefix(2)
+        RadixKey(2 tokens, namespace='lora')
+        """
+        data = self.data
+        if num_tokens * TOKEN_BYTES >= len(data):
+            return self
+        key = RadixKey.__new__(RadixKey)
+        key.namespace, key._tail = self.namespace, bytearray()
+        key._data = data[: num_tokens * TOKEN_BYTES]
+        key._checked_bytes = min(self._checked_bytes, len(key._data))
+        return key
+
     def tokens(self) -> npt.NDArray[np.int32]:
         """The tokens as an int32 array, the caller's."""
         return np.frombuffer(bytearray(self.data), _LE_INT32)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import page_floor, pages_for, whole_pages
@@ -124,7 +123,7 @@ class PrefillBootstrapQueue:
         """
         key = req.key
         if len(key) % self._books.page_size == 0:
-            key = RadixKey(key.tokens()[:-1], key.namespace)
+            key = key.prefix(len(key) - 1)
         match = self._books.match(key, req.request.cacheable)
         if match is None or self._usable_prefix is None or not match.prefix_len:
             return match
@@ -132,4 +131,4 @@ class PrefillBootstrapQueue:
         usable = page_floor(usable, self._books.page_size)
         if usable >= match.prefix_len:
             return match
-        return self._books.match(RadixKey(key.tokens()[:usable], key.namespace))
+        return self._books.match(key.prefix(usable))

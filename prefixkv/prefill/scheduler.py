@@ -316,10 +316,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
 def _computed(req: PrefillRequest) -> RadixKey:
     """The tokens of its prompt whose KV is there, as far as it has told."""
-    computed = req.plan.computed if req.plan is not None else 0
-    if computed == req.num_tokens:
-        return req.key
-    return RadixKey(req.key.tokens()[:computed], req.key.namespace)
+    return req.key.prefix(req.plan.computed if req.plan is not None else 0)
 
 
 def _no_prefix(req: PrefillRequest, prefix_len: int) -> int:

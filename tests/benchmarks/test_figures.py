@@ -417,19 +417,26 @@ def meshes_table() -> list[str]:
 
 
 def burst_table() -> list[str]:
+    of = result("burst")
+    rows = [
+        line(
+            f"{burst['ran'] + burst['failed']}{how}",
+            burst["the_first"].replace("nothing", "left alone"), fixed(burst['computed_ratio'], 2),
+            fixed(burst['ratio'], 2), fixed(burst['ratio_if_each_were_sent_whole']),
+            f"{burst['ran']} / {burst['failed']}",
+        )
+        for name, how in (
+            ("bursts", ""), ("each_alone", ", `follow_s=0`"),
+            ("small_bursts", ""), ("small_each_alone", ", `follow_s=0`"),
+        )
+        for burst in of[name]
+    ]  # fmt: skip
     return [
         *head(
-            "the first request is", "KV sent, of one prompt and the suffixes",
-            "if each were sent whole", "ran / failed",
+            "requests", "the first is", "tokens computed, of one prompt and the suffixes",
+            "KV sent, of that", "if each were sent whole", "ran / failed",
         ),
-        *(
-            line(
-                burst["the_first"].replace("nothing", "left alone"), fixed(burst['ratio'], 2),
-                fixed(burst['ratio_if_each_were_sent_whole']),
-                f"{burst['ran']} / {burst['failed']}",
-            )
-            for burst in result("burst")["bursts"]
-        ),
+        *rows,
     ]  # fmt: skip
 
 
