@@ -3,8 +3,8 @@
 A request that the engine has *leads* from where it stands: so many pages are computed and in the
 tree, and the next is of such tokens. One in the queue that has as many, and goes on with the same
 page, *follows*: it is not handed out before the leader has passed all that the two have in common.
-It holds nothing meanwhile, so it keeps no one else from pages, and a leader that ends early leaves
-its place to one of them.
+It holds nothing meanwhile, so no pages are kept from others, and a leader that ends early leaves its
+place to one of its followers.
 
 At no time would a follower be further had it been handed out when it began to wait. Its leader
 stands where it would have begun, and has been with the engine for longer. Whether the engine takes
@@ -201,7 +201,7 @@ class Following:
         """Check every law. Raises InternalError with the state."""
         here = {req: place for place, reqs in self._by_place.items() for req in reqs}
         laws = {
-            "who is found leads, from there": all(
+            "what is found leads, from there": all(
                 req in self._leads and self._leads[req].place == place
                 for req, place in here.items()
             )

@@ -18,6 +18,7 @@ from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import (
     AbortedError,
     AuxTooLargeError,
+    CallerError,
     InternalError,
     RequestError,
     check_laws,
@@ -85,7 +86,12 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
         """Requests the engine may compute now, at most `limit`; what is computed goes to the tree
-        before."""
+        before.
+
+        Raises CallerError, with nothing changed, for a `limit` below 0.
+        """
+        if limit is not None and limit < 0:
+            raise CallerError(f"limit is {limit}, at least 0 is needed")
         self.settle_deferred(now_s)
         while self._computed:
             self._cache(next(iter(self._computed)), now_s)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from prefixkv.errors import CallerError
 from prefixkv.prefill.in_step import InStep
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler, SendChunk
@@ -303,6 +304,8 @@ def test_no_more_than_the_limit_come_and_the_rest_is_news() -> None:
     reqs = [desk.add(rid, 5) for rid in "abc"]
     for req in reqs:
         desk.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
+    with pytest.raises(CallerError, match="limit is -1"):
+        desk.next_pass(limit=-1)
     assert desk.next_pass(limit=0) == []
     assert desk.next_pass(limit=2) == ["a", "b"]
     assert desk.scheduler.has_news
