@@ -3,8 +3,8 @@
 A request that the engine has *leads* from where it stands: so many pages are computed and in the
 tree, and the next is of such tokens. One in the queue that has as many, and goes on with the same
 page, *follows*: it is not handed out before the leader has passed all that the two have in common.
-It holds nothing meanwhile, so no pages are kept from others, and a leader that ends early leaves its
-place to one of its followers.
+It holds nothing meanwhile, so no pages are kept from others, and a leader that ends early leaves
+its place to one of its followers.
 
 At no time would a follower be further had it been handed out when it began to wait. Its leader
 stands where it would have begun, and has been with the engine for longer. Whether the engine takes
@@ -163,8 +163,6 @@ class Following:
                 self._end_wait(wait)
         if lead.place is not None:
             self._stand(req, lead, max(computed, req.prefix_len))
-        if req.state is not PrefillState.COMPUTING:
-            self.end(req)
 
     def end(self, req: PrefillRequest) -> None:
         """It computes nothing any more. Again, or never handed out: no-op."""

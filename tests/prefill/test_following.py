@@ -251,12 +251,73 @@ def test_where_nothing_would_be_found_nothing_is_waited_for(
     assert desk.next_pass() == ["r0", "r1", "r2"]
 
 
+def test_one_that_may_not_use_the_cache_waits_for_none_that_may() -> None:
+    desk = desk_of()
+    for rid, cacheable in (("a", True), ("b", False), ("c", True)):
+        req = desk.add(rid, [*SYSTEM, 1], cacheable=cacheable)
+        desk.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
+    assert desk.next_pass() == ["a", "b"]
+
+
+def test_one_that_is_aborted_while_it_waits_is_gone() -> None:
+    desk = desk_of()
+    first, *_ = burst(desk, 2)
+    assert desk.next_pass() == ["r0"]
+    desk.scheduler.abort("r1", 0.0)
+    desk.scheduler.check_invariants()
+    assert desk.scheduler.wake_s == float("inf")
+    assert [req.rid for req in desk.pop_failed()] == ["r1"]
+    desk.send(first, len(SYSTEM))
+    assert not desk.scheduler.has_news
+
+
 def test_namespaces_do_not_wait_for_each_other() -> None:
     desk = desk_of()
-    for rid, namespace in (("a", None), ("b", "lora"), ("c", None)):
+    for rid, namespace in (("a", None), ("b", "lora"), ("c", None), ("d", "lora")):
         req = desk.add(rid, [*SYSTEM, 1], namespace=namespace)
         desk.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
     assert desk.next_pass() == ["a", "b"]
+    desk.send(desk.scheduler.requests["b"], len(SYSTEM))
+    assert desk.next_pass() == ["d"]
+
+
+def test_equal_pages_behind_others_are_not_waited_for() -> None:
+    desk = desk_of()
+    for start in (1, 2):
+        desk.done(desk.sending(f"{start}", [start] * PAGE_SIZE))
+    for rid, start in (("a", 1), ("b", 2), ("c", 1)):
+        req = desk.add(rid, [*[start] * PAGE_SIZE, *SYSTEM, 1])
+        desk.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
+    assert desk.next_pass() == ["a", "b"]
+    assert [req.prefix_len for req in desk.scheduler.requests.values()] == [4, 4, 0]
+
+
+def test_a_chunk_within_what_was_cached_moves_no_leader_back() -> None:
+    """As on a rank that had more in its cache than another."""
+    desk = desk_of()
+    desk.done(desk.sending("cached", SYSTEM[:8]))
+    first, *_ = burst(desk, 3)
+    assert desk.next_pass() == ["r0"]
+    assert first.prefix_len == 8
+    desk.send(first, 4)
+    assert desk.next_pass() == []
+    desk.send(first, len(SYSTEM))
+    assert desk.next_pass() == ["r1", "r2"]
+
+
+def test_one_whose_wait_was_over_and_that_did_not_fit_does_not_wait_for_that_again() -> None:
+    desk = desk_of(num_pages=13)
+    burst(desk, 2)
+    assert desk.next_pass() == ["r0"]
+    other = desk.computing("x", len(SYSTEM) + 4)
+    desk.send(other, len(SYSTEM))
+    for _ in range(2):
+        assert desk.next_pass() == [], "there are no pages"
+        desk.scheduler.bootstrapped.look_again()
+    desk.scheduler.abort("x", 0.0)
+    desk.source_free(other)
+    desk.pop_failed()
+    assert desk.next_pass() == ["r1"]
 
 
 def test_an_engine_with_extra_state_waits_for_nothing() -> None:
