@@ -292,6 +292,13 @@ def test_equal_pages_behind_others_are_not_waited_for() -> None:
     assert [req.prefix_len for req in desk.scheduler.requests.values()] == [4, 4, 0]
 
 
+def test_rows_that_run_out_in_a_pass_end_it() -> None:
+    desk = desk_of(rows=2)
+    for rid in "abc":
+        desk.scheduler.room_bootstrapped(desk.add(rid, 5).room_key, 0, "", 0.0)
+    assert desk.next_pass() == ["a", "b"]
+
+
 def test_a_chunk_within_what_was_cached_moves_no_leader_back() -> None:
     """As on a rank that had more in its cache than another."""
     desk = desk_of()
