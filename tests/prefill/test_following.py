@@ -320,6 +320,7 @@ def test_one_whose_wait_was_over_and_that_did_not_fit_does_not_wait_for_that_aga
     desk.send(other, len(SYSTEM))
     for _ in range(2):
         assert desk.next_pass() == [], "there are no pages"
+        assert desk.scheduler.wake_s == float("inf"), "and time brings none"
         desk.scheduler.bootstrapped.look_again()
     desk.scheduler.abort("x", 0.0)
     desk.source_free(other)
