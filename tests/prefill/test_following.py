@@ -308,8 +308,10 @@ def test_a_chunk_within_what_was_cached_moves_no_leader_back() -> None:
     assert first.prefix_len == 8
     desk.send(first, 4)
     assert desk.next_pass() == []
+    late = desk.add("late", [*SYSTEM, 1])
+    assert desk.bootstrap(late) == [], "it finds the leader where it was"
     desk.send(first, len(SYSTEM))
-    assert desk.next_pass() == ["r1", "r2"]
+    assert desk.next_pass() == ["r1", "r2", "late"]
 
 
 def test_one_whose_wait_was_over_and_that_did_not_fit_does_not_wait_for_that_again() -> None:
