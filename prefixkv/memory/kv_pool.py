@@ -184,7 +184,8 @@ class KVPool:
         return out.view(torch.uint8)
 
     def write_pages(self, pages: PageIds, data: torch.Tensor) -> None:
-        """The inverse of `read_pages`: `data` is uint8 of that shape, on any device.
+        """The inverse of `read_pages`: `data` is uint8 of that shape, on any device. On a GPU it
+        goes through the current stream, and is there on return.
 
         Raises: PageStateError for a page outside the pool, ConfigError for another shape or dtype.
         """
@@ -204,6 +205,7 @@ class KVPool:
         source = data.contiguous().view(self._words[0].dtype).to(self._words[0].device)
         for i, words in enumerate(self._words):
             words.index_copy_(0, index, source[:, i])
+        _settle(words.device)
 
     def _shape_words(self) -> tuple[int, ...]:
         return (len(self._words), *self._words[0].shape[1:])
@@ -227,10 +229,17 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
         if device == "cpu":
             _prefer_huge_pages(raw)
         raw.zero_()
+        _settle(raw.device)
     except RuntimeError as error:
         raise CapacityError(f"{num_bytes} bytes do not fit on {device}: {error}") from error
     skip = -raw.data_ptr() % BLOCK_BYTES
     return raw[skip : skip + num_bytes].view(element).view(shape)
+
+
+def _settle(device: torch.device) -> None:
+    """What was queued on the current stream is done: others (NIXL) use the memory in no stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _prefer_huge_pages(memory: torch.Tensor) -> None:

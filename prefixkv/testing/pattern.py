@@ -51,7 +51,14 @@ def make_pools(
 
 def make_patterns(pools: Sequence[KVPool], mesh: Mesh, salt: int) -> list[KVPattern]:
     """One a rank."""
-    return [KVPattern(pool.layout, salt, pool, (mesh, rank)) for rank, pool in enumerate(pools)]
+    return [pattern_in(pool, salt, (mesh, rank)) for rank, pool in enumerate(pools)]
+
+
+def pattern_in(pool: KVPool, salt: int, place: tuple[Mesh, int] | None = None) -> KVPattern:
+    """The pattern in a pool on any device; `place` as with `KVPattern`."""
+    if pool.device == "cpu":
+        return KVPattern(pool.layout, salt, pool, place)
+    return MirroredPattern(pool, salt, place)
 
 
 class KVPattern:
@@ -131,6 +138,45 @@ class KVPattern:
         if len(pages) < needed:
             raise CallerError(f"{len(pages)} pages, {len(hashes)} tokens need {needed}")
         return splitmix64(hashes ^ self._salt).astype(self._dtype)
+
+
+class MirroredPattern(KVPattern):
+    """The pattern in a pool that the CPU cannot read. Works on a pool of the same sizes in CPU
+    memory, and copies whole pages to it and back; they are there on return.
+    """
+
+    def __init__(self, pool: KVPool, salt: int, place: tuple[Mesh, int] | None = None) -> None:
+        layout = pool.layout
+        self._pool = pool
+        self.mirror = KVPool.create(
+            layout.num_pages, layout.page_size, layout.num_layers, layout.num_kv_heads,
+            layout.head_dim, dtype=layout.dtype, attention=layout.attention,
+        )  # fmt: skip
+        super().__init__(self.mirror.layout, salt, self.mirror, place)
+
+    def fill(self, pages: Pages, start: int, hashes: Words) -> None:
+        touched = self.fill_mirror(pages, start, hashes)
+        self._pool.write_pages(touched, self.mirror.read_pages(touched))
+
+    def fill_mirror(self, pages: Pages, start: int, hashes: Words) -> Pages:
+        """`fill` the mirror alone, other slots being as in the pool. Returns the pages touched."""
+        touched = pages[start // self.page_size : pages_for(len(hashes), self.page_size)]
+        self._fetch(touched)
+        super().fill(pages, start, hashes)
+        return touched
+
+    def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Words) -> None:
+        touched = np.unique(pages)
+        self._fetch(touched)
+        super().fill_tokens(pages, slots, hashes)
+        self._pool.write_pages(touched, self.mirror.read_pages(touched))
+
+    def mismatches(self, pages: Pages, hashes: Words) -> int:
+        self._fetch(pages[: pages_for(len(hashes), self.page_size)])
+        return super().mismatches(pages, hashes)
+
+    def _fetch(self, pages: Pages) -> None:
+        self.mirror.write_pages(pages, self._pool.read_pages(pages))
 
 
 def _spans(

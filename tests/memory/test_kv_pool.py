@@ -15,6 +15,7 @@ import torch
 from prefixkv.errors import CapacityError, ConfigError, PageStateError
 from prefixkv.memory.kv_pool import KVPool
 from tests.models.engine_tensors import DIM, DTYPES, ENGINES, HEADS, LAYERS, PAGES, TOKENS, distinct
+from tests.models.gpu import GPU
 
 ORDERS = ["layer_major", "page_major"]
 ATTENTION = ["mha", "mla"]
@@ -206,15 +207,27 @@ def test_tensors_that_are_no_pool(
         KVPool.from_tensors(k, v)
 
 
-@pytest.mark.parametrize("device", [
-    "cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="")),
-])  # fmt: skip
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_a_pool_says_where_its_tensors_are(device: str) -> None:
     pool = KVPool.create(PAGES, TOKENS, LAYERS, HEADS, DIM, device=device)
     found = str(torch.zeros(1, device=device).device)  # "cuda" by its number
     k, v = ([kind(layer) for layer in range(LAYERS)] for kind in (pool.k, pool.v))
     for described in (pool, KVPool.from_tensors(k, v)):
         assert (described.layout.device, described.device) == (found, found)
+
+
+@GPU
+def test_on_a_gpu_a_pool_and_written_pages_are_there_on_return() -> None:
+    """A transport reads and writes them in no stream of torch's."""
+    stream = torch.cuda.current_stream()
+    torch.cuda._sleep(200_000_000)  # cycles: what is queued behind them is done much later
+    pool = KVPool.create(PAGES, TOKENS, LAYERS, HEADS, DIM, device="cuda")
+    assert stream.query()
+    pool = KVPool.create(64, 64, 4, 8, 1024, device="cuda")
+    data = torch.randint(0, 256, pool.read_pages(range(64)).shape, dtype=torch.uint8).cuda()
+    pool.write_pages(range(64), data)  # 512 MiB: longer than launching it
+    assert stream.query()
+    assert torch.equal(pool.read_pages(range(64)), data.cpu())
 
 
 def test_the_same_tensor_as_k_and_v() -> None:

@@ -8,10 +8,11 @@ import torch
 from prefixkv.errors import CapacityError, ConfigError
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.memory.staging_buffer import StagingBuffer
+from tests.models.gpu import GPU
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+    pytest.param("cuda", marks=GPU),
 ]
 
 

@@ -12,6 +12,7 @@ from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.ids import PeerId
 from tests.models.children import Child, answer, children
+from tests.models.devices import DEVICE
 from tests.models.node_pair import Tokens
 from tests.models.node_process import EVENTS
 from tests.models.patience import PATIENCE_S, SkippableClock
@@ -32,20 +33,21 @@ class _PrefillServed(_Served):
     """One prefill rank."""
 
     def __init__(
-        self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...]
-    ) -> None:
+        self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...],
+        device: str = DEVICE,
+    ) -> None:  # fmt: skip
         from prefixkv.runtime.nodes import PrefillNode
         from prefixkv.testing.hashing import PrefixHasher
-        from prefixkv.testing.pattern import KVPattern, make_pools
+        from prefixkv.testing.pattern import make_pools, pattern_in
         from tests.models.mesh_workers import SALT
 
         super().__init__()
-        pool = make_pools(mesh, 64, 4, 16, order="layer_major")[rank]
+        pool = make_pools(mesh, 64, 4, 16, order="layer_major", device=device)[rank]
         self.node = PrefillNode(pool, config, mesh, rank, endpoints)
         self.hello = (self.node.peer_id, self.node.endpoint)
         self._reqs: dict[str, Any] = {}
         self._hashes = PrefixHasher().prefixes
-        self._fill = KVPattern(pool.layout, SALT, pool, (mesh, rank)).fill
+        self._fill = pattern_in(pool, SALT, (mesh, rank)).fill
 
     def add(self, rid: str, tokens: Tokens, room: int) -> None:
         from prefixkv.request import Request
@@ -77,18 +79,20 @@ class _PrefillServed(_Served):
 class _DecodeServed(_Served):
     """A decode rank above 0."""
 
-    def __init__(self, mesh: Mesh, rank: int, config: DecodeConfig, worker: PeerId) -> None:
+    def __init__(
+        self, mesh: Mesh, rank: int, config: DecodeConfig, worker: PeerId, device: str = DEVICE
+    ) -> None:
         from prefixkv.runtime.decode_rank import DecodeRank
         from prefixkv.testing.hashing import PrefixHasher
-        from prefixkv.testing.pattern import KVPattern, make_pools
+        from prefixkv.testing.pattern import make_pools, pattern_in
         from tests.models.mesh_workers import SALT
 
         super().__init__()
-        pool = make_pools(mesh, 64, 4, 16, order="page_major")[rank]
+        pool = make_pools(mesh, 64, 4, 16, order="page_major", device=device)[rank]
         self.node = DecodeRank(pool, config, mesh, rank, worker)
         self.hello = (self.node.peer_id, "")
         self._hashes = PrefixHasher().prefixes
-        self._check = KVPattern(pool.layout, SALT, pool, (mesh, rank))
+        self._check = pattern_in(pool, SALT, (mesh, rank))
 
     def apply(self, raw: bytes) -> None:
         self.node.apply(raw)

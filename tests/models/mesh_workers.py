@@ -19,6 +19,7 @@ from prefixkv.request import Request
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.testing.hashing import PrefixHasher
 from prefixkv.testing.pattern import make_patterns, make_pools
+from tests.models.devices import DEVICE
 from tests.models.node_pair import Tokens
 from tests.models.patience import PATIENCE_S
 
@@ -32,16 +33,19 @@ class MeshPair:
     def __init__(
         self, prefill: Mesh, decode: Mesh, *, attention: str = "mha",
         orders: tuple[str, str] = ("layer_major",) * 2, page_sizes: tuple[int, int] = (4, 4),
-        num_pages: int = 64, head_dim: int = 16, chunk: int = 12,
+        num_pages: int = 64, head_dim: int = 16, chunk: int = 12, device: str = DEVICE,
         prefill_config: PrefillConfig | None = None, decode_config: DecodeConfig | None = None,
         prefill_more: dict[str, Any] | None = None, decode_more: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """`prefill_more` and `decode_more` are for the groups."""
         self.chunk = chunk
         prefill_pools, self.decode_pools = (
-            make_pools(side, num_pages, page_size, head_dim, attention=attention, order=order)
+            make_pools(
+                side, num_pages, page_size, head_dim,
+                attention=attention, order=order, device=device,
+            )
             for side, page_size, order in zip((prefill, decode), page_sizes, orders, strict=True)
-        )
+        )  # fmt: skip
         self.prefill = PrefillGroup(
             prefill_pools, prefill_config or PrefillConfig(), prefill, **prefill_more or {}
         )

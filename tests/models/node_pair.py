@@ -24,8 +24,9 @@ from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.testing.hashing import PrefixHasher, sample
-from prefixkv.testing.pattern import KVPattern
+from prefixkv.testing.pattern import pattern_in
 from tests.models.auditor import assert_at_rest
+from tests.models.devices import DEVICE
 from tests.models.patience import PATIENCE_S
 
 Tokens = npt.NDArray[np.int32]
@@ -40,7 +41,7 @@ def tokens_of(seed: int, count: int) -> Tokens:
 
 
 def make_pool(num_pages: int = 64, page_size: int = 4, **options: Any) -> KVPool:
-    sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16} | options
+    sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "device": DEVICE} | options
     return KVPool.create(num_pages, page_size, **sizes)
 
 
@@ -60,7 +61,7 @@ class PrefillDriver:
             4, "little"
         )
         self.ready: dict[tuple[str, int], Any] = {}  # by request and number of the chunk
-        self.pattern = KVPattern(node.pool.layout, SALT, node.pool)
+        self.pattern = pattern_in(node.pool, SALT)
         self.computing: dict[str, PrefillRequest] = {}
         self.computed: dict[str, int] = {}
         self.added: list[str] = []
@@ -114,7 +115,7 @@ class DecodeDriver:
         self.together = (
             False  # who is admitted runs once all who are admitted have arrived, on any machine
         )
-        self.pattern = KVPattern(node.pool.layout, SALT, node.pool)
+        self.pattern = pattern_in(node.pool, SALT)
         self.prompts: dict[str, Tokens] = {}
         self.running: dict[str, DecodeRequest] = {}
         self.ended: dict[str, Exception | None] = {}  # None: finished

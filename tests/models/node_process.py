@@ -60,6 +60,12 @@ class _Served:
             self.node = DecodeNode(make_pool(**pool), config)
             self.driver = DecodeDriver(self.node, lambda *ask: None)  # the test tells prefill
 
+    def late(self) -> None:
+        """Prefill computes on a stream of the GPU's, and hands chunks over before that is over."""
+        from tests.models.late_prefill import LatePrefillDriver
+
+        self.driver = LatePrefillDriver(self.node)
+
     def set(self, **attributes: Any) -> None:
         """Attributes of the driver."""
         for name, value in attributes.items():

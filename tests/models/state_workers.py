@@ -51,7 +51,9 @@ class StatePair(MeshPair):
             prefill, decode,
             prefill_more={"states": [memory.pool() for memory in self.sources]}
             | ({"usable_prefix": self._usable} if usable else {}),
-            decode_more={"states": [memory.pool() for memory in self.targets]}, **options,
+            decode_more={"states": [memory.pool() for memory in self.targets]},
+            device="cpu",  # where the state is
+            **options,
         )  # fmt: skip
 
     def _usable(self, req: PrefillRequest, prefix_len: int) -> int:

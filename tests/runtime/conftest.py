@@ -12,6 +12,7 @@ import pytest
 
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from tests.models.devices import TCP
 from tests.models.node_pair import NodePair, make_pool
 from tests.models.patience import NEVER_S, SkippableClock
 
@@ -39,7 +40,7 @@ def _wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Both of UCX's ways between two agents: copies inside the post, and writes that go on after
     it."""
     if request.param == "tcp":
-        monkeypatch.setenv("UCX_TLS", "tcp")  # read when an agent is created
+        monkeypatch.setenv("UCX_TLS", TCP)  # read when an agent is created
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch
 from prefixkv.control.effects import CopyDone
 from prefixkv.errors import ClosedError, ConfigError
 from prefixkv.runtime.copies import CopyPool
+from tests.models.gpu import GPU
 
 WAIT_S = 60.0
 
@@ -106,12 +107,12 @@ def test_a_pool_without_threads_is_refused() -> None:
         CopyPool(0, lambda done: None)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@GPU
 def test_on_cuda_a_copy_is_over_when_it_is_reported() -> None:
     results: Results = SimpleQueue()
     source = torch.arange(1 << 24, device="cuda")
     target = torch.zeros_like(source)
-    host = torch.zeros(1 << 24, dtype=torch.int64)
+    host = torch.zeros(1 << 24, dtype=torch.int64).pin_memory()  # else the copy itself waits
     torch.cuda.synchronize()
     streams: set[int] = set()
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import TransferError
 from prefixkv.memory.mesh import Mesh
@@ -13,7 +15,8 @@ from prefixkv.ranks.replica import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode
 from prefixkv.testing.hashing import PrefixHasher
-from prefixkv.testing.pattern import KVPattern, make_pools
+from prefixkv.testing.pattern import make_pools, pattern_in
+from tests.models.gpu import GPU
 from tests.models.mesh_process import RankProcess, rank_processes
 from tests.models.mesh_workers import SALT
 from tests.models.node_pair import tokens_of
@@ -32,16 +35,17 @@ NUM_TOKENS, CHUNK = 60, 20
 class Workers:
     """Decode's rank 0 is here, and so are the engines: they carry what ranks say to each other."""
 
-    def __init__(self, start: Callable[..., RankProcess]) -> None:
+    def __init__(self, start: Callable[..., RankProcess], device: str) -> None:
         self._start = start
+        self._device = device
         self._addresses = [lasting_address() for _ in range(2)]
         self.prefill = [self.start_prefill(1)]
         self.prefill.insert(0, self.start_prefill(0))
         config = DecodeConfig(control=QUICK, transport=TRANSPORT, reserve_tokens=8)
-        pool = make_pools(DECODE, 64, 4, 16, order="page_major")[0]
+        pool = make_pools(DECODE, 64, 4, 16, order="page_major", device=device)[0]
         self.node = DecodeNode(pool, config, RankLog(digest_every=1), DECODE)
-        self.other = start("decode", DECODE, 1, config, self.node.peer_id)
-        self._check = KVPattern(pool.layout, SALT, pool, (DECODE, 0))
+        self.other = start("decode", DECODE, 1, config, self.node.peer_id, device)
+        self._check = pattern_in(pool, SALT, (DECODE, 0))
         self._hashes = PrefixHasher().prefixes
         self._ready: dict[str, int] = {}
         self.computed: dict[str, int] = {}
@@ -54,7 +58,8 @@ class Workers:
 
     def start_prefill(self, rank: int) -> RankProcess:
         config = PrefillConfig(control=QUICK, transport=TRANSPORT, bind=self._addresses[rank])
-        return self._start("prefill", PREFILL, rank, config, () if rank else (self._addresses[1],))
+        others = () if rank else (self._addresses[1],)
+        return self._start("prefill", PREFILL, rank, config, others, self._device)
 
     def submit(self, rid: str, seed: int, event: str = "", at: int = -1) -> None:
         tokens = tokens_of(seed, NUM_TOKENS)
@@ -120,9 +125,10 @@ class Workers:
         return self.node.num_rooms + self.other.call("rooms")
 
 
-def test_a_prefill_rank_is_killed_and_comes_back(clock: SkippableClock) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_a_prefill_rank_is_killed_and_comes_back(clock: SkippableClock, device: str) -> None:
     with rank_processes() as start:
-        there = Workers(start)
+        there = Workers(start, device)
         with there.node:
             there.submit("warm-up", 1)
             there.until(lambda: "warm-up" in there.arrived and "warm-up" not in there.live)

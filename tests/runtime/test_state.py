@@ -233,7 +233,7 @@ def test_workers_of_other_state_refuse_each_other(
     ours, other = (StateMemory(t, 2, ONE).pool() if t else None for t in (TENSORS, theirs))
     prefill, decode = (other, ours) if turned else (ours, other)
     more = {"prefill_more": {"states": [prefill]}, "decode_more": {"states": [decode]}}
-    with MeshPair(ONE, ONE, **QUICKLY, **more) as pair:  # type: ignore[arg-type]
+    with MeshPair(ONE, ONE, device="cpu", **QUICKLY, **more) as pair:  # type: ignore[arg-type]
         pair.submit("r", tokens_of(0, 10), room=1)
         pair.until(lambda: "r" in pair.failed)
         assert field in str(pair.failed["r"])
@@ -246,7 +246,7 @@ def test_heads_that_would_come_from_ranks_that_send_no_kv_are_refused() -> None:
         [StateMemory(tensors, 2, m, rank).pool() for rank in range(m.num_ranks)] for m in meshes
     ]
     more = {"prefill_more": {"states": states[0]}, "decode_more": {"states": states[1]}}
-    with MeshPair(*meshes, attention="mla", **QUICKLY, **more) as pair:  # type: ignore[arg-type]
+    with MeshPair(*meshes, attention="mla", device="cpu", **QUICKLY, **more) as pair:  # type: ignore[arg-type]
         pair.submit("r", tokens_of(0, 10), room=1)
         pair.until(lambda: "r" in pair.failed)
         assert "send no KV" in str(pair.failed["r"])
@@ -255,4 +255,4 @@ def test_heads_that_would_come_from_ranks_that_send_no_kv_are_refused() -> None:
 def test_a_state_pool_that_is_not_the_rank_s_share_is_a_mistake() -> None:
     state = StateMemory(TENSORS, 2, ONE).pool()
     with pytest.raises(ConfigError, match="not the share of rank 1"):
-        MeshPair(mesh(2), ONE, prefill_more={"states": [state, state]})
+        MeshPair(mesh(2), ONE, device="cpu", prefill_more={"states": [state, state]})

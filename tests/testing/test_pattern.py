@@ -1,5 +1,7 @@
 """The pattern is what a loop over every element says, and any wrong byte is seen."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from prefixkv.errors import CallerError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.testing.hashing import PrefixHasher, splitmix64
-from prefixkv.testing.pattern import KVPattern
+from prefixkv.testing.pattern import KVPattern, MirroredPattern
 
 SHAPES = [  # dtype, attention, order, heads, head_dim
     ("bfloat16", "mha", "layer_major", 3, 16),
@@ -73,18 +75,30 @@ def by_hand(pool: KVPool, salt: int, pages, start: int, hashes) -> np.ndarray:
     return out
 
 
+def plain(pool: KVPool, salt: int) -> KVPattern:
+    return KVPattern(pool.layout, salt, pool)
+
+
+WAYS = pytest.mark.parametrize("pattern_of", [plain, MirroredPattern])
+
+
+@WAYS
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", [0, 3, 8])
-def test_fill_is_the_loop(shape, start):
+def test_fill_is_the_loop(shape, start, pattern_of):
     pool = make_pool(*shape)
     pages, hashes = pages_of(7, 3, 4, 5, 1), hashes_of(18)
-    KVPattern(pool.layout, 5, pool).fill(pages, start, hashes)
+    pattern_of(pool, 5).fill(pages, start, hashes)
     assert np.array_equal(as_bytes(pool), by_hand(pool, 5, pages, start, hashes))
 
 
-@pytest.mark.parametrize("pool", [make_pool(*shape) for shape in SHAPES] + [engine_tensors()])
-def test_token_by_token_is_the_same_as_at_once(pool):
-    pattern = KVPattern(pool.layout, 1, pool)
+@WAYS
+@pytest.mark.parametrize(
+    "make", [*(partial(make_pool, *shape) for shape in SHAPES), engine_tensors]
+)
+def test_token_by_token_is_the_same_as_at_once(make, pattern_of):
+    pool = make()
+    pattern = pattern_of(pool, 1)
     many = [(pages_of(2, 9), hashes_of(7, 1)), (pages_of(4, 3), hashes_of(7, 2))]
     for i in range(7):
         at = np.array([pages[i // PAGE_SIZE] for pages, _ in many], dtype=np.int32)
@@ -98,6 +112,21 @@ def test_token_by_token_is_the_same_as_at_once(pool):
         assert pattern.mismatches(pages, hashes) == 2
         pattern.fill(pages, 0, hashes)
     assert np.array_equal(as_bytes(pool), one_by_one)
+
+
+@WAYS
+@pytest.mark.parametrize("token_by_token", [False, True])
+def test_what_others_wrote_beside_what_is_filled_stays(pattern_of, token_by_token):
+    pool = make_pool()
+    pattern, pages, hashes = pattern_of(pool, 1), pages_of(7, 3), hashes_of(6)
+    before = pool.read_pages(range(PAGES)).random_(0, 256)
+    pool.write_pages(range(PAGES), before)
+    if token_by_token:
+        pattern.fill_tokens(pages[1:], np.array([1]), hashes[5:])
+    else:
+        pattern.fill(pages, 5, hashes)
+    changed = (pool.read_pages(range(PAGES)) != before).flatten(3).any(3).any(1).nonzero()
+    assert changed.tolist() == [[3, 1]]  # page, slot
 
 
 @given(st.data())

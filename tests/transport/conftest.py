@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.models.devices import TCP
 from tests.models.transport_driver import Driver, FakeDriver, NixlDriver
 
 
 @pytest.fixture(params=["fake", "nixl", "nixl-tcp", "nixl-3-threads"])
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     if request.param == "nixl-tcp":
-        monkeypatch.setenv("UCX_TLS", "tcp")  # read when an agent is created
+        monkeypatch.setenv("UCX_TLS", TCP)  # read when an agent is created
     made = (
         FakeDriver()
         if request.param == "fake"
@@ -30,7 +31,7 @@ def nixl_driver(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[NixlDriver]:
     if request.param == "nixl-tcp":
-        monkeypatch.setenv("UCX_TLS", "tcp")
+        monkeypatch.setenv("UCX_TLS", TCP)
     made = NixlDriver()
     try:
         yield made

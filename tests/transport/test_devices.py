@@ -23,13 +23,13 @@ from prefixkv.transport.nixl_loop import NixlLoop
 from prefixkv.transport.routes import PeerMemory
 from prefixkv.transport.runs import paired_runs
 from prefixkv.transport.sharded import make_transport
+from tests.models.gpu import GPU
 from tests.models.state_memory import TENSORS, StateMemory
 from tests.models.transport_driver import NixlDriver, Staging
 from tests.models.transport_pools import Shape, make_pool
 
 DEVICE_COLUMN = 2
 TYPES = {"cpu": ("DRAM", 0), "cuda:0": ("VRAM", 0), "cuda:1": ("VRAM", 1), "cuda:3": ("VRAM", 3)}
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 class RecordingAgent:

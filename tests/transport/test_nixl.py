@@ -22,6 +22,7 @@ from prefixkv.transport import nixl_agent, nixl_loop
 from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteDrained, WriteFailed
 from prefixkv.transport.nixl import NixlTransport
 from prefixkv.transport.wait import Inbox
+from tests.models.devices import TCP
 from tests.models.patience import PATIENCE_S, until
 from tests.models.transport_child import BIG, Child, children
 from tests.models.transport_driver import NixlDriver, Node
@@ -231,7 +232,7 @@ def test_a_killed_peer_fails_its_own_jobs_only_and_may_come_back(nixl_driver: Ni
 def tcp_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlDriver]:
     """TCP only: there a post needs the target's help, so it stays under way as long as the target
     stands still."""
-    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_TLS", TCP)
     driver = NixlDriver()
     try:
         yield driver

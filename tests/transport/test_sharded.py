@@ -19,6 +19,7 @@ from prefixkv.transport import nixl_agent, nixl_loop
 from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteDrained, WriteFailed
 from prefixkv.transport.nixl import NixlTransport
 from prefixkv.transport.sharded import ShardedTransport, make_transport, shard_of
+from tests.models.devices import TCP
 from tests.models.patience import PATIENCE_S
 from tests.models.transport_child import BIG, children
 from tests.models.transport_driver import NixlDriver, Node
@@ -110,7 +111,7 @@ def test_a_peer_that_stands_still_stalls_no_room_of_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Over TCP, with posts to it under way on every thread."""
-    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_TLS", TCP)
     driver = NixlDriver(THREADS)
     rooms = [room for shard in range(THREADS) for room in rooms_of(shard, 4)]
     try:
