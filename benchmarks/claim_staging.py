@@ -51,6 +51,7 @@ class Staging:
     leases: int = 4
     repeats: int = 5
     patience_s: float = 30.0
+    device: str = "cpu"  # of both sides' pools
 
     @property
     def num_bytes(self) -> int:
@@ -77,10 +78,11 @@ class Staging:
         shards = [mesh.shard(rank) for rank in range(mesh.num_ranks)]
         return [
             KVPool.create(
-                count, self.page_size, s.num_layers, s.num_heads, self.head_dim, order=self.layout
+                count, self.page_size, s.num_layers, s.num_heads, self.head_dim,
+                order=self.layout, device=self.device,
             )
             for s in shards
-        ]
+        ]  # fmt: skip
 
     def mesh(self, side: int, variant: str) -> Mesh:
         """`side`: 0 for prefill, 1 for decode."""
@@ -99,6 +101,13 @@ class Staging:
         if self.pages == "random":
             allocator = books.allocator
             allocator.free(allocator.alloc(allocator.free_pages)[::2])  # the others never come back
+
+
+def small(meshes: str) -> Staging:
+    """As small as it still works."""
+    return Staging(
+        meshes, num_pages=8, num_layers=2, lease_bytes=512 << 10, repeats=1, patience_s=0.0
+    )
 
 
 def prefill_side(pipe: Connection, _watch: Watch, case: Staging) -> None:
@@ -197,16 +206,7 @@ def measure(quick: bool) -> tuple[list[Claim], Row]:
     rows, claims = [], []
     for meshes in MESHES:
         for pages in ("fresh",) if quick else ("fresh", "random"):
-            case = Staging(meshes, pages=pages)
-            if quick:
-                case = Staging(
-                    meshes,
-                    num_pages=8,
-                    num_layers=2,
-                    lease_bytes=512 << 10,
-                    repeats=1,
-                    patience_s=0.0,
-                )
+            case = small(meshes) if quick else Staging(meshes, pages=pages)
             row = run_pair(decode_side, prefill_side, case)
             rows.append(row)
             where = f"{row['meshes']}, {pages} pages"

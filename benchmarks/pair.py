@@ -67,12 +67,13 @@ class Claim:
 
 
 def run_pair(
-    measuring: Side, serving: Side, *args: Any, env: Mapping[str, str] | None = None
-) -> Any:
+    measuring: Side, serving: Side, *args: Any, env: Mapping[str, str] | None = None,
+    cores: int = 1,
+) -> Any:  # fmt: skip
     """Run both sides, each in a process of its own, and return what `measuring` returns.
 
-    `env` is set in both before anything is imported there (UCX_TLS). Raises WorkerError when a side
-    fails.
+    Each is pinned to `cores` of its own, where there are so many. `env` is set in both before
+    anything is imported there (UCX_TLS). Raises WorkerError when a side fails.
     """
     context = get_context("spawn")
     ends = dict(zip((measuring, serving), context.Pipe(), strict=True))
@@ -81,7 +82,9 @@ def run_pair(
         for number, (side, end) in enumerate(ends.items()):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_child, args=(os.getpid(), number, theirs, side, end, args), daemon=True
+                target=_child,
+                args=(os.getpid(), number, cores, theirs, side, end, args),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -127,6 +130,7 @@ def _result(results: dict[Connection, Side], measuring: Side) -> Any:
 def _child(
     parent: int,
     number: int,
+    num_cores: int,
     results: Connection,
     side: Side,
     pipe: Connection,
@@ -137,7 +141,8 @@ def _child(
         if os.getppid() != parent:  # it died before the call
             os._exit(1)
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[number % len(cores)]})
+    first = number * num_cores
+    os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(num_cores)})
     try:
         import torch
 

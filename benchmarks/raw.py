@@ -10,6 +10,7 @@ from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import Pages
 from prefixkv.transport import nixl_agent
+from prefixkv.transport.nixl_agent import memory_type_of
 from prefixkv.transport.parts import cut_parts, part_indices
 from prefixkv.transport.runs import paired_runs
 
@@ -24,8 +25,9 @@ def make_agent(name: str, *layouts: KVLayout) -> Any:
     sync = _nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
     config = _nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=sync)
     agent = AgentType(name, config)
-    regions = [(address, length, 0, "") for layout in layouts for address, length in layout.regions]
-    agent.register_memory(regions, "DRAM", backends=["UCX"])
+    for layout in layouts:
+        regions = [(address, length, layout.device_id, "") for address, length in layout.regions]
+        agent.register_memory(regions, memory_type_of(layout), backends=["UCX"])
     return agent
 
 
@@ -36,8 +38,10 @@ class RawAgent:
         self.name = name
         self.num_bytes = num_bytes
         self._pool = pool
+        self._memory_type = memory_type_of(pool.layout)
+        self._device_id = pool.layout.device_id
         self._buffer = KVPool.create(
-            1, num_bytes // _ROW, 1, 1, _ROW, dtype="uint8", attention="mla"
+            1, num_bytes // _ROW, 1, 1, _ROW, dtype="uint8", attention="mla", device=pool.device
         )
         self.api = make_agent(name, self._buffer.layout, pool.layout)
         self.address = self._buffer.layout.regions[0][0]
@@ -48,12 +52,13 @@ class RawAgent:
         return self.name, bytes(self.api.get_agent_metadata()), self.address, self._pool.layout
 
     def connect(self, introduction: tuple[str, bytes, int, KVLayout]) -> None:
+        """The peer's pool is on a device like ours, as both sides of a benchmark have it."""
         self.peer, metadata, self.theirs, layout = introduction
         self.api.add_remote_agent(metadata)
         self._runs = paired_runs(self._pool.layout, layout)
         self._lists = (
-            self.api.prep_xfer_dlist("", self._runs.src, "DRAM"),
-            self.api.prep_xfer_dlist(self.peer, self._runs.dst, "DRAM"),
+            self.api.prep_xfer_dlist("", self._runs.src, self._memory_type),
+            self.api.prep_xfer_dlist(self.peer, self._runs.dst, self._memory_type),
         )
 
     def buffer_writes(self, post_bytes: int) -> list[Any]:
@@ -61,8 +66,12 @@ class RawAgent:
 
         def prepared(start: int) -> Any:
             length = min(post_bytes, self.num_bytes - start)
-            ours = self.api.get_xfer_descs([(self.address + start, length, 0)], "DRAM")
-            theirs = self.api.get_xfer_descs([(self.theirs + start, length, 0)], "DRAM")
+            ours, theirs = (
+                self.api.get_xfer_descs(
+                    [(address + start, length, self._device_id)], self._memory_type
+                )
+                for address in (self.address, self.theirs)
+            )
             return self.api.initialize_xfer("WRITE", ours, theirs, self.peer, b"part")
 
         return [prepared(start) for start in range(0, self.num_bytes, post_bytes)]

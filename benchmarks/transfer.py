@@ -11,6 +11,7 @@ evictions included; of `random` ones no two are neighbours.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import statistics
@@ -39,10 +40,11 @@ from benchmarks.pair import (
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.report import machine
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
-from prefixkv.errors import ConfigError, OutOfPagesError
+from prefixkv.errors import ConfigError, InternalError, OutOfPagesError
 from prefixkv.pages.manager import PageManager, RequestPages
 
 if TYPE_CHECKING:
+    from prefixkv.memory.kv_pool import KVPool
     from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 
 SIDES: Final = ("stack", "one", "many", "same")
@@ -69,23 +71,29 @@ class Transfer:
     repeats: int = 7
     warm_up: int = 2
     patience_s: float = 25.0  # for repetitions that are left alone
+    device: str = "cpu"  # of both sides' pools
 
     @property
     def num_bytes(self) -> int:
         """Of one request."""
         return self.tokens * self.num_layers * 2 * self.num_kv_heads * self.head_dim * 2
 
-    def pool(self) -> Any:
+    def pool(self, seed: int) -> Any:
         from prefixkv.memory.kv_pool import KVPool
 
-        return KVPool.create(
+        pool = KVPool.create(
             self.num_pages,
             self.page_size,
             self.num_layers,
             self.num_kv_heads,
             self.head_dim,
             order=self.layout,
+            device=self.device,
         )
+        for layer in range(self.num_layers):
+            for view in (pool.k(layer), pool.v(layer)):
+                view.fill_(seed + layer) if self.device == "cpu" else view.normal_()
+        return pool
 
     def prompt(self, room: int) -> Any:
         return np.random.default_rng(room).integers(0, 50_000, self.tokens, dtype=np.int32)
@@ -134,6 +142,14 @@ def _age(books: PageManager, case: Transfer, seed: int) -> None:
         end(0, float(case.ageing_requests))
 
 
+def digest(pool: KVPool, pages: Any) -> bytes:
+    """Of all bytes of these pages."""
+    whole = hashlib.blake2b()
+    for page in pages:
+        whole.update(pool.read_pages([page]).numpy().tobytes())
+    return whole.digest()
+
+
 # --- the prefill process --------------------------------------------------------------------------
 
 
@@ -145,7 +161,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Transfer) -> None:
     from prefixkv.runtime.nodes import PrefillNode
 
     transport = TransportConfig(post_bytes=case.post_bytes)
-    raw = RawAgent("raw-prefill", case.num_bytes, pool := case.pool())
+    raw = RawAgent("raw-prefill", case.num_bytes, pool := case.pool(1))
     with PrefillNode(pool, PrefillConfig(transport=transport)) as node:
         pipe.send((node.endpoint, raw.introduction()))
         raw.connect(pipe.recv())
@@ -158,6 +174,9 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Transfer) -> None:
         pages: Any = None
         while (order := pipe.recv()) is not None:
             side, room, theirs = order
+            if side == "bytes":
+                pipe.send(digest(pool, pages))
+                continue
             if side == "same":
                 handles["same"] = raw.page_writes(
                     pages, theirs, case.post_bytes, transport.post_descriptors
@@ -205,6 +224,12 @@ class _Decode:
         arrived_s: float = self._raw.arrived_s(count)
         return arrived_s - float(self._pipe.recv())
 
+    def check_bytes(self, pool: KVPool) -> None:
+        """Raises InternalError unless the last request's pages are here as they are on prefill."""
+        self._pipe.send(("bytes", 0, None))
+        if self._pipe.recv() != digest(pool, self._pages):
+            raise InternalError("decode has other bytes than prefill")
+
     def _stack(self, room: int) -> float:
         from prefixkv.request import Request
 
@@ -231,7 +256,7 @@ def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
     from benchmarks.raw import RawAgent
     from prefixkv.runtime.nodes import DecodeNode
 
-    raw = RawAgent("raw-decode", case.num_bytes, pool := case.pool())
+    raw = RawAgent("raw-decode", case.num_bytes, pool := case.pool(2))
     with DecodeNode(
         pool, DecodeConfig(transport=TransportConfig(post_bytes=case.post_bytes))
     ) as node:
@@ -251,6 +276,8 @@ def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
             }
 
         rows = watch.least_disturbed(repetition, case.repeats, case.patience_s)
+        decode.take("stack", 1 << 20)  # a room of its own
+        decode.check_bytes(pool)
         pipe.send(None)
     return {
         "layout": case.layout,

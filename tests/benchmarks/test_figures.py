@@ -458,12 +458,72 @@ def storms_table() -> list[str]:
     ]  # fmt: skip
 
 
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def gpu_transfer_table() -> list[str]:
+    rows = [row for row in result("gpu")["measured"]["transfer"] if "page_size" in row]
+    return [
+        *head("layout, tokens a page, pages", "UCX", "node to node, GiB/s",
+              "raw NIXL, its descriptors", "raw NIXL, one write"),
+        *(
+            line(
+                f"`{row['layout']}`, {row['page_size']}, {row['pages']}",
+                f"`UCX_TLS={row['ucx_tls']}`" if row["ucx_tls"] else "CUDA IPC",
+                *(fixed(row["gib_per_s"][side], 1) for side in ("stack", "same", "one")),
+            )
+            for row in rows
+        ),
+    ]  # fmt: skip
+
+
+def gpu_table() -> list[str]:
+    measured = result("gpu")["measured"]
+    (copies,) = measured["copies"]
+
+    def of(what: str) -> str:
+        found = [row[name] for row in copies["staging"] for name in row if what in name]
+        return f"{fixed(min(found))} to {fixed(max(found))} GB/s"
+
+    plain = " / ".join(fixed(speed) for speed in copies["plain_copy"].values())
+    unequal = [
+        line(f"{row['meshes']}, 64 MiB, pages of 16 random: staged / sliced / equal ranks",
+             " / ".join(fixed(row["ms"][name]) for name in ("staged", "sliced", "equal")) + " ms")
+        for row in measured["transfer"] if "meshes" in row
+    ]  # fmt: skip
+    steps = [
+        line(f"a step, batch of {row['batch']:,}, P50: alone / while {fixed(row['came_in_gb_s'])} "
+             "GB/s come in",
+             " / ".join(fixed(row["step_ms"][how]["p50"], 1) for how in ("alone", "beside"))
+             + f" ms ({fixed(row['beside_over_alone'], 2)} times)")
+        for row in measured["step"] if row["layout"] == "page_major"
+    ]  # fmt: skip
+    on, off = measured["turns"]
+    last = " / ".join(f"{fixed(run['turns'][-1]['ms'], 1)} ms" for run in (on, off))
+    sent = " / ".join(f"{fixed(run['mib_in_all'])} MiB" for run in (on, off))
+    verified = on["pages_verified"] + off["pages_verified"]
+    return [
+        *head("what", "measured"),
+        line("plain copy on the card, 8 MiB / 128 MiB / 1 GiB", f"{plain} GB/s"),
+        line("Triton's gather and scatter, all shapes, the kernel alone", of("kernel")),
+        line("the same, leases of 64 MiB, launch and wait counted", of("64_mib")),
+        line("the same, leases of 8 MiB", of("8_mib")),
+        *unequal,
+        *steps,
+        line("turn 5 of a conversation, 2,112 tokens: transfer with the cache on / off", last),
+        line("20 turns of 4 conversations: KV sent with the cache on / off", sent),
+        line("pages verified / wrong in these turns",
+             f"{fixed(verified)} / {on['pages_wrong'] + off['pages_wrong']}"),
+    ]  # fmt: skip
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "demos-table": demos_table, "policies-table": policies_table, "radix-table": radix_table,
     "reserve-table": reserve_table, "sched-table": sched_table, "router-table": router_table,
     "ranks-table": ranks_table, "transport-table": transport_table,
     "small-pages-table": small_pages_table, "meshes-table": meshes_table,
     "burst-table": burst_table, "storms-table": storms_table,
+    "gpu-transfer-table": gpu_transfer_table, "gpu-table": gpu_table,
 }  # fmt: skip
 
 

@@ -53,6 +53,8 @@ def test_an_unknown_one_is_one_line_and_status_2(capfd: pytest.CaptureFixture[st
         ("staging_copy --rounds 0", "at least 1"),
         ("chaos --tls rdma", "rdma"),
         ("replay none.jsonl", "none.jsonl"),
+        ("gpu --device cuda:77", "--device is cuda:77"),
+        ("gpu --device cpu --json no/x", "there is no such folder"),
         ("env tensorrt", "tensorrt"),
         ("env vllm --folder .", "is there and is no virtual environment"),
     ],
