@@ -15,6 +15,7 @@ from prefixkv.memory.mesh import (
     check_holds,
     check_meshes,
     check_page_sizes,
+    check_whole,
     ranks_told,
     readers_awaited,
     sent_share,
@@ -34,8 +35,11 @@ def check_pair(
     """Raises HandshakeError for the first thing that keeps two workers apart, ConfigError for a
     mesh that cannot be."""
     ours.check(theirs)
-    check_meshes(our_topology.mesh(ours), their_topology.mesh(theirs))
+    our_mesh, their_mesh = our_topology.mesh(ours), their_topology.mesh(theirs)
+    check_meshes(our_mesh, their_mesh)
     check_page_sizes(our_topology.page_size, their_topology.page_size)
+    if ours.opaque:
+        check_whole(our_mesh, our_topology.page_size, their_mesh, their_topology.page_size)
 
 
 # --- decode's -------------------------------------------------------------------------------------
@@ -123,10 +127,16 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
     layout.validate()
     our_mesh, theirs = ours.mesh, hello.topology.mesh(digest)
     check_holds(layout, theirs.shard(hello.rank))
-    described = layout.dtype, layout.attention, layout.head_dim, layout.page_size
-    expected = digest.dtype, digest.attention, digest.head_dim, hello.topology.page_size
-    if described != expected:
-        raise HandshakeError("layout", expected, described)
+    expected = {
+        "dtype": digest.dtype,
+        "attention": digest.attention,
+        "head_dim": digest.head_dim,
+        "opaque": digest.opaque,
+        "page_size": hello.topology.page_size,
+    }
+    for name, value in expected.items():
+        if getattr(layout, name) != value:
+            raise HandshakeError(f"layout.{name}", value, getattr(layout, name))
     readers = readers_awaited(our_mesh, rank, theirs)
     share = sent_share(our_mesh, rank, theirs, hello.rank)
     state = _state_link(ours, hello, theirs)

@@ -20,7 +20,7 @@ from prefixkv.errors import ConfigError, PageStateError, check_range
 from prefixkv.paging import MAX_INDEX
 
 ITEMSIZE: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
-SLABS_PER_LAYER: Final = {"mha": 2, "mla": 1}
+SLABS_PER_LAYER: Final = {"mha": 2, "mla": 1, "fused": 1}
 ORDERS: Final = ("layer_major", "page_major", "strided")
 ADDRESS_END: Final = 2**63  # so that address arithmetic in int64 cannot overflow
 
@@ -49,13 +49,21 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """The memory of one KV pool.
 
     `attention` is "mha" (K and V; GQA has fewer KV heads) or "mla" (one latent vector of `head_dim`
-    elements a token and layer, `num_kv_heads` = 1). `slabs` run layer 0 K, layer 0 V, layer 1 K,
-    ... (mla: one a layer). `regions` are the registered ranges as (address, bytes); each slab lies
+    elements a token and layer, `num_kv_heads` = 1), or "fused" (one slab holds all that a layer
+    keeps of its K and V; opaque only). `slabs` run layer 0 K, layer 0 V, layer 1 K, ... (mla,
+    fused: one a layer). `regions` are the registered ranges as (address, bytes); each slab lies
     in one of them. `page_size` is in tokens. `dtype`, `attention` and `order` are plain strings, so
     that one unknown here is refused by its name and is not a malformed frame. `num_pages` is 0
     where a peer did not say; see `sized`. `device` is "cpu" or "cuda:INDEX", with the index that
     the owner's process knows the GPU by; the owner's staging area and state are there too. A
     default value is left out of the message.
+
+    `opaque` is empty where the array [page, token, head, dim] is what it says. Otherwise the pages
+    are *opaque*: their bytes mean something only to what wrote them (kernels that pack a block for
+    an instruction set, rows with scales inside). It is then the name of that format. Such pages
+    move whole, between pools that agree in this tag, page size, heads a rank and bytes a page; a
+    page of a slab is one run of bytes, and `head_dim` is how many elements it has for each of its
+    tokens and heads.
     """
 
     page_size: int
@@ -69,6 +77,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     regions: Regions
     num_pages: int = 0
     device: str = "cpu"
+    opaque: str = ""
 
     @property
     def device_id(self) -> int:
@@ -210,6 +219,9 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             )
         if self.attention == "mla" and self.num_kv_heads != 1:
             raise ConfigError(f"num_kv_heads is {self.num_kv_heads}, must be 1 with mla")
+        check_range("bytes in the name of opaque pages", len(self.opaque.encode()), 0, 256)
+        if self.attention == "fused" and not self.opaque:
+            raise ConfigError('attention is "fused", which only opaque pages are; opaque is empty')
 
     def _checked_regions(self) -> list[tuple[int, int]]:
         """The regions by address, or ConfigError for one that is empty, out of range or overlaps
@@ -240,6 +252,12 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             if stride < extent:
                 raise ConfigError(f"slab {i} has a stride of {stride}, must be at least {extent}")
             extent += (count - 1) * stride
+        one_run = ((self.page_size, self.token_bytes), (self.num_kv_heads, self.head_bytes))
+        if self.opaque and self._inner_dims(slab) != _by_stride(one_run):
+            raise ConfigError(
+                f"slab {i} has strides of {slab.token_stride} and {slab.head_stride}, must be "
+                f"{self.token_bytes} and {self.head_bytes}: an opaque page is one run of bytes"
+            )
         at = _region_at(regions, slab.base)
         end = regions[at][0] + regions[at][1] if at >= 0 else 0
         if slab.base + extent > end:

@@ -15,7 +15,8 @@ from sys import intern
 import torch
 
 from prefixkv.errors import CapacityError, ConfigError
-from prefixkv.memory.kv_layout import KVLayout, Slab
+from prefixkv.memory.axes import Told, as_slabs
+from prefixkv.memory.kv_layout import SLABS_PER_LAYER, KVLayout, Slab
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import PageIds, as_pages, check_in_pool
 
@@ -100,45 +101,56 @@ class KVPool:
         k: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor] | None = None,
         *,
+        page_size: int | None = None,
+        axes: Sequence[str] | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        opaque: str = "",
         regions: Sequence[tuple[int, int]] | None = None,
     ) -> KVPool:
         """Describe and keep an engine's own tensors.
 
+        Without `page_size`, `num_kv_heads` and `head_dim` the shape is believed; what is given has
+        to agree with it. So give them: [page, head, token, dim] taken for [page, token, head, dim]
+        is a pool, of other tokens.
+
         Args:
-            k, v: one view a layer, indexed [page, token, head, dim], any strides but the last,
-                which is 1. k alone: MLA, one view a layer indexed [page, token, dim].
+            k, v: one tensor a layer, alike in shape, dtype and device, strides as they like, except
+                that of "dim", which is 1. k alone: tensors that hold K and V, or MLA's latent
+                vectors.
+            page_size: tokens a page.
+            axes: what each dimension of the tensors is, in their order: "page", "token", "head",
+                "dim", and "kv", of 2, where one tensor holds K and V. MLA has no "head". By default
+                ("page", "token", "head", "dim"), for k alone ("page", "token", "dim").
+            num_kv_heads: that this rank holds.
+            head_dim: elements of a head; MLA: of the latent vector. Of opaque pages: elements of a
+                page for each of its tokens and heads.
+            opaque: "" or the name of the format that only the engine's kernels can read
+                (`KVLayout.opaque`): pages then move whole, and only to a pool with the same name,
+                page size and heads a rank. It has to differ where the bytes would. `page_size` and
+                `axes` are required then. Only "page" has to be among the axes; all others together
+                are one run of bytes, whatever their order. An axis whose meaning has no name is
+                "packed", as K and V are that lie mixed in a page; "kv" makes two runs a page, K
+                and V. Without an axis "head", `num_kv_heads` is 1 where it is not given.
             regions: (address, bytes) ranges to register. By default each storage the views lie in,
                 whole; give them when the storage is an arena that holds more than KV.
 
-        Raises: ConfigError when the views differ in shape, dtype or device, are neither on the CPU
-        nor on a GPU, overlap, or lie in no region.
+        Raises: ConfigError when the tensors differ, are not what was said of them, are neither on
+        the CPU nor on a GPU, overlap, or lie in no region.
+
+        >>> blocks = torch.zeros(8, 2, 32, 128)  # K and V of a head together, in the last 128
+        >>> k_and_v = blocks.unflatten(3, (2, 64))
+        >>> axes = ("page", "head", "token", "kv", "dim")
+        >>> KVPool.from_tensors([k_and_v], page_size=32, axes=axes).layout.head_dim
+        64
+        >>> axes = ("page", "head", "token", "packed")
+        >>> KVPool.from_tensors([blocks], page_size=32, axes=axes, opaque="amx").layout.attention
+        'fused'
         """
-        attention = "mla" if v is None else "mha"
-        dims = 3 if v is None else 4
-        if v is not None and len(v) != len(k):
-            raise ConfigError(f"{len(k)} layers of k and {len(v)} of v")
-        if not k:
-            raise ConfigError("no layers, must be at least 1")
-        views = list(k) if v is None else [view for pair in zip(k, v, strict=True) for view in pair]
-        first = views[0]
-        for i, view in enumerate(views):
-            if view.dim() != dims:
-                raise ConfigError(
-                    f"slab {i} has {view.dim()} dimensions, must have {dims} with {attention}"
-                )
-            for name in ("shape", "dtype", "device"):
-                if getattr(view, name) != getattr(first, name):
-                    raise ConfigError(
-                        f"slab {i} has {name} {getattr(view, name)}, slab 0 has "
-                        f"{getattr(first, name)}"
-                    )
-            if view.stride(-1) != 1:
-                raise ConfigError(
-                    f"slab {i} has a stride of {view.stride(-1)} in its last dimension, must be 1"
-                )
-        slabs = [view.unsqueeze(2) for view in views] if v is None else views
-        found = storages(views) if regions is None else tuple(regions)
-        return cls(_describe(slabs, attention, "strided", found), slabs)
+        told = Told(axes, page_size, num_kv_heads, head_dim, opaque)
+        slabs, attention = as_slabs(k, v, told)
+        found = storages(slabs) if regions is None else tuple(regions)
+        return cls(_describe(slabs, attention, "strided", found, opaque), slabs)
 
     # --- views ------------------------------------------------------------------------------------
 
@@ -149,7 +161,7 @@ class KVPool:
 
     def k(self, layer: int) -> torch.Tensor:
         """K of one layer: a view [num_pages, page_size, num_kv_heads, head_dim]. MLA: the latent,
-        one head."""
+        one head. Opaque pages: the bytes in their order, whatever they mean."""
         return self._slab(layer, 0)
 
     def v(self, layer: int) -> torch.Tensor:
@@ -254,7 +266,11 @@ def _prefer_huge_pages(memory: torch.Tensor) -> None:
 
 
 def _describe(
-    slabs: Sequence[torch.Tensor], attention: str, order: str, regions: tuple[tuple[int, int], ...]
+    slabs: Sequence[torch.Tensor],
+    attention: str,
+    order: str,
+    regions: tuple[tuple[int, int], ...],
+    opaque: str = "",
 ) -> KVLayout:
     """The validated layout of 4-dimensional views."""
     num_pages, page_size, num_kv_heads, head_dim = slabs[0].shape
@@ -262,7 +278,7 @@ def _describe(
     layout = KVLayout(
         num_pages=num_pages,
         page_size=page_size,
-        num_layers=len(slabs) // (1 if attention == "mla" else 2),
+        num_layers=len(slabs) // SLABS_PER_LAYER[attention],
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=str(slabs[0].dtype).removeprefix("torch."),
@@ -276,6 +292,7 @@ def _describe(
         ),
         regions=regions,
         device=intern(str(slabs[0].device)),  # msgspec leaves the default out by identity
+        opaque=opaque,
     )
     layout.validate()
     return layout

@@ -166,6 +166,16 @@ def check_page_sizes(ours: int, theirs: int) -> None:
         )
 
 
+def check_whole(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: int) -> None:
+    """Raises HandshakeError unless each page of one side is a whole page of the other, as opaque
+    pages need. Pipeline stages may differ."""
+    why = "must be equal where pages are opaque"
+    if our_page_size != their_page_size:
+        raise HandshakeError("page_size", our_page_size, their_page_size, why)
+    if ours.tp_size != theirs.tp_size:
+        raise HandshakeError("tp_size", ours.tp_size, theirs.tp_size, why)
+
+
 def check_holds(layout: KVLayout, shard: Shard) -> None:
     """Raises HandshakeError when a pool is not of the size that its rank's shard says."""
     for name, expected in (("num_layers", shard.num_layers), ("num_kv_heads", shard.num_heads)):

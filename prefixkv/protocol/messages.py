@@ -34,7 +34,7 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.ids import PeerId, RoomKey
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 8 << 20
 MAX_METADATA_BYTES = 1 << 20
 MAX_PAGES = MAX_FRAME_BYTES // 4 - 1024
@@ -54,7 +54,7 @@ Endpoints = Annotated[tuple[Short, ...], msgspec.Meta(max_length=MAX_RANKS)]
 
 class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
     """What must be equal on both sides for KV and extra state to mean the same; heads are those of
-    all ranks."""
+    all ranks. `opaque` is the pool's tag (`KVLayout.opaque`)."""
 
     model: Short
     weights_version: Short
@@ -64,11 +64,13 @@ class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
     num_layers: Count
     num_kv_heads: Count
     head_dim: Count
+    opaque: Short = ""
     state: Tensors = ()
 
     def check(self, theirs: ModelDigest) -> None:
         """Raises HandshakeError for the first field that differs."""
-        _check_fields(self, theirs, self.__struct_fields__[:-1])  # all but `state`, the last
+        # `opaque` first: it is the reason where `attention` or `head_dim` differ too. Not `state`.
+        _check_fields(self, theirs, ("opaque", *self.__struct_fields__[:-1]))
         for i, (mine, other) in enumerate(zip_longest(self.state, theirs.state)):
             if mine is None or other is None:
                 raise HandshakeError(f"state[{i}]", mine, other)

@@ -35,7 +35,8 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 RunTable = npt.NDArray[np.uint64]
 
-_MUST_BE_EQUAL: Final = ("attention", "dtype", "head_dim")
+_MUST_BE_EQUAL: Final = ("attention", "dtype", "head_dim", "opaque")
+_WHOLE: Final = ("page_size", "num_kv_heads")  # equal too, where pages are opaque
 _PART_MUST_BE_EQUAL: Final = (("num_layers", "num_layers"), ("num_heads", "num_kv_heads"))
 
 
@@ -133,10 +134,12 @@ def paired_runs(
             an int32 can index.
     """
     src_part, dst_part = src_part or Shard.whole(src), dst_part or Shard.whole(dst)
-    for name in _MUST_BE_EQUAL:
+    for name in (*_MUST_BE_EQUAL, *(_WHOLE if src.opaque else ())):
         _check_equal(name, getattr(src, name), getattr(dst, name))
     for of_part, name in _PART_MUST_BE_EQUAL:
         _check_equal(name, getattr(src_part, of_part), getattr(dst_part, of_part))
+    if src.opaque:
+        _check_equal("num_heads", src.num_kv_heads, src_part.num_heads)
     check_page_sizes(src.page_size, dst.page_size)
     dst = dst.sized()
     dst.validate()

@@ -147,7 +147,15 @@ REFUSALS = {
     ),
     "a layout of other pages": (
         {"layout": msgspec.structs.replace(LAYOUT, page_size=2)},
-        "layout differs",
+        "layout.page_size differs",
+    ),
+    "a layout of opaque pages": (
+        {"layout": msgspec.structs.replace(LAYOUT, opaque="amx")},
+        "layout.opaque differs: ours '', theirs 'amx'",
+    ),
+    "opaque pages, to plain ones": (
+        {"digest": msgspec.structs.replace(HELLO.digest, opaque="amx")},
+        "opaque differs: ours '', theirs 'amx'",
     ),
     "a layout of other heads": ({"layout": TWO_HEADS}, "layout.num_kv_heads"),
     "more unit pages than an int32 names": (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prefixkv.errors import ConfigError, PageStateError
 from prefixkv.memory.kv_layout import ITEMSIZE, SLABS_PER_LAYER, KVLayout, Slab
-from prefixkv.protocol.messages import PROTOCOL_VERSION, decode, encode
+from prefixkv.protocol.messages import decode, encode
 from tests.control.wire import DECODE, HELLO
 from tests.models.mesh_pools import ORDERS, mesh_layout
 
@@ -172,33 +172,62 @@ def test_a_layout_says_where_it_is(device: str, device_id: int) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=KVLayout) == layout
 
 
-def test_an_earlier_frame_whose_layout_names_no_device_means_the_cpu() -> None:
-    """The protocol's version stays: an earlier peer names no device, and ignores ours. What is on
-    the CPU is described by the same bytes as before."""
-    assert PROTOCOL_VERSION == 2
-    assert b"device" not in encode(DECODE, 1, HELLO)
-    on_gpu = msgspec.structs.replace(HELLO.layout, device="cuda:1")
-    raw = encode(DECODE, 1, msgspec.structs.replace(HELLO, layout=on_gpu))
-    assert decode(raw).body.layout.device == "cuda:1"  # type: ignore[union-attr]
+def test_what_a_layout_leaves_at_its_default_is_not_in_its_message() -> None:
+    """A pool on the CPU, of plain pages, is described by the same bytes as ever."""
+    raw = encode(DECODE, 1, HELLO)
+    assert b"device" not in raw
+    assert b"opaque" not in raw
+    told = {"device": "cuda:1", "opaque": "amx"}
+    layout = msgspec.structs.replace(HELLO.layout, **told)
+    raw = encode(DECODE, 1, msgspec.structs.replace(HELLO, layout=layout))
+    assert decode(raw).body.layout == layout  # type: ignore[union-attr]
 
     frame = msgspec.msgpack.decode(raw)
-    layout = next(value for value in frame[4] if isinstance(value, dict) and "device" in value)
-    assert layout.pop("device") == "cuda:1"
+    said = next(value for value in frame[4] if isinstance(value, dict) and "device" in value)
+    assert {name: said.pop(name) for name in told} == told
     assert decode(msgspec.msgpack.encode(frame)).body == HELLO
 
-    *former, (name, *_) = (
-        (field.name, field.type, field.default) for field in msgspec.structs.fields(KVLayout)
+
+OPAQUE = changed(opaque="amx")  # its pages are one run each: 4 tokens of 2 heads of 16 bytes
+
+
+def test_a_page_of_opaque_bytes_is_one_run_of_them() -> None:
+    OPAQUE.validate()
+    fused = msgspec.structs.replace(OPAQUE, attention="fused", num_layers=4)
+    fused.validate()
+    assert fused.slabs_per_layer == 1
+    assert fused.slab(3, 0) == GOOD.slabs[3]
+    one = msgspec.structs.replace(OPAQUE, page_size=1, num_kv_heads=1)
+    stray = tuple(
+        msgspec.structs.replace(slab, token_stride=3, head_stride=5) for slab in one.slabs
     )
-    assert name == "device"
-    before = msgspec.defstruct(
-        "KVLayout",
-        [field if field[2] is not msgspec.NODEFAULT else field[:2] for field in former],
-        frozen=True,
-    )
-    read = msgspec.msgpack.decode(msgspec.msgpack.encode(on_gpu), type=before)
-    assert not hasattr(read, "device")
-    for name, *_ in former:
-        assert getattr(read, name) == getattr(HELLO.layout, name)
+    msgspec.structs.replace(one, slabs=stray).validate()  # strides of one element mean nothing
+
+
+@pytest.mark.parametrize(
+    ("token_stride", "head_stride"),
+    [(16, 64), (36, 16), (36, 18)],
+    ids=["heads before tokens", "gaps between tokens", "gaps between heads"],
+)
+def test_strides_inside_an_opaque_page_are_refused(token_stride: int, head_stride: int) -> None:
+    """Else a write would take a page apart, and put it together in another order."""
+    strides = {"page_stride": 256, "token_stride": token_stride, "head_stride": head_stride}
+    slabs = tuple(Slab(base=0x10000 + 0x1000 * i, **strides) for i in range(4))
+    plain = changed(slabs=slabs, regions=((0x10000, 0x10000),))
+    plain.validate()
+    with pytest.raises(ConfigError, match=r"slab 0 has strides of .* must be 32 and 16: an opaque"):
+        msgspec.structs.replace(plain, opaque="amx").validate()
+
+
+def test_the_name_of_a_format_fits_into_a_handshake() -> None:
+    changed(opaque="x" * 256).validate()
+    with pytest.raises(ConfigError, match=r"name of opaque pages is 258, must be in \[0, 256\]"):
+        changed(opaque="\u00e9" * 129).validate()
+
+
+def test_k_and_v_in_one_slab_are_opaque() -> None:
+    with pytest.raises(ConfigError, match='attention is "fused", which only opaque pages are'):
+        changed(attention="fused", num_layers=4).validate()
 
 
 def test_a_slab_across_two_adjacent_regions() -> None:

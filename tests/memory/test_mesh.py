@@ -16,6 +16,7 @@ from prefixkv.memory.mesh import (
     check_holds,
     check_meshes,
     check_page_sizes,
+    check_whole,
     readers_of,
     sent_share,
     writers_to,
@@ -148,6 +149,32 @@ def test_page_sizes_have_to_have_a_whole_factor_between_them(theirs: int) -> Non
     assert (caught.value.field, caught.value.ours, caught.value.theirs) == ("page_size", 16, theirs)
     check_page_sizes(16, 16 * MAX_FOLD)
     check_page_sizes(64, 16)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "page_size", "field", "values"),
+    [
+        (Mesh(4, 8, 2), 32, "page_size", (64, 32)),
+        (Mesh(4, 8, 2), 128, "page_size", (64, 128)),
+        (Mesh(4, 8, 4), 64, "tp_size", (2, 4)),
+        (Mesh(4, 8, 1), 64, "tp_size", (2, 1)),
+    ],
+)
+def test_whole_pages_need_the_same_pages_on_both_sides(
+    theirs: Mesh, page_size: int, field: str, values: tuple[int, int]
+) -> None:
+    """All of these pairs are accepted where a page may be split."""
+    ours = Mesh(4, 8, 2)
+    check_meshes(ours, theirs)
+    check_page_sizes(64, page_size)
+    with pytest.raises(HandshakeError, match="must be equal where pages are opaque") as caught:
+        check_whole(ours, 64, theirs, page_size)
+    assert (caught.value.field, caught.value.ours, caught.value.theirs) == (field, *values)
+
+
+def test_whole_pages_may_be_shared_out_over_other_stages() -> None:
+    check_whole(Mesh(4, 8, 2, 2), 64, Mesh(4, 8, 2, 1), 64)
+    check_whole(Mesh(4, 8, 2, 2), 64, Mesh(4, 8, 2, 2, (1, 3)), 64)
 
 
 def test_a_pool_has_to_be_its_ranks_share() -> None:

@@ -13,6 +13,8 @@ from typing import Any, Self
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
+from prefixkv.memory.axes import SLAB_AXES
+from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
@@ -27,6 +29,13 @@ SALT = 7
 _hasher = PrefixHasher()
 
 
+def opaque_pool(pool: KVPool, tag: str) -> KVPool:
+    """The same memory, whose pages move whole from now on."""
+    k, v = ([kind(layer) for layer in range(pool.layout.num_layers)] for kind in (pool.k, pool.v))
+    page_size = pool.layout.page_size
+    return KVPool.from_tensors(k, v, page_size=page_size, axes=SLAB_AXES, opaque=tag)
+
+
 class MeshPair:
     """Both workers, stepped from one thread. `step` never blocks."""
 
@@ -35,9 +44,10 @@ class MeshPair:
         orders: tuple[str, str] = ("layer_major",) * 2, page_sizes: tuple[int, int] = (4, 4),
         num_pages: int = 64, head_dim: int = 16, chunk: int = 12, device: str = DEVICE,
         prefill_config: PrefillConfig | None = None, decode_config: DecodeConfig | None = None,
+        opaque: str = "",
         prefill_more: dict[str, Any] | None = None, decode_more: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """`prefill_more` and `decode_more` are for the groups."""
+        """`prefill_more` and `decode_more` are for the groups; `opaque` is the tag of all pools."""
         self.chunk = chunk
         prefill_pools, self.decode_pools = (
             make_pools(
@@ -46,6 +56,11 @@ class MeshPair:
             )
             for side, page_size, order in zip((prefill, decode), page_sizes, orders, strict=True)
         )  # fmt: skip
+        if opaque:
+            prefill_pools, self.decode_pools = (
+                [opaque_pool(pool, opaque) for pool in pools]
+                for pools in (prefill_pools, self.decode_pools)
+            )
         self.prefill = PrefillGroup(
             prefill_pools, prefill_config or PrefillConfig(), prefill, **prefill_more or {}
         )

@@ -92,7 +92,7 @@ class Side:
         mesh = self.mesh
         return ModelDigest(
             "m", "1", "none", "uint8", self.attention, mesh.num_layers, mesh.num_kv_heads,
-            self.head_bytes, self.tensors if self.num_slots else (),
+            self.head_bytes, state=self.tensors if self.num_slots else (),
         )  # fmt: skip
 
     @property

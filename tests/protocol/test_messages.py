@@ -174,6 +174,21 @@ def test_a_topology_that_fits_may_differ() -> None:
     check_pair(digest, TOPOLOGY, digest, Topology(TOPOLOGY.page_size * 4, 2, 2, (1, 3)))
 
 
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"page_size": TOPOLOGY.page_size * 4}, "page_size"), ({"tensor_parallel": 2}, "tp_size")],
+)
+def test_opaque_pages_are_not_split(changes: dict[str, Any], field: str) -> None:
+    digest = msgspec.structs.replace(DIGEST, num_layers=4, num_kv_heads=6)
+    theirs = msgspec.structs.replace(TOPOLOGY, **changes)
+    check_pair(digest, TOPOLOGY, digest, theirs)
+    opaque = msgspec.structs.replace(digest, opaque="amx")
+    with pytest.raises(HandshakeError, match="must be equal where pages are opaque") as caught:
+        check_pair(opaque, TOPOLOGY, opaque, theirs)
+    assert caught.value.field == field
+    check_pair(opaque, TOPOLOGY, opaque, Topology(TOPOLOGY.page_size, 1, 2, (1, 3)))
+
+
 TAGS = st.builds(
     ChunkTag, incarnation=st.integers(0, 2**64 - 1), room=st.integers(0, 2**64 - 1),
     generation=st.integers(0, 2**32 - 1), rank=st.integers(0, 2**16 - 1),

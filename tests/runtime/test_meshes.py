@@ -137,6 +137,24 @@ def test_meshes_that_cannot_work_together_say_why() -> None:
         assert "tp_size" in str(pair.failed["r"])
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(mesh(2), mesh(2)), (mesh(2, 2), mesh(2)), (mesh(1), mesh(1, 2, stages=(1, 3)))],
+    ids=["equal", "stages to one", "one to uneven stages"],
+)
+def test_opaque_pages_move_whole_between_ranks_of_equal_shares(prefill: Mesh, decode: Mesh) -> None:
+    with MeshPair(prefill, decode, opaque="amx", **staging(8 * LEASE)) as pair:  # type: ignore[arg-type]
+        serve(pair)
+        assert pair.prefill.stats()["staging_pieces_written"] == 0
+
+
+def test_opaque_pages_of_unequal_shares_say_why() -> None:
+    with MeshPair(mesh(2), mesh(1), opaque="amx", **staging(8 * LEASE)) as pair:  # type: ignore[arg-type]
+        pair.submit("r", tokens_of(0, 10), room=1)
+        pair.until(lambda: "r" in pair.failed)
+        assert "tp_size must be equal where pages are opaque" in str(pair.failed["r"])
+
+
 def test_a_request_that_failed_on_one_rank_is_computed_no_more_on_any() -> None:
     """Its pages there are free once it is popped: the engine hears of it in that call, not when it
     failed on all."""

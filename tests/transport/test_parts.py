@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from prefixkv.errors import ConfigError, HandshakeError, PageStateError
 from prefixkv.memory.kv_layout import KVLayout, Slab
+from prefixkv.memory.mesh import Shard
 from prefixkv.paging import checked_pages
 from prefixkv.transport.parts import Part, cut_parts, flat_indices, part_indices
 from prefixkv.transport.runs import Runs, paired_runs
@@ -185,6 +186,48 @@ def test_another_dtype_is_named() -> None:
     with pytest.raises(HandshakeError) as caught:
         paired_runs(ours, msgspec.structs.replace(ours, dtype="float8_e4m3fn"))
     assert (caught.value.field, caught.value.theirs) == ("dtype", "float8_e4m3fn")
+
+
+def opaque_layout(num_pages: int = 3, **sizes: int) -> KVLayout:
+    """Pages in one run each, a slab a layer."""
+    pool = make_pool("layer_major", num_pages, Shape(**sizes)).layout
+    return msgspec.structs.replace(pool, opaque="amx")
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("page_size", opaque_layout(page_size=8)),
+        ("num_kv_heads", opaque_layout(num_kv_heads=4)),
+        ("opaque", msgspec.structs.replace(opaque_layout(), opaque="avx2")),
+        ("opaque", msgspec.structs.replace(opaque_layout(), opaque="")),
+    ],
+)
+def test_other_opaque_pages_are_named(field: str, other: KVLayout) -> None:
+    ours = opaque_layout()
+    half = (None, Shard(0, other.num_layers, 0, ours.num_kv_heads))  # what its heads would allow
+    with pytest.raises(HandshakeError) as caught:
+        paired_runs(ours, other, *half)
+    assert caught.value.field == field
+    with pytest.raises(HandshakeError) as caught:
+        paired_runs(other, ours, *half[::-1])
+    assert caught.value.field == field
+
+
+def test_heads_of_an_opaque_page_do_not_move_alone() -> None:
+    ours = opaque_layout(num_kv_heads=2)
+    one = Shard(0, ours.num_layers, 1, 1)
+    paired_runs(msgspec.structs.replace(ours, opaque=""), msgspec.structs.replace(ours, opaque=""),
+                one, one)  # fmt: skip
+    with pytest.raises(HandshakeError, match="num_heads differs: ours 2, theirs 1"):
+        paired_runs(ours, ours, one, one)
+
+
+def test_an_opaque_page_is_one_block_a_slab() -> None:
+    runs = paired_runs(opaque_layout(9), opaque_layout(5))
+    layout = opaque_layout()
+    assert {group.block_bytes for group in runs.groups} == {layout.slab_page_bytes}
+    assert runs.num_runs == len(layout.slabs)
 
 
 def test_a_lying_layout_of_a_peer_is_refused() -> None:
