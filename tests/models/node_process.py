@@ -96,8 +96,15 @@ class _Served:
         known: bool = self.node.abort(rid)
         return known
 
+    def fence(self, name: str, incarnation: int) -> None:
+        self.node.fence(name, incarnation)
+
     def skip(self, seconds: float) -> None:
         self.clock.skip(seconds, [self.node])
+
+    def meets(self, address: str) -> Any:
+        """The peer at this address, and how it is."""
+        return self.node.peers().get(address)
 
     def stats(self) -> dict[str, int]:
         stats: dict[str, int] = self.node.stats()
@@ -117,7 +124,7 @@ class _Served:
         node_at_rest(self.node)
 
 
-def _serve(pipe: Any, side: str, pool: dict[str, Any], config: Any) -> None:
+def serve(pipe: Any, side: str, pool: dict[str, Any], config: Any) -> None:
     served = _Served(side, pool, config)
     pipe.send((served.node.peer_id, getattr(served.node, "endpoint", "")))
     while not served.closed:
@@ -134,7 +141,7 @@ class NodeProcess(Child):
     """The test's end. `call` any method of `_Served`; signals by `kill`, `stop` and `resume`."""
 
     def __init__(self, side: str, config: Any, pool: dict[str, Any] | None = None) -> None:
-        super().__init__(_serve, side, pool or {}, config)
+        super().__init__(serve, side, pool or {}, config)
         self.peer_id, self.endpoint = self.hello
 
     def close(self) -> None:
