@@ -26,6 +26,7 @@ from typing import Any
 from tests.models import node_process
 from tests.models.children import Child, answer, children
 from tests.models.node_process import NodeProcess
+from tests.models.patience import until
 
 WIRE = "wire"  # the device, on both hosts
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -80,6 +81,8 @@ def join_veth(a: Host, b: Host) -> None:
     a.run(f"ip link add {WIRE} type veth peer name {WIRE} netns {b.pid}")
     for host, address in zip((a, b), ADDRESSES, strict=True):
         host.join(address)
+    for host in (a, b):  # the kernel looks at links once a second; UCX takes one that is up only
+        until(lambda host=host: "state UP" in host.run(f"ip link show dev {WIRE}"))
 
 
 class Relay(Child):
