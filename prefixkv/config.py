@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypedDict
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.errors import ConfigError
-from prefixkv.settings import above, at_least
+from prefixkv.settings import above, at_least, check_kind, check_types
 
 
 def _at_least(config: object, bound: float, *names: str) -> None:
@@ -38,6 +38,9 @@ class ModelConfig:
     weights_version: str = "0"
     kv_scales: str = "none"
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
 
 @dataclass(frozen=True, slots=True)
 class CurveConfig:
@@ -52,6 +55,8 @@ class CurveConfig:
     allowed_clients: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_types(self)
+        check_kind("allowed_clients", self.allowed_clients, Mapping)
         keys = {"public_key": self.public_key, "secret_key": self.secret_key}
         if self.server_key:
             keys["server_key"] = self.server_key
@@ -92,6 +97,9 @@ class ControlConfig:
     allow_remote_without_keys: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
+        if self.curve is not None:
+            check_kind("curve", self.curve, CurveConfig)
         _above(
             self, 0, "heartbeat_s", "suspect_after_s", "forget_after_s", "resend_s",
             "connect_timeout_s", "bootstrap_timeout_s", "waiting_timeout_s",
@@ -144,6 +152,7 @@ class TransportConfig:
     copy_threads: int = 1
 
     def __post_init__(self) -> None:
+        check_types(self)
         _at_least(self, 1, "post_bytes", "post_descriptors", "window", "posting_threads")
         _at_least(self, 1, "lease_bytes", "staging_window", "copy_threads")
         _at_least(self, 0, "staging_bytes")
@@ -217,7 +226,7 @@ class DecodeConfig:
     transport: TransportConfig = TransportConfig()
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "max_running")
+        _check_worker(self)
         _at_least(self, 0, "reserve_tokens", "patience_s", "evict_reserve", "prefill_share")
         for name in ("evict_reserve", "prefill_share"):
             if getattr(self, name) > 1:
@@ -233,7 +242,6 @@ class DecodeConfig:
                     f"{self.control.bootstrap_timeout_s}, or infinity"
                 )
         _one_of(self, ("fail", "retry"), "failure_policy")
-        _check_name(self.name)
 
     def for_books(self, num_pages: int, num_slots: int = 0) -> PageSettings:
         """What a `PageManager` is made with besides their sizes, alike on every rank."""
@@ -271,11 +279,16 @@ class PrefillConfig:
     transport: TransportConfig = TransportConfig()
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "max_running")
+        _check_worker(self)
         _at_least(self, 0, "follow_s")
-        _check_name(self.name)
 
 
-def _check_name(name: str) -> None:
-    if not 1 <= len(name) <= 256:
-        raise ConfigError(f"name has {len(name)} characters, 1 to 256 are needed")
+def _check_worker(config: DecodeConfig | PrefillConfig) -> None:
+    """What the settings of both workers have in common."""
+    check_types(config)
+    check_kind("model", config.model, ModelConfig)
+    check_kind("control", config.control, ControlConfig)
+    check_kind("transport", config.transport, TransportConfig)
+    _at_least(config, 1, "max_running")
+    if not 1 <= len(config.name) <= 256:
+        raise ConfigError(f"name has {len(config.name)} characters, 1 to 256 are needed")

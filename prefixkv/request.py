@@ -7,6 +7,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import RequestError
 from prefixkv.paging import MAX_INDEX
@@ -40,7 +42,7 @@ class Request:
 
     Raises:
         TokenError: tokens that are not integers in [0, 2**31).
-        RequestError: another argument out of its range.
+        RequestError: another argument of the wrong type or out of its range; names it.
     """
 
     rid: str
@@ -65,19 +67,33 @@ class Request:
             )
         self.key = RadixKey(self.tokens, self.namespace)
         self.key.check()
+        if not isinstance(self.rid, str):
+            raise RequestError(f"rid is {self.rid!r}, a string is needed")
         if not len(self.key):
             raise RequestError(f"request {self.rid!r} has no tokens")
-        try:
-            hash(self.key.namespace)
-        except TypeError:
-            raise RequestError(
-                f"namespace is {self.key.namespace!r}, it has to be hashable"
-            ) from None
+        _check_namespace(self.key.namespace)
+        if not isinstance(self.prefill, str):
+            raise RequestError(f"prefill is {self.prefill!r}, a string is needed")
+        if not isinstance(self.cacheable, bool | np.bool_):
+            raise RequestError(f"cacheable is {self.cacheable!r}, True or False is needed")
+        self.cacheable = bool(self.cacheable)
         self.max_new_tokens = whole_number("max_new_tokens", self.max_new_tokens, 1, MAX_INDEX + 1)
         self.room = whole_number("room", self.room, 0, 2**64)
         self.generation = whole_number("generation", self.generation, 0, MAX_INDEX + 1)
+        self.priority = whole_number("priority", self.priority, -(2**63), 2**63)
         if self.deadline_s is not None:
             self.deadline_s = _seconds("deadline_s", self.deadline_s)
+
+
+def _check_namespace(namespace: Hashable) -> None:
+    """RequestError for what cannot be found again in a dictionary: lists, NaN."""
+    try:
+        hash(namespace)
+        found_again = bool(namespace == namespace)
+    except (TypeError, ValueError):
+        found_again = False
+    if not found_again:
+        raise RequestError(f"namespace is {namespace!r}, it has to be hashable and equal to itself")
 
 
 def whole_number(name: str, value: Any, low: int, end: int) -> int:

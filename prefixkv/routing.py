@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 
 from prefixkv.cache.events import Cleared, EventBatch, Removed, Stored
 from prefixkv.errors import CallerError
-from prefixkv.settings import above, at_least
+from prefixkv.settings import above, at_least, check_types
 
 _STORED = math.inf
 _COUNTERS = (
@@ -215,6 +215,7 @@ class BoundedAffinityRouter:
     max_pages: int = 1 << 20
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least(1, bound=self.bound)
         at_least(0, slack=self.slack, min_worth=self.min_worth)
         at_least(0, expect_s=self.expect_s, max_pages=self.max_pages)

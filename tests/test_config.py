@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY, make_policy
+from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import (
     ControlConfig,
     CurveConfig,
@@ -18,6 +19,10 @@ from prefixkv.config import (
     TransportConfig,
 )
 from prefixkv.errors import CallerError, ConfigError
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.pages.allocator import PageAllocator
+from prefixkv.pages.table import PageTable
+from prefixkv.routing import BoundedAffinityRouter
 
 KEY = "k" * 40
 # For each setting with a bound, a value below it.
@@ -78,6 +83,62 @@ def test_a_setting_out_of_range_is_named(config: type, field: str, value: Any) -
     if isinstance(value, (int, float)):
         with pytest.raises(ConfigError, match=field):
             config(**{field: float("nan")})
+
+
+WRONG: dict[str, list[Any]] = {
+    "int": [None, "1", 1.5, float("nan"), True, 2**62],
+    "float": [None, "1", float("nan"), True],
+    "float | None": ["1", float("nan"), True],
+    "bool": [None, "no", 1],
+    "str": [None, 7, b"name"],
+    "CurveConfig | None": [7, KEY],
+    "ModelConfig": [None, "llama"],
+    "ControlConfig": [None, TransportConfig()],
+    "TransportConfig": [None, ControlConfig()],
+}
+BY_NAME = {"policy", "admission", "failure_policy", "memory_type"}  # choices: names or objects
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [
+        (config, field.name, value)
+        for config in TOO_LOW
+        for field in dataclasses.fields(config)
+        if field.name not in BY_NAME
+        for value in WRONG[str(field.type)]
+    ],
+)
+def test_a_setting_of_another_type_or_too_large_is_named(
+    config: type, field: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=field):
+        config(**{field: value})
+
+
+@pytest.mark.parametrize("name", ["gated", "gittins", "aged", "priority"])
+def test_a_policy_s_setting_that_is_no_number_is_named(name: str) -> None:
+    kind = type(make_policy(name))
+    names = {"gated": "fresh_s", "gittins": "promise_s", "aged": "half_life_s", "priority": "ttl_s"}
+    for value in ("long", float("nan"), -1.0):
+        with pytest.raises(ConfigError, match=names[name]):
+            kind(**{names[name]: value})
+
+
+@pytest.mark.parametrize("pages", [0, -1, 2**31, 1.5, None, "8", True, float("nan")])
+def test_a_number_of_pages_is_whole_and_in_range(pages: Any) -> None:
+    for make in (
+        PageAllocator, lambda n: PageTable(n, 1), lambda n: PageTable(1, n),
+        lambda n: RadixCache(page_size=n),
+        lambda n: KVPool.create(n, 16, 1, 1, 8),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"(num_pages|max_|page_size).* is "):
+            make(pages)
+
+
+def test_a_rate_of_a_router_is_a_number() -> None:
+    with pytest.raises(ConfigError, match="fade_s is 'long'"):
+        BoundedAffinityRouter(fade_s="long")  # type: ignore[arg-type]
 
 
 def test_every_number_and_choice_has_a_bound() -> None:

@@ -71,12 +71,30 @@ def test_what_is_no_token_is_named(tokens: Any, text: str) -> None:
         ({"generation": -1}, "generation is -1"),
         ({"generation": 2**31}, "generation is 2147483648"),
         ({"namespace": ["unhashable"]}, "namespace"),
+        ({"namespace": float("nan")}, "namespace is nan"),
+        ({"priority": float("nan")}, "priority is nan"),
+        ({"priority": None}, "priority is None"),
+        ({"priority": "high"}, "priority is 'high'"),
+        ({"priority": 0.5}, "priority is 0.5"),
+        ({"priority": True}, "priority is True"),
+        ({"priority": 2**63}, "priority is 9223372036854775808"),
+        ({"priority": -(2**63) - 1}, "priority is -9223372036854775809"),
+        ({"prefill": None}, "prefill is None"),
+        ({"prefill": b"tcp://a:1"}, "prefill is b'tcp"),
+        ({"cacheable": "no"}, "cacheable is 'no'"),
+        ({"cacheable": None}, "cacheable is None"),
         ({"tokens": RadixKey([1]), "namespace": "lora"}, "namespace"),
     ],
 )
 def test_what_is_out_of_range_is_named(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(RequestError, match=text):
         Request("a", **{"tokens": [1], **fields})
+
+
+@pytest.mark.parametrize("rid", [7, None, b"a", ["a"]])
+def test_a_request_has_a_string_for_its_name(rid: Any) -> None:
+    with pytest.raises(RequestError, match="rid is"):
+        Request(rid, [1])
 
 
 @pytest.mark.parametrize("deadline_s", [-1, -1e-9, float("nan"), "5", True, [1.0]])
@@ -91,6 +109,10 @@ def test_the_ends_of_the_ranges_are_taken() -> None:
     for fields in ({"room": 2**64 - 1, "generation": 2**31 - 1}, {"room": 0, "max_new_tokens": 1}):
         request = Request("a", [2**31 - 1, 0], **fields)
         assert len(request.key) == 2
+    for priority in (-(2**63), 2**63 - 1):
+        assert Request("a", [1], priority=priority).priority == priority
+    request = Request("a", [1], priority=np.int16(-3), cacheable=np.bool_(False))  # type: ignore[arg-type]
+    assert (type(request.priority), request.cacheable) == (int, False)
     request = Request("a", [1], room=np.uint64(7), max_new_tokens=np.int32(3))
     assert (type(request.room), type(request.max_new_tokens)) == (int, int), (
         "numpy's travel in no frame"

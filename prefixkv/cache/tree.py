@@ -15,8 +15,8 @@ from prefixkv.cache.node import PAGE_ID_BYTES, Node, Packed, Root, Want
 from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.cache.results import packed_ids
 from prefixkv.errors import PageStateError
-from prefixkv.paging import Pages
-from prefixkv.settings import at_least
+from prefixkv.paging import MAX_INDEX, Pages
+from prefixkv.settings import check_whole
 
 
 class RadixTree:
@@ -32,8 +32,8 @@ class RadixTree:
     """
 
     def __init__(self, page_size: int, policy: str | Policy, pool_pages: int | None) -> None:
-        at_least(1, page_size=page_size)
-        at_least(0, pool_pages=pool_pages or 0)
+        check_whole("page_size", page_size, 1, MAX_INDEX)
+        check_whole("pool_pages", pool_pages or 0, 0, MAX_INDEX)
         self.page_size = page_size
         self.policy = make_policy(policy)
         self.policy.serve(page_size, pool_pages)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from prefixkv.cli.options import LOAD_FRACTION, DemoOptions, PassPlan
+from prefixkv.cli.outputs import check_writable, writing
 from prefixkv.cli.report import CACHE_NAMES, Measured, Report, machine
 from prefixkv.cli.workers import SWITCH_INTERVAL_S, WorkerError, Workers
 from prefixkv.cli.workload import Workload
@@ -87,7 +88,8 @@ def run(
     if json_path is not None:
         report.write_json(json_path)
     if plot_path is not None:
-        report.plot(plot_path)
+        with writing("--plot", plot_path):
+            report.plot(plot_path)
     complaints = report.complaints()
     for complaint in complaints:
         console.print(f"WRONG: {complaint}", highlight=False)
@@ -136,12 +138,7 @@ def _check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
     if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which prefixkv[plot] installs")
     for flag, path in (("--json", json_path), ("--plot", plot_path)):
-        if path is None:
-            continue
-        if path.is_dir() or not os.access(
-            path if path.exists() else path.absolute().parent, os.W_OK
-        ):
-            raise ConfigError(f"{flag} is {path}, which cannot be written")
+        check_writable(flag, path)
     if plot_path is not None:
         from matplotlib.figure import Figure
 

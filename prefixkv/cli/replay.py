@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from prefixkv.cache.eviction.policy import make_policy, policy_names
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_LIMIT, RadixKey
+from prefixkv.cli.outputs import check_writable, write_text, writing
 from prefixkv.cli.traces import blocks_in, number_in, read_lines
 from prefixkv.errors import ConfigError, check_range
 
@@ -279,6 +280,8 @@ def replay(
         ("--requests", 1 if requests is None else requests, 1, 10**9),
     ):  # fmt: skip
         check_range(setting, value, low, high)
+    check_writable("--json", json_file)
+    check_writable("--plot", plot)
     console = Console()
     results: list[ReplayResult] = []
     layout = "{:<22.22} {:<9} {:>7} {:>7} {:>7} {:>8} {:>7}"
@@ -306,11 +309,11 @@ def replay(
             )  # fmt: skip
             progress.console.print(row, highlight=False)
     if json_file is not None:
-        json_file.write_text(
-            json.dumps([asdict(result) for result in results], indent=1) + "\n", encoding="utf-8"
-        )
+        text = json.dumps([asdict(result) for result in results], indent=1)
+        write_text("--json", json_file, text + "\n")
     if plot is not None:
-        draw(results, plot)
+        with writing("--plot", plot):
+            draw(results, plot)
 
 
 def draw(results: list[ReplayResult], path: Path) -> None:

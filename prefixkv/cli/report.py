@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from prefixkv.cli.outputs import write_text
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -155,8 +157,8 @@ class Report:
         return "cache on against off: " + ", ".join(parts) if parts else ""
 
     def write_json(self, path: Path) -> None:
-        text = json.dumps(self.as_json(), indent=2, allow_nan=False)
-        path.write_text(text + "\n", encoding="utf-8")
+        """Raises OutputError."""
+        write_text("--json", path, json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n")
 
     def plot(self, path: Path) -> None:
         """TTFT of the timed passes as cumulative distributions. Needs matplotlib; the file's suffix

@@ -225,7 +225,7 @@ class DecodeControl:
 
     def _open(self, command: OpenRoom, now_s: float, out: list[DecodeEffect]) -> None:
         promise = command.promise
-        machine = ReceiverMachine(promise, self._timing, now_s)
+        machine = ReceiverMachine(promise, self._timing, now_s, command.address)
         try:
             self._enter(machine, command.address, now_s, out)
         except RequestError as error:  # no peer has been told of the pages

@@ -18,6 +18,7 @@ import msgspec
 
 from prefixkv.errors import ConfigError, PageStateError, check_range
 from prefixkv.paging import MAX_INDEX
+from prefixkv.settings import check_whole
 
 ITEMSIZE: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
 SLABS_PER_LAYER: Final = {"mha": 2, "mla": 1, "fused": 1}
@@ -209,7 +210,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     def validate_sizes(self) -> None:
         """The part of `validate` that needs no address: sizes and names."""
         for name in ("num_pages", "page_size", "num_layers", "num_kv_heads", "head_dim"):
-            check_range(name, getattr(self, name), 1, MAX_INDEX)
+            check_whole(name, getattr(self, name), 1, MAX_INDEX)
         _check_choice("dtype", self.dtype, tuple(ITEMSIZE))
         _check_choice("attention", self.attention, tuple(SLABS_PER_LAYER))
         _check_choice("order", self.order, ORDERS)

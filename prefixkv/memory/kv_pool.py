@@ -232,8 +232,10 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
     """Zeros of `dtype`, from a multiple of 4096 on; goes through bytes, since float8 has few
     operations of its own.
 
-    Raises: CapacityError when the device has not the memory.
+    Raises: CapacityError when the device has not the memory, ConfigError when there is no such
+    device.
     """
+    _check_device(device)
     element = getattr(torch, dtype)
     num_bytes = prod(shape) * element.itemsize
     try:
@@ -252,6 +254,21 @@ def _settle(device: torch.device) -> None:
     """What was queued on the current stream is done: others (NIXL) use the memory in no stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def _check_device(device: str) -> None:
+    """ConfigError for a device that a pool cannot be on here."""
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device is {device!r}: {str(error).splitlines()[0]}") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f'device is {device!r}, must be "cpu", "cuda" or "cuda:INDEX"')
+    num_gpus = torch.cuda.device_count() if chosen.type == "cuda" else 0
+    # torch takes the index modulo 256.
+    there = chosen.index is None or (0 <= chosen.index < num_gpus and str(chosen) == device)
+    if chosen.type == "cuda" and not (num_gpus and there):
+        raise ConfigError(f"device is {device!r}, torch {torch.__version__} finds {num_gpus} GPUs")
 
 
 def _prefer_huge_pages(memory: torch.Tensor) -> None:

@@ -18,6 +18,8 @@ from typing import Final, NamedTuple
 
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.paging import MAX_INDEX
+from prefixkv.settings import check_whole
 
 MAX_RANKS: Final = 256  # each pair of ranks is looked at, which takes half a second for 256
 MAX_FOLD: Final = 1024  # of page sizes: a peer may make a table this many rows long, for a run
@@ -92,8 +94,7 @@ class Mesh:
         """Raises ConfigError naming the value that no mesh can have. To be called before anything
         else."""
         for name in ("num_layers", "num_kv_heads", "tp_size", "pp_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, must be at least 1")
+            check_whole(name, getattr(self, name), 1, MAX_INDEX)
         if self.num_ranks > MAX_RANKS:
             raise ConfigError(f"tp_size * pp_size is {self.num_ranks}, must be at most {MAX_RANKS}")
         if self.pp_size > self.num_layers:

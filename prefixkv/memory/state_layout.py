@@ -16,10 +16,11 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from prefixkv.errors import ConfigError, HandshakeError, check_range
+from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import ADDRESS_END, ITEMSIZE, Regions
 from prefixkv.memory.mesh import Mesh, Shard, check_meshes, sent_share
 from prefixkv.paging import MAX_INDEX
+from prefixkv.settings import check_whole
 
 Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
 
@@ -97,7 +98,7 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
 
         Entries lie apart, or interleave with one stride.
         """
-        check_range("state num_slots", self.num_slots, 1, MAX_INDEX)
+        check_whole("state num_slots", self.num_slots, 1, MAX_INDEX)
         if len(self.regions) > len(self.entries):
             raise ConfigError(f"{len(self.regions)} state regions for {len(self.entries)} entries")
         for start, num_bytes in self.regions:

@@ -23,10 +23,10 @@ from prefixkv.errors import (
     OutOfPagesError,
     PageStateError,
     check_laws,
-    check_range,
 )
 from prefixkv.pages.free_runs import FreeRuns
 from prefixkv.paging import MAX_INDEX, Index, PageIds, Pages, as_pages
+from prefixkv.settings import check_whole
 
 
 class PageState(enum.IntEnum):
@@ -63,7 +63,7 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int) -> None:
-        check_range("num_pages", num_pages, 1, MAX_INDEX)
+        check_whole("num_pages", num_pages, 1, MAX_INDEX)
         self._num_pages = num_pages
         self._state = np.zeros(num_pages, np.uint8)
         self._runs = FreeRuns(num_pages)

@@ -18,9 +18,9 @@ from prefixkv.errors import (
     PageStateError,
     RequestError,
     check_laws,
-    check_range,
 )
 from prefixkv.paging import MAX_INDEX, PageIds, Pages, as_pages
+from prefixkv.settings import check_whole
 
 UNUSED: Final = -1
 _NO_ROW: Final = -1  # in `_lengths`: the row is not in use
@@ -35,8 +35,8 @@ class PageTable:
     """
 
     def __init__(self, max_requests: int, max_pages_per_request: int) -> None:
-        check_range("max_requests", max_requests, 1, MAX_INDEX)
-        check_range("max_pages_per_request", max_pages_per_request, 1, MAX_INDEX)
+        check_whole("max_requests", max_requests, 1, MAX_INDEX)
+        check_whole("max_pages_per_request", max_pages_per_request, 1, MAX_INDEX)
         self.array = np.full((max_requests, max_pages_per_request), UNUSED, np.int32)
         self._lengths = np.full(max_requests, _NO_ROW, np.int32)
         self._length = self._lengths.data  # the same memory, faster for single rows

@@ -87,13 +87,17 @@ Action = Say | DecodeEvent
 class ReceiverMachine:
     """One (room, generation) on decode. Pure; owned by the control object that holds it."""
 
-    def __init__(self, promise: Promise, timing: ControlConfig, now_s: float) -> None:
+    def __init__(
+        self, promise: Promise, timing: ControlConfig, now_s: float, prefill: str = ""
+    ) -> None:
+        """`prefill`: the address of the prefill worker, for errors."""
         self.key = promise.key
         self.promise = promise
         self.num_pages = len(promise.pages) // 4
         self.poll = KVPoll.BOOTSTRAPPING
         self.error: Exception | None = None
         self._timing = timing
+        self._prefill = prefill
         self.ranks: frozenset[int] = frozenset()  # that have been told of the pages
         self._unacked: set[int] = set()  # ranks that may not have the promise yet
         self._undrained: set[int] = set()  # ranks that may write, or be writing
@@ -192,7 +196,9 @@ class ReceiverMachine:
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
         if now_s >= self._deadline_s:
-            error = TransferTimeoutError(f"the deadline passed in {self.poll.name}")
+            error = TransferTimeoutError(
+                f"prefill at {self._prefill!r}: the deadline passed in {self.poll.name}"
+            )
             return self._fail(Fail(error), now_s)
         if self._unacked and self._resend.take(now_s):
             return [Say(rank, self.promise) for rank in sorted(self._unacked)]

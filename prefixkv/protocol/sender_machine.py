@@ -318,8 +318,12 @@ class SenderMachine:
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
         if now_s < self._deadline_s:
             return []
-        late = f"the deadline passed in {self.poll.name}"
-        what = late if self.added else "the request never came"
+        peer = self._promise.peer.name if self._promise is not None else "?"
+        what = f"decode worker {peer!r}: the deadline passed in {self.poll.name}"
+        if self._promise is None:
+            what = "no decode worker has promised pages"
+        elif not self.added:
+            what = f"decode worker {peer!r} has promised pages, the request never came"
         return self._fail(Fail(TransferTimeoutError(what)), now_s)
 
     def _tell(self, now_s: float) -> list[Action]:

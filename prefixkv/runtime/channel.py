@@ -70,6 +70,21 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def _check_address(address: str) -> None:
+    """Raises ValueError for what zmq would take for another address, or explain badly."""
+    scheme, _, rest = address.partition("://")
+    if not rest or scheme not in ("tcp", "ipc", "inproc"):
+        raise ValueError(
+            "an address begins with tcp://, as in tcp://127.0.0.1:5000, or with ipc://"
+        )
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or (host and port == "*"):
+        return
+    # Of another number zmq would take the rest of a division.
+    if not (host and port.isascii() and port.isdecimal() and int(port) <= _MAX_PORT):
+        raise ValueError(f"the port is {port!r}, a number up to {_MAX_PORT} is needed, or *")
+
+
 class _Channel(Closing):
     """What both ends share: a context, a poller that also listens to a file descriptor, counted
     drops."""
@@ -84,9 +99,7 @@ class _Channel(Closing):
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         """A socket with every option set. Raises ValueError or ZMQError, with nothing left open."""
-        _, _, port = address.rpartition(":")
-        if port.isdecimal() and int(port) > _MAX_PORT:  # zmq would take the rest of a division
-            raise ValueError(f"the port is {port}, at most {_MAX_PORT} is allowed")
+        _check_address(address)
         sock = self._context.socket(kind)
         try:
             self._set_options(sock, address)
@@ -131,6 +144,10 @@ class RouterChannel(_Channel):
     """
 
     def __init__(self, bind: str, config: ControlConfig, wake_fd: int) -> None:
+        try:
+            _check_address(bind)
+        except ValueError as error:
+            raise ConfigError(f"bind is {bind!r}: {error}") from None
         if config.curve is None and not config.allow_remote_without_keys and not is_loopback(bind):
             raise ConfigError(
                 f"bind is {bind!r}: other machines need CURVE keys, or allow_remote_without_keys"

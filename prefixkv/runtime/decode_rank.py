@@ -17,6 +17,7 @@ from prefixkv.ranks.rooms import pack_news
 from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.place import Place
+from prefixkv.settings import check_kind
 
 
 class DecodeRank(Closing):
@@ -45,7 +46,9 @@ class DecodeRank(Closing):
         worker: PeerId,
         state: StatePool | None = None,
     ) -> None:
-        if rank < 1:
+        check_kind("config", config, DecodeConfig)
+        check_kind("worker", worker, PeerId)
+        if rank == 0:
             raise ConfigError(f"rank is {rank}: rank 0 is a DecodeNode")
         self.pool, self.state = pool, state
         self.rank = rank

@@ -31,7 +31,7 @@ from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import whole_number
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.control_thread import ControlThread
-from prefixkv.runtime.place import Place
+from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.transfers import MakeTransport, Memory, Transfers, room_key
 
 
@@ -61,7 +61,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         transport: MakeTransport | None = None,
     ) -> None:
         super().__init__()
-        config = config or DecodeConfig()
+        config = checked_config(config, DecodeConfig)
         place = Place.of(pool, config.model, mesh, rank, state)
         name = f"{config.name}/{rank}" if rank else config.name
         self.peer_id = me = PeerId(name, time.time_ns())

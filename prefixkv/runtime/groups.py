@@ -5,7 +5,9 @@ bytes (ranks/replica.py) itself.
 
 from __future__ import annotations
 
+import math
 import select
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -21,6 +23,8 @@ from prefixkv.ranks.replica import RankLog
 from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.wakeups import wait_readable
+from prefixkv.settings import check_kind
 
 
 class _Readiness:
@@ -38,7 +42,11 @@ class _Readiness:
         return self._epoll.fileno()
 
     def wait(self, timeout_s: float | None) -> bool:
-        return bool(self._epoll.poll(None if timeout_s is None else max(0.0, timeout_s)))
+        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not wait_readable(self.fd, left_s := until_s - time.monotonic()):
+            if not left_s > 0:
+                return False
+        return True
 
     def close(self) -> None:
         self._epoll.close()
@@ -62,6 +70,8 @@ class DecodeGroup(DecodeNode):
         digest_every: int = 0,
         states: Sequence[StatePool | None] = (),
     ) -> None:
+        check_kind("config", config, DecodeConfig)
+        check_kind("mesh", mesh, Mesh)
         states = states or [None] * len(pools)
         self.others: list[DecodeRank] = []
         self._readiness = _Readiness()
@@ -134,6 +144,8 @@ class PrefillGroup(InStep[PrefillNode], Closing):
     ) -> None:
         """`states`: by rank, where requests have extra state. `usable_prefix`: see PrefillNode;
         each rank asks."""
+        check_kind("config", config, PrefillConfig)
+        check_kind("mesh", mesh, Mesh)
         states = states or [None] * len(pools)
         super().__init__(nodes := list[PrefillNode]())
         self._readiness = _Readiness()

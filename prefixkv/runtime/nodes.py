@@ -38,9 +38,10 @@ from prefixkv.ranks.replica import RankLog
 from prefixkv.request import DeviceEvent, Request
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.node import COUNTERS, Node
-from prefixkv.runtime.place import Place
+from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.transfers import MakeTransport
+from prefixkv.settings import check_kind
 
 _DECODE_COUNTERS = (
     *COUNTERS, "aborted", "admitted", "finished", "flight_fallbacks", "flights_adopted",
@@ -89,9 +90,11 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         transport: MakeTransport | None = None,
     ) -> None:
         super().__init__(pool, state)
-        config = config or DecodeConfig()
-        layout = pool.layout
+        config = checked_config(config, DecodeConfig)
         place = Place.of(pool, config.model, mesh, state=state)
+        layout = pool.layout
+        if ranks is not None:
+            check_kind("ranks", ranks, RankLog)
         num_ranks = place.mesh.num_ranks
         if num_ranks > 1 and ranks is None:
             raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
@@ -191,6 +194,13 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
         return known
 
+    def stats(self) -> dict[str, int]:
+        """Counters, and pages by state. `hit_tokens` is the former name of `skipped_tokens`: it
+        counts tokens on their way with another's flight too, `DecodeRequest.hit_tokens` does not.
+        """
+        stats = super().stats()
+        return {**stats, "skipped_tokens": stats["hit_tokens"]}
+
     def take_log(self) -> bytes:
         """What the other tensor-parallel ranks have to apply, for the engine to broadcast once a
         pass.
@@ -269,9 +279,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         transport: MakeTransport | None = None,
     ) -> None:
         super().__init__(pool, state)
-        config = config or PrefillConfig()
-        layout = pool.layout
+        config = checked_config(config, PrefillConfig)
         place = Place.of(pool, config.model, mesh, rank, state)
+        layout = pool.layout
         books = PageManager(
             layout.num_pages,
             layout.page_size,

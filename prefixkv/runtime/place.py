@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
-from prefixkv.config import ModelConfig
+from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
-from prefixkv.memory.mesh import Mesh, check_holds
+from prefixkv.memory.mesh import MAX_RANKS, Mesh, check_holds
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, ModelDigest, Topology
+from prefixkv.settings import check_kind, check_whole
+
+Config = TypeVar("Config", DecodeConfig, PrefillConfig)
+
+
+def checked_config(config: Config | None, kind: type[Config]) -> Config:
+    """The config, or the default one. Raises ConfigError for an object of another class."""
+    if config is None:
+        return kind()
+    check_kind("config", config, kind)
+    return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,12 @@ class Place:
     ) -> Place:
         """Without a mesh: the only rank of all. Raises ConfigError where a pool does not hold the
         rank's share, or the two are on different devices."""
+        check_kind("pool", pool, KVPool)
+        if mesh is not None:
+            check_kind("mesh", mesh, Mesh)
+        if state is not None:
+            check_kind("state", state, StatePool)
+        check_whole("rank", rank, 0, MAX_RANKS - 1)
         layout = pool.layout
         mesh = mesh or Mesh(layout.num_layers, layout.num_kv_heads)
         mesh.validate()

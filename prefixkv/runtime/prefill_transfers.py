@@ -31,7 +31,7 @@ from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import DeviceEvent, whole_number
 from prefixkv.runtime.channel import RouterChannel
 from prefixkv.runtime.control_thread import ControlThread
-from prefixkv.runtime.place import Place
+from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.transfers import MakeTransport, Memory, Transfers, room_key
 
 
@@ -61,7 +61,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         transport: MakeTransport | None = None,
     ) -> None:
         super().__init__()
-        config = config or PrefillConfig()
+        config = checked_config(config, PrefillConfig)
         place = Place.of(pool, config.model, mesh, rank, state)
         if rank == 0 and len(endpoints) != place.mesh.num_ranks - 1:
             raise ConfigError(

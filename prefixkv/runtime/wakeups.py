@@ -33,6 +33,35 @@ def clear(fd: int) -> int:
     return 0 if _libc.eventfd_read(fd, times) else times.value
 
 
+class _PollFd(ctypes.Structure):
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+_LONGEST_S = 1e9  # what a C long of seconds holds on any machine
+_ppoll = ctypes.CDLL(None).ppoll  # CDLL: the GIL is given up while it waits
+_ppoll.argtypes = (
+    ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.POINTER(_TimeSpec), ctypes.c_void_p,
+)  # fmt: skip
+
+
+def wait_readable(fd: int, timeout_s: float | None) -> bool:
+    """Wait until a descriptor is readable, at most `timeout_s` (None: for ever); or until a signal
+    has come. True if it is readable.
+
+    select.poll and select.epoll round up to whole milliseconds, select.select takes descriptors
+    below 1024 only.
+    """
+    limit = None
+    if timeout_s is not None:
+        whole_s, part_s = divmod(min(max(0.0, timeout_s), _LONGEST_S), 1.0)
+        limit = ctypes.byref(_TimeSpec(int(whole_s), int(part_s * 1e9)))
+    return bool(_ppoll(ctypes.byref(_PollFd(fd, select.POLLIN)), 1, limit, None) > 0)
+
+
 class Inbox(Generic[T]):
     """A queue with one reader and any number of writers, and a descriptor that is readable while it
     holds something.
@@ -82,18 +111,16 @@ class Inbox(Generic[T]):
         """Wait until something is queued, at most `timeout_s` (None: for ever). True if something
         is."""
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        poller = None
+        looked = False
         while not self._items:
             self._clear()
             if self._items:
                 break
             left_s = until_s - time.monotonic()
-            if left_s <= 0 and poller is not None:
+            if not left_s > 0 and looked:
                 return False
-            if poller is None:
-                poller = select.poll()
-                poller.register(self.fd, select.POLLIN)
-            poller.poll(None if timeout_s is None else max(0.0, left_s * 1000))
+            wait_readable(self.fd, left_s)
+            looked = True
         return True
 
     def _clear(self) -> None:

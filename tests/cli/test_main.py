@@ -1,7 +1,9 @@
 """The command line: one line and exit status 2 for bad input, and quick to load."""
 
+import errno
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,32 @@ def test_bad_input_is_one_line_and_status_2(arguments, why, tmp_path, capfd):
     assert err.startswith("prefixkv: ")
     assert why in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("command", ["demo --turns 1", "replay {tmp}/none.jsonl"])
+def test_a_device_that_takes_nothing_is_one_line_and_status_1_before_the_run(
+    command, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr("prefixkv.cli.replay.read_trace", None)  # not reached
+    monkeypatch.setattr("prefixkv.cli.demo.Workers", None)
+    words = [*command.format(tmp=tmp_path).split(), "--json", "/dev/full"]
+    assert run_command(words) == 1
+    assert capfd.readouterr() == ("", "prefixkv: --json is /dev/full: No space left on device\n")
+
+
+def test_a_disk_that_is_full_after_the_run_is_one_line_and_status_1(tmp_path, capfd, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "t.jsonl").write_text(
+        '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n'
+    )
+    monkeypatch.setattr(Path, "write_text", full)
+    out = tmp_path / "out.json"
+    words = f"replay {tmp_path}/t.jsonl --capacity 10 --policy lru --json {out}"
+    assert run_command(words.split()) == 1
+    assert capfd.readouterr().err == f"prefixkv: --json is {out}: No space left on device\n"
 
 
 def test_help_names_every_option(capfd):

@@ -245,6 +245,9 @@ def test_the_same_tensor_as_k_and_v() -> None:
         ({"attention": "mla", "num_kv_heads": 2}, "num_kv_heads is 2"),
         ({"order": "strided"}, "order is 'strided'"),
         ({"device": "meta"}, "device is 'meta'"),
+        ({"device": "gpu"}, "device is 'gpu'"),
+        ({"device": "cuda:900"}, "device is 'cuda:900', torch .* finds [0-9]+ GPUs"),
+        ({"device": None}, "device is None"),
     ],
 )
 def test_no_pool_of_such_sizes(values: dict[str, object], message: str) -> None:
@@ -255,6 +258,12 @@ def test_no_pool_of_such_sizes(values: dict[str, object], message: str) -> None:
 def test_a_pool_too_large_for_the_machine() -> None:
     with pytest.raises(CapacityError, match="do not fit on cpu"):
         make(num_pages=2**31 - 1, page_size=2**20)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_pool_on_cuda_without_a_gpu_is_told_so() -> None:
+    with pytest.raises(ConfigError, match=r"device is 'cuda', torch .* finds 0 GPUs"):
+        make(device="cuda")
 
 
 def test_what_the_attention_kind_lacks() -> None:

@@ -322,6 +322,12 @@ def test_every_waiting_state_has_its_deadline(script: str, deadline_s: float) ->
     )
 
 
+def test_a_timeout_names_the_address_and_the_state() -> None:
+    machine = ReceiverMachine(promise(), TIMING, 0.0, "tcp://p:1")
+    machine.on(Tick(), TIMING.bootstrap_timeout_s)
+    assert str(machine.error) == "prefill at 'tcp://p:1': the deadline passed in BOOTSTRAPPING"
+
+
 def says_at(laws: Laws, seconds: float) -> list[float]:
     """When something is said within `seconds`, waking whenever the machine asks to be woken."""
     times, start_s, end_s = [], laws.now_s, laws.now_s + seconds

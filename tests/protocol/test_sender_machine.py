@@ -462,6 +462,20 @@ def test_every_waiting_state_has_its_deadline(script: str, deadline_s: float) ->
     check_deadline(laws, Tick(), deadline_s)
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("added", "no decode worker has promised pages"),
+        ("parked", f"decode worker '{DECODE.name}' has promised pages, the request never came"),
+        ("waiting", f"decode worker '{DECODE.name}': the deadline passed in WAITING_FOR_INPUT"),
+    ],
+)
+def test_a_timeout_names_the_decode_worker(script: str, said: str) -> None:
+    laws = run(SCRIPTS[script])
+    laws.on(Tick(), laws.machine.wake_s - laws.now_s)
+    assert str(laws.machine.error) == said
+
+
 @pytest.mark.parametrize("script", ["success", "failed by a write refused at post"])
 def test_the_outcome_is_said_again_until_acknowledged_or_for_long_enough(script: str) -> None:
     laws = run(SCRIPTS[script])

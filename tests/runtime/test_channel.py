@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -335,6 +336,31 @@ def test_an_address_that_cannot_be_bound_is_a_config_error(
     with pytest.raises(ConfigError, match="bind is"):
         ends.router(config, bind)
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("curve", [False, True])
+@pytest.mark.parametrize(
+    "bind", ["127.0.0.1:5000", "127.0.0.1", "localhost:*", "udp://127.0.0.1:1"]
+)
+def test_a_bind_without_its_scheme_is_told_so_and_not_of_keys(
+    ends: Ends, bind: str, curve: bool
+) -> None:
+    with pytest.raises(ConfigError, match="an address begins with tcp://") as caught:
+        ends.router(ControlConfig(curve=keys() if curve else None), bind)
+    assert "CURVE" not in str(caught.value)
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "+5", "5_0", "", "\u0665", "0x50"])
+def test_a_port_that_is_none_is_not_bound(ends: Ends, port: str) -> None:
+    """zmq bound 65535 for -1."""
+    with pytest.raises(ConfigError, match="the port is"):
+        ends.router(bind=f"tcp://127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match="the port is"):
+        ends.dealer(f"tcp://127.0.0.1:{port}")
+
+
+def test_a_path_may_end_like_a_port(ends: Ends, tmp_path: Path) -> None:
+    assert ends.router(bind=f"ipc://{tmp_path}/s:70000").endpoint
 
 
 def test_a_port_in_use_is_a_config_error(ends: Ends) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.errors import AbortedError, AuxTooLargeError, RequestError
+from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError
+from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
+from prefixkv.runtime.decode_rank import DecodeRank
+from prefixkv.runtime.decode_transfers import DecodeTransfers
+from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.testing.hashing import PrefixHasher
 from tests.models.node_pair import NodePair, first_token, left, make_pool, tokens_of
 from tests.models.node_stages import Gate
@@ -405,3 +412,42 @@ def test_idle_nodes_keep_each_other_alive(clock: SkippableClock, make_pair: Make
             lambda: pair.decode.peers() == {pair.prefill.endpoint: (pair.prefill.peer_id, "ready")}
         )
         pair.until(lambda: pair.prefill.peers() == {pair.decode.peer_id: "ready"})
+
+
+# --- what it is made of ---------------------------------------------------------------------------
+
+
+def made_of() -> list[tuple[Any, str]]:
+    pool, mesh = make_pool(8, PAGE_SIZE), Mesh(2, 2)
+    decode, prefill = DecodeConfig(), PrefillConfig()
+    me = PeerId("d", 1)
+    wrong: list[tuple[Any, str]] = []
+    for node, config, other in (
+        (DecodeNode, decode, prefill), (DecodeTransfers, decode, prefill),
+        (PrefillNode, prefill, decode), (PrefillTransfers, prefill, decode),
+    ):  # fmt: skip
+        wrong += [
+            (partial(node, config, pool), "config is a KVPool"),
+            (partial(node, config), f"pool is a {type(config).__name__}, a KVPool is needed"),
+            (partial(node, pool, other), f"config is a {type(other).__name__}"),
+            (partial(node, pool, config, mesh=4), "mesh is a int"),
+            (partial(node, pool, config, state=pool), "state is a KVPool"),
+        ]
+    return [
+        *wrong,
+        (partial(DecodeNode, pool, decode, mesh), "ranks is a Mesh"),
+        (partial(PrefillNode, pool, prefill, rank=-1), "rank is -1"),
+        (partial(DecodeRank, decode, pool, mesh, 1, me), "config is a KVPool"),
+        (partial(DecodeRank, pool, decode, mesh, 1, "d"), "worker is a str"),
+        (partial(DecodeGroup, [pool], mesh, decode), "config is a Mesh"),
+        (partial(PrefillGroup, [pool], mesh, prefill), "config is a Mesh"),
+        (partial(DecodeGroup, [pool], decode, None), "mesh is a NoneType"),
+    ]
+
+
+def test_arguments_that_were_swapped_are_named() -> None:
+    threads = threading.active_count()
+    for make, said in made_of():
+        with pytest.raises(ConfigError, match=said):
+            make()
+    assert threading.active_count() == threads

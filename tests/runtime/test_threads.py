@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import math
 import os
 import select
 import sys
@@ -65,6 +67,38 @@ def test_wait_ends_at_its_timeout_without_burning_the_processor(inbox: Inbox[int
     assert not inbox.wait(0.2)
     assert time.monotonic() - before_s >= 0.19
     assert time.thread_time() - before_cpu_s < 0.05
+
+
+def test_a_wait_of_less_than_a_millisecond_is_not_a_whole_one(inbox: Inbox[int]) -> None:
+    """The shortest of many: a slow machine makes some longer, never all."""
+    took = []
+    for _ in range(200):
+        began_s = time.perf_counter()
+        assert not inbox.wait(0.0002)
+        took.append(time.perf_counter() - began_s)
+    assert 0.0002 <= min(took) < 0.001
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, float("nan"), -math.inf])
+def test_a_wait_for_less_than_no_time_looks_once(inbox: Inbox[int], timeout_s: float) -> None:
+    assert not inbox.wait(timeout_s)
+
+
+def test_a_wait_without_end_ends_with_a_put(inbox: Inbox[int]) -> None:
+    threading.Timer(0.05, inbox.put, (1,)).start()
+    assert returned(lambda: inbox.wait(math.inf))
+
+
+def test_a_descriptor_beyond_those_of_select_is_waited_for() -> None:
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD, 1500)
+    try:
+        assert not threads.wait_readable(high, 0.0)
+        os.eventfd_write(fd, 1)
+        assert threads.wait_readable(high, None)
+    finally:
+        os.close(high)
+        os.close(fd)
 
 
 def test_rouse_wakes_a_reader_that_has_nothing_to_take(inbox: Inbox[int]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.node import Mark, Node
 from prefixkv.cache.radix_key import TOKEN_BYTES
-from prefixkv.settings import at_least
+from prefixkv.settings import at_least, check_types
 
 Worth: TypeAlias = Any
 """Whatever a policy counts of a page's uses: it compares with `<` and adds up."""
@@ -154,6 +154,7 @@ class GhostPolicy(Policy):
     stride_blocks: int = 8
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least(0, ghosts=self.ghosts)
         at_least(1, block_tokens=self.block_tokens, stride_blocks=self.stride_blocks)
 
