@@ -155,6 +155,37 @@ class InternalError(PrefixKVError, AssertionError):
     """An invariant of prefixkv is broken; the message carries the state."""
 
 
+# --- a user's code ------------------------------------------------------------------------------
+
+
+class UserErrors:
+    """What code of the user's (a policy, a log handler, an event) raised while books were changed.
+
+    The change goes on without it. A later call raises the first, before it changes anything: each
+    at most once, and never two calls in a row, so that a loop that goes on gets its results.
+    """
+
+    def __init__(self) -> None:
+        self.num = 0  # of all that were caught
+        self.due: Exception | None = None
+        self._raised_last = False
+
+    def caught(self, error: Exception) -> None:
+        """To be called where the exception was caught."""
+        self.num += 1
+        if self.due is None:
+            self.due = error
+
+    def raise_due(self) -> None:
+        """Raise the first that was caught since the last one was raised."""
+        if self._raised_last or self.due is None:
+            self._raised_last = False
+            return
+        error, self.due = self.due, None
+        self._raised_last = True
+        raise error
+
+
 # --- checks -------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 from typing import Any
 
+from prefixkv.errors import UserErrors
+
 SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
     60.0, 120.0,
@@ -101,6 +103,15 @@ class Journal:
         self.transfers = {outcome: Tally(1) for outcome in OUTCOMES}
         self.waits = {reason: Histogram() for reason in reasons}
         self.on_ended: Callable[[Any, float], None] | None = None
+        self.errors = UserErrors()  # what it raised
+
+    def say_ended(self, req: Any, now_s: float) -> None:
+        """A request has ended. It is in the middle of its end, so nothing may be raised here."""
+        if self.on_ended is not None:
+            try:
+                self.on_ended(req, now_s)
+            except Exception as error:
+                self.errors.caught(error)
 
     def found(
         self, namespace: Hashable, prompt_tokens: int, hit_tokens: int, shared_tokens: int = 0
@@ -123,5 +134,9 @@ class Journal:
 
 
 def namespace_label(namespace: Hashable) -> str:
-    """A namespace as text: at most 64 characters, empty for the common one."""
-    return "" if namespace is None else str(namespace)[:64]
+    """A namespace as text: at most 64 characters, empty for the common one, "?" for one that raises
+    when it is asked for its text."""
+    try:
+        return "" if namespace is None else str(namespace)[:64]
+    except Exception:
+        return "?"

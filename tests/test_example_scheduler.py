@@ -17,7 +17,7 @@ import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.errors import OutOfPagesError
+from prefixkv.errors import AbortedError, OutOfPagesError
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
@@ -42,6 +42,7 @@ def serve(node: DecodeNode, engine: StandIn) -> None:
             engine.submit_to_prefill(ask)               # evicted while the request was retracted
         for req in node.pop_failed():
             engine.reject(req)                          # req.error says why
+        batch = [req for req in batch if not req.state.ended]   # without those aborted meanwhile
         try:                                            # a step writes the newest tokens' KV
             node.append_many(batch, engine.step(batch))
         except OutOfPagesError as error:                # nothing was appended
@@ -242,6 +243,46 @@ def test_the_loops_serve_conversations() -> None:
             assert stats["evicted_pages"] > 0
             assert stats["hit_tokens"] > 0
             assert stats["retracted"] > 0
+            node_at_rest(node)
+    finally:
+        prefill.close()
+
+
+class Leaving(StandIn):
+    """Clients of running requests go away, between any two calls of the loop."""
+
+    aborted = 0
+
+    def leave(self, batch: list[DecodeRequest]) -> None:
+        for req in batch:
+            if int(req.rid.partition(".")[0]) % 2 and len(req.output) == 3:
+                assert self.node.abort(req.rid)
+                self.aborted += 1
+
+    def arrivals(self) -> list[Request]:
+        self.leave(self.running)
+        return super().arrivals()
+
+    def step(self, batch: list[DecodeRequest]) -> list[int]:
+        assert not any(req.state.ended for req in batch)
+        tokens = super().step(batch)
+        self.running = list(batch)
+        if self.aborted % 2:  # the others leave before the next step
+            self.leave(batch)
+        return tokens
+
+    running: list[DecodeRequest] = []
+
+
+def test_the_loop_goes_on_when_running_requests_are_aborted() -> None:
+    prefill = PrefillEngine()
+    try:
+        with DecodeNode(make_pool(num_pages=64), DecodeConfig(reserve_tokens=0)) as node:
+            engine = Leaving(node, prefill, conversations=6, turns=1)
+            serve(node, engine)
+            assert engine.aborted == 3
+            assert [type(error) for error in engine.rejected] == [AbortedError] * 3
+            assert sorted(i for i, turn in engine.turn.items() if turn) == [0, 2, 4]
             node_at_rest(node)
     finally:
         prefill.close()

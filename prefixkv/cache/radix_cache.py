@@ -35,7 +35,7 @@ from prefixkv.cache.results import (
     as_page_ids,
 )
 from prefixkv.cache.tree import RadixTree
-from prefixkv.errors import CallerError, LockError, check_laws
+from prefixkv.errors import CallerError, LockError, UserErrors, check_laws
 from prefixkv.paging import Pages
 
 EVENT_LIMIT_PAGES = 1 << 20
@@ -54,6 +54,8 @@ class RadixCache(RadixTree):
             own. An object serves one cache.
         pool_pages: how many pages the pool has; if given, ids out of range or in the tree already
             are refused.
+        errors: takes what the policy raises, and somebody else raises it. None: the next `lock`,
+            `insert` or `evict` does, before it changes anything.
     Raises:
         ConfigError: names the setting, the value and the bound.
 
@@ -81,8 +83,10 @@ class RadixCache(RadixTree):
         page_size: int = 16,
         policy: str | Policy = DEFAULT_POLICY,
         pool_pages: int | None = None,
+        errors: UserErrors | None = None,
     ) -> None:
-        super().__init__(page_size, policy, pool_pages)
+        super().__init__(page_size, policy, pool_pages, errors or UserErrors())
+        self._raises = errors is None
         self._locks: set[PrefixLock] = set()
         self._epoch = 0  # counts resets
         self._use = Use()
@@ -139,6 +143,8 @@ class RadixCache(RadixTree):
         >>> cache.evict(1).tolist()
         [11]
         """
+        if self.errors.due is not None and self._raises:
+            self.errors.raise_due()
         found, depth = self.locate(result)
         node = found if found is not None else self._root(result.namespace)
         if depth < node.end:
@@ -149,12 +155,8 @@ class RadixCache(RadixTree):
         if depth:
             if visit is None:
                 visit = type(result) is MatchResult
-            try:
-                use = self._next_use(result.data, node, depth, depth, visit, None, now_s)
-                self._leave_mark(node, depth, use)
-            except Exception:  # the policy's
-                self.unlock(lock)
-                raise
+            use = self._next_use(result.data, node, depth, depth, visit, None, now_s)
+            self._leave_mark(node, depth, use)
         return lock
 
     def unlock(self, lock: PrefixLock) -> Pages:
@@ -180,7 +182,7 @@ class RadixCache(RadixTree):
             if node.parent is None:
                 self._drop_root_if_idle(node)
             elif not node.lock_ref:
-                self._queue.add(node)
+                self._enqueue(node)
         else:
             self._merge_if_idle(node)  # no lock ends here any more; maybe branches part here
         return lock.freed
@@ -213,7 +215,12 @@ class RadixCache(RadixTree):
 
     def _leave_mark(self, node: Node, depth: int, use: Use) -> None:
         policy = self.policy
-        node.leave_mark(depth, policy.mark(use), policy.fold, policy.supersedes)
+        try:
+            mark = policy.mark(use)
+        except Exception as error:
+            self.errors.caught(error)
+            return
+        node.leave_mark(depth, mark, self._fold, policy.supersedes)
 
     # --- adding ----------------------------------------------------------------------------------
 
@@ -253,6 +260,8 @@ class RadixCache(RadixTree):
         >>> result.prefix_len, result.pages.tolist()
         (2, [10, 21])
         """
+        if self.errors.due is not None and self._raises:
+            self.errors.raise_due()
         key = self._key(tokens, namespace)
         key.check()
         data = key.data
@@ -281,7 +290,7 @@ class RadixCache(RadixTree):
         if old_pages == num_pages:
             self._leave_mark(node, num_pages, use)
             if num_pages == node.end and not node.lock_ref and not node.children:
-                self._queue.add(node)
+                self._enqueue(node)
         else:
             new_key = data[matched : num_pages * self._page_bytes]
             node = self._attach(node, old_pages, new_key, ids, use)
@@ -308,6 +317,8 @@ class RadixCache(RadixTree):
         """
         if num_pages < 0:
             raise CallerError(f"cannot evict {num_pages} pages")
+        if self.errors.due is not None and self._raises:
+            self.errors.raise_due()
         self._now_s = max(self._now_s, now_s)
         num_pages = min(num_pages, self.evictable_pages)
         if not num_pages:
@@ -341,7 +352,10 @@ class RadixCache(RadixTree):
             for node in self._subtree(root):  # what is still there is held
                 node.wants = node.entry = None
             del self._roots[namespace]
-        self.policy.reset()
+        try:
+            self.policy.reset()
+        except Exception as error:
+            self.errors.caught(error)
         self.orphan_pages += self.protected_pages
         self.evictable_pages = self.protected_pages = self.num_nodes = 0
         self.version += 1
@@ -378,9 +392,13 @@ class RadixCache(RadixTree):
             node = found
         if continues is None or depth < 1:
             return
-        node.change_mark(depth, lambda mark: self.policy.hinted(mark, depth, continues))
+        try:
+            node.change_mark(depth, lambda mark: self.policy.hinted(mark, depth, continues))
+        except Exception as error:
+            self.errors.caught(error)
+            return
         if depth == node.end and not node.lock_ref and not node.children:
-            self._queue.add(node)
+            self._enqueue(node)
 
     def wanted(self, tokens: TokensLike, change: int, namespace: Hashable = None) -> None:
         """Say that a request with these tokens begins to wait (+1), or waits no longer (-1).
@@ -411,7 +429,7 @@ class RadixCache(RadixTree):
                 self._drop_root_if_idle(home)
             elif not home.children and not home.lock_ref:
                 forget(home)  # it may stand among the wanted
-                self._queue.add(home)
+                self._enqueue(home)
 
     # --- listening and looking on ----------------------------------------------------------------
 
@@ -445,6 +463,11 @@ class RadixCache(RadixTree):
             inserted_pages=self._inserted_pages,
             evicted_pages=self._evicted_pages,
         )
+
+    @property
+    def locks(self) -> frozenset[PrefixLock]:
+        """All that are held, for audits."""
+        return frozenset(self._locks)
 
     def oldest_lock(self) -> PrefixLock | None:
         """The first taken, by `now_s`, of the locks that hold pages. O(locks); from any thread."""

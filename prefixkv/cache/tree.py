@@ -11,12 +11,16 @@ from prefixkv.cache import wants
 from prefixkv.cache.events import EventLog
 from prefixkv.cache.eviction.policy import Policy, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
-from prefixkv.cache.node import PAGE_ID_BYTES, Node, Packed, Root, Want
+from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Node, Packed, Root, Want
 from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.cache.results import packed_ids
-from prefixkv.errors import PageStateError
+from prefixkv.errors import PageStateError, UserErrors
 from prefixkv.paging import MAX_INDEX, Pages
 from prefixkv.settings import check_whole
+
+
+def _no_rank(mark: Mark) -> int:
+    return 0
 
 
 class RadixTree:
@@ -31,7 +35,10 @@ class RadixTree:
         version: of the content: counts what adds or takes pages, not splits and merges.
     """
 
-    def __init__(self, page_size: int, policy: str | Policy, pool_pages: int | None) -> None:
+    def __init__(
+        self, page_size: int, policy: str | Policy, pool_pages: int | None, errors: UserErrors
+    ) -> None:
+        self.errors = errors  # of the policy
         check_whole("page_size", page_size, 1, MAX_INDEX)
         check_whole("pool_pages", pool_pages or 0, 0, MAX_INDEX)
         self.page_size = page_size
@@ -44,6 +51,8 @@ class RadixTree:
         self._queue: EvictionQueue = self.policy.make_queue()
         # Leaves on the path of a waiting request: they go last.
         self._wanted_queue = LeafHeap(self.policy.last_tick)
+        # Evictable leaves that the policy did not rank when asked: they go before all others.
+        self._strays = LeafHeap(_no_rank)
         self._wants: dict[tuple[Hashable, bytes], Want] = {}
         self._in_tree = None if pool_pages is None else np.zeros(pool_pages, np.bool_)
         self._log: EventLog | None = None
@@ -186,6 +195,47 @@ class RadixTree:
         self.evictable_pages += num_pages
         self.protected_pages -= num_pages
 
+    # --- what the policy says; it may raise -------------------------------------------------------
+
+    def _fold(self, upper: Mark, lower: Mark) -> Mark:
+        if upper is None or lower is None:  # a mark is missing that the policy did not say
+            return upper if lower is None else lower
+        try:
+            return self.policy.fold(upper, lower)
+        except Exception as error:
+            self.errors.caught(error)
+            return lower
+
+    def _marks(self, use: Use) -> list[tuple[int, Mark]]:
+        """What the insertion of new pages leaves, the last of it on the last page."""
+        try:
+            marks = list(self.policy.insertion_marks(use))
+            if marks[-1][0] == use.num_pages and marks[0][0] >= use.old_pages:
+                return marks
+            raise ValueError(f"insertion_marks of {use.num_pages} pages are {marks}")
+        except Exception as error:
+            self.errors.caught(error)
+            return [(use.num_pages, None)]
+
+    def _enqueue(self, leaf: Node) -> None:
+        """It is an evictable leaf now, or has another history."""
+        if leaf.mark is None:  # the policy did not say what its use leaves, so it has no rank
+            forget(leaf)
+            self._strays.add(leaf)
+            return
+        try:
+            self._queue.add(leaf)
+        except Exception as error:
+            self.errors.caught(error)
+            if leaf.entry is None:
+                self._strays.add(leaf)
+
+    def _expect(self, num_leaves: int) -> None:
+        try:
+            self._queue.expect(num_leaves, self._now_s)
+        except Exception as error:
+            self.errors.caught(error)
+
     # --- attaching -----------------------------------------------------------------------------
 
     def _new_pages(self, ids: Pages, num_old: int) -> Pages:
@@ -205,9 +255,9 @@ class RadixTree:
 
     def _attach(self, node: Node, depth: int, key: bytes, ids: Pages, use: Use) -> Node:
         """Put new pages at `depth` of `node`, and return the node that ends with them."""
-        fold, page_bytes = self.policy.fold, self._page_bytes
+        fold, page_bytes = self._fold, self._page_bytes
         pages = ids.tobytes()
-        *inner_marks, (_, mark) = self.policy.insertion_marks(use)
+        *inner_marks, (_, mark) = self._marks(use)
         if depth < node.end:
             node = self._split(node, depth)
         if inner_marks and inner_marks[0][0] == depth > 0:
@@ -230,7 +280,7 @@ class RadixTree:
             for want in wants.served_by(parent, depth, key[:page_bytes]):
                 common = self._common_bytes(want.data, depth * page_bytes, len(want.data), key)
                 wants.hang(want, node, depth + common // page_bytes)
-        self._queue.add(node)
+        self._enqueue(node)
         self.evictable_pages += len(ids)
         self._inserted_pages += len(ids)
         self.version += 1
@@ -251,17 +301,27 @@ class RadixTree:
 
     def _victim(self) -> Node | None:
         """The leaf whose last page goes first; a wanted one only when there is no other."""
-        while (node := self._queue.first(self._now_s)) is not None:
-            if not (node.wants and wants.deepest(node, node.end) == node.end):
-                return node
-            forget(node)
-            self._wanted_queue.add(node)
-        return self._wanted_queue.first()
+        if (node := self._strays.first()) is not None:
+            return node
+        try:
+            while (node := self._queue.first(self._now_s)) is not None:
+                if not (node.wants and wants.deepest(node, node.end) == node.end):
+                    return node
+                forget(node)
+                self._wanted_queue.add(node)
+            return self._wanted_queue.first()
+        except Exception as error:
+            self.errors.caught(error)
+        for node in self.nodes():  # without an order: all that may go, until they are used again
+            if not node.children and not node.lock_ref:
+                forget(node)
+                self._strays.add(node)
+        return self._strays.first()
 
     def _evict_in_order(self, num_pages: int, thinned: dict[Node, None]) -> list[Packed]:
         taken: list[Packed] = []
         ghost_pages = self.policy.ghost_pages
-        self._queue.expect(num_pages * self.num_nodes // self.evictable_pages, self._now_s)
+        self._expect(num_pages * self.num_nodes // self.evictable_pages)
         missing = num_pages
         while missing:
             node = self._victim()
@@ -278,24 +338,27 @@ class RadixTree:
                 count = missing
             missing -= count
             if ghost_pages and end // ghost_pages != (end - count) // ghost_pages:
-                self.policy.evicted(node, count)
+                try:
+                    self.policy.evicted(node, count)
+                except Exception as error:
+                    self.errors.caught(error)
             if end - count == parent.end:
                 taken.append(node.pages)
                 self._remove_leaf(node, parent, thinned)
             else:
                 taken.append(self._trim(node, count))
-        self._queue.expect(0, self._now_s)
+        self._expect(0)
         return taken
 
     def _trim(self, node: Node, num_pages: int) -> bytes:
         """Cut pages off the end of a leaf; returns their ids."""
         end = node.end
-        pages = node.trim(num_pages, self._page_bytes, self.policy.fold)
+        pages = node.trim(num_pages, self._page_bytes, self._fold)
         if node.wants:
             wants.move(node, node, node.end, end, limit=node.end)
         if self._log is not None:
             self._log.removed(pages)
-        self._queue.add(node)
+        self._enqueue(node)
         return pages
 
     def _remove_leaf(self, node: Node, parent: Node, thinned: dict[Node, None]) -> None:
@@ -304,19 +367,26 @@ class RadixTree:
         self.num_nodes -= 1
         if parent.parent is not None:
             mark = parent.mark
-            parent.mark = node.mark if mark is None else self.policy.fold(mark, node.mark)
+            parent.mark = node.mark if mark is None else self._fold(mark, node.mark)
         if node.wants:
             wants.move(node, parent, parent.end, node.end, limit=parent.end)
         if self._log is not None:
             self._log.removed(node.pages)
-        node.entry[2].take(node)
+        self._leave_queue(node)
         node.leave_tree()
         if parent.children:
             thinned[parent] = None
         elif parent.parent is None:
             self._drop_root_if_idle(parent)
         elif not parent.lock_ref:
-            self._queue.add(parent)
+            self._enqueue(parent)
+
+    def _leave_queue(self, leaf: Node) -> None:
+        """`_victim` chose it. A queue whose ranks do not compare may raise here."""
+        try:
+            leaf.entry[2].take(leaf)
+        except Exception as error:
+            self.errors.caught(error)
 
     def _order_is_free(self) -> bool:
         """Whether evicting everything leaves the same in any order: it does if no ghosts are left.
@@ -331,7 +401,7 @@ class RadixTree:
         """Take out everything that no lock covers; page ids of it. What was known of it goes to the
         page above."""
         freed: list[Packed] = []
-        fold = self.policy.fold
+        fold = self._fold
         for root in list(self._roots.values()):
             for node in self._subtree(root, held=True):
                 gone = [item for item in node.children.items() if not item[1].lock_ref]
@@ -354,8 +424,14 @@ class RadixTree:
                 if gone:
                     thinned[node] = None
             self._drop_root_if_idle(root)
-        self._queue = self.policy.make_queue()  # all that stood in the old ones is gone, or held
+        # All that stood in the old ones is gone, or held.
+        try:
+            self._queue = self.policy.make_queue()
+        except Exception as error:
+            self.errors.caught(error)
+            self._queue = LeafHeap(self.policy.rank)
         self._wanted_queue = LeafHeap(self.policy.last_tick)
+        self._strays = LeafHeap(_no_rank)
         return freed
 
     def _release_orphan(self, node: Node) -> Pages:

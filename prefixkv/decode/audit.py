@@ -40,7 +40,10 @@ def check_decode(
         == allocator.owned_pages,
         "every owned slot is a request's, or a flight's without an owner": books.slots is None
         or sorted(pages.slot for pages in held) == books.slots.pages_in(PageState.OWNED).tolist(),
-        "what is locked is a request's": bool(books.cache.protected_pages == 0 or held),
+        "every lock is a request's, or a flight's without an owner": books.cache.locks
+        == {pages.lock for pages in held if pages.lock is not None},
+        "every row is a request's, or a flight's without an owner": books.table.free_rows
+        == len(books.table.array) - len(held),
         "only undrained rooms hold pages": set(allocator.owners()) <= undrained,
         "a request's row is as long as its pages": all(
             books.table.length(pages.row) == pages.num_pages for pages in held

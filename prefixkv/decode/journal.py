@@ -80,8 +80,7 @@ class DecodeJournal(Journal):
 
     def ended(self, req: DecodeRequest, now_s: float) -> None:
         req.ended_s = now_s
-        if self.on_ended is not None:
-            self.on_ended(req, now_s)
+        self.say_ended(req, now_s)
 
 
 def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, Any]:

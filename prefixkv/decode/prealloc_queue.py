@@ -121,7 +121,7 @@ class DecodePreallocQueue:
             return
         if self._policy.overtakes:
             self._look(waiter)
-        waiter.rank = self._policy.rank(req, waiter.new)
+        waiter.rank = _checked(self._policy.rank(req, waiter.new))
         self._order.add(waiter.place)
         self._waiting[req] = waiter
         self._estimated[waiter] = None
@@ -182,7 +182,7 @@ class DecodePreallocQueue:
         """Admit what fits: lock its prefix, take its pages, write its row. `take_admitted` returns
         it.
 
-        If a user's policy raises, the pass ends with that; what was admitted before stays admitted.
+        A request whose rank a user's policy cannot say keeps the one it has.
         """
         books = self._books
         while (first := self._first_of_all(now_s)) is not None and books.can_open:
@@ -294,13 +294,18 @@ class DecodePreallocQueue:
     def _falls_back(self, waiter: _Waiter) -> bool:
         """Enter a new estimate; True if its place in the order is behind the old one."""
         self._estimated.move_to_end(waiter)
-        before, rank = waiter.rank, self._policy.rank(waiter.req, waiter.new)
-        falls_back = bool(before < rank)
-        if falls_back or rank < before:
-            # Added before the old one is removed: a user's ranks may not compare, and raise here.
-            self._order.add((rank, waiter.arrival, waiter))
-            self._order.remove(waiter.place)
-            waiter.rank = rank
+        before = waiter.rank
+        try:
+            rank = _checked(self._policy.rank(waiter.req, waiter.new))
+            falls_back = bool(before < rank)
+            if falls_back or rank < before:
+                # Added before the old one is removed: ranks may not compare, and raise here.
+                self._order.add((rank, waiter.arrival, waiter))
+                self._order.remove(waiter.place)
+                waiter.rank = rank
+        except Exception as error:  # it keeps the rank that it has
+            self._books.errors.caught(error)
+            return False
         return falls_back
 
     def _try(self, waiter: _Waiter, joined: Flight | None, shared_pages: int, now_s: float) -> bool:
@@ -327,3 +332,10 @@ class DecodePreallocQueue:
         self._budget.start(req.rid, req.max_pages - req.pages_held.num_pages, 0)
         self._admitted.append(req)
         return True
+
+
+def _checked(rank: Rank) -> Rank:
+    """ValueError for NaN, which has no place in an order."""
+    if rank != rank:
+        raise ValueError(f"the admission policy ranks a request {rank!r}")
+    return rank

@@ -124,21 +124,20 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
         """Admit what fits: prefix locked, pages taken, prefill told what to skip.
 
-        If a user's policy raises, that ends the pass, and is raised once all is in order again.
-        Requests admitted before that are on their way; the next call returns them.
+        What a policy, a log handler or an event of the user's has raised since the last call is
+        raised here, once all is in order again. Requests that were admitted are on their way; the
+        next call returns them.
         """
         self.release_deferred(now_s)
         self._admitted = [req for req in self._admitted if req.state is DecodeState.PREALLOCATED]
-        # Also after an error: what was admitted holds pages, so prefill has to be asked for it.
-        try:
-            self.waiting.admit(now_s)
-        finally:
-            for req in self.waiting.expired(now_s):
-                waited = f"request {req.rid!r} waited {now_s - req.arrived_s:.3f} s for pages"
-                self._end(req, DecodeState.FAILED, AdmissionTimeoutError(waited), now_s)
-            for req in self.waiting.take_admitted():
-                self._ask(req, now_s)
-                self._admitted.append(req)
+        self.waiting.admit(now_s)
+        for req in self.waiting.expired(now_s):
+            waited = f"request {req.rid!r} waited {now_s - req.arrived_s:.3f} s for pages"
+            self._end(req, DecodeState.FAILED, AdmissionTimeoutError(waited), now_s)
+        for req in self.waiting.take_admitted():
+            self._ask(req, now_s)
+            self._admitted.append(req)
+        self.books.errors.raise_due()
         admitted, self._admitted = self._admitted, []
         return admitted
 
@@ -168,7 +167,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     ) -> None:
         """Add each request's newly sampled token; the KV of the one before it is written by now.
 
-        Afterwards every request has the page that the next step writes to. Raises, with nothing
+        Afterwards every request has the page that the next step writes to. One that was aborted
+        meanwhile is left out; `pop_failed` says why. Raises, with nothing
         changed: RequestError for a request that does not run, has its tokens already or is named
         twice, or another number of tokens; TokenError; OutOfPagesError, which names the requests to
         retract, best first. It names none if only pages held for failed rooms are missing: these
@@ -185,7 +185,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # requests that are at their limit.
         due = [req for req in reqs if len(req.output) >= req.output_limit]
         if due:
-            self._raise_output_limits(due, now_s)
+            running = [req for req in due if req.state is not DecodeState.ABORTED]
+            self._raise_output_limits(running, now_s)
+            if len(running) < len(due):
+                for req, token in zip(reqs, tokens, strict=True):
+                    if req.state is not DecodeState.ABORTED:
+                        req.output.append(token)
+                return
         for req, token in zip(reqs, tokens, strict=True):
             req.output.append(token)
 
@@ -327,11 +333,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def release_deferred(self, now_s: float) -> None:
         """Release what waited for the device, where it is done."""
-        for deferred in list(self._deferred):
-            event, ended = deferred
-            if event.query():
-                self._deferred.remove(deferred)
+        waiting, self._deferred = self._deferred, []
+        for event, ended in waiting:
+            if (left := self._still_pending(event)) is None:
                 self._release(ended, now_s)
+            else:
+                self._deferred.append((left, ended))
 
     @property
     def num_deferred(self) -> int:

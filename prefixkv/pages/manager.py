@@ -25,7 +25,7 @@ from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult, PrefixLock, page_ids
-from prefixkv.errors import CapacityError, InternalError, OutOfPagesError
+from prefixkv.errors import CapacityError, InternalError, OutOfPagesError, UserErrors
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.table import PageTable
 from prefixkv.paging import Pages
@@ -86,7 +86,8 @@ class PageManager:
         self.num_pages = num_pages
         self.evict_reserve_pages = evict_reserve_pages
         self.caching = caching
-        self.cache = RadixCache(page_size=page_size, policy=policy, pool_pages=num_pages)
+        self.errors = UserErrors()  # to be raised by the scheduler
+        self.cache = RadixCache(page_size, policy, num_pages, self.errors)
         self.allocator = PageAllocator(num_pages)
         self.slots = PageAllocator(num_slots) if num_slots else None
         self.table = PageTable(max_requests, max_pages_per_request or num_pages)
@@ -139,8 +140,7 @@ class PageManager:
         # that is when it locks what it joined.
         visit = None if joined is None else False
         lock: PrefixLock | None = None
-        # Locked first, then taken: else the eviction could take the match itself. An error may also
-        # be a policy's own.
+        # Locked first, then taken: else the eviction could take the match itself.
         try:
             if match is not None:
                 lock = self.cache.lock(match, now_s=now_s, visit=visit)

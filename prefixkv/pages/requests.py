@@ -12,7 +12,7 @@ from prefixkv.errors import DrainingError, InternalError, RequestError
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import RoomKey
-from prefixkv.request import Request
+from prefixkv.request import DeviceEvent, Request
 from prefixkv.stats import Journal, namespace_label
 
 State = TypeVar("State", bound=Enum)
@@ -98,6 +98,19 @@ Req = TypeVar("Req", bound=PagedRequest[Any])
 Command = TypeVar("Command")
 
 
+class _Broken:
+    """An event that has raised: what it raises again is not worth saying again."""
+
+    def __init__(self, event: DeviceEvent) -> None:
+        self._event = event
+
+    def query(self) -> bool:
+        try:
+            return self._event.query()
+        except Exception:
+            return False
+
+
 class PagedScheduler(Generic[Req, Command]):
     """The requests that live on one side, and what its control plane is to do for them."""
 
@@ -106,6 +119,7 @@ class PagedScheduler(Generic[Req, Command]):
         self.requests: dict[str, Req] = {}  # all that live, by rid, oldest first
         self.draining = False  # takes no new requests
         self.counters = journal.counters
+        journal.errors = books.errors
         self._failed: list[Req] = []
         self._commands: list[Command] = []
 
@@ -113,6 +127,15 @@ class PagedScheduler(Generic[Req, Command]):
         """What the control plane is to do, in order."""
         commands, self._commands = self._commands, []
         return commands
+
+    def _still_pending(self, event: DeviceEvent) -> DeviceEvent | None:
+        """None once the device is done; else what to ask next time. An event that raises has proved
+        nothing, so its pages stay where they are."""
+        try:
+            return None if event.query() else event
+        except Exception as error:
+            self.books.errors.caught(error)
+            return _Broken(event)
 
     def flush(self) -> int:
         """Empty the cache after a weight update. Returns the pages freed at once."""

@@ -127,8 +127,12 @@ class PrefillBootstrapQueue:
         match = self._books.match(key, req.request.cacheable)
         if match is None or self._usable_prefix is None or not match.prefix_len:
             return match
-        usable = max(0, self._usable_prefix(req, match.prefix_len))
-        usable = page_floor(usable, self._books.page_size)
+        try:
+            usable = max(0, self._usable_prefix(req, match.prefix_len))
+            usable = page_floor(usable, self._books.page_size)
+        except Exception as error:  # the engine's
+            self._books.errors.caught(error)
+            usable = 0
         if usable >= match.prefix_len:
             return match
         return self._books.match(key.prefix(usable))

@@ -52,8 +52,7 @@ class PrefillJournal(Journal):
             self.transfer_ended(
                 req.peer, "success" if req.state is PrefillState.SENT else outcome(req)
             )
-        if self.on_ended is not None:
-            self.on_ended(req, now_s)
+        self.say_ended(req, now_s)
 
 
 def outcome(req: PrefillRequest) -> str:

@@ -88,10 +88,13 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """Requests the engine may compute now, at most `limit`; what is computed goes to the tree
         before.
 
-        Raises CallerError, with nothing changed, for a `limit` below 0.
+        What a policy, a log handler or an event of the user's has raised since the last call is
+        raised here first, with nothing changed. Raises CallerError, with nothing changed, for a
+        `limit` below 0.
         """
         if limit is not None and limit < 0:
             raise CallerError(f"limit is {limit}, at least 0 is needed")
+        self.books.errors.raise_due()
         self.settle_deferred(now_s)
         while self._computed:
             self._cache(next(iter(self._computed)), now_s)
@@ -227,12 +230,13 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def settle_deferred(self, now_s: float) -> None:
         """Release what waited for the device, where it is done."""
-        for deferred in list(self._deferred):
-            event, req = deferred
-            if event.query():
-                self._deferred.remove(deferred)
+        waiting, self._deferred = self._deferred, []
+        for event, req in waiting:
+            if (left := self._still_pending(event)) is None:
                 req.popped = True
                 self._maybe_release(req, now_s)
+            else:
+                self._deferred.append((left, req))
 
     def flush(self) -> int:
         """Empty the cache after a weight update. Returns the pages freed at once."""
@@ -253,7 +257,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 self.books.table.length(pages.row) == pages.num_pages for pages in held
             ),
             "rooms and requests are the same": len(self._rooms) == len(self.requests),
-            "what is locked is a request's": bool(self.books.cache.protected_pages == 0 or held),
+            "every lock is a request's": self.books.cache.locks
+            == {pages.lock for pages in held if pages.lock is not None},
+            "every row is a request's": self.books.table.free_rows
+            == len(self.books.table.array) - len(held),
         }
         check_laws(laws, f"{own} own", self.requests)
 

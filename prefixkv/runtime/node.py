@@ -153,6 +153,7 @@ class Node(Closing, Generic[C, To, E]):
             "evictable_pages": books.cache.evictable_pages,
             "evicted_pages": books.evicted_pages,
             "requests": len(self.scheduler.requests),
+            "user_errors": books.errors.num,
             "slots_free": slots.free_pages if slots is not None else 0,
             "slots_held": slots.held_pages + slots.quarantined_pages if slots is not None else 0,
         }

@@ -167,6 +167,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
     def append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]) -> None:
         """Add the newly sampled token of each request; afterwards the page for its KV is there.
+        Requests that were aborted meanwhile are left out.
 
         Raises OutOfPagesError, with nothing changed: `retract` names whom to retract, best first.
         """

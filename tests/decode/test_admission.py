@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -128,7 +129,8 @@ class RaisesOf(AdmissionPolicy):
 
 
 def desk_halfway() -> tuple[Desk, DecodeRequest, DecodeRequest]:
-    """A pass has admitted "a", and was ended by a policy that raised when it looked at "b"."""
+    """A pass has admitted "a", and "b" though a policy raised when it looked at it, and has raised
+    that in the end."""
     policy = RaisesOf()
     desk = Desk(24, rows=32, admission=policy)
     hog = desk.start("H", 20, max_new=1)
@@ -148,11 +150,8 @@ def test_who_was_admitted_before_a_policy_raised_is_on_its_way() -> None:
     assert first.state is DecodeState.PREALLOCATED
     assert [
         command.promise.room for command in desk.commands() if isinstance(command, OpenRoom)
-    ] == [first.room]
+    ] == [first.room, second.room]
     assert desk.admit() == ["a", "b"], "the caller hears of it with the next call"
-    assert [
-        command.promise.room for command in desk.commands() if isinstance(command, OpenRoom)
-    ] == [second.room]
     assert desk.admit() == []
     for req in (first, second):
         desk.succeed(req.room_key)
@@ -185,17 +184,52 @@ def test_who_was_admitted_before_a_policy_raised_may_end_before_the_caller_hears
 
 
 def test_a_policy_that_raises_at_every_pass_stops_no_deadline() -> None:
-    desk, _, second = desk_halfway()
-    policy = desk.scheduler.waiting._policy
-    assert isinstance(policy, RaisesOf)
-    policy.rids = "b"
+    policy = RaisesOf()
+    desk = Desk(24, rows=32, admission=policy)
+    policy.cache = desk.books.cache
+    desk.finish(desk.start("H", 20, max_new=1))
+    desk.start("hog", 60, max_new=1)
     late = desk.add("L", 80, max_new=1, deadline_s=1.0)
-    desk.now_s = 2.0
-    with pytest.raises(ZeroDivisionError):
-        desk.admit()
+    policy.rids = "L"
+    for now_s in (0.5, 0.6, 0.7, 2.0):
+        desk.now_s = now_s
+        desk.books.version += 1  # so that it is looked at
+        with suppress(ZeroDivisionError):
+            desk.admit()
+    assert desk.books.errors.num > 0
     assert [req.rid for req in desk.pop_failed()] == ["L"]
     assert isinstance(late.error, AdmissionTimeoutError)
-    assert second.state is DecodeState.QUEUED
+
+
+def test_a_policy_that_raises_at_every_look_keeps_no_request_waiting() -> None:
+    """Every second call returns what was admitted, and requests of which it raises are among
+    them."""
+    policy = RaisesOf()
+    desk = Desk(24, rows=32, admission=policy)
+    policy.cache = desk.books.cache
+    hog = desk.start("H", 20, max_new=1)
+    for rid in "abcd":
+        desk.add(rid, 4, max_new=1)
+    policy.rids = "abcd"
+    desk.finish(hog)
+    admitted: list[str] = []
+    for _ in range(6):
+        with suppress(ZeroDivisionError):
+            admitted += desk.admit()
+        desk.scheduler.check_invariants()
+    assert sorted(admitted) == ["a", "b", "c", "d"]
+
+
+def test_a_rank_that_is_no_number_is_refused_with_its_request() -> None:
+    class Broken(AdmissionPolicy):
+        def rank(self, req: DecodeRequest, new_pages: int) -> Any:
+            return float("nan")
+
+    desk = Desk(24, admission=Broken())
+    with pytest.raises(ValueError, match="ranks a request nan"):
+        desk.scheduler.add(desk.request("a", room=50), 0.0)
+    desk.scheduler.check_invariants()
+    assert not desk.scheduler.requests
 
 
 # --- nobody starves -------------------------------------------------------------------------------

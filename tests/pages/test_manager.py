@@ -234,16 +234,21 @@ class Failing(LeastRecentlyUsed):
 
 
 @pytest.mark.parametrize("where", ["mark", "rank"])
-def test_opening_takes_nothing_when_the_policy_raises(where: str) -> None:
+def test_a_policy_that_raises_stands_in_no_request_s_way(where: str) -> None:
     policy = Failing()
     books = PageManager(6, PAGE_SIZE, 2, policy=policy)
     for tokens in [1, 2, 3, 4], [5, 6, 7, 8]:
         books.cache_finished(*opened(books, tokens), 0.0)
     key = key_of([1, 2, 3, 4])
     policy.fails_in = where
+    pages = books.open(key, books.match(key), 3, 0.0)
+    assert (pages.num_locked, pages.num_own, books.errors.num) == (2, 3, 1)
+    assert (books.cache.stats().num_locks, books.table.free_rows) == (1, 1)
+    books.check_invariants()
     with pytest.raises(ZeroDivisionError):
-        books.open(key, books.match(key), 3, 0.0)
-    assert (books.cache.stats().num_locks, books.table.free_rows) == (0, 2)
+        books.errors.raise_due()
+    books.errors.raise_due()  # once
+    books.drop(pages)
     books.check_invariants()
 
 

@@ -465,3 +465,57 @@ def test_news_of_unknown_rooms_changes_nothing() -> None:
         [],
         1,
     )
+
+
+# --- what is the user's, and raises ---------------------------------------------------------------
+
+
+def test_an_event_that_raises_keeps_its_pages_and_stops_nothing_else() -> None:
+    class Lost:
+        asked = 0
+
+        def query(self) -> bool:
+            self.asked += 1
+            if self.asked > 1:
+                raise OSError("device lost")
+            return False
+
+    desk = Desk()
+    req = desk.computing("a")
+    desk.scheduler.abort("a", 0.0)
+    assert [failed.rid for failed in desk.scheduler.pop_failed(0.0, Lost())] == ["a"]
+    desk.scheduler.source_free(req.room_key, 0.0)
+    other = desk.add("b")
+    assert desk.bootstrap(other) == ["b"], "the event is asked here"
+    with pytest.raises(OSError, match="device lost"):
+        desk.scheduler.pop_bootstrapped(0.0)
+    assert (req.pages_held is not None, desk.books.errors.num) == (True, 1)
+    assert desk.scheduler.pop_bootstrapped(0.0) == []
+    assert desk.books.errors.num == 1
+    desk.scheduler.check_invariants()
+
+
+def test_a_usable_prefix_that_raises_means_none() -> None:
+    def broken(req: PrefillRequest, prefix_len: int) -> int:
+        raise OSError("no state")
+
+    desk = Desk()
+    desk.scheduler.bootstrapped._usable_prefix = broken
+    first = desk.computing("a", list(range(8)))
+    desk.scheduler.send_chunk(first, 8, 0.0, last=True)
+    again = desk.add("b", [*range(8), 9])
+    assert desk.bootstrap(again) == ["b"]
+    assert (again.prefix_len, desk.books.errors.num) == (0, 1)
+    with pytest.raises(OSError, match="no state"):
+        desk.scheduler.pop_bootstrapped(0.0)
+
+
+def test_the_audit_sees_a_lock_that_is_of_no_request() -> None:
+    desk = Desk()
+    first = desk.computing("a", list(range(8)))
+    desk.scheduler.send_chunk(first, 8, 0.0, last=True)
+    match = desk.books.match(first.key)
+    assert match is not None
+    desk.books.cache.lock(match)
+    with pytest.raises(InternalError, match="every lock is a request's"):
+        desk.scheduler.check_invariants()

@@ -2,10 +2,11 @@
 histories.
 
 Eviction always takes the last page of some leaf, so a prompt outlives the output it led to under
-every policy. A policy sees uses and histories, never the tree, and should not raise: a lock that
-was being made is given back then, what another call had begun is not undone. To write one, derive
-from `Policy` or from a policy that is near it (`plain.LeastRecentlyUsed`); hand an object of it to
-a cache, or `register` the class to use it by name.
+every policy. A policy sees uses and histories, never the tree: it cannot break it. What it raises
+is caught, and raised once by a later call; the use then leaves no mark, and leaves that it did not
+rank go first. To write one, derive from `Policy` or from a policy that is near it
+(`plain.LeastRecentlyUsed`); hand an object of it to a cache, or `register` the class to use it by
+name.
 """
 
 from __future__ import annotations

@@ -1,0 +1,198 @@
+"""A user's policy that raises anywhere, at random: the tree's laws hold, no page is lost, and the
+error is raised once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from prefixkv.cache.eviction.gated import Gated
+from prefixkv.cache.eviction.plain import LeastRecentlyUsed
+from prefixkv.cache.eviction.policy import Policy, Use
+from prefixkv.cache.eviction.queues import LeafHeap, Rank
+from prefixkv.cache.node import Mark
+from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.results import PrefixLock
+from prefixkv.errors import OutOfPagesError
+from prefixkv.pages.manager import PageManager, RequestPages
+from prefixkv.paging import pages_for
+
+PAGE_SIZE = 2
+NUM_PAGES = 24
+
+
+class OopsError(Exception):
+    """What a user's policy raises."""
+
+
+class Moody(LeastRecentlyUsed):
+    """Raises with a probability, in any of its methods."""
+
+    ghost_pages = 1
+
+    def __init__(self, rng: random.Random, often: float) -> None:
+        self.rng, self.often = rng, often
+        self.num_raised = 0
+
+    def may_raise(self) -> None:
+        if self.rng.random() < self.often:
+            self.num_raised += 1
+            raise OopsError
+
+    def mark(self, use: Use) -> Mark:
+        self.may_raise()
+        return super().mark(use)
+
+    def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
+        self.may_raise()
+        return super().insertion_marks(use)
+
+    def fold(self, upper: Mark, lower: Mark) -> Mark:
+        self.may_raise()
+        return super().fold(upper, lower)
+
+    def rank(self, history: Mark) -> Rank:
+        self.may_raise()
+        return super().rank(history)
+
+    def last_tick(self, history: Mark) -> int:
+        self.may_raise()
+        return super().last_tick(history)
+
+    def hinted(self, mark: Mark, depth: int, continues: bool) -> Mark:
+        self.may_raise()
+        return super().hinted(mark, depth, continues)
+
+    def evicted(self, node: Any, num_pages: int) -> None:
+        self.may_raise()
+
+    def reset(self) -> None:
+        self.may_raise()
+
+    def make_queue(self) -> LeafHeap:
+        if self._serves_a_cache and hasattr(self, "num_queues"):
+            self.may_raise()
+        self.num_queues = 1
+        return LeafHeap(self.rank)
+
+
+class MoodyGated(Gated):
+    """Of several orders, and raises when asked for a history."""
+
+    rng: Any = None
+    often = 0.0
+
+    def fold(self, upper: Mark, lower: Mark) -> Mark:
+        if self.rng is not None and self.rng.random() < self.often:
+            raise OopsError
+        return super().fold(upper, lower)
+
+
+def moody(rng: random.Random, kind: str) -> Policy:
+    often = rng.choice([0.02, 0.2, 1.0])
+    if kind == "lru":
+        return Moody(rng, often)
+    policy = MoodyGated()
+    policy.rng, policy.often = rng, often
+    return policy
+
+
+@pytest.mark.parametrize("kind", ["lru", "gated"])
+@pytest.mark.parametrize("seed", range(12))
+def test_books_stay_right_under_a_policy_that_raises(seed: int, kind: str) -> None:
+    rng = random.Random(f"{kind} {seed}")
+    books = PageManager(NUM_PAGES, PAGE_SIZE, 8, policy=moody(rng, kind), evict_reserve_pages=1)
+    live: list[tuple[RequestPages, RadixKey]] = []
+    for step in range(150):
+        match rng.choice(["open", "open", "commit", "finish", "drop", "grow", "wait", "flush"]):
+            case "open" if books.can_open:
+                tokens = [rng.choice([1, 1, 2, 3]) for _ in range(rng.randrange(1, 14))]
+                key = RadixKey(tokens)
+                match = books.match(key)
+                new = pages_for(len(key), PAGE_SIZE) - (match.depth if match is not None else 0)
+                with suppress(OutOfPagesError):
+                    live.append((books.open(key, match, new, float(step)), key))
+            case "commit" if live:
+                books.cache_unfinished(*rng.choice(live), float(step))
+            case "finish" if live:
+                ended = live.pop(rng.randrange(len(live)))
+                books.cache_finished(*ended, float(step), continues=rng.choice([None, True, False]))
+            case "drop" if live:
+                books.drop(live.pop(rng.randrange(len(live)))[0])
+            case "grow" if live:
+                with suppress(OutOfPagesError):
+                    books.grow_many([rng.choice(live)[0]], float(step))
+            case "wait":
+                books.cache.wanted(wanted := [1] * rng.randrange(2, 9), 1)
+                books.cache.wanted(wanted, -1)
+            case "flush" if rng.random() < 0.1:
+                books.flush()
+        books.check_invariants()
+        assert books.cache.locks == {pages.lock for pages, _ in live if pages.lock is not None}
+        assert books.table.free_rows == 8 - len(live)
+    for pages, _ in live:
+        books.drop(pages)
+    books.check_invariants()
+    assert books.allocator.owned_pages == 0
+    assert books.cache.protected_pages == books.cache.orphan_pages == 0
+    assert len(books.cache.evict(NUM_PAGES)) == books.allocator.cached_pages, (
+        "every page comes back"
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_cache_of_its_own_raises_before_it_changes_anything(seed: int) -> None:
+    """Retrying a call that has raised is all that its caller has to do; no page is lost."""
+    rng = random.Random(seed)
+    policy = Moody(rng, 0.3)
+    cache = RadixCache(PAGE_SIZE, policy, NUM_PAGES)
+    free, locks, num_raised = list(range(NUM_PAGES)), list[PrefixLock](), 0
+
+    def retried(call: Any, *args: Any) -> Any:
+        nonlocal num_raised
+        try:
+            return call(*args)
+        except OopsError:
+            num_raised += 1
+            cache.check_invariants()
+            return call(*args)
+
+    for _ in range(120):
+        tokens = [rng.choice([1, 1, 2]) for _ in range(2 * rng.randrange(1, 6))]
+        match rng.choice(["insert", "lock", "unlock", "evict"]):
+            case "insert" if len(free) >= len(tokens) // 2:
+                pages = free[: len(tokens) // 2]
+                kept = retried(cache.insert, tokens, pages).prefix_len // PAGE_SIZE
+                free = [*pages[:kept], *free[len(pages) :]]
+            case "lock":
+                locks.append(retried(cache.lock, cache.match_prefix(tokens)))
+            case "unlock" if locks:
+                cache.unlock(locks.pop())
+            case "evict":
+                free += retried(cache.evict, rng.randrange(1, 5)).tolist()
+        cache.check_invariants()
+        assert sorted(free) == sorted(set(free))
+        assert len(free) + cache.num_pages == NUM_PAGES
+        assert cache.stats().num_locks == len(locks)
+    assert 0 < num_raised <= policy.num_raised == cache.errors.num
+
+
+def test_an_eviction_takes_no_page_that_a_lock_holds() -> None:
+    """Whatever is asked for, in whatever state of the queue: locked before and after it was an
+    evictable leaf."""
+    cache = RadixCache(page_size=1, policy="lru")
+    cache.insert([1, 2, 3], [10, 11, 12])
+    cache.insert([1, 5], [10, 20])
+    lock = cache.lock(cache.match_prefix([1, 2]))  # within a leaf that stands in the queue
+    inner = cache.lock(cache.match_prefix([1, 2, 3]))
+    assert cache.evict(10).tolist() == [20]
+    cache.unlock(inner)
+    assert cache.evict(10).tolist() == [12]
+    cache.check_invariants()
+    cache.unlock(lock)
+    assert sorted(cache.evict(10).tolist()) == [10, 11]
