@@ -6,7 +6,8 @@
     CACHED -> OWNED   uncache
 
 Every transition is all or nothing: a page out of range, named twice or in another state raises and
-changes nothing. The states are bytes in one array, so a call checks and moves its pages in a few
+changes nothing; so does a KeyboardInterrupt within the call (all else is made of the states then).
+The states are bytes in one array, so a call checks and moves its pages in a few
 vector operations; `free_runs` keeps the free ones. Nothing is linear in the pool.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 
@@ -83,24 +85,33 @@ class PageAllocator:
             raise OutOfPagesError(needed=num_pages, free=self._counts[_FREE])
         if num_pages == 0:
             return np.empty(0, np.int32)
-        pages = self._runs.take(num_pages)
-        self._set(pages, _FREE, _OWNED)
-        return pages.astype(np.int32)
+        pages: Index | None = None
+        try:
+            pages = self._runs.take(num_pages)
+            self._set(pages, _FREE, _OWNED)
+            return pages.astype(np.int32)
+        except BaseException:
+            self._undo(pages, _FREE)
+            raise
 
     def free(self, pages: PageIds) -> None:
         """OWNED -> FREE. Raises PageStateError."""
         ascending = self._checked(pages, _OWNED)
         if len(ascending):
-            self._set(ascending, _OWNED, _FREE)
-            self._runs.add(ascending)
+            try:
+                self._set(ascending, _OWNED, _FREE)
+                self._runs.add(ascending)
+            except BaseException:
+                self._undo(ascending, _OWNED)
+                raise
 
     def cache(self, pages: PageIds) -> None:
         """OWNED -> CACHED: the tree has them now. Raises PageStateError."""
-        self._set(self._checked(pages, _OWNED), _OWNED, _CACHED)
+        self._move(self._checked(pages, _OWNED), _OWNED, _CACHED)
 
     def uncache(self, pages: PageIds) -> None:
         """CACHED -> OWNED: the tree gave them up, they are the caller's. Raises PageStateError."""
-        self._set(self._checked(pages, _CACHED), _CACHED, _OWNED)
+        self._move(self._checked(pages, _CACHED), _CACHED, _OWNED)
 
     def hold(self, pages: PageIds, owner: Hashable) -> None:
         """OWNED -> HELD: a peer may still write them; `owner` (a room) keeps them until `release`.
@@ -108,11 +119,18 @@ class PageAllocator:
         An owner may hold more in a later call, and may hold none: it exists until its release all
         the same. Raises: PageStateError.
         """
-        held = self._held.get(owner, [])  # first: an owner without a hash must change nothing
+        held = self._held.get(owner)  # first: an owner without a hash must change nothing
         ascending = self._checked(pages, _OWNED)
-        self._set(ascending, _OWNED, _HELD)
-        held.append(ascending)
-        self._held[owner] = held
+        try:
+            self._held[owner] = [*held, ascending] if held is not None else [ascending]
+            self._set(ascending, _OWNED, _HELD)
+        except BaseException:
+            self._undo(ascending, _OWNED)
+            if held is None:
+                self._held.pop(owner, None)
+            else:
+                self._held[owner] = held
+            raise
 
     def quarantine(self, owner: Hashable) -> int:
         """HELD -> QUARANTINED, all that `owner` holds: its deadline passed, but nothing is proven.
@@ -124,8 +142,7 @@ class PageAllocator:
         held = pages[self._state[pages] == _HELD]
         if len(pages) and not len(held):
             raise self._fault(pages, _HELD)
-        self._set(held, _HELD, _QUARANTINED)
-        return len(held)
+        return self._move(held, _HELD, _QUARANTINED)
 
     def release(self, owner: Hashable) -> int:
         """HELD, QUARANTINED -> FREE, all that `owner` holds: no write can land any more, by proof.
@@ -133,15 +150,38 @@ class PageAllocator:
         Returns: how many pages. Raises: PageStateError for an unknown owner.
         """
         pages = np.sort(self._pages_of(owner))
-        del self._held[owner]
-        if len(pages):
-            num_quarantined = int(np.count_nonzero(self._state[pages] == _QUARANTINED))
-            self._counts[_QUARANTINED] -= num_quarantined
-            self._counts[_HELD] -= len(pages) - num_quarantined
-            self._counts[_FREE] += len(pages)
-            self._state[pages] = _FREE
-            self._runs.add(pages)
-        return len(pages)
+        before, parts = self._state[pages], self._held[owner]
+        try:
+            del self._held[owner]
+            if len(pages):
+                num_quarantined = int(np.count_nonzero(before == _QUARANTINED))
+                self._counts[_QUARANTINED] -= num_quarantined
+                self._counts[_HELD] -= len(pages) - num_quarantined
+                self._counts[_FREE] += len(pages)
+                self._state[pages] = _FREE
+                self._runs.add(pages)
+            return len(pages)
+        except BaseException:
+            self._held[owner] = parts
+            self._undo(pages, before)
+            raise
+
+    def _move(self, pages: Index, before: int, after: int) -> int:
+        """`_set`, where no page becomes free or stops being so. Returns how many pages."""
+        try:
+            self._set(pages, before, after)
+            return len(pages)
+        except BaseException:
+            self._undo(pages, before)
+            raise
+
+    def _undo(self, pages: Index | None, before: Any) -> None:
+        """A transition was interrupted: give `pages` the state that they had, and make counts and
+        runs anew. O(num_pages)."""
+        if pages is not None:
+            self._state[pages] = before
+        self._counts[:] = np.bincount(self._state, minlength=5).tolist()
+        self._runs = FreeRuns.of(self._state == _FREE)
 
     def _set(self, pages: Index, before: int, after: int) -> None:
         self._state[pages] = after

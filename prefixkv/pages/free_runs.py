@@ -48,6 +48,16 @@ class FreeRuns:
         self._num_runs = 0
         self._put(0, num_pages)
 
+    @classmethod
+    def of(cls, free: npt.NDArray[np.bool_]) -> FreeRuns:
+        """The runs of the pages that are free. O(num_pages)."""
+        made = cls(len(free))
+        made.take(len(free))
+        pages = np.flatnonzero(free)
+        if len(pages):
+            made.add(pages)
+        return made
+
     def __len__(self) -> int:
         """How many runs there are. O(1)."""
         return self._num_runs

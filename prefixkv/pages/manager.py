@@ -145,7 +145,7 @@ class PageManager:
             if match is not None:
                 lock = self.cache.lock(match, now_s=now_s, visit=visit)
             new = self._take(num_new_pages, now_s)
-        except Exception:
+        except BaseException:
             self.table.free_row(row)
             self._unlock(lock)
             raise
