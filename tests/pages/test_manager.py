@@ -17,7 +17,7 @@ from prefixkv.cache.eviction.policy import Use
 from prefixkv.cache.eviction.queues import Rank
 from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.errors import CapacityError, InternalError, OutOfPagesError
+from prefixkv.errors import CapacityError, InternalError, OutOfPagesError, UserErrors
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.paging import pages_for
@@ -573,3 +573,19 @@ TestBooks = Books.TestCase
 def test_the_former_name_works_for_this_version_and_warns() -> None:
     with pytest.warns(DeprecationWarning, match="prefixkv.PageBooks is prefixkv.PageManager now"):
         assert prefixkv.PageBooks is PageManager
+
+
+def test_no_two_calls_in_a_row_raise_what_the_user_s_code_did() -> None:
+    """A loop whose policy raises at every pass gets the results of every second one."""
+    errors = UserErrors()
+    errors.raise_due()
+    raised = []
+    for number in range(4):
+        errors.caught(ValueError(number))
+        errors.caught(ValueError("and one more"))
+        try:
+            errors.raise_due()
+        except ValueError as error:
+            raised.append((number, str(error)))
+    assert raised == [(0, "0"), (2, "1")]
+    assert errors.num == 8

@@ -480,7 +480,9 @@ def test_a_timeout_names_the_decode_worker(script: str, said: str) -> None:
 def test_the_outcome_is_said_again_until_acknowledged_or_for_long_enough(script: str) -> None:
     laws = run(SCRIPTS[script])
     times = []
-    while (wake_s := laws.machine.wake_s) < float("inf"):
+    for _ in range(20):  # a machine that says it once asks to be woken in the past, for ever
+        if (wake_s := laws.machine.wake_s) == float("inf"):
+            break
         if laws.on(Tick(), wake_s - laws.now_s):
             times.append(laws.now_s)
     assert times == [0.5, 1.5, 3.5, 7.5]
