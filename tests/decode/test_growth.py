@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -98,7 +99,9 @@ def test_who_has_ended_gets_no_token_though_its_pages_have_room(how: str) -> Non
     getattr(desk, how)(req, after=event)
     assert len(req.pages) == 3, "they wait for the device"
     before = desk.snapshot()
-    with pytest.raises(RequestError, match="it does not run"):
+    # A step may be under way when a request is aborted: its token is dropped.
+    dropped = nullcontext() if how == "abort" else pytest.raises(RequestError, match="not run")
+    with dropped:
         desk.token(req)
     assert desk.snapshot() == before
     assert len(req.output) == 1
