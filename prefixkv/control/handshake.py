@@ -14,8 +14,8 @@ from prefixkv.memory.mesh import (
     Mesh,
     check_holds,
     check_meshes,
+    check_opaque,
     check_page_sizes,
-    check_whole,
     ranks_told,
     readers_awaited,
     sent_share,
@@ -39,7 +39,7 @@ def check_pair(
     check_meshes(our_mesh, their_mesh)
     check_page_sizes(our_topology.page_size, their_topology.page_size)
     if ours.opaque:
-        check_whole(our_mesh, our_topology.page_size, their_mesh, their_topology.page_size)
+        check_opaque(our_mesh, our_topology.page_size, their_mesh, their_topology.page_size)
 
 
 # --- decode's -------------------------------------------------------------------------------------

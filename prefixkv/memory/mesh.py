@@ -167,7 +167,7 @@ def check_page_sizes(ours: int, theirs: int) -> None:
         )
 
 
-def check_whole(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: int) -> None:
+def check_opaque(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: int) -> None:
     """Raises HandshakeError unless each page of one side is a whole page of the other, as opaque
     pages need. Pipeline stages may differ."""
     why = "must be equal where pages are opaque"

@@ -15,8 +15,8 @@ from prefixkv.memory.mesh import (
     Shard,
     check_holds,
     check_meshes,
+    check_opaque,
     check_page_sizes,
-    check_whole,
     readers_of,
     sent_share,
     writers_to,
@@ -168,13 +168,13 @@ def test_whole_pages_need_the_same_pages_on_both_sides(
     check_meshes(ours, theirs)
     check_page_sizes(64, page_size)
     with pytest.raises(HandshakeError, match="must be equal where pages are opaque") as caught:
-        check_whole(ours, 64, theirs, page_size)
+        check_opaque(ours, 64, theirs, page_size)
     assert (caught.value.field, caught.value.ours, caught.value.theirs) == (field, *values)
 
 
 def test_whole_pages_may_be_shared_out_over_other_stages() -> None:
-    check_whole(Mesh(4, 8, 2, 2), 64, Mesh(4, 8, 2, 1), 64)
-    check_whole(Mesh(4, 8, 2, 2), 64, Mesh(4, 8, 2, 2, (1, 3)), 64)
+    check_opaque(Mesh(4, 8, 2, 2), 64, Mesh(4, 8, 2, 1), 64)
+    check_opaque(Mesh(4, 8, 2, 2), 64, Mesh(4, 8, 2, 2, (1, 3)), 64)
 
 
 def test_a_pool_has_to_be_its_ranks_share() -> None:
