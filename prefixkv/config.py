@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -134,6 +135,12 @@ class TransportConfig:
     of a room and pair are under way, `copy_threads` copy. 0 bytes: slices are written one by one,
     straight into pages.
 
+    `interface` names the network that KV travels on, as UCX calls it: "eth0", or several,
+    "eth0,mlx5_0:1". "": the loopback interface, for peers on this machine. What the environment
+    sets in UCX_NET_DEVICES goes before it. `trial_peers`: a prefill rank loads a peer's NIXL
+    metadata in a child process first (40 MiB), which may die of it; without it, it is only checked
+    as far as its form is known.
+
     `memory_type` goes with the next version: a pool says where it is.
     """
 
@@ -150,6 +157,8 @@ class TransportConfig:
     lease_bytes: int = 4 << 20
     staging_window: int = 4
     copy_threads: int = 1
+    interface: str = ""
+    trial_peers: bool = True
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -161,6 +170,10 @@ class TransportConfig:
                 f"staging_bytes is {self.staging_bytes}, a lease alone takes {self.lease_bytes}"
             )
         _at_least(self, 0, "spin_s", "sleep_s", "idle_sleep_s", "renew_grace_s")
+        if self.interface and not re.fullmatch(r"[^\s,=]+(,[^\s,=]+)*", self.interface):
+            raise ConfigError(
+                f'interface is {self.interface!r}, names with commas between are needed: "eth0"'
+            )
         if self.memory_type is not None:
             _one_of(self, ("DRAM", "VRAM"), "memory_type")
             message = "TransportConfig.memory_type follows from the pool: leave it out"

@@ -129,6 +129,15 @@ class HandshakeError(PeerError):
         self.theirs = theirs
 
 
+class MetadataError(HandshakeError):
+    """A peer's NIXL metadata that is not loaded here: it is not as it is known to be, or a trial
+    load of it failed."""
+
+    def __init__(self, why: str) -> None:
+        PeerError.__init__(self, f"NIXL metadata is refused: {why}")
+        self.field, self.ours, self.theirs = "agent_metadata", None, why
+
+
 # --- a transfer's -------------------------------------------------------------------------------
 
 

@@ -149,6 +149,8 @@ def test_every_number_and_choice_has_a_bound() -> None:
         "admission",
         "curve",
         "allow_remote_without_keys",
+        "interface",
+        "trial_peers",
         "model",
         "control",
         "transport",

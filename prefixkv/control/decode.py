@@ -5,9 +5,8 @@ transport and the copy threads have to do, and what became of rooms. It holds th
 prefill workers (`links.py`) and the rooms that are open on them, each a state machine
 (`ReceiverMachine`, or a `RefusalMachine` for a room that will not be opened).
 
-It owns what machines cannot know: which incarnation a room was promised to, and that only this
-one's word counts. A restarted worker knows nothing of its predecessor's writes, so its Drained
-would prove nothing.
+It owns what machines cannot know: which incarnation a room was promised to. Only that one's word
+counts, since a restarted worker knows nothing of its predecessor's writes.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from prefixkv.control.effects import (
     Expect,
     FrameFailed,
     FrameReceived,
+    PeerTried,
     RankDrained,
     Reached,
     SendFrame,
@@ -87,6 +87,7 @@ DecodeInput = (
     | WriteDone  # never: decode writes nothing
     | WriteFailed
     | WriteDrained
+    | PeerTried
     | CopyDone  # the copy threads': a Scatter has ended
     | ConnectFailed
     | Unreached
@@ -107,8 +108,7 @@ DecodeEffect = (
 
 @dataclass(slots=True, eq=False)
 class _Room:
-    """`link` is the leader's; `links` are those of the ranks that were promised the pages, `peers`
-    in which incarnation."""
+    """`link` is the leader's; `links` and `peers` are of the ranks that the pages were promised."""
 
     machine: ReceiverMachine | RefusalMachine
     link: Link
@@ -165,7 +165,7 @@ class DecodeControl:
             case Settled():
                 if what.token in self._settling:
                     self._settled(what.token, now_s, out)
-            case WriteDone() | WriteFailed() | WriteDrained():
+            case WriteDone() | WriteFailed() | WriteDrained() | PeerTried():
                 raise InternalError(f"decode writes nothing, and hears {what}")
             case PeerUnreachable():
                 self.counters["peers_unreachable"] += 1

@@ -57,6 +57,13 @@ class Reached(msgspec.Struct, frozen=True):
     address: str
 
 
+class PeerTried(msgspec.Struct, frozen=True):
+    """The answer to a TryPeer: `error` says why the peer's metadata must not be loaded."""
+
+    peer: PeerId
+    error: Exception | None = None
+
+
 class CopyDone(msgspec.Struct, frozen=True):
     """A Gather or Scatter has ended, and nothing of it runs any more; `error` is what it raised, or
     ClosedError if it never ran."""
@@ -115,6 +122,17 @@ class Settle(msgspec.Struct, frozen=True):
 
     token: PeerId | RankDrained
     for_s: float
+
+
+class TryPeer(msgspec.Struct, frozen=True):
+    """Find out whether the peer's metadata can be loaded. PeerTried answers.
+
+    `ranges` are address and length of all memory that its Hello names.
+    """
+
+    peer: PeerId
+    metadata: bytes
+    ranges: tuple[tuple[int, int], ...]
 
 
 class AddPeer(msgspec.Struct, frozen=True, kw_only=True):

@@ -104,6 +104,16 @@ class Accepted(NamedTuple):
     readers: tuple[int, ...]
 
 
+def ranges(hello: Hello) -> tuple[tuple[int, int], ...]:
+    """Address and length of all memory that a decode rank names."""
+    found = [*hello.layout.regions]
+    if hello.staging is not None:
+        found.append((hello.staging.base, hello.staging.num_bytes))
+    if hello.state is not None:
+        found += hello.state.regions
+    return tuple(found)
+
+
 class OurSide(NamedTuple):
     """What a prefill rank is: `slot_bytes` of a slot that slices of heads are gathered into where
     the reader has staging too, 0: none."""

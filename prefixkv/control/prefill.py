@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from itertools import count
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
@@ -30,11 +30,13 @@ from prefixkv.control.effects import (
     CopyDone,
     FrameFailed,
     FrameReceived,
+    PeerTried,
     Reached,
     RemovePeer,
     Renew,
     SendFrame,
     Tick,
+    TryPeer,
     Unreached,
 )
 from prefixkv.control.peers import Peer, Peers
@@ -93,6 +95,7 @@ PrefillInput = (
     | Arrived
     | Settled
     | PeerUnreachable
+    | PeerTried  # the trial's
     | CopyDone  # the copy threads': a Gather has ended
     | ConnectFailed
     | Reached
@@ -104,6 +107,7 @@ PrefillEffect = (
     SendFrame[bytes]
     | AddPeer  # for the transport, and where slices are staged for the copy threads
     | RemovePeer
+    | TryPeer  # for the trial
     | WriteJob  # for the transport
     | Cancel
     | Renew
@@ -112,6 +116,15 @@ PrefillEffect = (
 )
 
 _NO_ROOM = RoomKey(0, -1)
+
+
+class _OnTrial(NamedTuple):
+    """A decode rank that passed the handshake, and its last Hello."""
+
+    accepted: handshake.Accepted
+    received: FrameReceived[bytes]
+    frame: Frame
+    hello: Hello
 
 
 class PrefillControl:
@@ -123,6 +136,8 @@ class PrefillControl:
             ranks it is.
         endpoints: the addresses of all ranks, by rank; "" for one's own.
         staging: None where slices are written one by one.
+        tries: whether a peer's metadata is tried before it is loaded: TryPeer, and no reply to its
+            Hello before PeerTried.
     """
 
     def __init__(
@@ -134,6 +149,7 @@ class PrefillControl:
         endpoints: tuple[str, ...] = (),
         rank: int = 0,
         staging: StagingSlots | None = None,
+        tries: bool = False,
     ) -> None:
         self.me = me
         self.counters: Counter[str] = Counter()
@@ -147,6 +163,8 @@ class PrefillControl:
         self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key
         self._peers = Peers(me, self._ours, endpoints, timing, self._timers)
         self._writes = Writes(me, rank, self.staging, self, self._peers)
+        self._tries = tries
+        self._trials: dict[str, _OnTrial] = {}  # by name, the latest of each
         self._rooms: dict[RoomKey, SenderMachine] = {}
         self._claims = Claims(timing)
         # Rooms that are over for our engine; kept to answer a promise that is on its way.
@@ -195,6 +213,8 @@ class PrefillControl:
                     self._writes.stage(gathered, now_s, out)
             case PeerUnreachable():
                 self.counters["peers_unreachable"] += 1
+            case PeerTried():
+                self._writes.carry_out(self._tried(what, now_s), now_s, out)
             case Arrived() | Settled() | ConnectFailed() | Reached() | Unreached():
                 pass  # decode writes nothing here, and prefill connects to nothing
             case Tick():
@@ -398,7 +418,8 @@ class PrefillControl:
         now_s: float,
         out: list[Want],
     ) -> None:
-        """A decode rank introduces itself, perhaps again, or in another life."""
+        """A decode rank introduces itself, perhaps again, or in another life. What the transport
+        would load of it is tried first."""
         route = received.source
         if peer is not None and peer.id == frame.sender:
             peer.live.take(frame, now_s)
@@ -411,6 +432,34 @@ class PrefillControl:
             self.counters["handshakes_refused"] += 1
             out.append(self._peers.reply(route, str(error)[:1000]))
             return
+        arrived = _OnTrial(accepted, received, frame, hello)
+        if not self._tries or accepted.added is None:
+            self._admit(arrived, now_s, out)
+            return
+        former = self._trials.get(frame.name)
+        if former is None and len(self._trials) >= self._timing.max_peers:
+            raise ProtocolError(f"{len(self._trials)} peers are on trial, the limit is reached")
+        self._trials[frame.name] = arrived  # said again: the trial goes on, the route may be new
+        if former is None or former.frame.sender != frame.sender:
+            out.append(TryPeer(frame.sender, hello.agent_metadata, handshake.ranges(hello)))
+
+    def _tried(self, tried: PeerTried, now_s: float) -> list[Want]:
+        out: list[Want] = []
+        arrived = self._trials.get(tried.peer.name)
+        if arrived is None or arrived.frame.sender != tried.peer:
+            return out  # another life of it came meanwhile
+        del self._trials[tried.peer.name]
+        if tried.error is None:
+            self._admit(arrived, now_s, out)
+        else:
+            self.counters["handshakes_refused"] += 1
+            out.append(self._peers.reply(arrived.received.source, str(tried.error)[:1000]))
+        return out
+
+    def _admit(self, arrived: _OnTrial, now_s: float, out: list[Want]) -> None:
+        """It is a peer from now on, in the place of its former life."""
+        accepted, received, frame, hello = arrived
+        route, peer = received.source, self._peers.get(frame.name)
         if peer is not None:
             lost = PeerLostError(f"{peer.id} was replaced by {frame.sender}")
             self._lose_peer(peer, lost, now_s, out)

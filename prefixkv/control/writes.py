@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, assert_never
 
 import numpy as np
 
-from prefixkv.control.effects import AddPeer, Cancel, RemovePeer, Renew, SendFrame
+from prefixkv.control.effects import AddPeer, Cancel, RemovePeer, Renew, SendFrame, TryPeer
 from prefixkv.control.peers import Peers
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol.events import Bootstrapped, PrefillEvent, RoomEnded, SourceFree
@@ -53,11 +53,28 @@ class Granted(NamedTuple):
     grant: LeaseGrant
 
 
-Want = SendFrame[bytes] | Welcome | Granted | RemovePeer | PostWrite | CancelWrite | PrefillEvent
+Want = (
+    SendFrame[bytes]
+    | TryPeer
+    | Welcome
+    | Granted
+    | RemovePeer
+    | PostWrite
+    | CancelWrite
+    | PrefillEvent
+)
 """What rooms and peers want, before staging has taken its part of it."""
 
 WriteEffect = (
-    SendFrame[bytes] | AddPeer | RemovePeer | WriteJob | Cancel | Renew | Gather | PrefillEvent
+    SendFrame[bytes]
+    | TryPeer
+    | AddPeer
+    | RemovePeer
+    | WriteJob
+    | Cancel
+    | Renew
+    | Gather
+    | PrefillEvent
 )
 """What becomes of it: all that `PrefillControl` may want, see there."""
 
@@ -134,7 +151,7 @@ class Writes:
                     out.append(want)
                     if staging is not None:
                         self.stage(staging.remove_peer(want.peer), now_s, out)
-                case SendFrame() | Bootstrapped() | RoomEnded() | SourceFree():
+                case SendFrame() | TryPeer() | Bootstrapped() | RoomEnded() | SourceFree():
                     out.append(want)
                 case _:
                     assert_never(want)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -215,17 +215,21 @@ class RouterChannel(_Channel):
 
 
 class DealerChannel(_Channel):
-    """Decode's sockets: one for each prefill worker's address."""
+    """Decode's sockets: one for each prefill worker's address. `check` raises ConfigError for an
+    address that KV would not come from."""
 
-    def __init__(self, config: ControlConfig, wake_fd: int) -> None:
+    def __init__(
+        self, config: ControlConfig, wake_fd: int, check: Callable[[str], None] = lambda _: None
+    ) -> None:
         super().__init__(config, wake_fd)
+        self._check = check
         self._socks: dict[str, zmq.Socket[bytes]] = {}
         self._addresses: dict[zmq.Socket[bytes], str] = {}  # monitors' too
         self._monitors: dict[str, zmq.Socket[bytes]] = {}
 
     def connect(self, address: str) -> None:
         """Open a socket for `address`; connecting goes on by itself. Raises ConfigError if it is no
-        address."""
+        address, and what `check` raises."""
         sock: zmq.Socket[bytes] | None = None
         monitor: zmq.Socket[bytes] | None = None
         try:
@@ -234,10 +238,13 @@ class DealerChannel(_Channel):
                 sock.curve_serverkey = self._config.curve.server_key.encode()
             monitor = sock.get_monitor_socket(_GONE | zmq.EVENT_HANDSHAKE_SUCCEEDED)
             sock.connect(address)
-        except (zmq.ZMQError, ValueError) as error:
+            self._check(address)  # nothing is sent yet
+        except (zmq.ZMQError, ValueError, ConfigError) as error:
             for made in (sock, monitor):
                 if made is not None:
                     made.close()
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"prefill is {address!r}: {error}") from error
         self._socks[address], self._monitors[address] = sock, monitor
         for one in (sock, monitor):

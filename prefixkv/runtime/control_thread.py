@@ -15,6 +15,7 @@ the scheduler hears of nothing else.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from prefixkv.control.effects import (
     Expect,
     FrameFailed,
     FrameReceived,
+    PeerTried,
     Reached,
     RemovePeer,
     Renew,
@@ -40,6 +42,7 @@ from prefixkv.control.effects import (
     Settle,
     Tick,
     To,
+    TryPeer,
     Unreached,
 )
 from prefixkv.errors import ClosedError, ConfigError, InternalError
@@ -51,12 +54,14 @@ from prefixkv.protocol.events import (
     RoomOverdue,
     SourceFree,
 )
+from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies
 from prefixkv.runtime.wakeups import Inbox
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import Sink, Transport, TransportEvent, WriteJob
+from prefixkv.transport.trial import Tell, Trial
 
 _log = logging.getLogger("prefixkv.control")
 
@@ -64,7 +69,16 @@ _FAREWELL_S = 0.5  # how long the last frames of a node that closes may take to 
 _STUMBLE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
 _EVENTS: Final = (RoomEnded, RoomDrained, RoomOverdue, Bootstrapped, SourceFree)
 
-Common = TransportEvent | CopyDone | ConnectFailed | Reached | Unreached | Tick | AgentDestroyed
+Common = (
+    TransportEvent
+    | CopyDone
+    | ConnectFailed
+    | Reached
+    | Unreached
+    | PeerTried
+    | Tick
+    | AgentDestroyed
+)
 """What either side's control object may be told, besides commands and frames."""
 
 Effect = (
@@ -73,6 +87,7 @@ Effect = (
     | Disconnect
     | Expect
     | Settle
+    | TryPeer
     | AddPeer
     | RemovePeer
     | WriteJob
@@ -141,6 +156,7 @@ class ControlThread(Generic[Command, To]):
         control: Callable[[bytes], Control[Command, To]],
         channel: Callable[[int], Channel[To]],
         copies: Callable[[CopySink], StagingCopies | None],
+        trial: Callable[[Tell], Trial] | None = None,
     ) -> None:
         """
         Args:
@@ -149,12 +165,15 @@ class ControlThread(Generic[Command, To]):
             channel: makes the sockets, given a descriptor that wakes them.
             copies: makes the staging copies, given where it is said that they are done, or None
                 where nothing is staged.
+            trial: makes what tries peers' metadata, given where it says how that went; None where
+                the control object tries nothing.
         """
         self.inbox: Inbox[Command | FrameReceived[To] | Common | None] = Inbox()
         self.events: Inbox[RoomEvent | ControlFailed] = Inbox()
         self.num_errors = 0
         self._stopping = False
         self._closed = False
+        self._pid = os.getpid()
         self._close_error: Exception | None = None
         with ExitStack() as undo:
             undo.callback(self._close_inboxes)
@@ -164,6 +183,9 @@ class ControlThread(Generic[Command, To]):
             self._copies = copies(self.inbox.put)
             if self._copies is not None:
                 undo.callback(self._copies.close)
+            self.trial = None if trial is None else trial(self._tried)
+            if self.trial is not None:
+                undo.callback(self.trial.close)
             self.channel: Channel[To] = channel(self.inbox.fd)
             undo.callback(self.channel.close)
             self._thread = threading.Thread(
@@ -179,12 +201,13 @@ class ControlThread(Generic[Command, To]):
         self.inbox.put(command)
 
     def close(self) -> None:
-        """Destroy the transport's agent, say farewell, join the thread. Again: no-op.
+        """Destroy the transport's agent, say farewell, join the thread. Again: no-op, as in a
+        process forked from this one, whose inboxes' descriptors are still its parent's.
 
         Raises InternalError if the agent could not be destroyed; the peers are then told nothing,
         since writes may still land.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         self._stopping = True
@@ -207,6 +230,8 @@ class ControlThread(Generic[Command, To]):
             except Exception as error:
                 self._failed(error)
                 time.sleep(_STUMBLE_S)
+        if self.trial is not None:
+            self.trial.close()
         try:
             self.transport.close()
         except Exception as error:
@@ -290,6 +315,10 @@ class ControlThread(Generic[Command, To]):
                 self.transport.settle(effect.token, effect.for_s)
             case Renew():
                 self.transport.renew()
+            case TryPeer():
+                if self.trial is None:
+                    raise InternalError("a peer is to be tried where nothing tries")
+                self.trial.submit(effect.peer, effect.metadata, effect.ranges)
             case AddPeer():
                 more = effect.parts, effect.staging, effect.state
                 self.transport.add_peer(effect.peer, effect.metadata, effect.layout, *more)
@@ -307,6 +336,9 @@ class ControlThread(Generic[Command, To]):
                 self.events.put(effect)
             case _:
                 assert_never(effect)
+
+    def _tried(self, peer: PeerId, error: Exception | None) -> None:
+        self.inbox.put(PeerTried(peer, error))
 
     def _connect(self, address: str) -> None:
         try:

@@ -29,10 +29,11 @@ from prefixkv.protocol.events import (
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import whole_number
-from prefixkv.runtime.channel import DealerChannel
+from prefixkv.runtime.channel import DealerChannel, is_loopback
 from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.transfers import MakeTransport, Memory, Transfers, room_key
+from prefixkv.transport.interfaces import check_interface
 
 
 class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
@@ -75,11 +76,16 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             hello = place.hello(metadata, worker or me, memory.area)
             return DecodeControl(me, hello, config.control)
 
+        def check(address: str) -> None:
+            if transport is None:
+                what = f"prefill is {address!r}"
+                check_interface(config.transport.interface, what, is_loopback(address))
+
         self.thread = ControlThread(
             name,
             memory.transport,
             control,
-            lambda fd: DealerChannel(config.control, fd),
+            lambda fd: DealerChannel(config.control, fd, check),
             memory.copies,
         )
 

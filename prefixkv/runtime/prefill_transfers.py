@@ -29,10 +29,12 @@ from prefixkv.protocol.events import (
 )
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import DeviceEvent, whole_number
-from prefixkv.runtime.channel import RouterChannel
+from prefixkv.runtime.channel import RouterChannel, is_loopback
 from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.transfers import MakeTransport, Memory, Transfers, room_key
+from prefixkv.transport.interfaces import check_interface
+from prefixkv.transport.trial import Tell, Trial
 
 
 class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
@@ -86,13 +88,30 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
         def control(metadata: bytes) -> PrefillControl:
             what = place.digest, place.topology, config.control, ("", *endpoints), rank, slots
-            return PrefillControl(me, *what)
+            return PrefillControl(me, *what, tries=transport is None)
 
         def channel(fd: int) -> RouterChannel:
             self._router = RouterChannel(config.bind, config.control, fd)
+            try:
+                if transport is None:
+                    what = f"bind is {config.bind!r}"
+                    check_interface(sizes.interface, what, is_loopback(config.bind))
+            except ConfigError:
+                self._router.close()
+                raise
             return self._router
 
-        self.thread = ControlThread(name, memory.transport, control, channel, memory.copies)
+        def trial(tell: Tell) -> Trial:
+            return Trial(name, tell, sizes.interface, sizes.trial_peers)
+
+        self.thread = ControlThread(
+            name,
+            memory.transport,
+            control,
+            channel,
+            memory.copies,
+            trial if transport is None else None,
+        )
 
     @property
     def control(self) -> PrefillControl:

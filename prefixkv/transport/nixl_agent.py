@@ -16,11 +16,12 @@ import os
 import weakref
 from typing import Any, Final
 
-from prefixkv.errors import HandshakeError, TransferError
+from prefixkv.errors import MetadataError, TransferError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
-from prefixkv.protocol.ids import PeerId
+from prefixkv.transport.interfaces import ucx_options
+from prefixkv.transport.metadata import read_metadata
 from prefixkv.transport.runs import Runs
 
 # Read when the libraries load. Faults are expected here, and come back as typed exceptions.
@@ -32,6 +33,7 @@ from nixl import _bindings as nixl_errors  # noqa: E402  # pyright: ignore[repor
 
 logging.raiseExceptions = _raise_exceptions  # nixl's logging turns it off for the whole process
 
+BINDINGS_FILE: Final[str] = nixl_errors.__file__
 _MIN_RESTS: Final = 50
 FORGOTTEN: Final = nixl_errors.nixlNotFoundError  # NIXL does not know the peer (any more)
 
@@ -60,19 +62,22 @@ class NixlAgent:
 
     def __init__(
         self, name: str, layout: KVLayout, staging: StagingArea | None = None,
-        state: StateLayout | None = None,
+        state: StateLayout | None = None, interface: str = "",
     ) -> None:  # fmt: skip
-        """Staging area and state are on the layout's device. Raises what NIXL raises."""
+        """Staging area and state are on the layout's device; `interface` as in TransportConfig.
+        Raises what NIXL raises."""
         self.name = name
         self._memory_type = memory_type_of(layout)
         self.api: Any = nixl_api.nixl_agent(
             name,
             nixl_api.nixl_agent_config(
                 enable_prog_thread=False,
-                backends=["UCX"],
+                backends=[],
                 sync_mode=nixl_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
             ),
         )
+        with ucx_options(interface) as options:
+            self.api.create_backend("UCX", options)
         ranges = [*layout.regions]
         if staging is not None:
             ranges.append((staging.base, staging.num_bytes))
@@ -87,9 +92,10 @@ class NixlAgent:
         self._rests = 0
 
     def load(self, name: str, metadata: bytes) -> None:
-        """Take a peer's metadata. Raises HandshakeError for another's, else what NIXL raises."""
-        if not self._is_metadata_of(name, metadata):
-            raise HandshakeError("agent name in NIXL's metadata", name, bytes(metadata[:64]))
+        """Take a peer's metadata. Raises MetadataError for another's, which would replace that
+        one's inside NIXL, or what is none; else what NIXL raises."""
+        if (found := read_metadata(metadata).name) != name:
+            raise MetadataError(f"it is of agent {found!r}, not of {name!r}")
         self.api.add_remote_agent(metadata)
 
     def prepare(self, name: str, runs: Runs, layout: KVLayout) -> tuple[Any, Any]:
@@ -97,15 +103,6 @@ class NixlAgent:
         for memory that is not registered."""
         local = self.api.prep_xfer_dlist("", runs.src, self._memory_type)
         return local, self.api.prep_xfer_dlist(name, runs.dst, memory_type_of(layout))
-
-    def _is_metadata_of(self, name: str, metadata: bytes) -> bool:
-        """Whether the agent named in the metadata is this one. Metadata under another peer's name
-        would replace that peer's inside NIXL. The name's place is taken from our own metadata,
-        where we know it.
-        """
-        mine, theirs = self.name.encode(), name.encode()
-        head, found, _ = self.metadata.partition(len(mine).to_bytes(8, "little") + mine)
-        return not found or metadata.startswith(head + len(theirs).to_bytes(8, "little") + theirs)
 
     def rest(self, now: float, for_s: float) -> bool:
         """Make progress once. True when that has been going on for `for_s`: `destroy` may follow.
@@ -135,11 +132,6 @@ class NixlAgent:
 def memory_type_of(layout: KVLayout) -> str:
     """What NIXL calls the memory of the layout's device."""
     return "DRAM" if layout.device == "cpu" else "VRAM"
-
-
-def nixl_name(peer: PeerId) -> str:
-    """The agent's name: one a life, so that a restarted peer is never taken for its former self."""
-    return f"{peer.name}#{peer.incarnation}"
 
 
 def error_of(state: str) -> Exception | None:

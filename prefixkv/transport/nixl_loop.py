@@ -38,14 +38,15 @@ from prefixkv.transport.base import (
     WriteFailed,
     WriteJob,
 )
+from prefixkv.transport.interfaces import warn_if_open
 from prefixkv.transport.jobs import ActiveJob, JobTable
+from prefixkv.transport.metadata import nixl_name
 from prefixkv.transport.nixl_agent import (
     CONNECTION_BROKEN,
     NEVER_POSTED,
     NixlAgent,
     bare,
     error_of,
-    nixl_name,
 )
 from prefixkv.transport.nixl_peer import Peer, Post
 from prefixkv.transport.parts import part_indices
@@ -83,6 +84,8 @@ class NixlLoop:
         self._config = config
         self._shard = shard
         self._name = nixl_name(me) + (f"+{shard}" if shard else "")
+        if not shard:
+            warn_if_open(config.interface)
         self._agent = self._new_agent(self._name)
         self._former_agent: NixlAgent | None = None  # posts nothing more
         self._former_until = 0.0
@@ -374,7 +377,7 @@ class NixlLoop:
         return [self._agent] if self._former_agent is None else [self._agent, self._former_agent]
 
     def _new_agent(self, name: str) -> NixlAgent:
-        return NixlAgent(name, self._layout, self._staging, self._state)
+        return NixlAgent(name, self._layout, self._staging, self._state, self._config.interface)
 
     def _renew(self) -> None:
         """Another agent posts from now on. If none can be made, the present one goes on, and

@@ -8,7 +8,8 @@ from typing import Any
 
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.jobs import ActiveJob, Outbox
-from prefixkv.transport.nixl_agent import FORGOTTEN, NixlAgent, nixl_name
+from prefixkv.transport.metadata import nixl_name
+from prefixkv.transport.nixl_agent import FORGOTTEN, NixlAgent
 from prefixkv.transport.parts import Part
 from prefixkv.transport.routes import PeerMemory, Routes
 

@@ -23,6 +23,7 @@ from prefixkv.control.effects import (
     ConnectFailed,
     CopyDone,
     FrameReceived,
+    PeerTried,
     Renew,
     Settle,
     Tick,
@@ -230,7 +231,7 @@ class DecodeWorld:
             case RefuseRoom(key):
                 if self.may_use(key):
                     self.refuse(key, what)
-            case WriteDone() | WriteFailed() | WriteDrained():
+            case WriteDone() | WriteFailed() | WriteDrained() | PeerTried():
                 with pytest.raises(InternalError):
                     self.peer.on(what)
             case _:
@@ -333,6 +334,7 @@ DECODE_FEED: Feed = {
     WriteDone: (st.just(()), lambda _: WriteDone(1, 64)),
     WriteFailed: (st.just(()), lambda _: WriteFailed(1, RESET, True)),
     WriteDrained: (st.just(()), lambda _: WriteDrained(1)),
+    PeerTried: (st.just(()), lambda world: PeerTried(world.me)),
     CopyDone: (st.tuples(NTH, st.booleans()), DecodeWorld.copied),
     ConnectFailed: (st.just(()), lambda _: ConnectFailed(ADDRESS, RESET)),
     Tick: (st.tuples(PAUSES), lambda world, pause_s: world.peer.pause(pause_s)),
@@ -570,6 +572,7 @@ PREFILL_FEED: Feed = {
     WriteDone: (st.tuples(NTH), lambda world, number: world.write_ended(number, None)),
     WriteFailed: (st.tuples(NTH, st.booleans()), PrefillWorld.write_ended),
     WriteDrained: (st.tuples(NTH), PrefillWorld.write_drained),
+    PeerTried: (st.just(()), lambda world: PeerTried(world.me)),
     Arrived: (st.just(()), lambda _: Arrived(b"junk")),
     Settled: (st.just(()), lambda world: Settled(world.me)),
     PeerUnreachable: (st.just(()), lambda world: PeerUnreachable(world.me, RESET)),
@@ -625,7 +628,7 @@ def test_the_effects_seen_here_are_all_there_are() -> None:
         "RoomDrained", "RoomOverdue",
     }  # fmt: skip
     prefill = {
-        "SendFrame", "AddPeer", "RemovePeer", "WriteJob", "Cancel", "Renew", "Gather",
+        "SendFrame", "TryPeer", "AddPeer", "RemovePeer", "WriteJob", "Cancel", "Renew", "Gather",
         "Bootstrapped", "RoomEnded", "SourceFree",
     }  # fmt: skip
     assert {effect.__name__ for effect in members(DecodeEffect)} == decode

@@ -18,6 +18,7 @@ from prefixkv.control.effects import (
     Expect,
     FrameFailed,
     FrameReceived,
+    PeerTried,
     RankDrained,
     Reached,
     SendFrame,
@@ -540,6 +541,7 @@ INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a write": (WriteDone(1, 64), ["InternalError"]),
     "a write that failed": (WriteFailed(1, OSError("reset"), drained=False), ["InternalError"]),
     "a write that is drained": (WriteDrained(1), ["InternalError"]),
+    "a peer that was tried": (PeerTried(PREFILL), ["InternalError"]),
 }
 
 

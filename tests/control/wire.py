@@ -166,11 +166,12 @@ class DecodePeer(_Opposite):
         hello: Hello = HELLO,
         topology: Topology = TOPOLOGY,
         staging: StagingSlots | None = None,
+        tries: bool = False,
     ) -> None:
         super().__init__(DECODE)
         self.hello = hello
         self.control = PrefillControl(
-            PREFILL, hello.digest, topology, timing, (ADDRESS,), staging=staging
+            PREFILL, hello.digest, topology, timing, (ADDRESS,), staging=staging, tries=tries
         )
 
     def on(self, what: PrefillInput) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
+from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.devices import TCP
 from tests.models.node_pair import NodePair, make_pool
@@ -70,9 +70,9 @@ def make_pair() -> Iterator[MakePair]:
         prefill: dict[str, Any] | None = None,
         control: ControlConfig = QUICK,
     ) -> NodePair:
-        prefill_node = PrefillNode(
-            make_pool(**(pool or {})), PrefillConfig(**{"control": control} | (prefill or {}))
-        )
+        untried = TransportConfig(trial_peers=False)  # no process to start: half a second a test
+        options = {"control": control, "transport": untried} | (prefill or {})
+        prefill_node = PrefillNode(make_pool(**(pool or {})), PrefillConfig(**options))
         try:
             decode_node = DecodeNode(
                 make_pool(**(pool or {})), DecodeConfig(**{"control": control} | (decode or {}))

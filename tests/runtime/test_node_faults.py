@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import zmq
 
-from prefixkv.config import ControlConfig, CurveConfig, DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv.config import (
+    ControlConfig,
+    CurveConfig,
+    DecodeConfig,
+    ModelConfig,
+    PrefillConfig,
+    TransportConfig,
+)
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
@@ -28,7 +35,7 @@ from prefixkv.transport.base import Arrived
 from tests.models.node_pair import NodePair, left, make_pool, tokens_of
 from tests.models.node_stages import end_of, lone_decode
 from tests.models.patience import NEVER_S, PATIENCE_S, SkippableClock, lasting_address, until
-from tests.runtime.conftest import QUICK, MakePair
+from tests.runtime.conftest import QUICK, MakePair, node_threads
 
 # --- who does not answer, or does not fit ---------------------------------------------------------
 
@@ -284,3 +291,34 @@ def test_keys_and_names(clock: SkippableClock) -> None:
             pair.run("r")
             pair.check_at_rest()
             assert [peer.name for peer in prefill.peers()] == ["alice"]
+
+
+# --- networks -------------------------------------------------------------------------------------
+
+
+def test_a_prefill_on_another_network_needs_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once and by name, on both sides, before anything is sent."""
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    open_to_all = replace(QUICK, allow_remote_without_keys=True)
+    before = node_threads()
+    with pytest.raises(ConfigError, match="interface="):
+        PrefillNode(make_pool(), PrefillConfig(bind="tcp://0.0.0.0:*", control=open_to_all))
+    assert node_threads() == before
+    with lone_decode(QUICK) as node:
+        node.add(Request("r", [1, 2, 3], max_new_tokens=4, room=1, prefill="tcp://192.0.2.77:5000"))
+        error = end_of(node, "r")
+        assert isinstance(error, ConfigError)
+        assert "interface=" in str(error)
+        assert "192.0.2.77" in str(error)
+        until(lambda: not left(node))
+
+
+def test_with_an_interface_named_prefill_binds_beyond_this_machine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    open_to_all = replace(QUICK, allow_remote_without_keys=True)
+    config = PrefillConfig(
+        bind="tcp://0.0.0.0:*", control=open_to_all, transport=TransportConfig(interface="lo,any")
+    )
+    with PrefillNode(make_pool(), config):
+        assert "isolated" in caplog.text

@@ -32,12 +32,26 @@ DEVICE_COLUMN = 2
 TYPES = {"cpu": ("DRAM", 0), "cuda:0": ("VRAM", 0), "cuda:1": ("VRAM", 1), "cuda:3": ("VRAM", 3)}
 
 
+def field(tag: str, value: bytes) -> bytes:
+    return tag.encode() + len(value).to_bytes(8, "little") + value + b"|"
+
+
+# as NIXL writes it, of an agent without backends
+THEIRS = b"nixlSerDes|" + b"".join(
+    [field("Agent", b"them#2"), field("Conns", bytes(8)), field("", b"MemSection"),
+     field("nixlSecElms", bytes(8))]
+)  # fmt: skip
+
+
 class RecordingAgent:
     """In the place of nixl's agent, which has no GPU here: keeps what it is told of memory."""
 
     def __init__(self, name: str, config: object) -> None:
         self.registered: list[tuple[Any, str]] = []
         self.prepared: list[tuple[str, Any, str]] = []
+
+    def create_backend(self, name: str, options: dict[str, str]) -> None:
+        assert name == "UCX"
 
     def register_memory(self, regions: Any, memory_type: str, backends: list[str]) -> None:
         self.registered.append((regions, memory_type))
@@ -50,7 +64,7 @@ class RecordingAgent:
         return b"metadata"
 
     def add_remote_agent(self, metadata: bytes) -> None:
-        assert metadata == b"theirs"
+        assert metadata == THEIRS
 
 
 def on(device: str, layout: KVLayout) -> KVLayout:
@@ -74,7 +88,7 @@ def test_nixl_is_told_where_our_memory_is_and_where_the_peers_is(
     loop = NixlLoop(PeerId("us", 1), ours, events.append, config, area, state=state[0].layout)
     link = StateLink(state[1].layout, state_blocks(TENSORS, mesh, 0, mesh, 0))
     memory = PeerMemory(theirs, staging=staging[1].area, state=link)
-    loop.add_peer(PeerId("them", 2), b"theirs", memory)
+    loop.add_peer(PeerId("them", 2), THEIRS, memory)
     assert not events
     api = loop._agent.api
 

@@ -117,7 +117,7 @@ def test_an_error_met_by_the_thread_does_not_keep_the_agent(nixl_driver: NixlDri
     writer.transport.add_peer(PeerId("garbage", 1), b"\x00", target.pool.layout)
     named_right = writer.transport.metadata.replace(b"prefill", b"garbage")
     writer.transport.add_peer(
-        PeerId("garbage", writer.me.incarnation), named_right[:90], target.pool.layout
+        PeerId("garbage", writer.me.incarnation), named_right, target.pool.layout
     )
     nixl_driver.until(lambda: len(writer.of(PeerUnreachable)) == 2)
     assert type(writer.of(PeerUnreachable)[1].error).__module__.startswith(

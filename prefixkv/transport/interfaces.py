@@ -1,0 +1,74 @@
+"""Which network interfaces UCX listens on: by default the loopback one alone.
+
+UCX takes every interface it finds, and whoever reaches its port can write into registered memory.
+Memory shared between processes of one machine, and CUDA's transports, are no network devices: they
+stay in any case. What the user has set in UCX_NET_DEVICES is never overridden.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from prefixkv.errors import ConfigError
+
+_log = logging.getLogger("prefixkv.transport")
+
+LOOPBACK: Final = "lo"
+_VARIABLE: Final = "UCX_NET_DEVICES"
+_environment = threading.RLock()  # held while it is not the user's
+
+
+def net_devices(interface: str) -> str:
+    """What UCX's NET_DEVICES is set to for `TransportConfig.interface`; "" where the user has set
+    it."""
+    with _environment:
+        return "" if _VARIABLE in os.environ else interface or LOOPBACK
+
+
+def check_interface(interface: str, what: str, is_local: bool) -> None:
+    """`what` (bind, or a prefill's address) stays on this machine, or an interface for KV has been
+    named.
+
+    Raises ConfigError that says what to set.
+    """
+    if not is_local and not interface and _VARIABLE not in os.environ:
+        raise ConfigError(
+            f"{what}, which is not this machine's loopback, and KV travels on that alone: name the "
+            "network's interface in TransportConfig(interface=...), as UCX calls it: "
+            '"eth0", or "eth0,mlx5_0:1"'
+        )
+
+
+def warn_if_open(interface: str) -> None:
+    """Log it where UCX will listen beyond the loopback interface."""
+    devices = os.environ.get(_VARIABLE) or interface or LOOPBACK
+    if devices != LOOPBACK:
+        _log.warning(
+            "KV travels over %s without encryption or authentication, and whoever reaches its "
+            "ports can write into registered memory: that network has to be isolated",
+            devices,
+        )
+
+
+@contextmanager
+def ucx_options(interface: str) -> Iterator[dict[str, str]]:
+    """The options to create NIXL's UCX backend with, inside this context.
+
+    One interface is an option of the backend. Several cannot be, since NIXL splits its options at
+    commas: they are put into the environment while the backend is created.
+    """
+    with _environment:
+        devices = net_devices(interface)
+        if "," not in devices:
+            yield {"engine_config": f"NET_DEVICES={devices}"} if devices else {}
+            return
+        os.environ[_VARIABLE] = devices
+        try:
+            yield {}
+        finally:
+            del os.environ[_VARIABLE]
