@@ -117,7 +117,8 @@ class Prefill:
             case ("first", rid):
                 self.first = rid
             case ("add", rid, room, generation, tokens):
-                self.node.add(Request(rid, tokens, room=room, generation=generation))
+                attempt = {"room": room, "generation": generation, "decode": "decode-0"}
+                self.node.add(Request(rid, tokens, **attempt))
             case ("go", fails):
                 self.stopped = False
                 if fails:

@@ -261,7 +261,8 @@ class Clients:
 
     def ask(self, call: Call, rid: str, prefill: Worker, generation: int, tokens: Tokens) -> None:
         self._ledger.asked(rid, prefill, call)
-        prefill.tell("ask", rid, call.room, generation, tokens, self._plan(_PREFILL_PLANS))
+        where = call.room, generation, call.decode.name
+        prefill.tell("ask", rid, *where, tokens, self._plan(_PREFILL_PLANS))
 
     def again(self, rid: str, prefill: str, generation: int, tokens: Tokens) -> None:
         """Decode wants the call asked for once more."""

@@ -287,10 +287,12 @@ class PrefillEngine(_Engine):
         self.computing: dict[str, Any] = {}
         self.computed: dict[str, int] = {}
 
-    def on_ask(self, rid: str, room: int, generation: int, tokens: Tokens, plan: str) -> None:
+    def on_ask(
+        self, rid: str, room: int, generation: int, decode: str, tokens: Tokens, plan: str
+    ) -> None:
         self.begin(rid, plan)
         try:
-            self.node.add(Request(rid, tokens, room=room, generation=generation))
+            self.node.add(Request(rid, tokens, room=room, generation=generation, decode=decode))
         except RequestError as error:
             self.ended(rid, "refused", error)
             return

@@ -332,7 +332,7 @@ def sending_side(pipe: Connection, watch: Watch, case: Steps) -> Row:
             pipe.send(number)
             for peer in range(case.num_peers):
                 prompt, room = _prompt(case, number, peer)
-                node.add(Request(str(room), prompt, room=room))
+                node.add(Request(str(room), prompt, room=room, decode=f"decode-{peer}"))
             ready: list[Any] = []
             while len(ready) < case.num_peers:
                 ready += stuck.until(node.pop_bootstrapped)

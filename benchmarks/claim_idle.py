@@ -91,7 +91,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Hits) -> None:
                 if isinstance(message, float):
                     pipe.send(_idle_share(message))
                 else:
-                    node.add(Request(f"r{message}", prompt, room=message))
+                    node.add(Request(f"r{message}", prompt, room=message, decode="decode-0"))
             for req in node.pop_bootstrapped():
                 node.send_chunk(req, req.num_tokens, last=True, aux=b"token")
             node.pop_sent()

@@ -262,7 +262,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Burst) -> None:
             builder.on, burst = order
             node.flush()
             for number in range(case.requests):
-                node.add(case.request(burst, number))
+                node.add(case.request(burst, number, decode="decode-0"))
             pipe.send("added")
             left = case.requests
             stuck.moved()

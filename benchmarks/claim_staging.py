@@ -132,7 +132,8 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Staging) -> None:
             stuck = Stuck(group)
             for node in group.nodes:
                 node.flush()
-            group.add(Request(f"r{room}", case.prompt(room), room=room))
+            decode = f"decode-{variant}"
+            group.add(Request(f"r{room}", case.prompt(room), room=room, decode=decode))
             (req,) = stuck.until(group.pop_bootstrapped)
             began_s = time.monotonic()
             group.send_chunk(req, req.num_tokens, last=True)

@@ -66,7 +66,8 @@ def replay(
             [chats[chat], random.integers(0, 150_000, int(random.lognormal(5, 1)) + 1)]
         )
         goal = int(random.integers(20, 400))
-        req = scheduler.add(Request(str(turn), tokens, goal, turn, "tcp://127.0.0.1:1"), now_s)
+        request = Request(str(turn), tokens, goal, room=turn, prefill="tcp://127.0.0.1:1")
+        req = scheduler.add(request, now_s)
         start = time.thread_time_ns()
         admitted = scheduler.pop_preallocated(now_s)
         admit_ns.append(time.thread_time_ns() - start)

@@ -48,7 +48,7 @@ def passes(scheduler: DecodeScheduler, running: int, seed: int) -> Iterator[None
         tokens = np.concatenate(
             [heads[turn % CONVERSATIONS], random.integers(0, 150_000, PROMPT - CACHED, np.int32)]
         )
-        request = Request(str(turn), tokens, 4 * running, turn, "tcp://127.0.0.1:1")
+        request = Request(str(turn), tokens, 4 * running, room=turn, prefill="tcp://127.0.0.1:1")
         yield
         req = scheduler.add(request, now_s)
         if scheduler.pop_preallocated(now_s) != [req]:

@@ -126,7 +126,8 @@ class Worker:
     def request(self, tokens: Any, max_new_tokens: int = MAX_NEW_TOKENS, **fields: Any) -> Request:
         self._num_requests += 1
         number = self._num_requests
-        return Request(str(number), tokens, max_new_tokens, number, "tcp://127.0.0.1:1", **fields)
+        where = "tcp://127.0.0.1:1"
+        return Request(str(number), tokens, max_new_tokens, room=number, prefill=where, **fields)
 
     def add(self, tokens: Any, now_s: float) -> DecodeRequest:
         return self.scheduler.add(self.request(tokens), now_s)

@@ -104,7 +104,8 @@ class Soak:
             ask = (room, tokens, prefill, plan)
             second.send("decode", ask) if where == "decode there" else engine.add_decode(*ask)
         if plan != "decode alone":
-            add = (room, theirs, plan)
+            decode = "decode-second" if where == "decode there" else "decode-first"
+            add = (room, theirs, plan, decode)
             second.send("prefill", add) if where == "prefill there" else engine.add_prefill(*add)
 
     def rest(self) -> None:

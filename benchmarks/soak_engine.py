@@ -85,8 +85,11 @@ class Engine:
         except RequestError:
             self.outcomes["decode: not taken"] += 1
 
-    def add_prefill(self, room: int, tokens: Tokens, plan: str, generation: int = 0) -> None:
-        request = Request(f"r{room}.{generation}", tokens, room=room, generation=generation)
+    def add_prefill(
+        self, room: int, tokens: Tokens, plan: str, decode: str, generation: int = 0
+    ) -> None:
+        rid = f"r{room}.{generation}"
+        request = Request(rid, tokens, room=room, generation=generation, decode=decode)
         try:
             self.prefill.add(request)
         except RequestError:
@@ -116,7 +119,7 @@ class Engine:
         node = self.decode
         node.pop_preallocated()
         for ask in node.pop_needs_prefill():
-            what = (ask.room, np.array(ask.tokens, np.int32), "well", ask.generation)
+            what = (ask.room, np.array(ask.tokens, np.int32), "well", ask.decode, ask.generation)
             if ask.prefill == self.prefill.endpoint:
                 self.add_prefill(*what)
             else:

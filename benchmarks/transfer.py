@@ -187,7 +187,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Transfer) -> None:
                 continue
             if case.pages != "aged":
                 node.flush()
-            node.add(Request(f"r{room}", case.prompt(room), room=room))
+            node.add(Request(f"r{room}", case.prompt(room), room=room, decode="decode-0"))
             ready = stuck.until(node.pop_bootstrapped)
             pages = np.array(ready[0].pages)
             began_s = time.monotonic()

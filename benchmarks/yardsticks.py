@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
+from prefixkv.digest import prompt_digest
 from prefixkv.protocol.commands import DecodeCommand, OpenRoom
 from prefixkv.protocol.messages import Promise
 
@@ -60,6 +61,7 @@ class LeastAdmission:
         self._locked = np.arange(self._num_locked, dtype=np.int32).tobytes()
         self._state = np.zeros(pool_pages, np.uint8)
         self._row = np.full(self._num_pages, -1, np.int32)
+        self._digest = prompt_digest([])
         self._commands: dict[int, DecodeCommand] = {}
 
     def make(self) -> None:
@@ -71,4 +73,4 @@ class LeastAdmission:
         self._row[: self._num_locked] = np.frombuffer(self._locked, np.int32)
         self._row[self._num_locked :] = new
         promise = Promise(1, 0, *self._lens, self._row[self._num_locked :].tobytes(), 1)
-        self._commands[1] = OpenRoom(promise, "tcp://127.0.0.1:1")
+        self._commands[1] = OpenRoom(promise, "tcp://127.0.0.1:1", self._digest)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from prefixkv.decode.request import DecodeRequest as DecodeRequest
     from prefixkv.decode.request import PrefillAsk as PrefillAsk
     from prefixkv.decode.scheduler import DecodeScheduler as DecodeScheduler
+    from prefixkv.digest import prompt_digest as prompt_digest
     from prefixkv.errors import OutOfPagesError as OutOfPagesError
     from prefixkv.errors import PrefixKVError as PrefixKVError
     from prefixkv.memory.kv_layout import KVLayout as KVLayout
@@ -92,6 +93,7 @@ _HOME = {
     "StateTensor": "memory.state_layout",
     "TransportConfig": "config",
     "plan_sends": "prefill.send_plan",
+    "prompt_digest": "digest",
 }
 # Public names that are another in their module.
 _AS = {

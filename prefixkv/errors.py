@@ -153,6 +153,11 @@ class PeerLostError(TransferError):
     """The peer of a transfer was restarted, fenced or cut off."""
 
 
+class PromptMismatchError(TransferError):
+    """Decode and prefill were given different prompts, or namespaces, for one room. Nothing was
+    written."""
+
+
 class AbortedError(TransferError):
     """The request was aborted, by this side or the other."""
 

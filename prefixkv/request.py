@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from prefixkv.cache.radix_key import RadixKey
+from prefixkv.digest import prompt_digest
 from prefixkv.errors import RequestError
 from prefixkv.paging import MAX_INDEX
 
@@ -29,10 +30,12 @@ class Request:
         tokens: the prompt; a sequence of ints, an int32/int64 array or tensor, or a RadixKey (which
             then names the namespace).
         max_new_tokens: the most tokens that may be generated, at least 1 (decode).
-        room: uint64 that names the transfer on both sides; free for use again once it has ended on
-            both.
+        room: uint64 that names the transfer between the two workers, drawn by the decode worker's
+            side; free for use again once it has ended on both.
         prefill: address of the prefill worker's control socket (decode).
-        namespace: requests of two namespaces never share KV (LoRA adapter, tenant, salt, images).
+        decode: name of the decode worker that it is for, `DecodeConfig.name` (prefill).
+        namespace: requests of two namespaces never share KV (LoRA adapter, tenant, salt, images):
+            None, an int, a str, bytes, or a tuple of these.
         cacheable: False for warm-up: neither matched nor kept.
         generation: which attempt at this room it is; decode says (`PrefillAsk`).
         priority: for eviction, higher stays longer; and for admission by `priority`, higher goes
@@ -43,19 +46,23 @@ class Request:
     Raises:
         TokenError: tokens that are not integers in [0, 2**31).
         RequestError: another argument of the wrong type or out of its range; names it.
+
+    `digest` is the prompt's (`prompt_digest`), which both sides compare.
     """
 
     rid: str
     tokens: Any
     max_new_tokens: int = 256
-    room: int = 0
+    room: int = field(kw_only=True)
     prefill: str = ""
+    decode: str = ""
     namespace: Hashable = None
     cacheable: bool = True
     generation: int = 0
     priority: int = 0
     deadline_s: float | None = None
     key: RadixKey = field(init=False)
+    digest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.tokens, RadixKey) and self.namespace not in (
@@ -72,11 +79,13 @@ class Request:
         if not len(self.key):
             raise RequestError(f"request {self.rid!r} has no tokens")
         _check_namespace(self.key.namespace)
-        if not isinstance(self.prefill, str):
-            raise RequestError(f"prefill is {self.prefill!r}, a string is needed")
+        for name in ("prefill", "decode"):
+            if not isinstance(getattr(self, name), str):
+                raise RequestError(f"{name} is {getattr(self, name)!r}, a string is needed")
         if not isinstance(self.cacheable, bool | np.bool_):
             raise RequestError(f"cacheable is {self.cacheable!r}, True or False is needed")
         self.cacheable = bool(self.cacheable)
+        self.digest = prompt_digest(self.key)
         self.max_new_tokens = whole_number("max_new_tokens", self.max_new_tokens, 1, MAX_INDEX + 1)
         self.room = whole_number("room", self.room, 0, 2**64)
         self.generation = whole_number("generation", self.generation, 0, MAX_INDEX + 1)

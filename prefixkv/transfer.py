@@ -2,15 +2,17 @@
 `prefixkv.runtime.transfers`.
 
     transfers = DecodeTransfers(pool, DecodeConfig(...))
-    transfers.open(room, 0, num_tokens, prefix_len, pages, prefill="tcp://host:port")
+    digest = prompt_digest(tokens, namespace)            # on both sides
+    transfers.open(room, 0, num_tokens, prefix_len, pages, "tcp://host:port", digest)
     for event in transfers.take_events(): ...            # RoomEnded, RoomDrained, RoomOverdue
 
     transfers = PrefillTransfers(pool, PrefillConfig(bind="tcp://..."))
-    transfers.add(room, 0, num_tokens)
-    transfers.send_chunk(room, end, pages, last=True, aux=first_token)
+    transfers.add(room, 0, num_tokens, decode="decode-0", digest=digest)
+    transfers.send_chunk(room, end, pages, decode="decode-0", last=True, aux=first_token)
     for event in transfers.take_events(): ...            # Bootstrapped, RoomEnded, SourceFree
 """
 
+from prefixkv.digest import prompt_digest as prompt_digest
 from prefixkv.protocol.events import Bootstrapped as Bootstrapped
 from prefixkv.protocol.events import DecodeEvent as DecodeEvent
 from prefixkv.protocol.events import PrefillEvent as PrefillEvent

@@ -189,7 +189,8 @@ class PrefillEngine:
         requests = []
         while not self._asks.empty():
             rid, tokens, room, generation = self._asks.get()
-            requests.append(Request(rid, tokens, room=room, generation=generation))
+            attempt = {"room": room, "generation": generation, "decode": "decode-0"}
+            requests.append(Request(rid, tokens, **attempt))
         return requests
 
     def compute(self, req: PrefillRequest) -> int:

@@ -166,7 +166,7 @@ ADDED = {"node", "incarnation", "arrived_at"}  # by runtime/request_log.py, to w
 
 def test_every_field_of_the_request_log_is_there() -> None:
     pages = PageManager(8, 4, 4)
-    request = Request("r1", [1, 2, 3], prefill="tcp://127.0.0.1:1")
+    request = Request("r1", [1, 2, 3], room=7, prefill="tcp://127.0.0.1:1")
     decode = decode_journal.timeline(DecodeRequest(request, pages, 0.0), 1, 1)
     prefill = prefill_journal.timeline(PrefillRequest(request, pages, 0.0), 1, 1)
     told: dict[str, set[str]] = {"decode": set(), "prefill": set()}

@@ -19,20 +19,20 @@ TOKENS: list[Any] = [
 
 @pytest.mark.parametrize("tokens", TOKENS, ids=lambda tokens: f"{type(tokens).__name__}")
 def test_tokens_of_any_kind_are_packed_alike(tokens: Any) -> None:
-    assert Request("a", tokens).key.tokens().tolist() == [1, 2, 3]
+    assert Request("a", tokens, room=1).key.tokens().tolist() == [1, 2, 3]
 
 
 def test_array_and_key_stay_the_callers() -> None:
     tokens, key = np.array([1, 2, 3], np.int32), RadixKey([1, 2, 3])
-    requests = Request("a", tokens), Request("b", key)
+    requests = Request("a", tokens, room=1), Request("b", key, room=1)
     tokens[0] = 9
     key.append(4)
     assert [request.key.tokens().tolist() for request in requests] == [[1, 2, 3]] * 2
 
 
 def test_the_namespace_is_the_keys() -> None:
-    assert Request("a", [1], namespace="lora").key.namespace == "lora"
-    assert Request("a", RadixKey([1], "lora")).key.namespace == "lora"
+    assert Request("a", [1], room=1, namespace="lora").key.namespace == "lora"
+    assert Request("a", RadixKey([1], "lora"), room=1).key.namespace == "lora"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_namespace_is_the_keys() -> None:
 )
 def test_what_is_no_token_is_named(tokens: Any, text: str) -> None:
     with pytest.raises(TokenError, match=text):
-        Request("a", tokens)
+        Request("a", tokens, room=1)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_is_no_token_is_named(tokens: Any, text: str) -> None:
 )
 def test_what_is_out_of_range_is_named(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(RequestError, match=text):
-        Request("a", **{"tokens": [1], **fields})
+        Request("a", **{"tokens": [1], "room": 1, **fields})
 
 
 @pytest.mark.parametrize("rid", [7, None, b"a", ["a"]])
@@ -100,12 +100,12 @@ def test_a_request_has_a_string_for_its_name(rid: Any) -> None:
 @pytest.mark.parametrize("deadline_s", [-1, -1e-9, float("nan"), "5", True, [1.0]])
 def test_a_deadline_is_a_time_that_can_pass(deadline_s: Any) -> None:
     with pytest.raises(RequestError, match="deadline_s is"):
-        Request("a", [1], deadline_s=deadline_s)
+        Request("a", [1], room=1, deadline_s=deadline_s)
 
 
 def test_the_ends_of_the_ranges_are_taken() -> None:
     for deadline_s in (None, 0, 0.5, np.float32(2.0), float("inf")):
-        Request("a", [1], deadline_s=deadline_s)
+        Request("a", [1], room=1, deadline_s=deadline_s)
     for fields in ({"room": 2**64 - 1, "generation": 2**31 - 1}, {"room": 0, "max_new_tokens": 1}):
         request = Request("a", [2**31 - 1, 0], **fields)
         assert len(request.key) == 2

@@ -149,7 +149,15 @@ class DecodeEngine:
         self, rid: str, room: int, tokens: Tokens, output_len: int, cacheable: bool = True
     ) -> DecodeRequest:
         """A request to both sides."""
-        request = Request(rid, tokens, output_len, room, self.prefill, cacheable=cacheable)
+        request = Request(
+            rid,
+            tokens,
+            output_len,
+            room=room,
+            prefill=self.prefill,
+            decode=self.node.peer_id.name,
+            cacheable=cacheable,
+        )
         self.asks.send(request)
         return self.node.add(request)
 
@@ -203,7 +211,9 @@ class DecodeEngine:
             happened += 1
             tokens = np.asarray(ask.tokens, dtype=np.int32)
             rid = f"{ask.rid}.{ask.generation}"
-            self.asks.send(Request(rid, tokens, room=ask.room, generation=ask.generation))
+            self.asks.send(
+                Request(rid, tokens, room=ask.room, generation=ask.generation, decode=ask.decode)
+            )
         for req in node.pop_failed():
             happened += 1
             self._running.pop(req.rid, None)

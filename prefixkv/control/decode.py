@@ -112,6 +112,7 @@ class _Room:
 
     machine: ReceiverMachine | RefusalMachine
     link: Link
+    digest: bytes = b""  # of the prompt, where it is promised
     links: dict[int, Link] = field(default_factory=dict)
     peers: dict[int, PeerId] = field(default_factory=dict)
 
@@ -140,9 +141,8 @@ class DecodeControl:
         self._fenced: dict[str, int] = {}  # by name: incarnations up to this one are gone for good
         self._num_expected = 0
         self._said_expected = 0
-        self.last_effects: list[
-            DecodeEffect
-        ] = []  # of the last `on`, those before an exception too
+        # Of the last `on`, those before an exception too.
+        self.last_effects: list[DecodeEffect] = []
 
     def on(self, what: DecodeInput, now_s: float) -> list[DecodeEffect]:
         """Take one input; returns what to do about it, in order."""
@@ -205,11 +205,8 @@ class DecodeControl:
 
     def rooms(self) -> Iterable[ReceiverMachine]:
         """The machines of all open or undrained rooms, for audits."""
-        return [
-            room.machine
-            for room in self._rooms.values()
-            if isinstance(room.machine, ReceiverMachine)
-        ]
+        machines = [room.machine for room in self._rooms.values()]
+        return [machine for machine in machines if isinstance(machine, ReceiverMachine)]
 
     def poll(self, key: RoomKey) -> KVPoll | None:
         """How far a room is; None once it has ended and is drained."""
@@ -224,13 +221,11 @@ class DecodeControl:
     # --- commands ---------------------------------------------------------------------------------
 
     def _open(self, command: OpenRoom, now_s: float, out: list[DecodeEffect]) -> None:
-        promise = command.promise
-        machine = ReceiverMachine(promise, self._timing, now_s, command.address)
+        machine = ReceiverMachine(command.promise, self._timing, now_s, command.address)
         try:
-            self._enter(machine, command.address, now_s, out)
+            self._enter(machine, command.address, now_s, out, command.digest)
         except RequestError as error:  # no peer has been told of the pages
-            key = RoomKey(promise.room, promise.generation)
-            out += [RoomEnded(key, KVPoll.FAILED, error), RoomDrained(key)]
+            out += [RoomEnded(machine.key, KVPoll.FAILED, error), RoomDrained(machine.key)]
 
     def _refuse(self, command: RefuseRoom, now_s: float, out: list[DecodeEffect]) -> None:
         machine = RefusalMachine(command.key, command.ticket, command.reason, self._timing, now_s)
@@ -242,6 +237,7 @@ class DecodeControl:
         address: str,
         now_s: float,
         out: list[DecodeEffect],
+        digest: bytes = b"",
     ) -> None:
         """Raises RequestError if the room is open."""
         key = machine.key
@@ -253,7 +249,7 @@ class DecodeControl:
         out += self._links.open(address, now_s)
         link = self._links.get(address)
         assert link is not None
-        self._rooms[key] = _Room(machine, link)
+        self._rooms[key] = _Room(machine, link, digest)
         link.rooms.add(key)
         link.waiting[key] = None
         self._timers.wake(key, machine.wake_s)
@@ -267,10 +263,8 @@ class DecodeControl:
         if not room.peers:
             # Prefill has not heard of the room, but may have the request, and wait. Its answer is
             # no news here.
-            ticket = room.machine.ticket
-            refusal = RefusalMachine(
-                command.key, ticket, command.reason, self._timing, now_s, is_news=False
-            )
+            what = command.key, room.machine.ticket, command.reason
+            refusal = RefusalMachine(*what, self._timing, now_s, is_news=False)
             self._enter(refusal, room.link.address, now_s, out)
 
     def _fence(self, peer: PeerId, now_s: float, out: list[DecodeEffect]) -> None:
@@ -397,12 +391,9 @@ class DecodeControl:
             case Heartbeat():
                 pass
             case (
-                messages.Hello()
-                | messages.Promise()
-                | messages.Abort()
-                | OutcomeAck()
-                | (messages.LeaseGrant())
-            ):
+                messages.Hello() | messages.Promise() | messages.Abort() | OutcomeAck()
+                | messages.LeaseGrant()
+            ):  # fmt: skip
                 raise ProtocolError(f"{type(body).__name__} is not for decode")
             case _:
                 assert_never(body)
@@ -411,16 +402,15 @@ class DecodeControl:
     def _take_outcome(
         self, link: Link, outcome: Outcome, now_s: float, out: list[DecodeEffect]
     ) -> None:
-        key = RoomKey(outcome.room, outcome.generation)
-        room = self._rooms.get(key)
+        room = self._rooms.get(outcome.key)
         if room is None or room.machine.ticket != outcome.ticket:
             # That use of the room has ended and is drained here: only the acknowledgement was lost.
-            ack = OutcomeAck(*key, outcome.rank, outcome.ticket)
+            ack = OutcomeAck(outcome.room, outcome.generation, outcome.rank, outcome.ticket)
             out.append(self._links.send(link, ack, now_s))
         else:
             self._to_room(link, outcome, receiver.OutcomeSaid(outcome), now_s, out)
             if outcome.ok and self.staging is not None:
-                self._staged(self.staging.on_written(key, outcome.rank), now_s, out)
+                self._staged(self.staging.on_written(outcome.key, outcome.rank), now_s, out)
 
     def _take_drained(
         self, link: Link, drained: Drained, now_s: float, out: list[DecodeEffect]
@@ -458,7 +448,7 @@ class DecodeControl:
     def _room_of(self, link: Link, body: Outcome | PromiseAck | Drained | LeaseAsk) -> _Room | None:
         """The room that this is a word of, None if it is over. Raises ProtocolError for
         another's."""
-        room = self._rooms.get(RoomKey(body.room, body.generation))
+        room = self._rooms.get(body.key)
         if room is None:
             return None
         if link.peer is None or room.peers.get(body.rank) != link.peer:
@@ -481,11 +471,7 @@ class DecodeControl:
     ) -> None:
         """A HelloReply, or a worker that does not know us (it was restarted, or has forgotten)."""
         former = link.peer
-        if (
-            former is not None
-            and frame.name == former.name
-            and frame.incarnation < former.incarnation
-        ):
+        if former and frame.name == former.name and frame.incarnation < former.incarnation:
             raise ProtocolError(f"a frame of {frame.sender}, which {former} has replaced")
         if frame.incarnation <= self._fenced.get(frame.name, -1):
             raise ProtocolError(f"a frame of {frame.sender}, which was fenced")
@@ -598,8 +584,12 @@ class DecodeControl:
     def _say(
         self, room: _Room, rank: int, body: messages.AnyBody, now_s: float, out: list[DecodeEffect]
     ) -> None:
-        if room.links[rank].peer == room.peers[rank]:  # the one it is meant for still listens there
-            out.append(self._links.send(room.links[rank], body, now_s))
+        link = room.links[rank]
+        if link.peer != room.peers[rank]:  # the one it is meant for listens there no more
+            return
+        if isinstance(body, messages.Promise):
+            body = self._links.with_proof(link, body, room.digest)
+        out.append(self._links.send(link, body, now_s))
 
     def _drop(self, room: _Room) -> None:
         key = room.machine.key

@@ -116,12 +116,13 @@ def ranges(hello: Hello) -> tuple[tuple[int, int], ...]:
 
 class OurSide(NamedTuple):
     """What a prefill rank is: `slot_bytes` of a slot that slices of heads are gathered into where
-    the reader has staging too, 0: none."""
+    the reader has staging too, 0: none. `secret` is what it drew for its promises' proofs."""
 
     digest: ModelDigest
     topology: Topology
     rank: int
     slot_bytes: int
+    secret: bytes
 
     @property
     def mesh(self) -> Mesh:

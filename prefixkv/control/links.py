@@ -11,12 +11,23 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
 from prefixkv.control.effects import Connect, Disconnect, Reached, SendFrame, Unreached
 from prefixkv.control.liveness import Liveness, Stamper
+from prefixkv.digest import prove
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.protocol.messages import AnyBody, Fenced, Frame, Heartbeat, Hello, HelloReply
+from prefixkv.protocol.messages import (
+    AnyBody,
+    Fenced,
+    Frame,
+    Heartbeat,
+    Hello,
+    HelloReply,
+    Promise,
+)
 from prefixkv.protocol.timers import Backoff, Timers
 from prefixkv.staging.receiver import StagingPlan
 
@@ -113,6 +124,12 @@ class Links:
     def is_gone(self, link: Link, now_s: float) -> bool:
         """Whether nobody has answered at the address for `connect_timeout_s`."""
         return now_s >= link.gone_s + self._timing.connect_timeout_s
+
+    def with_proof(self, link: Link, promise: Promise, digest: bytes) -> Promise:
+        """The promise as it is said to this rank, which has answered the handshake."""
+        assert link.reply is not None
+        proof = prove(digest, self._hello.secret, link.reply.secret)
+        return msgspec.structs.replace(promise, proof=proof)
 
     def tick(self, address: str, now_s: float) -> list[LinkEffect]:
         """Repeat a Hello, say a Heartbeat, or close a link that is silent and has no rooms."""

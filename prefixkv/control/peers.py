@@ -23,6 +23,7 @@ from prefixkv.protocol.messages import (
     HelloReply,
     HelloWanted,
     Promise,
+    RoomBody,
 )
 from prefixkv.protocol.sender_events import Promised
 from prefixkv.protocol.timers import Timers
@@ -53,7 +54,11 @@ class Peer:
     def worker(self) -> PeerId:
         return self.hello.worker or self.id
 
-    def promised(self, promise: Promise, our_page_size: int) -> Promised:
+    def key(self, word: RoomBody) -> RoomKey:
+        """The room that a word of this peer is about: always one of its own worker."""
+        return RoomKey(word.room, word.generation, self.worker.name)
+
+    def promised(self, promise: Promise, our_page_size: int, our_secret: bytes) -> Promised:
         """The promise with page ids that are safe to turn into addresses. Raises ProtocolError."""
         page_size = self.hello.topology.page_size
         pages = promise.page_ids()
@@ -91,6 +96,8 @@ class Peer:
             fold=fold,
             state_slot=slot,
             takes_state=self.takes_state,
+            proof=promise.proof,
+            secrets=(self.hello.secret, our_secret),
         )
 
 
@@ -176,7 +183,8 @@ class Peers:
     def reply(self, route: bytes, refused: str = "", staged: bool = False) -> SendFrame[bytes]:
         """The answer to a Hello."""
         ours = self._ours
-        body = HelloReply(ours.digest, ours.topology, self._endpoints, refused, ours.rank, staged)
+        said = ours.secret, refused, ours.rank, staged
+        body = HelloReply(ours.digest, ours.topology, self._endpoints, *said)
         return SendFrame(route, self._stamp.frame(body))
 
     def hello_wanted(self, route: bytes) -> SendFrame[bytes]:

@@ -5,11 +5,11 @@ transport and the copy threads have to do, and what became of rooms. It holds th
 are known (`peers.py`), the rooms it sends for, each a `SenderMachine`, and the staging of slices
 (`StagingSender`) between the two and the transport.
 
-Page ids from a peer are bounds-checked here, before anything turns them into addresses. A room
-belongs to the worker that promised pages for it first. A promise that comes before the engine's
-request is parked, bounded a peer and with a deadline; so is an abort, so that a request added later
-fails at once. The other way round, a room that our engine ends before its promise has come is kept
-for a while, so that decode hears of it at once.
+Page ids from a peer are bounds-checked here, before anything turns them into addresses. A room is
+of one decode worker, whose name is in its key, so that no other can say a word about it. A promise
+that comes before the engine's request is parked, bounded a peer and with a deadline; so is an
+abort, so that a request added later fails at once. The other way round, a room that our engine ends
+before its promise has come is kept for a while, so that decode hears of it at once.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class PrefillControl:
 
     Args:
         me: this rank's identity.
+        secret: 16 to 32 random bytes, drawn for this life: see `prefixkv.digest`.
         digest, topology, rank: what it runs, how its worker shares the model out, and which of the
             ranks it is.
         endpoints: the addresses of all ranks, by rank; "" for one's own.
@@ -150,6 +151,8 @@ class PrefillControl:
         rank: int = 0,
         staging: StagingSlots | None = None,
         tries: bool = False,
+        *,
+        secret: bytes,
     ) -> None:
         self.me = me
         self.counters: Counter[str] = Counter()
@@ -157,7 +160,7 @@ class PrefillControl:
         if staging is not None:
             self.staging = StagingSender(rank, *staging, timing.resend_s, self._next_job_id)
         slot_bytes = 0 if staging is None else staging.slot_bytes
-        self._ours = handshake.OurSide(digest, topology, rank, slot_bytes)
+        self._ours = handshake.OurSide(digest, topology, rank, slot_bytes, secret)
         self._rank = rank
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key
@@ -266,7 +269,7 @@ class PrefillControl:
         if not machine.poll.ended:
             self._claims.unpark(key)
         ended_before = machine.poll.ended
-        self._on(machine, sender.Added(command.num_tokens), now_s, out)
+        self._on(machine, sender.Added(command.num_tokens, command.digest), now_s, out)
         if ended_before:  # it ended while it was parked
             ended = machine.error or AbortedError("the room ended before the request came")
             out += [RoomEnded(key, KVPoll.FAILED, ended), SourceFree(key)]
@@ -361,7 +364,7 @@ class PrefillControl:
         frame = messages.decode(what.frame.raw)
         peer = self._peers.speaker(frame, what.frame.credential)
         if isinstance(frame.body, messages.RoomBody) and peer is not None:
-            machine = self._rooms.get(frame.body.key)
+            machine = self._rooms.get(peer.key(frame.body))
             if machine is not None and peer.id in self._claims.of(machine.key):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
                 self._on(machine, sender.Fail(error), now_s, out)
@@ -386,13 +389,13 @@ class PrefillControl:
             case Abort():
                 self._take_abort(peer, body, now_s, out)
             case OutcomeAck():
-                key = RoomKey(body.room, body.generation)
+                key = peer.key(body)
                 machine = self._rooms.get(key)
                 named = peer.id in self._claims.of(key)
                 if machine is not None and named and machine.ticket == body.ticket:
                     self._on(machine, sender.OutcomeAcked(peer.hello.rank), now_s, out)
             case LeaseGrant():
-                out.append(Granted(peer.id, body))
+                out.append(Granted(peer.id, peer.key(body), body))
             case messages.Fenced():
                 self._lose_peer(peer, PeerLostError(f"{peer.id} has left"), now_s, out)
             case Heartbeat():
@@ -479,11 +482,12 @@ class PrefillControl:
         out.append(self._peers.forget(peer))
 
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float, out: list[Want]) -> None:
-        key = RoomKey(promise.room, promise.generation)
+        key = peer.key(promise)
         try:
-            event = peer.promised(promise, self._ours.topology.page_size)
+            event = peer.promised(promise, self._ours.topology.page_size, self._ours.secret)
             machine = self._rooms.get(key)
-            self._claims.check(key, machine, peer)
+            if not self._claims.allow(key, machine, peer):
+                raise ProtocolError(f"room {key.room} is of another life or rank than {peer.id}")
             if machine is not None and machine.drained and 0 < machine.ticket < promise.ticket:
                 # Decode has done with that use of the room, if it uses its number again.
                 self._drop_room(machine)
@@ -517,28 +521,26 @@ class PrefillControl:
         If another promise of this room stands, decode has already ended or will end that one by its
         own rules, and is told nothing.
         """
-        key = RoomKey(promise.room, promise.generation)
+        key = peer.key(promise)
         known = self._rooms.get(key)
         named = peer.id in self._claims.of(key)
         if known is None or not named or known.ticket != promise.ticket:
             ticket = promise.ticket
-            refusal = Outcome(*key, self._rank, False, 0, 0, b"", why, True, ticket)
+            refusal = Outcome(*key.numbers, self._rank, False, 0, 0, b"", why, True, ticket)
             out += self._peers.send(peer, refusal, now_s)
 
     def _take_abort(self, peer: Peer, abort: Abort, now_s: float, out: list[Want]) -> None:
-        key = RoomKey(abort.room, abort.generation)
+        key = peer.key(abort)
         machine = self._rooms.get(key)
-        workers = self._claims.workers(key)
-        theirs = not workers or peer.worker in workers
+        theirs = self._claims.allow(key, machine, peer)
         to_come = machine is None or (not machine.added and theirs)
         if to_come:
             # The engine's request is still to come; the room itself will be over by then.
             self._claims.abort_early(key, abort.reason, now_s)
-        is_another = machine is not None and machine.is_strange(peer.id, peer.hello.rank)
-        if machine is None or not theirs or is_another or machine.is_other_use(abort.ticket):
+        if machine is None or not theirs or machine.is_other_use(abort.ticket):
             # Nothing of ours can land in that peer's pages for this room: its later frames
             # outnumber this one.
-            drained = Drained(*key, self._rank, abort.ticket, self._renewed)
+            drained = Drained(*key.numbers, self._rank, abort.ticket, self._renewed)
             out += self._peers.send(peer, drained, now_s)
             return
         is_new = peer.id not in self._claims.of(key)

@@ -14,7 +14,7 @@ from prefixkv.control.effects import AddPeer, Cancel, RemovePeer, Renew, SendFra
 from prefixkv.control.peers import Peers
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol.events import Bootstrapped, PrefillEvent, RoomEnded, SourceFree
-from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseGrant
 from prefixkv.protocol.sender_events import CancelWrite, PostWrite
 from prefixkv.protocol.tags import ChunkTag
@@ -50,6 +50,7 @@ class Welcome(NamedTuple):
 
 class Granted(NamedTuple):
     peer: PeerId
+    key: RoomKey
     grant: LeaseGrant
 
 
@@ -142,7 +143,7 @@ class Writes:
                     out.append(Cancel(want.job_id))
                 case Granted():
                     if staging is not None:
-                        self.stage(staging.on_grant(want.peer, want.grant), now_s, out)
+                        self.stage(staging.on_grant(want.peer, want.key, want.grant), now_s, out)
                 case Welcome():
                     out.append(want.added)
                     if staging is not None and want.cut is not None:
@@ -163,7 +164,7 @@ class Writes:
             staged = staging.write(want.job_id, want.key, want.ticket, want.peer, *what)
             self.stage(staged, now_s, out)
             return
-        tag = ChunkTag(self._me.incarnation, *want.key, rank=self._rank, chunk=want.chunk)
+        tag = ChunkTag(self._me.incarnation, *want.key.numbers, rank=self._rank, chunk=want.chunk)
         pages = want.src_pages, want.dst_pages
         route: Route = "state" if want.state else "pages"
         out.append(WriteJob(want.job_id, want.peer, *pages, tag, want.ready, route))
@@ -195,5 +196,7 @@ class Writes:
         src = blocks + np.int32(post.slot * self._slot_blocks)
         dst = blocks + np.int32(post.dst_offset // BLOCK_BYTES)
         me = self._me.incarnation
-        tag = ChunkTag(me, *post.key, rank=self._rank, chunk=post.piece, lease_id=post.lease_id)
+        tag = ChunkTag(
+            me, *post.key.numbers, rank=self._rank, chunk=post.piece, lease_id=post.lease_id
+        )
         return WriteJob(post.write_id, post.peer, src, dst, tag, route="staging")

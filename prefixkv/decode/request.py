@@ -148,14 +148,17 @@ class PrefillAsk:
     `tokens` are prompt and output but the last token: the KV that is needed. `known_token` is the
     next token if one was sampled already (it must not be sampled again), else None. `namespace` and
     `cacheable` are the request's: prefill's cache must not share it with another namespace's.
+    `decode` is this decode worker's name.
     """
 
     __slots__ = (
-        "cacheable", "generation", "known_token", "namespace", "prefill", "rid", "room", "tokens",
+        "cacheable", "decode", "generation", "known_token", "namespace", "prefill", "rid", "room",
+        "tokens",
     )  # fmt: skip
 
-    def __init__(self, req: DecodeRequest) -> None:
+    def __init__(self, req: DecodeRequest, decode: str) -> None:
         self.rid = req.rid
+        self.decode = decode
         self.tokens: Any = req.key.tokens()
         self.namespace = req.key.namespace
         self.cacheable = req.request.cacheable

@@ -38,6 +38,7 @@ from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState, Prefill
 from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
+from prefixkv.digest import prompt_digest
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
@@ -68,6 +69,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     Args:
         failure_policy: "fail", or "retry" to ask prefill again once when a transfer fails.
         admission, patience_s, waiting_timeout_s, shares: see `DecodePreallocQueue`.
+        name: this worker's; a request may name no other in `Request.decode`.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         patience_s: float = math.inf,
         waiting_timeout_s: float = math.inf,
         shares: PrefillShares | None = None,
+        name: str = "",
     ) -> None:
+        self.name = name
         self.journal = DecodeJournal()
         super().__init__(books, self.journal)
         self.budget = PreallocBudget(pages_for(reserve_tokens, books.page_size))
@@ -105,7 +109,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Queue a request.
 
         Raises RequestError, with nothing changed: a duplicate id, a room in use, no prefill
-        address, a request that the pool could never hold, or any while `draining` (DrainingError).
+        address, the name of another decode worker, a request that the pool could never hold, or any
+        while `draining` (DrainingError).
         """
         most = pages_for(len(request.key) + request.max_new_tokens, self.books.page_size)
         self._check_new(request, most, "may need {} pages (max_new_tokens included)")
@@ -379,12 +384,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.shares.back(flight.room_key)
             return
         if req.generation > req.request.generation:
-            self._asks.append(PrefillAsk(req))
+            self._asks.append(PrefillAsk(req, self.name))
         self.transfers.add(flight)
         page_ids = np.ascontiguousarray(new_pages, dtype="<i4").tobytes()
         key, lens = flight.room_key, (req.fill_len, req.prefix_len)
-        promise = Promise(*key, *lens, page_ids, next(self._tickets), pages.slot)
-        self._commands.append(OpenRoom(promise, req.request.prefill))
+        promise = Promise(*key.numbers, *lens, page_ids, next(self._tickets), pages.slot)
+        digest = req.request.digest if req.fill_len == req.prompt_len else prompt_digest(req.key)
+        self._commands.append(OpenRoom(promise, req.request.prefill, digest))
 
     # --- growth -----------------------------------------------------------------------------------
 
@@ -438,6 +444,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"room {request.room} is in use")
         if not request.prefill:
             raise RequestError(f"request {request.rid!r} names no prefill worker")
+        if request.decode not in ("", self.name):
+            named = f"{request.decode!r}, this one is {self.name!r}"
+            raise RequestError(f"request {request.rid!r} is for decode worker {named}")
 
     def _refuse(self, request: Request, error: Exception) -> None:
         """Prefill may have the request, and hold KV for it. The room's number is in use until

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
 from prefixkv.prefill.send_plan import SendPlan
+from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 
 
@@ -66,6 +67,10 @@ class PrefillRequest(PagedRequest[PrefillState]):
         self.computed_s: float | None = None
         self.peer = ""  # the decode worker
         self.num_chunks = self.sent_pages = 0
+
+    @property
+    def room_key(self) -> RoomKey:
+        return RoomKey(self.request.room, self.generation, self.request.decode)
 
     @property
     def num_tokens(self) -> int:

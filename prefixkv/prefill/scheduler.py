@@ -70,18 +70,22 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def add(self, request: Request, now_s: float) -> PrefillRequest:
         """Take a request; it waits for decode's promise.
 
-        Raises RequestError, with nothing changed: a duplicate id, a room in use, a prompt that the
-        pool could never hold, or any while `draining` (DrainingError).
+        Raises RequestError, with nothing changed: a duplicate id, a room in use, a decode worker
+        that is not named, a prompt that the pool could never hold, or any while `draining`
+        (DrainingError).
         """
         needed = pages_for(len(request.key), self.books.page_size)
         self._check_new(request, needed, "needs {} pages")
+        if not request.decode:
+            raise RequestError(f"request {request.rid!r} names no decode worker")
         req = PrefillRequest(request, self.books, now_s, self._num_added)
         if req.room_key in self._rooms:
-            raise RequestError(f"room {request.room} generation {request.generation} is in use")
+            of = f"{request.generation} of {request.decode!r}"
+            raise RequestError(f"room {request.room} generation {of} is in use")
         self._num_added += 1
         self.requests[req.rid] = req
         self._rooms[req.room_key] = req
-        self._commands.append(AddRoom(req.room_key, req.num_tokens))
+        self._commands.append(AddRoom(req.room_key, req.num_tokens, request.digest))
         return req
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:

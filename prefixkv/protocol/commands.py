@@ -18,11 +18,12 @@ class _Command(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
 
 
 class OpenRoom(_Command, frozen=True, tag="open"):
-    """Promise these pages to the prefill worker at `address`. A RoomEnded follows, and after a
-    failure a RoomDrained."""
+    """Promise these pages to the prefill worker at `address`, for the prompt of this digest. A
+    RoomEnded follows, and after a failure a RoomDrained."""
 
     promise: Promise
     address: str
+    digest: bytes
 
 
 class RefuseRoom(_Command, frozen=True, tag="refuse"):
@@ -49,10 +50,11 @@ class Fence(_Command, frozen=True, tag="fence"):
 
 
 class AddRoom(_Command, frozen=True, tag="add"):
-    """Prefill's engine has the request of this room, `num_tokens` long."""
+    """Prefill's engine has the request of this room, `num_tokens` long and of this digest."""
 
     key: RoomKey
     num_tokens: int
+    digest: bytes
 
 
 class SendChunk(msgspec.Struct, frozen=True, eq=False):

@@ -17,10 +17,20 @@ class PeerId(NamedTuple):
 
 
 class RoomKey(NamedTuple):
-    """One attempt (`generation`) at one request's transfer (`room`, uint64)."""
+    """One attempt (`generation`) at one request's transfer (`room`, uint64).
+
+    On prefill `decode` is the name of the decode worker that it is for: the same number from two
+    workers is two rooms. On decode it is empty.
+    """
 
     room: int
     generation: int
+    decode: str = ""
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """What frames and tags carry of it: the peer that speaks is the rest."""
+        return self.room, self.generation
 
 
 class KVPoll(enum.IntEnum):

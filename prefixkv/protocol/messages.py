@@ -20,6 +20,7 @@ it: so what is said late of a room cannot be taken for the next use of its numbe
 
 from __future__ import annotations
 
+import enum
 from itertools import zip_longest
 from typing import Annotated
 
@@ -50,6 +51,8 @@ Metadata = Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
 Tensors = Annotated[tuple[StateTensor, ...], msgspec.Meta(max_length=4096)]
 Stages = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Endpoints = Annotated[tuple[Short, ...], msgspec.Meta(max_length=MAX_RANKS)]
+Secret = Annotated[bytes, msgspec.Meta(min_length=16, max_length=32)]
+Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
 
 
 class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -108,14 +111,16 @@ class Body(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
 class Hello(Body, frozen=True, tag="hello"):
     """A decode rank introduces itself: what it runs, and how to write to its pool.
 
-    `worker` is rank 0's identity: the ranks of one worker name the same. `staging` is where slices
-    may be staged, `state` where the extra state that `digest` lists is kept.
+    `secret` is random, drawn by this process: see `prefixkv.digest`. `worker` is rank 0's identity:
+    the ranks of one worker name the same. `staging` is where slices may be staged, `state` where
+    the extra state that `digest` lists is kept.
     """
 
     digest: ModelDigest
     topology: Topology
     layout: KVLayout
     agent_metadata: Metadata
+    secret: Secret
     rank: Count = 0
     worker: PeerId | None = None
     staging: StagingArea | None = None
@@ -125,13 +130,14 @@ class Hello(Body, frozen=True, tag="hello"):
 class HelloReply(Body, frozen=True, tag="hello-reply"):
     """A prefill rank's answer. `refused` is empty, or says why the two cannot work together.
 
-    `endpoints` are the addresses of all ranks, by rank; "" for one's own. `staged`: what it writes
-    is staged.
+    `endpoints` are the addresses of all ranks, by rank; "" for one's own. `secret` is as in Hello.
+    `staged`: what it writes is staged.
     """
 
     digest: ModelDigest
     topology: Topology
     endpoints: Endpoints
+    secret: Secret
     refused: Text = ""
     rank: Count = 0
     staged: bool = False
@@ -157,8 +163,8 @@ class Promise(RoomBody, frozen=True, tag="promise"):
     """Decode has `prefix_len` tokens of the request and wants the rest of `fill_len` in these
     pages.
 
-    Its extra state, where the model has some, is wanted in `state_slot`, whole: as it is after
-    `fill_len` tokens.
+    `proof` is of the prompt's digest (`prefixkv.digest.prove`), for this link alone. Extra state,
+    where the model has some, is wanted in `state_slot`, whole: as it is after `fill_len` tokens.
     """
 
     fill_len: Count
@@ -166,6 +172,7 @@ class Promise(RoomBody, frozen=True, tag="promise"):
     pages: bytes
     ticket: U64 = 0
     state_slot: Slot = -1
+    proof: Proof = b""
 
     def page_ids(self) -> npt.NDArray[np.int32]:
         """The destination pages, int32. Raises ProtocolError if the bytes are no whole number of
@@ -199,6 +206,17 @@ class Drained(RoomBody, frozen=True, tag="drained"):
     settle: bool = False
 
 
+class FailureCode(enum.IntEnum):
+    """What of a failure the other side tells apart; the text says the rest."""
+
+    OTHER = 0
+    PROMPT_MISMATCH = 1
+
+    @classmethod
+    def _missing_(cls, value: object) -> FailureCode:
+        return cls.OTHER  # of a later release
+
+
 class Outcome(RoomBody, frozen=True, tag="outcome"):
     """How a rank's side of the room ended; `num_pages` were written in `num_chunks` chunks."""
 
@@ -210,6 +228,7 @@ class Outcome(RoomBody, frozen=True, tag="outcome"):
     error: Text
     drained: bool
     ticket: U64 = 0
+    code: FailureCode = FailureCode.OTHER
 
 
 class OutcomeAck(RoomBody, frozen=True, tag="outcome-ack"):

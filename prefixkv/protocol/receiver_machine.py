@@ -14,11 +14,11 @@ from typing import ClassVar
 import msgspec
 
 from prefixkv.config import ControlConfig
-from prefixkv.errors import TransferError, TransferTimeoutError
+from prefixkv.errors import PromptMismatchError, TransferError, TransferTimeoutError
 from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.machine import IGNORED, Step, Table, run
-from prefixkv.protocol.messages import Abort, AnyBody, Outcome, OutcomeAck, Promise
+from prefixkv.protocol.messages import Abort, AnyBody, FailureCode, Outcome, OutcomeAck, Promise
 from prefixkv.protocol.timers import Backoff
 
 # --- events ---------------------------------------------------------------------------------------
@@ -170,7 +170,9 @@ class ReceiverMachine:
         if outcome.drained:
             self._undrained.discard(outcome.rank)
         if not outcome.ok:
-            error = TransferError(f"prefill rank {outcome.rank}: {outcome.error}")
+            is_mismatch = outcome.code is FailureCode.PROMPT_MISMATCH
+            kind = PromptMismatchError if is_mismatch else TransferError
+            error = kind(f"prefill rank {outcome.rank}: {outcome.error}")
             return [ack, *self._fail(Fail(error), now_s)]
         if outcome.num_pages != self.num_pages:
             error = TransferError(
@@ -185,7 +187,7 @@ class ReceiverMachine:
         return [ack, RoomEnded(self.key, self.poll, aux=self._outcomes[min(self.ranks)].aux)]
 
     def _ack(self, outcome: Outcome) -> Say:
-        return Say(outcome.rank, OutcomeAck(*self.key, outcome.rank, self.ticket))
+        return Say(outcome.rank, OutcomeAck(*self.key.numbers, outcome.rank, self.ticket))
 
     def _fenced(self, event: FencedOff, now_s: float) -> list[Action]:
         if event.rank not in self.ranks:
@@ -217,7 +219,7 @@ class ReceiverMachine:
     # --- after the end ----------------------------------------------------------------------------
 
     def _aborts(self, lost: int | None = None) -> list[Action]:
-        word = Abort(*self.key, str(self.error)[:1000], self.promise.ticket)
+        word = Abort(*self.key.numbers, str(self.error)[:1000], self.promise.ticket)
         return [Say(rank, word) for rank in sorted(self._undrained) if rank != lost]
 
     def _outcome_again(self, event: OutcomeSaid, now_s: float) -> list[Action]:

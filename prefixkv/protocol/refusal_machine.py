@@ -82,7 +82,7 @@ class RefusalMachine:
         return []
 
     def _aborts(self) -> list[receiver.Action]:
-        word = Abort(*self.key, self._reason, self.ticket)
+        word = Abort(*self.key.numbers, self._reason, self.ticket)
         return [receiver.Say(rank, word) for rank in sorted(self._unanswered)]
 
     def _end(self) -> list[receiver.Action]:

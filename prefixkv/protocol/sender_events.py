@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from prefixkv.paging import Pages
 from prefixkv.protocol.commands import SendChunk
@@ -15,9 +16,11 @@ from prefixkv.request import DeviceEvent
 
 
 class Added(msgspec.Struct, frozen=True):
-    """The engine has the request: KV of `num_tokens` tokens will be handed over."""
+    """The engine has the request: KV of the `num_tokens` tokens of this digest will be handed
+    over."""
 
     num_tokens: int
+    digest: bytes
 
 
 class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -27,7 +30,8 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     The control object has checked it. `units` are unit pages of `unit_tokens` (paging.py), `fold`
     of them a page of decode's. `readers` are all ranks that will promise. `writes` is False for a
     reader that gets none of our KV and only has to know how the room ends. Extra state is wanted in
-    `state_slot` (-1: none is); `takes_state` is False where none of ours goes there.
+    `state_slot` (-1: none is); `takes_state` is False where none of ours goes there. `proof` is of
+    the prompt, under the `secrets` that the two drew: decode's and ours.
     """
 
     peer: PeerId
@@ -42,6 +46,8 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     fold: int = 1
     state_slot: int = -1
     takes_state: bool = False
+    proof: bytes = b""
+    secrets: tuple[bytes, bytes] = (b"", b"")
 
     def span(self, chunk: SendChunk, page_size: int) -> tuple[int, int, int]:
         """Which units behind the promised prefix a chunk's pages are, `first` to `end`, and how
@@ -50,6 +56,11 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         fold = page_size // unit_tokens
         first = chunk.first_page * fold - self.prefix_len // unit_tokens
         return first, first + len(chunk.src_pages) * fold, fold
+
+    def repeats(self, other: Promised) -> bool:
+        """Whether the same peer promises the same pages for the same prompt."""
+        same = self.peer == other.peer and self.proof == other.proof
+        return same and np.array_equal(self.units, other.units)
 
     def alike(self, other: Promised) -> bool:
         """Whether two readers promise the same, each in units of its own pool."""

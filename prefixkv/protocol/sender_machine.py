@@ -19,13 +19,20 @@ from typing import ClassVar
 import numpy as np
 
 from prefixkv.config import ControlConfig
-from prefixkv.errors import AbortedError, RequestError, TransferError, TransferTimeoutError
+from prefixkv.digest import proves
+from prefixkv.errors import (
+    AbortedError,
+    PromptMismatchError,
+    RequestError,
+    TransferError,
+    TransferTimeoutError,
+)
 from prefixkv.paging import Pages, pages_for, unit_pages
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import IGNORED, Step, Table, fault, run
-from prefixkv.protocol.messages import Drained, Outcome, PromiseAck
+from prefixkv.protocol.messages import Drained, FailureCode, Outcome, PromiseAck
 from prefixkv.protocol.sender_events import (
     AbortSaid,
     Action,
@@ -80,6 +87,7 @@ class SenderMachine:
         self._next_job_id = next_job_id
         self._timing = timing
         self._num_tokens: int | None = None
+        self._digest = b""
         self._expected: tuple[int, ...] = ()  # the readers, once one has spoken
         self._promise: Promised | None = None  # the first: all are alike but for the peer
         self._kept: list[SendChunk] = []  # handed over before the promise
@@ -139,7 +147,7 @@ class SenderMachine:
     def _added(self, event: Added, now_s: float) -> list[Action]:
         if self.added:
             raise fault(self, event, "it was added already")
-        self._num_tokens = event.num_tokens
+        self._num_tokens, self._digest = event.num_tokens, event.digest
         return self._maybe_bootstrapped(now_s)
 
     def _promised(self, event: Promised, now_s: float) -> list[Action]:
@@ -159,7 +167,7 @@ class SenderMachine:
 
     def _promised_again(self, event: Promised, now_s: float) -> list[Action]:
         # Within a generation the promise stands: the control object lets only repeats through.
-        return [Say(event.peer, PromiseAck(*self.key, self._rank, self.ticket))]
+        return [Say(event.peer, PromiseAck(*self.key.numbers, self._rank, self.ticket))]
 
     def is_other_use(self, ticket: int) -> bool:
         """Whether a frame with this ticket is about another use of the room's number than the one
@@ -175,17 +183,14 @@ class SenderMachine:
         """Whether this is the promise we have (or the reader's first, and like the others')."""
         reader, first = self.readers.get(event.reader), self._promise
         ours = reader.promise if reader is not None else None
-        return (
-            ours is None or (ours.peer == event.peer and np.array_equal(ours.units, event.units))
-        ) and (first is None or first.alike(event))
+        return (ours is None or ours.repeats(event)) and (first is None or first.alike(event))
 
     def _maybe_bootstrapped(self, now_s: float) -> list[Action]:
         promise = self._promise
         if promise is None or self._num_tokens is None:
             return []
-        if promise.fill_len != self._num_tokens:
-            counts = f"{promise.fill_len} tokens, the request here has {self._num_tokens}"
-            return self._fail(Fail(RequestError(f"decode waits for {counts}")), now_s)
+        if (mismatch := self._mismatch(promise.fill_len)) is not None:
+            return self._fail(Fail(mismatch), now_s)
         if not self._complete:
             return []
         self.poll = KVPoll.WAITING_FOR_INPUT
@@ -197,6 +202,20 @@ class SenderMachine:
             if not self.poll.ended:  # an earlier one may have failed the room
                 actions += self._chunk(chunk, now_s)
         return actions
+
+    def _mismatch(self, fill_len: int) -> PromptMismatchError | None:
+        """What is wrong where decode waits for another prompt than the one that we compute."""
+        if fill_len != self._num_tokens:
+            return PromptMismatchError(
+                f"decode waits for {fill_len} tokens, the request here has {self._num_tokens}"
+            )
+        promises = [reader.promise for reader in self.readers.values() if reader.promise]
+        if all(proves(one.proof, self._digest, *one.secrets) for one in promises):
+            return None
+        return PromptMismatchError(
+            f"decode waits for other tokens, or another namespace, than the request here has: "
+            f"{fill_len} tokens, the digests differ"
+        )
 
     def _keep(self, event: SendChunk, now_s: float) -> list[Action]:
         if self.added and not event.clip:
@@ -347,7 +366,10 @@ class SenderMachine:
         drained = self.drained and not self.settle  # else Drained will say it
         fold = self._promise.fold if self._promise is not None else 1
         written = self._num_chunks, pages_for(self._units_written, fold)
-        body = Outcome(*self.key, self._rank, ok, *written, aux, error, drained, self.ticket)
+        is_mismatch = isinstance(self.error, PromptMismatchError)
+        code = FailureCode.PROMPT_MISMATCH if is_mismatch else FailureCode.OTHER
+        said = *self.key.numbers, self._rank, ok, *written, aux, error
+        body = Outcome(*said, drained=drained, ticket=self.ticket, code=code)
         return Say(reader.peer, body)
 
     def _promised_late(self, event: Promised, now_s: float) -> list[Action]:
@@ -384,7 +406,7 @@ class SenderMachine:
     def _say_drained(self, only: _Reader | None = None) -> list[Action]:
         if not self.drained:
             return []
-        word = Drained(*self.key, self._rank, self.ticket, self.settle)
+        word = Drained(*self.key.numbers, self._rank, self.ticket, self.settle)
         told = self.readers.values() if only is None else (only,)
         return [Say(reader.peer, word) for reader in told if reader.abort_said]
 

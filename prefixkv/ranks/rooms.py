@@ -82,7 +82,7 @@ class RankRooms:
                 pass  # another rank's failure was told already
             case RoomEnded(key, poll, error):
                 room.failed = True
-                told = error if rank == 0 else TransferError(f"decode rank {rank}: {error}")
+                told = error if rank == 0 else _of_rank(rank, error)
                 news.append(RoomEnded(key, poll, told))
                 commands.append(AbortRoom(key, f"rank {rank} failed: {told}"))
             case RoomDrained():
@@ -98,6 +98,12 @@ class RankRooms:
                 news.append(RoomDrained(event.key))
             del self._rooms[event.key]
         return news, commands
+
+
+def _of_rank(rank: int, error: Exception | None) -> TransferError:
+    """Another rank's error, of the same class where it is a transfer's."""
+    kind = type(error) if isinstance(error, TransferError) else TransferError
+    return kind(f"decode rank {rank}: {error}")
 
 
 class RankNews(msgspec.Struct, frozen=True, array_like=True):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from itertools import count
+from secrets import token_bytes
 from typing import cast
 
 from prefixkv.config import DecodeConfig
 from prefixkv.control.decode import DecodeControl
+from prefixkv.digest import check_digest
 from prefixkv.errors import RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -32,7 +34,13 @@ from prefixkv.request import whole_number
 from prefixkv.runtime.channel import DealerChannel, is_loopback
 from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.place import Place, checked_config
-from prefixkv.runtime.transfers import MakeTransport, Memory, Transfers, room_key
+from prefixkv.runtime.transfers import (
+    SECRET_BYTES,
+    MakeTransport,
+    Memory,
+    Transfers,
+    room_key,
+)
 from prefixkv.transport.interfaces import check_interface
 
 
@@ -73,7 +81,8 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         memory = Memory(pool, place, me, config.transport, transport)
 
         def control(metadata: bytes) -> DecodeControl:
-            hello = place.hello(metadata, worker or me, memory.area)
+            secret = token_bytes(SECRET_BYTES)
+            hello = place.hello(metadata, secret, worker or me, memory.area)
             return DecodeControl(me, hello, config.control)
 
         def check(address: str) -> None:
@@ -106,6 +115,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         prefix_len: int,
         pages: PageIds,
         prefill: str,
+        digest: bytes,
         state_slot: int = -1,
     ) -> None:
         """Promise pages to a prefill worker, for the KV of tokens `prefix_len` to `num_tokens`.
@@ -117,16 +127,20 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             pages: a page id for each page behind the prefix, a partial last one included. They are
                 the room's until it has succeeded or is drained.
             prefill: the address of the prefill worker.
+            digest: 16 to 64 bytes that name the prompt, the same that prefill's engine gives to
+                `PrefillTransfers.add`: `prompt_digest(tokens, namespace)`, or what else both sides
+                agree on. Where they differ nothing is sent, and both get a PromptMismatchError.
             state_slot: of extra state, -1 where there is none.
         Raises:
-            RequestError: a number out of range, a room that is open or not drained yet, a prefix
-                that is not whole pages of the prompt, or another number of pages than the rest
-                takes. PageStateError for ids outside the pool. Nothing was changed.
+            RequestError: a number or the digest out of range, a room that is open or not drained
+                yet, a prefix that is not whole pages of the prompt, or another number of pages than
+                the rest takes. PageStateError for ids outside the pool. Nothing was changed.
         """
         key = room_key(room, generation)
         num_tokens = whole_number("num_tokens", num_tokens, 0, 2**31)
         prefix_len = whole_number("prefix_len", prefix_len, 0, num_tokens + 1)
         state_slot = whole_number("state_slot", state_slot, -1, 2**31)
+        digest = check_digest(digest)
         ids = as_pages(pages)
         if prefix_len % self._page_size:
             raise RequestError(f"prefix_len is {prefix_len}, not whole pages of {self._page_size}")
@@ -139,8 +153,8 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             checked_pages(ids, self._num_pages, "promised")
         self._begin(key)
         raw, ticket = ids.astype("<i4").tobytes(), next(self._tickets)
-        promise = Promise(*key, num_tokens, prefix_len, raw, ticket, state_slot)
-        self.submit(OpenRoom(promise, prefill))
+        promise = Promise(*key.numbers, num_tokens, prefix_len, raw, ticket, state_slot)
+        self.submit(OpenRoom(promise, prefill, digest))
 
     def abort(self, room: int, generation: int, reason: str = "aborted") -> None:
         """End a room; its pages come back with RoomDrained. Unknown or ended: no-op."""

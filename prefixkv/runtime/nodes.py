@@ -115,6 +115,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             patience_s=config.patience_s,
             waiting_timeout_s=config.longest_wait_s,
             shares=PrefillShares(config.prefill_share * layout.num_pages, self._ready),
+            name=config.name,
         )
         self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
         self._leader = RankLeader(self.scheduler, num_ranks, ranks, self.transfers.submit)

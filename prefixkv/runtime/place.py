@@ -93,13 +93,16 @@ class Place:
         mesh = self.mesh
         return Topology(self.layout.page_size, mesh.tp_size, mesh.pp_size, mesh.stage_layers)
 
-    def hello(self, metadata: bytes, worker: PeerId, area: StagingArea | None) -> Hello:
+    def hello(
+        self, metadata: bytes, secret: bytes, worker: PeerId, area: StagingArea | None
+    ) -> Hello:
         """What a decode rank says; `worker` is rank 0's identity."""
         return Hello(
             self.digest,
             self.topology,
             self.layout,
             metadata,
+            secret,
             self.rank,
             worker,
             area,

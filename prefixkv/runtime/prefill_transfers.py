@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from secrets import token_bytes
 from typing import cast
 
 from prefixkv.config import PrefillConfig
 from prefixkv.control.prefill import PrefillControl
 from prefixkv.control.writes import StagingSlots
+from prefixkv.digest import check_digest
 from prefixkv.errors import AuxTooLargeError, ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -32,9 +34,21 @@ from prefixkv.request import DeviceEvent, whole_number
 from prefixkv.runtime.channel import RouterChannel, is_loopback
 from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.place import Place, checked_config
-from prefixkv.runtime.transfers import MakeTransport, Memory, Transfers, room_key
+from prefixkv.runtime.transfers import (
+    SECRET_BYTES,
+    MakeTransport,
+    Memory,
+    Transfers,
+    room_key,
+)
 from prefixkv.transport.interfaces import check_interface
 from prefixkv.transport.trial import Tell, Trial
+
+
+def _key(room: int, generation: int, decode: str) -> RoomKey:
+    if not decode or not isinstance(decode, str):
+        raise RequestError(f"decode is {decode!r}, the decode worker's name is needed")
+    return room_key(room, generation, decode)
 
 
 class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
@@ -78,7 +92,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         # Rooms whose source is not free yet; the plan is of the whole prompt, since what decode has
         # is cut off by the control object. None: of one that is refused, or has ended.
         self._rooms: dict[RoomKey, SendPlan | None] = {}
-        self._last: dict[int, RoomKey] = {}  # the generation added last, by room
+        # The generation added last, by decode worker and room.
+        self._last: dict[tuple[str, int], RoomKey] = {}
         memory = Memory(pool, place, me, config.transport, transport)
         sizes = config.transport
         slots: StagingSlots | None = None
@@ -88,7 +103,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
         def control(metadata: bytes) -> PrefillControl:
             what = place.digest, place.topology, config.control, ("", *endpoints), rank, slots
-            return PrefillControl(me, *what, tries=transport is None)
+            secret = token_bytes(SECRET_BYTES)
+            return PrefillControl(me, *what, tries=transport is None, secret=secret)
 
         def channel(fd: int) -> RouterChannel:
             self._router = RouterChannel(config.bind, config.control, fd)
@@ -132,24 +148,34 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         """KV written to decode workers. Any thread may ask."""
         return self.control.counters["bytes_sent"]
 
-    def add(self, room: int, generation: int, num_tokens: int) -> None:
-        """The engine has the request of this room, of `num_tokens` tokens. Bootstrapped follows
-        once decode has promised its pages; chunks may be handed over before.
+    def add(self, room: int, generation: int, num_tokens: int, decode: str, digest: bytes) -> None:
+        """The engine has the request of this room. Bootstrapped follows once decode has promised
+        its pages; chunks may be handed over before.
 
-        Raises RequestError for a number out of range, and for a room that was added or refused
-        already and whose SourceFree the engine has not been told.
+        Args:
+            room, generation: the transfer, and which attempt at it.
+            num_tokens: of the prompt.
+            decode: name of the decode worker that it is for, `DecodeConfig.name`. No other's word
+                on the room counts; of two workers the same number is two rooms.
+            digest: of the prompt, as in `DecodeTransfers.open`.
+        Raises:
+            RequestError: a number, name or digest out of range, and a room that was added or
+                refused already and whose SourceFree the engine has not been told.
         """
-        key = room_key(room, generation)
+        key = _key(room, generation, decode)
         num_tokens = whole_number("num_tokens", num_tokens, 1, 2**31)
+        digest = check_digest(digest)
         self._begin(key, SendPlan(num_tokens, 0, self._page_size))
-        self._last[key.room] = key
-        self.submit(AddRoom(key, num_tokens))
+        self._last[key.decode, key.room] = key
+        self.submit(AddRoom(key, num_tokens, digest))
 
     def send_chunk(
         self,
         room: int,
         end: int,
         pages: PageIds,
+        *,
+        decode: str,
         last: bool = False,
         aux: bytes = b"",
         ready: DeviceEvent | None = None,
@@ -159,8 +185,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         """KV is computed up to token `end`, once `ready.query()`: send what decode lacks of it.
 
         Args:
-            room, generation: None: the generation that was added last. One that has ended takes no
-                chunk: no-op, until the engine has been told its SourceFree.
+            room, decode, generation: as added; None: the generation that was added last. One that
+                has ended takes no chunk: no-op, until the engine has been told its SourceFree.
             end: tokens from the first one on; grows from call to call.
             pages: the request's page ids from its first token on, at least up to `end`.
             last: nothing follows; `end` is the prompt's. The outcome, `aux` (bytes for decode's
@@ -171,9 +197,11 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 than up to it, a chunk after the last one, `aux` or a state slot before it.
                 AuxTooLargeError, PageStateError for ids outside the pool. Nothing was changed.
         """
-        key = self._last.get(room) if generation is None else RoomKey(room, generation)
+        key = self._last.get((decode, room))
+        if generation is not None:
+            key = RoomKey(room, generation, decode)
         if key is None or key not in self._rooms:
-            raise RequestError(f"room {room} was not added, or is over")
+            raise RequestError(f"room {room} of {decode!r} was not added, or is over")
         if len(aux) > self._max_aux_bytes:
             raise AuxTooLargeError(len(aux), self._max_aux_bytes)
         num_slots = self._num_slots if last else 0
@@ -195,27 +223,28 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             what = span.first_page, src, last, bytes(aux), ready, state_slot
             self.submit(SendChunk(key, *what, clip=True))
 
-    def abort(self, room: int, generation: int, reason: str = "aborted") -> None:
+    def abort(self, room: int, generation: int, reason: str = "aborted", *, decode: str) -> None:
         """End a room; RoomEnded and SourceFree follow. Not added or ended: no-op."""
-        key = room_key(room, generation)
+        key = _key(room, generation, decode)
         if key in self._rooms:
             self.submit(AbortRoom(key, reason))
 
-    def refuse(self, room: int, generation: int, reason: str = "refused") -> None:
+    def refuse(self, room: int, generation: int, reason: str = "refused", *, decode: str) -> None:
         """Tell decode, which may have promised pages for it or may still do so, that this room will
         not be served here. RoomEnded and SourceFree follow.
 
         Raises RequestError as `add` does.
         """
-        key = room_key(room, generation)
+        key = _key(room, generation, decode)
         self._begin(key, None)
         self.submit(AbortRoom(key, reason))  # ends a promise that is here already
-        self.submit(AddRoom(key, 0))
+        self.submit(AddRoom(key, 0, b""))
         self.submit(AbortRoom(key, reason))
 
     def _begin(self, key: RoomKey, plan: SendPlan | None) -> None:
         if key in self._rooms:
-            raise RequestError(f"room {key.room} generation {key.generation} is here already")
+            of = f"{key.generation} of {key.decode!r}"
+            raise RequestError(f"room {key.room} generation {of} is here already")
         self.check_open()
         self._rooms[key] = plan
 
@@ -224,8 +253,9 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             self._rooms[event.key] = None
         elif isinstance(event, SourceFree):
             self._rooms.pop(event.key, None)
-            if self._last.get(event.key.room) == event.key:
-                del self._last[event.key.room]
+            place = event.key.decode, event.key.room
+            if self._last.get(place) == event.key:
+                del self._last[place]
 
     def fence(self, peer: str, incarnation: int) -> None:
         """The caller knows that this decode process is dead: its rooms end."""

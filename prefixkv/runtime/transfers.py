@@ -14,7 +14,7 @@ Both objects are used from one thread. The engine says which pages a room is abo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar, cast
+from typing import Final, Generic, TypeVar, cast
 
 from prefixkv.config import TransportConfig
 from prefixkv.control.effects import To
@@ -47,10 +47,14 @@ MakeTransport = Callable[
 `prefixkv.testing`."""
 
 
-def room_key(room: int, generation: int) -> RoomKey:
+SECRET_BYTES: Final = 32
+"""What a rank draws for the proofs of promises."""
+
+
+def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
     """Raises RequestError for numbers that no frame carries."""
     whole = whole_number("room", room, 0, 2**64), whole_number("generation", generation, 0, 2**31)
-    return RoomKey(*whole)
+    return RoomKey(*whole, decode)
 
 
 class Memory:

@@ -205,7 +205,8 @@ class StagingReceiver:
         """A part of a staged write landed. Late, double, of no lease or writer: counted, no-op."""
         out: list[Action] = []
         lease = self.leases.get(tag.lease_id)
-        if lease is None or (*lease.key, lease.piece) != (tag.room, tag.generation, tag.chunk):
+        said = tag.room, tag.generation, tag.chunk
+        if lease is None or (*lease.key.numbers, lease.piece) != said:
             self.counters["arrivals_of_no_lease"] += 1
             return out
         parts = self._rooms[lease.key].pieces[lease.piece].parts
@@ -251,7 +252,9 @@ class StagingReceiver:
         """To all ranks that have yet to write, or to one of them."""
         for lease in leases:
             ticket = self._rooms[lease.key].ticket
-            grant = LeaseGrant(*lease.key, lease.piece, lease.lease_id, lease.offset, ticket)
+            grant = LeaseGrant(
+                *lease.key.numbers, lease.piece, lease.lease_id, lease.offset, ticket
+            )
             ranks = [rank for rank in sorted(lease.missing) if only in (None, rank)]
             out += [Grant(lease.key, rank, grant) for rank in ranks]
 

@@ -290,10 +290,11 @@ class StagingSender:
 
     # --- what comes in ----------------------------------------------------------------------------
 
-    def on_grant(self, peer: PeerId, grant: LeaseGrant) -> list[Action]:
-        """The reader's word. For a piece that awaits none, or outside its area: counted, no-op."""
+    def on_grant(self, peer: PeerId, key: RoomKey, grant: LeaseGrant) -> list[Action]:
+        """The reader's word on this room. For a piece that awaits none, or outside its area:
+        counted, no-op."""
         out: list[Action] = []
-        stream = self._streams.get(RoomKey(grant.room, grant.generation), {}).get(peer)
+        stream = self._streams.get(key, {}).get(peer)
         piece = None if stream is None else stream.open.get(grant.piece)
         if not stream or not piece or stream.ticket != grant.ticket or piece.at is not At.ASKED:
             self.counters["grants_not_awaited"] += 1
@@ -410,7 +411,7 @@ class StagingSender:
     def _send_ask(self, piece: _Piece) -> SendAsk:
         stream = piece.job.stream
         units = (piece.number, piece.first_unit, len(piece.src_units))
-        ask = LeaseAsk(*stream.key, self._rank, *units, stream.ticket, stream.num_written)
+        ask = LeaseAsk(*stream.key.numbers, self._rank, *units, stream.ticket, stream.num_written)
         return SendAsk(stream.peer, ask)
 
     def _hold(self, piece: _Piece, at: At) -> int:

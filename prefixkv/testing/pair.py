@@ -133,7 +133,8 @@ class NodePair:
 
     def submit(self, rid: str, tokens: Any, room: int, **options: Any) -> DecodeRequest:
         """A request to both sides; `options` are those of `Request`."""
-        request = Request(rid, tokens, room=room, prefill=self.prefill.node.endpoint, **options)
+        prefill, decode = self.prefill.node.endpoint, self.decode.peer_id.name
+        request = Request(rid, tokens, room=room, prefill=prefill, decode=decode, **options)
         self.prefill.add(request)
         return self.decode.add(request)
 

@@ -16,19 +16,21 @@ from prefixkv.control.writes import StagingSlots
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol import messages
-from prefixkv.protocol.commands import OpenRoom
+from prefixkv.protocol.commands import AddRoom, OpenRoom
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Promise, Topology
 from tests.control import wire
+from tests.control.wire import add_room as add_wire_room
 from tests.control.wire import ids, send_chunk, take_expect, write_ended
 from tests.models.mesh_pools import mesh_layout
+from tests.protocol.rooms import PROMPT, PROOF, SECRETS
 
 TIMING = replace(wire.TIMING, max_peers=8)  # ranks, not workers
 HEAD_BYTES = 128
 PAGE_SIZE = 4
 NUM_PAGES = 16
 DIGEST = ModelDigest("m", "1", "none", "uint8", "mha", 2, 4, HEAD_BYTES)
-KEY = RoomKey(7, 0)
+KEY, SENT = RoomKey(7, 0), RoomKey(7, 0, "d/0")  # as decode and prefill know it
 AREA = StagingArea(BLOCK_BYTES * 10, 8 * BLOCK_BYTES, 4 * BLOCK_BYTES)
 SLOTS = StagingSlots(2, 4 * BLOCK_BYTES, 2)
 ADDRESSES = ("tcp://p0", "tcp://p1", "tcp://p2", "tcp://p3")
@@ -51,13 +53,17 @@ def hello(
         head_bytes=HEAD_BYTES,
     )
     fields = {"digest": DIGEST, "topology": Topology(page_size, tp), "layout": layout, **changes}
-    return Hello(agent_metadata=b"agent", rank=rank, worker=worker, **fields)
+    return Hello(agent_metadata=b"agent", secret=SECRETS[0], rank=rank, worker=worker, **fields)
 
 
 def promise(
     ticket: int = 1, *, fill_len: int = 10, pages: Sequence[int] = (3, 9, 5), prefix_len: int = 0
 ) -> Promise:
-    return Promise(*KEY, fill_len, prefix_len, ids(pages), ticket)
+    return Promise(*KEY.numbers, fill_len, prefix_len, ids(pages), ticket, proof=PROOF)
+
+
+def add_room(key: RoomKey = SENT, num_tokens: int = 10) -> AddRoom:
+    return add_wire_room(key, num_tokens)
 
 
 class _Opposite:
@@ -115,12 +121,13 @@ class Writers(_Opposite):
     ) -> list[Any]:
         fields = {
             "digest": DIGEST, "topology": Topology(PAGE_SIZE, self.prefill_tp), "rank": rank,
+            "secret": SECRETS[1],
             "endpoints": ("", *ADDRESSES[1 : self.prefill_tp]) if rank == 0 else ("",), **changes,
         }  # fmt: skip
         return self.say(rank, HelloReply(**fields), by=by, address=address)
 
     def open(self, which: Promise | None = None) -> list[Any]:
-        return self.on(OpenRoom(which or promise(), ADDRESSES[0]))
+        return self.on(OpenRoom(which or promise(), ADDRESSES[0], PROMPT))
 
     def opened(self, **changes: Any) -> Writers:
         """The room is promised to all."""
@@ -134,7 +141,8 @@ class Writers(_Opposite):
     ) -> list[Any]:
         error = "" if ok else "broke"
         return self.say(
-            rank, messages.Outcome(*KEY, rank, ok, 1, 3, b"aux%d" % rank, error, drained, ticket)
+            rank,
+            messages.Outcome(*KEY.numbers, rank, ok, 1, 3, b"aux%d" % rank, error, drained, ticket),
         )
 
 
@@ -151,7 +159,7 @@ class Readers(_Opposite):
         super().__init__()
         me, topology, endpoints = PeerId(f"p/{rank}", 5), Topology(page_size, tp), ADDRESSES[1:tp]
         self.control = PrefillControl(
-            me, digest, topology, timing, ("", *endpoints), rank, staging=staging
+            me, digest, topology, timing, ("", *endpoints), rank, staging, secret=SECRETS[1]
         )
 
     def on(self, what: PrefillInput) -> list[Any]:
@@ -169,7 +177,7 @@ class Readers(_Opposite):
         return ranks
 
     def chunk(self, first_page: int, src_pages: Sequence[int], last: bool = False) -> list[Any]:
-        return self.on(send_chunk(KEY, first_page, src_pages, last, b"aux"))
+        return self.on(send_chunk(SENT, first_page, src_pages, last, b"aux"))
 
     def ended(
         self, job_id: int, error: Exception | None = None, *, drained: bool = True

@@ -76,12 +76,14 @@ from tests.control.wire import (
     Alike,
     DecodePeer,
     PrefillPeer,
+    add_room,
     members,
     newer,
     promise,
     send_chunk,
     write_ended,
 )
+from tests.protocol.rooms import PROMPT, SECRETS
 
 ROOMS = st.builds(RoomKey, st.integers(0, 1), st.integers(0, 1))
 PAUSES = st.sampled_from([0.0, 0.1, 0.6, 3.0, 11.0])
@@ -103,15 +105,20 @@ def damaged(raw: bytes, damage: list[tuple[float, int]] | None) -> bytes:
 def room_bodies(key: RoomKey, ok: bool, drained: bool, number: int) -> list[Any]:
     block = number * AREA.lease_bytes // 4
     return [
-        messages.PromiseAck(*key, 0), messages.Drained(*key, 0, settle=ok),
-        messages.Abort(*key, ""), messages.OutcomeAck(*key, 0),
-        Outcome(*key, 0, ok, 1, number, b"", "", drained),
-        Outcome(*key, 3, ok, 1, number, b"", "", drained), promise(*key),
-        promise(*key, pages=(3, 9) if ok else (3, 99)),
-        LeaseAsk(*key, 0, number, number, 1, written=number if drained else 0),
-        LeaseAsk(*key, 0, 0, 0, 1 + ok), LeaseGrant(*key, number, 1 + ok, block),
-        LeaseGrant(*key, 0, number, block),
+        messages.PromiseAck(*key.numbers, 0), messages.Drained(*key.numbers, 0, settle=ok),
+        messages.Abort(*key.numbers, ""), messages.OutcomeAck(*key.numbers, 0),
+        Outcome(*key.numbers, 0, ok, 1, number, b"", "", drained),
+        Outcome(*key.numbers, 3, ok, 1, number, b"", "", drained), promise(*key.numbers),
+        promise(*key.numbers, pages=(3, 9) if ok else (3, 99)),
+        LeaseAsk(*key.numbers, 0, number, number, 1, written=number if drained else 0),
+        LeaseAsk(*key.numbers, 0, 0, 0, 1 + ok), LeaseGrant(*key.numbers, number, 1 + ok, block),
+        LeaseGrant(*key.numbers, 0, number, block),
     ]  # fmt: skip
+
+
+def sent(key: RoomKey) -> RoomKey:
+    """The same room, as prefill knows it."""
+    return RoomKey(*key.numbers, DECODE.name)
 
 
 DONE = Outcome(0, 0, 0, True, 1, 2, b"", "", True)
@@ -198,7 +205,7 @@ class DecodeWorld:
         return FrameReceived(ADDRESS, damaged(raw, damage))
 
     def arrival(self, key: RoomKey, part: int, num_parts: int, slot: int) -> Arrived:
-        tag = ChunkTag(self.me.incarnation, *key, 0, 0, part, num_parts, slot)
+        tag = ChunkTag(self.me.incarnation, *key.numbers, 0, 0, part, num_parts, slot)
         return Arrived(tag.pack())
 
     def copied(self, number: int, ok: bool) -> CopyDone:
@@ -319,7 +326,7 @@ class DecodeWorld:
 
 
 DECODE_FEED: Feed = {
-    OpenRoom: (st.tuples(ROOMS), lambda _, key: OpenRoom(promise(*key), ADDRESS)),
+    OpenRoom: (st.tuples(ROOMS), lambda _, key: OpenRoom(promise(*key.numbers), ADDRESS, PROMPT)),
     RefuseRoom: (st.tuples(ROOMS), lambda _, key: RefuseRoom(key, 0, ADDRESS, "no room")),
     AbortRoom: (st.tuples(ROOMS), lambda _, key: AbortRoom(key, "enough")),
     Fence: (st.just(()), lambda world, peer=None: Fence(peer or world.me)),
@@ -355,7 +362,7 @@ def test_decodes_control_survives_any_prefill_worker(
     start: list[Step] = [(OpenRoom, (first,)), (FrameReceived, ("reply", None))]
     if staged:
         start += [
-            (FrameReceived, (LeaseAsk(*first, 0, 0, 0, 2), None)),
+            (FrameReceived, (LeaseAsk(*first.numbers, 0, 0, 0, 2), None)),
             (Arrived, (first, 0, 1, 1)),
         ]
     for kind, args in [*start, *steps]:
@@ -401,7 +408,7 @@ class PrefillWorld:
     def body(self, body: Any) -> Any:
         if not isinstance(body, str):
             return body
-        reply = HelloReply(self.peer.hello.digest, TOPOLOGY, ())
+        reply = HelloReply(self.peer.hello.digest, TOPOLOGY, (), SECRETS[1])
         return self.peer.hello if body == "hello" else reply
 
     def frame(self, body: Any, damage: Any) -> FrameReceived[bytes]:
@@ -409,7 +416,7 @@ class PrefillWorld:
         return FrameReceived(ROUTE, damaged(raw, damage))
 
     def chunk(self, key: RoomKey, page: int, last: bool, clip: bool) -> SendChunk:
-        return send_chunk(key, page, [source_page(key, page)], last, b"first", clip=clip)
+        return send_chunk(sent(key), page, [source_page(key, page)], last, b"first", clip=clip)
 
     def too_early(self, chunk: SendChunk) -> bool:
         """Whether the engine must not hand this over yet, since it may not be clipped."""
@@ -483,7 +490,7 @@ class PrefillWorld:
                     raise AssertionError(f"no state is written here: {effect}")
                 case Gather():
                     pages = effect.src_units.tolist()
-                    key = room_of_page(pages[0])
+                    key = sent(room_of_page(pages[0]))
                     self.write_once(key, pages, [source_page(key, page) for page in (1, 2)])
                     self.gathers[effect.gather_id] = effect
                 case RoomEnded(key):
@@ -492,7 +499,7 @@ class PrefillWorld:
                     self.freed[key] += 1
                     assert key not in self.read(), "the source is still read"
                 case messages.Drained() | Outcome():
-                    key = RoomKey(effect.room, effect.generation)
+                    key = sent(effect.key)
                     if getattr(effect, "drained", True):
                         assert key not in self.writing(), "called drained, and may be written"
         for key in self.ended:
@@ -516,12 +523,12 @@ class PrefillWorld:
             self.written.add((machine, page))
 
     def key_of(self, job: WriteJob) -> RoomKey:
-        return RoomKey(job.tag.room, job.tag.generation)
+        return RoomKey(job.tag.room, job.tag.generation, DECODE.name)
 
     def read(self) -> set[RoomKey]:
         """The rooms whose source pages something reads."""
         jobs = {self.key_of(job) for job in self.in_flight.values()}
-        return jobs | {room_of_page(gather.src_units[0]) for gather in self.gathers.values()}
+        return jobs | {sent(room_of_page(gather.src_units[0])) for gather in self.gathers.values()}
 
     def writing(self) -> set[RoomKey]:
         """The rooms whose pages a write may land in, of peers that are still there."""
@@ -560,13 +567,13 @@ class PrefillWorld:
 
 
 PREFILL_FEED: Feed = {
-    AddRoom: (st.tuples(ROOMS), lambda _, key: AddRoom(key, 10)),
+    AddRoom: (st.tuples(ROOMS), lambda _, key: add_room(sent(key))),
     SendChunk: (
         st.tuples(ROOMS, st.just(1), st.just(False), st.booleans())
         | st.tuples(ROOMS, st.just(2), st.just(True), st.booleans()),
         PrefillWorld.chunk,
     ),
-    AbortRoom: (st.tuples(ROOMS), lambda _, key: AbortRoom(key, "enough")),
+    AbortRoom: (st.tuples(ROOMS), lambda _, key: AbortRoom(sent(key), "enough")),
     Fence: (st.just(()), lambda world: Fence(world.me)),
     FrameReceived: (BODIES, PrefillWorld.frame),
     WriteDone: (st.tuples(NTH), lambda world, number: world.write_ended(number, None)),
@@ -592,12 +599,12 @@ def test_prefills_control_survives_any_decode_worker(steps: list[Step], staged: 
     first = RoomKey(0, 0)
     start: list[Step] = [
         (FrameReceived, ("hello", None)),
-        (FrameReceived, (promise(*first), None)),
+        (FrameReceived, (promise(*first.numbers), None)),
         (AddRoom, (first,)),
         (SendChunk, (first, 1, False, False)),
     ]
     if staged:
-        start.append((FrameReceived, (LeaseGrant(*first, 0, 1, 0), None)))
+        start.append((FrameReceived, (LeaseGrant(*first.numbers, 0, 1, 0), None)))
     for kind, args in [*start, *steps]:
         world.feed(kind, args)
     world.end()

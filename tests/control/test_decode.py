@@ -26,11 +26,13 @@ from prefixkv.control.effects import (
     Tick,
     Unreached,
 )
+from prefixkv.digest import prove
 from prefixkv.errors import (
     AbortedError,
     HandshakeError,
     InternalError,
     PeerLostError,
+    PromptMismatchError,
     RequestError,
     TransferError,
 )
@@ -41,6 +43,7 @@ from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
+    FailureCode,
     Heartbeat,
     Hello,
     HelloWanted,
@@ -71,11 +74,13 @@ from tests.control.wire import (
     kinds,
     members,
     newer,
+    of,
     of_another_version,
     promise,
 )
+from tests.protocol.rooms import PROMPT, SECRETS
 
-ACK = OutcomeAck(*KEY, 0)
+ACK = OutcomeAck(*KEY.numbers, 0)
 ENOUGH, WHY = AbortRoom(KEY, "enough"), Alike(AbortedError("enough"))
 
 
@@ -95,8 +100,8 @@ def test_the_path_of_one_room() -> None:
         "known by now: promised at once"
     )
     assert peer.expected == 2
-    peer.say(PromiseAck(*KEY, 0))
-    assert peer.on(Arrived(ChunkTag(PREFILL.incarnation, *KEY, 0, 0).pack())) == []
+    peer.say(PromiseAck(*KEY.numbers, 0))
+    assert peer.on(Arrived(ChunkTag(PREFILL.incarnation, *KEY.numbers, 0, 0).pack())) == []
     assert control.poll(KEY) is KVPoll.TRANSFERRING
     assert peer.say(peer.outcome()) == [ACK, RoomEnded(KEY, KVPoll.SUCCESS, aux=b"first")]
     assert (control.poll(KEY), control.num_rooms, peer.expected) == (None, 1, 1)
@@ -182,9 +187,9 @@ BEFORE = PeerId(PREFILL.name, PREFILL.incarnation - 1)
 @pytest.mark.parametrize(
     ("body", "by"),
     [
-        (Outcome(*KEY, 0, True, 1, 2, b"", "", True), BEFORE),
-        (Outcome(*KEY, 0, True, 1, 2, b"", "", True), PeerId("prefill-9", 5)),
-        (messages.HelloReply(DIGEST, Topology(4), ()), BEFORE),
+        (Outcome(*KEY.numbers, 0, True, 1, 2, b"", "", True), BEFORE),
+        (Outcome(*KEY.numbers, 0, True, 1, 2, b"", "", True), PeerId("prefill-9", 5)),
+        (messages.HelloReply(DIGEST, Topology(4), (), SECRETS[1]), BEFORE),
         (HelloWanted(), BEFORE),
         (HELLO, PREFILL),
         (promise(), PREFILL),
@@ -232,7 +237,7 @@ def test_a_frame_of_another_version_changes_nothing_for_a_worker_that_is_known()
 
 def test_a_restarted_worker_counts_its_frames_from_one() -> None:
     peer = PrefillPeer().opened()
-    reply = messages.HelloReply(DIGEST, Topology(4), ("",))
+    reply = messages.HelloReply(DIGEST, Topology(4), ("",), SECRETS[1])
     peer.on(FrameReceived(ADDRESS, peer.raw(reply, newer(PREFILL), seq=1)))
     assert peer.control.peers(peer.now_s) == {ADDRESS: (newer(PREFILL), "ready")}
 
@@ -247,7 +252,7 @@ def test_a_frame_on_a_link_that_is_closed_is_dropped() -> None:
     "tag",
     [
         b"junk",
-        ChunkTag(PREFILL.incarnation - 1, *KEY, 0, 0).pack(),
+        ChunkTag(PREFILL.incarnation - 1, *KEY.numbers, 0, 0).pack(),
         ChunkTag(PREFILL.incarnation, 8, 0, 0, 0).pack(),
         ChunkTag(PREFILL.incarnation, 7, 1, 0, 0).pack(),
     ],
@@ -276,16 +281,16 @@ def test_an_abort_after_the_promise_is_repeated_until_drained() -> None:
     peer = PrefillPeer().opened()
     assert peer.on(ENOUGH) == [
         RoomEnded(KEY, KVPoll.FAILED, WHY),
-        Abort(*KEY, "enough"),
+        Abort(*KEY.numbers, "enough"),
     ]
     assert peer.expected == 1
     said = peer.pass_time(TIMING.drain_timeout_s)
-    assert said.count(Abort(*KEY, "enough")) == 3
+    assert said.count(Abort(*KEY.numbers, "enough")) == 3
     assert said.count(RoomOverdue(KEY)) == 1, "after its deadline it is reported"
     assert peer.expected == 1, "and still not drained"
-    assert peer.say(Drained(*KEY, 0)) == [RoomDrained(KEY)]
+    assert peer.say(Drained(*KEY.numbers, 0)) == [RoomDrained(KEY)]
     assert (peer.expected, peer.control.num_rooms) == (0, 0)
-    assert Abort(*KEY, "enough") not in peer.pass_time(20.0)
+    assert Abort(*KEY.numbers, "enough") not in peer.pass_time(20.0)
 
 
 def test_a_failed_outcome_says_whether_it_is_drained() -> None:
@@ -307,7 +312,7 @@ def test_drained_of_an_older_incarnation_proves_nothing() -> None:
     peer.on(ENOUGH)
     peer.greet(newer(PREFILL))
     for by in (PREFILL, newer(PREFILL)):
-        assert peer.say(Drained(*KEY, 0), by) == []
+        assert peer.say(Drained(*KEY.numbers, 0), by) == []
     assert peer.expected == 1
     assert peer.on(Fence(PREFILL)) == [RoomDrained(KEY)]
 
@@ -394,7 +399,7 @@ def test_a_hello_wanted_by_its_successor_ends_a_worker_for_good() -> None:
 
 def test_a_silent_worker_is_suspect_gets_no_new_rooms_and_is_not_dead() -> None:
     peer = PrefillPeer().opened()
-    peer.say(PromiseAck(*KEY, 0))
+    peer.say(PromiseAck(*KEY.numbers, 0))
     assert peer.pass_time(TIMING.suspect_after_s + 0.5) == [Heartbeat()] * 3
     assert peer.control.peers(peer.now_s) == {ADDRESS: (PREFILL, "suspect")}
     assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT, "its rooms have their own deadlines"
@@ -407,7 +412,7 @@ def test_an_idle_worker_is_forgotten_only_when_it_is_silent_and_has_no_room() ->
     peer = PrefillPeer().opened()
     peer.on(ENOUGH)
     assert Disconnect(ADDRESS) not in peer.pass_time(2 * TIMING.forget_after_s), "it owes proof"
-    peer.say(Drained(*KEY, 0))
+    peer.say(Drained(*KEY.numbers, 0))
     assert Disconnect(ADDRESS) not in peer.pass_time(TIMING.forget_after_s), "it has just spoken"
     assert Disconnect(ADDRESS) in peer.pass_time(2.0)
     assert kinds(peer.open(promise(8))) == ["Connect", "Hello"]
@@ -421,8 +426,8 @@ def test_a_refusal_later_on_fails_what_waits_and_still_drains_what_was_promised(
     assert [ended.key for ended in ends(actions)] == [RoomKey(8, 0)]
     peer.take_said()
     peer.on(ENOUGH)
-    assert peer.take_said() == [Abort(*KEY, "enough")]
-    assert peer.say(Drained(*KEY, 0)) == [RoomDrained(KEY)]
+    assert peer.take_said() == [Abort(*KEY.numbers, "enough")]
+    assert peer.say(Drained(*KEY.numbers, 0)) == [RoomDrained(KEY)]
     peer.open(promise(9))
     assert HELLO in peer.pass_time(5.0), "a later request tries again"
     assert kinds(peer.greet(refused="too many")) == ["RoomEnded", "RoomDrained", "Disconnect"]
@@ -437,7 +442,7 @@ def test_farewell_is_said_to_each_worker_that_is_known() -> None:
 
 def test_what_is_sent_is_numbered_upwards_under_our_name() -> None:
     peer = PrefillPeer()
-    effects = peer.control.on(OpenRoom(promise(), ADDRESS), 0.0)
+    effects = peer.control.on(OpenRoom(promise(), ADDRESS, PROMPT), 0.0)
     for seconds in (1.0, 2.0, 4.0, 8.0):
         effects += peer.control.on(Tick(), seconds)
     frames = [effect for effect in effects if isinstance(effect, SendFrame)]
@@ -461,12 +466,14 @@ def test_late_words_of_an_earlier_use_of_a_room_number_are_nothing_to_the_next()
     peer.open(msgspec.structs.replace(promise(), ticket=2))
     peer.greet()
     old = msgspec.structs.replace(peer.outcome(aux=b"old"), ticket=1)
-    assert peer.say(old) == [OutcomeAck(*KEY, 0, ticket=1)], "so that prefill stops repeating it"
+    assert peer.say(old) == [OutcomeAck(*KEY.numbers, 0, ticket=1)], (
+        "so that prefill stops repeating it"
+    )
     assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
     assert ends(peer.on(ENOUGH))
-    peer.say(Drained(*KEY, 0, ticket=1))
+    peer.say(Drained(*KEY.numbers, 0, ticket=1))
     assert peer.expected == 1, "nothing is proved of the new promise"
-    assert RoomDrained(KEY) in peer.say(Drained(*KEY, 0, ticket=2))
+    assert RoomDrained(KEY) in peer.say(Drained(*KEY.numbers, 0, ticket=2))
 
 
 SETTLING = dataclasses.replace(TIMING, fence_settle_s=0.5)
@@ -490,8 +497,8 @@ def test_a_drained_that_took_the_end_of_an_agent_waits_likewise() -> None:
     peer = PrefillPeer(SETTLING).opened()
     peer.say(peer.outcome(ok=False, drained=False))
     token = RankDrained(KEY, 0, promise().ticket)
-    assert peer.say(Drained(*KEY, 0, settle=True)) == [Settle(token, 0.5)]
-    assert peer.say(Drained(*KEY, 0, settle=True)) == []
+    assert peer.say(Drained(*KEY.numbers, 0, settle=True)) == [Settle(token, 0.5)]
+    assert peer.say(Drained(*KEY.numbers, 0, settle=True)) == []
     assert peer.expected == 1
     assert peer.on(Settled(token)) == [RoomDrained(KEY)]
     assert peer.on(Settled(token)) == []
@@ -500,8 +507,10 @@ def test_a_drained_that_took_the_end_of_an_agent_waits_likewise() -> None:
 def test_what_has_settled_is_nothing_to_another_use_of_the_room_number() -> None:
     peer = PrefillPeer(SETTLING).opened()
     assert ends(peer.on(ENOUGH))
-    assert peer.say(Drained(*KEY, 0, settle=True)) == [Settle(RankDrained(KEY, 0, 0), 0.5)]
-    assert RoomDrained(KEY) in peer.say(Drained(*KEY, 0)), "another word of it may be proof at once"
+    assert peer.say(Drained(*KEY.numbers, 0, settle=True)) == [Settle(RankDrained(KEY, 0, 0), 0.5)]
+    assert RoomDrained(KEY) in peer.say(Drained(*KEY.numbers, 0)), (
+        "another word of it may be proof at once"
+    )
     peer.open(msgspec.structs.replace(promise(), ticket=1))
     assert ends(peer.on(ENOUGH))
     assert peer.on(Settled(RankDrained(KEY, 0, 0))) == []
@@ -516,17 +525,17 @@ def _frame(body: Any, by: PeerId = PREFILL) -> FrameReceived[str]:
 
 
 INPUTS: dict[str, tuple[Any, list[str]]] = {
-    "a room to open": (OpenRoom(promise(8), ADDRESS), ["Promise"]),
+    "a room to open": (OpenRoom(promise(8), ADDRESS, PROMPT), ["Promise"]),
     "a room to refuse": (RefuseRoom(RoomKey(8, 0), 9, ADDRESS, "no room"), ["Abort"]),
     "a room to end": (ENOUGH, ["RoomEnded", "Abort"]),
     "a fence": (Fence(PREFILL), ["RoomEnded", "Hello", "RoomDrained"]),
     "a frame": (FrameReceived(ADDRESS, b"junk"), []),
     "a frame that raised": (
-        FrameFailed(_frame(PromiseAck(*KEY, 0)), OSError("on purpose")),
+        FrameFailed(_frame(PromiseAck(*KEY.numbers, 0)), OSError("on purpose")),
         ["RoomEnded", "Abort"],
     ),
     "a frame that raised, of another life": (
-        FrameFailed(_frame(PromiseAck(*KEY, 0), BEFORE), OSError("on purpose")),
+        FrameFailed(_frame(PromiseAck(*KEY.numbers, 0), BEFORE), OSError("on purpose")),
         [],
     ),
     "a notification": (Arrived(b"junk"), []),
@@ -548,7 +557,7 @@ INPUTS: dict[str, tuple[Any, list[str]]] = {
 @pytest.mark.parametrize(("what", "follows"), INPUTS.values(), ids=INPUTS)
 def test_what_follows_from_each_input(what: Any, follows: list[str]) -> None:
     peer = PrefillPeer().opened()
-    peer.say(PromiseAck(*KEY, 0))
+    peer.say(PromiseAck(*KEY.numbers, 0))
     try:
         assert kinds(peer.on(what)) == follows
     except InternalError as error:
@@ -558,7 +567,7 @@ def test_what_follows_from_each_input(what: Any, follows: list[str]) -> None:
 
 def test_these_are_all_inputs_there_are_and_any_other_raises() -> None:
     assert {type(what) for what, _ in INPUTS.values()} == members(DecodeInput)
-    for other in (AddRoom(KEY, 10), RoomDrained(KEY), promise(), KEY, None):
+    for other in (AddRoom(KEY, 10, PROMPT), RoomDrained(KEY), promise(), KEY, None):
         with pytest.raises(AssertionError, match="Expected code to be unreachable"):
             PrefillPeer().on(other)  # type: ignore[arg-type]
 
@@ -573,9 +582,31 @@ def test_a_peer_that_is_unreachable_is_counted_and_keeps_its_rooms() -> None:
 def test_an_input_is_followed_by_one_expect_at_most_and_only_for_another_number() -> None:
     control = PrefillPeer().control
     for room in (7, 8):
-        assert Expect(0) not in control.on(OpenRoom(promise(room), ADDRESS), 0.0)
-    reply = messages.HelloReply(DIGEST, Topology(4), (ADDRESS,))
+        assert Expect(0) not in control.on(OpenRoom(promise(room), ADDRESS, PROMPT), 0.0)
+    reply = messages.HelloReply(DIGEST, Topology(4), (ADDRESS,), SECRETS[1])
     raw = messages.encode(PREFILL, 1, reply)
     assert control.on(FrameReceived(ADDRESS, raw), 0.0)[-1] == Expect(2)
     assert control.on(Tick(), 0.0) == []
     assert control.on(Fence(PREFILL), 0.0)[-1] == Expect(0)
+
+
+# --- the same tokens ------------------------------------------------------------------------------
+
+
+def test_a_promise_proves_its_prompt_to_the_rank_that_it_is_said_to_and_again() -> None:
+    peer = PrefillPeer()
+    peer.open(msgspec.structs.replace(promise(), proof=b""))
+    other = bytes(reversed(range(32)))
+    (said,) = of(peer.greet(secret=other), Promise)
+    assert said.proof == prove(PROMPT, SECRETS[0], other)
+    assert of(peer.after(TIMING.resend_s), Promise) == [said]
+
+
+def test_prefills_other_prompt_is_known_for_what_it_is_and_the_pages_are_free_at_once() -> None:
+    peer = PrefillPeer().opened()
+    why = "decode waits for other tokens"
+    no = messages.Outcome(7, 0, 0, False, 0, 0, b"", why, True, 0, FailureCode.PROMPT_MISMATCH)
+    ended, drained = [effect for effect in peer.say(no) if not isinstance(effect, OutcomeAck)]
+    assert (type(ended.error), drained) == (PromptMismatchError, RoomDrained(KEY))
+    assert why in str(ended.error)
+    assert peer.expected == 0

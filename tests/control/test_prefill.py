@@ -26,16 +26,24 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.prefill import PrefillInput
-from prefixkv.errors import InternalError, PeerLostError, RequestError, TransferTimeoutError
+from prefixkv.digest import prompt_digest, prove
+from prefixkv.errors import (
+    InternalError,
+    PeerLostError,
+    PromptMismatchError,
+    RequestError,
+    TransferTimeoutError,
+)
 from prefixkv.memory.kv_layout import Slab
 from prefixkv.memory.mesh import Shard
 from prefixkv.protocol import messages
-from prefixkv.protocol.commands import AbortRoom, AddRoom, Fence, OpenRoom
+from prefixkv.protocol.commands import AbortRoom, Fence, OpenRoom
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
+    FailureCode,
     Heartbeat,
     HelloReply,
     HelloWanted,
@@ -59,17 +67,18 @@ from tests.control.wire import (
     DECODE,
     DIGEST,
     HELLO,
-    KEY,
     LAYOUT,
     NUM_PAGES,
     PAGE_SIZE,
     PREFILL,
     ROUTE,
+    SENT,
     TIMING,
     TOPOLOGY,
     WRITE_BYTES,
     Alike,
     DecodePeer,
+    add_room,
     kinds,
     members,
     newer,
@@ -78,11 +87,12 @@ from tests.control.wire import (
     promise,
     send_chunk,
 )
+from tests.protocol.rooms import PROMPT, SECRETS
 
-WELCOME = HelloReply(DIGEST, TOPOLOGY, (ADDRESS,), "")
+WELCOME = HelloReply(DIGEST, TOPOLOGY, (ADDRESS,), SECRETS[1])
 OTHER = PeerId("decode-1", 1)
-ENOUGH = AbortRoom(KEY, "enough")
-ACK = PromiseAck(*KEY, 0)
+ENOUGH = AbortRoom(SENT, "enough")
+ACK = PromiseAck(*SENT.numbers, 0)
 
 
 def refusal(actions: list[Any]) -> str:
@@ -106,16 +116,16 @@ def test_the_path_of_one_room() -> None:
         WELCOME,
     ]
     assert peer.say(promise()) == [ACK]
-    assert peer.on(AddRoom(KEY, 10)) == [Bootstrapped(KEY, DECODE, 4)]
+    assert peer.on(add_room()) == [Bootstrapped(SENT, DECODE, 4)]
     [post] = peer.chunk(1, [30, 31])
     assert (post.peer, post.route, post.ready) == (DECODE, "pages", None)
     assert (post.src_pages.tolist(), post.dst_pages.tolist()) == ([30, 31], [3, 9])
-    assert post.tag == ChunkTag(PREFILL.incarnation, *KEY, rank=0, chunk=0)
+    assert post.tag == ChunkTag(PREFILL.incarnation, *SENT.numbers, rank=0, chunk=0)
     assert peer.chunk(3, [], last=True) == []
-    outcome = Outcome(*KEY, 0, True, 1, 2, b"first", "", True)
-    assert peer.ended(post.job_id) == [RoomEnded(KEY, KVPoll.SUCCESS), outcome, SourceFree(KEY)]
+    outcome = Outcome(*SENT.numbers, 0, True, 1, 2, b"first", "", True)
+    assert peer.ended(post.job_id) == [RoomEnded(SENT, KVPoll.SUCCESS), outcome, SourceFree(SENT)]
     assert peer.after(TIMING.resend_s) == [outcome], "until it is acknowledged"
-    assert peer.say(OutcomeAck(*KEY, 0)) == []
+    assert peer.say(OutcomeAck(*SENT.numbers, 0)) == []
     assert peer.control.num_rooms == 0
     assert peer.control.counters == {"writes_done": 1, "bytes_sent": WRITE_BYTES}
 
@@ -205,7 +215,14 @@ def test_more_peers_than_the_limit_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [promise(), Abort(*KEY, ""), Heartbeat(), OutcomeAck(*KEY, 0), messages.Fenced()]
+    "body",
+    [
+        promise(),
+        Abort(*SENT.numbers, ""),
+        Heartbeat(),
+        OutcomeAck(*SENT.numbers, 0),
+        messages.Fenced(),
+    ],
 )
 def test_a_peer_that_has_not_introduced_itself_is_asked_to(body: Any) -> None:
     peer = DecodePeer()
@@ -242,7 +259,13 @@ def test_with_an_allow_list_a_key_speaks_under_its_own_name_only() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [WELCOME, HelloWanted(), ACK, Drained(*KEY, 0), Outcome(*KEY, 0, True, 1, 2, b"", "", True)],
+    [
+        WELCOME,
+        HelloWanted(),
+        ACK,
+        Drained(*SENT.numbers, 0),
+        Outcome(*SENT.numbers, 0, True, 1, 2, b"", "", True),
+    ],
 )
 def test_what_is_not_for_prefill_is_dropped(body: Any) -> None:
     peer = DecodePeer().bootstrapped()
@@ -253,7 +276,7 @@ def test_what_is_not_for_prefill_is_dropped(body: Any) -> None:
 
 def test_what_is_overtaken_repeated_or_of_an_older_incarnation_is_dropped() -> None:
     peer = DecodePeer().bootstrapped()
-    early, late = peer.raw(Abort(*KEY, "stale")), peer.raw(Heartbeat())
+    early, late = peer.raw(Abort(*SENT.numbers, "stale")), peer.raw(Heartbeat())
     peer.on(FrameReceived(ROUTE, late))
     for raw in (early, late):
         assert peer.on(FrameReceived(ROUTE, raw)) == []
@@ -271,7 +294,7 @@ def test_a_restarted_peer_counts_its_frames_from_one() -> None:
 
 def test_a_frame_of_another_version_is_dropped_and_answered_so_that_decode_sees_ours() -> None:
     peer = DecodePeer().bootstrapped()
-    raw = of_another_version(peer.raw(Abort(*KEY, "")))
+    raw = of_another_version(peer.raw(Abort(*SENT.numbers, "")))
     assert peer.on(FrameReceived(ROUTE, raw)) == [HelloWanted()]
     assert peer.control.counters == {"frames_dropped": 1, "dropped: VersionError": 1}
     assert [machine.poll for machine in peer.control.rooms()] == [KVPoll.WAITING_FOR_INPUT]
@@ -302,7 +325,7 @@ def test_a_bad_promise_is_refused_and_writes_nothing(
 ) -> None:
     peer = DecodePeer().known()
     if added:
-        peer.on(AddRoom(KEY, 10))
+        peer.on(add_room())
     assert text in refusal(peer.say(bad))
     assert peer.control.counters["dropped: ProtocolError"] == 1
     assert peer.control.num_rooms == added
@@ -314,7 +337,7 @@ def test_a_bad_promise_is_refused_and_writes_nothing(
 
 def test_a_chunk_that_may_not_be_clipped_must_not_come_before_the_promise() -> None:
     peer = DecodePeer().known()
-    peer.on(AddRoom(KEY, 10))
+    peer.on(add_room())
     with pytest.raises(InternalError, match="without `clip`"):
         peer.chunk(1, [30, 31])
     assert peer.chunk(0, [29, 30, 31], last=True, clip=True) == []
@@ -326,7 +349,7 @@ def test_a_promise_said_twice_is_answered_twice_and_written_once() -> None:
     peer = DecodePeer().known()
     for _ in range(2):
         assert peer.say(promise()) == [ACK]
-    peer.on(AddRoom(KEY, 10))
+    peer.on(add_room())
     [post] = peer.chunk(1, [30, 31], last=True)
     assert peer.say(promise()) == [ACK]
     outcome = peer.ended(post.job_id)[1]
@@ -341,10 +364,10 @@ def test_within_a_generation_the_promise_stands(other: messages.Promise) -> None
         peer = DecodePeer().known()
         peer.say(promise())
         if not parked:
-            peer.on(AddRoom(KEY, 10))
+            peer.on(add_room())
         assert peer.say(other) == []
         if parked:
-            peer.on(AddRoom(KEY, 10))
+            peer.on(add_room())
         [post] = peer.chunk(1, [30, 31])
         assert post.dst_pages.tolist() == [3, 9]
         assert peer.control.counters["frames_dropped"] == 1
@@ -353,37 +376,143 @@ def test_within_a_generation_the_promise_stands(other: messages.Promise) -> None
 def test_another_generation_may_promise_otherwise() -> None:
     peer = DecodePeer().bootstrapped()
     assert peer.say(promise(generation=1, prefix_len=0, pages=(1, 2, 4))) == [PromiseAck(7, 1, 0)]
-    assert peer.on(AddRoom(RoomKey(7, 1), 10)) == [Bootstrapped(RoomKey(7, 1), DECODE, 0)]
+    assert peer.on(add_room(RoomKey(7, 1, SENT.decode))) == [
+        Bootstrapped(RoomKey(7, 1, SENT.decode), DECODE, 0)
+    ]
 
 
-def test_a_room_belongs_to_the_peer_that_opened_it() -> None:
+def test_a_word_on_a_room_counts_only_from_the_worker_that_it_is_for() -> None:
     peer = DecodePeer().bootstrapped()
     peer.say(HELLO, OTHER)
     [post] = peer.chunk(1, [30, 31], last=True)
-    assert "belongs to" in refusal(peer.say(promise(), OTHER))
-    assert peer.say(Abort(*KEY, "mine"), OTHER) == [Drained(*KEY, 0)], (
+    assert peer.say(Abort(*SENT.numbers, "mine"), OTHER) == [Drained(*SENT.numbers, 0)], (
         "nothing of it can land in *its* pages"
     )
+    assert peer.say(promise(), OTHER) == [ACK], "a room of its own"
     [_, outcome, _] = peer.ended(post.job_id)
     assert outcome.ok
-    assert peer.say(OutcomeAck(*KEY, 0), OTHER) == []
-    assert peer.control.num_rooms == 1, "another's acknowledgement is none"
+    assert peer.say(OutcomeAck(*SENT.numbers, 0), OTHER) == []
+    assert peer.control.num_rooms == 2, "another's acknowledgement is none"
+
+
+def test_the_same_number_from_two_workers_is_two_rooms() -> None:
+    peer = DecodePeer().bootstrapped()
+    peer.say(HELLO, OTHER)
+    theirs = RoomKey(7, 0, OTHER.name)
+    peer.say(promise(pages=(11, 12)), OTHER)
+    assert peer.on(add_room(theirs)) == [Bootstrapped(theirs, OTHER, 4)]
+    for key, to, pages in ((SENT, DECODE, [3, 9]), (theirs, OTHER, [11, 12])):
+        [post] = peer.chunk(1, [30, 31], last=True, key=key)
+        assert (post.peer, post.dst_pages.tolist()) == (to, pages)
+        ended, outcome, free = peer.ended(post.job_id)
+        assert (ended, free) == (RoomEnded(key, KVPoll.SUCCESS), SourceFree(key))
+        assert outcome.ok
+
+
+@pytest.mark.parametrize("how", ["promise", "abort", "both"])
+def test_a_word_before_the_worker_that_a_room_is_for_takes_nothing_from_it(how: str) -> None:
+    """As a stranger would, who guesses the numbers that come."""
+    peer = DecodePeer(dataclasses.replace(TIMING, max_parked_per_peer=100)).known()
+    peer.say(HELLO, OTHER)
+    for room in range(20):
+        if how != "abort":
+            peer.say(promise(room), OTHER)
+        if how != "promise":
+            peer.say(Abort(room, 0, "mine"), OTHER)
+    for room in range(20):
+        key = RoomKey(room, 0, DECODE.name)
+        assert peer.on(add_room(key)) == []
+        assert peer.say(promise(room)) == [PromiseAck(room, 0, 0), Bootstrapped(key, DECODE, 4)]
+        [post] = peer.chunk(1, [30, 31], last=True, key=key)
+        assert post.peer == DECODE
+        assert peer.ended(post.job_id)[0] == RoomEnded(key, KVPoll.SUCCESS)
+
+
+def test_one_workers_early_aborts_take_no_place_from_anothers() -> None:
+    peer = DecodePeer().known()
+    peer.say(HELLO, OTHER)
+    for room in range(10):
+        peer.say(Abort(room, 0, "mine"), OTHER)
+    peer.say(Abort(*SENT.numbers, "enough"))
+    assert kinds(peer.on(add_room())) == ["RoomEnded", "SourceFree"]
+    peer.after(TIMING.parked_timeout_s)
+    assert peer.on(add_room(RoomKey(0, 0, OTHER.name))) == [], "they were kept for their time"
+
+
+# --- the same tokens ------------------------------------------------------------------------------
+
+
+ANOTHER = {
+    "other tokens": prompt_digest([*range(9), 10]),
+    "another namespace": prompt_digest(range(10), "lora"),
+}
+
+
+@pytest.mark.parametrize("promised_first", [True, False])
+@pytest.mark.parametrize("digest", ANOTHER.values(), ids=ANOTHER)
+def test_another_prompt_of_the_same_length_fails_on_both_sides_before_a_byte_moves(
+    digest: bytes, promised_first: bool
+) -> None:
+    peer = DecodePeer().known()
+    both = [lambda: peer.say(promise()), lambda: peer.on(add_room(SENT, 10, digest))]
+    first, second = both if promised_first else both[::-1]
+    first()
+    if not promised_first:
+        kept = peer.chunk(1, [30, 31], last=True, clip=True)
+        assert kept == []
+    effects = second()
+    [ended], [outcome] = of(effects, RoomEnded), of(effects, Outcome)
+    assert isinstance(ended.error, PromptMismatchError)
+    assert "other tokens, or another namespace" in outcome.error
+    assert (outcome.ok, outcome.drained) == (False, True)
+    assert outcome.code is FailureCode.PROMPT_MISMATCH
+    assert of(effects, SourceFree) == [SourceFree(SENT)]
+    assert peer.chunk(1, [30, 31], last=True) == [], "it takes no pages any more"
+    assert not of(effects, WriteJob)
 
 
 def test_a_request_of_another_length_fails_on_both_sides() -> None:
     peer = DecodePeer().known()
     peer.say(promise())
-    ended, outcome, free = peer.on(AddRoom(KEY, 11))
-    assert isinstance(ended.error, RequestError)
+    ended, outcome, free = peer.on(add_room(SENT, 11))
+    assert isinstance(ended.error, PromptMismatchError)
     assert "10 tokens, the request here has 11" in outcome.error
-    assert (outcome.drained, free) == (True, SourceFree(KEY))
+    assert (outcome.drained, free) == (True, SourceFree(SENT))
+    assert outcome.code is FailureCode.PROMPT_MISMATCH
+
+
+@pytest.mark.parametrize(
+    "proof",
+    [
+        b"",
+        PROMPT,
+        prove(PROMPT, *SECRETS[::-1]),
+        prove(PROMPT, bytes(16), SECRETS[1]),
+        prove(PROMPT, SECRETS[0], bytes(16)),
+    ],
+    ids=["none", "the digest itself", "of the other side", "of another decode", "of another"],
+)
+def test_a_proof_is_of_the_link_that_it_is_said_on(proof: bytes) -> None:
+    peer = DecodePeer().known()
+    peer.on(add_room())
+    said = peer.say(msgspec.structs.replace(promise(), proof=proof))
+    [outcome] = of(said, Outcome)
+    assert outcome.code is FailureCode.PROMPT_MISMATCH
+
+
+def test_another_proof_is_another_promise() -> None:
+    peer = DecodePeer().bootstrapped()
+    other = prove(ANOTHER["other tokens"], *SECRETS)
+    assert peer.say(msgspec.structs.replace(promise(), proof=other)) == []
+    assert peer.control.counters["dropped: ProtocolError"] == 1
+    assert peer.say(promise()) == [ACK], "the first one stands"
 
 
 def test_a_room_is_added_once() -> None:
     peer = DecodePeer().bootstrapped()
     added_already = Alike(RequestError("room 7 generation 0 was added already"))
-    ended = [RoomEnded(KEY, KVPoll.FAILED, added_already), SourceFree(KEY)]
-    assert peer.on(AddRoom(KEY, 10)) == ended
+    ended = [RoomEnded(SENT, KVPoll.FAILED, added_already), SourceFree(SENT)]
+    assert peer.on(add_room()) == ended
     assert kinds(peer.chunk(1, [30, 31])) == ["WriteJob"], "the one that was there goes on"
 
 
@@ -398,11 +527,11 @@ def test_promises_are_parked_up_to_a_limit_a_peer() -> None:
     assert "limit" in refusal(peer.say(promise(99)))
     assert kinds(peer.say(promise(99), OTHER)) == ["PromiseAck"], "the limit is each peer's own"
     assert kinds(peer.say(promise(0))) == ["PromiseAck"], "one that is parked is answered"
-    peer.on(AddRoom(RoomKey(98, 0), 10))
+    peer.on(add_room(RoomKey(98, 0, SENT.decode)))
     assert kinds(peer.say(promise(98))) == ["PromiseAck", "Bootstrapped"], (
         "one that was waited for is not parked"
     )
-    peer.on(AddRoom(RoomKey(0, 0), 10))
+    peer.on(add_room(RoomKey(0, 0, SENT.decode)))
     assert kinds(peer.say(promise(100))) == ["PromiseAck"], "one that was taken leaves its place"
     peer.say(Abort(1, 0, "enough"))
     assert kinds(peer.say(promise(101))) == ["PromiseAck"], "so does one that was aborted"
@@ -427,21 +556,21 @@ def test_a_request_that_comes_after_its_room_has_ended_fails_at_once() -> None:
     peer = DecodePeer().known()
     peer.say(promise())
     peer.after(TIMING.parked_timeout_s)
-    ended, free = peer.on(AddRoom(KEY, 10))
+    ended, free = peer.on(add_room())
     assert isinstance(ended.error, TransferTimeoutError)
-    assert free == SourceFree(KEY)
+    assert free == SourceFree(SENT)
 
 
 def test_a_request_that_decode_never_promises_for_fails_by_its_deadline() -> None:
     peer = DecodePeer().known()
-    assert peer.on(AddRoom(KEY, 10)) == []
+    assert peer.on(add_room()) == []
     [ended, free] = [
         action
         for action in peer.after(TIMING.bootstrap_timeout_s)
         if not isinstance(action, Heartbeat)
     ]
     assert isinstance(ended.error, TransferTimeoutError)
-    assert free == SourceFree(KEY)
+    assert free == SourceFree(SENT)
     assert peer.control.num_rooms == 0
 
 
@@ -450,29 +579,29 @@ def test_a_request_that_decode_never_promises_for_fails_by_its_deadline() -> Non
 
 def test_a_room_that_ended_before_its_promise_is_refused_when_it_comes() -> None:
     peer = DecodePeer().known()
-    peer.on(AddRoom(KEY, 10))
-    assert kinds(peer.on(AbortRoom(KEY, "no more"))) == ["RoomEnded", "SourceFree"]
+    peer.on(add_room())
+    assert kinds(peer.on(AbortRoom(SENT, "no more"))) == ["RoomEnded", "SourceFree"]
     assert peer.control.num_rooms == 0
     [outcome] = peer.say(promise())
     assert (outcome.ok, outcome.drained, outcome.error) == (False, True, "no more")
     assert peer.control.num_rooms == 1, "until decode has heard of it"
-    assert peer.say(OutcomeAck(*KEY, 0)) == []
+    assert peer.say(OutcomeAck(*SENT.numbers, 0)) == []
     assert peer.control.num_rooms == 0
     assert not list(peer.control.rooms())
 
 
 def test_a_room_that_ended_before_its_promise_may_be_added_again() -> None:
     peer = DecodePeer().known()
-    peer.on(AddRoom(KEY, 10))
-    peer.on(AbortRoom(KEY, "no more"))
-    assert peer.on(AddRoom(KEY, 10)) == []
+    peer.on(add_room())
+    peer.on(AbortRoom(SENT, "no more"))
+    assert peer.on(add_room()) == []
     assert "Bootstrapped" in kinds(peer.say(promise()))
 
 
 def test_a_room_that_ended_before_its_promise_is_forgotten_after_a_while() -> None:
     peer = DecodePeer().known()
-    peer.on(AddRoom(KEY, 10))
-    peer.on(AbortRoom(KEY, "no more"))
+    peer.on(add_room())
+    peer.on(AbortRoom(SENT, "no more"))
     peer.after(TIMING.parked_timeout_s)
     assert not list(peer.control.rooms())
 
@@ -483,41 +612,41 @@ def test_an_abort_before_the_request_is_drained_and_remembered_for_a_while(parke
         peer = DecodePeer().known()
         if parked:
             peer.say(promise())
-        assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0)]
+        assert peer.say(Abort(*SENT.numbers, "enough")) == [Drained(*SENT.numbers, 0)]
         peer.after(seconds)
-        assert kinds(peer.on(AddRoom(KEY, 10))) == (["RoomEnded", "SourceFree"] if failed else [])
+        assert kinds(peer.on(add_room())) == (["RoomEnded", "SourceFree"] if failed else [])
         assert peer.control.num_rooms == (not failed)
 
 
 def test_a_promise_after_the_abort_takes_the_room_up_again() -> None:
     peer = DecodePeer().known()
-    peer.say(Abort(*KEY, "enough"))
+    peer.say(Abort(*SENT.numbers, "enough"))
     peer.say(promise())
-    assert peer.on(AddRoom(KEY, 10)) == [Bootstrapped(KEY, DECODE, 4)]
+    assert peer.on(add_room()) == [Bootstrapped(SENT, DECODE, 4)]
 
 
 def test_aborts_of_unknown_rooms_are_remembered_up_to_a_limit() -> None:
     peer = DecodePeer().known()
     for room in range(10):
         assert peer.say(Abort(room, 0, "enough")) == [Drained(room, 0, 0)]
-    failed = [room for room in range(10) if peer.on(AddRoom(RoomKey(room, 0), 10))]
+    failed = [room for room in range(10) if peer.on(add_room(RoomKey(room, 0, SENT.decode)))]
     assert failed == list(range(TIMING.max_parked_per_peer))
 
 
 def test_decodes_abort_is_acknowledged_with_the_end_of_the_last_write() -> None:
     peer = DecodePeer().bootstrapped()
     [first], [second] = peer.chunk(1, [30]), peer.chunk(2, [31])
-    actions = peer.say(Abort(*KEY, "enough"))
+    actions = peer.say(Abort(*SENT.numbers, "enough"))
     assert kinds(actions) == ["RoomEnded", "Cancel", "Cancel"]
-    assert peer.say(Abort(*KEY, "enough")) == []
+    assert peer.say(Abort(*SENT.numbers, "enough")) == []
     assert peer.ended(second.job_id) == []
     said = [action for _ in range(20) for action in peer.after(1.0)]
     assert set(kinds(said)) == {"Heartbeat"}, (
         "a write that is delayed delays the acknowledgement, for ever if need be"
     )
-    assert peer.ended(first.job_id) == [Drained(*KEY, 0), SourceFree(KEY)]
+    assert peer.ended(first.job_id) == [Drained(*SENT.numbers, 0), SourceFree(SENT)]
     assert peer.control.num_rooms == 0
-    assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0)], (
+    assert peer.say(Abort(*SENT.numbers, "enough")) == [Drained(*SENT.numbers, 0)], (
         "the acknowledgement was lost: said again"
     )
 
@@ -529,15 +658,15 @@ def test_a_write_that_proves_nothing_is_not_acknowledged_before_its_agent_is_des
     assert renew == Renew()
     assert ended.poll is KVPoll.FAILED
     assert not outcome.drained
-    assert peer.say(OutcomeAck(*KEY, 0)) == []
+    assert peer.say(OutcomeAck(*SENT.numbers, 0)) == []
     for _ in range(3):
-        assert peer.say(Abort(*KEY, "enough")) == []
+        assert peer.say(Abort(*SENT.numbers, "enough")) == []
         assert set(kinds(peer.after(100.0))) <= {"Heartbeat"}
     assert peer.control.num_rooms == 1
-    assert peer.on(WriteDrained(post.job_id)) == [Drained(*KEY, 0, settle=True)]
+    assert peer.on(WriteDrained(post.job_id)) == [Drained(*SENT.numbers, 0, settle=True)]
     assert peer.control.num_rooms == 0
     assert peer.on(WriteDrained(post.job_id)) == []
-    assert peer.say(Abort(*KEY, "enough")) == [Drained(*KEY, 0, settle=True)], (
+    assert peer.say(Abort(*SENT.numbers, "enough")) == [Drained(*SENT.numbers, 0, settle=True)], (
         "that it was lost is no reason to hurry"
     )
 
@@ -547,7 +676,7 @@ def test_the_end_of_an_agent_says_nothing_of_a_room_that_was_dropped_since() -> 
     peer = DecodePeer().bootstrapped()
     [post] = peer.chunk(1, [30, 31])
     peer.say(messages.Fenced())
-    assert peer.ended(post.job_id, OSError("reset"), drained=False) == [SourceFree(KEY), Renew()]
+    assert peer.ended(post.job_id, OSError("reset"), drained=False) == [SourceFree(SENT), Renew()]
     peer.say(HELLO, newer(DECODE))
     peer.say(promise(), newer(DECODE))
     assert peer.on(WriteDrained(post.job_id)) == []
@@ -559,7 +688,7 @@ def test_the_engines_abort_ends_the_room_and_tells_decode(promised: bool) -> Non
     peer = DecodePeer().known()
     if promised:
         peer.say(promise())
-    peer.on(AddRoom(KEY, 10))
+    peer.on(add_room())
     actions = peer.on(ENOUGH)
     assert kinds(actions) == (
         ["RoomEnded", "Outcome", "SourceFree"] if promised else ["RoomEnded", "SourceFree"]
@@ -581,7 +710,7 @@ def test_a_peer_that_goes_ends_its_rooms_and_its_writes_are_waited_for(how: str)
     wanted = ["RoomEnded", "Cancel", "RemovePeer"]
     assert kinds(actions) == wanted + (["AddPeer", "HelloReply"] if how == "restart" else [])
     assert peer.control.num_rooms == 1, "what was parked is gone"
-    assert peer.ended(post.job_id, OSError("reset"), drained=False) == [SourceFree(KEY), Renew()]
+    assert peer.ended(post.job_id, OSError("reset"), drained=False) == [SourceFree(SENT), Renew()]
     assert peer.control.num_rooms == 0
     assert peer.control.peers(peer.now_s) == ({newer(DECODE): "ready"} if how == "restart" else {})
 
@@ -596,13 +725,13 @@ def test_a_fence_ends_the_rooms_of_its_incarnation_and_forgets_it() -> None:
     assert peer.control.num_rooms == 2
     lost = Alike(PeerLostError(f"{DECODE} was fenced"))
     assert peer.on(Fence(DECODE)) == [
-        RoomEnded(KEY, KVPoll.FAILED, lost),
+        RoomEnded(SENT, KVPoll.FAILED, lost),
         Cancel(post.job_id),
         RemovePeer(DECODE),
     ]
     assert (peer.control.peers(peer.now_s), peer.control.num_rooms) == ({}, 1), "what was parked is"
     assert peer.on(Fence(DECODE)) == [], "again: no-op"
-    assert peer.ended(post.job_id) == [SourceFree(KEY)], "its writes are waited for"
+    assert peer.ended(post.job_id) == [SourceFree(SENT)], "its writes are waited for"
     assert peer.control.num_rooms == 0
     assert peer.say(Heartbeat()) == [HelloWanted()]
     assert peer.after(TIMING.forget_after_s) == []
@@ -615,7 +744,7 @@ def test_a_silent_peer_is_suspect_and_forgotten_when_it_has_no_room() -> None:
     assert Heartbeat() in peer.after(TIMING.heartbeat_s)
     peer.after(TIMING.suspect_after_s)
     assert peer.control.peers(peer.now_s) == {DECODE: "suspect"}
-    peer.say(Abort(*KEY, ""))
+    peer.say(Abort(*SENT.numbers, ""))
     assert peer.control.peers(peer.now_s) == {DECODE: "ready"}
     assert RemovePeer(DECODE) not in peer.after(TIMING.forget_after_s)
     assert RemovePeer(DECODE) in peer.after(TIMING.heartbeat_s)
@@ -666,19 +795,21 @@ def test_a_room_number_is_used_again_while_the_last_acknowledgement_is_still_out
     assert "PromiseAck" in kinds(peer.say(msgspec.structs.replace(promise(), ticket=2))), (
         "the old use has ended"
     )
-    assert not of(peer.say(messages.OutcomeAck(*KEY, 0, ticket=1)), RoomEnded)
-    peer.on(AddRoom(KEY, 10))
+    assert not of(peer.say(messages.OutcomeAck(*SENT.numbers, 0, ticket=1)), RoomEnded)
+    peer.on(add_room())
     [post] = of(peer.chunk(1, [7, 8], last=True), WriteJob)
-    assert of(peer.ended(post.job_id), RoomEnded) == [RoomEnded(KEY, KVPoll.SUCCESS)]
-    assert peer.say(messages.OutcomeAck(*KEY, 0, ticket=1)) == []
+    assert of(peer.ended(post.job_id), RoomEnded) == [RoomEnded(SENT, KVPoll.SUCCESS)]
+    assert peer.say(messages.OutcomeAck(*SENT.numbers, 0, ticket=1)) == []
     assert peer.control.num_rooms == 1, "the acknowledgement of the use before is none of this one"
-    peer.say(messages.OutcomeAck(*KEY, 0, ticket=2))
+    peer.say(messages.OutcomeAck(*SENT.numbers, 0, ticket=2))
     assert peer.control.num_rooms == 0
 
 
 def test_an_abort_of_an_earlier_use_leaves_the_room_alone() -> None:
     peer = DecodePeer().bootstrapped(msgspec.structs.replace(promise(), ticket=2))
-    assert peer.say(messages.Abort(*KEY, "late", ticket=1)) == [messages.Drained(*KEY, 0, ticket=1)]
+    assert peer.say(messages.Abort(*SENT.numbers, "late", ticket=1)) == [
+        messages.Drained(*SENT.numbers, 0, ticket=1)
+    ]
     assert peer.chunk(1, [5, 6], last=True), "the present use goes on"
 
 
@@ -690,17 +821,17 @@ def _frame(body: Any, by: PeerId = DECODE) -> FrameReceived[bytes]:
 
 
 INPUTS: dict[str, tuple[Any, list[str]]] = {
-    "a request": (AddRoom(RoomKey(8, 0), 10), []),
-    "pages": (send_chunk(KEY, 2, [31], False, b""), ["WriteJob"]),
+    "a request": (add_room(RoomKey(8, 0, SENT.decode)), []),
+    "pages": (send_chunk(SENT, 2, [31], False, b""), ["WriteJob"]),
     "a room to end": (ENOUGH, ["RoomEnded", "Cancel", "Outcome"]),
     "a fence": (Fence(DECODE), ["RoomEnded", "Cancel", "RemovePeer"]),
     "a frame": (FrameReceived(ROUTE, b"junk"), []),
     "a frame that raised": (
-        FrameFailed(_frame(OutcomeAck(*KEY, 0)), OSError("on purpose")),
+        FrameFailed(_frame(OutcomeAck(*SENT.numbers, 0)), OSError("on purpose")),
         ["RoomEnded", "Cancel", "Outcome"],
     ),
     "a frame that raised, of another peer": (
-        FrameFailed(_frame(OutcomeAck(*KEY, 0), OTHER), OSError("on purpose")),
+        FrameFailed(_frame(OutcomeAck(*SENT.numbers, 0), OTHER), OSError("on purpose")),
         [],
     ),
     "a frame that raised and names no room": (
@@ -736,7 +867,7 @@ def test_what_follows_from_each_input(what: Any, follows: list[str]) -> None:
 
 def test_these_are_all_inputs_there_are_and_any_other_raises() -> None:
     assert {type(what) for what, _ in INPUTS.values()} == members(PrefillInput)
-    for other in (OpenRoom(promise(), ADDRESS), SourceFree(KEY), promise(), KEY, None):
+    for other in (OpenRoom(promise(), ADDRESS, PROMPT), SourceFree(SENT), promise(), SENT, None):
         with pytest.raises(AssertionError, match="Expected code to be unreachable"):
             DecodePeer().on(other)  # type: ignore[arg-type]
 
@@ -745,7 +876,7 @@ def test_a_write_that_failed_undrained_asks_for_another_agent_each_time() -> Non
     peer = DecodePeer().bootstrapped()
     [first], [second] = peer.chunk(1, [30]), peer.chunk(2, [31])
     assert Renew() not in peer.ended(first.job_id, OSError("reset"), drained=True)
-    assert peer.ended(second.job_id, OSError("reset"), drained=False) == [SourceFree(KEY), Renew()]
+    assert peer.ended(second.job_id, OSError("reset"), drained=False) == [SourceFree(SENT), Renew()]
     assert peer.ended(99, OSError("reset"), drained=False) == [Renew()], "also of no room any more"
     assert peer.control.counters == {"writes_failed": 3}
 

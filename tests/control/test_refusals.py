@@ -39,7 +39,7 @@ from tests.control.wire import (
 
 WHY = "no room for it"
 ENOUGH = AbortRoom(KEY, WHY)
-TOLD = Abort(*KEY, WHY, 9)
+TOLD = Abort(*KEY.numbers, WHY, 9)
 
 
 def refuse(peer: PrefillPeer, key: RoomKey = KEY, ticket: int = 9) -> list[Any]:
@@ -53,7 +53,7 @@ def test_prefill_is_told_as_soon_as_it_is_there_and_its_answer_frees_the_number(
     assert peer.open() == [RoomEnded(KEY, KVPoll.FAILED, open_already), RoomDrained(KEY)]
     assert peer.greet() == [TOLD]
     assert peer.expected == 0, "no page of ours is known there"
-    assert peer.say(Drained(*KEY, 0, 9)) == [RoomDrained(KEY)]
+    assert peer.say(Drained(*KEY.numbers, 0, 9)) == [RoomDrained(KEY)]
     assert peer.control.num_rooms == 0
     assert kinds(peer.open()) == ["Promise"]
 
@@ -90,10 +90,10 @@ def test_an_abort_before_prefill_is_there_frees_the_pages_at_once_and_is_told_la
     peer.open()
     assert kinds(peer.on(ENOUGH)) == ["RoomEnded", "RoomDrained"]
     assert peer.on(ENOUGH) == [], "again: no-op; the refusal goes on"
-    assert peer.greet() == [Abort(*KEY, "no room for it", promise().ticket)]
+    assert peer.greet() == [Abort(*KEY.numbers, "no room for it", promise().ticket)]
     assert peer.on(ENOUGH) == []
     assert peer.control.num_rooms == 1, "it waits for the answer"
-    assert peer.say(Drained(*KEY, 0, promise().ticket)) == [], (
+    assert peer.say(Drained(*KEY.numbers, 0, promise().ticket)) == [], (
         "which is no news: the number was free already"
     )
     assert peer.control.num_rooms == 0
@@ -111,7 +111,7 @@ def test_a_number_that_is_used_again_before_that_is_not_refused_any_more() -> No
 @pytest.mark.parametrize("event", [ChunkLanded(0, 0, 0), PromiseAcked(0), DrainedSaid(1), Tick()])
 def test_what_means_nothing_to_a_refusal_changes_nothing(event: Any) -> None:
     machine = RefusalMachine(KEY, 9, "why", TIMING, 0.0)
-    assert machine.on(PeerReady((0,)), 0.0) == [Say(0, Abort(*KEY, "why", 9))]
+    assert machine.on(PeerReady((0,)), 0.0) == [Say(0, Abort(*KEY.numbers, "why", 9))]
     assert machine.on(event, 0.1) == []
     assert not machine.over
 

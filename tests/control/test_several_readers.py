@@ -17,13 +17,14 @@ from prefixkv.control.effects import AddPeer, Cancel, CopyDone, RemovePeer, Rene
 from prefixkv.errors import (
     AbortedError,
     PeerLostError,
+    PromptMismatchError,
     RequestError,
     TransferError,
     TransferTimeoutError,
 )
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol import sender_events as sm
-from prefixkv.protocol.commands import AddRoom, Fence, SendChunk
+from prefixkv.protocol.commands import Fence, SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -45,15 +46,17 @@ from prefixkv.transport.base import WriteDrained, WriteJob
 from tests.control.mesh_wire import (
     AREA,
     DIGEST,
-    KEY,
+    SENT,
     SLOTS,
     TIMING,
     Readers,
+    add_room,
     bodies,
     hello,
     promise,
 )
 from tests.control.wire import Alike, of
+from tests.protocol.rooms import PROMPT, PROVED
 
 A, B = PeerId("d/0", 5), PeerId("d/1", 5)
 WHY = AbortedError("enough")
@@ -73,7 +76,7 @@ class Machine:
         fill_len: int = 16,
         prefix: int = 0,
     ):
-        self.machine = SenderMachine(KEY, 0, page_size, count(1).__next__, TIMING, 0.0)
+        self.machine = SenderMachine(SENT, 0, page_size, count(1).__next__, TIMING, 0.0)
         self.now_s = 0.0
         self.changes = {"unit_tokens": unit_tokens, "fold": fold}
         self.fill_len, self.prefix = fill_len, prefix
@@ -95,11 +98,11 @@ class Machine:
         }
         return sm.Promised(
             peer=(A, B)[reader], ticket=ticket, reader=reader, readers=(0, 1), writes=writes,
-            **fields
+            **PROVED, **fields
         )  # fmt: skip
 
     def begun(self, **changes: Any) -> Machine:
-        self.on(sm.Added(self.fill_len))
+        self.on(sm.Added(self.fill_len, PROMPT))
         for reader in (0, 1):
             self.on(self.promised(reader, **changes))
         return self
@@ -108,7 +111,9 @@ class Machine:
         src = np.array(src_pages, np.int32)
         aux = b"aux" if last else b""
         return self.on(
-            SendChunk(key=KEY, first_page=first_page, src_pages=src, last=last, aux=aux, ready=None)
+            SendChunk(
+                key=SENT, first_page=first_page, src_pages=src, last=last, aux=aux, ready=None
+            )
         )
 
     def abort(self, reader: int) -> list[Any]:
@@ -131,10 +136,10 @@ def test_a_room_begins_when_the_engine_and_all_readers_have_named_it(
 ) -> None:
     room = Machine()
     for i, named in enumerate(order):
-        actions = room.on(sm.Added(16) if named == "added" else room.promised(named))
-        assert of(actions, Bootstrapped) == ([Bootstrapped(KEY, A, 0)] if i == 2 else [])
+        actions = room.on(sm.Added(16, PROMPT) if named == "added" else room.promised(named))
+        assert of(actions, Bootstrapped) == ([Bootstrapped(SENT, A, 0)] if i == 2 else [])
         if named != "added":
-            assert said(actions, PromiseAck) == [((A, B)[named], PromiseAck(*KEY, 0, 1))]
+            assert said(actions, PromiseAck) == [((A, B)[named], PromiseAck(*SENT.numbers, 0, 1))]
 
 
 def test_each_reader_gets_every_chunk_and_the_outcome() -> None:
@@ -146,7 +151,7 @@ def test_each_reader_gets_every_chunk_and_the_outcome() -> None:
     for post in (first, third, fourth):
         assert room.on(sm.WriteEnded(post.job_id)) == []
     actions = room.on(sm.WriteEnded(second.job_id))
-    assert of(actions, RoomEnded) == [RoomEnded(KEY, KVPoll.SUCCESS)]
+    assert of(actions, RoomEnded) == [RoomEnded(SENT, KVPoll.SUCCESS)]
     assert [(to, body.ok, body.num_pages) for to, body in said(actions, Outcome)] == [
         (A, True, 4),
         (B, True, 4),
@@ -179,7 +184,7 @@ def test_an_abort_of_one_reader_fails_the_other_and_drains_for_both_with_the_las
     assert room.on(sm.WriteEnded(posts[1].job_id, WHY)) == []
     actions = room.on(sm.WriteEnded(posts[0].job_id))
     assert [to for to, _ in said(actions, Drained)] == [A, B]
-    assert of(actions, SourceFree) == [SourceFree(KEY)]
+    assert of(actions, SourceFree) == [SourceFree(SENT)]
     assert room.machine.over
 
 
@@ -204,7 +209,7 @@ def test_a_reader_that_is_gone_waits_for_nothing() -> None:
 
 def test_a_promise_after_the_failure_is_told_at_once() -> None:
     room = Machine()
-    room.on(sm.Added(16))
+    room.on(sm.Added(16, PROMPT))
     room.on(room.promised(0))
     room.on(sm.Fail(WHY))
     assert not room.machine.over
@@ -220,7 +225,7 @@ def test_a_promise_after_the_failure_is_told_at_once() -> None:
 
 def test_a_reader_that_never_promises_is_not_waited_for_for_ever() -> None:
     room = Machine()
-    room.on(sm.Added(16))
+    room.on(sm.Added(16, PROMPT))
     room.on(room.promised(0))
     room.now_s = TIMING.bootstrap_timeout_s
     (ended,) = of(room.on(sm.Tick()), RoomEnded)
@@ -283,28 +288,44 @@ def test_pages_that_are_not_the_promised_fail_the_room(
 # --- the control object ---------------------------------------------------------------------------
 
 
-def test_claims_of_one_worker_are_joined_and_those_of_another_refused() -> None:
+def test_claims_of_one_worker_are_joined_and_those_of_another_are_of_its_own_room() -> None:
     peer = Readers(tp=1)
     a, b = peer.greet(2)
     other = peer.greet(2, "x")
     assert bodies(peer.say(a, promise()), PromiseAck)
     for stranger in other:
-        ((_, refusal),) = bodies(peer.say(stranger, promise()), Outcome)
-        assert (refusal.ok, refusal.drained) == (False, True)
-        assert "belongs to" in refusal.error
-    assert peer.on(AddRoom(KEY, 10)) == []
-    assert of(peer.say(b, promise()), Bootstrapped) == [Bootstrapped(KEY, a, 0)]
+        assert bodies(peer.say(stranger, promise()), PromiseAck)
+    assert peer.on(add_room()) == []
+    assert of(peer.say(b, promise()), Bootstrapped) == [Bootstrapped(SENT, a, 0)]
     for stranger in other:
-        assert bodies(peer.say(stranger, Abort(*KEY, "no", 1)), Drained), "nothing goes there"
+        assert bodies(peer.say(stranger, Abort(*SENT.numbers, "no", 1)), Drained), (
+            "nothing goes there"
+        )
     assert peer.control.num_rooms == 1
     posts = of(peer.chunk(0, [1, 2, 3], last=True), WriteJob)
     assert [post.peer for post in posts] == [a, b]
 
 
+def test_every_reader_proves_its_own_promise() -> None:
+    for liar in (0, 1):
+        peer = Readers(tp=1)
+        readers = peer.greet(2)
+        assert peer.on(add_room()) == []
+        for reader in readers:
+            proof = promise().proof if reader != readers[liar] else bytes(32)
+            effects = peer.say(reader, msgspec.structs.replace(promise(), proof=proof))
+            if reader == readers[liar]:
+                break
+            assert not of(effects, Bootstrapped)
+        [ended] = of(effects, RoomEnded)
+        assert isinstance(ended.error, PromptMismatchError)
+        assert not bodies(peer.chunk(0, [1, 2, 3], last=True), Outcome)
+
+
 def test_a_promise_for_a_later_use_is_refused_while_this_one_may_write() -> None:
     peer = Readers(tp=1)
     a, b = peer.greet(2)
-    peer.on(AddRoom(KEY, 10))
+    peer.on(add_room())
     for reader in (a, b):
         peer.say(reader, promise())
     posts = of(peer.chunk(0, [1, 2, 3], last=True), WriteJob)
@@ -327,7 +348,7 @@ def test_two_that_say_they_are_one_rank_of_a_worker_are_not_joined() -> None:
         peer.say(reader, promise())
     ((_, refusal),) = bodies(peer.say(twin, promise()), Outcome)
     assert not refusal.ok
-    assert "belongs to" in refusal.error
+    assert "of another life or rank" in refusal.error
 
 
 def parked(peer: Readers) -> list[int]:
@@ -346,7 +367,7 @@ def test_parked_promises_are_counted_by_reader_and_come_free_with_the_request() 
     full = msgspec.structs.replace(promise(), room=50)
     assert "limit" in bodies(peer.say(a, full), Outcome)[0][1].error
     assert parked(peer) == [TIMING.max_parked_per_peer] * 2
-    peer.on(AddRoom(RoomKey(0, 0), 10))
+    peer.on(add_room(RoomKey(0, 0, SENT.decode), 10))
     assert parked(peer) == [TIMING.max_parked_per_peer - 1] * 2
     peer.say(b, Abort(1, 0, "no", 1))
     assert parked(peer) == [TIMING.max_parked_per_peer - 2] * 2
@@ -357,7 +378,7 @@ def test_parked_promises_are_counted_by_reader_and_come_free_with_the_request() 
 def test_a_reader_that_leaves_fails_its_rooms_for_the_others() -> None:
     peer = Readers(tp=1)
     a, b = peer.greet(2)
-    peer.on(AddRoom(KEY, 10))
+    peer.on(add_room())
     for reader in (a, b):
         peer.say(reader, promise())
     actions = peer.say(b, Fenced())
@@ -365,21 +386,21 @@ def test_a_reader_that_leaves_fails_its_rooms_for_the_others() -> None:
     (ended,) = of(actions, RoomEnded)
     assert isinstance(ended.error, PeerLostError)
     assert of(actions, RemovePeer) == [RemovePeer(b)]
-    peer.say(a, OutcomeAck(*KEY, 0, 1))
+    peer.say(a, OutcomeAck(*SENT.numbers, 0, 1))
     assert peer.control.num_rooms == 0
 
 
 def test_a_reader_that_leaves_takes_no_other_readers_proof_with_it() -> None:
     peer = Readers(tp=1)
     a, b = peer.greet(2)
-    peer.on(AddRoom(KEY, 10))
+    peer.on(add_room())
     for reader in (a, b):
         peer.say(reader, promise())
     to_a, to_b = of(peer.chunk(0, [1, 2, 3]), WriteJob)
     peer.say(b, Fenced())
     peer.ended(to_b.job_id, WHY)
     peer.ended(to_a.job_id, TransferError("after its post"), drained=False)
-    assert bodies(peer.say(a, Abort(*KEY, "no", 1)), Drained) == [], (
+    assert bodies(peer.say(a, Abort(*SENT.numbers, "no", 1)), Drained) == [], (
         "it may still land in the other's pages"
     )
     ((to, drained),) = bodies(peer.on(WriteDrained(to_a.job_id)), Drained)
@@ -398,7 +419,7 @@ def test_a_lone_reader_of_replicas_is_written_by_one_and_told_by_all() -> None:
     assert [body.refused for _, body in bodies(said, HelloReply)] == [""]
     assert of(said, AddPeer) == []
     peer.say(A, promise())
-    assert of(peer.on(AddRoom(KEY, 10)), Bootstrapped)
+    assert of(peer.on(add_room()), Bootstrapped)
     actions = peer.chunk(0, [1, 2, 3], last=True)
     assert of(actions, WriteJob) == []
     assert [body.num_pages for _, body in bodies(actions, Outcome)] == [3]
@@ -515,14 +536,14 @@ def staged() -> tuple[Readers, PeerId, PeerId]:
     slice."""
     peer = Readers(staging=SLOTS)
     a, b = peer.greet(2, staging=AREA)
-    peer.on(AddRoom(KEY, 10))
+    peer.on(add_room())
     for reader in (a, b):
         peer.say(reader, promise())
     return peer, a, b
 
 
 def grant(piece: int = 0, lease_id: int = 1, offset: int = 0, ticket: int = 1) -> LeaseGrant:
-    return LeaseGrant(*KEY, piece, lease_id, offset, ticket)
+    return LeaseGrant(*SENT.numbers, piece, lease_id, offset, ticket)
 
 
 def gathered(peer: Readers, reader: PeerId, said: LeaseGrant) -> WriteJob:
@@ -535,7 +556,7 @@ def gathered(peer: Readers, reader: PeerId, said: LeaseGrant) -> WriteJob:
 
 def test_a_slice_is_asked_for_gathered_and_written_into_its_lease() -> None:
     peer, a, b = staged()
-    ask = LeaseAsk(*KEY, 0, piece=0, first_unit=0, num_units=3, ticket=1)
+    ask = LeaseAsk(*SENT.numbers, 0, piece=0, first_unit=0, num_units=3, ticket=1)
     assert peer.chunk(0, [1, 2, 3]) == [(b"d/0", ask), (b"d/1", ask)]
     (gather,) = peer.say(b, grant(lease_id=5, offset=4 * BLOCK_BYTES))
     assert isinstance(gather, Gather)
@@ -545,11 +566,11 @@ def test_a_slice_is_asked_for_gathered_and_written_into_its_lease() -> None:
     assert (write.peer, write.route, write.ready) == (b, "staging", None)
     assert write.src_pages.tolist() == [4 * gather.slot + block for block in range(3)]
     assert write.dst_pages.tolist() == [4, 5, 6]
-    assert write.tag == ChunkTag(5, *KEY, rank=0, chunk=0, lease_id=5)
+    assert write.tag == ChunkTag(5, *SENT.numbers, rank=0, chunk=0, lease_id=5)
     assert peer.ended(write.job_id) == []
     peer.chunk(3, [], last=True)
     (ended, to_a, to_b, free) = peer.ended(gathered(peer, a, grant()).job_id)
-    assert (ended, free) == (RoomEnded(KEY, KVPoll.SUCCESS), SourceFree(KEY))
+    assert (ended, free) == (RoomEnded(SENT, KVPoll.SUCCESS), SourceFree(SENT))
     assert [(to, body.ok, body.num_pages) for to, body in (to_a, to_b)] == [
         (b"d/0", True, 3),
         (b"d/1", True, 3),
@@ -593,7 +614,7 @@ def test_a_gather_that_fails_fails_the_room_and_nothing_else_of_it_is_posted() -
     assert of(said, SourceFree) == [], "the other gather reads the source"
     said = peer.on(CopyDone(second.gather_id))
     assert of(said, WriteJob) == []
-    assert of(said, SourceFree) == [SourceFree(KEY)]
+    assert of(said, SourceFree) == [SourceFree(SENT)]
 
 
 def test_a_staged_write_that_failed_undrained_keeps_its_slot_and_drains_no_reader() -> None:
@@ -602,10 +623,10 @@ def test_a_staged_write_that_failed_undrained_keeps_its_slot_and_drains_no_reade
     write = gathered(peer, a, grant())
     said = peer.ended(write.job_id, OSError("reset"), drained=False)
     assert (len(of(said, RoomEnded)), said[-1]) == (1, Renew())
-    assert of(said, SourceFree) == [SourceFree(KEY)], "it reads the slot, and not the pages"
+    assert of(said, SourceFree) == [SourceFree(SENT)], "it reads the slot, and not the pages"
     assert [body.drained for _, body in bodies(said, Outcome)] == [False, False]
     for reader in (a, b):
-        assert bodies(peer.say(reader, Abort(*KEY, "no", 1)), Drained) == []
+        assert bodies(peer.say(reader, Abort(*SENT.numbers, "no", 1)), Drained) == []
     assert peer.control.staging.free_slots == 1
     drained = bodies(peer.on(WriteDrained(write.job_id)), Drained)
     assert [(to, body.settle) for to, body in drained] == [(b"d/0", True), (b"d/1", True)]
@@ -618,11 +639,11 @@ def test_a_room_that_is_over_is_forgotten_so_that_its_number_may_be_staged_again
         if ticket == 2:
             for reader in (a, b):
                 peer.say(reader, promise(ticket=2))
-            peer.on(AddRoom(KEY, 10))
+            peer.on(add_room())
         assert len(bodies(peer.chunk(0, [1, 2, 3], last=True), LeaseAsk)) == 2
         for reader in (a, b):
             said = peer.ended(gathered(peer, reader, grant(ticket=ticket)).job_id)
-        assert of(said, SourceFree) == [SourceFree(KEY)]
+        assert of(said, SourceFree) == [SourceFree(SENT)]
         assert peer.control.staging.num_rooms == 0
 
 
@@ -640,18 +661,18 @@ def test_a_staged_reader_that_goes_takes_its_jobs_with_it(how: str) -> None:
     assert Cancel(write.job_id) in said
     assert RemovePeer(b) in said
     assert set(peer.control.staging.peers) == ({a, newer} if how == "restart" else {a})
-    assert of(peer.ended(write.job_id, WHY), SourceFree) == [SourceFree(KEY)]
+    assert of(peer.ended(write.job_id, WHY), SourceFree) == [SourceFree(SENT)]
     assert peer.control.staging.num_jobs == 0
 
 
 def test_a_room_that_is_added_again_goes_on_with_what_is_staged_of_it() -> None:
     peer, a, b = staged()
     added_already = Alike(RequestError("room 7 generation 0 was added already"))
-    refused = [RoomEnded(KEY, KVPoll.FAILED, added_already), SourceFree(KEY)]
+    refused = [RoomEnded(SENT, KVPoll.FAILED, added_already), SourceFree(SENT)]
     peer.chunk(0, [1, 2])
-    assert peer.on(AddRoom(KEY, 10)) == refused, "while leases are asked for"
+    assert peer.on(add_room()) == refused, "while leases are asked for"
     for reader in (a, b):
         peer.ended(gathered(peer, reader, grant()).job_id)
-    assert peer.on(AddRoom(KEY, 10)) == refused, "while nothing is under way"
+    assert peer.on(add_room()) == refused, "while nothing is under way"
     asks = [ask for _, ask in bodies(peer.chunk(2, [3], last=True), LeaseAsk)]
     assert [(ask.piece, ask.first_unit) for ask in asks] == [(1, 2)] * 2

@@ -51,7 +51,7 @@ def test_the_leader_says_where_the_others_are_and_all_are_promised_at_once() -> 
     assert bodies(pair.reply(3), Promise) == []
     assert bodies(pair.reply(2), Promise) == [(ADDRESSES[2], promise()), (ADDRESSES[3], promise())]
     assert pair.expected == 1
-    again = Promise(8, 0, 10, 0, promise().pages, 2)
+    again = Promise(8, 0, 10, 0, promise().pages, 2, proof=promise().proof)
     assert bodies(pair.open(again), Promise) == [(ADDRESSES[2], again), (ADDRESSES[3], again)], (
         "known by now"
     )
@@ -69,16 +69,18 @@ def test_one_that_failed_fails_the_room_and_each_proves_for_itself() -> None:
     said = pair.outcome(1, ok=False)
     assert "prefill rank 1: broke" in str(ended(said).error)
     assert [to for to, _ in bodies(said, Abort)] == [ADDRESSES[0]]
-    assert pair.say(1, Drained(*KEY, 1, 1)) == [], "proves nothing of rank 0"
-    assert of(pair.say(1, Drained(*KEY, 0, 1)), RoomDrained) == [], "nor does it when it says so"
-    assert of(pair.say(0, Drained(*KEY, 0, 1)), RoomDrained) == [RoomDrained(KEY)]
+    assert pair.say(1, Drained(*KEY.numbers, 1, 1)) == [], "proves nothing of rank 0"
+    assert of(pair.say(1, Drained(*KEY.numbers, 0, 1)), RoomDrained) == [], (
+        "nor does it when it says so"
+    )
+    assert of(pair.say(0, Drained(*KEY.numbers, 0, 1)), RoomDrained) == [RoomDrained(KEY)]
 
 
 def test_a_rank_speaks_for_itself_only() -> None:
     pair = Writers().opened()
     for body in (
-        Outcome(*KEY, 0, True, 1, 3, b"", "", True, 1),
-        Outcome(*KEY, 9, True, 1, 3, b"", "", True, 1),
+        Outcome(*KEY.numbers, 0, True, 1, 3, b"", "", True, 1),
+        Outcome(*KEY.numbers, 9, True, 1, 3, b"", "", True, 1),
     ):
         assert pair.say(1, body) == []
     assert pair.control.counters["frames_dropped"] == 2
@@ -151,7 +153,7 @@ def test_a_writer_that_falls_silent_after_the_promise_holds_the_pages_alone() ->
     assert isinstance(ended(said).error, TransferTimeoutError)
     assert {to for to, _ in bodies(said, Abort)} == {ADDRESSES[1]}, "rank 0 has proved it"
     assert of(said, RoomDrained) == []
-    assert of(pair.say(1, Drained(*KEY, 1, 1)), RoomDrained) == [RoomDrained(KEY)]
+    assert of(pair.say(1, Drained(*KEY.numbers, 1, 1)), RoomDrained) == [RoomDrained(KEY)]
 
 
 # --- one of them is another now -------------------------------------------------------------------
@@ -166,8 +168,8 @@ def test_a_writer_that_was_restarted_fails_the_room_and_only_a_fence_drains_it(w
     assert [to for to, _ in bodies(said, Abort)] == [ADDRESSES[0]], (
         "the new one knows nothing of it"
     )
-    assert pair.say(1, Drained(*KEY, 1, 1), by=newer) == []
-    pair.say(0, Drained(*KEY, 0, 1))
+    assert pair.say(1, Drained(*KEY.numbers, 1, 1), by=newer) == []
+    pair.say(0, Drained(*KEY.numbers, 0, 1))
     assert of(pair.on(Fence(pair.peers[1])), RoomDrained) == [RoomDrained(KEY)]
 
 
@@ -176,7 +178,7 @@ def test_a_fence_of_one_writer_leaves_the_others_to_prove_it() -> None:
     said = pair.on(Fence(pair.peers[0]))
     assert isinstance(ended(said).error, PeerLostError)
     assert of(said, RoomDrained) == []
-    assert of(pair.say(1, Drained(*KEY, 1, 1)), RoomDrained) == [RoomDrained(KEY)]
+    assert of(pair.say(1, Drained(*KEY.numbers, 1, 1)), RoomDrained) == [RoomDrained(KEY)]
 
 
 def test_rooms_wait_for_a_writer_that_is_greeted_again() -> None:
@@ -197,7 +199,9 @@ def test_an_abort_before_the_promise_is_said_to_all_that_would_have_had_it() -> 
     assert [to for to, _ in bodies(pair.reply(1), Abort)] == [ADDRESSES[0], ADDRESSES[1]]
     assert pair.control.num_rooms == 1
     for rank in (0, 1):
-        assert pair.say(rank, Drained(*KEY, rank, 1)) == [], "no news: the pages were never told"
+        assert pair.say(rank, Drained(*KEY.numbers, rank, 1)) == [], (
+            "no news: the pages were never told"
+        )
     assert pair.control.num_rooms == 0
 
 
@@ -208,7 +212,7 @@ def asked(
     pair: Writers, rank: int, piece: int = 0, first: int = 0, count: int = 1, **changes: Any
 ) -> list[Any]:
     fields = {"ticket": 1, **changes}
-    return pair.say(rank, LeaseAsk(*KEY, rank, piece, first, count, **fields))
+    return pair.say(rank, LeaseAsk(*KEY.numbers, rank, piece, first, count, **fields))
 
 
 def staged() -> Writers:
@@ -223,7 +227,7 @@ def test_a_grant_goes_to_all_writers_and_a_lease_is_scattered_by_their_sections(
     assert said[0][1] == said[1][1]
     lease = said[0][1].lease_id
     for rank in (1, 0):
-        actions = pair.on(Arrived(ChunkTag(5, *KEY, rank, 0, lease_id=lease).pack()))
+        actions = pair.on(Arrived(ChunkTag(5, *KEY.numbers, rank, 0, lease_id=lease).pack()))
     (scatter,) = of(actions, Scatter)
     assert scatter.units.tolist() == [3]
     assert [(part.first_head, part.num_heads) for _, part in sorted(scatter.parts.items())] == [
@@ -279,7 +283,7 @@ def test_an_ask_that_cannot_be_fails_its_room_alone(bad: dict[str, int]) -> None
 def test_asks_of_another_use_or_where_nothing_is_staged_are_dropped() -> None:
     pair = staged()
     assert asked(pair, 0, ticket=2) == []
-    assert pair.say(1, LeaseAsk(*KEY, 0, 0, 0, 1, 1)) == [], "in another rank's name"
+    assert pair.say(1, LeaseAsk(*KEY.numbers, 0, 0, 0, 1, 1)) == [], "in another rank's name"
     assert pair.control.counters["frames_dropped"] == 2
     plain = Writers().opened()
     assert asked(plain, 0) == []
@@ -292,11 +296,11 @@ def test_arrivals_for_a_lease_of_a_room_that_is_over_change_nothing() -> None:
     lease = bodies(asked(pair, 0), LeaseGrant)[0][1].lease_id
     pair.on(ENOUGH)
     for rank in (0, 1):
-        pair.say(rank, Drained(*KEY, rank, 1))
+        pair.say(rank, Drained(*KEY.numbers, rank, 1))
     assert pair.control.num_rooms == 0
-    assert pair.on(Arrived(ChunkTag(5, *KEY, 0, 0, lease_id=lease).pack())) == []
+    assert pair.on(Arrived(ChunkTag(5, *KEY.numbers, 0, 0, lease_id=lease).pack())) == []
     pair.open(promise(ticket=2))
-    assert pair.on(Arrived(ChunkTag(5, *KEY, 0, 0, lease_id=lease).pack())) == [], (
+    assert pair.on(Arrived(ChunkTag(5, *KEY.numbers, 0, 0, lease_id=lease).pack())) == [], (
         "an earlier use's"
     )
     assert pair.control.staging.counters["arrivals_of_no_lease"] == 1
@@ -350,7 +354,9 @@ def landed() -> tuple[Writers, Scatter]:
         asked(pair, 1, piece, first, count)
         lease = bodies(asked(pair, 0, piece, first, count), LeaseGrant)[0][1].lease_id
         for rank in (0, 1):
-            effects = pair.on(Arrived(ChunkTag(5, *KEY, rank, piece, lease_id=lease).pack()))
+            effects = pair.on(
+                Arrived(ChunkTag(5, *KEY.numbers, rank, piece, lease_id=lease).pack())
+            )
         (scatter,) = effects
         if piece == 0:
             assert pair.on(CopyDone(lease)) == []
@@ -380,7 +386,7 @@ def test_a_failed_room_is_not_drained_while_our_own_copy_writes_its_pages() -> N
     pair, scatter = landed()
     assert ended(pair.on(ENOUGH)).key == KEY
     for rank in (0, 1):
-        assert of(pair.say(rank, Drained(*KEY, rank, 1)), RoomDrained) == []
+        assert of(pair.say(rank, Drained(*KEY.numbers, rank, 1)), RoomDrained) == []
     assert pair.control.num_rooms == 0, "its writers have proved it"
     assert pair.on(CopyDone(scatter.lease_id)) == [RoomDrained(KEY)]
 

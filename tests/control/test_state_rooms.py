@@ -11,7 +11,7 @@ import pytest
 
 from prefixkv.config import ControlConfig
 from prefixkv.memory.state_layout import StateBlock, StateEntry, StateLayout, StateLink, StateTensor
-from prefixkv.protocol.commands import AddRoom, SendChunk
+from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Outcome
@@ -24,7 +24,8 @@ from prefixkv.protocol.sender_events import (
 )
 from prefixkv.protocol.sender_machine import SenderMachine
 from tests.control import wire
-from tests.control.wire import DIGEST, HELLO, KEY, DecodePeer
+from tests.control.wire import DIGEST, HELLO, SENT, DecodePeer, add_room
+from tests.protocol.rooms import PROMPT, PROVED
 
 STATE = (StateTensor("a", 0, 1, (8,), "uint8"),)
 WITH_STATE = msgspec.structs.replace(DIGEST, state=STATE)
@@ -34,7 +35,7 @@ NO_PAGES = np.empty(0, np.int32)
 
 def room(*promises: Promised) -> SenderMachine:
     machine = SenderMachine(RoomKey(1, 0), 0, 4, itertools.count(1).__next__, ControlConfig(), 0.0)
-    machine.on(Added(8), 0.0)
+    machine.on(Added(8, PROMPT), 0.0)
     for promise in promises:
         machine.on(promise, 0.0)
     assert machine.poll is KVPoll.WAITING_FOR_INPUT
@@ -47,14 +48,14 @@ def promise(
     peer = PeerId(f"d{reader}", 1)
     return Promised(
         peer=peer, fill_len=8, prefix_len=8, units=NO_PAGES, ticket=5, reader=reader,
-        readers=readers, unit_tokens=4, state_slot=state_slot, takes_state=takes_state,
+        readers=readers, unit_tokens=4, state_slot=state_slot, takes_state=takes_state, **PROVED,
     )  # fmt: skip
 
 
 def last_chunk(state_slot: int) -> SendChunk:
     """No pages, and the extra state."""
     return SendChunk(
-        key=KEY,
+        key=SENT,
         first_page=2,
         src_pages=NO_PAGES,
         last=True,
@@ -127,7 +128,7 @@ def test_a_room_with_state() -> None:
     added = peer.say(GOOD)[0]
     assert added.state == StateLink(MEMORY, (StateBlock(0, 0, 0, 0, 8),))
     peer.say(msgspec.structs.replace(wire.promise(prefix_len=4), state_slot=3))
-    peer.on(AddRoom(KEY, 10))
+    peer.on(add_room())
     pages, state = peer.chunk(1, [30, 31], last=True, state_slot=2)
     assert (pages.route, state.route) == ("pages", "state")
     assert [post.tag.chunk for post in (pages, state)] == [0, 1]

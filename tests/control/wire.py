@@ -21,7 +21,17 @@ from prefixkv.protocol.commands import AddRoom, OpenRoom, SendChunk
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Promise, Topology
 from prefixkv.transport.base import WriteDone, WriteFailed
-from tests.protocol.rooms import DECODE, KEY, PAGE_SIZE, PREFILL, TIMING, promise
+from tests.protocol.rooms import (
+    DECODE,
+    PAGE_SIZE,
+    PREFILL,
+    PROMPT,
+    SECRETS,
+    SENT,
+    TIMING,
+    promise,
+)
+from tests.protocol.rooms import KEY as KEY
 from tests.protocol.rooms import ids as ids
 
 NUM_PAGES = 16
@@ -34,7 +44,7 @@ LAYOUT = KVLayout(
     slabs=(Slab(4096, 32, 8, 8), Slab(4096 + 32 * NUM_PAGES, 32, 8, 8)),
     regions=((4096, 64 * NUM_PAGES),),
 )  # fmt: skip
-HELLO = Hello(DIGEST, TOPOLOGY, LAYOUT, b"agent")
+HELLO = Hello(DIGEST, TOPOLOGY, LAYOUT, b"agent", SECRETS[0])
 
 
 def newer(peer: PeerId) -> PeerId:
@@ -106,7 +116,7 @@ class PrefillPeer(_Opposite):
     def __init__(self, timing: ControlConfig = TIMING, hello: Hello = HELLO) -> None:
         super().__init__(PREFILL)
         self.control = DecodeControl(DECODE, hello, timing)
-        self.reply = HelloReply(hello.digest, TOPOLOGY, (ADDRESS,))
+        self.reply = HelloReply(hello.digest, TOPOLOGY, (ADDRESS,), SECRETS[1])
         self.expected = 0  # as the transport was told last
 
     def on(self, what: DecodeInput) -> list[Any]:
@@ -120,7 +130,7 @@ class PrefillPeer(_Opposite):
         return self.on(FrameReceived(ADDRESS, self.raw(body, by)))
 
     def open(self, which: Promise | None = None, address: str = ADDRESS) -> list[Any]:
-        return self.on(OpenRoom(which or promise(), address))
+        return self.on(OpenRoom(which or promise(), address, PROMPT))
 
     def greet(self, by: PeerId | None = None, **changes: Any) -> list[Any]:
         return self.say(msgspec.structs.replace(self.reply, **changes), by)
@@ -171,7 +181,14 @@ class DecodePeer(_Opposite):
         super().__init__(DECODE)
         self.hello = hello
         self.control = PrefillControl(
-            PREFILL, hello.digest, topology, timing, (ADDRESS,), staging=staging, tries=tries
+            PREFILL,
+            hello.digest,
+            topology,
+            timing,
+            (ADDRESS,),
+            staging=staging,
+            tries=tries,
+            secret=SECRETS[1],
         )
 
     def on(self, what: PrefillInput) -> list[Any]:
@@ -192,12 +209,12 @@ class DecodePeer(_Opposite):
         """The room of `promise()`: promised and added."""
         which = which or promise()
         self.known().say(which)
-        self.on(AddRoom(RoomKey(which.room, which.generation), which.fill_len))
+        self.on(add_room(RoomKey(*which.key.numbers, DECODE.name), which.fill_len))
         self.take_said()
         return self
 
     def chunk(
-        self, first_page: int, src_pages: Sequence[int], *, last: bool = False, key: RoomKey = KEY,
+        self, first_page: int, src_pages: Sequence[int], *, last: bool = False, key: RoomKey = SENT,
         state_slot: int = -1, clip: bool = False,
     ) -> list[Any]:  # fmt: skip
         return self.on(send_chunk(key, first_page, src_pages, last, b"first", state_slot, clip))
@@ -206,6 +223,10 @@ class DecodePeer(_Opposite):
         self, job_id: int, error: Exception | None = None, *, drained: bool = True
     ) -> list[Any]:
         return self.on(write_ended(job_id, error, drained))
+
+
+def add_room(key: RoomKey = SENT, num_tokens: int = 10, digest: bytes = PROMPT) -> AddRoom:
+    return AddRoom(key, num_tokens, digest)
 
 
 def of_another_version(raw: bytes) -> bytes:

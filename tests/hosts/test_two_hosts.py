@@ -69,7 +69,7 @@ class TwoHosts:
         self.num_rooms += 1
         tokens, room = tokens_of(seed, num_tokens), self.num_rooms
         self.decode.call("submit", rid, tokens, self.prefill.endpoint, 2, room=room, tell=False)
-        self.prefill.call("add", rid, tokens, room)
+        self.prefill.call("add", rid, tokens, room, 0, "decode")
 
     def ended(self, *rids: str) -> bool:
         return {*rids} <= {*self.decode.call("names", "ended")}

@@ -353,7 +353,7 @@ class LockMachine(RuleBasedStateMachine):
     def _carry_out(self) -> None:
         for command in self.scheduler.take_commands():
             match command:
-                case OpenRoom(promise, _):
+                case OpenRoom(promise):
                     key = RoomKey(promise.room, promise.generation)
                     self.rooms.add(key)
                     flight = self.scheduler.transfers.get(key)

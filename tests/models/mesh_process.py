@@ -52,7 +52,7 @@ class _PrefillServed(_Served):
     def add(self, rid: str, tokens: Tokens, room: int) -> None:
         from prefixkv.request import Request
 
-        self.node.add(Request(rid, tokens, room=room))
+        self.node.add(Request(rid, tokens, room=room, decode="decode-0"))
 
     def poll(self) -> list[tuple[str, str]]:
         """(what, request) of all that has happened since the last call."""

@@ -89,7 +89,8 @@ class MeshPair:
             Request(rid, tokens, max_new_tokens=4, room=room, prefill=self.prefill.endpoint)
         )
         if tell:
-            self.prefill.add(Request(rid, tokens, room=room))
+            decode = self.decode.peer_id.name
+            self.prefill.add(Request(rid, tokens, room=room, decode=decode))
         return req
 
     def step(self) -> None:

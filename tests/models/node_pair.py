@@ -70,8 +70,10 @@ class PrefillDriver:
         self.failed: dict[str, Exception | None] = {}
         self.mismatches = 0
 
-    def add(self, rid: str, tokens: Tokens, room: int, generation: int = 0) -> None:
-        self.node.add(Request(rid, tokens, room=room, generation=generation))
+    def add(
+        self, rid: str, tokens: Tokens, room: int, generation: int = 0, decode: str = "decode-0"
+    ) -> None:
+        self.node.add(Request(rid, tokens, room=room, generation=generation, decode=decode))
         self.added.append(rid)
 
     def step(self) -> None:

@@ -69,9 +69,9 @@ def dump(books: PageManager) -> bytes:
 
 
 class BroadcastSim(SchedulerSim):
-    """Rank 0: its replicas are other processes. `sent` counts over its restarts."""
+    """Rank 0: its replicas are other processes. `num_sent` counts over its restarts."""
 
-    sent = 0
+    num_sent = 0
 
     def new_decode(self) -> Engine:
         self.num_ranks, self.digest_every = 1, 1
@@ -91,7 +91,7 @@ class BroadcastSim(SchedulerSim):
         return scheduler
 
     def _publish(self) -> None:
-        self.sent += 1
+        self.num_sent += 1
         broadcast(BATCH, self.log.take(self.decode.scheduler.books))
 
     def _compare_ranks(self) -> None:
@@ -107,7 +107,7 @@ def lead(runs: int) -> None:
         for _ in range(250):
             sim.spell(chance.getrandbits(32))
         sim.settle()
-        batches += sim.sent
+        batches += sim.num_sent
     broadcast(END)
     print(f"rank 0 sent {batches} batches")
 

@@ -158,6 +158,7 @@ class SchedulerSim(PairSim):
             admission=self.config.admission,
             patience_s=self.random.choice([5.0, 0.0, 0.5]),
             waiting_timeout_s=self.random.choice([16.0, 2.0]),
+            name=self.readers[0].me.name,
         )
 
     def device_work(self) -> Event | None:
@@ -321,6 +322,7 @@ class SchedulerSim(PairSim):
         cacheable = self.random.random() < 0.9
         request = Request(
             rid, tokens, max_new_tokens=self.random.randint(1, 24), room=room, prefill=self.address,
+            decode=self.readers[0].me.name,
             cacheable=cacheable, namespace=namespace, priority=self.random.choice([0, 5]),
             deadline_s=self.random.choice([None, None, 1.0]),
         )  # fmt: skip
@@ -329,7 +331,16 @@ class SchedulerSim(PairSim):
         except PrefixKVError:
             return
         self.decode.added.append(rid)
-        self.submit(Request(rid, tokens, room=room, cacheable=cacheable, namespace=namespace))
+        self.submit(
+            Request(
+                rid,
+                tokens,
+                room=room,
+                decode=request.decode,
+                cacheable=cacheable,
+                namespace=namespace,
+            )
+        )
 
     def continue_conversation(self, req: DecodeRequest) -> None:
         self.finished += 1

@@ -312,6 +312,10 @@ class Sim:
 
     # --- what may land ----------------------------------------------------------------------------
 
+    def sent(self, key: RoomKey) -> RoomKey:
+        """The room as prefill knows it."""
+        return RoomKey(*key.numbers, self.readers[0].me.name)
+
     def _guard(self, target: PeerId, key: RoomKey, pages: np.ndarray) -> None:
         """Called as bytes land in a pool."""
         if target in {rank.me for rank in self.readers}:
@@ -329,7 +333,7 @@ class Sim:
                 assert staging is not None
                 lease = staging.leases.get(tag.lease_id)
                 assert lease is not None, "a write lands in a lease that has ended"
-                assert lease.key == (tag.room, tag.generation)
+                assert lease.key.numbers == (tag.room, tag.generation)
                 assert lease.piece == tag.chunk
                 assert tag.rank in lease.missing, "a write lands in a lease where it was counted"
                 offset, size = next(

@@ -219,7 +219,8 @@ class DecodeEngine:
         scheduler.pop_preallocated(now_s)
         for ask in scheduler.pop_needs_prefill():
             rid, room = f"{ask.rid}/{ask.generation}", ask.room
-            self.sim.submit(Request(rid, ask.tokens, room=room, generation=ask.generation))
+            attempt = {"room": room, "generation": ask.generation, "decode": ask.decode}
+            self.sim.submit(Request(rid, ask.tokens, **attempt))
         for req in scheduler.pop_transferred(now_s):
             # Starting one of these may have retracted another.
             if req.state is DecodeState.TRANSFERRED:
@@ -413,7 +414,7 @@ class EngineSim(Sim):
             self.decode_books(log), reserve_tokens=self.random.choice([0, 4]),
             failure_policy=self.failure_policy,
             admission=("hit_aware", "fifo", "priority")[self.seed % 3], patience_s=2.0,
-            waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s,
+            waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s, name=self.readers[0].me.name,
         )  # fmt: skip
 
     def decode_books(self, log: RankLog) -> PageManager:
@@ -459,6 +460,7 @@ class EngineSim(Sim):
     def _submit(self, tokens: list[int]) -> None:
         rid = f"r{self._next_room}"
         more: Any = {"room": self._room_number(), "cacheable": self.random.random() < 0.9}
+        more["decode"] = self.readers[0].me.name
         most = self.random.randint(1, 24)
         address = self.addresses[0]
         request = Request(rid, tokens, max_new_tokens=most, prefill=address, **more)
@@ -556,9 +558,12 @@ class EngineSim(Sim):
         for key in self.readers[0].ended:
             ends = {reader.ended.get(key) for reader in self.readers}
             if ends == {KVPoll.SUCCESS} and key.room not in self.reused:
-                wrong = {writer.ended.get(key) for writer in self.writers} - {None, *ends}
+                wrong = {writer.ended.get(self.sent(key)) for writer in self.writers} - {
+                    None,
+                    *ends,
+                }
                 assert not wrong, f"law 7: {key} succeeded where prefill failed"
-                told = key in self.prefill.failed
+                told = self.sent(key) in self.prefill.failed
                 assert not told, f"law 7: {key} succeeded and prefill's engine was told it failed"
 
     def may_write(self, key: RoomKey, pages: np.ndarray, what: str) -> None:

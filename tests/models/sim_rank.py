@@ -15,6 +15,7 @@ from prefixkv.control import effects
 from prefixkv.control.decode import DecodeControl
 from prefixkv.control.prefill import PrefillControl
 from prefixkv.control.writes import StagingSlots
+from prefixkv.digest import prompt_digest
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.paging import Pages
@@ -234,6 +235,11 @@ class SimRank:
         raise NotImplementedError
 
 
+def secret_of(me: PeerId) -> bytes:
+    """What a process drew for the proofs of promises."""
+    return prompt_digest([], str(me))
+
+
 class PrefillRank(SimRank):
     """`addresses`: of all ranks, "" for rank 0's own."""
 
@@ -247,7 +253,7 @@ class PrefillRank(SimRank):
             slots = StagingSlots(num_slots, config.lease_bytes, config.staging_window)
         endpoints = addresses if rank == 0 else ()
         what = side.digest, side.topology, TIMING, endpoints, rank, slots
-        self.control = PrefillControl(self.me, *what)
+        self.control = PrefillControl(self.me, *what, secret=secret_of(self.me))
 
     def _leftovers(self) -> dict[str, Any]:
         control = self.control
@@ -284,7 +290,8 @@ class DecodeRank(SimRank):
         self.news: deque[bytes] = deque()  # for rank 0
         self._num_news = 0
         metadata = self.transport.metadata
-        what = side.digest, side.topology, self.memory.layout, metadata, rank, worker
+        memory = self.memory.layout, metadata, secret_of(self.me)
+        what = side.digest, side.topology, *memory, rank, worker
         self.control = DecodeControl(self.me, Hello(*what, self.area, self.state_layout), TIMING)
 
     def take_news(self) -> None:

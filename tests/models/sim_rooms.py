@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from prefixkv.digest import prompt_digest
 from prefixkv.paging import pages_for
 from prefixkv.prefill.send_plan import SendPlan
 from prefixkv.protocol import commands
@@ -75,6 +76,10 @@ class Use:
     @property
     def fill_len(self) -> int:
         return len(self.hashes)
+
+    @property
+    def digest(self) -> bytes:
+        return prompt_digest([self.ticket])
 
     @property
     def decode_over(self) -> bool:
@@ -148,8 +153,9 @@ class RoomSim(Sim):
             use.poll = KVPoll.FAILED
             self.leader.command(commands.RefuseRoom(key, use.ticket, self.addresses[0], "refused"))
         else:
-            promise = Promise(*key, fill_len, prefix_len, pages.astype("<i4").tobytes(), use.ticket)
-            self.leader.command(commands.OpenRoom(promise, self.addresses[0]))
+            raw = pages.astype("<i4").tobytes()
+            promise = Promise(*key.numbers, fill_len, prefix_len, raw, use.ticket)
+            self.leader.command(commands.OpenRoom(promise, self.addresses[0], use.digest))
         self._publish()
 
     def _pick(self, free: set[int], count: int) -> np.ndarray:
@@ -265,11 +271,12 @@ class RoomSim(Sim):
         if not any(o.rank is sending.rank and o.added and not o.over for o in others):
             # The scheduler takes no request whose number is in use.
             sending.added = True
-            sending.rank.inbox.append(commands.AddRoom(use.key, use.fill_len))
+            add = commands.AddRoom(self.sent(use.key), use.fill_len, use.digest)
+            sending.rank.inbox.append(add)
 
     def _abort(self, use: Use, sending: Sending) -> None:
         sending.aborted = True
-        sending.rank.inbox.append(commands.AbortRoom(use.key, "the engine"))
+        sending.rank.inbox.append(commands.AbortRoom(self.sent(use.key), "the engine"))
 
     def _hand_over(self, use: Use) -> None:
         end, last = use.chunks[0], len(use.chunks) == 1
@@ -282,7 +289,7 @@ class RoomSim(Sim):
             src = sending.pages[span.first_page : span.end_page]
             aux = b"aux %d" % use.ticket if last else b""
             sending.rank.inbox.append(
-                commands.SendChunk(use.key, span.first_page, src, last, aux, event)
+                commands.SendChunk(self.sent(use.key), span.first_page, src, last, aux, event)
             )
             handed = True
         use.chunks.pop(0)
@@ -307,7 +314,10 @@ class RoomSim(Sim):
             (use, sending)
             for use in self.uses
             for sending in use.sendings
-            if use.key == event.key and sending.rank is rank and sending.added and not sending.over
+            if self.sent(use.key) == event.key
+            and sending.rank is rank
+            and sending.added
+            and not sending.over
         ]
         assert len(found) == 1, f"{event} and {len(found)} requests"
         use, sending = found[0]

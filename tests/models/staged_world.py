@@ -135,7 +135,7 @@ class Writer:
 
     def take(self, reader: Reader, body: Any) -> None:
         if isinstance(body, LeaseGrant):
-            self.do(self.sender.on_grant(reader.peer, body))
+            self.do(self.sender.on_grant(reader.peer, body.key, body))
         elif isinstance(body, Use) and body.ticket not in self.refused:
             self.rooms[body.key] = Sending(body)
             self.progress(self.rooms[body.key])
@@ -273,7 +273,7 @@ class Writer:
         reader.memory[post.dst_offset + start : post.dst_offset + end] = write.data[start:end]
         if not write.undrained:
             tag = ChunkTag(
-                1, *post.key, self.rank, post.piece, part, write.num_parts, post.lease_id
+                1, *post.key.numbers, self.rank, post.piece, part, write.num_parts, post.lease_id
             )
             self.world.say(reader, self, tag, lossy=True)
 
@@ -338,7 +338,7 @@ class Reader:
         self.uses[key] = use
         self.world.uses.append(use)
         page_ids = np.arange(256 * ticket, 256 * ticket + use.num_units, dtype=np.int32)
-        promise = Promise(*key, use.num_units, 0, page_ids.tobytes(), ticket)
+        promise = Promise(*key.numbers, use.num_units, 0, page_ids.tobytes(), ticket)
         self.do(self.staging.open(promise, 1, self.plan))
         for writer in use.writers.values():
             self.world.say(writer, self, use)

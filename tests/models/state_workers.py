@@ -67,7 +67,8 @@ class StatePair(MeshPair):
         for ask in self.decode.pop_needs_prefill():
             rid = f"{ask.rid}.{ask.generation}"
             self.asked.append(ask.rid)
-            self.prefill.add(Request(rid, ask.tokens, room=ask.room, generation=ask.generation))
+            attempt = {"room": ask.room, "generation": ask.generation, "decode": ask.decode}
+            self.prefill.add(Request(rid, ask.tokens, **attempt))
         for rid in [rid for rid in self.handed if rid in self.sent or rid in self.prefill_failed]:
             slot = self.handed.pop(rid)
             self.free_slots.append(slot)

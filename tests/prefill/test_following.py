@@ -416,7 +416,7 @@ class Rank:
 def test_ranks_that_hand_out_in_another_order_keep_to_the_limit() -> None:
     group = InStep([Rank(desk_of()), Rank(desk_of())])
     for at, rid in enumerate("abc"):
-        group.add(Request(rid, [at] * 5, room=at))
+        group.add(Request(rid, [at] * 5, room=at, decode="decode-0"))
     for rank, rids in zip(group.nodes, ("abc", "bca"), strict=True):
         for rid in rids:
             rank.promise(rank.scheduler.requests[rid])
@@ -427,7 +427,7 @@ def test_ranks_that_hand_out_in_another_order_keep_to_the_limit() -> None:
 def test_what_fails_while_it_is_kept_for_later_is_not_handed_out() -> None:
     group = InStep([Rank(desk_of()), Rank(desk_of())])
     for at, rid in enumerate("ab"):
-        group.add(Request(rid, [at] * 5, room=at))
+        group.add(Request(rid, [at] * 5, room=at, decode="decode-0"))
     for rank, rids in zip(group.nodes, ("ab", "ba"), strict=True):
         for rid in rids:
             rank.promise(rank.scheduler.requests[rid])
@@ -494,7 +494,10 @@ class Run:
         if what == "add":
             self.desk.num_rooms += 1
             request = Request(
-                f"r{len(self.reqs)}", prompts[number % len(prompts)], room=self.desk.num_rooms
+                f"r{len(self.reqs)}",
+                prompts[number % len(prompts)],
+                room=self.desk.num_rooms,
+                decode="decode-0",
             )
             self.reqs.append(scheduler.add(request, now_s))
             scheduler.room_bootstrapped(self.reqs[-1].room_key, 0, "", now_s)

@@ -37,7 +37,9 @@ def scheduler(ended: list[dict[str, Any]]) -> PrefillScheduler:
 def test_a_request_from_arrival_to_sent(
     scheduler: PrefillScheduler, ended: list[dict[str, Any]]
 ) -> None:
-    req = scheduler.add(Request("a", list(range(10)), room=3, namespace="lora"), 5.0)
+    req = scheduler.add(
+        Request("a", list(range(10)), room=3, decode="decode-1", namespace="lora"), 5.0
+    )
     scheduler.room_bootstrapped(req.room_key, 4, "decode-1", 6.0)
     scheduler.pop_bootstrapped(8.0)
     scheduler.send_chunk(req, 4, 9.0)
@@ -77,8 +79,8 @@ def test_a_request_from_arrival_to_sent(
 def test_what_fails_or_is_aborted_is_written_down_once(
     scheduler: PrefillScheduler, ended: list[dict[str, Any]]
 ) -> None:
-    first = scheduler.add(Request("a", list(range(10)), room=1), 0.0)
-    scheduler.add(Request("b", list(range(10)), room=2), 0.0)
+    first = scheduler.add(Request("a", list(range(10)), room=1, decode="d"), 0.0)
+    scheduler.add(Request("b", list(range(10)), room=2, decode="d"), 0.0)
     scheduler.room_bootstrapped(first.room_key, 0, "d", 1.0)
     scheduler.room_ended(first.room_key, KVPoll.FAILED, TransferError("broken"), 2.0)
     scheduler.room_ended(first.room_key, KVPoll.FAILED, TransferError("again"), 3.0)

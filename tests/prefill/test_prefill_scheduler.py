@@ -54,7 +54,9 @@ class Desk:
         if isinstance(tokens, int):
             tokens = [ord(rid[0]) * 1000 + place for place in range(tokens)]
         return self._checked(
-            self.scheduler.add(Request(rid, tokens, **{"room": self.num_rooms, **fields}), 0.0)
+            self.scheduler.add(
+                Request(rid, tokens, **{"room": self.num_rooms, "decode": "d", **fields}), 0.0
+            )
         )
 
     def bootstrap(self, req: PrefillRequest, decode_prefix_len: int = 0) -> list[str]:
@@ -116,7 +118,7 @@ class Desk:
 def test_every_state_has_a_row_and_only_what_is_in_it_happens() -> None:
     assert set(PrefillRequest.TRANSITIONS) == set(PrefillState)
     for before, after in product(PrefillState, PrefillState):
-        req = PrefillRequest(Request("a", [1]), PageManager(1, 1, 1), 0.0)
+        req = PrefillRequest(Request("a", [1], room=1), PageManager(1, 1, 1), 0.0)
         req.state = before
         if after in PrefillRequest.TRANSITIONS[before]:
             req.become(after)
@@ -133,8 +135,8 @@ def test_every_state_has_a_row_and_only_what_is_in_it_happens() -> None:
 def test_a_request_from_arrival_to_sent() -> None:
     desk = Desk()
     req = desk.add("a", 10, room=70, generation=3)
-    key = RoomKey(70, 3)
-    assert desk.scheduler.take_commands() == [AddRoom(key, 10)]
+    key = RoomKey(70, 3, "d")
+    assert desk.scheduler.take_commands() == [AddRoom(key, 10, req.request.digest)]
     assert desk.bootstrap(req, 4) == ["a"]
     assert (req.state, req.decode_prefix_len, req.prefix_len, len(req.pages)) == (
         PrefillState.COMPUTING,
@@ -184,9 +186,10 @@ def test_what_cannot_be_taken_is_refused_and_changes_nothing() -> None:
     desk.add("a", 4, room=1)
     desk.scheduler.take_commands()
     for text, request in {
-        "needs 5 pages": Request("x", range(17), room=2),
-        "'a' is here already": Request("a", [1], room=2),
-        "room 1 generation 0 is in use": Request("x", [1], room=1),
+        "needs 5 pages": Request("x", range(17), room=2, decode="d"),
+        "'a' is here already": Request("a", [1], room=2, decode="d"),
+        "room 1 generation 0 of 'd' is in use": Request("x", [1], room=1, decode="d"),
+        "names no decode worker": Request("x", [1], room=2),
     }.items():
         with pytest.raises(RequestError, match=text):
             desk.scheduler.add(request, 0.0)

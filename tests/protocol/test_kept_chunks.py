@@ -12,7 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.errors import AbortedError, RequestError, TransferError, TransferTimeoutError
+from prefixkv.errors import (
+    AbortedError,
+    PromptMismatchError,
+    TransferError,
+    TransferTimeoutError,
+)
 from prefixkv.paging import Pages, pages_for, unit_pages
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
@@ -30,7 +35,8 @@ from prefixkv.protocol.sender_events import (
     WriteEnded,
 )
 from prefixkv.protocol.sender_machine import SenderMachine
-from tests.protocol.rooms import KEY, TIMING
+from tests.protocol.rooms import KEY, PROVED, TIMING
+from tests.protocol.rooms import PROMPT as DIGEST
 
 DECODE = (PeerId("d/0", 5), PeerId("d/1", 5))
 
@@ -58,7 +64,7 @@ class Prompt(NamedTuple):
 
     def machine(self) -> SenderMachine:
         machine = SenderMachine(KEY, 0, self.ours, count(1).__next__, TIMING, 0.0)
-        machine.on(Added(self.fill_len), 0.0)
+        machine.on(Added(self.fill_len, DIGEST), 0.0)
         return machine
 
     def promised(self, reader: int) -> Promised:
@@ -67,6 +73,7 @@ class Prompt(NamedTuple):
         first_page = 200 + 100 * reader
         pages = np.arange(first_page, first_page - pages_for(self.num_units, fold), -1, np.int32)
         return Promised(
+            **PROVED,
             peer=DECODE[reader], fill_len=self.fill_len, prefix_len=self.prefix_len,
             units=unit_pages(pages, fold, 0, self.num_units), ticket=1, reader=reader,
             readers=tuple(range(self.num_readers)), unit_tokens=self.unit_tokens, fold=fold,
@@ -238,7 +245,7 @@ def test_without_clip_pages_that_decode_has_fail_the_room_and_a_gap_does_so_alwa
         (Fail(AbortedError("enough")), 0.0, AbortedError),
         (AbortSaid(peer=DECODE[0], reason="no"), 0.0, AbortedError),
         (Tick(), TIMING.bootstrap_timeout_s, TransferTimeoutError),
-        (Prompt(17, 8, 4, 4).promised(0), 0.0, RequestError),
+        (Prompt(17, 8, 4, 4).promised(0), 0.0, PromptMismatchError),
     ],
     ids=["aborted", "aborted by decode", "no promise came", "another length"],
 )
@@ -270,6 +277,6 @@ def test_a_chunk_of_an_earlier_use_of_the_number_is_not_kept_for_the_next(clip: 
     machine = SenderMachine(KEY, 0, 4, count(1).__next__, TIMING, 0.0)
     machine.on(PROMPT.promised(0), 0.0)
     assert machine.on(PROMPT.chunk(0, 5, last=True, clip=clip), 0.0) == []
-    kinds = [type(action) for action in machine.on(Added(18), 0.0)]
+    kinds = [type(action) for action in machine.on(Added(18, DIGEST), 0.0)]
     assert kinds == [Bootstrapped]
     assert machine.poll is KVPoll.WAITING_FOR_INPUT

@@ -16,6 +16,7 @@ from prefixkv.protocol import messages
 from prefixkv.protocol.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
+    FailureCode,
     Frame,
     Promise,
     Topology,
@@ -27,13 +28,14 @@ from tests.control.wire import ADDRESS, DECODE, DIGEST, HELLO, LAYOUT, TOPOLOGY,
 
 BODIES = [
     HELLO,
-    messages.HelloReply(DIGEST, TOPOLOGY, (ADDRESS,), "no"),
+    messages.HelloReply(DIGEST, TOPOLOGY, (ADDRESS,), bytes(32), "no"),
     messages.HelloWanted(),
     promise(room=2**64 - 1, generation=2**31 - 1),
     messages.PromiseAck(7, 0, 1),
     messages.Abort(7, 0, "why"),
     messages.Drained(7, 0, 1),
     messages.Outcome(7, 0, 1, True, 2, 3, b"\x00\xff", "", False),
+    messages.Outcome(7, 0, 1, False, 0, 0, b"", "no", True, 2, FailureCode.PROMPT_MISMATCH),
     messages.OutcomeAck(7, 0, 1),
     messages.LeaseAsk(7, 0, 1, 2, 3, 4),
     messages.LeaseGrant(7, 0, 2, 3, 2**40),
@@ -96,8 +98,11 @@ BAD_FRAMES = {
     "a million regions": _hello(layout=_changed(LAYOUT, regions=((0, 1),) * 1_000_000)),
     "a million slabs": _hello(layout=_changed(LAYOUT, slabs=LAYOUT.slabs[:1] * 100_000)),
     "a million endpoints": encode(
-        DECODE, 1, messages.HelloReply(DIGEST, TOPOLOGY, ("x",) * 1_000_000)
+        DECODE, 1, messages.HelloReply(DIGEST, TOPOLOGY, ("x",) * 1_000_000, bytes(16))
     ),
+    "a secret of 15 bytes": _hello(secret=bytes(15)),
+    "a secret of 33 bytes": _hello(secret=bytes(33)),
+    "a proof of 33 bytes": encode(DECODE, 1, _changed(promise(), proof=bytes(33))),
     "pages as a list": _plain(body=["promise", 7, 0, 10, 4, [3, 9]]),
     "text that is no text": encode(DECODE, 1, messages.Abort(7, 0, "abc")).replace(
         b"abc", b"\xff\xfe\xfd"
@@ -109,6 +114,17 @@ BAD_FRAMES = {
 def test_what_is_no_frame_is_a_protocol_error(raw: Any) -> None:
     with pytest.raises(ProtocolError):
         decode(raw if isinstance(raw, bytes) else msgspec.msgpack.encode(raw))
+
+
+def test_a_code_of_a_later_release_is_another_failure() -> None:
+    frame = decode(
+        msgspec.msgpack.encode(
+            _plain(body=["outcome", 7, 0, 1, False, 0, 0, b"", "no", True, 2, 99])
+        )
+    )
+    assert frame.body == messages.Outcome(
+        7, 0, 1, False, 0, 0, b"", "no", True, 2, FailureCode.OTHER
+    )
 
 
 @given(st.sampled_from(BODIES), st.data())

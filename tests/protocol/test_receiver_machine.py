@@ -45,7 +45,9 @@ def outcome(
     rank: int = 0, ok: bool = True, num_pages: int = NUM_PAGES, drained: bool = True
 ) -> OutcomeSaid:
     return OutcomeSaid(
-        Outcome(*KEY, rank, ok, 1, num_pages, b"aux %d" % rank, "" if ok else "broke", drained)
+        Outcome(
+            *KEY.numbers, rank, ok, 1, num_pages, b"aux %d" % rank, "" if ok else "broke", drained
+        )
     )
 
 
@@ -244,12 +246,12 @@ def test_success_waits_for_every_rank_and_aux_is_the_first_ranks(num_ranks: int)
         range(num_ranks)
     )
     for rank in reversed(range(1, num_ranks)):
-        assert laws.on(outcome(rank)) == [Say(rank, OutcomeAck(*KEY, rank))]
-        assert laws.on(outcome(rank)) == [Say(rank, OutcomeAck(*KEY, rank))], (
+        assert laws.on(outcome(rank)) == [Say(rank, OutcomeAck(*KEY.numbers, rank))]
+        assert laws.on(outcome(rank)) == [Say(rank, OutcomeAck(*KEY.numbers, rank))], (
             "said twice, it is answered twice"
         )
     assert laws.on(outcome(0)) == [
-        Say(0, OutcomeAck(*KEY, 0)),
+        Say(0, OutcomeAck(*KEY.numbers, 0)),
         RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux 0"),
     ]
 

@@ -29,7 +29,7 @@ from tests.protocol.rooms import KEY, TIMING
 MEANS_NOTHING = [
     PromiseAcked(0),
     ChunkLanded(0, 0, 0),
-    OutcomeSaid(Outcome(*KEY, 0, True, 1, 2, b"", "", True)),
+    OutcomeSaid(Outcome(*KEY.numbers, 0, True, 1, 2, b"", "", True)),
 ]
 EVENTS = [
     *MEANS_NOTHING, DrainedSaid(0), DrainedSaid(1), DrainedSaid(9), FencedOff(0), FencedOff(1),
@@ -47,7 +47,7 @@ def test_any_sequence_ends_it_once_and_time_ends_it_at_last(
 ) -> None:
     machine, now_s, unanswered = refusal(is_news), 0.0, {0, 1}
     said = machine.on(PeerReady((0, 1)), now_s)
-    assert said == [Say(rank, Abort(*KEY, "why", 9)) for rank in (0, 1)]
+    assert said == [Say(rank, Abort(*KEY.numbers, "why", 9)) for rank in (0, 1)]
     ends = 0
     for event, after_s in [*events, (Tick(), 1000.0)]:
         now_s += after_s

@@ -15,7 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.errors import AbortedError, InternalError, RequestError, TransferError
+from prefixkv.errors import (
+    AbortedError,
+    InternalError,
+    PromptMismatchError,
+    RequestError,
+    TransferError,
+)
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId
@@ -39,6 +45,8 @@ from tests.protocol.rooms import (
     DECODE,
     KEY,
     PAGE_SIZE,
+    PROMPT,
+    PROVED,
     TIMING,
     check_all_steps_are_taken,
     check_deadline,
@@ -51,7 +59,7 @@ PAGES = (3, 9, 5, 6)  # decode's, for tokens 4 to 18 of 18
 
 def promised(fill_len: int = 18, prefix_len: int = 4, pages: Sequence[int] = PAGES) -> Promised:
     units = np.array(pages, dtype=np.int32)
-    return Promised(peer=DECODE, fill_len=fill_len, prefix_len=prefix_len, units=units)
+    return Promised(peer=DECODE, fill_len=fill_len, prefix_len=prefix_len, units=units, **PROVED)
 
 
 def chunk(first_page: int, num_pages: int, last: bool = False, clip: bool = False) -> SendChunk:
@@ -171,15 +179,15 @@ class Laws:
             assert not self.unproven
 
 
-POSTED = [Added(18), promised(), chunk(1, 2)]
+POSTED = [Added(18, PROMPT), promised(), chunk(1, 2)]
 FULL_HIT = promised(fill_len=16, prefix_len=16, pages=())
 ABORT_SAID = AbortSaid(peer=DECODE, reason="enough")
 BROKEN = TransferError("broken")
 SCRIPTS: dict[str, list[Any]] = {
     "nothing known": [],
-    "added": [Added(18)],
+    "added": [Added(18, PROMPT)],
     "parked": [promised()],
-    "waiting": [Added(18), promised()],
+    "waiting": [Added(18, PROMPT), promised()],
     "posted": POSTED,
     "posted and done": [*POSTED, WriteEnded(1)],
     "all posted": [*POSTED, chunk(3, 2, last=True)],
@@ -209,14 +217,19 @@ SCRIPTS: dict[str, list[Any]] = {
     "aborted before the promise": [ABORT_SAID],
     "peer lost, write in flight": [*POSTED, Fail(BROKEN, tell=False)],
     "parked too long": [promised(), Tick()],
-    "chunk kept": [Added(18), chunk(0, 2, clip=True)],
-    "all chunks kept": [Added(18), chunk(0, 3, clip=True), chunk(3, 2, last=True, clip=True)],
-    "a later chunk kept": [Added(18), chunk(3, 2, last=True, clip=True)],
-    "posted from what was kept": [Added(18), chunk(0, 3, clip=True), promised()],
-    "all posted but not the last": [Added(18), promised(), chunk(1, 4), WriteEnded(1)],
+    "chunk kept": [Added(18, PROMPT), chunk(0, 2, clip=True)],
+    "all chunks kept": [
+        Added(18, PROMPT),
+        chunk(0, 3, clip=True),
+        chunk(3, 2, last=True, clip=True),
+    ],
+    "a later chunk kept": [Added(18, PROMPT), chunk(3, 2, last=True, clip=True)],
+    "posted from what was kept": [Added(18, PROMPT), chunk(0, 3, clip=True), promised()],
+    "all posted but not the last": [Added(18, PROMPT), promised(), chunk(1, 4), WriteEnded(1)],
 }
 EVENTS: list[tuple[Any, float]] = [
-    (Added(18), 0), (Added(17), 0), (promised(), 0), (chunk(1, 2), 0), (chunk(1, 4, last=True), 0),
+    (Added(18, PROMPT), 0), (Added(17, PROMPT), 0), (promised(), 0), (chunk(1, 2), 0),
+    (chunk(1, 4, last=True), 0),
     (chunk(3, 2, last=True), 0), (chunk(3, 1, last=True), 0), (chunk(5, 0, last=True), 0),
     (chunk(2, 1), 0), (chunk(1, 9), 0), (WriteEnded(1), 0), (WriteEnded(2), 0), (WriteEnded(99), 0),
     (WriteEnded(1, BROKEN), 0), (WriteEnded(1, BROKEN, drained=False), 0),
@@ -269,10 +282,10 @@ def test_the_table_names_every_event_in_every_state_but_our_own_faults() -> None
 
 def test_every_event_in_every_state_does_as_the_table_says_and_no_step_is_listed_in_vain() -> None:
     full_hits = [
-        [Added(16)],
-        [Added(16), FULL_HIT],
-        [Added(16), chunk(0, 4, clip=True)],
-        [Added(16), chunk(0, 4, last=True, clip=True)],
+        [Added(16, PROMPT)],
+        [Added(16, PROMPT), FULL_HIT],
+        [Added(16, PROMPT), chunk(0, 4, clip=True)],
+        [Added(16, PROMPT), chunk(0, 4, last=True, clip=True)],
     ]
     taken = set()
     for script, (event, after_s) in product(
@@ -292,9 +305,9 @@ def test_every_event_in_every_state_does_as_the_table_says_and_no_step_is_listed
 @pytest.mark.parametrize(
     ("script", "event"),
     [
-        ("added", Added(18)),
-        ("waiting", Added(18)),
-        ("success", Added(18)),
+        ("added", Added(18, PROMPT)),
+        ("waiting", Added(18, PROMPT)),
+        ("success", Added(18, PROMPT)),
         ("nothing known", WriteEnded(1)),
         ("waiting", WriteEnded(1)),
         ("success", WriteEnded(1)),
@@ -341,7 +354,7 @@ def test_any_two_events_in_any_state_keep_the_laws(script: list[Any]) -> None:
 )  # fmt: skip
 def test_any_sequence_keeps_the_laws(promised_first: bool, events: list[tuple[Any, float]]) -> None:
     laws = Laws()
-    for event in [(Added(18), 0), *([(promised(), 0)] if promised_first else []), *events]:
+    for event in [(Added(18, PROMPT), 0), *([(promised(), 0)] if promised_first else []), *events]:
         laws.on(*event)
     finish(laws)
 
@@ -352,7 +365,7 @@ def test_no_acknowledgement_before_the_last_write_has_ended(
 ) -> None:
     """Three writes; decode aborts when `done` of them are done, and hears Drained with the last
     end, not before."""
-    laws = run([Added(18), promised(), chunk(1, 1), chunk(2, 1), chunk(3, 1)])
+    laws = run([Added(18, PROMPT), promised(), chunk(1, 1), chunk(2, 1), chunk(3, 1)])
     unproven = data.draw(st.sampled_from([0, *order]))
     for job_id in order[:done]:
         laws.on(WriteEnded(job_id, *((BROKEN, False) if job_id == unproven else ())))
@@ -361,25 +374,27 @@ def test_no_acknowledgement_before_the_last_write_has_ended(
         assert not any(isinstance(say.body, Drained) for say in said if isinstance(say, Say))
         laws.on(Tick(), 50.0)
         said = laws.on(WriteEnded(job_id, *((BROKEN, False) if job_id == unproven else ())))
-    assert [Say(DECODE, Drained(*KEY, 2))] * (not unproven) == [
+    assert [Say(DECODE, Drained(*KEY.numbers, 2))] * (not unproven) == [
         say for say in said if isinstance(say, Say)
     ]
     if unproven:
-        assert laws.on(WriteDrained(unproven)) == [Say(DECODE, Drained(*KEY, 2, settle=True))]
+        assert laws.on(WriteDrained(unproven)) == [
+            Say(DECODE, Drained(*KEY.numbers, 2, settle=True))
+        ]
         assert laws.on(WriteDrained(unproven)) == []
 
 
 @pytest.mark.parametrize("added_first", [True, False])
 def test_the_path_of_one_room(added_first: bool) -> None:
     laws = Laws()
-    ack = Say(DECODE, PromiseAck(*KEY, 2))
+    ack = Say(DECODE, PromiseAck(*KEY.numbers, 2))
     known = Bootstrapped(KEY, DECODE, 4)
     if added_first:
-        assert laws.on(Added(18)) == []
+        assert laws.on(Added(18, PROMPT)) == []
         assert laws.on(promised()) == [ack, known]
     else:
         assert laws.on(promised()) == [ack]
-        assert laws.on(Added(18)) == [known]
+        assert laws.on(Added(18, PROMPT)) == [known]
     assert laws.on(promised()) == [ack], "said again, it is answered again"
     [post] = laws.on(chunk(1, 3))
     assert (post.job_id, post.chunk, post.dst_pages.tolist()) == (1, 0, [3, 9, 5])
@@ -387,7 +402,7 @@ def test_the_path_of_one_room(added_first: bool) -> None:
     assert laws.on(WriteEnded(1)) == []
     [post] = laws.on(chunk(4, 1, last=True))
     assert (post.job_id, post.chunk, post.dst_pages.tolist()) == (2, 1, [6])
-    outcome = Say(DECODE, Outcome(*KEY, 2, True, 2, 4, b"first", "", True))
+    outcome = Say(DECODE, Outcome(*KEY.numbers, 2, True, 2, 4, b"first", "", True))
     assert laws.on(WriteEnded(2)) == [RoomEnded(KEY, KVPoll.SUCCESS), outcome, SourceFree(KEY)]
     assert laws.on(promised()) == [outcome]
     assert not laws.machine.over
@@ -410,16 +425,20 @@ def test_the_answer_of_a_rank_that_is_no_reader_answers_for_none() -> None:
 
 
 def test_a_full_hit_sends_no_page_and_still_says_its_outcome() -> None:
-    laws = run([Added(16), FULL_HIT])
+    laws = run([Added(16, PROMPT), FULL_HIT])
     actions = laws.machine.on(chunk(4, 0, last=True), 0.0)
-    outcome = Say(DECODE, Outcome(*KEY, 2, True, 0, 0, b"first", "", True))
+    outcome = Say(DECODE, Outcome(*KEY.numbers, 2, True, 0, 0, b"first", "", True))
     assert actions == [RoomEnded(KEY, KVPoll.SUCCESS), outcome, SourceFree(KEY)]
 
 
 @pytest.mark.parametrize(
     ("script", "error", "text"),
     [
-        ([Added(17), promised()], RequestError, "18 tokens, the request here has 17"),
+        (
+            [Added(17, PROMPT), promised()],
+            PromptMismatchError,
+            "18 tokens, the request here has 17",
+        ),
         ([*POSTED, chunk(3, 2, last=True), chunk(5, 0)], RequestError, "after the last"),
         ([*POSTED, chunk(1, 2)], TransferError, "units 0 to 2 .* unit 2 of 4 is next"),
         ([*POSTED, chunk(4, 1)], TransferError, "units 3 to 4 .* unit 2 of 4 is next"),
@@ -440,7 +459,7 @@ def test_what_cannot_be_fails_the_room_and_says_why(
 def test_a_failing_room_cancels_all_that_is_in_flight_and_frees_its_source_with_the_last_end() -> (
     None
 ):
-    laws = run([Added(18), promised(), chunk(1, 1), chunk(2, 1), chunk(3, 1)])
+    laws = run([Added(18, PROMPT), promised(), chunk(1, 1), chunk(2, 1), chunk(3, 1)])
     actions = laws.on(WriteEnded(2, BROKEN))
     assert [action.job_id for action in actions if isinstance(action, CancelWrite)] == [1, 3]
     assert laws.on(WriteEnded(3, BROKEN)) == []

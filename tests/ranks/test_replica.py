@@ -221,7 +221,7 @@ def test_what_rank_0_could_not_get_counts_as_a_use_everywhere() -> None:
 def test_namespaces_travel_or_are_refused() -> None:
     log = RankLog()
     for namespace in (None, "lora", 7, b"salt", ("tenant", ("lora", 1))):
-        request = Request("r", [1, 2, 3, 4], namespace=namespace)
+        request = Request("r", [1, 2, 3, 4], room=1, namespace=namespace)
         log.check(request)
         ranks = Ranks()
         pages = ranks.books.open(request.key, ranks.books.match(request.key), 1, 0.0)
@@ -233,7 +233,7 @@ def test_namespaces_travel_or_are_refused() -> None:
         )
     for refused in (frozenset({1}), ("tenant", 1.5), object()):
         with pytest.raises(RequestError, match="namespace"):
-            log.check(Request("r", [1], namespace=refused))
+            log.check(Request("r", [1], room=1, namespace=refused))
 
 
 def test_a_message_is_the_operations_since_the_last() -> None:

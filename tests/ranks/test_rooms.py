@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefixkv import errors
-from prefixkv.errors import CallerError, TransferError
+from prefixkv.errors import CallerError, PromptMismatchError, TransferError
 from prefixkv.protocol.commands import AbortRoom, DecodeCommand, Fence, OpenRoom, RefuseRoom
 from prefixkv.protocol.events import (
     MAX_ERROR_CHARS,
@@ -113,6 +113,17 @@ def test_the_abort_that_follows_a_failure_names_rank_and_reason() -> None:
     assert isinstance(command, AbortRoom)
     assert command.key == KEY
     assert command.reason == "rank 2 failed: decode rank 2: rank 2 broke"
+
+
+def test_another_ranks_error_is_of_the_class_that_it_was() -> None:
+    for error, kind in (
+        (PromptMismatchError("other tokens"), PromptMismatchError),
+        (OSError("gone"), TransferError),
+    ):
+        rooms = RankRooms(2)
+        (ended,), _ = rooms.on(1, RoomEnded(KEY, KVPoll.FAILED, error))
+        assert type(ended.error) is kind
+        assert str(ended.error) == f"decode rank 1: {error}"
 
 
 # --- what travels ---------------------------------------------------------------------------------

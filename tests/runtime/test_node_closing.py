@@ -80,7 +80,7 @@ def test_a_closed_node_says_so() -> None:
     for node in (decode, prefill):
         node.close()
         node.close()
-    request = Request("s", [1], room=9, prefill="tcp://127.0.0.1:1")
+    request = Request("s", [1], room=9, prefill="tcp://127.0.0.1:1", decode="decode-0")
     shared: list[Callable[[], Any]] = []
     for node in (decode, prefill):
         shared += [

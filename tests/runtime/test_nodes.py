@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError
+from prefixkv.errors import (
+    AbortedError,
+    AuxTooLargeError,
+    ConfigError,
+    PromptMismatchError,
+    RequestError,
+)
 from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
@@ -22,9 +28,16 @@ from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.testing.hashing import PrefixHasher
-from tests.models.node_pair import NodePair, first_token, left, make_pool, tokens_of
+from tests.models.node_pair import (
+    DecodeDriver,
+    NodePair,
+    first_token,
+    left,
+    make_pool,
+    tokens_of,
+)
 from tests.models.node_stages import Gate
-from tests.models.patience import NEVER_S, SkippableClock
+from tests.models.patience import NEVER_S, SkippableClock, until
 from tests.runtime.conftest import QUICK, MakePair
 
 PAGE_SIZE = 4
@@ -176,7 +189,7 @@ def test_equal_tokens_in_two_namespaces_share_nothing(pair: NodePair) -> None:
         pair.decode.add(
             Request(rid, prompt, max_new_tokens=1, prefill=pair.prefill.endpoint, **request)
         )
-        pair.prefill.add(Request(rid, prompt, **request))
+        pair.prefill.add(Request(rid, prompt, decode="decode-0", **request))
         pair.d.prompts[rid], pair.d.prefix_lens[rid] = prompt, []
         pair.run(rid)
     assert [pair.d.prefix_lens[rid] for rid in "abc"] == [[0], [0], [16]]
@@ -352,13 +365,15 @@ def test_what_is_refused_changes_nothing(pair: NodePair) -> None:
         Request("s", [1, 2], room=7, prefill=address),
         Request("s", [1, 2], room=8),
         Request("s", list(range(300)), room=8, prefill=address),
+        Request("s", [1, 2], room=8, prefill=address, decode="decode-1"),
     ):
         with pytest.raises(RequestError):
             pair.decode.add(request)
     for request in (
-        Request("r", [1], room=8),
-        Request("s", [1], room=7),
-        Request("s", list(range(300)), room=8),
+        Request("r", [1], room=8, decode="decode-0"),
+        Request("s", [1], room=7, decode="decode-0"),
+        Request("s", list(range(300)), room=8, decode="decode-0"),
+        Request("s", [1], room=8),
     ):
         with pytest.raises(RequestError):
             pair.prefill.add(request)
@@ -451,3 +466,56 @@ def test_arguments_that_were_swapped_are_named() -> None:
         with pytest.raises(ConfigError, match=said):
             make()
     assert threading.active_count() == threads
+
+
+# --- the same tokens ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("differs", ["tokens", "namespace", "length"])
+def test_another_prompt_fails_on_both_sides_and_its_pages_are_free_at_once(
+    pair: NodePair, differs: str
+) -> None:
+    tokens, theirs, namespace = tokens_of(1, 30), tokens_of(1, 30), "lora"
+    if differs == "tokens":
+        theirs = tokens_of(2, 30)
+    elif differs == "length":
+        theirs = tokens_of(1, 29)
+    else:
+        namespace = "another"
+    where = pair.prefill.endpoint
+    lora = Request("r", tokens, max_new_tokens=4, room=7, prefill=where, namespace="lora")
+    pair.decode.add(lora)
+    pair.prefill.add(Request("r", theirs, room=7, decode="decode-0", namespace=namespace))
+    errors: list[Exception | None] = []
+
+    def failed() -> bool:
+        pair.decode.pop_preallocated()
+        assert pair.prefill.pop_bootstrapped() == []
+        for node in (pair.decode, pair.prefill):
+            errors.extend(req.error for req in node.pop_failed())
+        return len(errors) == 2
+
+    until(failed)
+    assert [type(error) for error in errors] == [PromptMismatchError] * 2
+    stats = pair.decode.stats()
+    assert stats["pages_held"] == stats["pages_owned"] == 0
+    assert sent_bytes(pair) == 0
+
+
+def test_two_decode_nodes_may_count_their_rooms_alike(pair: NodePair) -> None:
+    config = DecodeConfig(name="decode-1", control=QUICK)
+    with DecodeNode(make_pool(), config) as other:
+        driver = DecodeDriver(other, lambda *ask: pair.p.add(*ask, decode="decode-1"))
+        for room in range(5):
+            pair.submit(f"a{room}", tokens_of(room, 20), room=room)
+            driver.submit(f"b{room}", tokens_of(100 + room, 20), pair.prefill.endpoint, room=room)
+
+        def ended() -> bool:
+            driver.step()
+            return len(driver.ended) == len(pair.d.ended) == 5
+
+        pair.until(ended)
+        for d in (driver, pair.d):
+            assert set(d.ended.values()) == {None}
+            assert (d.mismatches, d.wrong_aux) == (0, 0)
+        until(lambda: driver.step() or other.drain())

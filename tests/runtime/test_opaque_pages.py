@@ -56,7 +56,7 @@ def serve() -> Any:
     def run(prefill: Worker, decode: Worker, num_tokens: int) -> Any:
         tokens = tokens_of(3, num_tokens)
         decode.node.add(Request("r", tokens, room=1, prefill=prefill.node.endpoint))
-        prefill.node.add(Request("r", tokens, room=1))
+        prefill.node.add(Request("r", tokens, room=1, decode=decode.node.peer_id.name))
         ended: list[Any] = []
 
         def step() -> bool:

@@ -19,9 +19,11 @@ from prefixkv.errors import (
     InternalError,
     PageStateError,
     PeerLostError,
+    PromptMismatchError,
     RequestError,
     TransferError,
 )
+from prefixkv.paging import PageIds
 from prefixkv.protocol import messages
 from prefixkv.runtime.control_thread import ControlFailed
 from prefixkv.transfer import (
@@ -33,11 +35,14 @@ from prefixkv.transfer import (
     RoomEnded,
     RoomKey,
     SourceFree,
+    prompt_digest,
 )
 from tests.models.node_pair import make_pool
 from tests.models.patience import until
 from tests.runtime.conftest import QUICK, node_threads
 
+DECODE = "decode-0"
+PROMPT = prompt_digest(range(30), "lora")
 PAGE_SIZE = 4
 NUM_TOKENS = 30  # 8 pages, the last one partly
 SRC = [40, 7, 8, 9, 33, 2, 3, 21]
@@ -64,16 +69,26 @@ class Pair:
     def open(self, prefix_pages: int = 0, room: int = 7, generation: int = 0) -> None:
         where = self.prefill.endpoint
         self.decode.open(
-            room, generation, NUM_TOKENS, prefix_pages * PAGE_SIZE, DST[prefix_pages:], where
+            room,
+            generation,
+            NUM_TOKENS,
+            prefix_pages * PAGE_SIZE,
+            DST[prefix_pages:],
+            where,
+            PROMPT,
         )
 
     def add(self, room: int = 7, generation: int = 0) -> None:
-        self.prefill.add(room, generation, NUM_TOKENS)
+        self.prefill.add(room, generation, NUM_TOKENS, DECODE, PROMPT)
 
     def send(self, *ends: int, room: int = 7) -> None:
         for end in ends:
             last = end == NUM_TOKENS
-            self.prefill.send_chunk(room, end, SRC, last, b"first" if last else b"")
+            aux = b"first" if last else b""
+            self.prefill.send_chunk(room, end, SRC, decode=DECODE, last=last, aux=aux)
+
+    def send_chunk(self, end: int, pages: PageIds, **more: Any) -> None:
+        self.prefill.send_chunk(7, end, pages, decode=DECODE, **more)
 
     def until(self, done: Callable[[], bool]) -> None:
         def step() -> bool:
@@ -127,7 +142,7 @@ def test_the_path_of_one_room(pair: Pair, prefix_pages: int) -> None:
     pair.add()
     pair.until(lambda: bool(pair.heard(Bootstrapped)))
     assert pair.heard(Bootstrapped) == [
-        Bootstrapped(RoomKey(7, 0), pair.decode.peer_id, prefix_pages * PAGE_SIZE)
+        Bootstrapped(RoomKey(7, 0, DECODE), pair.decode.peer_id, prefix_pages * PAGE_SIZE)
     ]
     pair.send(5, 11, 12, 29, NUM_TOKENS)
     pair.until(lambda: len(pair.ends()) == 2 and bool(pair.heard(SourceFree)))
@@ -191,7 +206,7 @@ def test_each_side_tells_the_other_that_it_refuses(pair: Pair) -> None:
     pair.decode.refuse(1, 0, pair.prefill.endpoint, "no room here")
     pair.until(lambda: bool(pair.ends(1)) and bool(pair.heard(RoomDrained, 1)))
     assert "no room here" in str(pair.ends(1)[0].error)
-    pair.prefill.refuse(2, 0, "the prompt is too long")
+    pair.prefill.refuse(2, 0, "the prompt is too long", decode=DECODE)
     pair.open(room=2)
     pair.until(lambda: bool(pair.heard(RoomDrained, 2)))
     decode_end = next(end for end in pair.ends(2) if isinstance(end.error, TransferError))
@@ -202,7 +217,7 @@ def test_each_side_tells_the_other_that_it_refuses(pair: Pair) -> None:
 def test_prefill_refuses_what_decode_has_promised_already(pair: Pair) -> None:
     pair.open()
     until(lambda: pair.prefill.stats()["rooms"] == 1)
-    pair.prefill.refuse(7, 0, "the prompt is too long")
+    pair.prefill.refuse(7, 0, "the prompt is too long", decode=DECODE)
     pair.until(lambda: bool(pair.heard(RoomDrained)) and bool(pair.heard(SourceFree)))
     assert len(pair.ends()) == 2
     assert all("the prompt is too long" in str(end.error) for end in pair.ends())
@@ -217,11 +232,11 @@ def test_a_room_is_begun_once_until_it_is_over(pair: Pair) -> None:
         pair.open,
         lambda: pair.decode.refuse(7, 0, pair.prefill.endpoint),
         pair.add,
-        lambda: pair.prefill.refuse(7, 0),
+        lambda: pair.prefill.refuse(7, 0, decode=DECODE),
     ):
         with pytest.raises(RequestError, match="room 7 generation 0"):
             call()
-    pair.prefill.abort(8, 0)  # not added: no-op
+    pair.prefill.abort(8, 0, decode=DECODE)  # not added: no-op
     pair.until(lambda: bool(pair.heard(Bootstrapped)))
     pair.send(NUM_TOKENS)
     pair.until(lambda: len(pair.ends()) == 2 and bool(pair.heard(SourceFree)))
@@ -238,10 +253,10 @@ def test_a_room_is_begun_once_until_it_is_over(pair: Pair) -> None:
 def test_a_chunk_may_name_its_generation(pair: Pair) -> None:
     """A step that was under way for an attempt that failed does not go out as the next one's."""
     pair.add()
-    pair.prefill.abort(7, 0)
+    pair.prefill.abort(7, 0, decode=DECODE)
     pair.add(generation=1)
-    pair.prefill.send_chunk(7, 12, SRC, generation=0)
-    pair.prefill.send_chunk(7, 8, SRC, generation=1)
+    pair.prefill.send_chunk(7, 12, SRC, decode=DECODE, generation=0)
+    pair.prefill.send_chunk(7, 8, SRC, decode=DECODE, generation=1)
     pair.open(generation=1)
     pair.send(NUM_TOKENS)
     pair.until(lambda: len([end for end in pair.ends() if end.key.generation]) == 2)
@@ -251,17 +266,17 @@ def test_a_chunk_may_name_its_generation(pair: Pair) -> None:
 
 def test_numbers_travel_as_ints_or_not_at_all(pair: Pair) -> None:
     room, tokens = np.int64(7), np.int32(NUM_TOKENS)
-    pair.decode.open(room, 0, tokens, 0, np.array(DST), pair.prefill.endpoint)  # type: ignore[arg-type]
-    pair.prefill.add(room, 0, tokens)  # type: ignore[arg-type]
+    pair.decode.open(room, 0, tokens, 0, np.array(DST), pair.prefill.endpoint, PROMPT)  # type: ignore[arg-type]
+    pair.prefill.add(room, 0, tokens, DECODE, PROMPT)  # type: ignore[arg-type]
     pair.send(NUM_TOKENS)
     pair.until(lambda: len(pair.ends()) == 2)
     assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
     for numbers in ((-1, 0), (2**64, 0), (8, -1), (8, 2**31), (0.5, 0), (True, 0)):
         for call in (
-            lambda where: pair.decode.open(*where, NUM_TOKENS, 0, DST, "tcp://p"),
+            lambda where: pair.decode.open(*where, NUM_TOKENS, 0, DST, "tcp://p", PROMPT),
             lambda where: pair.decode.abort(*where),
-            lambda where: pair.prefill.add(*where, NUM_TOKENS),
-            lambda where: pair.prefill.refuse(*where),
+            lambda where: pair.prefill.add(*where, NUM_TOKENS, DECODE, PROMPT),
+            lambda where: pair.prefill.refuse(*where, decode=DECODE),
         ):
             with pytest.raises(RequestError):
                 call(numbers)
@@ -288,23 +303,26 @@ def test_what_is_refused_changes_nothing(pair: Pair) -> None:
     where = pair.prefill.endpoint
     for prefix_len, pages in ((3, DST), (0, DST[1:]), (32, []), (-4, DST)):
         with pytest.raises(RequestError):
-            pair.decode.open(7, 0, NUM_TOKENS, prefix_len, pages, where)
+            pair.decode.open(7, 0, NUM_TOKENS, prefix_len, pages, where, PROMPT)
     with pytest.raises(PageStateError):
-        pair.decode.open(7, 0, NUM_TOKENS, 0, [0.5] * 8, where)  # type: ignore[list-item]
-    with pytest.raises(RequestError, match="room 7 was not added"):
+        pair.decode.open(7, 0, NUM_TOKENS, 0, [0.5] * 8, where, PROMPT)  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="room 7 of 'decode-0' was not added"):
         pair.send(8)
     pair.add()
     with pytest.raises(RequestError, match="here already"):
         pair.add()
     for call, error in (
-        (lambda: pair.prefill.send_chunk(7, 31, SRC), RequestError),
-        (lambda: pair.prefill.send_chunk(7, 20, SRC[:4]), RequestError),
-        (lambda: pair.prefill.send_chunk(7, 20, SRC, last=True), RequestError),
-        (lambda: pair.prefill.send_chunk(7, 30, SRC, True, bytes(1 << 20)), AuxTooLargeError),
-        (lambda: pair.prefill.send_chunk(7, 20, SRC, aux=b"early"), RequestError),
-        (lambda: pair.prefill.send_chunk(7, 30, SRC, True, state_slot=0), RequestError),
-        (lambda: pair.prefill.send_chunk(7, 20, [64, *SRC[1:]]), PageStateError),
-        (lambda: pair.decode.open(9, 0, NUM_TOKENS, 0, [-1, *DST[1:]], where), PageStateError),
+        (lambda: pair.send_chunk(31, SRC), RequestError),
+        (lambda: pair.send_chunk(20, SRC[:4]), RequestError),
+        (lambda: pair.send_chunk(20, SRC, last=True), RequestError),
+        (lambda: pair.send_chunk(30, SRC, last=True, aux=bytes(1 << 20)), AuxTooLargeError),
+        (lambda: pair.send_chunk(20, SRC, aux=b"early"), RequestError),
+        (lambda: pair.send_chunk(30, SRC, last=True, state_slot=0), RequestError),
+        (lambda: pair.send_chunk(20, [64, *SRC[1:]]), PageStateError),
+        (
+            lambda: pair.decode.open(9, 0, NUM_TOKENS, 0, [-1, *DST[1:]], where, PROMPT),
+            PageStateError,
+        ),
     ):
         with pytest.raises(error):
             call()
@@ -383,5 +401,75 @@ def test_a_prefill_worker_of_another_wire_version_fails_the_room_by_number(
     pair.until(lambda: bool(pair.heard(RoomDrained)))
     (end,) = pair.ends()
     assert "protocol version" in str(end.error)
-    assert "ours 2, theirs 9" in str(end.error)
+    assert "ours 3, theirs 9" in str(end.error)
     assert pair.decode.stats()["handshakes_refused"] == 1
+
+
+# --- the same tokens ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("their_tokens", [NUM_TOKENS, NUM_TOKENS - 1])
+def test_another_prompt_fails_on_both_sides_with_nothing_written(
+    pair: Pair, their_tokens: int
+) -> None:
+    digest = prompt_digest(range(their_tokens), "another lora")
+    pair.prefill.add(7, 0, their_tokens, DECODE, digest)
+    pair.send_chunk(their_tokens, SRC, last=True)
+    pair.open()
+    pair.until(lambda: len(pair.ends()) == 2 and bool(pair.heard(RoomDrained)))
+    assert [type(end.error) for end in pair.ends()] == [PromptMismatchError] * 2
+    assert (pair.dst.read_pages(DST) == pair.before[DST]).all()
+    assert pair.prefill.bytes_sent == 0
+    pair.until(lambda: bool(pair.heard(SourceFree)))
+
+
+def test_two_decode_workers_with_one_number_get_each_its_own_kv(pair: Pair) -> None:
+    other_pool = make_pool(num_pages=64)
+    other_pages, prompt = [9, 8, 7, 6, 5, 4, 3, 2], prompt_digest([1])
+    other_src = [page + 20 if page < 20 else page - 20 for page in SRC]
+    with DecodeTransfers(other_pool, DecodeConfig(name="decode-1", control=QUICK)) as other:
+        where = pair.prefill.endpoint
+        other.open(7, 0, NUM_TOKENS, 0, other_pages, where, prompt)
+        until(lambda: bool(pair.prefill.peers()))  # its promise comes first
+        pair.open()
+        pair.add()
+        pair.prefill.add(7, 0, NUM_TOKENS, "decode-1", prompt)
+        pair.send(NUM_TOKENS)
+        pair.prefill.send_chunk(7, NUM_TOKENS, other_src, decode="decode-1", last=True, aux=b"b")
+        pair.until(lambda: any(end.aux == b"first" for end in pair.ends()))
+        pair.check_arrived()
+        said: list[Any] = []
+
+        def ended() -> bool:
+            said.extend(other.take_events())
+            return bool(said)
+
+        until(ended)
+        assert said == [RoomEnded(RoomKey(7, 0), KVPoll.SUCCESS, None, b"b")]
+        wanted, got = pair.src.read_pages(other_src), other_pool.read_pages(other_pages)
+        assert (got[:-1] == wanted[:-1]).all()
+        pair.until(lambda: len(pair.heard(SourceFree)) == 2)
+
+
+@pytest.mark.parametrize("decode", ["", None, 7])
+def test_the_decode_worker_has_to_be_named(pair: Pair, decode: Any) -> None:
+    for call in (
+        lambda: pair.prefill.add(7, 0, NUM_TOKENS, decode, PROMPT),
+        lambda: pair.prefill.refuse(7, 0, decode=decode),
+        lambda: pair.prefill.abort(7, 0, decode=decode),
+    ):
+        with pytest.raises(RequestError, match="the decode worker's name is needed"):
+            call()
+
+
+def test_a_digest_is_needed_on_both_sides(pair: Pair) -> None:
+    for digest in (b"short", None):
+        with pytest.raises(RequestError, match="digest"):
+            pair.prefill.add(7, 0, NUM_TOKENS, DECODE, digest)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="digest"):
+            pair.decode.open(7, 0, NUM_TOKENS, 0, DST, "tcp://p", digest)  # type: ignore[arg-type]
+    pair.add()
+    pair.open()
+    pair.send(NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2)
+    pair.check_arrived()

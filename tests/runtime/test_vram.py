@@ -161,7 +161,7 @@ def test_extra_state_in_vram_arrives() -> None:
     ):
         tokens = tokens_of(1, 10)
         decode.add(Request("r", tokens, max_new_tokens=2, room=1, prefill=prefill.endpoint))
-        prefill.add(Request("r", tokens, room=1))
+        prefill.add(Request("r", tokens, room=1, decode=decode.peer_id.name))
         arrived: list[Any] = []
 
         def step() -> bool:

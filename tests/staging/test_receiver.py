@@ -48,7 +48,7 @@ def open_room(
 ) -> list[Action]:
     """A room whose unit pages are our pages 100.., each of one token."""
     pages = np.arange(100, 100 + num_units, dtype=np.int32)
-    promise = Promise(*key, num_units, 0, pages.tobytes(), ticket)
+    promise = Promise(*key.numbers, num_units, 0, pages.tobytes(), ticket)
     return staging.open(promise, 1, StagingPlan(cut, PARTS, unit_tokens=1))
 
 
@@ -68,7 +68,7 @@ def ask(
     count: int = 4,
     **more: int,
 ) -> list[Action]:
-    out = staging.on_ask(rank, LeaseAsk(*key, rank, piece, first, count, TICKET, **more))
+    out = staging.on_ask(rank, LeaseAsk(*key.numbers, rank, piece, first, count, TICKET, **more))
     staging.check_invariants()
     return out
 
@@ -77,7 +77,7 @@ def grants(actions: list[Action]) -> list[tuple[int, int, int, int]]:
     """(room, rank, piece, offset) of each; nothing else may be among them."""
     assert all(isinstance(action, Grant) for action in actions)
     said = [action for action in actions if isinstance(action, Grant)]
-    assert all((action.grant.room, action.grant.generation) == action.key for action in said)
+    assert all(action.grant.key == action.key for action in said)
     assert all(action.grant.ticket == TICKET for action in said)
     return [
         (action.key.room, action.rank, action.grant.piece, action.grant.offset) for action in said
@@ -98,7 +98,7 @@ def arrive(
     part: int = 0,
     parts: int = 1,
 ) -> list[Action]:
-    out = staging.on_arrival(ChunkTag(1, *key, rank, piece, part, parts, lease))
+    out = staging.on_arrival(ChunkTag(1, *key.numbers, rank, piece, part, parts, lease))
     staging.check_invariants()
     return out
 
@@ -212,13 +212,13 @@ def test_an_ask_that_does_not_fit_is_refused_and_changes_nothing(
 def test_a_rank_speaks_for_itself_only() -> None:
     staging = rooms_of(4, A)
     with pytest.raises(ProtocolError, match="as rank 2"):
-        staging.on_ask(0, LeaseAsk(*A, 2, 0, 0, 4, TICKET))
+        staging.on_ask(0, LeaseAsk(*A.numbers, 2, 0, 0, 4, TICKET))
 
 
 def test_asks_of_unknown_and_closed_rooms_and_of_another_use_are_counted() -> None:
     staging = rooms_of(4, A)
     assert ask(staging, B, 0, 0, 0) == []
-    assert staging.on_ask(0, LeaseAsk(*A, 0, 0, 0, 4, TICKET + 1)) == []
+    assert staging.on_ask(0, LeaseAsk(*A.numbers, 0, 0, 0, 4, TICKET + 1)) == []
     asked_by_all(staging, A, 0, 0)
     assert told(staging, failure(A)) == []
     assert ask(staging, A, 0, 0, 0) == []
@@ -449,7 +449,7 @@ OTHER = RoomKey(8, 0)
 def plan(page_size: int = 4, writers_page_size: int = 4) -> StagingPlan:
     """Two writers; a lease takes two units of each."""
     mine: Hello = hello(1, 0, PeerId("d", 5), page_size=page_size, staging=AREA)
-    return StagingPlan.of(mine, HelloReply(DIGEST, Topology(writers_page_size, 2), ()))
+    return StagingPlan.of(mine, HelloReply(DIGEST, Topology(writers_page_size, 2), (), bytes(16)))
 
 
 def opened(fill_len: int = 10) -> StagingReceiver:
@@ -460,7 +460,7 @@ def opened(fill_len: int = 10) -> StagingReceiver:
 
 def granted(staging: StagingReceiver, piece: int = 0, first: int = 0, count: int = 1) -> int:
     for rank in (0, 1):
-        said = staging.on_ask(rank, LeaseAsk(*KEY, rank, piece, first, count, 1))
+        said = staging.on_ask(rank, LeaseAsk(*KEY.numbers, rank, piece, first, count, 1))
     assert all(isinstance(action, Grant) for action in said)
     return said[0].grant.lease_id  # type: ignore[union-attr]
 
@@ -469,7 +469,7 @@ def landed(staging: StagingReceiver, piece: int = 0, first: int = 0) -> int:
     """A lease whose scatter runs."""
     lease = granted(staging, piece, first)
     for rank in (0, 1):
-        actions = staging.on_arrival(ChunkTag(5, *KEY, rank, piece, lease_id=lease))
+        actions = staging.on_arrival(ChunkTag(5, *KEY.numbers, rank, piece, lease_id=lease))
     assert [type(action) for action in actions] == [Scatter]
     return lease
 
@@ -520,13 +520,13 @@ def test_leases_that_nothing_was_copied_from_are_free_with_the_proof() -> None:
 
 def test_leases_that_come_free_are_granted_to_rooms_that_wait() -> None:
     staging = opened()
-    other = Promise(*OTHER, 12, 0, promise().pages, 2)
+    other = Promise(*OTHER.numbers, 12, 0, promise().pages, 2)
     staging.open(other, 4, plan())
     for piece in range(2):
         granted(staging, piece, piece)
     for piece, first, count in ((0, 0, 1), (1, 1, 1), (2, 2, 1)):
         for rank in (0, 1):
-            said = staging.on_ask(rank, LeaseAsk(*OTHER, rank, piece, first, count, 2))
+            said = staging.on_ask(rank, LeaseAsk(*OTHER.numbers, rank, piece, first, count, 2))
     assert said == [], "the area takes four pieces"
     assert staging.pass_on(BAD) == [BAD]
     ended, *grants = [*staging.pass_on(DRAINED)][::-1]
@@ -604,11 +604,11 @@ def test_a_number_may_come_again_after_either_end() -> None:
 
 def test_units_of_larger_pages_of_ours_and_of_the_writers() -> None:
     staging = StagingReceiver(AREA)
-    which = Promise(*KEY, 30, 8, promise(pages=(3, 9, 5)).pages, 1)
+    which = Promise(*KEY.numbers, 30, 8, promise(pages=(3, 9, 5)).pages, 1)
     staging.open(which, 8, plan(page_size=8))
     lease = granted(staging, 0, 0, 2)
     for rank in (0, 1):
-        actions = staging.on_arrival(ChunkTag(5, *KEY, rank, 0, lease_id=lease))
+        actions = staging.on_arrival(ChunkTag(5, *KEY.numbers, rank, 0, lease_id=lease))
     (scatter,) = actions
     assert isinstance(scatter, Scatter)
     assert (scatter.units.tolist(), scatter.unit_tokens) == ([6, 7], 4)

@@ -84,8 +84,8 @@ class Desk:
     def grant(
         self, piece: int, key: RoomKey = A, peer: PeerId = P, offset: int = 0
     ) -> list[Action]:
-        grant = LeaseGrant(*key, piece, next(self.leases), offset, TICKET)
-        return self.checked(self.sender.on_grant(peer, grant))
+        grant = LeaseGrant(*key.numbers, piece, next(self.leases), offset, TICKET)
+        return self.checked(self.sender.on_grant(peer, key, grant))
 
     def gathered(self, gather: Gather, error: Exception | None = None) -> list[Action]:
         return self.checked(self.sender.on_gathered(gather.gather_id, error, 0.0))
@@ -282,7 +282,7 @@ def test_grants_that_are_not_awaited_or_lie_outside_are_counted_and_ignored() ->
     desk = Desk()
     desk.write(1, 8)
     assert desk.grant(0, key=B) + desk.grant(0, peer=Q) + desk.grant(2) == []
-    assert desk.sender.on_grant(P, LeaseGrant(*A, 0, 1, 0, TICKET + 1)) == []
+    assert desk.sender.on_grant(P, A, LeaseGrant(*A.numbers, 0, 1, 0, TICKET + 1)) == []
     assert desk.sender.counters["grants_not_awaited"] == 4
     assert desk.grant(0, offset=1) + desk.grant(0, offset=15 * BLOCK_BYTES) == []
     assert desk.sender.counters["grants_outside"] == 2

@@ -1,0 +1,81 @@
+"""What two workers compare to know that they mean the same prompt.
+
+A promise carries a proof: the prompt's digest, keyed with what the two ranks drew for each other in
+their handshake. So it says nothing to others, and is of no use on another link.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Hashable
+from hashlib import blake2b
+
+from prefixkv.cache.radix_key import RadixKey, TokensLike
+from prefixkv.errors import RequestError
+
+DIGEST_BYTES = 32
+MIN_DIGEST_BYTES, MAX_DIGEST_BYTES = 16, 64
+"""Of a digest that an engine makes itself."""
+
+
+def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
+    """32 bytes that name a prompt: equal in every process for equal tokens and namespaces, and for
+    no others. About 4 us for 1,024 tokens.
+
+    Args:
+        tokens: as of `RadixKey`; of one, its own namespace counts where none is given.
+        namespace: None, an int, a str, bytes, or a tuple of these.
+    Raises:
+        TokenError: tokens that are not integers in [0, 2**31).
+        RequestError: another namespace: its bytes are not the same in every process.
+    """
+    key = RadixKey(tokens, namespace)
+    key.check()
+    named = _canonical(key.namespace)
+    digest = blake2b(len(named).to_bytes(8, "little") + named, digest_size=DIGEST_BYTES)
+    digest.update(key.data)
+    return digest.digest()
+
+
+def prove(digest: bytes, decode_secret: bytes, prefill_secret: bytes) -> bytes:
+    """What a promise says of the digest on the link of two ranks that drew these secrets, at most
+    32 bytes each."""
+    key = decode_secret + prefill_secret
+    return blake2b(digest, key=key, digest_size=DIGEST_BYTES).digest()
+
+
+def proves(proof: bytes, digest: bytes, decode_secret: bytes, prefill_secret: bytes) -> bool:
+    """Whether the proof is of this digest. Takes as long for any proof."""
+    return hmac.compare_digest(proof, prove(digest, decode_secret, prefill_secret))
+
+
+def check_digest(digest: bytes) -> bytes:
+    """The digest as bytes. RequestError for what is none, or of another size than 16 to 64."""
+    if not isinstance(digest, bytes | bytearray | memoryview):
+        raise RequestError(f"digest is {digest!r}, bytes are needed: `prefixkv.prompt_digest`")
+    if not MIN_DIGEST_BYTES <= len(raw := bytes(digest)) <= MAX_DIGEST_BYTES:
+        bounds = f"{MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES}"
+        raise RequestError(f"digest has {len(raw)} bytes, {bounds} are needed")
+    return raw
+
+
+def _canonical(namespace: Hashable) -> bytes:
+    """Equal for namespaces that are equal, and for no others: a letter for the type, the size,
+    the value."""
+    match namespace:
+        case None:
+            letter, value = b"n", b""
+        case int():  # a bool too: True is the namespace 1
+            letter, value = b"i", b"%d" % namespace
+        case str():
+            letter, value = b"s", namespace.encode("utf-8", "surrogatepass")
+        case bytes():
+            letter, value = b"b", namespace
+        case tuple():
+            letter, value = b"t", b"".join(map(_canonical, namespace))
+        case _:
+            raise RequestError(
+                f"namespace is {namespace!r}; None, an int, a str, bytes or a tuple of these "
+                "means the same in every process"
+            )
+    return letter + len(value).to_bytes(8, "little") + value
