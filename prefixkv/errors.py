@@ -118,6 +118,10 @@ class VersionError(ProtocolError):
         self.ours = ours
 
 
+class FormerLifeError(ProtocolError):
+    """A word of a life that is over: another took its place, it was fenced, or it has left."""
+
+
 class HandshakeError(PeerError):
     """Two nodes that cannot work together; names the field, what is wrong with it, and both
     values."""

@@ -67,6 +67,7 @@ class WorkerIndex:
     def __init__(self, max_pages: int) -> None:
         self.max_pages = max_pages
         self.incarnation = -1
+        self._former: deque[int] = deque(maxlen=64)
         self.next_seq = 0
         self.in_sync = False
         self.num_pages = 0
@@ -77,12 +78,13 @@ class WorkerIndex:
 
     def apply(self, batch: EventBatch) -> bool:
         """Follow the worker. False if something is missing, until a `Cleared` comes."""
-        if batch.incarnation < self.incarnation or (
+        if batch.incarnation in self._former or (
             batch.incarnation == self.incarnation and batch.seq < self.next_seq
         ):
             return True  # a late word of a predecessor, or one heard already
-        if batch.incarnation > self.incarnation:
+        if batch.incarnation != self.incarnation:
             self.forget()
+            self._former.append(self.incarnation)
             self.incarnation = batch.incarnation
             self.in_sync = False
         elif batch.seq != self.next_seq:

@@ -113,8 +113,10 @@ def test_a_lost_batch_is_noticed_and_a_fresh_one_mends_it(seed: int) -> None:
             assert all(ours == theirs for ours, theirs in life.depths(index))
 
 
-def test_batches_heard_twice_or_of_a_predecessor_change_nothing() -> None:
-    old, new = Worker(incarnation=1), Worker(incarnation=2)
+@pytest.mark.parametrize("lives", [(1, 2), (2, 1)])
+def test_batches_heard_twice_or_of_a_predecessor_change_nothing(lives: tuple[int, int]) -> None:
+    """Which life is the newer one, its number does not say."""
+    old, new = (Worker(incarnation=life) for life in lives)
     index = WorkerIndex(1000)
     old.insert([1, 2, 3, 4])
     first = old.feed.take()

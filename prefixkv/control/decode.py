@@ -35,6 +35,7 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.links import Link, Links
+from prefixkv.control.lives import Lives
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
@@ -138,7 +139,7 @@ class DecodeControl:
         self._links = Links(me, hello, timing, self._timers)
         self._rooms: dict[RoomKey, _Room] = {}
         self._settling: set[Hashable] = set()
-        self._fenced: dict[str, int] = {}  # by name: incarnations up to this one are gone for good
+        self._lives = Lives()
         self._num_expected = 0
         self._said_expected = 0
         # Of the last `on`, those before an exception too.
@@ -274,7 +275,7 @@ class DecodeControl:
         own transport reads it. So rooms stay undrained until it has been at that for
         `fence_settle_s`.
         """
-        self._fenced[peer.name] = max(peer.incarnation, self._fenced.get(peer.name, 0))
+        self._lives.end(peer, "was fenced")
         self._fail_rooms_of(peer, PeerLostError(f"{peer} was fenced"), now_s, out)
         for link in self._links.all():
             if link.peer == peer:
@@ -332,10 +333,8 @@ class DecodeControl:
         def look(key: str | RoomKey) -> None:
             if isinstance(key, str):
                 out.extend(self._links.tick(key, now_s))
-                link = self._links.get(key)
-                if link is not None and self._links.is_gone(link, now_s):
-                    error = PeerLostError(f"prefill worker {link.address}: {link.gone_why}")
-                    self._refuse_link(link, error, now_s, out)
+                if (link := self._links.get(key)) and (why := self._links.gone(link, now_s)):
+                    self._refuse_link(link, why, now_s, out)
             elif (room := self._rooms.get(key)) is not None:
                 self._on(room, receiver.Tick(), now_s, out)
 
@@ -470,18 +469,19 @@ class DecodeControl:
         out: list[DecodeEffect],
     ) -> None:
         """A HelloReply, or a worker that does not know us (it was restarted, or has forgotten)."""
-        former = link.peer
-        if former and frame.name == former.name and frame.incarnation < former.incarnation:
-            raise ProtocolError(f"a frame of {frame.sender}, which {former} has replaced")
-        if frame.incarnation <= self._fenced.get(frame.name, -1):
-            raise ProtocolError(f"a frame of {frame.sender}, which was fenced")
-        if frame.sender != former:
+        self._lives.check(frame.sender)
+        is_other = frame.sender != link.peer
+        if not is_other:
+            link.live.take(frame, now_s)
+        if isinstance(body, HelloWanted) or (is_other and body.known != link.known):
+            # What does not answer our present Hello may be late: it takes nothing's place.
+            nonce = body.nonce if isinstance(body, HelloWanted) else 0
+            out += self._links.wanted(link, nonce, now_s)
+            return
+        if is_other:
             self._lose_peer(link, frame.sender, now_s, out)
             link.live.in_seq = 0
-        link.live.take(frame, now_s)
-        if isinstance(body, HelloWanted):
-            out += self._links.wanted(link, now_s)
-            return
+            link.live.take(frame, now_s)
         try:
             self._links.accept(link, frame, body, now_s)
         except (HandshakeError, ConfigError) as error:
@@ -496,11 +496,10 @@ class DecodeControl:
         lost = self._links.lost(link, newer)
         if lost is None:
             return
+        if lost.name == newer.name:
+            self._lives.supersede(lost, newer)
         error = PeerLostError(f"{lost} was replaced by {newer}")
-        for key in list(link.rooms):
-            room = self._rooms[key]
-            if lost in room.peers.values():
-                self._on(room, receiver.Fail(error, lost=room.rank_of(lost)), now_s, out)
+        self._fail_rooms_of(lost, error, now_s, out)
 
     def _promote(self, link: Link, now_s: float, out: list[DecodeEffect]) -> None:
         """A rank is there and answers: promise the pages of the rooms that waited only for that."""

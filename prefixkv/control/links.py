@@ -18,6 +18,7 @@ from prefixkv.control import handshake
 from prefixkv.control.effects import Connect, Disconnect, Reached, SendFrame, Unreached
 from prefixkv.control.liveness import Liveness, Stamper
 from prefixkv.digest import prove
+from prefixkv.errors import PeerLostError
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
     AnyBody,
@@ -40,9 +41,9 @@ class Link:
     through.
 
     `told` are the addresses of the ranks that a room of this leader is promised to, by rank;
-    `leaders` are the links that have this one among theirs. `plan` is of a leader whose ranks stage
-    what they write to us, once `planned`. `waiting` are the rooms to be promised, in the order of
-    admission.
+    `leaders` are the links that have this one among theirs. `nonce` is that of the last
+    HelloWanted. `plan` is of a leader whose ranks stage what they write to us, once `planned`.
+    `waiting` are the rooms to be promised, in the order of admission.
     """
 
     address: str
@@ -57,8 +58,15 @@ class Link:
     plan: StagingPlan | None = None
     planned: bool = False
     leaders: set[str] = field(default_factory=set)
+    nonce: int = 0
     rooms: set[RoomKey] = field(default_factory=set)
     waiting: dict[RoomKey, None] = field(default_factory=dict)
+
+    @property
+    def known(self) -> int:
+        """What our Hello says of the life that answered last; a reply has to repeat it to take that
+        one's place."""
+        return 0 if self.peer is None else self.peer.incarnation
 
 
 class Links:
@@ -102,9 +110,13 @@ class Links:
     def greet(self, link: Link, now_s: float) -> list[LinkEffect]:
         """Say Hello, and again until it is answered."""
         link.hello.start(now_s)
-        sent = self.send(link, self._hello, now_s)
+        sent = self._say_hello(link, now_s)
         self._timers.wake(link.address, link.hello.due_s)
         return [sent]
+
+    def _say_hello(self, link: Link, now_s: float) -> SendFrame[str]:
+        hello = msgspec.structs.replace(self._hello, nonce=link.nonce, known=link.known)
+        return self.send(link, hello, now_s)
 
     def send(self, link: Link, body: AnyBody, now_s: float) -> SendFrame[str]:
         link.live.sent_s = now_s
@@ -121,9 +133,11 @@ class Links:
             link.gone_s, link.gone_why = min(link.gone_s, now_s), what.why
             self._timers.wake(link.address, link.gone_s + self._timing.connect_timeout_s)
 
-    def is_gone(self, link: Link, now_s: float) -> bool:
-        """Whether nobody has answered at the address for `connect_timeout_s`."""
-        return now_s >= link.gone_s + self._timing.connect_timeout_s
+    def gone(self, link: Link, now_s: float) -> PeerLostError | None:
+        """What is wrong where nobody has answered at the address for `connect_timeout_s`."""
+        if now_s < link.gone_s + self._timing.connect_timeout_s:
+            return None
+        return PeerLostError(f"prefill worker {link.address}: {link.gone_why}")
 
     def with_proof(self, link: Link, promise: Promise, digest: bytes) -> Promise:
         """The promise as it is said to this rank, which has answered the handshake."""
@@ -140,7 +154,7 @@ class Links:
             return self.close(link)
         out: list[LinkEffect] = []
         if not link.ready and link.hello.take(now_s):
-            out.append(self.send(link, self._hello, now_s))
+            out.append(self._say_hello(link, now_s))
         elif link.ready and link.live.heartbeat_due(self._timing, now_s):
             out.append(self.send(link, Heartbeat(), now_s))
         # A rank that has not answered our Hello gets it again, and no heartbeats.
@@ -174,19 +188,16 @@ class Links:
         link.hello.due_s = math.inf
         self._timers.wake(link.address, link.live.heartbeat_due_s(self._timing))
 
-    def wanted(self, link: Link, now_s: float) -> list[LinkEffect]:
-        """The rank does not know us: say Hello, unless one is on its way already."""
-        if not link.ready and link.hello.due_s != math.inf:
+    def wanted(self, link: Link, nonce: int, now_s: float) -> list[LinkEffect]:
+        """The rank does not know us: say Hello, unless one with this nonce is on its way."""
+        if not link.ready and link.hello.due_s != math.inf and nonce in (0, link.nonce):
             return []
+        link.nonce = nonce or link.nonce
         link.ready = False
         return self.greet(link, now_s)
 
     def lost(self, link: Link, newer: PeerId | None) -> PeerId | None:
-        """Another process answers there, or none any more; returns the one before.
-
-        The link is the newer one's from now on, so that a late word of the older one is known for
-        what it is.
-        """
+        """Another process answers there, or none any more; returns the one before."""
         former, link.peer, link.ready = link.peer, newer, False
         return former
 

@@ -11,7 +11,8 @@ from prefixkv.config import ControlConfig
 from prefixkv.control.effects import RemovePeer, SendFrame
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.liveness import Liveness, Stamper
-from prefixkv.errors import ProtocolError
+from prefixkv.control.lives import Lives, nonce
+from prefixkv.errors import HandshakeError, ProtocolError
 from prefixkv.paging import pages_for, unit_pages
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -113,6 +114,8 @@ class Peers:
         timers: Timers[str | RoomKey],
     ) -> None:
         """`timers` wake peers by name; rooms share them."""
+        self._me = me
+        self.lives = Lives()
         self._ours = ours
         self._endpoints = endpoints
         self._timing = timing
@@ -143,16 +146,43 @@ class Peers:
 
     def speaker(self, frame: Frame, credential: str) -> Peer | None:
         """The peer of this name, None if there is none yet. Raises ProtocolError where the name is
-        not the credential's, or the frame is of a life that another has replaced."""
+        not the credential's, FormerLifeError for a life that is over."""
         curve = self._timing.curve
         if curve is not None and not _may_speak(curve.allowed_clients, credential, frame.name):
             raise ProtocolError(f"{frame.name!r} speaks under a key that is not its own")
         peer = self._peers.get(frame.name)
         if peer is not None and credential != peer.credential:
             raise ProtocolError(f"{frame.name!r} speaks under another key than before")
-        if peer is not None and frame.incarnation < peer.id.incarnation:
-            raise ProtocolError(f"a frame of {frame.sender}, which {peer.id} has replaced")
+        self.lives.check(frame.sender)
         return peer
+
+    def check_worker(self, frame: Frame, credential: str, hello: Hello) -> None:
+        """Whether the rank is of the worker that it says it is of.
+
+        Raises HandshakeError where that does not follow from its name and key, or where `max_peers`
+        workers are known; FormerLifeError where the worker is over. A refusal tells of no other
+        peer.
+        """
+        rank, worker = hello.rank, hello.worker or frame.sender
+        name = f"{worker.name}/{rank}" if rank else worker.name
+        if frame.name != name or (rank == 0 and worker != frame.sender):
+            raise HandshakeError("name", name, frame.name, "is not that of the rank it says it is")
+        curve = self._timing.curve
+        is_listed = curve is not None and frame.name in curve.allowed_clients.values()
+        if curve is not None and rank == 0 and not is_listed:
+            raise HandshakeError("rank", 0, frame.name, "has another name than the key")
+        leader = self._peers.get(worker.name)
+        if leader is not None and leader.credential != credential and not is_listed:
+            raise HandshakeError("key", "rank 0's", "another", "differs")
+        self.lives.check(worker)
+        others = [peer for peer in self.all() if peer.worker == worker]
+        for peer in others:
+            if peer.hello.topology != hello.topology:
+                raise HandshakeError("topology", peer.hello.topology, hello.topology)
+        workers = {peer.worker.name for peer in self.all()}
+        if worker.name not in workers and len(workers) >= self._timing.max_peers:
+            most = self._timing.max_peers
+            raise HandshakeError("decode workers", most, most + 1, "are more than max_peers allows")
 
     def add(
         self,
@@ -165,6 +195,7 @@ class Peers:
         """A rank that passed the handshake. `received` are its route and credential."""
         added = accepted.added
         route, credential = received
+        self.lives.begin(frame.sender)
         self._peers[frame.name] = Peer(
             id=frame.sender,
             route=route,
@@ -180,15 +211,25 @@ class Peers:
 
     # --- what is said -----------------------------------------------------------------------------
 
-    def reply(self, route: bytes, refused: str = "", staged: bool = False) -> SendFrame[bytes]:
-        """The answer to a Hello."""
-        ours = self._ours
-        said = ours.secret, refused, ours.rank, staged
+    def reply(
+        self, route: bytes, hello: Hello | None, refused: str = "", staged: bool = False
+    ) -> SendFrame[bytes]:
+        """The answer to a Hello, or to another word where it is refused."""
+        ours, known = self._ours, hello.known if hello is not None else 0
+        said = ours.secret, refused[:1000], ours.rank, staged, known
         body = HelloReply(ours.digest, ours.topology, self._endpoints, *said)
         return SendFrame(route, self._stamp.frame(body))
 
-    def hello_wanted(self, route: bytes) -> SendFrame[bytes]:
-        return SendFrame(route, self._stamp.frame(HelloWanted()))
+    def hello_wanted(self, route: bytes, sender: PeerId | None = None) -> SendFrame[bytes]:
+        """`sender` is None where it could not be read."""
+        wanted = HelloWanted(0 if sender is None else self.nonce(sender))
+        return SendFrame(route, self._stamp.frame(wanted))
+
+    def nonce(self, sender: PeerId) -> int:
+        """What a Hello of it has to repeat."""
+        peer = self._peers.get(sender.name)
+        known = self.lives.last_silent(sender.name) if peer is None else peer.id
+        return nonce(self._me, sender, known)
 
     def send(self, peer: Peer, body: AnyBody, now_s: float) -> list[SendFrame[bytes]]:
         """A frame to the peer, none if it is gone."""
@@ -207,6 +248,7 @@ class Peers:
         if peer is None:
             return []
         if not peer.rooms and peer.live.forgettable(self._timing, now_s):
+            self.lives.silent(peer.id)
             return [self.forget(peer)]
         out: list[SendFrame[bytes] | RemovePeer] = []
         if peer.live.heartbeat_due(self._timing, now_s):

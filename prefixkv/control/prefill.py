@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from itertools import count
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
@@ -40,10 +40,12 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.peers import Peer, Peers
+from prefixkv.control.trials import OnTrial, Trials
 from prefixkv.control.writes import Granted, StagingSlots, Want, Welcome, Writes
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
+    FormerLifeError,
     HandshakeError,
     PeerLostError,
     ProtocolError,
@@ -118,15 +120,6 @@ PrefillEffect = (
 _NO_ROOM = RoomKey(0, -1)
 
 
-class _OnTrial(NamedTuple):
-    """A decode rank that passed the handshake, and its last Hello."""
-
-    accepted: handshake.Accepted
-    received: FrameReceived[bytes]
-    frame: Frame
-    hello: Hello
-
-
 class PrefillControl:
     """See the module's text. Owned by one thread, but for `peers` and `num_rooms`.
 
@@ -167,7 +160,7 @@ class PrefillControl:
         self._peers = Peers(me, self._ours, endpoints, timing, self._timers)
         self._writes = Writes(me, rank, self.staging, self, self._peers)
         self._tries = tries
-        self._trials: dict[str, _OnTrial] = {}  # by name, the latest of each
+        self._trials = Trials(timing.max_peers)
         self._rooms: dict[RoomKey, SenderMachine] = {}
         self._claims = Claims(timing)
         # Rooms that are over for our engine; kept to answer a promise that is on its way.
@@ -294,8 +287,9 @@ class PrefillControl:
         return out
 
     def _fence(self, peer_id: PeerId, now_s: float) -> list[Want]:
-        """This decode process is dead: its rooms end. Unknown: no-op."""
+        """This decode process is dead: its rooms end, and it is not met again."""
         out: list[Want] = []
+        self._peers.lives.end(peer_id, "was fenced")
         peer = self._peers.find(peer_id)
         if peer is not None:
             self._lose_peer(peer, PeerLostError(f"{peer_id} was fenced"), now_s, out)
@@ -355,6 +349,8 @@ class PrefillControl:
             if isinstance(error, VersionError):
                 # Any word of ours tells the other side our version; it knows its own.
                 out.append(self._peers.hello_wanted(received.source))
+            elif isinstance(error, FormerLifeError):  # if it lives, it is to know
+                out.append(self._peers.reply(received.source, None, str(error)))
         return out
 
     def _frame_failed(self, what: FrameFailed[bytes], now_s: float) -> list[Want]:
@@ -362,8 +358,10 @@ class PrefillControl:
         out: list[Want] = []
         self.counters["frames_failed"] += 1
         frame = messages.decode(what.frame.raw)
-        peer = self._peers.speaker(frame, what.frame.credential)
-        if isinstance(frame.body, messages.RoomBody) and peer is not None:
+        peer = self._peers.find(frame.sender)
+        if peer is None or peer.credential != what.frame.credential:
+            return out
+        if isinstance(frame.body, messages.RoomBody):
             machine = self._rooms.get(peer.key(frame.body))
             if machine is not None and peer.id in self._claims.of(machine.key):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
@@ -379,7 +377,7 @@ class PrefillControl:
             self._meet(peer, received, frame, body, now_s, out)
             return
         if peer is None or peer.id != frame.sender:
-            out.append(self._peers.hello_wanted(route))
+            out.append(self._peers.hello_wanted(route, frame.sender))
             raise ProtocolError(f"{frame.sender} has not introduced itself")
         peer.live.take(frame, now_s)
         peer.route = route
@@ -397,6 +395,7 @@ class PrefillControl:
             case LeaseGrant():
                 out.append(Granted(peer.id, peer.key(body), body))
             case messages.Fenced():
+                self._peers.lives.end(peer.id, "has left")
                 self._lose_peer(peer, PeerLostError(f"{peer.id} has left"), now_s, out)
             case Heartbeat():
                 pass
@@ -427,53 +426,55 @@ class PrefillControl:
         if peer is not None and peer.id == frame.sender:
             peer.live.take(frame, now_s)
             peer.route = route
-            out.append(self._peers.reply(route, staged=peer.staged))
+            out.append(self._peers.reply(route, hello, staged=peer.staged))
+            return
+        if hello.nonce != self._peers.nonce(frame.sender):
+            out.append(self._peers.hello_wanted(route, frame.sender))
             return
         try:
             accepted = handshake.accept(self._ours, frame.sender, hello)
+            self._peers.check_worker(frame, received.credential, hello)
         except (HandshakeError, ConfigError) as error:
             self.counters["handshakes_refused"] += 1
-            out.append(self._peers.reply(route, str(error)[:1000]))
+            out.append(self._peers.reply(route, hello, str(error)))
             return
-        arrived = _OnTrial(accepted, received, frame, hello)
+        arrived = OnTrial(accepted, received, frame, hello)
         if not self._tries or accepted.added is None:
             self._admit(arrived, now_s, out)
             return
-        former = self._trials.get(frame.name)
-        if former is None and len(self._trials) >= self._timing.max_peers:
-            raise ProtocolError(f"{len(self._trials)} peers are on trial, the limit is reached")
-        self._trials[frame.name] = arrived  # said again: the trial goes on, the route may be new
-        if former is None or former.frame.sender != frame.sender:
-            out.append(TryPeer(frame.sender, hello.agent_metadata, handshake.ranges(hello)))
+        out += self._trials.begin(arrived)
 
     def _tried(self, tried: PeerTried, now_s: float) -> list[Want]:
         out: list[Want] = []
-        arrived = self._trials.get(tried.peer.name)
-        if arrived is None or arrived.frame.sender != tried.peer:
-            return out  # another life of it came meanwhile
-        del self._trials[tried.peer.name]
-        if tried.error is None:
+        arrived = self._trials.end(tried)
+        if arrived is None:
+            return out
+        _, received, frame, hello = arrived
+        error = tried.error
+        try:  # what was so as the trial began may be so no more
+            self._peers.lives.check(frame.sender)
+            self._peers.check_worker(frame, received.credential, hello)
+        except (HandshakeError, FormerLifeError) as late:
+            error = error or late
+        if error is None:
             self._admit(arrived, now_s, out)
         else:
             self.counters["handshakes_refused"] += 1
-            out.append(self._peers.reply(arrived.received.source, str(tried.error)[:1000]))
+            out.append(self._peers.reply(received.source, hello, str(error)))
         return out
 
-    def _admit(self, arrived: _OnTrial, now_s: float, out: list[Want]) -> None:
+    def _admit(self, arrived: OnTrial, now_s: float, out: list[Want]) -> None:
         """It is a peer from now on, in the place of its former life."""
         accepted, received, frame, hello = arrived
         route, peer = received.source, self._peers.get(frame.name)
         if peer is not None:
-            lost = PeerLostError(f"{peer.id} was replaced by {frame.sender}")
+            self._peers.lives.supersede(peer.id, frame.sender)
+            lost = PeerLostError(f"{peer.id} was replaced by life {frame.incarnation:x}")
             self._lose_peer(peer, lost, now_s, out)
-        elif len(self._peers) >= self._timing.max_peers:
-            refused = f"{len(self._peers)} decode workers are known, the limit is reached"
-            out.append(self._peers.reply(route, refused))
-            return
         self._peers.add(accepted, frame, (route, received.credential), hello, now_s)
         if accepted.added is not None:
             out.append(Welcome(accepted.added, accepted.cut))
-        out.append(self._peers.reply(route, staged=accepted.cut is not None))
+        out.append(self._peers.reply(route, hello, staged=accepted.cut is not None))
 
     def _lose_peer(self, peer: Peer, error: Exception, now_s: float, out: list[Want]) -> None:
         peer.gone = True
@@ -487,9 +488,10 @@ class PrefillControl:
             event = peer.promised(promise, self._ours.topology.page_size, self._ours.secret)
             machine = self._rooms.get(key)
             if not self._claims.allow(key, machine, peer):
-                raise ProtocolError(f"room {key.room} is of another life or rank than {peer.id}")
-            if machine is not None and machine.drained and 0 < machine.ticket < promise.ticket:
-                # Decode has done with that use of the room, if it uses its number again.
+                raise ProtocolError(f"room {key.room} is of another life or rank of its worker")
+            if machine is not None and machine.drained and machine.is_other_use(promise.ticket):
+                # Decode has done with that use of the room, if it uses its number again. This is no
+                # late promise of a use before: a frame that came after it would have barred it.
                 self._drop_room(machine)
                 machine = None
             if machine is not None and not machine.same_promise(event):

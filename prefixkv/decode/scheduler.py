@@ -19,7 +19,7 @@ Source: SGLang's decode queues (`disaggregation/decode.py`), whose names `pop_pr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from operator import attrgetter
 from typing import NamedTuple
@@ -70,6 +70,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         failure_policy: "fail", or "retry" to ask prefill again once when a transfer fails.
         admission, patience_s, waiting_timeout_s, shares: see `DecodePreallocQueue`.
         name: this worker's; a request may name no other in `Request.decode`.
+        ticket: draws a number, never one twice, for each use of a room; in a service one that no
+            other process can guess. None: they are counted.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         waiting_timeout_s: float = math.inf,
         shares: PrefillShares | None = None,
         name: str = "",
+        ticket: Callable[[], int] | None = None,
     ) -> None:
         self.name = name
         self.journal = DecodeJournal()
@@ -99,7 +102,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._max_waiting = max_waiting
         self.rooms = RoomNumbers()
         self._asks: list[PrefillAsk] = []
-        self._tickets = count(1)
+        self._ticket = ticket or count(1).__next__
         self._deferred: list[tuple[DeviceEvent, _Ended]] = []
         self._admitted: list[DecodeRequest] = []  # not returned by `pop_preallocated` yet
 
@@ -388,7 +391,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.transfers.add(flight)
         page_ids = np.ascontiguousarray(new_pages, dtype="<i4").tobytes()
         key, lens = flight.room_key, (req.fill_len, req.prefix_len)
-        promise = Promise(*key.numbers, *lens, page_ids, next(self._tickets), pages.slot)
+        promise = Promise(*key.numbers, *lens, page_ids, self._ticket(), pages.slot)
         digest = req.request.digest if req.fill_len == req.prompt_len else prompt_digest(req.key)
         self._commands.append(OpenRoom(promise, req.request.prefill, digest))
 
@@ -455,7 +458,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         key = RoomKey(request.room, request.generation)
         self.rooms.await_drained(key)
         reason = str(error)[:1000]
-        self._commands.append(RefuseRoom(key, next(self._tickets), request.prefill, reason))
+        self._commands.append(RefuseRoom(key, self._ticket(), request.prefill, reason))
 
     def _leave_flight(self, flight: Flight, error: Exception) -> None:
         """The request ends while its KV is on its way. If others wait for it, it goes on for

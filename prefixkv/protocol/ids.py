@@ -9,11 +9,18 @@ from typing import NamedTuple
 class PeerId(NamedTuple):
     """One life of one process: a restart under the same name is another peer.
 
-    `incarnation` is drawn from the clock at start, so of two with one name the larger is the newer.
+    `incarnation` is drawn at random as the process starts, so it says nothing of which of two lives
+    is the newer: handshakes do.
+
+    >>> str(PeerId("decode-0", 0x3F2A))
+    'decode-0 life 3f2a'
     """
 
     name: str
     incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.name} life {self.incarnation:x}"
 
 
 class RoomKey(NamedTuple):

@@ -113,7 +113,8 @@ class Hello(Body, frozen=True, tag="hello"):
 
     `secret` is random, drawn by this process: see `prefixkv.digest`. `worker` is rank 0's identity:
     the ranks of one worker name the same. `staging` is where slices may be staged, `state` where
-    the extra state that `digest` lists is kept.
+    the extra state that `digest` lists is kept. `nonce` is that of the last HelloWanted, `known`
+    the life that is known at this address.
     """
 
     digest: ModelDigest
@@ -125,13 +126,15 @@ class Hello(Body, frozen=True, tag="hello"):
     worker: PeerId | None = None
     staging: StagingArea | None = None
     state: StateLayout | None = None
+    nonce: U64 = 0
+    known: U64 = 0
 
 
 class HelloReply(Body, frozen=True, tag="hello-reply"):
     """A prefill rank's answer. `refused` is empty, or says why the two cannot work together.
 
     `endpoints` are the addresses of all ranks, by rank; "" for one's own. `secret` is as in Hello.
-    `staged`: what it writes is staged.
+    `staged`: what it writes is staged. `known` is that of the Hello it answers.
     """
 
     digest: ModelDigest
@@ -141,11 +144,16 @@ class HelloReply(Body, frozen=True, tag="hello-reply"):
     refused: Text = ""
     rank: Count = 0
     staged: bool = False
+    known: U64 = 0
 
 
 class HelloWanted(Body, frozen=True, tag="hello-wanted"):
-    """Prefill does not know who sent a frame (it was restarted, or has forgotten): introduce
-    yourself."""
+    """Prefill does not know the sender of a frame: introduce yourself, with this `nonce`.
+
+    A Hello counts only with the nonce that is wanted, so a late one of a former life is no more
+    than a question."""
+
+    nonce: U64 = 0
 
 
 class RoomBody(Body, frozen=True):

@@ -171,8 +171,8 @@ class SenderMachine:
 
     def is_other_use(self, ticket: int) -> bool:
         """Whether a frame with this ticket is about another use of the room's number than the one
-        promised here."""
-        return self._promise is not None and self.ticket != ticket
+        that a reader spoke of here."""
+        return bool(self.readers) and self.ticket != ticket
 
     def is_strange(self, peer: PeerId, reader: int) -> bool:
         """Whether another peer than this has spoken as this reader of the room."""

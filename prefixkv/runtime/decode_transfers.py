@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from itertools import count
 from secrets import token_bytes
 from typing import cast
 
@@ -40,6 +39,7 @@ from prefixkv.runtime.transfers import (
     Memory,
     Transfers,
     room_key,
+    secret_number,
 )
 from prefixkv.transport.interfaces import check_interface
 
@@ -73,10 +73,9 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         config = checked_config(config, DecodeConfig)
         place = Place.of(pool, config.model, mesh, rank, state)
         name = f"{config.name}/{rank}" if rank else config.name
-        self.peer_id = me = PeerId(name, time.time_ns())
+        self.peer_id = me = PeerId(name, secret_number())
         self._page_size = pool.layout.page_size
         self._num_pages = pool.layout.num_pages
-        self._tickets = count(1)
         self._keys: set[RoomKey] = set()  # that are open or refused, and not over
         memory = Memory(pool, place, me, config.transport, transport)
 
@@ -152,7 +151,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         if len(ids):
             checked_pages(ids, self._num_pages, "promised")
         self._begin(key)
-        raw, ticket = ids.astype("<i4").tobytes(), next(self._tickets)
+        raw, ticket = ids.astype("<i4").tobytes(), secret_number()
         promise = Promise(*key.numbers, num_tokens, prefix_len, raw, ticket, state_slot)
         self.submit(OpenRoom(promise, prefill, digest))
 
@@ -167,7 +166,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         """
         key = room_key(room, generation)
         self._begin(key)
-        self.submit(RefuseRoom(key, next(self._tickets), prefill, reason))
+        self.submit(RefuseRoom(key, secret_number(), prefill, reason))
 
     def _begin(self, key: RoomKey) -> None:
         if key in self._keys:

@@ -40,7 +40,7 @@ from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
-from prefixkv.runtime.transfers import MakeTransport
+from prefixkv.runtime.transfers import MakeTransport, secret_number
 from prefixkv.settings import check_kind
 
 _DECODE_COUNTERS = (
@@ -116,6 +116,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             waiting_timeout_s=config.longest_wait_s,
             shares=PrefillShares(config.prefill_share * layout.num_pages, self._ready),
             name=config.name,
+            ticket=secret_number,
         )
         self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
         self._leader = RankLeader(self.scheduler, num_ranks, ranks, self.transfers.submit)

@@ -40,6 +40,7 @@ from prefixkv.runtime.transfers import (
     Memory,
     Transfers,
     room_key,
+    secret_number,
 )
 from prefixkv.transport.interfaces import check_interface
 from prefixkv.transport.trial import Tell, Trial
@@ -85,7 +86,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 "ranks"
             )
         name = f"{config.name}/{rank}" if rank else config.name
-        self.peer_id = me = PeerId(name, time.time_ns())
+        self.peer_id = me = PeerId(name, secret_number())
         self._page_size = pool.layout.page_size
         self._max_aux_bytes = config.control.max_aux_bytes
         self._num_pages, self._num_slots = pool.layout.num_pages, place.num_slots

@@ -13,6 +13,7 @@ Both objects are used from one thread. The engine says which pages a room is abo
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Final, Generic, TypeVar, cast
 
@@ -55,6 +56,11 @@ def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
     """Raises RequestError for numbers that no frame carries."""
     whole = whole_number("room", room, 0, 2**64), whole_number("generation", generation, 0, 2**31)
     return RoomKey(*whole, decode)
+
+
+def secret_number() -> int:
+    """63 random bits, never 0: the incarnation of a process that starts, a ticket."""
+    return secrets.randbits(63) or 1
 
 
 class Memory:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
+
+import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode import DecodeControl, DecodeInput
@@ -18,19 +19,26 @@ from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import AddRoom, OpenRoom
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Promise, Topology
+from prefixkv.protocol.messages import (
+    Hello,
+    HelloReply,
+    HelloWanted,
+    ModelDigest,
+    Promise,
+    Topology,
+)
 from tests.control import wire
 from tests.control.wire import add_room as add_wire_room
 from tests.control.wire import ids, send_chunk, take_expect, write_ended
 from tests.models.mesh_pools import mesh_layout
 from tests.protocol.rooms import PROMPT, PROOF, SECRETS
 
-TIMING = replace(wire.TIMING, max_peers=8)  # ranks, not workers
+TIMING = wire.TIMING
 HEAD_BYTES = 128
 PAGE_SIZE = 4
 NUM_PAGES = 16
 DIGEST = ModelDigest("m", "1", "none", "uint8", "mha", 2, 4, HEAD_BYTES)
-KEY, SENT = RoomKey(7, 0), RoomKey(7, 0, "d/0")  # as decode and prefill know it
+KEY, SENT = RoomKey(7, 0), RoomKey(7, 0, "d")  # as decode and prefill know it
 AREA = StagingArea(BLOCK_BYTES * 10, 8 * BLOCK_BYTES, 4 * BLOCK_BYTES)
 SLOTS = StagingSlots(2, 4 * BLOCK_BYTES, 2)
 ADDRESSES = ("tcp://p0", "tcp://p1", "tcp://p2", "tcp://p3")
@@ -102,12 +110,16 @@ class Writers(_Opposite):
         self.expected = 0  # as the transport was told last
         self.control = DecodeControl(me, hello(tp, rank, me, staging=staging), TIMING)
         self.peers = [PeerId(f"p/{i}", 5) for i in range(prefill_tp)]
+        self.known = [0] * prefill_tp  # by rank, as the last Hello said
 
     def on(self, what: DecodeInput) -> list[Any]:
         """As above. Expect is set aside in `expected`."""
         effects = super().on(what)
         self.expected = take_expect(effects, self.expected)
         assert self.expected == self.control.num_expected
+        for address, hello in bodies(effects, Hello):
+            if address in ADDRESSES[: self.prefill_tp]:
+                self.known[ADDRESSES.index(address)] = hello.known
         return effects
 
     def say(
@@ -124,7 +136,12 @@ class Writers(_Opposite):
             "secret": SECRETS[1],
             "endpoints": ("", *ADDRESSES[1 : self.prefill_tp]) if rank == 0 else ("",), **changes,
         }  # fmt: skip
-        return self.say(rank, HelloReply(**fields), by=by, address=address)
+        reply = HelloReply(**{"known": self.known[rank], **fields})
+        said = self.say(rank, reply, by=by, address=address)
+        if len(said) == 1 and bodies(said, Hello):  # which asks whether that is no late word
+            reply = HelloReply(known=self.known[rank], **fields)
+            return self.say(rank, reply, by=by, address=address)
+        return said
 
     def open(self, which: Promise | None = None) -> list[Any]:
         return self.on(OpenRoom(which or promise(), ADDRESSES[0], PROMPT))
@@ -166,12 +183,17 @@ class Readers(_Opposite):
         return super().on(what)
 
     def say(self, by: PeerId, body: Any, credential: str = "") -> list[Any]:
+        """As `on`. A Hello that is answered with a nonce is said again with it."""
         raw = messages.encode(by, next(self.seq), body)
-        return self.on(FrameReceived(by.name.encode(), raw, credential))
+        said = self.on(FrameReceived(by.name.encode(), raw, credential))
+        if isinstance(body, Hello) and not body.nonce and (wanted := bodies(said, HelloWanted)):
+            again = msgspec.structs.replace(body, nonce=wanted[0][1].nonce)
+            return self.say(by, again, credential)
+        return said
 
     def greet(self, tp: int, name: str = "d", incarnation: int = 5, **changes: Any) -> list[PeerId]:
         """The ranks of a decode worker introduce themselves."""
-        ranks = [PeerId(f"{name}/{rank}", incarnation) for rank in range(tp)]
+        ranks = [PeerId(f"{name}/{rank}" if rank else name, incarnation) for rank in range(tp)]
         for rank, peer in enumerate(ranks):
             self.say(peer, hello(tp, rank, ranks[0], **changes))
         return ranks

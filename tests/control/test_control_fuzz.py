@@ -22,11 +22,14 @@ from prefixkv.control.effects import (
     AgentDestroyed,
     ConnectFailed,
     CopyDone,
+    FrameFailed,
     FrameReceived,
     PeerTried,
+    Reached,
     Renew,
     Settle,
     Tick,
+    Unreached,
 )
 from prefixkv.control.prefill import PrefillEffect, PrefillInput
 from prefixkv.errors import InternalError, RequestError
@@ -204,6 +207,9 @@ class DecodeWorld:
         raw = body if isinstance(body, bytes) else self.peer.raw(self.body(body), self.me)
         return FrameReceived(ADDRESS, damaged(raw, damage))
 
+    def frame_failed(self, body: Any, _: Any) -> FrameFailed[str]:
+        return FrameFailed(self.frame("reply" if isinstance(body, bytes) else body, None), RESET)
+
     def arrival(self, key: RoomKey, part: int, num_parts: int, slot: int) -> Arrived:
         tag = ChunkTag(self.me.incarnation, *key.numbers, 0, 0, part, num_parts, slot)
         return Arrived(tag.pack())
@@ -331,6 +337,7 @@ DECODE_FEED: Feed = {
     AbortRoom: (st.tuples(ROOMS), lambda _, key: AbortRoom(key, "enough")),
     Fence: (st.just(()), lambda world, peer=None: Fence(peer or world.me)),
     FrameReceived: (BODIES, DecodeWorld.frame),
+    FrameFailed: (BODIES, DecodeWorld.frame_failed),
     Arrived: (
         st.tuples(ROOMS, st.integers(0, 1), st.just(2), LEASES)
         | st.tuples(ROOMS, st.just(0), st.just(1), LEASES),
@@ -344,6 +351,8 @@ DECODE_FEED: Feed = {
     PeerTried: (st.just(()), lambda world: PeerTried(world.me)),
     CopyDone: (st.tuples(NTH, st.booleans()), DecodeWorld.copied),
     ConnectFailed: (st.just(()), lambda _: ConnectFailed(ADDRESS, RESET)),
+    Reached: (st.just(()), lambda _: Reached(ADDRESS)),
+    Unreached: (st.just(()), lambda _: Unreached(ADDRESS, "nobody answers")),
     Tick: (st.tuples(PAUSES), lambda world, pause_s: world.peer.pause(pause_s)),
     AgentDestroyed: (st.just(()), lambda _: AgentDestroyed()),
 }
@@ -414,6 +423,9 @@ class PrefillWorld:
     def frame(self, body: Any, damage: Any) -> FrameReceived[bytes]:
         raw = body if isinstance(body, bytes) else self.peer.raw(self.body(body), self.me)
         return FrameReceived(ROUTE, damaged(raw, damage))
+
+    def frame_failed(self, body: Any, _: Any) -> FrameFailed[bytes]:
+        return FrameFailed(self.frame("hello" if isinstance(body, bytes) else body, None), RESET)
 
     def chunk(self, key: RoomKey, page: int, last: bool, clip: bool) -> SendChunk:
         return send_chunk(sent(key), page, [source_page(key, page)], last, b"first", clip=clip)
@@ -576,6 +588,7 @@ PREFILL_FEED: Feed = {
     AbortRoom: (st.tuples(ROOMS), lambda _, key: AbortRoom(sent(key), "enough")),
     Fence: (st.just(()), lambda world: Fence(world.me)),
     FrameReceived: (BODIES, PrefillWorld.frame),
+    FrameFailed: (BODIES, PrefillWorld.frame_failed),
     WriteDone: (st.tuples(NTH), lambda world, number: world.write_ended(number, None)),
     WriteFailed: (st.tuples(NTH, st.booleans()), PrefillWorld.write_ended),
     WriteDrained: (st.tuples(NTH), PrefillWorld.write_drained),
@@ -585,6 +598,8 @@ PREFILL_FEED: Feed = {
     PeerUnreachable: (st.just(()), lambda world: PeerUnreachable(world.me, RESET)),
     CopyDone: (st.tuples(NTH, st.booleans()), PrefillWorld.copied),
     ConnectFailed: (st.just(()), lambda _: ConnectFailed(ADDRESS, RESET)),
+    Reached: (st.just(()), lambda _: Reached(ADDRESS)),
+    Unreached: (st.just(()), lambda _: Unreached(ADDRESS, "nobody answers")),
     Tick: (st.tuples(PAUSES), lambda world, pause_s: world.peer.pause(pause_s)),
     AgentDestroyed: (st.just(()), lambda _: AgentDestroyed()),
 }

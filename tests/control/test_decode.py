@@ -189,8 +189,6 @@ BEFORE = PeerId(PREFILL.name, PREFILL.incarnation - 1)
     [
         (Outcome(*KEY.numbers, 0, True, 1, 2, b"", "", True), BEFORE),
         (Outcome(*KEY.numbers, 0, True, 1, 2, b"", "", True), PeerId("prefill-9", 5)),
-        (messages.HelloReply(DIGEST, Topology(4), (), SECRETS[1]), BEFORE),
-        (HelloWanted(), BEFORE),
         (HELLO, PREFILL),
         (promise(), PREFILL),
         (messages.Abort(7, 0, "no"), PREFILL),
@@ -237,7 +235,7 @@ def test_a_frame_of_another_version_changes_nothing_for_a_worker_that_is_known()
 
 def test_a_restarted_worker_counts_its_frames_from_one() -> None:
     peer = PrefillPeer().opened()
-    reply = messages.HelloReply(DIGEST, Topology(4), ("",), SECRETS[1])
+    reply = messages.HelloReply(DIGEST, Topology(4), ("",), SECRETS[1], known=PREFILL.incarnation)
     peer.on(FrameReceived(ADDRESS, peer.raw(reply, newer(PREFILL), seq=1)))
     assert peer.control.peers(peer.now_s) == {ADDRESS: (newer(PREFILL), "ready")}
 
@@ -390,11 +388,40 @@ def test_a_worker_that_does_not_know_us_is_greeted_again() -> None:
 
 def test_a_hello_wanted_by_its_successor_ends_a_worker_for_good() -> None:
     peer = PrefillPeer().opened()
-    actions = peer.say(HelloWanted(), newer(PREFILL))
-    assert kinds(actions) == ["RoomEnded", "Hello"]
+    assert peer.say(HelloWanted(), newer(PREFILL)) == [HELLO], "it may be late: it is asked"
     peer.open(promise(8))
+    assert kinds(peer.greet(newer(PREFILL))) == ["RoomEnded", "Promise"]
+    peer.open(promise(9))
     assert peer.greet(PREFILL) == [], "a late reply of the old one promises nothing to it"
-    assert kinds(peer.greet(newer(PREFILL))) == ["Promise"]
+    assert peer.control.counters["dropped: FormerLifeError"] == 1
+
+
+def test_a_worker_that_is_started_again_behind_the_clock_takes_its_place_at_once() -> None:
+    peer = PrefillPeer().opened()
+    assert kinds(peer.greet(BEFORE)) == ["RoomEnded"], "of what was promised to the one before"
+    assert peer.control.peers(peer.now_s) == {ADDRESS: (BEFORE, "ready")}
+    assert peer.greet(PREFILL) == []
+    assert peer.control.peers(peer.now_s) == {ADDRESS: (BEFORE, "ready")}
+
+
+def test_a_reply_that_answers_no_present_hello_takes_no_place() -> None:
+    """It is of a process that came between two that are known here, and is gone."""
+    peer = PrefillPeer().opened()
+    late = msgspec.structs.replace(peer.reply, known=0)
+    [hello] = peer.say(late, BEFORE)
+    assert (hello, peer.known) == (HELLO, PREFILL.incarnation)
+    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert peer.say(late, BEFORE) == [], "a hello is on its way already"
+    peer.greet()
+    assert peer.control.peers(peer.now_s) == {ADDRESS: (PREFILL, "ready")}
+
+
+def test_a_hello_says_the_nonce_that_was_wanted_last() -> None:
+    peer = PrefillPeer()
+    peer.open()
+    for nonce in (77, 78):
+        effects = peer.control.on(FrameReceived(ADDRESS, peer.raw(HelloWanted(nonce))), peer.now_s)
+        assert messages.decode(effects[0].raw).body.nonce == nonce
 
 
 def test_a_silent_worker_is_suspect_gets_no_new_rooms_and_is_not_dead() -> None:

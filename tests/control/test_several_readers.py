@@ -58,7 +58,7 @@ from tests.control.mesh_wire import (
 from tests.control.wire import Alike, of
 from tests.protocol.rooms import PROMPT, PROVED
 
-A, B = PeerId("d/0", 5), PeerId("d/1", 5)
+A, B = PeerId("d", 5), PeerId("d/1", 5)
 WHY = AbortedError("enough")
 
 
@@ -339,16 +339,58 @@ def test_a_promise_for_a_later_use_is_refused_while_this_one_may_write() -> None
     )
 
 
-def test_two_that_say_they_are_one_rank_of_a_worker_are_not_joined() -> None:
+def test_an_abort_of_another_use_than_the_one_aborted_before_is_answered_as_its_own() -> None:
     peer = Readers(tp=1)
-    a, b = peer.greet(2)
-    twin = PeerId("twin", 5)
-    peer.say(twin, hello(2, 1, a))
-    for reader in (a, b):
-        peer.say(reader, promise())
-    ((_, refusal),) = bodies(peer.say(twin, promise()), Outcome)
-    assert not refusal.ok
-    assert "of another life or rank" in refusal.error
+    [a, _] = peer.greet(2)
+    peer.on(add_room())
+    peer.say(a, Abort(*SENT.numbers, "one", 7))
+    said = peer.say(a, Abort(*SENT.numbers, "two", 3))
+    assert [body.ticket for _, body in bodies(said, Drained)] == [3]
+
+
+def refused(said: list[Any]) -> str:
+    ((_, reply),) = bodies(said, HelloReply)
+    return str(reply.refused)
+
+
+def test_a_rank_is_of_the_worker_that_its_name_says_and_of_no_other() -> None:
+    """Else it would read another's prompt: a room is shared out over a worker's ranks."""
+    peer = Readers(tp=1)
+    [a, _] = peer.greet(2)
+    for name in ("twin", "twin/1", "d/1/1", "d/01", "d/2"):
+        assert "name" in refused(peer.say(PeerId(name, 6), hello(2, 1, a)))
+    assert "name" in refused(peer.say(PeerId("twin", 6), hello(2, 0, a)))
+    assert "name" in refused(peer.say(PeerId("d", 6), hello(2, 0, PeerId("d", 7))))
+    assert set(peer.control.peers(peer.now_s)) == {A, B}
+
+
+def test_a_rank_of_a_worker_that_is_over_is_refused_by_name() -> None:
+    peer = Readers(tp=1)
+    peer.greet(2)
+    peer.greet(1, incarnation=6)
+    word = "d life 5 was superseded by life 6"
+    assert refused(peer.say(PeerId("d/1", 9), hello(2, 1, A))) == word
+
+
+def test_ranks_of_one_worker_have_one_topology() -> None:
+    peer = Readers(tp=1)
+    peer.say(A, hello(2, 0, A))
+    assert "topology" in refused(peer.say(B, hello(4, 1, A)))
+    assert refused(peer.say(B, hello(2, 1, A))) == ""
+
+
+def test_workers_are_counted_and_not_their_ranks() -> None:
+    peer = Readers(tp=1)
+    assert TIMING.max_peers == 2
+    assert all(len(peer.greet(2, name)) == 2 for name in ("d", "e"))
+    assert len(peer.control.peers(peer.now_s)) == 4
+    third = PeerId("f", 5)
+    text = refused(peer.say(third, hello(1, 0, third)))
+    assert "max_peers" in text
+    assert "'d'" not in text
+    assert "'e'" not in text
+    peer.greet(2, "e", incarnation=6)
+    assert len(peer.control.peers(peer.now_s)) == 4, "a restart takes its own place"
 
 
 def parked(peer: Readers) -> list[int]:
@@ -382,7 +424,7 @@ def test_a_reader_that_leaves_fails_its_rooms_for_the_others() -> None:
     for reader in (a, b):
         peer.say(reader, promise())
     actions = peer.say(b, Fenced())
-    assert [to for to, _ in bodies(actions, Outcome)] == [b"d/0"]
+    assert [to for to, _ in bodies(actions, Outcome)] == [b"d"]
     (ended,) = of(actions, RoomEnded)
     assert isinstance(ended.error, PeerLostError)
     assert of(actions, RemovePeer) == [RemovePeer(b)]
@@ -404,7 +446,7 @@ def test_a_reader_that_leaves_takes_no_other_readers_proof_with_it() -> None:
         "it may still land in the other's pages"
     )
     ((to, drained),) = bodies(peer.on(WriteDrained(to_a.job_id)), Drained)
-    assert (to, drained.settle) == (b"d/0", True)
+    assert (to, drained.settle) == (b"d", True)
     assert peer.control.num_rooms == 0
 
 
@@ -429,21 +471,33 @@ def test_a_worker_of_several_ranks_has_one_key() -> None:
     curve = CurveConfig(
         "p" * 40, "s" * 40, allowed_clients={"key d": "d", "key e": "e", "key r": "e/1"}
     )
-    peer = Readers(timing=dataclasses.replace(TIMING, curve=curve))
+    peer = Readers(timing=dataclasses.replace(TIMING, curve=curve, max_peers=50))
 
-    def known(name: str, key: str) -> bool:
+    def known(name: str, key: str, rank: int = 0) -> bool:
         me = PeerId(name, 5)
-        return bool(of(peer.say(me, hello(1, 0, me), key), AddPeer))
+        worker = PeerId(name.partition("/")[0], 5) if rank else me
+        return bool(of(peer.say(me, hello(2, rank, worker), key), AddPeer))
 
-    assert not known("d/1", "key e")
-    assert not known("d/x", "key d")
-    assert not known("d/", "key d")
-    assert not known("/1", "key d")
-    assert not known("/1", "")
-    assert not known("e/1", "key e"), "another key's own name"
-    assert known("e/1", "key r")
-    assert known("d/1", "key d")
+    assert known("e", "key e")
+    assert not known("d/1", "key e", 1)
+    assert not known("d/x", "key d", 1)
+    assert not known("d/", "key d", 1)
+    assert not known("/1", "key d", 1)
+    assert not known("/1", "", 1)
+    assert not known("e/1", "key e", 1), "another key's own name"
+    assert known("e/1", "key r", 1), "a rank with a key of its own"
+    assert known("d/1", "key d", 1)
     assert known("d", "key d")
+    for rank in range(1, 20):
+        assert not known(f"e/{rank + 1}", "key e"), "no worker of its own: a key has one"
+
+
+def test_a_key_that_shares_a_name_is_no_rank_of_anothers_worker() -> None:
+    curve = CurveConfig("p" * 40, "s" * 40, allowed_clients={"key 1": "d", "key 2": "d"})
+    peer = Readers(timing=dataclasses.replace(TIMING, curve=curve))
+    peer.say(A, hello(2, 0, A), "key 1")
+    assert "key" in refused(peer.say(B, hello(2, 1, A), "key 2"))
+    assert refused(peer.say(B, hello(2, 1, A), "key 1")) == ""
 
 
 # --- what is said wrongly -------------------------------------------------------------------------
@@ -557,7 +611,7 @@ def gathered(peer: Readers, reader: PeerId, said: LeaseGrant) -> WriteJob:
 def test_a_slice_is_asked_for_gathered_and_written_into_its_lease() -> None:
     peer, a, b = staged()
     ask = LeaseAsk(*SENT.numbers, 0, piece=0, first_unit=0, num_units=3, ticket=1)
-    assert peer.chunk(0, [1, 2, 3]) == [(b"d/0", ask), (b"d/1", ask)]
+    assert peer.chunk(0, [1, 2, 3]) == [(b"d", ask), (b"d/1", ask)]
     (gather,) = peer.say(b, grant(lease_id=5, offset=4 * BLOCK_BYTES))
     assert isinstance(gather, Gather)
     assert (gather.peer, gather.src_units.tolist()) == (b, [1, 2, 3])
@@ -572,7 +626,7 @@ def test_a_slice_is_asked_for_gathered_and_written_into_its_lease() -> None:
     (ended, to_a, to_b, free) = peer.ended(gathered(peer, a, grant()).job_id)
     assert (ended, free) == (RoomEnded(SENT, KVPoll.SUCCESS), SourceFree(SENT))
     assert [(to, body.ok, body.num_pages) for to, body in (to_a, to_b)] == [
-        (b"d/0", True, 3),
+        (b"d", True, 3),
         (b"d/1", True, 3),
     ]
 
@@ -629,7 +683,7 @@ def test_a_staged_write_that_failed_undrained_keeps_its_slot_and_drains_no_reade
         assert bodies(peer.say(reader, Abort(*SENT.numbers, "no", 1)), Drained) == []
     assert peer.control.staging.free_slots == 1
     drained = bodies(peer.on(WriteDrained(write.job_id)), Drained)
-    assert [(to, body.settle) for to, body in drained] == [(b"d/0", True), (b"d/1", True)]
+    assert [(to, body.settle) for to, body in drained] == [(b"d", True), (b"d/1", True)]
     assert peer.control.staging.free_slots == 2
 
 

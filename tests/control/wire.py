@@ -117,6 +117,7 @@ class PrefillPeer(_Opposite):
         super().__init__(PREFILL)
         self.control = DecodeControl(DECODE, hello, timing)
         self.reply = HelloReply(hello.digest, TOPOLOGY, (ADDRESS,), SECRETS[1])
+        self.known = 0  # as the last Hello said
         self.expected = 0  # as the transport was told last
 
     def on(self, what: DecodeInput) -> list[Any]:
@@ -124,6 +125,11 @@ class PrefillPeer(_Opposite):
         effects = super().on(what)
         self.expected = take_expect(effects, self.expected)
         assert self.expected == self.control.num_expected
+        for at, body in enumerate(effects):
+            if isinstance(body, Hello):
+                self.known = body.known
+                effects[at] = bare = msgspec.structs.replace(body, known=0, nonce=0)
+                self.said = [bare if said is body else said for said in self.said]
         return effects
 
     def say(self, body: Any, by: PeerId | None = None) -> list[Any]:
@@ -133,7 +139,12 @@ class PrefillPeer(_Opposite):
         return self.on(OpenRoom(which or promise(), address, PROMPT))
 
     def greet(self, by: PeerId | None = None, **changes: Any) -> list[Any]:
-        return self.say(msgspec.structs.replace(self.reply, **changes), by)
+        """Reply, and again where a Hello asks first whether that is no late word."""
+        said = self.say(msgspec.structs.replace(self.reply, **{"known": self.known, **changes}), by)
+        if kinds(said) == ["Hello"]:
+            self.said.pop()
+            return self.say(msgspec.structs.replace(self.reply, known=self.known, **changes), by)
+        return said
 
     def opened(self) -> PrefillPeer:
         """The room of `promise()` is open and the promise has been said."""
@@ -197,7 +208,13 @@ class DecodePeer(_Opposite):
     def say(
         self, body: Any, by: PeerId | None = None, *, credential: str = "", route: bytes = ROUTE
     ) -> list[Any]:
-        return self.on(FrameReceived(route, self.raw(body, by), credential))
+        """As `on`. A Hello that is answered with a nonce is said again with it."""
+        said = self.on(FrameReceived(route, self.raw(body, by), credential))
+        if isinstance(body, Hello) and kinds(said) == ["HelloWanted"] and not body.nonce:
+            nonce = self.said.pop().nonce
+            body = msgspec.structs.replace(body, nonce=nonce)
+            said = self.on(FrameReceived(route, self.raw(body, by), credential))
+        return said
 
     def known(self) -> DecodePeer:
         """Introduced, nothing more."""

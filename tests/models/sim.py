@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,11 @@ from prefixkv.testing.hashing import PrefixHasher
 from tests.models.sim_rank import DecodeRank, PrefillRank, Side, SimRank
 
 NewRandom = Callable[[int], random.Random]
+
+
+def scrambled(number: int) -> int:
+    """Another number for each, of no order: a life or a ticket, without drawing from `random`."""
+    return int.from_bytes(blake2b(b"%d" % number, digest_size=7).digest())
 
 
 @dataclass
@@ -177,7 +183,7 @@ class Sim:
         self.fabric.random = self.chance or self.new_random(self.seed)
         self.wire: list[tuple[SimRank, str | bytes, bytes]] = []
         self.to_fence: list[tuple[PrefillRank, bool]] = []  # and whether it is only stopped yet
-        self._incarnation = 0
+        self._incarnation = self._ticket = 0
         self.writers: list[PrefillRank] = []
         self.readers: list[DecodeRank] = []
         num_writers = self.shape.meshes[0].num_ranks
@@ -190,8 +196,9 @@ class Sim:
         return [*self.writers, *self.readers]
 
     def next_incarnation(self) -> int:
+        """A number that says nothing of the order of lives, and none of `random`'s."""
         self._incarnation += 1
-        return self._incarnation
+        return scrambled(self._incarnation)
 
     def new_writer(self, rank: int) -> PrefillRank:
         addresses = ("", *self.addresses[1:]) if self.in_mesh else self.addresses
@@ -203,7 +210,7 @@ class Sim:
         for rank in range(self.sides[1].mesh.num_ranks):
             incarnation = self.next_incarnation()
             if rank == 0 and self.in_mesh:
-                worker = PeerId(self.sides[1].name.format(0), incarnation)
+                worker = PeerId(self.sides[1].name, incarnation)
             self.readers.append(DecodeRank(self, self.sides[1], rank, incarnation, worker))
 
     def end_writer(self, old: PrefillRank, how: str) -> None:

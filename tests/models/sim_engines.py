@@ -29,13 +29,13 @@ from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.ranks.leader import RankLeader
 from prefixkv.ranks.oplog import ReplicatedPageManager
 from prefixkv.ranks.replica import DecodeReplica, RankLog, digests
 from prefixkv.request import DeviceEvent, Request
 from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
-from tests.models.sim import Shape, Sim, Storm, shape_of, storm_of
+from tests.models.sim import Shape, Sim, Storm, scrambled, shape_of, storm_of
 from tests.models.sim_rank import TIMING, DecodeRank, PrefillRank
 from tests.models.state_memory import TENSORS
 
@@ -394,7 +394,7 @@ class EngineSim(Sim):
         self.finish_early = self.random.choice([0.03, 0.2])
         sizes, slots = self.shape.page_sizes, self.num_slots
         num_pages = self.prefill_pages * 4 // sizes[0], self.decode_pages * 4 // sizes[1]
-        names = "prefill-{}", "decode-{}"
+        names = "prefill-0", "decode-0"
         self.sides = self.shape.sides(names, num_pages, self.tensors, (2 * slots, slots))
         self.former: list[PrefillEngine | DecodeEngine] = []  # that a restart replaced
         self._to_submit: list[Request] = []
@@ -415,7 +415,12 @@ class EngineSim(Sim):
             failure_policy=self.failure_policy,
             admission=("hit_aware", "fifo", "priority")[self.seed % 3], patience_s=2.0,
             waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s, name=self.readers[0].me.name,
+            ticket=self.next_ticket,
         )  # fmt: skip
+
+    def next_ticket(self) -> int:
+        self._ticket += 1
+        return scrambled(self._ticket)
 
     def decode_books(self, log: RankLog) -> PageManager:
         side = self.sides[1]
@@ -742,9 +747,10 @@ class PairSim(EngineSim):
             if stopped:
                 self.fabric.kill(old.me)
         self.to_fence.clear()
-        name, current = self.writers[0].me
-        for incarnation in range(current):
-            self.readers[0].take(Fence(PeerId(name, incarnation)))
+        for engine in self.former:
+            for rank in engine.ranks:
+                if isinstance(rank, PrefillRank):
+                    self.readers[0].take(Fence(rank.me))
 
     def fence_current(self) -> None:
         """Pages whose write failed after posting come back only when the writer's agent ends."""

@@ -75,7 +75,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Side:
-    """What the ranks of one worker have in common. Rank r is `name` with r in it."""
+    """What the ranks of one worker have in common. Rank r above 0 is `name`/r."""
 
     name: str
     mesh: Mesh
@@ -87,6 +87,9 @@ class Side:
     transport: TransportConfig
     tensors: tuple[StateTensor, ...] = ()
     num_slots: int = 0  # of extra state; 0: there is none
+
+    def rank_name(self, rank: int) -> str:
+        return f"{self.name}/{rank}" if rank else self.name
 
     @property
     def digest(self) -> ModelDigest:
@@ -107,7 +110,7 @@ class SimRank:
     control: Any
 
     def __init__(self, world: World, side: Side, rank: int, incarnation: int) -> None:
-        self.me = PeerId(side.name.format(rank), incarnation)
+        self.me = PeerId(side.rank_name(rank), incarnation)
         self.rank = rank
         self.alive = True
         self.world = world

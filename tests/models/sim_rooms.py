@@ -22,7 +22,7 @@ from prefixkv.protocol.messages import Promise
 from prefixkv.ranks.leader import RankLeader
 from prefixkv.ranks.replica import RankLog
 from prefixkv.testing.hashing import Words
-from tests.models.sim import Sim, shape_of, storm_of
+from tests.models.sim import Sim, scrambled, shape_of, storm_of
 from tests.models.sim_rank import DecodeRank, PrefillRank
 
 _NUM_TOKENS = 96  # that a pool holds
@@ -79,7 +79,7 @@ class Use:
 
     @property
     def digest(self) -> bytes:
-        return prompt_digest([self.ticket])
+        return prompt_digest([self.ticket % 2**31])
 
     @property
     def decode_over(self) -> bool:
@@ -102,11 +102,11 @@ class RoomSim(Sim):
         super().__post_init__()
         sizes = self.shape.page_sizes
         num_pages = _NUM_TOKENS // sizes[0], _NUM_TOKENS // sizes[1]
-        self.sides = self.shape.sides(("prefill/{}", "decode/{}"), num_pages)
+        self.sides = self.shape.sides(("prefill", "decode"), num_pages)
         self.uses: list[Use] = []  # that are not over
         self.every_use: list[Use] = []
         self.generations: dict[int, int] = {}
-        self._ticket = self._room = 0
+        self._room = 0
         self.writers = [self.new_writer(rank) for rank in range(self.sides[0].mesh.num_ranks)]
         self.free_src = [set(range(num_pages[0])) for _ in self.writers]
         self._start_decode()
@@ -145,7 +145,7 @@ class RoomSim(Sim):
         refused = chance.random() < self.refuse
         pages = self._pick(self.free_dst, 0 if refused else num_pages)
         chunks = sorted({fill_len, *ends})
-        use = Use(key, self._ticket, prefix_len, pages, hashes, sendings, chunks)
+        use = Use(key, scrambled(self._ticket), prefix_len, pages, hashes, sendings, chunks)
         self.uses.append(use)
         self.every_use.append(use)
         self.counters["uses"] += 1

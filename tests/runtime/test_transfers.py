@@ -26,6 +26,7 @@ from prefixkv.errors import (
 from prefixkv.paging import PageIds
 from prefixkv.protocol import messages
 from prefixkv.runtime.control_thread import ControlFailed
+from prefixkv.runtime.transfers import secret_number
 from prefixkv.transfer import (
     Bootstrapped,
     DecodeTransfers,
@@ -473,3 +474,10 @@ def test_a_digest_is_needed_on_both_sides(pair: Pair) -> None:
     pair.send(NUM_TOKENS)
     pair.until(lambda: len(pair.ends()) == 2)
     pair.check_arrived()
+
+
+def test_lives_and_tickets_are_drawn_at_random() -> None:
+    drawn = {secret_number() for _ in range(1000)}
+    assert len(drawn) == 1000
+    assert all(0 < number < 2**63 for number in drawn)
+    assert max(drawn) - min(drawn) > 2**60

@@ -17,6 +17,7 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport import nixl_agent, nixl_loop
 from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteDrained, WriteFailed
+from prefixkv.transport.metadata import nixl_name
 from prefixkv.transport.nixl import NixlTransport
 from prefixkv.transport.sharded import ShardedTransport, make_transport, shard_of
 from tests.models.devices import TCP
@@ -65,7 +66,7 @@ def test_one_thread_is_the_plain_transport_and_more_have_agents_of_other_names(
     node = driver.node("decode", config=CONFIG)
     assert isinstance(node.transport, ShardedTransport)
     assert len(names) == 1 + THREADS == len(set(names))
-    assert names[1] == nixl_agent.nixl_name(node.me)
+    assert names[1] == nixl_name(node.me)
 
 
 def test_rooms_are_shared_out_and_a_thread_that_is_held_up_keeps_its_own_rooms_only(
