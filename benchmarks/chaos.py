@@ -8,8 +8,9 @@ even ones), and conversations with shared prefixes through all of them, while a 
 from the seed kills, stops, restarts and replaces workers, cuts and stalls their sockets, aborts
 requests from both sides in every state, and holds up scheduler threads, in pools small enough for
 retraction. Every KV byte a request reads is checked, and freed pages are filled with a canary on
-both sides (`chaos_pages.py`). The last line is the verdict; exit status 1 if any figure in it is
-off. Timing decides what meets what, so a seed gives the same storm, not the same run.
+both sides (`chaos_pages.py`). One prefill worker posts slowly, so that a room that is called
+drained too early is seen. The last line is the verdict; exit status 1 if any figure in it is off.
+Timing decides what meets what, so a seed gives the same storm, not the same run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import typer
 from benchmarks.chaos_clients import Clients, Conversation, Ledger, Sizes, system_prompts
 from benchmarks.chaos_cluster import Cluster, Worker
 from benchmarks.chaos_worker import Spec
-from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
+from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig, TransportConfig
 
 CONTROL = ControlConfig(
     heartbeat_s=0.1, suspect_after_s=1.0, forget_after_s=10.0, resend_s=0.1,
@@ -44,6 +45,9 @@ CONTROL = ControlConfig(
     drain_timeout_s=0.7, parked_timeout_s=2.0, fence_settle_s=0.5,
 )  # fmt: skip
 POOL = {"page_size": 8, "num_layers": 4, "num_kv_heads": 2, "head_dim": 64}  # 16 KiB a page
+# One of the prefill workers posts little at a time, and now and then slowly.
+SMALL_POSTS = TransportConfig(post_bytes=16 << 10, window=2)
+POST_S = 0.08
 STOP_S = (0.3, 5.0)  # the longest is longer than any deadline
 # of a request, without what was taken from its own worker: every wait and retry at its worst
 DEADLINE_S = 20.0
@@ -67,7 +71,10 @@ def specs_of(seed: int, tls: str) -> dict[str, Spec]:
             pool = {**POOL, "num_pages": chance.choice((160, 240, 400)), "order": order}
             config: PrefillConfig | DecodeConfig
             if side == "prefill":
-                config = PrefillConfig(name=name, max_running=64, control=CONTROL)
+                transport = SMALL_POSTS if number else TransportConfig()
+                config = PrefillConfig(
+                    name=name, max_running=64, control=CONTROL, transport=transport
+                )
             else:
                 config = DecodeConfig(
                     name=name, max_running=64, reserve_tokens=chance.choice((0, 8)),
@@ -80,6 +87,7 @@ def specs_of(seed: int, tls: str) -> dict[str, Spec]:
                 chance.getrandbits(32),
                 chunk_tokens=chance.choice((24, 64)),
                 env=env,
+                post_s=POST_S if side == "prefill" and number else 0.0,
             )
     return specs
 

@@ -42,6 +42,7 @@ from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.testing.hashing import PrefixHasher, Words, extend, sample
 from prefixkv.testing.pattern import KVPattern
+from prefixkv.transport.nixl_loop import NixlLoop
 
 Tokens = npt.NDArray[np.int32]
 SALT = 7
@@ -50,6 +51,7 @@ _SCAN_S = 0.25  # between two looks at all free pages
 _GAP_S = 0.1  # a longer time between two turns was taken from us: stopped, or made to sleep
 _PR_SET_PDEATHSIG = 1
 _MOST_FINDINGS = 20
+_SLOW_POSTS = 1 / 50
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Spec:
     chunk_tokens: int = 64
     step_s: float = 0.002
     env: dict[str, str] = field(default_factory=dict)
+    post_s: float = 0.0  # that the transport's thread waits before one in 50 posts
 
 
 class Delay:
@@ -522,6 +525,19 @@ def cut_sockets(control_ports: set[int], share: float, chance: random.Random) ->
     return count
 
 
+def _post_slowly(pause_s: float, chance: random.Random) -> None:
+    """Now and then a write is posted long after what ended its room, so that one that is called
+    drained too early has its pages written again."""
+    post = NixlLoop._post
+
+    def late(*args: Any) -> None:
+        if chance.random() < _SLOW_POSTS:
+            time.sleep(pause_s)
+        post(*args)
+
+    NixlLoop._post = late  # type: ignore[assignment, method-assign]
+
+
 def serve(pipe: Connection, parent: int, spec: Spec) -> None:
     """The process. It dies with its parent, also while it is stopped."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -545,6 +561,8 @@ def _serve(pipe: Connection, spec: Spec) -> None:
     node: Any
     engine: Any
     if isinstance(spec.config, PrefillConfig):
+        if spec.post_s:
+            _post_slowly(spec.post_s, random.Random(spec.seed))
         node = PrefillNode(pool, spec.config)
         engine = PrefillEngine(spec, node, pipe)
     else:
