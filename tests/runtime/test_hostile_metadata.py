@@ -8,6 +8,7 @@ import random
 import signal
 from collections.abc import Iterator
 from itertools import count
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from prefixkv.config import DecodeConfig, TransportConfig
 from prefixkv.errors import HandshakeError
 from prefixkv.protocol import messages
 from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.messages import Hello, HelloReply
+from prefixkv.protocol.messages import Hello, HelloReply, HelloWanted
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode
 from prefixkv.transport import trial as trial_module
@@ -46,15 +47,29 @@ class Attacker:
         sock.connect(prefill)
         self.seq = count(10)
 
-    def reply_to(self, metadata: bytes, me: PeerId | None = None) -> HelloReply:
-        """What prefill answers to a Hello with this metadata."""
-        hello = msgspec.structs.replace(self.hello, agent_metadata=metadata)
-        self.sock.send(messages.encode(me or self.me, next(self.seq), hello))
+    def introduce(self, metadata: bytes, me: PeerId | None = None) -> None:
+        """A Hello with this metadata, and again with what prefill wants to hear in it."""
+        me = me or self.me
+        hello = msgspec.structs.replace(self.hello, agent_metadata=metadata, worker=me)
+        self.sock.send(messages.encode(me, next(self.seq), hello))
+        wanted = self.hear()
+        assert isinstance(wanted, HelloWanted)
+        hello = msgspec.structs.replace(hello, nonce=wanted.nonce)
+        self.sock.send(messages.encode(me, next(self.seq), hello))
+
+    def hear(self) -> Any:
         while True:
             assert self.sock.poll(PATIENCE_S * 1000)
             body = messages.decode(self.sock.recv()).body
-            if isinstance(body, HelloReply):
+            if not isinstance(body, messages.Heartbeat):
                 return body
+
+    def reply_to(self, metadata: bytes, me: PeerId | None = None) -> HelloReply:
+        """What prefill answers to a Hello with this metadata."""
+        self.introduce(metadata, me)
+        reply = self.hear()
+        assert isinstance(reply, HelloReply)
+        return reply
 
     def life(self, number: int) -> tuple[PeerId, bytearray]:
         """It, started again, and the metadata of that life: one that was taken is not tried
@@ -146,8 +161,7 @@ def test_a_trial_under_way_holds_up_no_transfer(pair: NodePair, attacker: Attack
     until(lambda: trial.child_pid is not None)
     assert trial.child_pid is not None
     os.kill(trial.child_pid, signal.SIGSTOP)
-    hello = messages.encode(attacker.me, 99, attacker.hello)
-    attacker.sock.send(hello)
+    attacker.introduce(attacker.hello.agent_metadata)
     for seed in range(2, 6):
         serve(pair, f"r{seed}", seed)
     assert not attacker.sock.poll(0)
