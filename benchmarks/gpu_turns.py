@@ -69,7 +69,7 @@ def serve(
             if (asked := pipe.recv()) is None:
                 return
             rid, tokens, room = asked
-            node.add(Request(rid, tokens, room=room))
+            node.add(Request(rid, tokens, room=room, decode="decode-0"))
         for req in node.pop_bootstrapped():
             send(req)
         for req in node.pop_sent():

@@ -94,7 +94,7 @@ def test_what_is_out_of_range_is_named(fields: dict[str, Any], text: str) -> Non
 @pytest.mark.parametrize("rid", [7, None, b"a", ["a"]])
 def test_a_request_has_a_string_for_its_name(rid: Any) -> None:
     with pytest.raises(RequestError, match="rid is"):
-        Request(rid, [1])
+        Request(rid, [1], room=1)
 
 
 @pytest.mark.parametrize("deadline_s", [-1, -1e-9, float("nan"), "5", True, [1.0]])
@@ -107,11 +107,11 @@ def test_the_ends_of_the_ranges_are_taken() -> None:
     for deadline_s in (None, 0, 0.5, np.float32(2.0), float("inf")):
         Request("a", [1], room=1, deadline_s=deadline_s)
     for fields in ({"room": 2**64 - 1, "generation": 2**31 - 1}, {"room": 0, "max_new_tokens": 1}):
-        request = Request("a", [2**31 - 1, 0], **fields)
+        request = Request("a", [2**31 - 1, 0], **{"room": 1, **fields})
         assert len(request.key) == 2
     for priority in (-(2**63), 2**63 - 1):
-        assert Request("a", [1], priority=priority).priority == priority
-    request = Request("a", [1], priority=np.int16(-3), cacheable=np.bool_(False))  # type: ignore[arg-type]
+        assert Request("a", [1], room=1, priority=priority).priority == priority
+    request = Request("a", [1], room=1, priority=np.int16(-3), cacheable=np.bool_(False))  # type: ignore[arg-type]
     assert (type(request.priority), request.cacheable) == (int, False)
     request = Request("a", [1], room=np.uint64(7), max_new_tokens=np.int32(3))
     assert (type(request.room), type(request.max_new_tokens)) == (int, int), (

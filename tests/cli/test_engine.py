@@ -18,6 +18,7 @@ from prefixkv.cli.workload import Clients, arrival_times, chat
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import pages_for
+from prefixkv.protocol.ids import PeerId
 from prefixkv.testing.hashing import PrefixHasher, sample
 from prefixkv.testing.pattern import KVPattern
 from tests.models.patience import PATIENCE_S
@@ -127,6 +128,8 @@ class FakePrefill(FakeNode):
 
 
 class FakeDecode(FakeNode):
+    peer_id = PeerId("decode", 1)
+
     def __init__(self, pair):
         super().__init__(pair)
         self.queued, self.transferred, self.failed, self.asks, self.running = [], [], [], [], []
@@ -217,6 +220,7 @@ class FakeDecode(FakeNode):
                 tokens=self.fill(req),
                 room=req.room,
                 generation=req.generation,
+                decode="decode",
                 known_token=known,
             )
         )

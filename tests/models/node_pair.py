@@ -12,6 +12,7 @@ import contextlib
 import select
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -209,7 +210,7 @@ class NodePair:
     def __init__(self, decode: DecodeNode, prefill: PrefillNode) -> None:
         self.decode, self.prefill = decode, prefill
         self.p = PrefillDriver(prefill)
-        self.d = DecodeDriver(decode, self.p.add)
+        self.d = DecodeDriver(decode, partial(self.p.add, decode=decode.peer_id.name))
 
     def submit(
         self, rid: str, tokens: Tokens, max_new_tokens: int = 4, **options: Any
