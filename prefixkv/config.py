@@ -76,6 +76,8 @@ class ControlConfig:
     `waiting_timeout_s` is for the first chunk to come, `transfer_timeout_s` for the next. After a
     fence, what the dead writer's kernel still holds is read for `fence_settle_s` before its pages
     are used again (0 where writes bypass the kernels, as RDMA's do).
+    On prefill `max_peer_bytes` is what is held for one decode worker, of all its ranks: rooms, page
+    ids, what it introduced itself with.
     """
 
     heartbeat_s: float = 1.0
@@ -92,6 +94,7 @@ class ControlConfig:
     fence_settle_s: float = 0.5
     max_parked_per_peer: int = 1024
     max_peers: int = 1024
+    max_peer_bytes: int = 32 << 20
     max_queued_frames: int = 10_000
     max_aux_bytes: int = 64 << 10
     curve: CurveConfig | None = None
@@ -107,6 +110,7 @@ class ControlConfig:
             "transfer_timeout_s", "ack_timeout_s", "drain_timeout_s", "parked_timeout_s",
         )  # fmt: skip
         _at_least(self, 1, "max_parked_per_peer", "max_peers", "max_queued_frames")
+        _at_least(self, 1, "max_peer_bytes")
         _at_least(self, 0, "max_aux_bytes", "fence_settle_s")
         if self.suspect_after_s <= self.heartbeat_s:
             raise ConfigError(

@@ -118,6 +118,11 @@ class VersionError(ProtocolError):
         self.ours = ours
 
 
+class BudgetError(ProtocolError):
+    """A word that asks to hold more for a peer than its pool has pages, or than `max_peer_bytes`
+    allows."""
+
+
 class FormerLifeError(ProtocolError):
     """A word of a life that is over: another took its place, it was fenced, or it has left."""
 

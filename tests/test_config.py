@@ -43,6 +43,7 @@ TOO_LOW: dict[type, dict[str, Any]] = {
                 "parked_timeout_s",
                 "max_parked_per_peer",
                 "max_peers",
+                "max_peer_bytes",
                 "max_queued_frames",
             ],
             0,

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from prefixkv.config import ControlConfig
+from prefixkv.control.budgets import ABORT_BYTES, Budget, hello_bytes
 from prefixkv.control.peers import Peer
+from prefixkv.errors import ProtocolError
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.sender_machine import SenderMachine
 
 _NONE: Final[Mapping[PeerId, Peer]] = MappingProxyType({})
+_MAX_REASON: Final = 1000  # characters
+
+
+class _Early(NamedTuple):
+    """An abort of a room that is not known yet. Its `num_bytes` are the worker's."""
+
+    until_s: float
+    reason: str
+    num_bytes: int
+    budget: Budget
 
 
 class Claims:
@@ -20,8 +32,8 @@ class Claims:
     def __init__(self, timing: ControlConfig) -> None:
         self._timing = timing
         self._by_room: dict[RoomKey, dict[PeerId, Peer]] = {}
-        # Until when, and why; by the decode worker's name, so that no other can fill it.
-        self._aborted: dict[str, dict[RoomKey, tuple[float, str]]] = {}
+        # By the decode worker's name, so that no other can fill it.
+        self._aborted: dict[str, dict[RoomKey, _Early]] = {}
 
     def of(self, key: RoomKey) -> Mapping[PeerId, Peer]:
         return self._by_room.get(key, _NONE)
@@ -38,13 +50,26 @@ class Claims:
             return False
         return all(claimant.worker == peer.worker for claimant in self.of(key).values())
 
-    def add(self, key: RoomKey, peer: Peer) -> None:
+    def add(self, key: RoomKey, peer: Peer, num_pages: int = 0) -> None:
+        """The peer has named the room: with a promise of that many pages, or an abort."""
         self._by_room.setdefault(key, {})[peer.id] = peer
-        peer.rooms.add(key)
+        peer.claimed.add(key, num_pages)
+
+    def drained(self, key: RoomKey) -> None:
+        """No write of the room can land any more."""
+        for peer in self.of(key).values():
+            peer.claimed.drained(key)
 
     def drop(self, key: RoomKey) -> None:
         for peer in self._by_room.pop(key, _NONE).values():
-            peer.rooms.discard(key)
+            peer.claimed.drop(key)
+
+    def check_parked(self, peer: Peer) -> None:
+        """Raises ProtocolError where no other promise of the peer may wait for its request."""
+        if peer.num_parked >= self._timing.max_parked_per_peer:
+            raise ProtocolError(
+                f"{peer.num_parked} promises wait for their requests, the limit is reached"
+            )
 
     def unpark(self, key: RoomKey) -> None:
         """The room has ended, or its request has come: its promises are parked no more."""
@@ -53,26 +78,51 @@ class Claims:
 
     # --- aborts that came before the engine's request ---------------------------------------------
 
-    def abort_early(self, key: RoomKey, reason: str, now_s: float) -> None:
+    def abort_early(self, key: RoomKey, reason: str, peer: Peer, now_s: float) -> None:
         """Remember the abort for a while, so that a request added later fails at once. Bounded a
         worker."""
+        self.take_abort(key)
         kept = self._aborted.setdefault(key.decode, {})
-        kept.pop(key, None)
-        if len(kept) < self._timing.max_parked_per_peer:
-            kept[key] = (now_s + self._timing.parked_timeout_s, reason)
+        reason = reason[:_MAX_REASON]
+        num_bytes = ABORT_BYTES + len(reason.encode())
+        fits = peer.budget.num_bytes + num_bytes <= peer.budget.limit
+        if fits and len(kept) < self._timing.max_parked_per_peer:
+            until_s = now_s + self._timing.parked_timeout_s
+            kept[key] = _Early(until_s, reason, num_bytes, peer.budget)
+            peer.budget.num_bytes += num_bytes
 
     def take_abort(self, key: RoomKey) -> str | None:
         """Why the room was aborted before its request came, once; None if it was not."""
-        _, reason = self._aborted.get(key.decode, {}).pop(key, (0.0, None))
-        return reason
+        early = self._aborted.get(key.decode, {}).pop(key, None)
+        if early is None:
+            return None
+        early.budget.num_bytes -= early.num_bytes
+        return early.reason
 
     def expire(self, now_s: float) -> None:
         """Forget the aborts that were kept long enough."""
         for name, kept in list(self._aborted.items()):
-            while kept and next(iter(kept.values()))[0] <= now_s:
-                del kept[next(iter(kept))]
+            while kept and kept[key := next(iter(kept))].until_s <= now_s:
+                self.take_abort(key)
             if not kept:
                 del self._aborted[name]
+
+    def check_invariants(self, rooms: Mapping[RoomKey, SenderMachine], peers: list[Peer]) -> None:
+        """The laws of what is held for peers, given all rooms and the peers that are known."""
+        is_drained = {key: machine.drained for key, machine in rooms.items()}
+        claims = {(key, name) for key, by in self._by_room.items() for name in by}
+        claimants = [peer for by in self._by_room.values() for peer in by.values()]
+        every = {id(peer): peer for peer in [*claimants, *peers]}.values()
+        assert claims == {(key, peer.id) for peer in every for key in peer.rooms}, "both ways"
+        held: dict[Budget, int] = {}
+        for peer in every:
+            peer.claimed.check_invariants(is_drained)
+            own = 0 if peer.gone else hello_bytes(peer.hello)
+            held[peer.budget] = held.get(peer.budget, 0) + own + peer.claimed.num_bytes
+        for early in (early for kept in self._aborted.values() for early in kept.values()):
+            held[early.budget] = held.get(early.budget, 0) + early.num_bytes
+        for budget, num_bytes in held.items():
+            assert budget.num_bytes == num_bytes, "a worker's bytes are those of what is held"
 
     def leftovers(self) -> tuple[Mapping[RoomKey, object], Mapping[RoomKey, object]]:
         """Claims and early aborts, for audits: nothing is left where no room is."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from prefixkv.config import ControlConfig
+from prefixkv.control.budgets import PAGE_BYTES, Budget, Claimed, hello_bytes
 from prefixkv.control.effects import RemovePeer, SendFrame
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.liveness import Liveness, Stamper
 from prefixkv.control.lives import Lives, nonce
 from prefixkv.errors import HandshakeError, ProtocolError
-from prefixkv.paging import pages_for, unit_pages
+from prefixkv.paging import pages_for
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
     AnyBody,
@@ -36,6 +37,7 @@ class Peer:
 
     `readers` are the ranks of its worker that promise us pages, `writes` says whether anything of
     ours goes to it, `staged` whether that is staged, `takes_state` whether extra state does.
+    `budget` is that of all ranks of its worker.
     """
 
     id: PeerId
@@ -47,9 +49,15 @@ class Peer:
     writes: bool
     staged: bool
     takes_state: bool
-    rooms: set[RoomKey] = field(default_factory=set)
+    budget: Budget
+    claimed: Claimed
     num_parked: int = 0
     gone: bool = False
+
+    @property
+    def rooms(self) -> Mapping[RoomKey, int]:
+        """The rooms it has named, and the pages it has promised there."""
+        return self.claimed.rooms
 
     @property
     def worker(self) -> PeerId:
@@ -60,8 +68,10 @@ class Peer:
         return RoomKey(word.room, word.generation, self.worker.name)
 
     def promised(self, promise: Promise, our_page_size: int, our_secret: bytes) -> Promised:
-        """The promise with page ids that are safe to turn into addresses. Raises ProtocolError."""
+        """The promise with page ids that are safe to turn into addresses. Raises ProtocolError,
+        BudgetError before an array is made of them."""
         page_size = self.hello.topology.page_size
+        self.claimed.check(self.key(promise), len(promise.pages) // PAGE_BYTES)
         pages = promise.page_ids()
         if promise.prefix_len % page_size or promise.prefix_len > promise.fill_len:
             raise ProtocolError(
@@ -88,7 +98,8 @@ class Peer:
             peer=self.id,
             fill_len=promise.fill_len,
             prefix_len=promise.prefix_len,
-            units=unit_pages(pages, fold, 0, num_units),
+            pages=pages,
+            num_units=num_units,
             ticket=promise.ticket,
             reader=self.hello.rank,
             readers=self.readers,
@@ -159,9 +170,9 @@ class Peers:
     def check_worker(self, frame: Frame, credential: str, hello: Hello) -> None:
         """Whether the rank is of the worker that it says it is of.
 
-        Raises HandshakeError where that does not follow from its name and key, or where `max_peers`
-        workers are known; FormerLifeError where the worker is over. A refusal tells of no other
-        peer.
+        Raises HandshakeError where that does not follow from its name and key, where `max_peers`
+        workers are known, or where its worker has no `max_peer_bytes` left for it; FormerLifeError
+        where the worker is over. A refusal tells of no other peer.
         """
         rank, worker = hello.rank, hello.worker or frame.sender
         name = f"{worker.name}/{rank}" if rank else worker.name
@@ -183,6 +194,9 @@ class Peers:
         if worker.name not in workers and len(workers) >= self._timing.max_peers:
             most = self._timing.max_peers
             raise HandshakeError("decode workers", most, most + 1, "are more than max_peers allows")
+        held = hello_bytes(hello) + (others[0].budget.num_bytes if others else 0)
+        if held > (most := self._timing.max_peer_bytes):
+            raise HandshakeError("bytes held for it", most, held, "are more than max_peer_bytes")
 
     def add(
         self,
@@ -196,6 +210,10 @@ class Peers:
         added = accepted.added
         route, credential = received
         self.lives.begin(frame.sender)
+        worker = hello.worker or frame.sender
+        shared = [peer.budget for peer in self.all() if peer.worker == worker]
+        budget = shared[0] if shared else Budget(self._timing.max_peer_bytes)
+        budget.num_bytes += hello_bytes(hello)
         self._peers[frame.name] = Peer(
             id=frame.sender,
             route=route,
@@ -206,6 +224,8 @@ class Peers:
             writes=added is not None,
             staged=accepted.cut is not None,
             takes_state=added is not None and added.state is not None,
+            budget=budget,
+            claimed=Claimed(hello.layout.num_pages, budget),
         )
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
 
@@ -260,6 +280,7 @@ class Peers:
         if self._peers.get(peer.id.name) is peer:
             del self._peers[peer.id.name]
             self._timers.forget(peer.id.name)
+            peer.budget.num_bytes -= hello_bytes(peer.hello)
         return RemovePeer(peer.id)
 
 

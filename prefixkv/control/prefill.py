@@ -73,10 +73,7 @@ from prefixkv.protocol.messages import (
 from prefixkv.protocol.sender_events import PostWrite, Say
 from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.timers import Timers
-from prefixkv.staging.sender import (
-    Gather,
-    StagingSender,
-)
+from prefixkv.staging.sender import Gather, StagingSender
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -160,16 +157,15 @@ class PrefillControl:
         self._peers = Peers(me, self._ours, endpoints, timing, self._timers)
         self._writes = Writes(me, rank, self.staging, self, self._peers)
         self._tries = tries
-        self._trials = Trials(timing.max_peers)
+        self._trials = Trials(timing.max_peers, timing.max_peer_bytes)
         self._rooms: dict[RoomKey, SenderMachine] = {}
         self._claims = Claims(timing)
         # Rooms that are over for our engine; kept to answer a promise that is on its way.
         self._unclaimed: set[RoomKey] = set()
         self._jobs: dict[int, RoomKey] = {}
         self._job_ids = count(1)
-        self.last_effects: list[
-            PrefillEffect
-        ] = []  # of the last `on`, those before an exception too
+        # Of the last `on`, those before an exception too.
+        self.last_effects: list[PrefillEffect] = []
         self._renewed = False  # some Drained that was lost may have asked decode to let it settle
 
     def on(self, what: PrefillInput, now_s: float) -> list[PrefillEffect]:
@@ -242,6 +238,10 @@ class PrefillControl:
     def peers(self, now_s: float) -> dict[PeerId, str]:
         """The decode ranks known, each "ready" or "suspect". Any thread may ask."""
         return self._peers.states(now_s)
+
+    def check_invariants(self) -> None:
+        """The laws of what is held for decode ranks, for audits."""
+        self._claims.check_invariants(self._rooms, self._peers.all())
 
     # --- commands ---------------------------------------------------------------------------------
 
@@ -500,10 +500,8 @@ class PrefillControl:
                 )
             is_new = peer.id not in self._claims.of(key)
             parks = is_new and not (machine is not None and machine.added)
-            if parks and peer.num_parked >= self._timing.max_parked_per_peer:
-                raise ProtocolError(
-                    f"{peer.num_parked} promises wait for their requests, the limit is reached"
-                )
+            if parks:
+                self._claims.check_parked(peer)
             if machine is None:
                 machine = self._new_machine(key, now_s)
         except ProtocolError as error:
@@ -512,7 +510,7 @@ class PrefillControl:
         if not machine.poll.ended:
             peer.num_parked += parks
         self._claims.take_abort(key)  # its number is in use again
-        self._claims.add(key, peer)
+        self._claims.add(key, peer, len(event.pages))
         self._on(machine, event, now_s, out)
 
     def _refuse_promise(
@@ -538,7 +536,7 @@ class PrefillControl:
         to_come = machine is None or (not machine.added and theirs)
         if to_come:
             # The engine's request is still to come; the room itself will be over by then.
-            self._claims.abort_early(key, abort.reason, now_s)
+            self._claims.abort_early(key, abort.reason, peer, now_s)
         if machine is None or not theirs or machine.is_other_use(abort.ticket):
             # Nothing of ours can land in that peer's pages for this room: its later frames
             # outnumber this one.
@@ -582,6 +580,8 @@ class PrefillControl:
                 out.append(action)
         if open_before and machine.poll.ended and not machine.added:
             self._claims.unpark(key)
+        if machine.drained:
+            self._claims.drained(key)
         # Peers that are gone drain their own pages, or never: only our writes' ends are waited for.
         all_gone = self._claims.all_gone(key)
         if machine.over or (all_gone and machine.poll.ended and not machine.in_flight):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from prefixkv.paging import Pages
+from prefixkv.paging import Pages, unit_pages
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import PrefillEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
@@ -24,20 +24,20 @@ class Added(msgspec.Struct, frozen=True):
 
 
 class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Rank `reader` of decode has `prefix_len` tokens and wants the rest of `fill_len` in `units`
-    of its pool.
+    """Rank `reader` of decode has `prefix_len` tokens and wants the rest of `fill_len` in `pages`
+    of its pool: `num_units` unit pages of `unit_tokens` (paging.py), `fold` of them a page.
 
-    The control object has checked it. `units` are unit pages of `unit_tokens` (paging.py), `fold`
-    of them a page of decode's. `readers` are all ranks that will promise. `writes` is False for a
-    reader that gets none of our KV and only has to know how the room ends. Extra state is wanted in
-    `state_slot` (-1: none is); `takes_state` is False where none of ours goes there. `proof` is of
-    the prompt, under the `secrets` that the two drew: decode's and ours.
+    The control object has checked it. `readers` are all ranks that will promise. `writes` is False
+    for a reader that gets none of our KV and only has to know how the room ends. Extra state is
+    wanted in `state_slot` (-1: none is); `takes_state` is False where none of ours goes there.
+    `proof` is of the prompt, under the `secrets` that the two drew: decode's and ours.
     """
 
     peer: PeerId
     fill_len: int
     prefix_len: int
-    units: Pages
+    pages: Pages
+    num_units: int
     ticket: int = 0
     reader: int = 0
     readers: tuple[int, ...] = (0,)
@@ -57,16 +57,20 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         first = chunk.first_page * fold - self.prefix_len // unit_tokens
         return first, first + len(chunk.src_pages) * fold, fold
 
+    def units(self, start: int, stop: int) -> Pages:
+        """The unit pages from `start` to `stop`, counted from the first."""
+        return unit_pages(self.pages, self.fold, start, stop)
+
     def repeats(self, other: Promised) -> bool:
         """Whether the same peer promises the same pages for the same prompt."""
         same = self.peer == other.peer and self.proof == other.proof
-        return same and np.array_equal(self.units, other.units)
+        return same and np.array_equal(self.pages, other.pages)
 
     def alike(self, other: Promised) -> bool:
         """Whether two readers promise the same, each in units of its own pool."""
         ours = (self.ticket, self.fill_len, self.prefix_len, self.state_slot)
         theirs = (other.ticket, other.fill_len, other.prefix_len, other.state_slot)
-        return ours == theirs and len(self.units) == len(other.units)
+        return ours == theirs and self.num_units == other.num_units
 
 
 class WriteEnded(msgspec.Struct, frozen=True):

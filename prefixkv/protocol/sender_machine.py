@@ -234,7 +234,7 @@ class SenderMachine:
         self.poll = KVPoll.TRANSFERRING
         self._deadline_s = now_s + self._timing.transfer_timeout_s
         actions: list[Action] = []
-        num_units = len(promise.units)
+        num_units = promise.num_units
         if len(event.src_pages):
             # The first page may hold units that decode has, the last some beyond the end. A whole
             # page that decode has is left out, if it is to be clipped; none is sent twice.
@@ -278,7 +278,10 @@ class SenderMachine:
             assert promise is not None
             if not (promise.takes_state if state else promise.writes):
                 continue
-            dst = promise.units[first_unit : first_unit + len(src)]
+            if state:
+                dst = np.array([promise.state_slot], np.int32)
+            else:
+                dst = promise.units(first_unit, first_unit + len(src))
             job_id = self._next_job_id()
             self.in_flight.add(job_id)
             yield PostWrite(
@@ -287,7 +290,7 @@ class SenderMachine:
                 peer=reader.peer,
                 chunk=self._num_chunks,
                 src_pages=src,
-                dst_pages=np.array([promise.state_slot], np.int32) if state else dst,
+                dst_pages=dst,
                 ready=ready,
                 first_unit=first_unit,
                 ticket=self.ticket,

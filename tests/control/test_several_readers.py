@@ -23,6 +23,7 @@ from prefixkv.errors import (
     TransferTimeoutError,
 )
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.paging import pages_for
 from prefixkv.protocol import sender_events as sm
 from prefixkv.protocol.commands import Fence, SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
@@ -81,7 +82,10 @@ class Machine:
         self.changes = {"unit_tokens": unit_tokens, "fold": fold}
         self.fill_len, self.prefix = fill_len, prefix
         unit = unit_tokens or page_size
-        self.units = np.arange(40, 40 - (-(fill_len - prefix) // unit), dtype=np.int32)
+        self.num_units = pages_for(fill_len - prefix, unit)
+        first_page = 40 // fold
+        num_pages = pages_for(self.num_units, fold)
+        self.pages = np.arange(first_page, first_page + num_pages, dtype=np.int32)
 
     def on(self, event: Any) -> list[Any]:
         return self.machine.on(event, self.now_s)
@@ -92,7 +96,8 @@ class Machine:
         fields = {
             "fill_len": self.fill_len,
             "prefix_len": self.prefix,
-            "units": self.units,
+            "pages": self.pages,
+            "num_units": self.num_units,
             **self.changes,
             **changes,
         }
@@ -236,7 +241,7 @@ def test_a_reader_that_never_promises_is_not_waited_for_for_ever() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"prefix_len": 4}, {"fill_len": 17}, {"ticket": 2}, {"units": np.arange(3)}]
+    "changes", [{"prefix_len": 4}, {"fill_len": 17}, {"ticket": 2}, {"num_units": 3}]
 )
 def test_promises_that_are_not_alike_are_known_for_that(changes: dict[str, Any]) -> None:
     room = Machine()

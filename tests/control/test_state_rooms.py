@@ -47,7 +47,7 @@ def promise(
 ) -> Promised:
     peer = PeerId(f"d{reader}", 1)
     return Promised(
-        peer=peer, fill_len=8, prefix_len=8, units=NO_PAGES, ticket=5, reader=reader,
+        peer=peer, fill_len=8, prefix_len=8, pages=NO_PAGES, num_units=0, ticket=5, reader=reader,
         readers=readers, unit_tokens=4, state_slot=state_slot, takes_state=takes_state, **PROVED,
     )  # fmt: skip
 

@@ -203,7 +203,9 @@ class DecodePeer(_Opposite):
         )
 
     def on(self, what: PrefillInput) -> list[Any]:
-        return super().on(what)
+        effects = super().on(what)
+        self.control.check_invariants()
+        return effects
 
     def say(
         self, body: Any, by: PeerId | None = None, *, credential: str = "", route: bytes = ROUTE

@@ -258,6 +258,10 @@ class PrefillRank(SimRank):
         what = side.digest, side.topology, TIMING, endpoints, rank, slots
         self.control = PrefillControl(self.me, *what, secret=secret_of(self.me))
 
+    def check(self) -> None:
+        super().check()
+        self.control.check_invariants()
+
     def _leftovers(self) -> dict[str, Any]:
         control = self.control
         peers = control._peers.all()
@@ -266,6 +270,7 @@ class PrefillRank(SimRank):
             "claims": [left for left in control._claims.leftovers() if left],
             "parked": [peer.id for peer in peers if peer.num_parked],
             "rooms of peers": [peer.id for peer in peers if peer.rooms],
+            "undrained": [peer.id for peer in peers if peer.claimed.num_undrained],
             "in flight": self.world.fabric.in_flight(self.me),
             "unproven": self.transport._unproven,
         }  # fmt: skip

@@ -58,8 +58,10 @@ PAGES = (3, 9, 5, 6)  # decode's, for tokens 4 to 18 of 18
 
 
 def promised(fill_len: int = 18, prefix_len: int = 4, pages: Sequence[int] = PAGES) -> Promised:
-    units = np.array(pages, dtype=np.int32)
-    return Promised(peer=DECODE, fill_len=fill_len, prefix_len=prefix_len, units=units, **PROVED)
+    return Promised(
+        peer=DECODE, fill_len=fill_len, prefix_len=prefix_len, num_units=len(pages),
+        pages=np.array(pages, dtype=np.int32), **PROVED,
+    )  # fmt: skip
 
 
 def chunk(first_page: int, num_pages: int, last: bool = False, clip: bool = False) -> SendChunk:
