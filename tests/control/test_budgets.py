@@ -22,6 +22,7 @@ from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
+    Fenced,
     HelloReply,
     HelloWanted,
     Outcome,
@@ -102,6 +103,15 @@ def test_pages_come_back_with_the_last_write_and_not_with_the_outcome() -> None:
     peer.say(Abort(*SENT.numbers, "enough"))
     [drained] = of(peer.on(WriteDrained(post.job_id)), Drained)
     assert drained.settle
+    assert kinds(peer.say(whole(8, 0, 16))) == ["PromiseAck"]
+
+
+def test_an_abort_leaves_the_pages_of_its_promise_until_the_last_write_has_ended() -> None:
+    peer = DecodePeer(PARKED).bootstrapped(whole(7, 0, 16))
+    [post] = peer.chunk(0, range(16), last=True)
+    peer.say(Abort(*SENT.numbers, "enough"))
+    assert "16 pages" in error_of(peer.say(whole(8, 0, 1)))
+    assert of(peer.ended(post.job_id), Drained)
     assert kinds(peer.say(whole(8, 0, 16))) == ["PromiseAck"]
 
 
@@ -222,6 +232,16 @@ def test_the_ranks_of_a_worker_share_one_budget() -> None:
     assert "max_peer_bytes" in refusal.error
 
 
+def test_what_a_rank_that_has_left_introduced_itself_with_is_not_held() -> None:
+    peer = Readers(tp=1, timing=PARKED)
+    a, b = peer.greet(2)
+    budget = peer.control._peers.all()[0].budget
+    both = budget.num_bytes
+    peer.say(b, Fenced())
+    assert budget.num_bytes == both - hello_bytes(rank_hello(2, 1, a))
+    peer.control.check_invariants()
+
+
 def test_a_worker_whose_introductions_are_too_large_is_refused() -> None:
     peer = DecodePeer(dataclasses.replace(TIMING, max_peer_bytes=4000))
     large = msgspec.structs.replace(HELLO, agent_metadata=bytes(4000))
@@ -246,7 +266,8 @@ def test_sixty_hellos_of_a_megabyte_are_held_within_the_budget() -> None:
             tried += kinds(peer.say(body, PeerId(f"d{number}", 1))).count("TryPeer")
     assert tried == 31
     assert peer.control.counters["dropped: BudgetError"] == 29
-    assert kinds(peer.say(HELLO, OTHER, credential="another key")) == ["TryPeer"]
+    large = msgspec.structs.replace(HELLO, agent_metadata=bytes(MIB))
+    assert kinds(peer.say(large, OTHER, credential="another key")) == ["TryPeer"]
     peer.on(PeerTried(PeerId("d0", 1)))
     assert kinds(peer.say(body, PeerId("d59", 1))) == ["TryPeer"], "one has left its place"
 
@@ -279,19 +300,27 @@ def test_what_was_tried_is_what_is_loaded() -> None:
     """A second Hello of the same life, while the first is on trial, changes nothing of it."""
     peer = DecodePeer(tries=True)
     peer.say(HELLO)
-    evil = msgspec.structs.replace(HELLO, agent_metadata=b"evil", known=7)
-    assert peer.say(evil) == []
+    changes: dict[str, Any] = {"agent_metadata": b"evil", "secret": bytes(20), "known": 7}
+    assert peer.say(msgspec.structs.replace(HELLO, **changes)) == []
+    late = peer.raw(Fenced())
+    peer.say(msgspec.structs.replace(HELLO, **changes))
     added, reply = peer.on(PeerTried(DECODE))
     assert added.metadata == HELLO.agent_metadata
     assert reply.known == 7
+    [known] = peer.control._peers.all()
+    assert known.hello.secret == HELLO.secret
+    assert peer.on(FrameReceived(ROUTE, late)) == [], "a word from before its last Hello is late"
 
 
 def test_a_life_whose_trial_was_overtaken_does_not_take_its_verdict_for_another() -> None:
-    peer = DecodePeer(tries=True)
+    peer = DecodePeer(dataclasses.replace(TIMING, max_peers=10), tries=True)
     peer.say(HELLO)
     peer.say(HELLO, newer(DECODE))
+    peer.on(PeerTried(PeerId("unknown", 1)))
     assert peer.say(msgspec.structs.replace(HELLO, agent_metadata=b"evil")) == []
+    assert peer.control.counters["dropped: ProtocolError"] == 1
     assert peer.on(PeerTried(DECODE)) == []
+    assert kinds(peer.on(PeerTried(newer(DECODE)))) == ["AddPeer", "HelloReply"]
 
 
 # --- names ----------------------------------------------------------------------------------------

@@ -115,6 +115,7 @@ class DecodeDriver:
         self.node = node
         self.ask = ask
         self.hold_running = False
+        self.untrusted = ""  # requests whose ids begin so are served by no honest prefill
         self.together = (
             False  # who is admitted runs once all who are admitted have arrived, on any machine
         )
@@ -171,6 +172,8 @@ class DecodeDriver:
 
     def check(self, req: DecodeRequest) -> None:
         """Every byte of the request's KV, and what came with it."""
+        if self.untrusted and req.rid.startswith(self.untrusted):
+            return
         hashes = _hasher.prefixes(req.key.tokens())
         self.mismatches += self.pattern.mismatches(req.pages, hashes)
         if not req.resumed:

@@ -78,6 +78,14 @@ class _Served:
             return {key: repr(v) if isinstance(v, Exception) else v for key, v in value.items()}
         return value
 
+    def take_ended(self) -> dict[str, str | None]:
+        """What has ended on decode since the last call, and why; None: it finished."""
+        ended, self.driver.ended = self.driver.ended, {}
+        for rid in ended:
+            for kept in (self.driver.prompts, self.driver.outputs, self.driver.prefix_lens):
+                kept.pop(rid, None)
+        return {rid: error and repr(error) for rid, error in ended.items()}
+
     def names(self, name: str) -> list[str]:
         """The keys of an attribute of the driver."""
         return list(getattr(self.driver, name))

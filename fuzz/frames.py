@@ -1,0 +1,598 @@
+"""Invariant tested: whatever frames a prefill node and a decode node are sent, they live, no call
+of their engines raises, honest requests between them are served with every byte right, and the
+memory of neither grows by more than 64 MiB.
+
+    python fuzz/frames.py --frames 1000000 [--seconds 600] [--seed 1]
+
+Both nodes are processes of their own, with CURVE keys. Prefill is sent frames by a worker with an
+allowed key, by one that speaks as a former life of the decode node with that one's key, and by
+strangers: keys that are not listed, no keys, plain bytes. Decode is told to use a prefill worker
+for some requests that answers with anything. Frames are valid bodies with hostile values, mutated
+valid frames, junk, several parts, floods.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import pathlib
+import random
+import socket
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from prefixkv.config import ControlConfig, CurveConfig, DecodeConfig, PrefillConfig
+from prefixkv.protocol import messages
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.messages import Hello, HelloReply, HelloWanted, Outcome, Promise
+from prefixkv.request import Request
+from prefixkv.runtime.nodes import DecodeNode
+from tests.models.node_pair import make_pool, tokens_of
+from tests.models.node_process import NodeProcess, node_processes
+from tests.models.patience import PATIENCE_S
+
+_LIMIT_BYTES = 64 << 20
+_POOL = {"num_pages": 1024}
+_BURST = 100  # frames from one attacker at a time
+_HONEST = 6  # requests at a time
+_HOSTILE = 4
+_WARM_UP = 20  # honest requests before memory is measured
+_NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    7,
+    64,
+    255,
+    4096,
+    2**20,
+    2**30,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**63,
+    2**64 - 1,
+)
+_TIMING = ControlConfig(
+    heartbeat_s=0.5, suspect_after_s=60.0, forget_after_s=120.0, resend_s=0.1, parked_timeout_s=3.0,
+    ack_timeout_s=3.0, drain_timeout_s=3.0, bootstrap_timeout_s=60.0,
+)  # fmt: skip
+
+
+def keys() -> CurveConfig:
+    return CurveConfig(*(key.decode() for key in zmq.curve_keypair()))
+
+
+class Bodies:
+    """Bodies with values that mean harm, or nothing. `rooms` are numbers and tickets that somebody
+    uses."""
+
+    def __init__(self, rng: random.Random, hello: Hello) -> None:
+        self.rng = rng
+        self.hello = hello
+        self.reply = HelloReply(hello.digest, hello.topology, ("",), b"s" * 16)
+        self.rooms: deque[tuple[int, int, int]] = deque([(1, 0, 0)], maxlen=64)
+        self.promises: deque[Promise] = deque(maxlen=64)
+
+    def number(self) -> int:
+        return self.rng.choice(_NUMBERS)
+
+    def text(self) -> str:
+        return "x" * self.rng.choice((0, 1, 10, 10, 10, 1000, 4096, 4097))
+
+    def room(self) -> tuple[int, int, int]:
+        """Number, generation and ticket."""
+        if self.rng.random() < 0.7:
+            return self.rng.choice(self.rooms)
+        return self.rng.randrange(10_000), self.rng.choice((0, 0, 1, 2**31 - 1)), self.number()
+
+    def promise(self) -> Promise:
+        rng = self.rng
+        room, generation, ticket = self.room()
+        page_size = self.hello.topology.page_size
+        num_pages = rng.choice((0, 1, 2, 3, 8, 100, 2000))
+        if rng.random() < 0.0005:
+            num_pages = messages.MAX_PAGES
+        first = rng.choice((0, 0, 1, 500, 1023, -1, 2**30, 2**31 - 1 - num_pages))
+        pages = np.arange(first, first + num_pages, dtype=np.int64).astype("<i4").tobytes()
+        if rng.random() < 0.05:
+            pages = pages[:-1]
+        fill_len = num_pages * page_size if rng.random() < 0.8 else self.number()
+        prefix_len = 0 if rng.random() < 0.8 else self.number()
+        slot = -1 if rng.random() < 0.9 else self.number()
+        proof = rng.randbytes(rng.choice((0, 32, 32, 33)))
+        return Promise(room, generation, fill_len, prefix_len, pages, ticket, slot, proof)
+
+    def hostile_hello(self) -> Hello:
+        rng, hello = self.rng, self.hello
+        layout = hello.layout
+        changes: dict[str, Any] = rng.choice(
+            (
+                {"topology": messages.Topology(rng.choice((0, 1, 4096, 2**31 - 1)))},
+                {"topology": messages.Topology(4, self.number(), self.number())},
+                {"topology": messages.Topology(4, 1, 2, (self.number(),) * rng.choice((2, 256)))},
+                {"rank": self.number()},
+                {"worker": PeerId(rng.choice(("honest", "evil", "x")), self.number())},
+                {"layout": msgspec.structs.replace(layout, num_pages=self.number())},
+                {"layout": msgspec.structs.replace(layout, regions=layout.regions * 4096)},
+                {"layout": msgspec.structs.replace(layout, slabs=layout.slabs * 1000)},
+                {"agent_metadata": rng.randbytes(rng.choice((0, 10, 1000, 1 << 20)))},
+                {"secret": bytes(rng.choice((0, 15, 32, 33)))},
+                {"nonce": self.number(), "known": self.number()},
+            )
+        )
+        return msgspec.structs.replace(hello, **changes)
+
+    def hostile_reply(self) -> HelloReply:
+        changes: dict[str, Any] = self.rng.choice(
+            (
+                {"endpoints": ("tcp://127.0.0.1:1",) * self.rng.choice((0, 2, 256, 257))},
+                {"topology": messages.Topology(4, self.number(), self.number())},
+                {"topology": messages.Topology(self.number())},
+                {"refused": self.text()},
+                {"rank": self.number(), "staged": True},
+                {"known": self.number()},
+            )
+        )
+        return msgspec.structs.replace(self.reply, **changes)
+
+    def outcome(self) -> Outcome:
+        rng = self.rng
+        room, generation, ticket = self.room()
+        pages = rng.choice((0, 1, 3, self.number()))
+        aux = bytes(rng.choice((0, 4, 100, 100_000 if rng.random() < 0.01 else 8)))
+        said = rng.random() < 0.5, rng.choice((0, 1, self.number())), pages, aux, self.text()
+        rank = rng.choice((0, 0, 0, self.number()))
+        drained = rng.random() < 0.5
+        return Outcome(room, generation, rank, *said, drained, ticket, rng.choice((0, 1, 7, 2**40)))
+
+    def body(self) -> Any:
+        """Of any kind, for either side."""
+        rng = self.rng
+        room, generation, ticket = self.room()
+        kind = rng.randrange(14)
+        if kind < 3:
+            return (
+                self.promise()
+                if rng.random() < 0.7 or not self.promises
+                else rng.choice(self.promises)
+            )
+        if kind == 3:
+            return messages.Abort(room, generation, self.text(), ticket)
+        if kind == 4:
+            return messages.OutcomeAck(room, generation, rng.choice((0, self.number())), ticket)
+        if kind == 5:
+            return messages.LeaseGrant(room, generation, *(self.number() for _ in range(3)), ticket)
+        if kind == 6:
+            return messages.LeaseAsk(
+                room, generation, *(self.number() for _ in range(4)), ticket, self.number()
+            )
+        if kind == 7:
+            return messages.PromiseAck(room, generation, rng.choice((0, self.number())), ticket)
+        if kind == 8:
+            return messages.Drained(room, generation, 0, ticket, rng.random() < 0.5)
+        if kind < 11:
+            return self.outcome()
+        if kind == 11:
+            return messages.Heartbeat()
+        if kind == 12:
+            return HelloWanted(self.number())
+        return self.hostile_hello() if rng.random() < 0.5 else self.hostile_reply()
+
+
+class Mouth:
+    """Says frames under a name, in lives that follow each other."""
+
+    def __init__(self, rng: random.Random, bodies: Bodies, me: PeerId) -> None:
+        self.rng, self.bodies, self.me = rng, bodies, me
+        self.seq = count(1)
+        self.counts: Counter[str] = Counter()
+
+    def sender(self) -> PeerId:
+        rng = self.rng
+        if rng.random() < 0.9:
+            return self.me
+        name = rng.choice(
+            (self.me.name, "honest", "evil", "stranger", f"{self.me.name}/1", "x" * 256)
+        )
+        return PeerId(name, rng.choice((self.me.incarnation, self.bodies.number())))
+
+    def raw(self, body: Any, sender: PeerId | None = None) -> bytes:
+        return messages.encode(sender or self.me, next(self.seq), body)
+
+    def frame(self) -> list[bytes]:
+        """The parts of the next message."""
+        rng = self.rng
+        chance = rng.random()
+        if chance < 0.05:
+            self.counts["junk"] += 1
+            size = rng.choice((0, 1, 10, 100, 1000))
+            return [rng.randbytes(size if rng.random() > 0.001 else 1 << 20)]
+        seq_of_old = chance < 0.08
+        try:
+            if seq_of_old:
+                raw = messages.encode(self.me, rng.randrange(100), self.bodies.body())
+            else:
+                raw = self.raw(self.bodies.body(), self.sender())
+        except OverflowError:
+            return [b""]
+        if chance > 0.97:
+            self.counts["several parts"] += 1
+            return [raw, *([b"x"] * rng.choice((1, 2, 100)))]
+        if chance > 0.80:
+            self.counts["mutated"] += 1
+            changed = bytearray(raw)
+            for _ in range(rng.choice((1, 1, 2, 8))):
+                at = rng.randrange(len(changed))
+                how = rng.random()
+                if how < 0.6:
+                    changed[at] = rng.randrange(256)
+                elif how < 0.8 and len(changed) > 1:
+                    del changed[at:]
+                else:
+                    changed[at:at] = rng.randbytes(rng.choice((1, 4, 100)))
+                if not changed:
+                    changed += b"\xc1"
+            return [bytes(changed)]
+        self.counts["repeated number" if seq_of_old else "grammar"] += 1
+        return [raw]
+
+
+def dealer(context: zmq.Context[Any], address: str, own: CurveConfig | None, server: str) -> Any:
+    sock = context.socket(zmq.DEALER)
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.SNDHWM, 1000)
+    if own is not None:
+        sock.curve_publickey, sock.curve_secretkey = (
+            own.public_key.encode(),
+            own.secret_key.encode(),
+        )
+        sock.curve_serverkey = server.encode()
+    sock.connect(address)
+    return sock
+
+
+class AsDecode:
+    """An attacker of prefill. It introduces itself as long as it `introduces`."""
+
+    def __init__(
+        self, mouth: Mouth, sock: Any, metadata: Callable[[PeerId], bytes], reads: bool = True
+    ):
+        self.mouth, self.sock, self.metadata, self.reads = mouth, sock, metadata, reads
+        self.introduces = True
+        self.refused: Counter[str] = Counter()
+        self.next_life = 0.0
+
+    def hello(self, nonce: int = 0) -> bytes:
+        mouth = self.mouth
+        changed = {"agent_metadata": self.metadata(mouth.me), "nonce": nonce}
+        return mouth.raw(msgspec.structs.replace(mouth.bodies.hello, **changed))
+
+    def read(self) -> None:
+        for _ in range(500 if self.reads else 0):
+            try:
+                body = messages.decode(self.sock.recv(zmq.DONTWAIT)).body
+            except zmq.Again:
+                return
+            if isinstance(body, HelloWanted) and self.introduces and self.mouth.rng.random() < 0.2:
+                self.put([self.hello(body.nonce)])
+            elif isinstance(body, HelloReply):
+                self.refused[body.refused[:40]] += 1
+                now_s = time.monotonic()
+                if "life" in body.refused and self.introduces and now_s > self.next_life:
+                    self.next_life = now_s + 1.0
+                    self.live_again()
+
+    def live_again(self) -> None:
+        me = self.mouth.me
+        self.mouth.me = PeerId(me.name, me.incarnation + 1)
+        self.mouth.seq = count(1)
+        self.put([self.hello()])
+
+    def put(self, parts: list[bytes]) -> bool:
+        try:
+            self.sock.send_multipart(parts, zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
+
+    def burst(self) -> int:
+        self.read()
+        sent = 0
+        for _ in range(_BURST):
+            if not self.put(self.mouth.frame()):
+                break
+            sent += 1
+        if self.mouth.rng.random() < 0.02 and self.introduces and self.reads:
+            self.put([self.mouth.raw(messages.Fenced())])
+        return sent
+
+
+class AsPrefill:
+    """The attacker of decode: a prefill worker that decode was told to use."""
+
+    def __init__(self, mouth: Mouth, context: zmq.Context[Any], server: CurveConfig) -> None:
+        self.mouth = mouth
+        self.sock = context.socket(zmq.ROUTER)
+        self.sock.setsockopt(zmq.LINGER, 0)
+        self.sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.sock.setsockopt(zmq.SNDHWM, 1000)
+        self.sock.curve_server = True
+        self.sock.curve_secretkey = server.secret_key.encode()
+        self.sock.curve_publickey = server.public_key.encode()
+        self.address = f"tcp://127.0.0.1:{self.sock.bind_to_random_port('tcp://127.0.0.1')}"
+        self.route = b""
+
+    def read(self) -> None:
+        bodies, rng = self.mouth.bodies, self.mouth.rng
+        for _ in range(500):
+            try:
+                self.route, raw = self.sock.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            body = messages.decode(raw).body
+            if isinstance(body, Hello):
+                if rng.random() < 0.1:
+                    me = self.mouth.me
+                    self.mouth.me = PeerId(me.name, me.incarnation + 1)
+                    self.mouth.seq = count(1)
+                self.put([self.mouth.raw(msgspec.structs.replace(bodies.reply, known=body.known))])
+            elif isinstance(body, Promise):
+                bodies.rooms.append((body.room, body.generation, body.ticket))
+                if rng.random() < 0.3:
+                    num_pages = len(body.pages) // 4
+                    said = True, 1, num_pages, b"aux!", "", True, body.ticket
+                    self.put([self.mouth.raw(Outcome(body.room, body.generation, 0, *said))])
+            elif isinstance(body, messages.Abort) and rng.random() < 0.5:
+                word = messages.Drained(body.room, body.generation, 0, body.ticket)
+                self.put([self.mouth.raw(word)])
+
+    def put(self, parts: list[bytes]) -> bool:
+        try:
+            self.sock.send_multipart([self.route, *parts], zmq.DONTWAIT)
+        except zmq.ZMQError:  # it is full, or decode has gone
+            return False
+        return True
+
+    def burst(self) -> int:
+        self.read()
+        if not self.route:
+            return 0
+        sent = 0
+        for _ in range(_BURST):
+            if not self.put(self.mouth.frame()):
+                break
+            sent += 1
+        if self.mouth.rng.random() < 0.005:
+            self.put([self.mouth.raw(messages.Fenced())])
+        return sent
+
+
+def captured(name: str, context: zmq.Context[Any], stack: ExitStack) -> tuple[PeerId, Hello]:
+    """A real decode node's Hello; the node lives on, since UCX looks for the memory it names."""
+    node = stack.enter_context(DecodeNode(make_pool(**_POOL), DecodeConfig(name)))
+    with context.socket(zmq.ROUTER) as listener:
+        address = f"tcp://127.0.0.1:{listener.bind_to_random_port('tcp://127.0.0.1')}"
+        node.add(Request("r", [1, 2, 3], max_new_tokens=1, room=1, prefill=address))
+        node.pop_preallocated()
+        assert listener.poll(PATIENCE_S * 1000)
+        frame = messages.decode(listener.recv_multipart()[1])
+        node.abort("r")
+    assert isinstance(frame.body, Hello)
+    return frame.sender, frame.body
+
+
+def rss(pid: int) -> int:
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Traffic:
+    """Requests between the two nodes, all the time; and some of decode's for the hostile worker."""
+
+    def __init__(self, prefill: NodeProcess, decode: NodeProcess, seed: int) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.numbers = count(1)
+        self.seed = seed
+        self.open: dict[str, float] = {}
+        self.hostile: dict[str, float] = {}
+        self.served = self.hostile_ended = 0
+        self.slowest_s = 0.0
+        self.failures: list[str] = []
+        self.address = ""
+
+    def step(self) -> None:
+        now_s = time.monotonic()
+        ended = self.decode.call("take_ended")
+        for rid, error in ended.items():
+            if rid in self.hostile:
+                del self.hostile[rid]
+                self.hostile_ended += 1
+                continue
+            self.slowest_s = max(self.slowest_s, now_s - self.open.pop(rid))
+            if error is None:
+                self.served += 1
+            else:
+                self.failures.append(f"{rid}: {error}")
+        for rid, since_s in self.open.items():
+            if now_s - since_s > PATIENCE_S:
+                raise AssertionError(f"{rid} has not ended, {self.decode.call('stats')}")
+        while len(self.open) < _HONEST:
+            number = next(self.numbers)
+            rid, room = f"r{number}", number
+            tokens = tokens_of(self.seed + number, 20 + number % 60)
+            self.decode.call("submit", rid, tokens, self.prefill.endpoint, room=room)
+            self.prefill.call("add", rid, tokens, room, 0, "honest")
+            self.open[rid] = now_s
+        for rid, since_s in list(self.hostile.items()):
+            if now_s - since_s > 1.0:
+                self.decode.call("abort", rid)
+        while self.address and len(self.hostile) < _HOSTILE:
+            number = next(self.numbers)
+            rid = f"hostile{number}"
+            tokens = tokens_of(10**6 + number, 12)
+            self.decode.call("submit", rid, tokens, self.address, room=10**6 + number)
+            self.hostile[rid] = now_s
+
+    def until_served(self, more: int) -> None:
+        wanted = self.served + more
+        while self.served < wanted:
+            self.step()
+            time.sleep(0.01)
+
+
+def main() -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    arguments.add_argument("--frames", type=int, default=1_000_000)
+    arguments.add_argument("--seconds", type=float, default=600.0)
+    arguments.add_argument("--seed", type=int, default=1)
+    options = arguments.parse_args()
+    logging.disable()
+    try:
+        return attack(options.frames, options.seconds, options.seed)
+    except AssertionError as error:
+        print(f"found with --seed {options.seed}: {error}", file=sys.stderr)
+        return 1
+
+
+def attack(num_frames: int, seconds: float, seed: int) -> int:
+    rng = random.Random(seed)
+    server, honest, evil, unlisted = (keys() for _ in range(4))
+    allowed = {honest.public_key: "honest", evil.public_key: "evil"}
+    prefill_config = PrefillConfig(
+        control=replace(_TIMING, curve=replace(server, allowed_clients=allowed))
+    )
+    decode_config = DecodeConfig(
+        "honest", control=replace(_TIMING, curve=replace(honest, server_key=server.public_key))
+    )
+    with node_processes() as start, ExitStack() as stack:
+        prefill = start("prefill", prefill_config, _POOL)
+        context = stack.enter_context(zmq.Context())
+        stack.callback(context.destroy, 0)
+
+        def as_decode(name: str, own: CurveConfig | None, reads: bool = True) -> AsDecode:
+            me, hello = captured(name, context, stack)
+            mouth = Mouth(random.Random(rng.random()), Bodies(rng, hello), me)
+            sock = dealer(context, prefill.endpoint, own, server.public_key)
+
+            def metadata(life: PeerId) -> bytes:
+                lives = (f"#{peer.incarnation}".encode() for peer in (me, life))
+                return hello.agent_metadata.replace(*lives)
+
+            return AsDecode(mouth, sock, metadata, reads)
+
+        former = as_decode("honest", honest)
+        former.put([former.hello()])
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not former.refused[""]:
+            assert time.monotonic() < deadline_s, "the life before is not taken"
+            former.put([former.hello()])
+            time.sleep(0.05)
+            former.read()
+        former.introduces = False
+        decode = start("decode", decode_config, _POOL)
+        decode.call("set", untrusted="hostile")
+        traffic = Traffic(prefill, decode, seed)
+        traffic.until_served(1)
+        attackers: list[tuple[str, Any]] = [
+            ("a former life", former),
+            ("an allowed worker", as_decode("evil", evil)),
+            ("one that never reads", as_decode("evil", evil, reads=False)),
+            ("an unlisted key", as_decode("stranger", unlisted)),
+            ("no keys", as_decode("stranger", None)),
+        ]
+        life, hello = captured("p", context, stack)
+        hostile = AsPrefill(
+            Mouth(rng, Bodies(rng, hello), PeerId("p", life.incarnation)), context, server
+        )
+        attackers += [("a prefill worker", hostile)] * 3
+        traffic.address = hostile.address
+        traffic.until_served(_WARM_UP)
+        nodes = {"prefill": prefill, "decode": decode}
+        before = {side: rss(node.pid) for side, node in nodes.items()}
+        most = dict(before)
+        sent: Counter[str] = Counter()
+        started_s = looked_s = time.monotonic()
+        while sum(sent.values()) < num_frames and time.monotonic() - started_s < seconds:
+            name, attacker = rng.choice(attackers)
+            burst = attacker.burst()
+            sent[name] += burst
+            if rng.random() < 0.002:
+                sent["plain bytes"] += plain(prefill.endpoint, rng)
+            if (now_s := time.monotonic()) - looked_s > 0.05:
+                looked_s = now_s
+                traffic.step()
+                for number, _ in enumerate(traffic.open):
+                    key = 10**6 + number, 0, 0
+                    attackers[1][1].mouth.bodies.rooms.append(key)
+                for rid in traffic.open:
+                    for _, one in attackers[:2]:
+                        one.mouth.bodies.rooms.append((int(rid[1:]), 0, rng.choice((0, 1))))
+                for side, node in nodes.items():
+                    most[side] = max(most[side], rss(node.pid))
+        took_s = time.monotonic() - started_s
+        traffic.address = ""
+        traffic.until_served(_WARM_UP)
+        for side, node in nodes.items():
+            most[side] = max(most[side], rss(node.pid))
+        stats = {side: node.call("stats") for side, node in nodes.items()}
+        wrong = sum(node.call("get", "mismatches") for node in nodes.values())
+        wrong += decode.call("get", "wrong_aux")
+        meets = {side: node.call("stats")["pages_free"] for side, node in nodes.items()}
+    total = sum(sent.values())
+    print(f"frames: {total} in {took_s:.0f} s, seed {seed}; {dict(sent)}")
+    for name, one in dict(attackers).items():
+        print(f"  {name}: {dict(one.mouth.counts)}", dict(getattr(one, "refused", {})))
+    for side in nodes:
+        drops = {
+            name: value
+            for name, value in stats[side].items()
+            if value and ("drop" in name or "frames" in name or "refused" in name)
+        }
+        grown = (most[side] - before[side]) / 2**20
+        print(f"  {side}: memory +{grown:.1f} MiB; {drops}; {meets[side]} pages free")
+    print(
+        f"  honest requests: {traffic.served} served, {len(traffic.failures)} failed, the slowest "
+        f"{traffic.slowest_s:.2f} s; hostile ones ended: {traffic.hostile_ended}; "
+        f"wrong pages: {wrong}"
+    )
+    found = [f"an honest request failed: {failure}" for failure in traffic.failures[:5]]
+    found += [f"{wrong} wrong pages"] * (wrong > 0)
+    found += [
+        f"{side} grew by {most[side] - before[side]} bytes"
+        for side in nodes
+        if most[side] - before[side] > _LIMIT_BYTES
+    ]
+    for line in found:
+        print(f"found with --seed {seed}: {line}", file=sys.stderr)
+    return bool(found)
+
+
+def plain(endpoint: str, rng: random.Random) -> int:
+    """A connection that is no zmq's."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=1.0) as sock:
+            sock.sendall(rng.randbytes(rng.choice((1, 64, 1000))))
+    except OSError:
+        return 0
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
