@@ -1,0 +1,113 @@
+"""What is explored: `QUICK` in every run of the tests, `WHOLE` by fuzz/explore.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.models.explore.actors import Use
+from tests.models.explore.state import Budget, Config
+
+_CHUNKS = (Use(0, 0, 7, chunks=2),)
+_AGAIN = (Use(0, 0, 7), Use(1, 0, 7))  # one number, one after the other
+_TWO = (Use(0, 0, 7), Use(1, 0, 8))
+_WORKERS = (Use(0, 0, 7), Use(1, 1, 8))  # two decode workers
+
+
+def _configs(base: Config, *budgets: Budget) -> list[Config]:
+    """The configuration with each of these budgets, named after it."""
+    return [
+        replace(base, name=": ".join(filter(None, (base.name, _named(budget)))), budget=budget)
+        for budget in budgets
+    ]
+
+
+def _named(budget: Budget) -> str:
+    return ", ".join(
+        name if count == 1 else f"{name} {count}"
+        for name, count in zip(Budget._fields, budget, strict=True)
+        if count
+    )
+
+
+_ONE, _B = Config(""), Budget
+_SAME = replace(
+    _ONE, name="one number of two workers", decode=(1, 1), uses=(Use(0, 0, 7), Use(1, 1, 7))
+)
+QUICK = [
+    *_configs(
+        _ONE, _B(lose=1), _B(abort=1), _B(fail=1), _B(restart=1), _B(slow=1), _B(stall=1),
+        _B(lose=1, abort=1), _B(repeat=1, abort=1), _B(lose=1, repeat=1), _B(abort=1, stall=1),
+    ),
+    *_configs(replace(_ONE, name="two chunks", uses=_CHUNKS, arrivals=True), _B(abort=1, fail=1)),
+    *_configs(replace(_ONE, name="refused", refuse=True), _B(lose=1, abort=1)),
+    *_configs(
+        replace(_ONE, name="again", uses=_AGAIN, successor=True),
+        _B(lose=1, slow=1), _B(abort=2, slow=1),
+    ),
+    *_configs(replace(_ONE, name="two writers", prefill=2), _B(), _B(abort=1)),
+    *_configs(replace(_ONE, name="two readers", decode=(2,)), _B(), _B(lose=1)),
+    *_configs(replace(_ONE, name="two workers", decode=(1, 1), uses=_WORKERS), _B()),
+    *_configs(_SAME, _B(lose=1)),
+    *_configs(_ONE, _B(restart=1, slow=1)),
+]  # fmt: skip
+
+# What does not hold yet, and which law breaks there.
+KNOWN = [
+    (
+        replace(_ONE, name="a repeated promise of an earlier use of the same prompt",
+                uses=(Use(0, 0, 7), Use(1, 0, 7, prompt=0)), successor=True, at_once=True,
+                budget=_B(slow=1)),
+        "to pages that are not its request's",
+    ),
+]  # fmt: skip
+
+WHOLE = [
+    *QUICK,
+    # What the issue asks for: one of each, anywhere.
+    *_configs(_ONE, _B(lose=1, repeat=1, abort=1, restart=1), _B(repeat=1, abort=1, restart=1)),
+    *_configs(
+        _ONE, _B(repeat=1, restart=1), _B(lose=1, repeat=1, abort=1, fail=1, slow=1),
+        _B(abort=1, restart=1, fail=1),
+        _B(restart=1, fail=1, stall=1), _B(abort=1, restart=1, slow=1),
+        _B(repeat=1, restart=1, slow=1), _B(lose=1, restart=1, fail=1), _B(restart=2),
+    ),
+    *_configs(
+        replace(_ONE, name="two chunks", uses=_CHUNKS, arrivals=True),
+        _B(lose=1, repeat=1, abort=1), _B(restart=1, abort=1), _B(restart=1, fail=1),
+    ),
+    *_configs(replace(_ONE, name="refused", refuse=True), _B(lose=1, repeat=1, abort=1, restart=1)),
+    *_configs(
+        replace(_ONE, name="again", uses=_AGAIN, successor=True),
+        _B(lose=1, abort=1, slow=1), _B(repeat=1, abort=1), _B(restart=1),
+    ),
+    *_configs(
+        replace(_ONE, name="two writers", prefill=2),
+        _B(lose=1), _B(repeat=1), _B(restart=1), _B(abort=1, fail=1), _B(lose=1, abort=1),
+        _B(abort=1, restart=1),
+    ),
+    *_configs(
+        replace(_ONE, name="two readers", decode=(2,)),
+        _B(repeat=1), _B(abort=1), _B(restart=1), _B(abort=1, fail=1), _B(lose=1, abort=1),
+    ),
+    *_configs(
+        replace(_ONE, name="two workers", decode=(1, 1), uses=_WORKERS),
+        _B(lose=1), _B(abort=1), _B(restart=1),
+    ),
+    *_configs(
+        replace(_ONE, name="two and two", prefill=2, decode=(2,)),
+        _B(), _B(lose=1), _B(repeat=1), _B(abort=1),
+    ),
+    *_configs(
+        _SAME, _B(abort=1), _B(repeat=1), _B(fail=1), _B(slow=1), _B(restart=1),
+        _B(lose=1, abort=1),
+    ),
+    *_configs(replace(_ONE, name="two rooms", uses=_TWO), _B(lose=1), _B(abort=1), _B(restart=1)),
+]  # fmt: skip
+
+
+def config_of(name: str) -> Config:
+    """Raises LookupError for a name that there is not."""
+    for config in WHOLE:
+        if config.name == name:
+            return config
+    raise LookupError(f"there is no configuration {name!r}")

@@ -1,0 +1,128 @@
+"""Protocols that are a little wrong, to see that the explorer alone finds each.
+
+A mutant is an edit of one function's source. Its code is swapped while the mutant lives, so tables
+that name the function have it too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from prefixkv.control.decode import DecodeControl
+from prefixkv.control.liveness import Liveness
+from prefixkv.control.prefill import PrefillControl
+from prefixkv.digest import prove
+from prefixkv.protocol.receiver_machine import ReceiverMachine
+from prefixkv.protocol.sender_machine import SenderMachine
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """In the source of `function`, `old` becomes `new`; `config` (by name) is one that shows it."""
+
+    name: str
+    function: Any
+    old: str
+    new: str
+    config: str
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """Raises LookupError where the function's source has no `old`, or more than one."""
+        function = getattr(self.function, "fget", self.function)
+        source = textwrap.dedent(inspect.getsource(function))
+        if source.count(self.old) != 1:
+            raise LookupError(f"{self.name}: {source.count(self.old)} times in {self.function}")
+        space: dict[str, Any] = {}
+        code = source.replace(self.old, self.new)
+        exec("from __future__ import annotations\n" + code, function.__globals__, space)
+        before = function.__code__
+        made = space[function.__name__]
+        function.__code__ = getattr(made, "fget", made).__code__
+        try:
+            yield
+        finally:
+            function.__code__ = before
+
+
+_M, _S, _R, _D, _P = Mutant, SenderMachine, ReceiverMachine, DecodeControl, PrefillControl
+MUTANTS = (
+    _M(
+        "an OutcomeAck's ticket is not looked at", _P._take,
+        " and machine.ticket == body.ticket", "", "again: lose, slow",
+    ),
+    _M(
+        "Drained is said before the writes have ended", _S.drained,
+        " and not self.in_flight", "", "abort",
+    ),
+    _M(
+        "an outcome is said once", _S._tick_unanswered,
+        "return self._outcomes() if", "return [] if", "lose",
+    ),
+    _M(
+        "a promise is said once", _R._tick_open,
+        "return [Say(rank, self.promise) for rank in sorted(self._unacked)]", "return []", "lose",
+    ),
+    _M(
+        "an abort is said once", _R._tick_draining,
+        "actions += self._aborts()", "pass", "lose, abort",
+    ),
+    _M(
+        "an abort frees the pages", _R._fail,
+        "self.error = event.error", "self._undrained.clear()", "abort",
+    ),
+    _M(
+        "repeated frames are taken", Liveness.take,
+        "frame.seq <= self.in_seq", "False", "repeat, abort",
+    ),
+    _M(
+        "Drained of an earlier use is believed", _D._room_of,
+        "room.machine.ticket != body.ticket", "False", "again: abort 2, slow",
+    ),
+    _M(
+        "a failed write counts as drained", _P.on,
+        "what.error, what.drained, now_s", "what.error, True, now_s", "fail",
+    ),
+    _M(
+        "a renewed agent's kernels are not waited for", _D._take_drained,
+        "drained.settle and", "False and", "fail",
+    ),
+    _M(
+        "a fence drains at once", _D._settle,
+        "not self._timing.fence_settle_s", "True", "restart",
+    ),
+    _M(
+        "one rank's outcome is enough", _R._outcome,
+        "len(self._outcomes) < len(self.ranks)", "False", "two writers",
+    ),
+    _M(
+        "source pages are free while they are read", _S.on,
+        " and not self.in_flight", "", "abort",
+    ),
+    _M(
+        "a fenced life is still heard", _D._meet,
+        "self._lives.check(frame.sender)", "pass", "repeat, restart",
+    ),
+    _M(
+        "a reply that answers no Hello of ours is believed", _D._meet,
+        "body.known != link.known", "False", "repeat, restart",
+    ),
+    _M(
+        "a promise's proof is of no link", prove,
+        "decode_secret + prefill_secret", "decode_secret", "restart, slow",
+    ),
+    _M(
+        "another life's word drains", _D._room_of,
+        "link.peer is None or room.peers.get(body.rank) != link.peer", "False",
+        "repeat, abort, restart",
+    ),
+    _M(
+        "rooms of a peer that is gone go at once", _P._on,
+        " and not machine.in_flight", "", "restart",
+    ),
+)  # fmt: skip

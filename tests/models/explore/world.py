@@ -1,0 +1,431 @@
+"""All that a few control objects, their network, transports and engines can be in at one time, as a
+value (`State`), and all that may happen next (`World.moves`).
+
+Links keep order; of all frames on them one may be lost, one repeated or overtaken by those behind
+it. A write may land from when it is wanted until it is proved over. Time stands still while
+anything can happen, and then goes on to the next deadline or repeat; it runs ahead as a fault
+(`Budget.slow`: to the next repeat, `stall`: past all deadlines).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from prefixkv.control import effects
+from prefixkv.errors import TransferError
+from prefixkv.protocol import commands
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.messages import Outcome, Promise
+from prefixkv.transport.base import Arrived, Settled, WriteDone, WriteDrained, WriteFailed
+from tests.models.explore import actors
+from tests.models.explore.actors import PAST_DEADLINES_S, TIMING, USE_PAGES, Use
+from tests.models.explore.laws import Laws
+from tests.models.explore.state import (
+    CLOSED,
+    DONE,
+    DRAINED,
+    FAILED,
+    FORGOTTEN,
+    OPEN,
+    Draft,
+    Move,
+    Record,
+    Share,
+    State,
+    Write,
+    assert_law,
+    put,
+)  # fmt: skip
+
+
+class World(Laws):
+    """The moves of one configuration."""
+
+    # --- what may happen --------------------------------------------------------------------------
+
+    def moves(self, state: State) -> Iterator[tuple[bool, Move]]:
+        """What may happen, and whether it is a fault; `apply` does it, `name` says what it is."""
+        busy = False
+        for move in self._work(state):
+            busy = True
+            yield False, move
+        if state.held is not None:  # what happens sometime, but not by any time
+            yield False, (self._release,)
+        for peer in state.dead:
+            yield False, (self._fence, peer)
+        waits = [self.table.wake_s(actor) for actor in state.actors]
+        wait_s = min((wait for wait in waits if wait), default=0.0)
+        if not busy and wait_s:
+            yield False, (self._pass, wait_s)
+        for move in self._faults(state):
+            yield True, move
+        budget = state.budget
+        if busy and budget.slow and 0 < wait_s <= TIMING.resend_s:
+            yield True, (self._pass, wait_s, "slow")
+        if busy and budget.stall:
+            yield True, (self._pass, PAST_DEADLINES_S, "stall")
+
+    def _work(self, state: State) -> Iterator[Move]:
+        """What happens by itself, before time goes on."""
+        for slot, actor in enumerate(state.actors):
+            if self.table.wake_s(actor) == 0.0:
+                yield self._tick, slot
+        for wire, frames in enumerate(state.wires):
+            if frames:
+                yield self._deliver, wire
+        for write in state.writes:
+            if write.status == "posted":
+                yield self._write_done, write
+                if write.cancelled:
+                    yield self._write_failed, write, True
+            elif write.status == "renewing":
+                yield self._renewed, write
+        for slot, token in state.settling:
+            yield self._settled, slot, token
+        for slot, tag in state.arrived:
+            yield self._arrive, slot, tag, True
+            yield self._arrive, slot, tag, False
+        for use, record in zip(self.config.uses, state.uses, strict=True):
+            yield from self._engines(use, record, state)
+
+    def _engines(self, use: Use, record: Record, state: State) -> Iterator[Move]:
+        for rank, read in enumerate(record.reads):
+            if read == CLOSED and self._is_free(use, state):
+                yield self._open, use, rank
+            elif read == OPEN and not record.wanted:
+                yield self._end, use, rank
+        for rank, share in enumerate(record.shares):
+            if not share.added:
+                if self._is_free(use, state):
+                    yield self._add, use, rank
+            elif share.ended is not None:
+                pass
+            elif any(other.ended is False for other in record.shares):
+                yield self._abort, use, rank, False
+            elif share.booted and share.chunks < use.chunks:
+                yield self._chunk, use, rank
+
+    def _is_free(self, use: Use, state: State) -> bool:
+        """Whether the number may be used again.
+
+        Without `at_once` no promise is on its way then, nor an outcome that answers the new use's:
+        a repeat of a promise that was answered would be taken for the new use, and written to pages
+        that decode has freed.
+        """
+        if not self.config.successor or not use.number:
+            return True
+        before = state.uses[use.number - 1]
+        if not all(read in (DONE, DRAINED, FORGOTTEN) for read in before.reads):
+            return False
+        if not all(share.over for share in before.shares):
+            return False
+        frames = [frame for wire in state.wires for frame in wire]
+        bodies = [self.table.frames[frame] for frame in frames]
+        return self.config.at_once or not any(
+            isinstance(body, Promise) or (isinstance(body, Outcome) and body.ticket == use.ticket)
+            for body in bodies
+        )
+
+    def _faults(self, state: State) -> Iterator[Move]:
+        budget = state.budget
+        for wire, frames in enumerate(state.wires):
+            if frames and budget.lose:
+                yield self._lose, wire
+            if frames and budget.repeat and state.held is None:
+                yield self._repeat, wire
+                if not self.config.successor:  # what is held could keep the number from use
+                    yield self._hold, wire
+        if budget.fail:
+            for write in state.writes:
+                if write.status == "posted":
+                    yield self._write_failed, write, False
+                    yield self._write_failed, write, True
+        if budget.abort:
+            for use, record in zip(self.config.uses, state.uses, strict=True):
+                yield from self._ends_by_engines(use, record)
+        if budget.restart:
+            for how in ("killed", "killed, and the network forgets", "left"):
+                for slot in range(self.num_writers):
+                    yield self._restart_prefill, slot, how
+                for worker in range(len(self.config.decode)):
+                    yield self._restart_decode, worker, how
+
+    def _ends_by_engines(self, use: Use, record: Record) -> Iterator[Move]:
+        if record.wanted and OPEN in record.reads:
+            yield self._unwant, use
+        if self.config.refuse and record.reads == (CLOSED,):
+            yield self._refuse, use
+        for rank, share in enumerate(record.shares):
+            if share.added and share.ended is None:
+                yield self._abort, use, rank, True
+
+    def apply(self, state: State, move: Move) -> Draft:
+        act, *args = move
+        draft = Draft(state)
+        act(draft, *args)
+        return draft
+
+    def name(self, state: State, move: Move) -> str:
+        """For traces."""
+        act, *args = move
+        what = act.__name__.strip("_").replace("_", " ")
+        match args:
+            case [int(wire)] if act != self._tick:
+                return f"{what} {self._frame_name(wire, state.wires[wire][0])}"
+            case []:
+                assert state.held is not None
+                return f"{what} {self._frame_name(*state.held[:2])}"
+            case [Write() as write, *more]:
+                return " ".join(
+                    map(str, [what, write.job, write.status, f"of p{write.slot}", *more])
+                )
+            case [Use() as use, *more]:
+                return " ".join(map(str, [what, use.number, *more]))
+        return " ".join(map(str, [what, *args]))
+
+    def _frame_name(self, wire: int, frame: int) -> str:
+        writer, reader, to_prefill = self._ends(wire)
+        ends = [f"p{writer}", f"d{reader - self.num_writers}"]
+        body, sender = self.table.frames[frame], self.table.frames.sender(frame)
+        more = [f"{name}={getattr(body, name)}" for name in ("ticket", "ok") if hasattr(body, name)]
+        named = type(body).__name__, f"life {sender.incarnation}", *more
+        return " > ".join(ends[::-1] if to_prefill else ends) + f" {', '.join(named)}"
+
+    # --- time and frames --------------------------------------------------------------------------
+
+    def _tick(self, draft: Draft, slot: int) -> None:
+        self._take(draft, slot, "tick", effects.Tick)
+
+    def _pass(self, draft: Draft, seconds: float, fault: str = "") -> None:
+        if fault:
+            draft.spend(fault)
+        draft.actors = tuple(self.table.later(actor, seconds) for actor in draft.actors)
+        if fault == "stall":
+            self._spoil(draft)
+
+    def _spoil(self, draft: Draft, *uses: int) -> None:
+        for number in uses or range(len(draft.uses)):
+            self._set_use(draft, number, spoilt=True)
+
+    def _pop(self, draft: Draft, wire: int) -> int:
+        first, *rest = draft.wires[wire]
+        draft.wires = put(draft.wires, wire, tuple(rest))
+        return first
+
+    def _deliver(self, draft: Draft, wire: int) -> None:
+        frame = self._pop(draft, wire)
+        if draft.held is not None and draft.held[0] == wire and not draft.held[2]:
+            sender = self.table.frames.sender
+            same_life = sender(frame) == sender(draft.held[1])
+            draft.held = (*draft.held[:2], same_life)
+        self._hand_over(draft, wire, frame, stale=False)
+
+    def _hand_over(self, draft: Draft, wire: int, frame: int, stale: bool) -> None:
+        writer, reader, to_prefill = self._ends(wire)
+        if to_prefill:
+            slot, source = writer, actors.route(self.table.frames.sender(frame))
+        else:
+            slot, source = reader, actors.address(writer)  # type: ignore[assignment]
+        raw = self.table.frames.raw
+        build = lambda: effects.FrameReceived(source, raw(frame, stale))  # noqa: E731
+        self._take(draft, slot, ("frame", source, frame, stale), build)
+
+    def _lose(self, draft: Draft, wire: int) -> None:
+        draft.spend("lose")
+        self._pop(draft, wire)
+
+    def _repeat(self, draft: Draft, wire: int) -> None:
+        draft.spend("repeat")
+        frame = draft.wires[wire][0]
+        self._deliver(draft, wire)
+        draft.held = (wire, frame, True)
+
+    def _hold(self, draft: Draft, wire: int) -> None:
+        draft.spend("repeat")
+        draft.held = (wire, self._pop(draft, wire), False)
+
+    def _release(self, draft: Draft) -> None:
+        assert draft.held is not None
+        wire, frame, stale = draft.held
+        draft.held = None
+        self._hand_over(draft, wire, frame, stale)
+
+    # --- engines ----------------------------------------------------------------------------------
+
+    def _slot(self, use: Use, rank: int) -> int:
+        return self._slots_of(use.worker)[rank]
+
+    def _open(self, draft: Draft, use: Use, rank: int) -> None:
+        self._set_read(draft, use.number, rank, OPEN)
+        self._take(draft, self._slot(use, rank), ("open", use.number), use.open)
+
+    def _refuse(self, draft: Draft, use: Use) -> None:
+        draft.spend("abort")
+        self._set_read(draft, use.number, 0, FAILED)
+        self._spoil(draft, use.number)
+        self._take(draft, self._slot(use, 0), ("refuse", use.number), use.refuse)
+
+    def _unwant(self, draft: Draft, use: Use) -> None:
+        draft.spend("abort")
+        self._set_use(draft, use.number, wanted=False)
+        self._spoil_ended(draft, use)
+
+    def _spoil_ended(self, draft: Draft, use: Use) -> None:
+        """An engine ends it. Until a promise of the number's next use has come, prefill cannot tell
+        what is said, or remembered, of this one from what is meant for that."""
+        self._spoil(draft, *() if self.config.successor else (use.number,))
+
+    def _end(self, draft: Draft, use: Use, rank: int) -> None:
+        abort = commands.AbortRoom(use.decode_key(), "decode's engine")
+        self._take(draft, self._slot(use, rank), ("abort", use.number), lambda: abort)
+        assert_law(draft.uses[use.number].reads[rank] != OPEN, "an abort does not end the room")
+
+    def _add(self, draft: Draft, use: Use, rank: int) -> None:
+        self._set_share(draft, use.number, rank, added=True)
+        leader = self._leader(draft, use)
+        build = partial(use.add, leader)
+        self._take(draft, rank, ("add", use.number, leader), build, use.number)
+
+    def _chunk(self, draft: Draft, use: Use, rank: int) -> None:
+        number = draft.uses[use.number].shares[rank].chunks
+        self._set_share(draft, use.number, rank, chunks=number + 1)
+        leader = self._leader(draft, use)
+        build = partial(use.chunk, leader, number)
+        self._take(draft, rank, ("chunk", use.number, number, leader), build)
+
+    def _abort(self, draft: Draft, use: Use, rank: int, fault: bool) -> None:
+        if fault:
+            draft.spend("abort")
+            self._spoil_ended(draft, use)
+        leader = self._leader(draft, use)
+        build = lambda: commands.AbortRoom(use.prefill_key(leader), "prefill's engine")  # noqa: E731
+        self._take(draft, rank, ("abort", use.number, leader), build)
+        assert_law(
+            draft.uses[use.number].shares[rank].ended is not None, "an abort does not end the room"
+        )
+
+    # --- writes -----------------------------------------------------------------------------------
+
+    def _write_done(self, draft: Draft, write: Write) -> None:
+        draft.writes = tuple(one for one in draft.writes if one is not write)
+        if write.reader >= 0:
+            use = write.pages[0] // USE_PAGES
+            record = draft.uses[use]
+            at = write.slot * len(record.reads) + self._rank(write.reader)
+            pages = record.written[at] | sum(1 << page % USE_PAGES for page in write.pages)
+            self._set_use(draft, use, written=put(record.written, at, pages))
+            if self.config.arrivals:
+                draft.arrived = tuple(sorted((*draft.arrived, (write.reader, write.tag))))
+        done = WriteDone(write.job, 64)
+        self._take(draft, write.slot, ("done", write.job), lambda: done)
+
+    def _write_failed(self, draft: Draft, write: Write, drained: bool) -> None:
+        if not (drained and write.cancelled):
+            draft.spend("fail")
+            self._spoil(draft, write.use)
+        if drained:
+            draft.writes = tuple(one for one in draft.writes if one is not write)
+        else:
+            self._set_write(draft, write, status="failed")
+        build = lambda: WriteFailed(write.job, TransferError("the write broke"), drained)  # noqa: E731
+        self._take(draft, write.slot, ("failed", write.job, drained), build)
+
+    def _renewed(self, draft: Draft, write: Write) -> None:
+        """The agent that posted it is destroyed; kernels may still hold some of it."""
+        if write.reader >= 0:
+            self._set_write(draft, write, status="kernel", writer=self._me(draft, write.slot))
+        else:
+            draft.writes = tuple(one for one in draft.writes if one is not write)
+        drained = WriteDrained(write.job)
+        self._take(draft, write.slot, ("drained", write.job), lambda: drained)
+
+    def _set_write(self, draft: Draft, write: Write, **changes: Any) -> None:
+        changed = write._replace(**changes)
+        draft.writes = tuple(changed if one is write else one for one in draft.writes)
+
+    def _arrive(self, draft: Draft, slot: int, tag: bytes, seen: bool) -> None:
+        rest = list(draft.arrived)
+        rest.remove((slot, tag))
+        draft.arrived = tuple(rest)
+        if seen:
+            self._take(draft, slot, ("arrived", tag), lambda: Arrived(tag))
+
+    def _settled(self, draft: Draft, slot: int, token: Any) -> None:
+        """The target has read what kernels held of this writer; what was there then has landed."""
+        draft.settling = tuple(one for one in draft.settling if one != (slot, token))
+        draft.writes = tuple(
+            write
+            for write in draft.writes
+            if not (write.status == "kernel" and write.reader == slot and _is_of(write, token))
+        )
+        self._take(draft, slot, ("settled", token), lambda: Settled(token))
+
+    # --- processes --------------------------------------------------------------------------------
+
+    def _restart_prefill(self, draft: Draft, slot: int, how: str) -> None:
+        draft.spend("restart")
+        old = self._me(draft, slot)
+        if how == "left":
+            self._take(draft, slot, "leave", effects.AgentDestroyed)
+        status = "kernel" if how == "left" else "ghost"
+        draft.writes = tuple(
+            write._replace(status=status, writer=old, job=0)
+            if write.slot == slot and write.writer is None and write.reader >= 0
+            else write
+            for write in draft.writes
+            if not (write.slot == slot and write.reader < 0)
+        )
+        if how.endswith("forgets"):
+            for reader in range(self.num_writers, self.num_slots):
+                for to_prefill in (False, True):
+                    draft.wires = put(draft.wires, self._wire(slot, reader, to_prefill), ())
+        draft.dead = (*draft.dead, old)
+        draft.lives = put(draft.lives, slot, draft.lives[slot] + 1)
+        draft.actors = put(draft.actors, slot, self._new(slot, draft.lives[slot]))
+        self._spoil(draft)
+        for use in self.config.uses:
+            shares = put(draft.uses[use.number].shares, slot, Share(lost=True))
+            self._set_use(draft, use.number, shares=shares)
+
+    def _restart_decode(self, draft: Draft, worker: int, how: str) -> None:
+        draft.spend("restart")
+        for slot in self._slots_of(worker):
+            if how == "left":
+                self._take(draft, slot, "leave", effects.AgentDestroyed)
+            draft.writes = tuple(
+                write._replace(reader=-1) if write.reader == slot else write
+                for write in draft.writes
+                if not (write.reader == slot and write.status in ("ghost", "kernel"))
+            )
+            draft.settling = tuple(one for one in draft.settling if one[0] != slot)
+            draft.arrived = tuple(one for one in draft.arrived if one[0] != slot)
+            for writer in range(self.num_writers):
+                draft.wires = put(draft.wires, self._wire(writer, slot, False), ())
+                if how.endswith("forgets"):
+                    draft.wires = put(draft.wires, self._wire(writer, slot, True), ())
+            draft.lives = put(draft.lives, slot, draft.lives[slot] + 1)
+            draft.actors = put(draft.actors, slot, self._new(slot, draft.lives[slot]))
+        for use in self.config.uses:
+            if use.worker == worker:
+                reads = (FORGOTTEN,) * len(draft.uses[use.number].reads)
+                self._set_use(draft, use.number, reads=reads, spoilt=True)
+
+    def _fence(self, draft: Draft, peer: PeerId) -> None:
+        """The operator makes sure that it is dead, and says so to every decode rank."""
+        draft.dead = tuple(one for one in draft.dead if one != peer)
+        draft.writes = tuple(
+            write._replace(status="kernel") if write.writer == peer else write
+            for write in draft.writes
+        )
+        fence = commands.Fence(peer)
+        for slot in range(self.num_writers, self.num_slots):
+            self._take(draft, slot, ("fence", peer), lambda: fence)
+
+
+def _is_of(write: Write, token: Any) -> bool:
+    """Whether this write is what a Settle of this token is about."""
+    if isinstance(token, PeerId):
+        return write.writer == token
+    return write.slot == token.rank

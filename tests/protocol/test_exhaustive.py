@@ -1,0 +1,45 @@
+"""Every state that control objects, their network and their engines can be in, in small
+configurations: see tests/models/explore/laws.py for the laws, fuzz/explore.py for the whole, with
+the mutants that take longer to find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.models.explore.configs import KNOWN, QUICK, config_of
+from tests.models.explore.mutants import MUTANTS, Mutant
+from tests.models.explore.search import explore
+from tests.models.explore.state import Config, LawError
+
+_QUICKLY = [mutant for mutant in MUTANTS if mutant.config in {config.name for config in QUICK}]
+
+
+def _by_name(case: Any) -> str | None:
+    return getattr(case, "name", None)
+
+
+@pytest.mark.parametrize("config", QUICK, ids=_by_name)
+def test_the_laws_hold_in_every_state(config: Config) -> None:
+    assert explore(config).complete
+
+
+@pytest.mark.parametrize("mutant", _QUICKLY, ids=_by_name)
+def test_a_protocol_that_is_a_little_wrong_breaks_a_law(mutant: Mutant) -> None:
+    with mutant.alive(), pytest.raises(LawError) as broken:
+        explore(config_of(mutant.config))
+    assert broken.value.trace
+
+
+@pytest.mark.parametrize(("config", "law"), KNOWN, ids=_by_name)
+def test_what_does_not_hold_yet_is_found(config: Config, law: str) -> None:
+    """Where this fails, the protocol has become better: the configuration belongs to QUICK then."""
+    with pytest.raises(LawError, match=law):
+        explore(config)
+
+
+def test_a_mutant_whose_source_has_changed_is_an_error() -> None:
+    gone = Mutant("gone", explore, "what is not there", "", "")
+    with pytest.raises(LookupError, match="0 times"), gone.alive():
+        pass
