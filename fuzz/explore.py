@@ -19,7 +19,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from tests.models.explore.actors import Use
-from tests.models.explore.configs import KNOWN, WHOLE, config_of
+from tests.models.explore.configs import WHOLE, config_of
 from tests.models.explore.mutants import MUTANTS
 from tests.models.explore.search import explore
 from tests.models.explore.state import Budget, Config, LawError
@@ -31,7 +31,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--config", help="one of --list; all of them by default")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--mutants", action="store_true", help="each has to be found")
-    parser.add_argument("--known", action="store_true", help="what does not hold yet: the traces")
     parser.add_argument("--seconds", type=float, default=600.0, help="for all of them")
     parser.add_argument("--max-states", type=int, default=10**9, help="of each")
     own = parser.add_argument_group("a configuration of your own")
@@ -90,23 +89,11 @@ def _mutants() -> None:
     print(f"explore: all {len(MUTANTS)} mutants found")
 
 
-def _known() -> None:
-    for config, _ in KNOWN:
-        try:
-            explore(config)
-        except LawError as error:
-            print(f"{config.name}: {error}", *error.trace, sep="\n    ")
-        else:
-            print(f"{config.name}: holds")
-
-
 if __name__ == "__main__":
     chosen = _options()
     if chosen.list:
         print(*(config.name for config in WHOLE), sep="\n")
     elif chosen.mutants:
         _mutants()
-    elif chosen.known:
-        _known()
     else:
         _explore(_configs(chosen), chosen)

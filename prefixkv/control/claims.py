@@ -10,7 +10,8 @@ from prefixkv.config import ControlConfig
 from prefixkv.control.budgets import ABORT_BYTES, Budget, hello_bytes
 from prefixkv.control.peers import Peer
 from prefixkv.errors import ProtocolError
-from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.messages import Abort
 from prefixkv.protocol.sender_machine import SenderMachine
 
 _NONE: Final[Mapping[PeerId, Peer]] = MappingProxyType({})
@@ -43,9 +44,11 @@ class Claims:
         claims = self.of(key)
         return bool(claims) and all(peer.gone for peer in claims.values())
 
-    def allow(self, key: RoomKey, machine: SenderMachine | None, peer: Peer) -> bool:
-        """Whether this rank may speak of the room: those that have are of the same life of its
-        worker, and none as the rank that it is."""
+    def allow(self, key: RoomKey, ticket: int, machine: SenderMachine | None, peer: Peer) -> bool:
+        """Whether this rank may speak of this use of the room: it is not over here, and the ranks
+        that have spoken are of the same life of its worker, and none as the rank that it is."""
+        if (key, ticket) in peer.past:
+            return False
         if machine is not None and machine.is_strange(peer.id, peer.hello.rank):
             return False
         return all(claimant.worker == peer.worker for claimant in self.of(key).values())
@@ -60,9 +63,14 @@ class Claims:
         for peer in self.of(key).values():
             peer.claimed.drained(key)
 
-    def drop(self, key: RoomKey) -> None:
+    def drop(self, machine: SenderMachine) -> None:
+        """The room is over here, or its number is in use again."""
+        key = machine.key
         for peer in self._by_room.pop(key, _NONE).values():
             peer.claimed.drop(key)
+            answered = machine.readers[peer.hello.rank].answered
+            if not (answered and machine.poll is KVPoll.SUCCESS):  # then nothing follows
+                peer.past.add((key, machine.ticket), answered=answered)
 
     def check_parked(self, peer: Peer) -> None:
         """Raises ProtocolError where no other promise of the peer may wait for its request."""
@@ -78,12 +86,13 @@ class Claims:
 
     # --- aborts that came before the engine's request ---------------------------------------------
 
-    def abort_early(self, key: RoomKey, reason: str, peer: Peer, now_s: float) -> None:
-        """Remember the abort for a while, so that a request added later fails at once. Bounded a
-        worker."""
+    def abort_early(self, key: RoomKey, abort: Abort, peer: Peer, now_s: float) -> None:
+        """Remember the abort for a while, so that a request added later fails at once, and only
+        one. Bounded a worker."""
+        peer.past.add((key, abort.ticket), answered=True)
         self.take_abort(key)
         kept = self._aborted.setdefault(key.decode, {})
-        reason = reason[:_MAX_REASON]
+        reason = abort.reason[:_MAX_REASON]
         num_bytes = ABORT_BYTES + len(reason.encode())
         fits = peer.budget.num_bytes + num_bytes <= peer.budget.limit
         if fits and len(kept) < self._timing.max_parked_per_peer:

@@ -13,6 +13,7 @@ from prefixkv.control.effects import RemovePeer, SendFrame
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.liveness import Liveness, Stamper
 from prefixkv.control.lives import Lives, nonce
+from prefixkv.control.uses import PastUses
 from prefixkv.errors import HandshakeError, ProtocolError
 from prefixkv.paging import pages_for
 from prefixkv.protocol.ids import PeerId, RoomKey
@@ -51,6 +52,7 @@ class Peer:
     takes_state: bool
     budget: Budget
     claimed: Claimed
+    past: PastUses
     num_parked: int = 0
     gone: bool = False
 
@@ -226,6 +228,7 @@ class Peers:
             takes_state=added is not None and added.state is not None,
             budget=budget,
             claimed=Claimed(hello.layout.num_pages, budget),
+            past=PastUses(self._timing.max_parked_per_peer),
         )
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
 

@@ -388,6 +388,7 @@ class PrefillControl:
                 self._take_abort(peer, body, now_s, out)
             case OutcomeAck():
                 key = peer.key(body)
+                peer.past.answer((key, body.ticket))
                 machine = self._rooms.get(key)
                 named = peer.id in self._claims.of(key)
                 if machine is not None and named and machine.ticket == body.ticket:
@@ -487,11 +488,10 @@ class PrefillControl:
         try:
             event = peer.promised(promise, self._ours.topology.page_size, self._ours.secret)
             machine = self._rooms.get(key)
-            if not self._claims.allow(key, machine, peer):
-                raise ProtocolError(f"room {key.room} is of another life or rank of its worker")
+            if not self._claims.allow(key, promise.ticket, machine, peer):
+                raise ProtocolError(f"room {key.room} is over, or another life's or rank's")
             if machine is not None and machine.drained and machine.is_other_use(promise.ticket):
-                # Decode has done with that use of the room, if it uses its number again. This is no
-                # late promise of a use before: a frame that came after it would have barred it.
+                # Decode has done with that use of the room, if it uses its number again.
                 self._drop_room(machine)
                 machine = None
             if machine is not None and not machine.same_promise(event):
@@ -521,22 +521,22 @@ class PrefillControl:
         If another promise of this room stands, decode has already ended or will end that one by its
         own rules, and is told nothing.
         """
-        key = peer.key(promise)
+        key, ticket = peer.key(promise), promise.ticket
         known = self._rooms.get(key)
         named = peer.id in self._claims.of(key)
-        if known is None or not named or known.ticket != promise.ticket:
-            ticket = promise.ticket
+        if known is None or not named or known.ticket != ticket:
+            peer.past.add((key, ticket))
             refusal = Outcome(*key.numbers, self._rank, False, 0, 0, b"", why, True, ticket)
             out += self._peers.send(peer, refusal, now_s)
 
     def _take_abort(self, peer: Peer, abort: Abort, now_s: float, out: list[Want]) -> None:
         key = peer.key(abort)
         machine = self._rooms.get(key)
-        theirs = self._claims.allow(key, machine, peer)
-        to_come = machine is None or (not machine.added and theirs)
-        if to_come:
+        theirs = self._claims.allow(key, abort.ticket, machine, peer)
+        peer.past.answer((key, abort.ticket))
+        if theirs and (machine is None or not machine.added):
             # The engine's request is still to come; the room itself will be over by then.
-            self._claims.abort_early(key, abort.reason, peer, now_s)
+            self._claims.abort_early(key, abort, peer, now_s)
         if machine is None or not theirs or machine.is_other_use(abort.ticket):
             # Nothing of ours can land in that peer's pages for this room: its later frames
             # outnumber this one.
@@ -597,4 +597,4 @@ class PrefillControl:
         self._rooms.pop(machine.key, None)
         self._unclaimed.discard(machine.key)
         self._timers.forget(machine.key)
-        self._claims.drop(machine.key)
+        self._claims.drop(machine)

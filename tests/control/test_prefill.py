@@ -441,7 +441,9 @@ def test_a_word_on_a_room_counts_only_from_the_worker_that_it_is_for() -> None:
     assert peer.say(Abort(*SENT.numbers, "mine"), OTHER) == [Drained(*SENT.numbers, 0)], (
         "nothing of it can land in *its* pages"
     )
-    assert peer.say(promise(), OTHER) == [ACK], "a room of its own"
+    other = msgspec.structs.replace(promise(), ticket=1)
+    acked = msgspec.structs.replace(ACK, ticket=1)
+    assert peer.say(other, OTHER) == [acked], "a room of its own"
     [_, outcome, _] = peer.ended(post.job_id)
     assert outcome.ok
     assert peer.say(OutcomeAck(*SENT.numbers, 0), OTHER) == []
@@ -593,15 +595,16 @@ def test_promises_are_parked_up_to_a_limit_a_peer() -> None:
 
 def test_what_is_parked_has_a_deadline_and_leaves_its_place() -> None:
     peer = DecodePeer().known()
-    for _ in range(3):
+    for ticket in range(3):
         for room in range(TIMING.max_parked_per_peer):
-            assert kinds(peer.say(promise(room))) == ["PromiseAck"]
+            word = msgspec.structs.replace(promise(room), ticket=ticket)
+            assert kinds(peer.say(word)) == ["PromiseAck"]
         said = [
             action for action in peer.after(TIMING.parked_timeout_s) if isinstance(action, Outcome)
         ]
         assert [outcome.ok for outcome in said] == [False] * TIMING.max_parked_per_peer
         for room in range(TIMING.max_parked_per_peer):
-            peer.say(OutcomeAck(room, 0, 0))
+            peer.say(OutcomeAck(room, 0, 0, ticket=ticket))
         assert peer.control.num_rooms == 0
 
 
@@ -673,8 +676,8 @@ def test_an_abort_before_the_request_is_drained_and_remembered_for_a_while(parke
 
 def test_a_promise_after_the_abort_takes_the_room_up_again() -> None:
     peer = DecodePeer().known()
-    peer.say(Abort(*SENT.numbers, "enough"))
-    peer.say(promise())
+    peer.say(Abort(*SENT.numbers, "enough", ticket=1))
+    peer.say(msgspec.structs.replace(promise(), ticket=2))
     assert peer.on(add_room()) == [Bootstrapped(SENT, DECODE, 4)]
 
 

@@ -339,7 +339,8 @@ def test_a_promise_for_a_later_use_is_refused_while_this_one_may_write() -> None
     for post in posts:
         actions = peer.ended(post.job_id)
     assert [body.ticket for _, body in bodies(actions, Outcome)] == [1, 1]
-    assert bodies(peer.say(a, promise(ticket=2)), PromiseAck), (
+    assert not bodies(peer.say(a, promise(ticket=2)), PromiseAck), "refused once is refused"
+    assert bodies(peer.say(a, promise(ticket=3)), PromiseAck), (
         "the next use, though this one is not acknowledged"
     )
 

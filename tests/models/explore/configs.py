@@ -8,7 +8,7 @@ from tests.models.explore.actors import Use
 from tests.models.explore.state import Budget, Config
 
 _CHUNKS = (Use(0, 0, 7, chunks=2),)
-_AGAIN = (Use(0, 0, 7), Use(1, 0, 7))  # one number, one after the other
+_AGAIN = (Use(0, 0, 7), Use(1, 0, 7, prompt=0))  # one number and prompt, one after the other
 _TWO = (Use(0, 0, 7), Use(1, 0, 8))
 _WORKERS = (Use(0, 0, 7), Use(1, 1, 8))  # two decode workers
 
@@ -42,23 +42,14 @@ QUICK = [
     *_configs(replace(_ONE, name="refused", refuse=True), _B(lose=1, abort=1)),
     *_configs(
         replace(_ONE, name="again", uses=_AGAIN, successor=True),
-        _B(lose=1, slow=1), _B(abort=2, slow=1),
+        _B(slow=1), _B(repeat=1, abort=1), _B(lose=1, slow=1), _B(stall=1, slow=1),
+        _B(abort=2, slow=1),
     ),
     *_configs(replace(_ONE, name="two writers", prefill=2), _B(), _B(abort=1)),
     *_configs(replace(_ONE, name="two readers", decode=(2,)), _B(), _B(lose=1)),
     *_configs(replace(_ONE, name="two workers", decode=(1, 1), uses=_WORKERS), _B()),
     *_configs(_SAME, _B(lose=1)),
     *_configs(_ONE, _B(restart=1, slow=1)),
-]  # fmt: skip
-
-# What does not hold yet, and which law breaks there.
-KNOWN = [
-    (
-        replace(_ONE, name="a repeated promise of an earlier use of the same prompt",
-                uses=(Use(0, 0, 7), Use(1, 0, 7, prompt=0)), successor=True, at_once=True,
-                budget=_B(slow=1)),
-        "to pages that are not its request's",
-    ),
 ]  # fmt: skip
 
 WHOLE = [
@@ -78,7 +69,13 @@ WHOLE = [
     *_configs(replace(_ONE, name="refused", refuse=True), _B(lose=1, repeat=1, abort=1, restart=1)),
     *_configs(
         replace(_ONE, name="again", uses=_AGAIN, successor=True),
-        _B(lose=1, abort=1, slow=1), _B(repeat=1, abort=1), _B(restart=1),
+        _B(lose=1, abort=1, slow=1), _B(restart=1),
+        _B(stall=2, slow=1), _B(repeat=1, stall=1, slow=1), _B(restart=1, slow=1),
+    ),
+    *_configs(
+        replace(_ONE, name="again, another prompt", uses=(Use(0, 0, 7), Use(1, 0, 7)),
+                successor=True),
+        _B(lose=1, slow=1), _B(abort=2, slow=1),
     ),
     *_configs(
         replace(_ONE, name="two writers", prefill=2),

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from prefixkv.control.claims import Claims
 from prefixkv.control.decode import DecodeControl
 from prefixkv.control.liveness import Liveness
 from prefixkv.control.prefill import PrefillControl
@@ -57,6 +58,14 @@ MUTANTS = (
         " and machine.ticket == body.ticket", "", "again: lose, slow",
     ),
     _M(
+        "a late promise is of the number's next use", Claims.allow,
+        "(key, ticket) in peer.past", "False", "again: slow",
+    ),
+    _M(
+        "a promise of a use that is over is forgotten as it is acknowledged late", Claims.drop,
+        "peer.past.add((key, machine.ticket), answered=answered)", "pass", "again: slow, stall",
+    ),
+    _M(
         "Drained is said before the writes have ended", _S.drained,
         " and not self.in_flight", "", "abort",
     ),
@@ -78,7 +87,7 @@ MUTANTS = (
     ),
     _M(
         "repeated frames are taken", Liveness.take,
-        "frame.seq <= self.in_seq", "False", "repeat, abort",
+        "frame.seq <= self.in_seq", "False", "again: repeat, abort",
     ),
     _M(
         "Drained of an earlier use is believed", _D._room_of,

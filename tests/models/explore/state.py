@@ -32,8 +32,7 @@ class Config:
     """Ranks of prefill; of each decode worker; the requests; the faults.
 
     `arrivals`: notifications are seen, or lost. `refuse`: a refusal is one of the aborts.
-    `successor`: request 1 uses the number of request 0, once that has ended on both sides, and, but
-    for `at_once`, once certain frames have arrived (`World._is_free`).
+    `successor`: request 1 uses the number of request 0, once that has ended on both sides.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Config:
     budget: Budget = field(default_factory=Budget)
     arrivals: bool = False
     successor: bool = False
-    at_once: bool = False
     refuse: bool = False
 
 

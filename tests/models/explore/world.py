@@ -17,7 +17,6 @@ from prefixkv.control import effects
 from prefixkv.errors import TransferError
 from prefixkv.protocol import commands
 from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.messages import Outcome, Promise
 from prefixkv.transport.base import Arrived, Settled, WriteDone, WriteDrained, WriteFailed
 from tests.models.explore import actors
 from tests.models.explore.actors import PAST_DEADLINES_S, TIMING, USE_PAGES, Use
@@ -108,25 +107,14 @@ class World(Laws):
                 yield self._chunk, use, rank
 
     def _is_free(self, use: Use, state: State) -> bool:
-        """Whether the number may be used again.
-
-        Without `at_once` no promise is on its way then, nor an outcome that answers the new use's:
-        a repeat of a promise that was answered would be taken for the new use, and written to pages
-        that decode has freed.
-        """
+        """Whether the number may be used again: its request has ended on both sides, whatever is
+        still on its way."""
         if not self.config.successor or not use.number:
             return True
         before = state.uses[use.number - 1]
         if not all(read in (DONE, DRAINED, FORGOTTEN) for read in before.reads):
             return False
-        if not all(share.over for share in before.shares):
-            return False
-        frames = [frame for wire in state.wires for frame in wire]
-        bodies = [self.table.frames[frame] for frame in frames]
-        return self.config.at_once or not any(
-            isinstance(body, Promise) or (isinstance(body, Outcome) and body.ticket == use.ticket)
-            for body in bodies
-        )
+        return all(share.over for share in before.shares)
 
     def _faults(self, state: State) -> Iterator[Move]:
         budget = state.budget
@@ -135,8 +123,7 @@ class World(Laws):
                 yield self._lose, wire
             if frames and budget.repeat and state.held is None:
                 yield self._repeat, wire
-                if not self.config.successor:  # what is held could keep the number from use
-                    yield self._hold, wire
+                yield self._hold, wire
         if budget.fail:
             for write in state.writes:
                 if write.status == "posted":
