@@ -59,6 +59,7 @@ class Use(NamedTuple):
     room: int
     chunks: int = 1  # of one page each
     prompt: int = -1  # requests of one prompt have one KV; -1: of its own
+    generation: int = 0
 
     @property
     def ticket(self) -> int:
@@ -83,15 +84,15 @@ class Use(NamedTuple):
     # --- what schedulers say ----------------------------------------------------------------------
 
     def decode_key(self) -> RoomKey:
-        return RoomKey(self.room, 0)
+        return RoomKey(self.room, self.generation)
 
     def prefill_key(self, decode: PeerId) -> RoomKey:
         """`decode` is rank 0 of the worker that asks."""
-        return RoomKey(self.room, 0, decode.name)
+        return RoomKey(self.room, self.generation, decode.name)
 
     def open(self) -> commands.OpenRoom:
         pages = np.array(self.pages, "<i4").tobytes()
-        promise = Promise(self.room, 0, self.fill_len, 0, pages, self.ticket)
+        promise = Promise(*self.decode_key().numbers, self.fill_len, 0, pages, self.ticket)
         return commands.OpenRoom(promise, address(0), self.digest)
 
     def refuse(self) -> commands.RefuseRoom:
@@ -131,12 +132,12 @@ def route(peer: PeerId) -> bytes:
     return f"{peer.name} {peer.incarnation}".encode()
 
 
-def new_prefill(rank: int, life: int, num_ranks: int) -> PrefillControl:
+def new_prefill(rank: int, life: int, num_ranks: int, tries: bool) -> PrefillControl:
     endpoints = ("", *map(address, range(1, num_ranks))) if rank == 0 else ()
     topology = Topology(PAGE_SIZE, num_ranks)
     me = prefill_id(rank, life)
     what = me, _DIGEST, topology, TIMING, endpoints, rank
-    return PrefillControl(*what, secret=_secret(me))
+    return PrefillControl(*what, tries=tries, secret=_secret(me))
 
 
 def _secret(peer: PeerId) -> bytes:
@@ -213,6 +214,7 @@ def leftovers(control: Any) -> dict[str, Any]:
     if isinstance(control, PrefillControl):
         peers = control._peers.all()
         left |= {
+            "trials": dict(control._trials._on_trial),
             "jobs": dict(control._jobs), "unclaimed": set(control._unclaimed),
             "claims": [dict(some) for some in control._claims.leftovers() if some],
             "parked": [peer.id for peer in peers if peer.num_parked],
@@ -434,6 +436,8 @@ class Actors:
                 return "cancel", effect.job_id
             case effects.Renew():
                 return ("renew",)
+            case effects.TryPeer():
+                return "try", effect.peer
             case effects.RemovePeer():
                 return "remove", effect.peer
             case effects.Settle():
@@ -448,6 +452,8 @@ class Actors:
                 return "boot", effect.key
             case events.SourceFree():
                 return "free", effect.key
-            case effects.AddPeer() | effects.Expect() | effects.Connect() | effects.Disconnect():
+            case effects.AddPeer():
+                return "load", effect.peer
+            case effects.Expect() | effects.Connect() | effects.Disconnect():
                 return None
         raise AssertionError(f"nothing carries out {effect}")

@@ -10,6 +10,7 @@ from tests.models.explore.state import Budget, Config
 _CHUNKS = (Use(0, 0, 7, chunks=2),)
 _AGAIN = (Use(0, 0, 7), Use(1, 0, 7, prompt=0))  # one number and prompt, one after the other
 _TWO = (Use(0, 0, 7), Use(1, 0, 8))
+_RETRY = (Use(0, 0, 7), Use(1, 0, 7, prompt=0, generation=1))
 _WORKERS = (Use(0, 0, 7), Use(1, 1, 8))  # two decode workers
 
 
@@ -50,6 +51,9 @@ QUICK = [
     *_configs(replace(_ONE, name="two workers", decode=(1, 1), uses=_WORKERS), _B()),
     *_configs(_SAME, _B(lose=1)),
     *_configs(_ONE, _B(restart=1, slow=1)),
+    *_configs(replace(_ONE, name="tried", tries=True), _B(), _B(restart=1), _B(lose=1, fail=1)),
+    *_configs(replace(_ONE, name="fenced", fenced=True), _B(restart=1)),
+    *_configs(replace(_ONE, name="retried", uses=_RETRY, retry=True), _B(abort=1), _B(fail=1)),
 ]  # fmt: skip
 
 WHOLE = [
@@ -97,6 +101,31 @@ WHOLE = [
     *_configs(
         _SAME, _B(abort=1), _B(repeat=1), _B(fail=1), _B(slow=1), _B(restart=1),
         _B(lose=1, abort=1),
+    ),
+    *_configs(
+        replace(_ONE, name="tried", tries=True),
+        _B(repeat=1, restart=1), _B(restart=1, fail=1), _B(restart=2), _B(restart=1, slow=1),
+        _B(abort=1, restart=1),
+    ),
+    *_configs(
+        replace(_ONE, name="fenced", fenced=True),
+        _B(repeat=1, restart=1), _B(abort=1, restart=1), _B(restart=1, fail=1), _B(restart=2),
+        _B(lose=1, restart=1),
+    ),
+    *_configs(
+        replace(_ONE, name="retried", uses=_RETRY, retry=True),
+        _B(lose=1, abort=1), _B(repeat=1, abort=1), _B(abort=2), _B(abort=1, fail=1),
+        _B(stall=1), _B(abort=1, restart=1),
+    ),
+    *_configs(
+        replace(_ONE, name="retried, two writers", prefill=2, uses=_RETRY, retry=True),
+        _B(abort=1),
+    ),
+    *_configs(
+        replace(_ONE, name="tried, again", tries=True, uses=_AGAIN, successor=True), _B(restart=1),
+    ),
+    *_configs(
+        replace(_ONE, name="tried, two readers", decode=(2,), tries=True), _B(), _B(restart=1),
     ),
     *_configs(replace(_ONE, name="two rooms", uses=_TWO), _B(lose=1), _B(abort=1), _B(restart=1)),
 ]  # fmt: skip

@@ -6,6 +6,7 @@ checked by what schedulers are told and transports are asked.
   never where prefill failed (7, 8);
 - a room ends once on each side; its pages are drained once, after it has failed, and then (as after
   its SUCCESS) no write of it can land; prefill's are free once it has ended and nothing reads them;
+- a peer is loaded where its trial has ended well only;
 - at rest all has ended, no write may land, no control object keeps anything, and what no fault has
   struck has succeeded.
 """
@@ -62,7 +63,8 @@ class Laws:
 
     def _new(self, slot: int, life: int) -> int:
         if slot < self.num_writers:
-            return self.table.add(actors.new_prefill(slot, life, self.num_writers))
+            what = slot, life, self.num_writers, self.config.tries
+            return self.table.add(actors.new_prefill(*what))
         worker, rank = self.readers[slot - self.num_writers]
         return self.table.add(actors.new_decode(worker, rank, life, self.config.decode[worker]))
 
@@ -102,8 +104,8 @@ class Laws:
         slots = range(self.num_slots)
         state = State(
             tuple(self._new(slot, 1) for slot in slots), (1,) * self.num_slots,
-            ((),) * (2 * self.num_writers * len(self.readers)), None, (), (), (), uses, (),
-            config.budget,
+            ((),) * (2 * self.num_writers * len(self.readers)), None, (), (), (), uses, (), (),
+            (), config.budget,
         )  # fmt: skip
         return tuple(self._number(i, part) for i, part in enumerate(state))
 
@@ -145,13 +147,20 @@ class Laws:
     # --- what follows -----------------------------------------------------------------------------
 
     def _take(
-        self, draft: Draft, slot: int, name: Any, build: Any, adding: int | None = None
+        self,
+        draft: Draft,
+        slot: int,
+        name: Any,
+        build: Any,
+        adding: int | None = None,
+        tried: PeerId | None = None,
     ) -> None:
+        """`adding` is the use that the input adds, `tried` the life that it says is well."""
         actor, said = self.table.take(draft.actors[slot], name, build)
         draft.actors = put(draft.actors, slot, actor)
         for word in said:
             if slot < self.num_writers:
-                self._prefill_says(draft, slot, word, adding)
+                self._prefill_says(draft, slot, word, adding, tried)
             else:
                 self._decode_says(draft, slot, word)
 
@@ -205,7 +214,9 @@ class Laws:
             lands = write.reader == slot and write.pages[0] // USE_PAGES == use.number
             assert_law(not lands, f"{use.number} {how}, and a write of it may land")
 
-    def _prefill_says(self, draft: Draft, slot: int, word: Any, adding: int | None) -> None:
+    def _prefill_says(
+        self, draft: Draft, slot: int, word: Any, adding: int | None, tried: PeerId | None
+    ) -> None:
         match word:
             case ("send", to, frame):
                 for reader in range(self.num_writers, self.num_slots):
@@ -217,6 +228,12 @@ class Laws:
                 self._each_write(draft, slot, lambda write: write.job == job, cancelled=True)
             case ("remove", peer):
                 self._each_write(draft, slot, lambda write: write.peer == peer, cancelled=True)
+            case ("load", peer):
+                good = tried == peer or not self.config.tries
+                assert_law(good, f"{peer} is loaded, and its trial has not ended well")
+            case ("try", peer):
+                assert_law((slot, peer) not in draft.trials, "a trial of a life that is on trial")
+                draft.trials = (*draft.trials, (slot, peer))
             case ("renew",):
                 failed = lambda write: write.status == "failed"  # noqa: E731
                 self._each_write(draft, slot, failed, status="renewing")
@@ -291,6 +308,10 @@ class Laws:
             assert_law(not left, f"at rest, {self.id_of(slot, state.lives[slot])} keeps {left}")
         assert_law(not state.writes, f"at rest, writes may land: {state.writes}")
         for number, record in enumerate(state.uses):
+            if self.config.retry and number and set(record.reads) == {CLOSED}:
+                first = state.uses[0].reads
+                assert_law(not set(first) <= {FAILED, DRAINED}, "a request is never tried again")
+                continue
             ended = {DONE, DRAINED, FORGOTTEN}
             assert_law(set(record.reads) <= ended, f"{number} never ends on decode: {record}")
             over = all(share.over for share in record.shares)

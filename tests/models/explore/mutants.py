@@ -131,6 +131,10 @@ MUTANTS = (
         "repeat, abort, restart",
     ),
     _M(
+        "a peer is loaded whatever its trial says", _P._tried,
+        "if error is None:", "if True:", "tried: lose, fail",
+    ),
+    _M(
         "rooms of a peer that is gone go at once", _P._on,
         " and not machine.in_flight", "", "restart",
     ),

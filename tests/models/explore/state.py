@@ -22,7 +22,7 @@ class Budget(NamedTuple):
     repeat: int = 0  # or overtake
     abort: int = 0  # by an engine of either side; a refusal is one
     restart: int = 0  # of a process of either side
-    fail: int = 0  # of writes
+    fail: int = 0  # of writes, and of trials
     slow: int = 0
     stall: int = 0
 
@@ -31,7 +31,10 @@ class Budget(NamedTuple):
 class Config:
     """Ranks of prefill; of each decode worker; the requests; the faults.
 
-    `arrivals`: notifications are seen, or lost. `refuse`: a refusal is one of the aborts.
+    `arrivals`: notifications are seen, or lost. `refuse`: a refusal is one of the aborts. `tries`:
+    prefill tries a peer's metadata before it answers. `fenced`: prefill's operator fences lives of
+    decode that are over. `retry`: request 1 is another attempt at
+    request 0, which decode makes once that has failed there, and then asks prefill for.
     `successor`: request 1 uses the number of request 0, once that has ended on both sides.
     """
 
@@ -43,6 +46,9 @@ class Config:
     arrivals: bool = False
     successor: bool = False
     refuse: bool = False
+    tries: bool = False
+    fenced: bool = False
+    retry: bool = False
 
 
 # A use on a decode rank.
@@ -103,6 +109,8 @@ class State(NamedTuple):
     arrived: tuple[tuple[int, bytes], ...]
     uses: tuple[Record, ...]
     dead: tuple[PeerId, ...]  # lives of prefill ranks that are not fenced yet
+    fences: tuple[tuple[int, PeerId], ...]  # prefill's operator is to say that this life is over
+    trials: tuple[tuple[int, PeerId], ...]  # that are under way on this slot
     budget: Budget
 
 
@@ -118,7 +126,8 @@ class Draft:
     def __init__(self, state: State) -> None:
         (
             self.actors, self.lives, self.wires, self.held, self.writes,
-            self.settling, self.arrived, self.uses, self.dead, self.budget,
+            self.settling, self.arrived, self.uses, self.dead, self.fences, self.trials,
+            self.budget,
         ) = state  # fmt: skip
 
     def spend(self, fault: str) -> None:

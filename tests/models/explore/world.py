@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from prefixkv.control import effects
-from prefixkv.errors import TransferError
+from prefixkv.errors import MetadataError, TransferError
 from prefixkv.protocol import commands
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Arrived, Settled, WriteDone, WriteDrained, WriteFailed
@@ -54,6 +54,8 @@ class World(Laws):
             yield False, (self._release,)
         for peer in state.dead:
             yield False, (self._fence, peer)
+        for slot, peer in state.fences:
+            yield False, (self._fence_decode, slot, peer)
         waits = [self.table.wake_s(actor) for actor in state.actors]
         wait_s = min((wait for wait in waits if wait), default=0.0)
         if not busy and wait_s:
@@ -83,6 +85,8 @@ class World(Laws):
                 yield self._renewed, write
         for slot, token in state.settling:
             yield self._settled, slot, token
+        for slot, peer in state.trials:
+            yield self._tried, slot, peer, True
         for slot, tag in state.arrived:
             yield self._arrive, slot, tag, True
             yield self._arrive, slot, tag, False
@@ -91,13 +95,14 @@ class World(Laws):
 
     def _engines(self, use: Use, record: Record, state: State) -> Iterator[Move]:
         for rank, read in enumerate(record.reads):
-            if read == CLOSED and self._is_free(use, state):
+            if read == CLOSED and self._is_free(use, state) and self._is_due(use, state):
                 yield self._open, use, rank
             elif read == OPEN and not record.wanted:
                 yield self._end, use, rank
         for rank, share in enumerate(record.shares):
             if not share.added:
-                if self._is_free(use, state):
+                asked = not self._is_retry(use) or CLOSED not in record.reads
+                if asked and self._is_free(use, state):
                     yield self._add, use, rank
             elif share.ended is not None:
                 pass
@@ -105,6 +110,13 @@ class World(Laws):
                 yield self._abort, use, rank, False
             elif share.booted and share.chunks < use.chunks:
                 yield self._chunk, use, rank
+
+    def _is_retry(self, use: Use) -> bool:
+        return self.config.retry and use.number > 0
+
+    def _is_due(self, use: Use, state: State) -> bool:
+        """A further attempt is made once the first has failed on all ranks of decode."""
+        return not self._is_retry(use) or set(state.uses[0].reads) <= {FAILED, DRAINED}
 
     def _is_free(self, use: Use, state: State) -> bool:
         """Whether the number may be used again: its request has ended on both sides, whatever is
@@ -129,6 +141,8 @@ class World(Laws):
                 if write.status == "posted":
                     yield self._write_failed, write, False
                     yield self._write_failed, write, True
+            for slot, peer in state.trials:
+                yield self._tried, slot, peer, False
         if budget.abort:
             for use, record in zip(self.config.uses, state.uses, strict=True):
                 yield from self._ends_by_engines(use, record)
@@ -349,6 +363,17 @@ class World(Laws):
         )
         self._take(draft, slot, ("settled", token), lambda: Settled(token))
 
+    # --- trials -----------------------------------------------------------------------------------
+
+    def _tried(self, draft: Draft, slot: int, peer: PeerId, good: bool) -> None:
+        if not good:
+            draft.spend("fail")
+            self._spoil(draft)
+        draft.trials = tuple(one for one in draft.trials if one != (slot, peer))
+        error = None if good else MetadataError("the trial broke")
+        build = lambda: effects.PeerTried(peer, error)  # noqa: E731
+        self._take(draft, slot, ("tried", peer, good), build, tried=peer if good else None)
+
     # --- processes --------------------------------------------------------------------------------
 
     def _restart_prefill(self, draft: Draft, slot: int, how: str) -> None:
@@ -369,6 +394,8 @@ class World(Laws):
                 for to_prefill in (False, True):
                     draft.wires = put(draft.wires, self._wire(slot, reader, to_prefill), ())
         draft.dead = (*draft.dead, old)
+        draft.trials = tuple(one for one in draft.trials if one[0] != slot)
+        draft.fences = tuple(one for one in draft.fences if one[0] != slot)
         draft.lives = put(draft.lives, slot, draft.lives[slot] + 1)
         draft.actors = put(draft.actors, slot, self._new(slot, draft.lives[slot]))
         self._spoil(draft)
@@ -379,6 +406,9 @@ class World(Laws):
     def _restart_decode(self, draft: Draft, worker: int, how: str) -> None:
         draft.spend("restart")
         for slot in self._slots_of(worker):
+            if self.config.fenced:
+                fenced = ((writer, self._me(draft, slot)) for writer in range(self.num_writers))
+                draft.fences = (*draft.fences, *fenced)
             if how == "left":
                 self._take(draft, slot, "leave", effects.AgentDestroyed)
             draft.writes = tuple(
@@ -396,7 +426,9 @@ class World(Laws):
             draft.actors = put(draft.actors, slot, self._new(slot, draft.lives[slot]))
         for use in self.config.uses:
             if use.worker == worker:
-                reads = (FORGOTTEN,) * len(draft.uses[use.number].reads)
+                reads = draft.uses[use.number].reads
+                if set(reads) != {CLOSED}:  # else it comes to the new life
+                    reads = (FORGOTTEN,) * len(reads)
                 self._set_use(draft, use.number, reads=reads, spoilt=True)
 
     def _fence(self, draft: Draft, peer: PeerId) -> None:
@@ -409,6 +441,11 @@ class World(Laws):
         fence = commands.Fence(peer)
         for slot in range(self.num_writers, self.num_slots):
             self._take(draft, slot, ("fence", peer), lambda: fence)
+
+    def _fence_decode(self, draft: Draft, slot: int, peer: PeerId) -> None:
+        """Prefill's operator knows that this life of decode is over, and says so to this rank."""
+        draft.fences = tuple(one for one in draft.fences if one != (slot, peer))
+        self._take(draft, slot, ("fence", peer), lambda: commands.Fence(peer))
 
 
 def _is_of(write: Write, token: Any) -> bool:
