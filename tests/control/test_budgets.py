@@ -86,7 +86,7 @@ def test_a_peers_undrained_rooms_have_no_more_pages_than_its_pool(
         assert "10 pages are promised in rooms that are not drained and 7 more are" in error
         assert f"the pool has {NUM_PAGES}" in error
     assert peer.control.counters["dropped: BudgetError"] == 1
-    assert kinds(peer.say(whole(2, 10, 6))) == ["PromiseAck"], "the rest of it is"
+    assert kinds(peer.say(whole(2, 10, 6, ticket=1))) == ["PromiseAck"], "the rest of it is"
     assert kinds(peer.say(whole(1, 0, 10))) == ["PromiseAck"], "said again"
     assert kinds(peer.say(whole(2, 0, 16), OTHER)) == ["PromiseAck"], "each its own pool"
 
@@ -99,11 +99,11 @@ def test_pages_come_back_with_the_last_write_and_not_with_the_outcome() -> None:
     peer.on(AbortRoom(SENT, "enough"))
     assert "16 pages" in error_of(peer.say(whole(8, 0, 1)))
     peer.ended(post.job_id, OSError("lost"), drained=False)
-    assert "16 pages" in error_of(peer.say(whole(8, 0, 1))), "they may still be written"
+    assert "16 pages" in error_of(peer.say(whole(8, 0, 1, ticket=1))), "they may still be written"
     peer.say(Abort(*SENT.numbers, "enough"))
     [drained] = of(peer.on(WriteDrained(post.job_id)), Drained)
     assert drained.settle
-    assert kinds(peer.say(whole(8, 0, 16))) == ["PromiseAck"]
+    assert kinds(peer.say(whole(8, 0, 16, ticket=2))) == ["PromiseAck"]
 
 
 def test_an_abort_leaves_the_pages_of_its_promise_until_the_last_write_has_ended() -> None:
@@ -112,7 +112,7 @@ def test_an_abort_leaves_the_pages_of_its_promise_until_the_last_write_has_ended
     peer.say(Abort(*SENT.numbers, "enough"))
     assert "16 pages" in error_of(peer.say(whole(8, 0, 1)))
     assert of(peer.ended(post.job_id), Drained)
-    assert kinds(peer.say(whole(8, 0, 16))) == ["PromiseAck"]
+    assert kinds(peer.say(whole(8, 0, 16, ticket=2))) == ["PromiseAck"]
 
 
 def test_pages_of_a_room_that_is_not_acknowledged_may_be_promised_again() -> None:
@@ -150,7 +150,7 @@ def test_a_promise_for_a_page_size_a_thousand_times_ours_is_a_refusal() -> None:
     too_big = msgspec.structs.replace(big, num_pages=2**30)
     changed = msgspec.structs.replace(hello, layout=too_big)
     assert of(peer.say(changed, newer(OTHER)), HelloReply)[0].refused
-    last = Promise(1, 0, fill_len, 0, ids([2**20 - 1]), proof=PROOF)
+    last = Promise(1, 0, fill_len, 0, ids([2**20 - 1]), 1, proof=PROOF)
     assert kinds(peer.say(last, OTHER)) == ["PromiseAck"]
     theirs = RoomKey(1, 0, OTHER.name)
     peer.on(add_room(theirs, fill_len))
@@ -199,9 +199,9 @@ def test_rooms_are_bounded_by_bytes_until_they_are_forgotten() -> None:
         assert kinds(peer.say(whole(room, room, 1))) == ["PromiseAck"]
     assert "max_peer_bytes" in error_of(peer.say(whole(3, 3, 1)))
     peer.after(TIMING.parked_timeout_s)
-    assert "max_peer_bytes" in error_of(peer.say(whole(3, 3, 1))), "their ends are not heard of"
+    assert "max_peer_bytes" in error_of(peer.say(whole(3, 3, 1, 1))), "their ends are not heard of"
     peer.say(OutcomeAck(0, 0, 0))
-    assert kinds(peer.say(whole(3, 3, 1))) == ["PromiseAck"]
+    assert kinds(peer.say(whole(3, 3, 1, 2))) == ["PromiseAck"]
     assert "max_peer_bytes" in error_of(peer.say(whole(4, 4, 1)))
 
 
