@@ -159,7 +159,14 @@ class TransferTimeoutError(TransferError):
 
 
 class PeerLostError(TransferError):
-    """The peer of a transfer was restarted, fenced or cut off."""
+    """The peer of a transfer was restarted, fenced or cut off.
+
+    `peer` is its `PeerId`, (name, incarnation), what `fence` takes; None where it is not known.
+    """
+
+    def __init__(self, text: str, peer: tuple[str, int] | None = None) -> None:
+        super().__init__(text)
+        self.peer = peer
 
 
 class PromptMismatchError(TransferError):

@@ -36,7 +36,8 @@ from tests.test_example_scheduler import serve
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = re.compile(r"<!-- (not run: .+|example) -->")
-LOGGERS = {"prefixkv.requests", "prefixkv.transport"}  # names of loggers, none of modules
+# Names of loggers, none of modules.
+LOGGERS = {"prefixkv.requests", "prefixkv.transport", "prefixkv.peers"}
 FILES = {path.name for folder in ("prefixkv", "benchmarks", "docs", "tests", "fuzz")
          for path in (ROOT / folder).rglob("*.*")}  # fmt: skip
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

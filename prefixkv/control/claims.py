@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.budgets import ABORT_BYTES, Budget, hello_bytes
 from prefixkv.control.peers import Peer
+from prefixkv.control.rooms import LostPeers
 from prefixkv.errors import ProtocolError
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Abort
@@ -83,6 +84,16 @@ class Claims:
         """The room has ended, or its request has come: its promises are parked no more."""
         for peer in self.of(key).values():
             peer.num_parked -= 1
+
+    def lost_peers(self, wrong: Callable[[Peer], str]) -> LostPeers:
+        """Of those with which something is `wrong`, how many rooms each is in. Any thread may
+        ask."""
+        found: LostPeers = {}
+        for claims in list(self._by_room.values()):
+            for peer in list(claims.values()):
+                if what := wrong(peer):
+                    found[peer.id] = what, found.get(peer.id, (what, 0))[1] + 1
+        return found
 
     # --- aborts that came before the engine's request ---------------------------------------------
 

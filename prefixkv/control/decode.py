@@ -13,32 +13,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
 from typing import assert_never
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.effects import (
     AgentDestroyed,
-    Connect,
     ConnectFailed,
     CopyDone,
-    Disconnect,
     Expect,
     FrameFailed,
     FrameReceived,
     PeerTried,
     RankDrained,
     Reached,
-    SendFrame,
     Settle,
     Tick,
     Unreached,
 )
 from prefixkv.control.links import Link, Links
 from prefixkv.control.lives import Lives
+from prefixkv.control.news import News
+from prefixkv.control.rooms import LostPeers, Room, lost_peers
+from prefixkv.control.sides import DecodeEffect as DecodeEffect
+from prefixkv.control.sides import DecodeInput as DecodeInput
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
+    FormerLifeError,
     HandshakeError,
     InternalError,
     PeerLostError,
@@ -48,8 +49,8 @@ from prefixkv.errors import (
 )
 from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver
-from prefixkv.protocol.commands import AbortRoom, DecodeCommand, Fence, OpenRoom, RefuseRoom
-from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded, RoomOverdue
+from prefixkv.protocol.commands import AbortRoom, Fence, OpenRoom, RefuseRoom
+from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Drained,
@@ -78,51 +79,9 @@ from prefixkv.transport.base import (
     WriteFailed,
 )
 
-DecodeInput = (
-    DecodeCommand  # OpenRoom, RefuseRoom, AbortRoom, Fence: the scheduler's
-    | FrameReceived[str]  # a prefill rank's
-    | FrameFailed[str]  # one of them has raised
-    | Arrived  # the transport's: a part of a write has landed
-    | Settled
-    | PeerUnreachable
-    | WriteDone  # never: decode writes nothing
-    | WriteFailed
-    | WriteDrained
-    | PeerTried
-    | CopyDone  # the copy threads': a Scatter has ended
-    | ConnectFailed
-    | Unreached
-    | Reached
-    | Tick
-    | AgentDestroyed
-)
-DecodeEffect = (
-    SendFrame[str]
-    | Connect
-    | Disconnect
-    | Expect  # for the transport
-    | Settle
-    | Scatter  # for the copy threads
-    | DecodeEvent  # RoomEnded, RoomDrained, RoomOverdue: for the scheduler
-)
-
-
-@dataclass(slots=True, eq=False)
-class _Room:
-    """`link` is the leader's; `links` and `peers` are of the ranks that the pages were promised."""
-
-    machine: ReceiverMachine | RefusalMachine
-    link: Link
-    digest: bytes = b""  # of the prompt, where it is promised
-    links: dict[int, Link] = field(default_factory=dict)
-    peers: dict[int, PeerId] = field(default_factory=dict)
-
-    def rank_of(self, peer: PeerId) -> int:
-        return next(rank for rank, known in self.peers.items() if known == peer)
-
 
 class DecodeControl:
-    """See the module's text. Owned by one thread, but for `peers` and `num_rooms`.
+    """See the module's text. Owned by one thread, but for `peers`, `lost_peers` and `num_rooms`.
 
     Args:
         me: this rank's identity.
@@ -132,14 +91,15 @@ class DecodeControl:
     def __init__(self, me: PeerId, hello: Hello, timing: ControlConfig) -> None:
         self.me = me
         self.counters: Counter[str] = Counter()
+        self.news = News()
         self.staging = None if hello.staging is None else StagingReceiver(hello.staging)
         self._page_size = hello.topology.page_size
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # links by address, rooms by key
-        self._links = Links(me, hello, timing, self._timers)
-        self._rooms: dict[RoomKey, _Room] = {}
+        self._links = Links(me, hello, timing, self._timers, self.news)
+        self._rooms: dict[RoomKey, Room] = {}
         self._settling: set[Hashable] = set()
-        self._lives = Lives()
+        self._lives = Lives(self.news)
         self._num_expected = 0
         self._said_expected = 0
         # Of the last `on`, those before an exception too.
@@ -219,6 +179,15 @@ class DecodeControl:
         ask."""
         return self._links.peers(now_s)
 
+    def lost_peers(self, now_s: float) -> LostPeers:
+        """Prefill processes that are suspect or over, what is wrong with each, and how many pages
+        it may still write. Any thread may ask."""
+
+        def wrong(peer: PeerId, link: Link) -> str:
+            return self._lives.how(peer) or self._links.wrong(link, peer, now_s)
+
+        return lost_peers(list(self._rooms.values()), wrong)
+
     # --- commands ---------------------------------------------------------------------------------
 
     def _open(self, command: OpenRoom, now_s: float, out: list[DecodeEffect]) -> None:
@@ -250,7 +219,7 @@ class DecodeControl:
         out += self._links.open(address, now_s)
         link = self._links.get(address)
         assert link is not None
-        self._rooms[key] = _Room(machine, link, digest)
+        self._rooms[key] = Room(machine, link, digest)
         link.rooms.add(key)
         link.waiting[key] = None
         self._timers.wake(key, machine.wake_s)
@@ -276,7 +245,7 @@ class DecodeControl:
         `fence_settle_s`.
         """
         self._lives.end(peer, "was fenced")
-        self._fail_rooms_of(peer, PeerLostError(f"{peer} was fenced"), now_s, out)
+        self._fail_rooms_of(peer, PeerLostError(f"{peer} was fenced", peer), now_s, out)
         for link in self._links.all():
             if link.peer == peer:
                 self._links.lost(link, None)
@@ -390,8 +359,8 @@ class DecodeControl:
             case Heartbeat():
                 pass
             case (
-                messages.Hello() | messages.Promise() | messages.Abort() | OutcomeAck()
-                | messages.LeaseGrant()
+                messages.Hello() | messages.HelloRefused() | messages.Promise() | messages.Abort()
+                | OutcomeAck() | messages.LeaseGrant()
             ):  # fmt: skip
                 raise ProtocolError(f"{type(body).__name__} is not for decode")
             case _:
@@ -444,7 +413,7 @@ class DecodeControl:
         if room is not None:
             self._on(room, event, now_s, out)
 
-    def _room_of(self, link: Link, body: Outcome | PromiseAck | Drained | LeaseAsk) -> _Room | None:
+    def _room_of(self, link: Link, body: Outcome | PromiseAck | Drained | LeaseAsk) -> Room | None:
         """The room that this is a word of, None if it is over. Raises ProtocolError for
         another's."""
         room = self._rooms.get(body.key)
@@ -469,7 +438,11 @@ class DecodeControl:
         out: list[DecodeEffect],
     ) -> None:
         """A HelloReply, or a worker that does not know us (it was restarted, or has forgotten)."""
-        self._lives.check(frame.sender)
+        try:
+            self._lives.check(frame.sender)
+        except FormerLifeError as error:  # if it lives, it is to know
+            out += self._links.refuse(link, frame.sender, body, error, now_s)
+            raise
         is_other = frame.sender != link.peer
         if not is_other:
             link.live.take(frame, now_s)
@@ -486,8 +459,11 @@ class DecodeControl:
             self._links.accept(link, frame, body, now_s)
         except (HandshakeError, ConfigError) as error:
             self.counters["handshakes_refused"] += 1
+            out += self._links.refuse(link, frame.sender, body, error, now_s)
             self._refuse_link(link, error, now_s, out)
             return
+        if is_other:
+            self.news.say("met", frame.sender, f"at {link.address}")
         self._promote(link, now_s, out)
 
     def _lose_peer(self, link: Link, newer: PeerId, now_s: float, out: list[DecodeEffect]) -> None:
@@ -498,7 +474,9 @@ class DecodeControl:
             return
         if lost.name == newer.name:
             self._lives.supersede(lost, newer)
-        error = PeerLostError(f"{lost} was replaced by {newer}")
+        else:
+            self.news.say("over", lost, f"was replaced by {newer}")
+        error = PeerLostError(f"{lost} was replaced by {newer}", lost)
         self._fail_rooms_of(lost, error, now_s, out)
 
     def _promote(self, link: Link, now_s: float, out: list[DecodeEffect]) -> None:
@@ -515,6 +493,8 @@ class DecodeControl:
                 return
         except HandshakeError as error:
             self.counters["handshakes_refused"] += 1
+            if leader.peer is not None:
+                out += self._links.refuse(leader, leader.peer, leader.reply, error, now_s)
             self._refuse_link(leader, error, now_s, out)
             return
         for key in list(leader.waiting):
@@ -536,6 +516,8 @@ class DecodeControl:
         self, link: Link, error: Exception, now_s: float, out: list[DecodeEffect]
     ) -> None:
         """The rooms that wait for this rank fail, those of its leaders too."""
+        kind = "lost" if isinstance(error, PeerLostError) else "refused"
+        self.news.say(kind, link.peer or link.address, str(error))
         for leader in dict.fromkeys((link, *self._links.leaders(link))):
             for key in list(leader.waiting):
                 self._on(self._rooms[key], receiver.Fail(error), now_s, out)
@@ -546,9 +528,7 @@ class DecodeControl:
 
     # --- rooms ------------------------------------------------------------------------------------
 
-    def _on(
-        self, room: _Room, event: receiver.Event, now_s: float, out: list[DecodeEffect]
-    ) -> None:
+    def _on(self, room: Room, event: receiver.Event, now_s: float, out: list[DecodeEffect]) -> None:
         machine = room.machine
         expected = not machine.drained
         try:
@@ -559,6 +539,8 @@ class DecodeControl:
                     self._staged(self.staging.pass_on(action), now_s, out)
                 else:
                     out.append(action)
+                if isinstance(action, RoomOverdue):
+                    room.tell_overdue(self.news)
         finally:
             self._num_expected += (not machine.drained) - expected
         if machine.over:
@@ -581,7 +563,7 @@ class DecodeControl:
                     assert_never(action)
 
     def _say(
-        self, room: _Room, rank: int, body: messages.AnyBody, now_s: float, out: list[DecodeEffect]
+        self, room: Room, rank: int, body: messages.AnyBody, now_s: float, out: list[DecodeEffect]
     ) -> None:
         link = room.links[rank]
         if link.peer != room.peers[rank]:  # the one it is meant for listens there no more
@@ -590,7 +572,7 @@ class DecodeControl:
             body = self._links.with_proof(link, body, room.digest)
         out.append(self._links.send(link, body, now_s))
 
-    def _drop(self, room: _Room) -> None:
+    def _drop(self, room: Room) -> None:
         key = room.machine.key
         del self._rooms[key]
         for link in (room.link, *room.links.values()):

@@ -17,8 +17,9 @@ from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
 from prefixkv.control.effects import Connect, Disconnect, Reached, SendFrame, Unreached
 from prefixkv.control.liveness import Liveness, Stamper
+from prefixkv.control.news import News
 from prefixkv.digest import prove
-from prefixkv.errors import PeerLostError
+from prefixkv.errors import FormerLifeError, PeerLostError
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
     AnyBody,
@@ -26,7 +27,9 @@ from prefixkv.protocol.messages import (
     Frame,
     Heartbeat,
     Hello,
+    HelloRefused,
     HelloReply,
+    HelloWanted,
     Promise,
 )
 from prefixkv.protocol.timers import Backoff, Timers
@@ -73,9 +76,15 @@ class Links:
     """Owned by a `DecodeControl`. A method returns what is to be done for it, in order."""
 
     def __init__(
-        self, me: PeerId, hello: Hello, timing: ControlConfig, timers: Timers[str | RoomKey]
+        self,
+        me: PeerId,
+        hello: Hello,
+        timing: ControlConfig,
+        timers: Timers[str | RoomKey],
+        news: News,
     ) -> None:
         """`timers` wake links by address; rooms share them."""
+        self.news = news
         self._hello = hello
         self._timing = timing
         self._timers = timers
@@ -96,6 +105,12 @@ class Links:
         if not link.ready:
             return "connecting"
         return "suspect" if link.live.suspect(self._timing, now_s) else "ready"
+
+    def wrong(self, link: Link, peer: PeerId, now_s: float) -> str:
+        """What is wrong with a process whose link this is or was, "" if nothing is."""
+        if link.peer != peer:
+            return "was replaced"
+        return "suspect" if link.live.suspect(self._timing, now_s) else ""
 
     # --- what is said -----------------------------------------------------------------------------
 
@@ -137,7 +152,7 @@ class Links:
         """What is wrong where nobody has answered at the address for `connect_timeout_s`."""
         if now_s < link.gone_s + self._timing.connect_timeout_s:
             return None
-        return PeerLostError(f"prefill worker {link.address}: {link.gone_why}")
+        return PeerLostError(f"prefill worker {link.address}: {link.gone_why}", link.peer)
 
     def with_proof(self, link: Link, promise: Promise, digest: bytes) -> Promise:
         """The promise as it is said to this rank, which has answered the handshake."""
@@ -151,7 +166,10 @@ class Links:
         if link is None:
             return []
         if not link.rooms and link.live.forgettable(self._timing, now_s):
+            self.news.say("forgotten", link.peer or link.address, "was silent for long")
             return self.close(link)
+        if link.peer is not None and link.ready:
+            self.news.silent(link.peer, link.live.suspect(self._timing, now_s))
         out: list[LinkEffect] = []
         if not link.ready and link.hello.take(now_s):
             out.append(self._say_hello(link, now_s))
@@ -162,6 +180,23 @@ class Links:
         gone_s = link.gone_s + self._timing.connect_timeout_s
         self._timers.wake(link.address, min(next_s, gone_s) if gone_s > now_s else next_s)
         return out
+
+    def refuse(
+        self,
+        link: Link,
+        life: PeerId,
+        reply: HelloReply | HelloWanted | None,
+        error: Exception,
+        now_s: float,
+    ) -> list[LinkEffect]:
+        """Tell that process that we do not work with it, unless it has said so of us."""
+        if isinstance(reply, HelloReply) and reply.refused:
+            return []
+        is_over = isinstance(error, FormerLifeError)
+        if is_over:
+            self.news.say("refused", life, f"still speaks at {link.address}: {error}")
+        refusal = HelloRefused(life.incarnation, str(error)[:1000], is_over)
+        return [self.send(link, refusal, now_s)]
 
     def farewell(self) -> list[LinkEffect]:
         """Tell every rank that answered that this process leaves."""
@@ -199,6 +234,8 @@ class Links:
     def lost(self, link: Link, newer: PeerId | None) -> PeerId | None:
         """Another process answers there, or none any more; returns the one before."""
         former, link.peer, link.ready = link.peer, newer, False
+        if former is not None:
+            self.news.forget(former)
         return former
 
     def told(self, leader: Link, now_s: float) -> tuple[dict[int, Link], list[LinkEffect]]:
@@ -256,6 +293,6 @@ class Links:
         if self._links.get(link.address) is not link:
             return []
         del self._links[link.address]
-        link.peer = None
+        self.lost(link, None)
         self._timers.forget(link.address)
         return [Disconnect(link.address)]

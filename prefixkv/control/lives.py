@@ -13,19 +13,25 @@ before is over, and hears so.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from hashlib import blake2b
+from types import MappingProxyType
+from typing import Final
 
+from prefixkv.control.news import News
 from prefixkv.errors import FormerLifeError
 from prefixkv.protocol.ids import PeerId
 
 PER_NAME = 64
 MAX_NAMES = 4096
+_NONE: Final[Mapping[int, str]] = MappingProxyType({})
 
 
 class Lives:
-    """Owned by a control object."""
+    """Owned by a control object, which takes its news; but any thread may ask `how`."""
 
-    def __init__(self) -> None:
+    def __init__(self, news: News | None = None) -> None:
+        self.news = news or News()
         # By name, and by life: how it ended. The oldest first.
         self._over: OrderedDict[str, OrderedDict[int, str]] = OrderedDict()
         self._silent: OrderedDict[str, PeerId] = OrderedDict()
@@ -33,7 +39,10 @@ class Lives:
     def end(self, life: PeerId, how: str) -> None:
         """It is over; `how` goes on after its name: "was fenced"."""
         lives = self._over.setdefault(life.name, OrderedDict())
-        lives.setdefault(life.incarnation, how)
+        if life.incarnation not in lives:
+            lives[life.incarnation] = how
+            self.news.say("over", life, how)
+        self.news.forget(life)
         self._heard(life)
         if len(lives) > PER_NAME:
             lives.popitem(last=False)
@@ -45,11 +54,13 @@ class Lives:
 
     def check(self, life: PeerId) -> None:
         """Raises FormerLifeError where the life is over."""
-        lives = self._over.get(life.name)
-        how = None if lives is None else lives.get(life.incarnation)
-        if how is not None:
+        if how := self.how(life):
             self._heard(life)
             raise FormerLifeError(f"{life} {how}")
+
+    def how(self, life: PeerId) -> str:
+        """How it ended, "" if it has not."""
+        return self._over.get(life.name, _NONE).get(life.incarnation, "")
 
     def _heard(self, life: PeerId) -> None:
         self._over.move_to_end(life.name)

@@ -13,6 +13,7 @@ from prefixkv.control.effects import RemovePeer, SendFrame
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.liveness import Liveness, Stamper
 from prefixkv.control.lives import Lives, nonce
+from prefixkv.control.news import News
 from prefixkv.control.uses import PastUses
 from prefixkv.errors import HandshakeError, ProtocolError
 from prefixkv.paging import pages_for
@@ -128,7 +129,8 @@ class Peers:
     ) -> None:
         """`timers` wake peers by name; rooms share them."""
         self._me = me
-        self.lives = Lives()
+        self.news = News()
+        self.lives = Lives(self.news)
         self._ours = ours
         self._endpoints = endpoints
         self._timing = timing
@@ -156,6 +158,11 @@ class Peers:
             peer.id: "suspect" if peer.live.suspect(self._timing, now_s) else "ready"
             for peer in self.all()
         }
+
+    def wrong(self, peer: Peer, now_s: float) -> str:
+        """What is wrong with it, "" if nothing is. Any thread may ask."""
+        suspect = "suspect" if peer.live.suspect(self._timing, now_s) else ""
+        return self.lives.how(peer.id) or suspect
 
     def speaker(self, frame: Frame, credential: str) -> Peer | None:
         """The peer of this name, None if there is none yet. Raises ProtocolError where the name is
@@ -231,6 +238,7 @@ class Peers:
             past=PastUses(self._timing.max_parked_per_peer),
         )
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
+        self.news.say("met", frame.sender)
 
     # --- what is said -----------------------------------------------------------------------------
 
@@ -272,7 +280,9 @@ class Peers:
             return []
         if not peer.rooms and peer.live.forgettable(self._timing, now_s):
             self.lives.silent(peer.id)
+            self.news.say("forgotten", peer.id, "was silent for long")
             return [self.forget(peer)]
+        self.news.silent(peer.id, peer.live.suspect(self._timing, now_s))
         out: list[SendFrame[bytes] | RemovePeer] = []
         if peer.live.heartbeat_due(self._timing, now_s):
             out += self.send(peer, Heartbeat(), now_s)
@@ -280,6 +290,7 @@ class Peers:
         return out
 
     def forget(self, peer: Peer) -> RemovePeer:
+        self.news.forget(peer.id)
         if self._peers.get(peer.id.name) is peer:
             del self._peers[peer.id.name]
             self._timers.forget(peer.id.name)

@@ -23,30 +23,27 @@ from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
 from prefixkv.control.claims import Claims
 from prefixkv.control.effects import (
-    AddPeer,
     AgentDestroyed,
-    Cancel,
     ConnectFailed,
     CopyDone,
     FrameFailed,
     FrameReceived,
     PeerTried,
     Reached,
-    RemovePeer,
     Renew,
-    SendFrame,
     Tick,
-    TryPeer,
     Unreached,
 )
+from prefixkv.control.greetings import Greetings
 from prefixkv.control.peers import Peer, Peers
-from prefixkv.control.trials import OnTrial, Trials
+from prefixkv.control.rooms import LostPeers
+from prefixkv.control.sides import PrefillEffect as PrefillEffect
+from prefixkv.control.sides import PrefillInput as PrefillInput
+from prefixkv.control.trials import OnTrial
 from prefixkv.control.writes import Granted, StagingSlots, Want, Welcome, Writes
 from prefixkv.errors import (
     AbortedError,
-    ConfigError,
     FormerLifeError,
-    HandshakeError,
     PeerLostError,
     ProtocolError,
     RequestError,
@@ -54,8 +51,8 @@ from prefixkv.errors import (
 )
 from prefixkv.protocol import messages
 from prefixkv.protocol import sender_events as sender
-from prefixkv.protocol.commands import AbortRoom, AddRoom, Fence, PrefillCommand, SendChunk
-from prefixkv.protocol.events import PrefillEvent, RoomEnded, SourceFree
+from prefixkv.protocol.commands import AbortRoom, AddRoom, DeclineRoom, Fence, SendChunk
+from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Abort,
@@ -63,6 +60,7 @@ from prefixkv.protocol.messages import (
     Frame,
     Heartbeat,
     Hello,
+    HelloRefused,
     LeaseGrant,
     ModelDigest,
     Outcome,
@@ -73,7 +71,7 @@ from prefixkv.protocol.messages import (
 from prefixkv.protocol.sender_events import PostWrite, Say
 from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.timers import Timers
-from prefixkv.staging.sender import Gather, StagingSender
+from prefixkv.staging.sender import StagingSender
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -81,44 +79,13 @@ from prefixkv.transport.base import (
     WriteDone,
     WriteDrained,
     WriteFailed,
-    WriteJob,
-)
-
-PrefillInput = (
-    PrefillCommand  # AddRoom, SendChunk, AbortRoom, Fence: the scheduler's
-    | FrameReceived[bytes]  # a decode rank's
-    | FrameFailed[bytes]  # one of them has raised
-    | WriteDone  # the transport's
-    | WriteFailed
-    | WriteDrained
-    | Arrived
-    | Settled
-    | PeerUnreachable
-    | PeerTried  # the trial's
-    | CopyDone  # the copy threads': a Gather has ended
-    | ConnectFailed
-    | Reached
-    | Unreached
-    | Tick
-    | AgentDestroyed
-)
-PrefillEffect = (
-    SendFrame[bytes]
-    | AddPeer  # for the transport, and where slices are staged for the copy threads
-    | RemovePeer
-    | TryPeer  # for the trial
-    | WriteJob  # for the transport
-    | Cancel
-    | Renew
-    | Gather  # for the copy threads
-    | PrefillEvent  # Bootstrapped, RoomEnded, SourceFree: for the scheduler
 )
 
 _NO_ROOM = RoomKey(0, -1)
 
 
 class PrefillControl:
-    """See the module's text. Owned by one thread, but for `peers` and `num_rooms`.
+    """See the module's text. Owned by one thread, but for `peers`, `lost_peers` and `num_rooms`.
 
     Args:
         me: this rank's identity.
@@ -155,9 +122,9 @@ class PrefillControl:
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key
         self._peers = Peers(me, self._ours, endpoints, timing, self._timers)
+        self.news = self._peers.news
         self._writes = Writes(me, rank, self.staging, self, self._peers)
-        self._tries = tries
-        self._trials = Trials(timing.max_peers, timing.max_peer_bytes)
+        self._greetings = Greetings(self._ours, self._peers, timing, tries, self.counters)
         self._rooms: dict[RoomKey, SenderMachine] = {}
         self._claims = Claims(timing)
         # Rooms that are over for our engine; kept to answer a promise that is on its way.
@@ -179,6 +146,8 @@ class PrefillControl:
                     out += [RoomEnded(what.key, KVPoll.FAILED, error), SourceFree(what.key)]
             case SendChunk():
                 self._writes.carry_out(self._chunk(what, now_s), now_s, out)
+            case DeclineRoom():
+                self._writes.carry_out(self._decline(what, now_s), now_s, out)
             case AbortRoom():
                 self._writes.carry_out(self._abort(what, now_s), now_s, out)
             case Fence():
@@ -243,6 +212,11 @@ class PrefillControl:
         """The laws of what is held for decode ranks, for audits."""
         self._claims.check_invariants(self._rooms, self._peers.all())
 
+    def lost_peers(self, now_s: float) -> LostPeers:
+        """Decode ranks that are suspect or over, what is wrong with each, and the rooms that it is
+        still in. Any thread may ask."""
+        return self._claims.lost_peers(lambda peer: self._peers.wrong(peer, now_s))
+
     # --- commands ---------------------------------------------------------------------------------
 
     def _add(self, command: AddRoom, now_s: float) -> list[Want]:
@@ -251,8 +225,9 @@ class PrefillControl:
         out: list[Want] = []
         key = command.key
         machine = self._rooms.get(key)
-        if machine is not None and machine.added and machine.drained:
-            self._drop_room(machine)  # only its acknowledgement is still to come
+        if machine is not None and machine.drained and (machine.added or not machine.readers):
+            # Only its acknowledgement is still to come; or it was declined, and never promised.
+            self._drop_room(machine)
             machine = None
         if machine is None:
             machine = self._new_machine(key, now_s)
@@ -269,6 +244,17 @@ class PrefillControl:
         elif early is not None:
             fail = sender.Fail(AbortedError(f"decode: {early}"), tell=False)
             self._on(machine, fail, now_s, out)
+        return out
+
+    def _decline(self, command: DeclineRoom, now_s: float) -> list[Want]:
+        """The engine does not take this request: decode hears why, also if it promises later. A
+        room that the engine has is not touched."""
+        out: list[Want] = []
+        key = command.key
+        if self._claims.take_abort(key) is None:  # else decode wants it no more
+            machine = self._rooms.get(key) or self._new_machine(key, now_s)
+            if not machine.added:
+                self._on(machine, sender.Fail(AbortedError(command.reason)), now_s, out)
         return out
 
     def _chunk(self, command: SendChunk, now_s: float) -> list[Want]:
@@ -292,7 +278,7 @@ class PrefillControl:
         self._peers.lives.end(peer_id, "was fenced")
         peer = self._peers.find(peer_id)
         if peer is not None:
-            self._lose_peer(peer, PeerLostError(f"{peer_id} was fenced"), now_s, out)
+            self._lose_peer(peer, PeerLostError(f"{peer_id} was fenced", peer_id), now_s, out)
         return out
 
     # --- writes -----------------------------------------------------------------------------------
@@ -376,6 +362,9 @@ class PrefillControl:
         if isinstance(body, Hello):
             self._meet(peer, received, frame, body, now_s, out)
             return
+        if isinstance(body, HelloRefused):
+            self._take_refusal(frame, body, now_s, out)
+            return
         if peer is None or peer.id != frame.sender:
             out.append(self._peers.hello_wanted(route, frame.sender))
             raise ProtocolError(f"{frame.sender} has not introduced itself")
@@ -397,7 +386,7 @@ class PrefillControl:
                 out.append(Granted(peer.id, peer.key(body), body))
             case messages.Fenced():
                 self._peers.lives.end(peer.id, "has left")
-                self._lose_peer(peer, PeerLostError(f"{peer.id} has left"), now_s, out)
+                self._lose_peer(peer, PeerLostError(f"{peer.id} has left", peer.id), now_s, out)
             case Heartbeat():
                 pass
             case (
@@ -432,37 +421,16 @@ class PrefillControl:
         if hello.nonce != self._peers.nonce(frame.sender):
             out.append(self._peers.hello_wanted(route, frame.sender))
             return
-        try:
-            accepted = handshake.accept(self._ours, frame.sender, hello)
-            self._peers.check_worker(frame, received.credential, hello)
-        except (HandshakeError, ConfigError) as error:
-            self.counters["handshakes_refused"] += 1
-            out.append(self._peers.reply(route, hello, str(error)))
-            return
-        arrived = OnTrial(accepted, received, frame, hello)
-        if not self._tries or accepted.added is None:
-            self._admit(arrived, now_s, out)
-            return
-        out += self._trials.begin(arrived)
+        self._greeted(self._greetings.hello(received, frame, hello, out), now_s, out)
 
     def _tried(self, tried: PeerTried, now_s: float) -> list[Want]:
         out: list[Want] = []
-        arrived = self._trials.end(tried)
-        if arrived is None:
-            return out
-        _, received, frame, hello = arrived
-        error = tried.error
-        try:  # what was so as the trial began may be so no more
-            self._peers.lives.check(frame.sender)
-            self._peers.check_worker(frame, received.credential, hello)
-        except (HandshakeError, FormerLifeError) as late:
-            error = error or late
-        if error is None:
-            self._admit(arrived, now_s, out)
-        else:
-            self.counters["handshakes_refused"] += 1
-            out.append(self._peers.reply(received.source, hello, str(error)))
+        self._greeted(self._greetings.tried(tried, out), now_s, out)
         return out
+
+    def _greeted(self, arrived: OnTrial | None, now_s: float, out: list[Want]) -> None:
+        if arrived is not None:
+            self._admit(arrived, now_s, out)
 
     def _admit(self, arrived: OnTrial, now_s: float, out: list[Want]) -> None:
         """It is a peer from now on, in the place of its former life."""
@@ -470,12 +438,29 @@ class PrefillControl:
         route, peer = received.source, self._peers.get(frame.name)
         if peer is not None:
             self._peers.lives.supersede(peer.id, frame.sender)
-            lost = PeerLostError(f"{peer.id} was replaced by life {frame.incarnation:x}")
+            lost = PeerLostError(f"{peer.id} was replaced by life {frame.incarnation:x}", peer.id)
             self._lose_peer(peer, lost, now_s, out)
         self._peers.add(accepted, frame, (route, received.credential), hello, now_s)
         if accepted.added is not None:
             out.append(Welcome(accepted.added, accepted.cut))
         out.append(self._peers.reply(route, hello, staged=accepted.cut is not None))
+
+    def _take_refusal(
+        self, frame: Frame, word: HelloRefused, now_s: float, out: list[Want]
+    ) -> None:
+        """Decode does not work with this process. It is never answered, lest the two go on so."""
+        if word.life != self.me.incarnation:
+            raise ProtocolError(f"a refusal of life {word.life:x}")
+        peer = self._peers.find(frame.sender)
+        if peer is not None:
+            peer.live.take(frame, now_s)
+        self.counters["refused_by_peers"] += 1
+        self.news.say("refused", frame.sender, f"refuses us: {word.reason}")
+        if peer is not None and word.is_over:
+            self._peers.lives.end(peer.id, "holds this process for dead")
+            self._lose_peer(peer, PeerLostError(f"{peer.id}: {word.reason}", peer.id), now_s, out)
+        elif peer is not None and not peer.rooms:
+            out.append(self._peers.forget(peer))
 
     def _lose_peer(self, peer: Peer, error: Exception, now_s: float, out: list[Want]) -> None:
         peer.gone = True

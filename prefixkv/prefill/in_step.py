@@ -20,6 +20,8 @@ class PrefillCalls(Protocol):
 
     def add(self, request: Request) -> PrefillRequest: ...
 
+    def refuse(self, request: Request, reason: str = "refused") -> None: ...
+
     def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]: ...
 
     def send_chunk(
@@ -62,6 +64,11 @@ class InStep(Generic[NodeT]):
         self._reqs[request.rid] = reqs
         self._begun[request.rid] = self._left[request.rid] = 0
         return reqs[0]
+
+    def refuse(self, request: Request, reason: str = "refused") -> None:
+        """As `PrefillNode.refuse`, on every rank."""
+        for node in self.nodes:
+            node.refuse(request, reason)
 
     def ranks_of(self, rid: str) -> list[PrefillRequest]:
         """The request on each rank, until it is popped as sent or failed."""

@@ -14,6 +14,8 @@ Source: SGLang's prefill queues (`disaggregation/prefill.py`), whose name `pop_b
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import (
     AbortedError,
@@ -30,7 +32,7 @@ from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
 from prefixkv.prefill.following import Following
 from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.protocol.commands import AbortRoom, AddRoom, PrefillCommand, SendChunk
+from prefixkv.protocol.commands import AbortRoom, AddRoom, DeclineRoom, PrefillCommand, SendChunk
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import DeviceEvent, Request
 
@@ -72,21 +74,37 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
         Raises RequestError, with nothing changed: a duplicate id, a room in use, a decode worker
         that is not named, a prompt that the pool could never hold, or any while `draining`
-        (DrainingError).
+        (DrainingError). Where the room is not in use, decode is to be told why.
         """
         needed = pages_for(len(request.key), self.books.page_size)
-        self._check_new(request, needed, "needs {} pages")
-        if not request.decode:
-            raise RequestError(f"request {request.rid!r} names no decode worker")
+        try:
+            self._check_new(request, needed, "needs {} pages")
+        except RequestError as error:
+            with suppress(RequestError):
+                self.refuse(request, str(error))
+            raise
+        self._free_room(request)
         req = PrefillRequest(request, self.books, now_s, self._num_added)
-        if req.room_key in self._rooms:
-            of = f"{request.generation} of {request.decode!r}"
-            raise RequestError(f"room {request.room} generation {of} is in use")
         self._num_added += 1
         self.requests[req.rid] = req
         self._rooms[req.room_key] = req
         self._commands.append(AddRoom(req.room_key, req.num_tokens, request.digest))
         return req
+
+    def refuse(self, request: Request, reason: str) -> None:
+        """Let decode know that this request will not be taken. Raises RequestError where the room
+        is in use, or the request names no decode worker."""
+        self._commands.append(DeclineRoom(self._free_room(request), reason[:1000]))
+
+    def _free_room(self, request: Request) -> RoomKey:
+        """Raises RequestError."""
+        if not request.decode:
+            raise RequestError(f"request {request.rid!r} names no decode worker")
+        key = RoomKey(request.room, request.generation, request.decode)
+        if key in self._rooms:
+            of = f"{request.generation} of {request.decode!r}"
+            raise RequestError(f"room {request.room} generation {of} is in use")
+        return key
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
         """Requests the engine may compute now, at most `limit`; what is computed goes to the tree

@@ -57,6 +57,14 @@ class AddRoom(_Command, frozen=True, tag="add"):
     digest: bytes
 
 
+class DeclineRoom(_Command, frozen=True, tag="decline"):
+    """Prefill's engine does not take the request of this room: tell decode why. No event follows.
+    A room that was added is not touched."""
+
+    key: RoomKey
+    reason: str
+
+
 class SendChunk(msgspec.Struct, frozen=True, eq=False):
     """KV of these pages of prefill's pool, the first of them page `first_page` of the request, is
     computed once `ready` says so. With `last` the outcome, `aux` and the extra state in
@@ -78,4 +86,4 @@ class SendChunk(msgspec.Struct, frozen=True, eq=False):
 
 
 DecodeCommand = OpenRoom | RefuseRoom | AbortRoom | Fence
-PrefillCommand = AddRoom | SendChunk | AbortRoom | Fence
+PrefillCommand = AddRoom | DeclineRoom | SendChunk | AbortRoom | Fence

@@ -60,9 +60,11 @@ PrefillEvent = Bootstrapped | RoomEnded | SourceFree
 RoomEvent = RoomEnded | RoomDrained | RoomOverdue | Bootstrapped | SourceFree
 
 
-def encode_error(value: Any) -> tuple[str, str]:
+def encode_error(value: Any) -> tuple[Any, ...]:
     """A msgspec `enc_hook`: an exception as the name of its class and its text, cut to
-    MAX_ERROR_CHARS."""
+    MAX_ERROR_CHARS; and the peer that was lost."""
+    if isinstance(value, errors.PeerLostError) and value.peer is not None:
+        return type(value).__name__, str(value)[:MAX_ERROR_CHARS], *value.peer
     if isinstance(value, Exception):
         return type(value).__name__, str(value)[:MAX_ERROR_CHARS]
     raise NotImplementedError(f"{type(value).__name__} does not travel")
@@ -79,8 +81,10 @@ def decode_error(kind: type, value: Any) -> Exception:
     """
     if kind is not Exception:
         raise NotImplementedError(f"{kind} does not travel")
-    name, text = value
+    name, text, *peer = value
     found = getattr(errors, str(name), None)
+    if found is errors.PeerLostError and len(peer) == 2:
+        return errors.PeerLostError(str(text), PeerId(str(peer[0]), int(peer[1])))
     if isinstance(found, type) and issubclass(found, errors.TransferError):
         return found(str(text))
     return errors.TransferError(str(text))

@@ -156,6 +156,15 @@ class HelloWanted(Body, frozen=True, tag="hello-wanted"):
     nonce: U64 = 0
 
 
+class HelloRefused(Body, frozen=True, tag="hello-refused"):
+    """Decode does not work with the prefill process of this `life`; if it `is_over`, since it was
+    fenced or replaced."""
+
+    life: U64
+    reason: Text
+    is_over: bool = False
+
+
 class RoomBody(Body, frozen=True):
     """Base of what is said of a room; its fields come first."""
 
@@ -281,7 +290,7 @@ class Fenced(Body, frozen=True, tag="fenced"):
 
 
 RoomWord = Promise | PromiseAck | Abort | Drained | Outcome | OutcomeAck | LeaseAsk | LeaseGrant
-AnyBody = Hello | HelloReply | HelloWanted | RoomWord | Heartbeat | Fenced
+AnyBody = Hello | HelloReply | HelloWanted | HelloRefused | RoomWord | Heartbeat | Fenced
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):

@@ -117,6 +117,11 @@ class ReceiverMachine:
         return not self._undrained
 
     @property
+    def undrained(self) -> frozenset[int]:
+        """The ranks that may write, or be writing. Any thread may ask."""
+        return frozenset(self._undrained)
+
+    @property
     def over(self) -> bool:
         """Nothing more can happen here: the machine may be dropped."""
         return self.poll.ended and self.drained

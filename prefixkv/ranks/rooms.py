@@ -17,7 +17,7 @@ from typing import assert_never
 
 import msgspec
 
-from prefixkv.errors import CallerError, TransferError
+from prefixkv.errors import CallerError, PeerLostError, TransferError
 from prefixkv.protocol.commands import AbortRoom
 from prefixkv.protocol.events import (
     DecodeEvent,
@@ -102,8 +102,10 @@ class RankRooms:
 
 def _of_rank(rank: int, error: Exception | None) -> TransferError:
     """Another rank's error, of the same class where it is a transfer's."""
-    kind = type(error) if isinstance(error, TransferError) else TransferError
-    return kind(f"decode rank {rank}: {error}")
+    text = f"decode rank {rank}: {error}"
+    if isinstance(error, PeerLostError):
+        return PeerLostError(text, error.peer)
+    return type(error)(text) if isinstance(error, TransferError) else TransferError(text)
 
 
 class RankNews(msgspec.Struct, frozen=True, array_like=True):

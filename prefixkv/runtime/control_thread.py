@@ -45,6 +45,7 @@ from prefixkv.control.effects import (
     TryPeer,
     Unreached,
 )
+from prefixkv.control.news import News
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.protocol.events import (
     Bootstrapped,
@@ -57,6 +58,7 @@ from prefixkv.protocol.events import (
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies
+from prefixkv.runtime.peer_log import PeerLog
 from prefixkv.runtime.wakeups import Inbox
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
@@ -107,6 +109,7 @@ class Control(Protocol[Command_contra, To]):
     """A `DecodeControl` or a `PrefillControl`."""
 
     counters: Counter[str]
+    news: News
 
     def on(
         self, what: Command_contra | FrameReceived[To] | FrameFailed[To] | Common, now_s: float
@@ -171,6 +174,8 @@ class ControlThread(Generic[Command, To]):
         self.inbox: Inbox[Command | FrameReceived[To] | Common | None] = Inbox()
         self.events: Inbox[RoomEvent | ControlFailed] = Inbox()
         self.num_errors = 0
+        self.num_log_errors = 0  # what log handlers have raised
+        self._peer_log = PeerLog(name)
         self._stopping = False
         self._closed = False
         self._pid = os.getpid()
@@ -241,6 +246,7 @@ class ControlThread(Generic[Command, To]):
                 self._copies.close()
             if self._close_error is None:
                 self._carry_out(self.control.on(AgentDestroyed(), time.monotonic()))
+            self._log_news(time.monotonic())
         except Exception as error:
             self._close_error = self._close_error or error
         finally:
@@ -258,6 +264,19 @@ class ControlThread(Generic[Command, To]):
             self.control.on(Tick(), now_s)
         finally:
             self._carry_out(self.control.last_effects)
+            self._log_news(now_s)
+
+    def _log_news(self, now_s: float) -> None:
+        try:
+            self._peer_log.write(self.control.news.take(), now_s)
+        except Exception:  # a handler's, which is the user's
+            self.num_log_errors += 1
+
+    def _log_error(self, error: Exception, text: str, *args: object) -> None:
+        try:
+            _log.error(text, *args, exc_info=error)
+        except Exception:
+            self.num_log_errors += 1
 
     def _take(self, what: Command | FrameReceived[To] | Common, now_s: float) -> None:
         try:
@@ -272,11 +291,11 @@ class ControlThread(Generic[Command, To]):
         self._carry_out(self.control.last_effects)
 
     def _blame(self, frame: FrameReceived[To], error: Exception, now_s: float) -> None:
-        _log.error("a frame from %r raised", frame.source, exc_info=error)
+        self._log_error(error, "a frame from %r raised", frame.source)
         try:
             self.control.on(FrameFailed(frame, error), now_s)
         except Exception as another:
-            _log.error("nor can its room be ended", exc_info=another)
+            self._log_error(another, "nor can its room be ended")
 
     def _carry_out(self, effects: Sequence[Effect[To]]) -> None:
         # First what the scheduler waits for: a send wakes zmq's own thread and may cost 0.2 ms, and

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.config import DecodeConfig
+from prefixkv.control.rooms import LostPeers
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -97,6 +98,10 @@ class DecodeRank(Closing):
     def audit(self) -> None:
         """Check every law of tree, allocator and page table. Slow. Raises InternalError."""
         self.replica.audit()
+
+    def lost_peers(self) -> LostPeers:
+        """As `DecodeNode.lost_peers`, of the prefill ranks that write here."""
+        return self.transfers.lost_peers()
 
     @property
     def num_rooms(self) -> int:

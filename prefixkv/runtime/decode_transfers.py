@@ -9,6 +9,7 @@ from typing import cast
 
 from prefixkv.config import DecodeConfig
 from prefixkv.control.decode import DecodeControl
+from prefixkv.control.rooms import LostPeers
 from prefixkv.digest import check_digest
 from prefixkv.errors import RequestError
 from prefixkv.memory.kv_pool import KVPool
@@ -189,6 +190,12 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         "connecting"."""
         self.check_open()
         return self.control.peers(time.monotonic())
+
+    def lost_peers(self) -> LostPeers:
+        """Prefill processes that are suspect or over (replaced, fenced, or they have left) and may
+        still write pages: what is wrong with each, and how many pages. What `fence` is for."""
+        self.check_open()
+        return self.control.lost_peers(time.monotonic())
 
     def peer_states(self) -> list[str]:
         """Of each prefill rank known, as `peers` says it."""

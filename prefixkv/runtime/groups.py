@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.control.rooms import LostPeers, merged
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -109,6 +110,10 @@ class DecodeGroup(DecodeNode):
         """The request's pages as each rank knows them."""
         self._hand_log()
         return [req.pages, *(other.pages(req.row) for other in self.others)]
+
+    def lost_peers(self) -> LostPeers:
+        """As `DecodeNode.lost_peers`, of all ranks; their pages are the same."""
+        return merged([super().lost_peers(), *(rank.lost_peers() for rank in self.others)])
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """As `DecodeNode.wait`; any rank's news end it."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.control.rooms import LostPeers
 from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.scheduler import DecodeScheduler
@@ -49,9 +50,9 @@ _DECODE_COUNTERS = (
     "tags_dropped", "transferred", "transfers_failed",
 )  # fmt: skip
 _PREFILL_COUNTERS = (
-    *COUNTERS, "bytes_sent", "decode_hit_tokens", "followed", "overtaken", "sent",
-    "staging_bytes_staged", "staging_pieces_written", "writes_done", "writes_drained_by_renewal",
-    "writes_failed",
+    *COUNTERS, "bytes_sent", "decode_hit_tokens", "followed", "overtaken", "refused_by_peers",
+    "sent", "staging_bytes_staged", "staging_pieces_written", "writes_done",
+    "writes_drained_by_renewal", "writes_failed",
 )  # fmt: skip
 
 
@@ -224,6 +225,12 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         "connecting"."""
         return self.transfers.peers()
 
+    def lost_peers(self) -> LostPeers:
+        """Prefill processes that are suspect or over (replaced, fenced, or they have left) and may
+        still write pages: what is wrong with each, and how many pages. Fence those that are dead.
+        """
+        return self.transfers.lost_peers()
+
     def _ready(self) -> list[str]:
         return [address for address, (_, state) in self.peers().items() if state == "ready"]
 
@@ -312,11 +319,25 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.transfers.endpoint
 
     def add(self, request: Request) -> PrefillRequest:
-        """Take a request; it waits for decode's promise. Raises RequestError, with nothing
-        changed."""
-        req = self.scheduler.add(request, self._pump())
+        """Take a request; it waits for decode's promise.
+
+        Raises RequestError, with nothing changed here; decode is told of it as by `refuse`, unless
+        the room is in use.
+        """
+        try:
+            return self.scheduler.add(request, self._pump())
+        finally:
+            self._tell()
+
+    def refuse(self, request: Request, reason: str = "refused") -> None:
+        """Tell decode at once that this request will not be taken here; if it promises its pages
+        later, it is told then, for `parked_timeout_s`.
+
+        Raises RequestError for a request that is here, or names no decode worker.
+        """
+        self._pump()
+        self.scheduler.refuse(request, reason)
         self._tell()
-        return req
 
     def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
         """Requests to compute now: `decode_prefix_len` and `prefix_len` are known, `pages` are
@@ -372,6 +393,11 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
     def peers(self) -> dict[PeerId, str]:
         """The decode workers known, each "ready" or "suspect"."""
         return self.transfers.peers()
+
+    def lost_peers(self) -> LostPeers:
+        """Decode processes that are suspect or over (replaced, fenced, or they have left) and still
+        in rooms here: what is wrong with each, and how many rooms."""
+        return self.transfers.lost_peers()
 
     @property
     def bytes_sent(self) -> int:

@@ -9,9 +9,10 @@ from typing import cast
 
 from prefixkv.config import PrefillConfig
 from prefixkv.control.prefill import PrefillControl
+from prefixkv.control.rooms import LostPeers
 from prefixkv.control.writes import StagingSlots
 from prefixkv.digest import check_digest
-from prefixkv.errors import AuxTooLargeError, ConfigError, RequestError
+from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -20,6 +21,7 @@ from prefixkv.prefill.send_plan import SendPlan
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
+    DeclineRoom,
     Fence,
     PrefillCommand,
     SendChunk,
@@ -29,7 +31,7 @@ from prefixkv.protocol.events import (
     RoomEnded,
     SourceFree,
 )
-from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.request import DeviceEvent, whole_number
 from prefixkv.runtime.channel import RouterChannel, is_loopback
 from prefixkv.runtime.control_thread import ControlThread
@@ -238,9 +240,9 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         """
         key = _key(room, generation, decode)
         self._begin(key, None)
-        self.submit(AbortRoom(key, reason))  # ends a promise that is here already
-        self.submit(AddRoom(key, 0, b""))
-        self.submit(AbortRoom(key, reason))
+        self.submit(DeclineRoom(key, reason))
+        self._kept += [RoomEnded(key, KVPoll.FAILED, AbortedError(reason)), SourceFree(key)]
+        self.rouse()
 
     def _begin(self, key: RoomKey, plan: SendPlan | None) -> None:
         if key in self._rooms:
@@ -266,6 +268,12 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         """The decode ranks known, each "ready" or "suspect"."""
         self.check_open()
         return self.control.peers(time.monotonic())
+
+    def lost_peers(self) -> LostPeers:
+        """Decode processes that are suspect or over (replaced, fenced, or they have left) and still
+        in rooms here: what is wrong with each, and how many rooms."""
+        self.check_open()
+        return self.control.lost_peers(time.monotonic())
 
     def peer_states(self) -> list[str]:
         """Of each decode rank known, as `peers` says it."""

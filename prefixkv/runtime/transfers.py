@@ -179,6 +179,7 @@ class Transfers(Closing, Generic[C, To, E]):
             **{f"staging_{name}": number for name, number in staging.items()},
             **self.thread.channel.counters,
             "control_errors": self.thread.num_errors,
+            "log_errors": self.thread.num_log_errors,
             "rooms": control.num_rooms,
         }
 

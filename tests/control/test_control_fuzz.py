@@ -37,6 +37,7 @@ from prefixkv.protocol import messages
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
+    DeclineRoom,
     Fence,
     OpenRoom,
     RefuseRoom,
@@ -45,6 +46,7 @@ from prefixkv.protocol.commands import (
 from prefixkv.protocol.events import RoomDrained, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
+    HelloRefused,
     HelloReply,
     HelloWanted,
     LeaseAsk,
@@ -134,6 +136,8 @@ OTHER_BODIES = st.sampled_from(
         messages.Heartbeat(),
         messages.Fenced(),
         HelloWanted(),
+        HelloRefused(PREFILL.incarnation, "no"),
+        HelloRefused(PREFILL.incarnation, "fenced", True),
         DONE,
         "hello",
         "reply",
@@ -585,6 +589,7 @@ PREFILL_FEED: Feed = {
         | st.tuples(ROOMS, st.just(2), st.just(True), st.booleans()),
         PrefillWorld.chunk,
     ),
+    DeclineRoom: (st.tuples(ROOMS), lambda _, key: DeclineRoom(sent(key), "no room")),
     AbortRoom: (st.tuples(ROOMS), lambda _, key: AbortRoom(sent(key), "enough")),
     Fence: (st.just(()), lambda world: Fence(world.me)),
     FrameReceived: (BODIES, PrefillWorld.frame),

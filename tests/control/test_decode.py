@@ -46,6 +46,7 @@ from prefixkv.protocol.messages import (
     FailureCode,
     Heartbeat,
     Hello,
+    HelloRefused,
     HelloWanted,
     Outcome,
     OutcomeAck,
@@ -160,6 +161,9 @@ def test_two_that_do_not_fit_fail_the_rooms_and_name_the_field(
     peer = PrefillPeer()
     peer.open()
     actions = peer.greet(**changes)
+    if "refused" not in changes:  # else prefill knows
+        told = actions.pop(0)
+        assert told == HelloRefused(PREFILL.incarnation, str(actions[0].error))
     assert kinds(actions) == ["RoomEnded", "RoomDrained", "Disconnect"]
     assert isinstance(actions[0].error, HandshakeError)
     assert text in str(actions[0].error)
@@ -354,8 +358,10 @@ def test_a_fence_drains_the_rooms_of_its_incarnation_only_and_bars_it() -> None:
     assert peer.expected == 1
     actions = peer.on(Fence(PREFILL))
     assert kinds(actions) == ["RoomEnded", "Hello", "RoomDrained"]
-    assert peer.greet() == [], "a fenced incarnation is not met again"
-    assert peer.control.counters["frames_dropped"] == 1
+    told = HelloRefused(PREFILL.incarnation, "prefill-0 life 5 was fenced", True)
+    assert peer.greet() == [told], "a fenced incarnation is not met again, and hears so"
+    assert peer.greet(refused="that is known") == [], "once it has said so, it is not answered"
+    assert peer.control.counters["frames_dropped"] == 2
     peer.open(promise(8))
     assert kinds(peer.greet(newer(PREFILL))) == ["Promise"]
 
@@ -392,7 +398,7 @@ def test_a_hello_wanted_by_its_successor_ends_a_worker_for_good() -> None:
     peer.open(promise(8))
     assert kinds(peer.greet(newer(PREFILL))) == ["RoomEnded", "Promise"]
     peer.open(promise(9))
-    assert peer.greet(PREFILL) == [], "a late reply of the old one promises nothing to it"
+    assert kinds(peer.greet(PREFILL)) == ["HelloRefused"], "of the old one; nothing is promised"
     assert peer.control.counters["dropped: FormerLifeError"] == 1
 
 
@@ -400,7 +406,7 @@ def test_a_worker_that_is_started_again_behind_the_clock_takes_its_place_at_once
     peer = PrefillPeer().opened()
     assert kinds(peer.greet(BEFORE)) == ["RoomEnded"], "of what was promised to the one before"
     assert peer.control.peers(peer.now_s) == {ADDRESS: (BEFORE, "ready")}
-    assert peer.greet(PREFILL) == []
+    assert kinds(peer.greet(PREFILL)) == ["HelloRefused"]
     assert peer.control.peers(peer.now_s) == {ADDRESS: (BEFORE, "ready")}
 
 

@@ -37,7 +37,7 @@ from prefixkv.errors import (
 from prefixkv.memory.kv_layout import Slab
 from prefixkv.memory.mesh import Shard
 from prefixkv.protocol import messages
-from prefixkv.protocol.commands import AbortRoom, Fence, OpenRoom
+from prefixkv.protocol.commands import AbortRoom, DeclineRoom, Fence, OpenRoom
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -779,7 +779,7 @@ def test_a_fence_ends_the_rooms_of_its_incarnation_and_forgets_it() -> None:
     for other in (before, newer(DECODE), OTHER):
         assert peer.on(Fence(other)) == [], "another life, or another name"
     assert peer.control.num_rooms == 2
-    lost = Alike(PeerLostError(f"{DECODE} was fenced"))
+    lost = Alike(PeerLostError(f"{DECODE} was fenced", DECODE))
     assert peer.on(Fence(DECODE)) == [
         RoomEnded(SENT, KVPoll.FAILED, lost),
         Cancel(post.job_id),
@@ -898,6 +898,7 @@ def _frame(body: Any, by: PeerId = DECODE) -> FrameReceived[bytes]:
 INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a request": (add_room(RoomKey(8, 0, SENT.decode)), []),
     "pages": (send_chunk(SENT, 2, [31], False, b""), ["WriteJob"]),
+    "a request that is not taken": (DeclineRoom(RoomKey(8, 0, SENT.decode), "no"), []),
     "a room to end": (ENOUGH, ["RoomEnded", "Cancel", "Outcome"]),
     "a fence": (Fence(DECODE), ["RoomEnded", "Cancel", "RemovePeer"]),
     "a frame": (FrameReceived(ROUTE, b"junk"), []),

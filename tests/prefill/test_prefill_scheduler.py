@@ -21,6 +21,7 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.scheduler import AbortRoom, AddRoom, PrefillScheduler, SendChunk
+from prefixkv.protocol.commands import DeclineRoom
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.models.auditor import assert_at_rest
@@ -193,8 +194,30 @@ def test_what_cannot_be_taken_is_refused_and_changes_nothing() -> None:
     }.items():
         with pytest.raises(RequestError, match=text):
             desk.scheduler.add(request, 0.0)
-    assert (list(desk.scheduler.requests), desk.scheduler.take_commands()) == (["a"], [])
+    assert list(desk.scheduler.requests) == ["a"]
+    declined = desk.scheduler.take_commands()
+    assert {command.key for command in declined} == {RoomKey(2, 0, "d")}, "no room that is in use"
+    assert [command.reason for command in declined] == [
+        "request 'x' needs 5 pages, 4 is the most there is",
+        "request 'a' is here already",
+    ]
     desk.add("b", 4, room=1, generation=1)
+
+
+def test_a_refusal_is_told_and_harms_no_room_that_is_in_use() -> None:
+    desk = Desk(4)
+    desk.add("a", 4, room=1)
+    desk.scheduler.take_commands()
+    desk.scheduler.refuse(Request("x", [1], room=2, decode="d"), "no")
+    assert desk.scheduler.take_commands() == [DeclineRoom(RoomKey(2, 0, "d"), "no")]
+    for text, request in {
+        "room 1 generation 0 of 'd' is in use": Request("x", [1], room=1, decode="d"),
+        "names no decode worker": Request("x", [1], room=2),
+    }.items():
+        with pytest.raises(RequestError, match=text):
+            desk.scheduler.refuse(request, "no")
+    assert (list(desk.scheduler.requests), desk.scheduler.take_commands()) == (["a"], [])
+    assert desk.scheduler.idle is False
 
 
 def test_a_chunk_that_cannot_be_is_refused_and_changes_nothing() -> None:

@@ -30,6 +30,7 @@ BODIES = [
     HELLO,
     messages.HelloReply(DIGEST, TOPOLOGY, (ADDRESS,), bytes(32), "no"),
     messages.HelloWanted(),
+    messages.HelloRefused(2**64 - 1, "no", True),
     promise(room=2**64 - 1, generation=2**31 - 1),
     messages.PromiseAck(7, 0, 1),
     messages.Abort(7, 0, "why"),

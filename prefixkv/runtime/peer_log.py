@@ -1,0 +1,66 @@
+"""The log of what becomes of peers: logger `prefixkv.peers`.
+
+A peer that is refused again and again is one line a minute, whatever life it is in, and there are
+at most `LINES` lines in `WINDOW_S`; what is left out is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import Final
+
+from prefixkv.control.news import PeerNews
+from prefixkv.protocol.ids import PeerId
+
+REPEAT_S: Final = 60.0
+LINES: Final = 100
+WINDOW_S: Final = 10.0
+_MAX_KEYS: Final = 4096
+_CALM: Final = {"met", "heard", "forgotten"}
+
+_log = logging.getLogger("prefixkv.peers")
+
+
+class PeerLog:
+    """Owned by a control thread. `name` is the worker's. What a handler raises comes out of
+    `write`; the lines behind it are lost."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        # When each was written last, and how many were left out since. The oldest first.
+        self._written: OrderedDict[tuple[str, PeerId | str], tuple[float, int]] = OrderedDict()
+        self._window_s = -WINDOW_S
+        self._num_lines = 0
+
+    def write(self, news: list[PeerNews], now_s: float) -> None:
+        if now_s >= self._window_s + WINDOW_S:
+            left_out, self._num_lines = max(0, self._num_lines - LINES), 0
+            self._window_s = now_s
+            if left_out:
+                _log.warning("%s: %d lines were left out", self._name, left_out)
+        for one in news:
+            more = self._more(one, now_s)
+            if more is None:
+                continue
+            self._num_lines += 1
+            if self._num_lines > LINES:
+                continue
+            level = logging.INFO if one.kind in _CALM else logging.WARNING
+            again = f" ({more} more since the last line)" if more else ""
+            _log.log(level, "%s: %s: %s %s%s", self._name, one.kind, one.peer, one.why, again)
+
+    def _more(self, one: PeerNews, now_s: float) -> int | None:
+        """How many like it were left out before; None: this one is to be left out."""
+        key: tuple[str, PeerId | str] = one.kind, one.peer
+        if one.kind == "refused" and isinstance(one.peer, PeerId):
+            key = one.kind, one.peer.name
+        last_s, more = self._written.get(key, (now_s - REPEAT_S, 0))
+        if now_s < last_s + REPEAT_S:
+            self._written[key] = last_s, more + 1
+            return None
+        self._written[key] = now_s, 0
+        self._written.move_to_end(key)
+        if len(self._written) > _MAX_KEYS:
+            self._written.popitem(last=False)
+        return more

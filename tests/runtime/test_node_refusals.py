@@ -1,0 +1,157 @@
+"""Requests that prefill's engine does not take, and peers that one side does not work with: both
+sides hear of it at once, with real nodes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from prefixkv.config import ModelConfig
+from prefixkv.errors import (
+    DrainingError,
+    HandshakeError,
+    PeerLostError,
+    RequestError,
+    TransferError,
+)
+from prefixkv.memory.mesh import Mesh
+from prefixkv.request import Request
+from tests.models.mesh_workers import MeshPair
+from tests.models.node_pair import NodePair, tokens_of
+from tests.models.patience import until
+from tests.runtime.conftest import MakePair
+
+PROMPT = tokens_of(1, 30)
+
+
+def for_prefill(rid: str, room: int, tokens: object = PROMPT) -> Request:
+    return Request(rid, tokens, room=room, decode="decode-0")  # type: ignore[arg-type]
+
+
+def test_decode_hears_at_once_that_prefills_engine_refuses(pair: NodePair) -> None:
+    pair.submit("early", PROMPT, room=1, tell=False)
+    pair.decode.pop_preallocated()
+    until(lambda: pair.prefill.stats()["rooms"] == 1)  # the promise is here
+    pair.prefill.refuse(for_prefill("early", 1), "not for this worker")
+    pair.prefill.refuse(for_prefill("late", 2), "not for this worker")
+    pair.submit("late", tokens_of(2, 30), room=2, tell=False)
+    pair.run("early", "late")
+    for rid in ("early", "late"):
+        error = pair.d.ended[rid]
+        assert type(error) is TransferError
+        assert "not for this worker" in str(error)
+
+
+def test_decode_hears_at_once_what_prefills_add_refuses(pair: NodePair) -> None:
+    pair.submit("long", PROMPT, room=1, tell=False)
+    with pytest.raises(RequestError, match="needs 75 pages"):
+        pair.prefill.add(for_prefill("long", 1, tokens_of(1, 300)))
+    pair.run("long")
+    assert "needs 75 pages, 64 is the most there is" in str(pair.d.ended["long"])
+    pair.submit("late", PROMPT, room=2, tell=False)
+    pair.prefill.drain()
+    with pytest.raises(DrainingError):
+        pair.prefill.add(for_prefill("late", 2))
+    pair.run("late")
+    assert "is being drained" in str(pair.d.ended["late"])
+
+
+def test_a_duplicate_does_not_harm_the_one_that_lives(pair: NodePair) -> None:
+    pair.p.hold = True
+    pair.submit("r", PROMPT, room=1)
+    for request in (for_prefill("r", 1), for_prefill("another", 1)):
+        with pytest.raises(RequestError):
+            pair.prefill.add(request)
+        with pytest.raises(RequestError, match="in use"):
+            pair.prefill.refuse(request)
+    pair.p.hold = False
+    pair.run("r")
+    assert pair.d.ended["r"] is None
+
+
+def test_a_request_is_served_that_was_refused_and_is_added_after_all(pair: NodePair) -> None:
+    pair.prefill.refuse(for_prefill("r", 1))
+    pair.submit("r", PROMPT, room=1)
+    pair.run("r")
+    assert pair.d.ended["r"] is None
+
+
+def test_all_ranks_of_a_worker_refuse() -> None:
+    with MeshPair(Mesh(2, 2, 2), Mesh(2, 2, 2)) as pair:
+        pair.prefill.refuse(for_prefill("r", 1), "not for this worker")
+        pair.submit("r", PROMPT, room=1, tell=False)
+        pair.until(lambda: "r" in pair.failed)
+        assert "not for this worker" in str(pair.failed["r"])
+
+
+# --- peers ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    with caplog.at_level(logging.INFO, "prefixkv.peers"):
+        yield caplog.messages
+
+
+def logged(caplog: pytest.LogCaptureFixture, *words: str) -> bool:
+    return any(all(word in line for word in words) for line in caplog.messages)
+
+
+def test_both_sides_log_whom_they_meet_and_that_they_do_not_fit(
+    make_pair: MakePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "prefixkv.peers")
+    pair = make_pair()
+    pair.submit("r", PROMPT)
+    pair.run("r")
+    until(lambda: logged(caplog, "decode-0: met: prefill-0 life", pair.prefill.endpoint))
+    until(lambda: logged(caplog, "prefill-0: met: decode-0 life"))
+    misfit = make_pair(decode={"model": ModelConfig(model="another")})
+    misfit.submit("r", PROMPT, tell=False)
+    misfit.run("r")
+    assert isinstance(misfit.d.ended["r"], HandshakeError)
+    until(lambda: logged(caplog, "decode-0: refused:", "model differs"))
+    until(lambda: logged(caplog, "prefill-0: refused: decode-0 life", "model differs"))
+
+
+def test_a_prefill_worker_that_was_fenced_and_lives_is_told(
+    pair: NodePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.p.hold = True
+    pair.submit("r", PROMPT)
+    pair.until(lambda: bool(pair.p.computing))
+    assert pair.decode.lost_peers() == pair.prefill.lost_peers() == {}
+    pair.decode.fence(*pair.prefill.peer_id)
+    pair.until(lambda: "r" in pair.d.ended and "r" in pair.p.failed)
+    error = pair.d.ended["r"]
+    assert isinstance(error, PeerLostError)
+    assert error.peer == pair.prefill.peer_id
+    assert isinstance(pair.p.failed["r"], PeerLostError)
+    assert "was fenced" in str(pair.p.failed["r"])
+    assert pair.prefill.stats()["refused_by_peers"] == 1
+    until(lambda: logged(caplog, "prefill-0: refused: decode-0 life", "was fenced"))
+    until(lambda: logged(caplog, "decode-0: over: prefill-0 life", "was fenced"))
+
+
+class _Raises(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise ZeroDivisionError("on purpose")
+
+
+def test_a_log_handler_that_raises_breaks_nothing(pair: NodePair) -> None:
+    logger = logging.getLogger("prefixkv.peers")
+    handler, level = _Raises(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        pair.submit("r", PROMPT)
+        pair.run("r")
+        until(lambda: pair.decode.stats()["log_errors"] > 0)
+        until(lambda: pair.prefill.stats()["log_errors"] > 0)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert pair.d.ended["r"] is None
+    assert pair.decode.stats()["control_errors"] == 0
