@@ -15,7 +15,7 @@ from prefixkv.control.news import News, PeerNews
 from prefixkv.control.rooms import merged
 from prefixkv.errors import ConfigError, PeerLostError
 from prefixkv.protocol.commands import AbortRoom, Fence
-from prefixkv.protocol.events import RoomEnded
+from prefixkv.protocol.events import RoomEnded, decode_error, encode_error
 from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.protocol.messages import (
     Fenced,
@@ -25,6 +25,7 @@ from prefixkv.protocol.messages import (
     HelloReply,
     HelloWanted,
 )
+from prefixkv.ranks.rooms import RankRooms
 from tests.control.wire import (
     ADDRESS,
     DECODE,
@@ -104,6 +105,9 @@ def test_decode_says_what_is_fenced_forgotten_and_in_quarantine() -> None:
     peer.on(Fence(PREFILL))
     peer.on(Fence(PREFILL))
     assert peer.control.news.take() == [PeerNews("over", PREFILL, "was fenced")]
+    peer.greet()
+    text = f"still speaks at {ADDRESS}: prefill-0 life 5 was fenced"
+    assert peer.control.news.take() == [PeerNews("refused", PREFILL, text)]
     peer.pass_time(TIMING.forget_after_s + 1.0)
     assert news(peer) == [("forgotten", ADDRESS)]
 
@@ -135,9 +139,27 @@ def test_pages_that_settle_after_a_fence_are_listed_until_then() -> None:
     assert peer.control.lost_peers(peer.now_s) == {PREFILL: ("was fenced", 2)}
 
 
+def test_an_address_that_answers_no_more_names_what_answered_there() -> None:
+    peer = PrefillPeer().opened()
+    peer.say(HelloWanted())
+    peer.open(promise(8))
+    peer.on(Unreached(ADDRESS, "nobody answers"))
+    [ended] = of(peer.pass_time(TIMING.connect_timeout_s + 0.5), RoomEnded)
+    assert (ended.key.room, ended.error.peer) == (8, PREFILL)
+
+
+def test_a_lost_peer_is_named_on_every_rank() -> None:
+    """Errors travel to rank 0 as text, and with them which peer it was."""
+    lost = PeerLostError("gone", PREFILL)
+    assert decode_error(Exception, encode_error(lost)).peer == PREFILL  # type: ignore[attr-defined]
+    rooms = RankRooms(2)
+    [ended], _ = rooms.on(1, RoomEnded(KEY, KVPoll.FAILED, lost))
+    assert ended.error.peer == PREFILL  # type: ignore[union-attr]
+
+
 def test_ranks_have_the_same_pages() -> None:
     a, b = PeerId("p", 1), PeerId("p/1", 1)
-    ranks = [{a: ("suspect", 2)}, {a: ("suspect", 5), b: ("was fenced", 1)}]
+    ranks = [{a: ("suspect", 5)}, {a: ("suspect", 2), b: ("was fenced", 1)}]
     assert merged(ranks) == {a: ("suspect", 5), b: ("was fenced", 1)}
 
 
@@ -299,6 +321,14 @@ def test_a_fenced_worker_and_decode_do_not_go_on_telling_each_other() -> None:
 
 
 # --- what is kept ---------------------------------------------------------------------------------
+
+
+def test_each_room_of_a_peer_that_is_lost_counts() -> None:
+    peer = DecodePeer().known()
+    for room in (7, 8):
+        peer.say(promise(room))
+    late_s = peer.now_s + TIMING.suspect_after_s + 1.0
+    assert peer.control.lost_peers(late_s) == {DECODE: ("suspect", 2)}
 
 
 def test_news_that_are_not_taken_are_bounded_and_the_oldest_goes_first(
