@@ -214,7 +214,7 @@ def leftovers(control: Any) -> dict[str, Any]:
     if isinstance(control, PrefillControl):
         peers = control._peers.all()
         left |= {
-            "trials": dict(control._trials._on_trial),
+            "trials": dict(control._greetings._trials._on_trial),
             "jobs": dict(control._jobs), "unclaimed": set(control._unclaimed),
             "claims": [dict(some) for some in control._claims.leftovers() if some],
             "parked": [peer.id for peer in peers if peer.num_parked],
@@ -231,7 +231,7 @@ def leftovers(control: Any) -> dict[str, Any]:
 
 # --- digests --------------------------------------------------------------------------------------
 
-_SKIPPED = {"counters", "last_effects", "_stamp", "_job_ids", "_timing"}
+_SKIPPED = {"counters", "news", "last_effects", "_stamp", "_job_ids", "_timing"}
 _ATOMS = (type(None), bool, int, str, bytes)
 
 

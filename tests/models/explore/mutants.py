@@ -15,6 +15,7 @@ from typing import Any
 
 from prefixkv.control.claims import Claims
 from prefixkv.control.decode import DecodeControl
+from prefixkv.control.greetings import Greetings
 from prefixkv.control.liveness import Liveness
 from prefixkv.control.prefill import PrefillControl
 from prefixkv.digest import prove
@@ -131,7 +132,7 @@ MUTANTS = (
         "repeat, abort, restart",
     ),
     _M(
-        "a peer is loaded whatever its trial says", _P._tried,
+        "a peer is loaded whatever its trial says", Greetings.tried,
         "if error is None:", "if True:", "tried: lose, fail",
     ),
     _M(
