@@ -5,6 +5,10 @@ transport and the copy threads have to do, and what became of rooms. It holds th
 prefill workers (`links.py`) and the rooms that are open on them, each a state machine
 (`ReceiverMachine`, or a `RefusalMachine` for a room that will not be opened).
 
+What comes in are the cases of `on`. What goes out: SendFrame, Connect and Disconnect for the
+sockets, Expect and Settle for the transport, Scatter for the copy threads, RoomEnded, RoomDrained
+and RoomOverdue for the scheduler. `sides.py` has both as types.
+
 It owns what machines cannot know: which incarnation a room was promised to. Only that one's word
 counts, since a restarted worker knows nothing of its predecessor's writes.
 """

@@ -5,6 +5,10 @@ transport and the copy threads have to do, and what became of rooms. It holds th
 are known (`peers.py`), the rooms it sends for, each a `SenderMachine`, and the staging of slices
 (`StagingSender`) between the two and the transport.
 
+What comes in are the cases of `on`. What goes out: SendFrame for the sockets; AddPeer, RemovePeer,
+WriteJob, Cancel and Renew for the transport, TryPeer for the trial, Gather for the copy threads;
+Bootstrapped, RoomEnded and SourceFree for the scheduler. `sides.py` has both as types.
+
 Page ids from a peer are bounds-checked here, before anything turns them into addresses. A room is
 of one decode worker, whose name is in its key, so that no other can say a word about it. A promise
 that comes before the engine's request is parked, bounded a peer and with a deadline; so is an
