@@ -95,7 +95,7 @@ class ControlConfig:
     max_parked_per_peer: int = 1024
     max_peers: int = 1024
     max_peer_bytes: int = 32 << 20
-    max_queued_frames: int = 10_000
+    max_queued_frames: int = 2_000
     max_aux_bytes: int = 64 << 10
     curve: CurveConfig | None = None
     allow_remote_without_keys: bool = False
