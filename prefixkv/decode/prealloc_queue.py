@@ -185,6 +185,7 @@ class DecodePreallocQueue:
         A request whose rank a user's policy cannot say keeps the one it has.
         """
         books = self._books
+        self._shares.new_pass()
         while (first := self._first_of_all(now_s)) is not None and books.can_open:
             if first.seen_at == self._version or not self._try(first, *self._look(first), now_s):
                 if self._is_limited(first):

@@ -34,6 +34,7 @@ class PrefillShares:
         self.most = most
         self.version = 0  # grows whenever a worker that was refused may be promised more
         self._ready = ready
+        self._answering: Collection[str] | None = None  # in this pass
         self._rooms: dict[RoomKey, tuple[str, int]] = {}
         self._pages: Counter[str] = Counter()
         self._refused: set[str] = set()  # since pages of theirs came back
@@ -50,12 +51,17 @@ class PrefillShares:
         """Pages in the power of the worker at `address`."""
         return self._pages[address]
 
+    def new_pass(self) -> None:
+        """Who answers now is asked once a pass of the queue, however many requests wait."""
+        self._answering = None
+
     def refuses(self, address: str, num_pages: int) -> bool:
         """Whether so many pages more would be above its share. O(1) where they would not."""
         held = self._pages[address]
         if not held or held + num_pages <= self.most:
             return False
-        if not any(other != address and other in self._named for other in self._ready()):
+        answering = self._answering = self._ready() if self._answering is None else self._answering
+        if not any(other != address and other in self._named for other in answering):
             return False
         self._refused.add(address)
         return True

@@ -103,3 +103,19 @@ def test_an_address_that_no_request_names_is_no_other_worker() -> None:
     for i in range(2000):
         shares.name(f"n{i}")
     assert not shares.refuses("a", 1), "the names that were told longest ago are forgotten"
+
+
+def test_who_answers_is_asked_once_a_pass_however_many_wait() -> None:
+    asked: list[int] = []
+
+    def ready() -> list[str]:
+        asked.append(1)
+        return READY
+
+    d = Desk(16, shares=PrefillShares(4, ready))
+    for rid in "uvwxyz":
+        d.add(rid, 12, 4, prefill="a")
+    d.add("b", 4, 4, prefill="b")
+    asked.clear()
+    d.admit()
+    assert len(asked) == 1
