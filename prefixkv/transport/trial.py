@@ -176,7 +176,8 @@ class _Child:
             settings["UCX_NET_DEVICES"] = devices
         # The bindings' file: the package would bring torch, 200 MB of it and a second.
         arguments = [BINDINGS_FILE, str(os.getpid()), str(_TRIAL_LIMIT_S)]
-        with theirs:
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(self.words.close)  # where the process cannot be started
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_PROGRAM), *arguments],
                 stdin=theirs.fileno(),
@@ -185,6 +186,7 @@ class _Child:
                 env={**os.environ, **settings},
                 cwd="/",
             )
+            undo.pop_all()
 
     def is_ready(self) -> bool:
         """Whether it waits for a trial; waits for that itself. Raises OSError, or TimeoutError,

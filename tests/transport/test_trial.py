@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -201,3 +202,18 @@ def test_without_a_child_the_checks_are_made_all_the_same() -> None:
     finally:
         tried.trial.close()
         assert tried.agent.destroy()
+
+
+def test_a_child_that_cannot_be_started_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError("no more processes")
+
+    made: list[socket.socket] = []
+    socketpair = socket.socketpair
+    monkeypatch.setattr(trial_module.subprocess, "Popen", refused)
+    monkeypatch.setattr(
+        trial_module.socket, "socketpair", lambda: (pair := socketpair(), made.extend(pair))[0]
+    )
+    with pytest.raises(OSError, match="no more processes"):
+        trial_module._Child("")
+    assert [one.fileno() for one in made] == [-1, -1]
