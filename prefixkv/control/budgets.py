@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from prefixkv.errors import BudgetError
+from prefixkv.errors import BudgetError, check_laws
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Hello
 
@@ -100,6 +100,9 @@ class Claimed:
     def check_invariants(self, is_drained: Mapping[RoomKey, bool]) -> None:
         """The laws, given all rooms there are."""
         undrained = {key: num for key, num in self.rooms.items() if not is_drained[key]}
-        assert self._undrained == undrained, "what is not drained is what was promised and may land"
-        assert self.num_undrained == sum(undrained.values()), "its pages are counted"
-        assert self.num_undrained <= self._num_pages, "and are no more than the pool has"
+        laws = {
+            "what is not drained is what was promised and may land": self._undrained == undrained,
+            "its pages are counted": self.num_undrained == sum(undrained.values()),
+            "and are no more than the pool has": self.num_undrained <= self._num_pages,
+        }
+        check_laws(laws, self._undrained, undrained)
