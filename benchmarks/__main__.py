@@ -31,6 +31,7 @@ BENCHMARKS = {
     "demo_meshes": "the demo between unequal ranks and layouts, every byte verified",
     "chaos": "wrong bytes, hangs and leaks while workers die, stop and are cut off",
     "soak": "memory, descriptors, threads and tables through 100,000 failing rooms",
+    "rooms_memory": "what malloc and Python still count as a million rooms go by",
     "env": "a virtual environment with vLLM, SGLang or transformers and this checkout",
 }
 

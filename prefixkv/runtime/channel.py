@@ -34,8 +34,9 @@ _GONE = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+_WAITING_FRAMES = 64  # of one peer, that this process holds unread; 512 MiB if each is the largest
 _FRAMES_A_POLL = 256  # so that a flood from one side cannot keep the owner from its other work
-_BYTES_A_POLL = 2 * MAX_FRAME_BYTES  # of one worker's frames; what is beyond is dropped
+_BYTES_A_POLL = 2 * MAX_FRAME_BYTES  # of one worker's frames
 _READS_A_POLL = 16 * _FRAMES_A_POLL  # those that are dropped among them
 
 
@@ -112,7 +113,9 @@ class _Channel(Closing):
         sock.setsockopt(zmq.IPV6, "[" in address)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.SNDHWM, self._config.max_queued_frames)
-        sock.setsockopt(zmq.RCVHWM, self._config.max_queued_frames)
+        # What is beyond waits with the kernel, and then in the peer's own queue.
+        waiting_frames = min(_WAITING_FRAMES, self._config.max_queued_frames)
+        sock.setsockopt(zmq.RCVHWM, waiting_frames)
         sock.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         sock.setsockopt(zmq.RECONNECT_IVL, 20)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -173,7 +176,8 @@ class RouterChannel(_Channel):
         self._poller.register(self._sock, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> list[FrameReceived[bytes]]:
-        """Wait for frames or the wake-up descriptor."""
+        """Wait for frames or the wake-up descriptor. Of one worker's, what is beyond its bytes a
+        poll is dropped: the socket is everybody's."""
         frames: list[FrameReceived[bytes]] = []
         if not self._poll(timeout_s):
             return frames
@@ -271,11 +275,15 @@ class DealerChannel(_Channel):
             if sock is self._monitors[address]:
                 frames += self._news(sock, address)
                 continue
+            num_bytes = 0
             for _ in range(_FRAMES_A_POLL):
+                if num_bytes >= _BYTES_A_POLL:
+                    break  # the rest waits in this worker's own socket
                 try:
                     parts = sock.recv_multipart(zmq.DONTWAIT)
                 except zmq.Again:
                     break
+                num_bytes += sum(map(len, parts))
                 if len(parts) != 1:
                     self.counters["frames_malformed"] += 1
                     continue

@@ -162,6 +162,41 @@ def test_a_poll_takes_a_bounded_share_of_one_workers_bytes(ends: Ends) -> None:
     assert router.counters["frames_over_budget"]
 
 
+def test_a_dealer_reads_a_bounded_share_of_a_workers_bytes_and_the_rest_later(ends: Ends) -> None:
+    worker = ends.router()
+    dealer = ends.dealer(worker.endpoint)
+    dealer.send(worker.endpoint, b"hi")
+    ((route, _, _),) = polled(worker)
+    for _ in range(6):
+        worker.send(route, bytes(MAX_FRAME_BYTES))
+    num_big = 0
+    deadline_s = time.monotonic() + PATIENCE_S
+    while num_big < 6:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)  # so that more than is read at once has come
+        frames = [frame for frame in dealer.poll(0.05) if isinstance(frame, FrameReceived)]
+        assert len(frames) <= 2
+        num_big += len(frames)
+    assert not worker.counters
+    assert not dealer.counters
+
+
+def test_a_socket_that_is_not_read_holds_few_frames_and_loses_none(ends: Ends) -> None:
+    """However many its owner lets wait; the sender notices."""
+    router = ends.router()
+    greedy = ends.raw(zmq.DEALER, router.endpoint, sndhwm=1)
+    num_sent, frame = 0, bytes(1 << 20)
+    while num_sent < 200 and greedy.poll(2000, zmq.POLLOUT):
+        greedy.send(frame)
+        num_sent += 1
+    assert num_sent < 200, "64 wait here, and what the kernel's buffers take"
+    num_read = 0
+    deadline_s = time.monotonic() + PATIENCE_S
+    while num_read + router.counters["frames_over_budget"] < num_sent:
+        assert time.monotonic() < deadline_s
+        num_read += len(router.poll(0.05))
+
+
 def news(dealer: DealerChannel, patience_s: float = PATIENCE_S) -> Any:
     """The next thing that it tells of a connection."""
     deadline_s = time.monotonic() + patience_s
