@@ -139,10 +139,14 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """KV is computed up to token `end`: send what decode lacks of it. Returns the pages queued.
 
         With `last` the outcome follows, and `aux` and `state_slot` with it. A request that has
-        failed meanwhile takes no chunk: 0, and `pop_failed` says why. Raises RequestError or
-        AuxTooLargeError, with nothing changed.
+        failed meanwhile takes no chunk: 0, and `pop_failed` says why; what was computed goes to the
+        tree all the same. Raises RequestError or AuxTooLargeError, with nothing changed.
         """
         if req.state is PrefillState.FAILED:
+            if req.pages_held is not None and req.plan is not None and not req.popped:
+                with suppress(RequestError):
+                    req.plan.send(end)
+                    self._computed[req] = None
             return 0
         if self.requests.get(req.rid) is not req or req.state is not PrefillState.COMPUTING:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it takes no chunk")

@@ -443,6 +443,8 @@ def burst_table() -> list[str]:
 def storms_table() -> list[str]:
     chaos, soak = result("chaos")["summary"], result("soak")
     verdict, rss = soak["verdict"], soak["verdict"]["rss_mib"]
+    many = result("rooms_memory")
+    samples, mib = many["samples"], 1 << 20
     return [
         *head("", ""),
         line("chaos: requests / processes", f"{chaos['requests']:,} / {chaos['lives']}"),
@@ -455,6 +457,13 @@ def storms_table() -> list[str]:
         line("soak: memory, three times in the run, MiB", " / ".join(fixed(one) for one in rss)),
         line("soak: growth, bytes a room / most allowed",
              " / ".join(fixed(verdict[name]) for name in ("bytes_a_room", "most_bytes_a_room"))),
+        line("rooms_memory: rooms", f"{many['verdict']['rooms']:,}"),
+        line("rooms_memory: in use by malloc after the first 20,000, a half, all, MiB",
+             " / ".join(fixed(samples[at]["malloc_bytes"] / mib)
+                        for at in (0, len(samples) // 2, -1))),
+        line("rooms_memory: growth in the last half, bytes a room by malloc / blocks by Python",
+             " / ".join(f"{many['verdict'][name]:.1f}"
+                        for name in ("malloc_bytes_a_room", "python_blocks_a_room"))),
     ]  # fmt: skip
 
 

@@ -34,14 +34,22 @@ def burst(desk: Desk, size: int, system: list[int] = SYSTEM, **fields: Any) -> l
     return reqs
 
 
-def serve(desk: Desk, chunk: int, in_turn: bool) -> int:
-    """To the end; returns the tokens computed."""
+def serve(desk: Desk, chunk: int, in_turn: bool, fails_at: int = 0) -> int:
+    """To the end; returns the tokens computed. The first fails once so many of its are."""
     computing: dict[PrefillRequest, int] = {}
     total = 0
     while desk.scheduler.requests:
         for req in desk.scheduler.pop_bootstrapped(0.0):
             computing[req] = req.prefix_len
         assert computing, "all wait, and nothing is computed"
+        first = next(iter(computing))
+        if fails_at and computing[first] >= fails_at:
+            fails_at = 0
+            del computing[first]
+            desk.end(first, ok=False)
+            desk.source_free(first)
+            assert desk.pop_failed() == [first]
+            continue
         for req in list(computing)[: 1 if in_turn else None]:
             end = min(computing[req] + chunk, req.num_tokens)
             total += end - computing[req]
@@ -63,6 +71,21 @@ def test_a_burst_behind_one_system_prompt_computes_it_once(chunk: int, in_turn: 
     burst(desk, 64)
     assert serve(desk, chunk, in_turn) == len(SYSTEM) + 64 * 6
     assert desk.scheduler.counters["followed"] == 63
+    assert_at_rest(desk.scheduler)
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+@pytest.mark.parametrize(("fails_at", "chunk"), [(1, 3), (101, 50), (399, 30)])
+def test_a_burst_whose_first_fails_computes_what_that_had_no_second_time(
+    fails_at: int, chunk: int, in_turn: bool
+) -> None:
+    """But for the page in which it ended."""
+    system = list(range(100, 500))
+    desk = desk_of(num_pages=1000)
+    burst(desk, 64, system)
+    total = serve(desk, chunk, in_turn, fails_at)
+    assert total <= len(system) + 63 * 6 + PAGE_SIZE - 1
+    assert total <= 1.05 * (len(system) + 64 * 6)
     assert_at_rest(desk.scheduler)
 
 
@@ -180,6 +203,27 @@ def test_when_the_first_fails_one_goes_on_where_it_was_and_the_others_wait_for_t
     desk.scheduler.abort("r1", 0.0)
     assert desk.next_pass() == ["r2"]
     assert desk.scheduler.requests["r2"].prefix_len == 12
+
+
+def test_the_step_that_computed_the_first_as_it_failed_is_not_lost() -> None:
+    """The engine hears of the end after it."""
+    desk = desk_of()
+    first, second, *_ = burst(desk, 4)
+    assert desk.next_pass() == ["r0"]
+    desk.send(first, 3)
+    assert desk.next_pass() == []
+    desk.end(first, ok=False)
+    assert desk.send(first, 10) == 0
+    assert desk.send(first, 2) == desk.send(first, 1000) == 0, "what cannot be says nothing"
+    assert desk.next_pass() == ["r1"]
+    assert second.prefix_len == 8
+    assert desk.pop_failed() == [first]
+    assert desk.send(first, 16) == 0, "its pages are the engine's no more"
+    desk.source_free(first)
+    assert desk.send(first, 16) == 0
+    desk.scheduler.abort("r1", 0.0)
+    assert desk.next_pass() == ["r2"]
+    assert desk.scheduler.requests["r2"].prefix_len == 8
 
 
 def test_a_leader_that_is_passed_over_is_waited_for_as_long_as_computing_it_would_take() -> None:
