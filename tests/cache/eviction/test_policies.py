@@ -263,3 +263,25 @@ def test_a_large_batch_takes_what_single_steps_take(policy, clock):
     assert set(one.evict(10_000, 46.0).tolist()) == set(many.evict(10_000, 46.0).tolist())
     one.check_invariants()
     assert one.evictable_pages == 0
+
+
+@pytest.mark.parametrize("batch", [1, 40, 500], ids=["one by one", "a few", "large batches"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_eviction_takes_a_leaf_that_is_locked(policy, batch):
+    """It stood among the evictable ones before it was locked, and does so again afterwards."""
+    cache, _ = make_pair(policy, page_size=1)
+    for at in range(300):
+        cache.insert([at, at], [2 * at, 2 * at + 1], now_s=float(at % 7))
+    locks = [cache.lock(cache.match_prefix([at, at]), now_s=8.0) for at in range(0, 300, 3)]
+    for at in range(300):  # used later than those that are held
+        if at % 3:
+            cache.unlock(cache.lock(cache.match_prefix([at, at]), now_s=8.5))
+    locked = {page for at in range(0, 300, 3) for page in (2 * at, 2 * at + 1)}
+    taken = set()
+    while some := cache.evict(batch, 9.0).tolist():
+        taken |= set(some)
+    assert taken == set(range(600)) - locked
+    for lock in locks:
+        cache.unlock(lock)
+    cache.check_invariants()
+    assert set(cache.evict(600, 11.0).tolist()) == locked
