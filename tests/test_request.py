@@ -117,3 +117,9 @@ def test_the_ends_of_the_ranges_are_taken() -> None:
     assert (type(request.room), type(request.max_new_tokens)) == (int, int), (
         "numpy's travel in no frame"
     )
+
+
+def test_the_room_has_to_be_given() -> None:
+    """Two requests that left it out would be in one room."""
+    with pytest.raises(TypeError, match="room"):
+        Request("r", [1, 2])  # type: ignore[call-arg]
