@@ -29,7 +29,7 @@ def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
         TokenError: tokens that are not integers in [0, 2**31).
         RequestError: another namespace: its bytes are not the same in every process.
     """
-    key = RadixKey(tokens, namespace)
+    key = tokens if type(tokens) is RadixKey and namespace is None else RadixKey(tokens, namespace)
     key.check()
     named = _canonical(key.namespace)
     digest = blake2b(len(named).to_bytes(8, "little") + named, digest_size=DIGEST_BYTES)

@@ -72,20 +72,22 @@ class Request:
             raise RequestError(
                 f"namespace is {self.namespace!r}, that of the key is {self.tokens.namespace!r}"
             )
-        self.key = RadixKey(self.tokens, self.namespace)
-        self.key.check()
+        self.key = key = RadixKey(self.tokens, self.namespace)
+        key.check()
         if not isinstance(self.rid, str):
             raise RequestError(f"rid is {self.rid!r}, a string is needed")
-        if not len(self.key):
+        if not len(key):
             raise RequestError(f"request {self.rid!r} has no tokens")
-        _check_namespace(self.key.namespace)
-        for name in ("prefill", "decode"):
-            if not isinstance(getattr(self, name), str):
-                raise RequestError(f"{name} is {getattr(self, name)!r}, a string is needed")
-        if not isinstance(self.cacheable, bool | np.bool_):
-            raise RequestError(f"cacheable is {self.cacheable!r}, True or False is needed")
-        self.cacheable = bool(self.cacheable)
-        self.digest = prompt_digest(self.key)
+        _check_namespace(key.namespace)
+        if not isinstance(self.prefill, str):
+            raise RequestError(f"prefill is {self.prefill!r}, a string is needed")
+        if not isinstance(self.decode, str):
+            raise RequestError(f"decode is {self.decode!r}, a string is needed")
+        if type(self.cacheable) is not bool:
+            if not isinstance(self.cacheable, np.bool_):
+                raise RequestError(f"cacheable is {self.cacheable!r}, True or False is needed")
+            self.cacheable = bool(self.cacheable)
+        self.digest = prompt_digest(key)
         self.max_new_tokens = whole_number("max_new_tokens", self.max_new_tokens, 1, MAX_INDEX + 1)
         self.room = whole_number("room", self.room, 0, 2**64)
         self.generation = whole_number("generation", self.generation, 0, MAX_INDEX + 1)
@@ -96,6 +98,8 @@ class Request:
 
 def _check_namespace(namespace: Hashable) -> None:
     """RequestError for what cannot be found again in a dictionary: lists, NaN."""
+    if namespace is None:
+        return
     try:
         hash(namespace)
         found_again = bool(namespace == namespace)
@@ -108,6 +112,8 @@ def _check_namespace(namespace: Hashable) -> None:
 def whole_number(name: str, value: Any, low: int, end: int) -> int:
     """`value` as an int: numpy's travel in no frame. RequestError if it is none, or not in [low,
     end)."""
+    if type(value) is int and low <= value < end:
+        return value
     try:
         whole = operator.index(value)
     except TypeError:

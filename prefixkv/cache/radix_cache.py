@@ -234,6 +234,7 @@ class RadixCache(RadixTree):
         *,
         visit: bool | None = None,
         lock: PrefixLock | None = None,
+        checked: bool = False,
     ) -> InsertResult:
         """Add what a request has computed. Counts as a use of all of it.
 
@@ -250,6 +251,8 @@ class RadixCache(RadixTree):
                 that was there already is held (by the request itself, then, which has been seen).
             lock: the caller's, of the first of these tokens, which are not looked at again; `pages`
                 are then those behind what it holds.
+            checked: the caller has seen that `pages` is an int32 array of ids below `pool_pages`,
+                each named once and none in the tree: they are only counted.
         Raises:
             TokenError, PageStateError: see there. Nothing was changed.
             LockError: the lock is not held, or not a lock of what is in this tree.
@@ -273,7 +276,7 @@ class RadixCache(RadixTree):
                 raise LockError(
                     f"{lock!r} is not a lock of the first of {len(key)} tokens in this tree"
                 )
-        ids = as_page_ids(pages, num_pages - held_pages)
+        ids = as_page_ids(pages, num_pages - held_pages, checked)
         if not num_pages:
             return InsertResult(self, data, key.namespace, node, 0, self.version, 0)
         matched = 0
@@ -281,7 +284,8 @@ class RadixCache(RadixTree):
             node, matched = self._walk(node, data, held_pages * self._page_bytes)
         old_pages = matched // self._page_bytes
         # This is the last call that may fail; from here on the tree changes.
-        ids = self._new_pages(ids, old_pages - held_pages)
+        new = old_pages - held_pages
+        ids = ids[new:] if checked else self._new_pages(ids, new)
         if node is None:
             node = self._root(key.namespace)
         if visit is None:

@@ -81,6 +81,14 @@ class RadixKey:
         check_packed(more)
         self._tail += more
 
+    def extend_checked(self, tokens: Sequence[int]) -> None:
+        """As `extend`, by tokens that were found to be ints in [0, TOKEN_LIMIT) where they came in:
+        they are not looked at again."""
+        more = struct.pack(f"<{len(tokens)}i", *tokens)
+        if self._checked_bytes == len(self._data) + len(self._tail):
+            self._checked_bytes += len(more)
+        self._tail += more
+
     def check(self) -> None:
         """See that no token is negative; only what was added since the last time is looked at.
 

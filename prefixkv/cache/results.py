@@ -158,22 +158,22 @@ def packed_ids(runs: Iterable[Packed]) -> Pages:
     return np.frombuffer(bytearray().join(runs), np.int32)
 
 
-def as_page_ids(pages: Any, num_pages: int) -> Pages:
+def as_page_ids(pages: Any, num_pages: int, checked: bool = False) -> Pages:
     """The first `num_pages` of what a caller gave as page ids, as int32 (maybe its own array: not
-    to be kept).
+    to be kept). `checked`: the caller has looked at all but their number.
 
     Raises:
         PageStateError: not one-dimensional integers, fewer than `num_pages`, more than one more,
             negative, beyond int32, or an id twice.
     """
-    ids = as_pages(pages)
+    ids: Pages = pages if checked else as_pages(pages)
     if not num_pages <= len(ids) <= num_pages + 1:
         raise PageStateError(f"{len(ids)} page ids for {num_pages} whole pages")
     ids = ids[:num_pages]
-    if num_pages:
-        # Ids mostly come in rising order, which is quick to see; counting takes half the time of
-        # `all`.
-        in_order = ids if np.count_nonzero(ids[1:] <= ids[:-1]) == 0 else np.sort(ids)
+    if num_pages and not checked:
+        # Ids mostly come in rising order, which is quick to see; bytes are searched in a fraction
+        # of the time of `all`.
+        in_order = np.sort(ids) if b"\1" in (ids[1:] <= ids[:-1]).tobytes() else ids
         if in_order[0] < 0:
             raise PageStateError(f"page id {in_order[0]} is below 0")
         if in_order is not ids:

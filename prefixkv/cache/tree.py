@@ -243,13 +243,13 @@ class RadixTree:
         new = ids[num_old:]
         if self._in_tree is not None:
             try:
-                in_tree = self._in_tree[ids]
+                in_tree = self._in_tree[ids.astype(np.intp)]
             except IndexError:
                 raise PageStateError(
                     f"page id {ids.max()} is not below pool_pages {len(self._in_tree)}"
                 ) from None
             again = in_tree[num_old:]
-            if np.count_nonzero(again):
+            if b"\1" in again.tobytes():
                 raise PageStateError(f"page id {new[int(again.argmax())]} is in the tree already")
         return new
 
@@ -285,7 +285,7 @@ class RadixTree:
         self._inserted_pages += len(ids)
         self.version += 1
         if self._in_tree is not None:
-            self._in_tree[ids] = True
+            self._in_tree[ids.astype(np.intp)] = True  # see `paging.Index`
         if self._log is not None:
             self._log_stored(node, pages_above, key, pages)
         return node
@@ -453,5 +453,5 @@ class RadixTree:
         """The ids of pages that are in the tree no longer."""
         ids = packed_ids(runs)
         if self._in_tree is not None:
-            self._in_tree[ids] = False
+            self._in_tree[ids.astype(np.intp)] = False
         return ids

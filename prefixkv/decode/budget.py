@@ -89,7 +89,7 @@ class PreallocBudget:
     @property
     def kept_back(self) -> int:
         """Pages of the space that are for requests admitted already, as they grow."""
-        return max(self.reserve_pages * self.active, self.single)
+        return max(self.reserve_pages * len(self._private), self.single)
 
     def check_invariants(self) -> None:
         """Raises InternalError if a counter disagrees with what it counts."""

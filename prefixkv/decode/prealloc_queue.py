@@ -134,7 +134,10 @@ class DecodePreallocQueue:
         self._spent_at = -1
         if self._returned.pop(req, None) is None:
             waiter = self._waiting.pop(req)
-            self._order.remove(waiter.place)
+            if self._waiting:
+                self._order.remove(waiter.place)
+            else:
+                self._order.clear()  # it was alone
             del self._estimated[waiter]
             self._deadlines.forget(req)
 
@@ -151,7 +154,11 @@ class DecodePreallocQueue:
     @property
     def may_admit(self) -> bool:
         """Whether a pass may admit a request. O(1)."""
-        return bool(len(self) and self._spent_at != self._version and self._books.can_open)
+        return bool(
+            (self._waiting or self._returned)
+            and self._spent_at != self._version
+            and self._books.can_open
+        )
 
     @property
     def wake_s(self) -> float:
@@ -205,17 +212,24 @@ class DecodePreallocQueue:
 
     def _first_of_all(self, now_s: float) -> _Waiter | None:
         """The request that nothing may overtake now, if there is one."""
-        for waiter in islice(self._returned.values(), MAX_WALK):
-            if not self._is_limited(waiter):
-                return waiter
-        for waiter in islice(self._waiting.values(), MAX_WALK):
-            if now_s - waiter.req.arrived_s < self._patience_s:
-                break
-            if not self._is_limited(waiter):
-                return waiter
+        if self._returned:
+            for waiter in islice(self._returned.values(), MAX_WALK):
+                if not self._is_limited(waiter):
+                    return waiter
+        if not self._waiting:
+            return None
+        oldest = next(iter(self._waiting.values()))
+        if now_s - oldest.req.arrived_s >= self._patience_s:
+            for waiter in islice(self._waiting.values(), MAX_WALK):
+                if now_s - waiter.req.arrived_s < self._patience_s:
+                    break
+                if not self._is_limited(waiter):
+                    return waiter
         if not self._policy.overtakes:
-            first: _Waiter
-            for _, _, first in islice(self._order, MAX_WALK):
+            first: _Waiter = self._order[0][-1]  # mostly it is not limited
+            if not self._is_limited(first):
+                return first
+            for _, _, first in islice(self._order, 1, MAX_WALK):
                 if not self._is_limited(first):
                     return first
         return None
@@ -246,9 +260,10 @@ class DecodePreallocQueue:
 
     def _first_that_may_fit(self) -> _Waiter | None:
         """The first of the order that fits by its estimate and got no look at this version."""
-        if len(self._order) == 1:  # there is no choice to make
-            waiter: _Waiter = self._order[0][-1]
-            return waiter if waiter.seen_at != self._version else None
+        if len(self._waiting) == 1:  # there is no choice to make
+            alone = next(iter(self._waiting.values()))
+            return alone if alone.seen_at != self._version else None
+        waiter: _Waiter
         version, (space, most) = self._version, self._limits()
         for _, _, waiter in islice(self._order, MAX_WALK):
             if (
@@ -277,11 +292,12 @@ class DecodePreallocQueue:
         are together.
         """
         req, match, page_size = waiter.req, waiter.match, self._books.page_size
+        key = req.key
         if match is None or not match.is_current:
-            match = waiter.match = self._books.match(req.key, req.request.cacheable)
+            match = waiter.match = self._books.match(key, req.request.cacheable)
         joined, shared_pages, unprotected = None, 0, 0
         if match is not None:
-            joined, shared_pages = self._flights.find(req.key, match.depth)
+            joined, shared_pages = self._flights.find(key, match.depth)
             unprotected = match.unprotected_pages
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
         # The token sampled last is written by the first step after the return, so it counts.
@@ -318,15 +334,16 @@ class DecodePreallocQueue:
             # once, and be retracted again for the page that was missing. So it has to leave a page
             # for each of the others: then these go on by a step first.
             space = min(space, books.available_pages - self._budget.active)
-        if waiter.needed > space or waiter.most > most or self._is_limited(waiter):
+        new, prefill = waiter.new, req.request.prefill
+        if waiter.needed > space or waiter.most > most or self._shares.refuses(prefill, new):
             waiter.seen_at = self._version
             return False
         # The match told what locking costs, so this cannot fail, and there is nothing to undo.
         joined_pages = joined.pages if joined is not None else None
-        req.pages_held = books.open(req.key, match, waiter.new, now_s, joined_pages, shared_pages)
+        req.pages_held = books.open(req.key, match, new, now_s, joined_pages, shared_pages)
         req.prefix_len = shared_pages * books.page_size
-        self._flights.start(req, joined, shareable=match is not None)
-        self._shares.promise(req.room_key, req.request.prefill, waiter.new)
+        flight = self._flights.start(req, joined, shareable=match is not None)
+        self._shares.promise(flight.room_key, prefill, new)
         self._num_started += 1
         req.become(DecodeState.PREALLOCATED)
         self.remove(req)

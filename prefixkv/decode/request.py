@@ -106,7 +106,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
         key, output = self._key, self.output
         if len(output) > 1 and (missing := self.kv_len - len(key)) > 0:
             # All at once, here: so a step of the batch costs a request no more than its token.
-            key.extend(output[-1 - missing : -1])
+            key.extend_checked(output[-1 - missing : -1])  # `append_many` checked them
         return key
 
     @property

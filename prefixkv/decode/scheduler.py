@@ -137,7 +137,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         next call returns them.
         """
         self.release_deferred(now_s)
-        self._admitted = [req for req in self._admitted if req.state is DecodeState.PREALLOCATED]
+        if self._admitted:
+            there = DecodeState.PREALLOCATED
+            self._admitted = [req for req in self._admitted if req.state is there]
         self.waiting.admit(now_s)
         for req in self.waiting.expired(now_s):
             waited = f"request {req.rid!r} waited {now_s - req.arrived_s:.3f} s for pages"
@@ -193,11 +195,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # requests that are at their limit.
         due = [req for req in reqs if len(req.output) >= req.output_limit]
         if due:
-            running = [req for req in due if req.state is not DecodeState.ABORTED]
+            aborted = DecodeState.ABORTED  # looked up once: that costs more than to compare
+            running = [req for req in due if req.state is not aborted]
             self._raise_output_limits(running, now_s)
             if len(running) < len(due):
                 for req, token in zip(reqs, tokens, strict=True):
-                    if req.state is not DecodeState.ABORTED:
+                    if req.state is not aborted:
                         req.output.append(token)
                 return
         for req, token in zip(reqs, tokens, strict=True):
@@ -341,6 +344,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def release_deferred(self, now_s: float) -> None:
         """Release what waited for the device, where it is done."""
+        if not self._deferred:
+            return
         waiting, self._deferred = self._deferred, []
         for event, ended in waiting:
             if (left := self._still_pending(event)) is None:
@@ -377,10 +382,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """A request was admitted: prefill is to send what it lacks."""
         flight = self.flights.of(req)
         assert flight is not None
-        pages = flight.pages
-        new_pages = req.pages[pages.num_shared : pages_for(req.fill_len, self.books.page_size)]
-        shared_tokens = pages.num_joined * self.books.page_size
-        self.journal.admitted(req, len(new_pages), shared_tokens, now_s)
+        pages, page_size = flight.pages, self.books.page_size
+        start, end = pages.num_shared, pages_for(req.fill_len, page_size)
+        self.journal.admitted(req, end - start, pages.num_joined * page_size, now_s)
         if req.resumed and req.prefix_len == req.fill_len and pages.slot < 0:
             # All its KV is here, and it has no extra state, which is never cached: nothing to send.
             self.transfers.arrived(flight)
@@ -389,9 +393,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if req.generation > req.request.generation:
             self._asks.append(PrefillAsk(req, self.name))
         self.transfers.add(flight)
-        page_ids = np.ascontiguousarray(new_pages, dtype="<i4").tobytes()
-        key, lens = flight.room_key, (req.fill_len, req.prefix_len)
-        promise = Promise(*key.numbers, *lens, page_ids, self._ticket(), pages.slot)
+        page_ids = self.books.table.packed(pages.row, start, end)
+        (room, generation, _), lens = flight.room_key, (req.fill_len, req.prefix_len)
+        promise = Promise(room, generation, *lens, page_ids, self._ticket(), pages.slot)
         digest = req.request.digest if req.fill_len == req.prompt_len else prompt_digest(req.key)
         self._commands.append(OpenRoom(promise, req.request.prefill, digest))
 
@@ -400,7 +404,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _raise_output_limits(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
         """Check that each of these runs, and give each a page for one more token if it needs one.
         Raises as `append_many` does."""
-        page_size = self.books.page_size
+        page_size, transferred = self.books.page_size, DecodeState.TRANSFERRED
         grows: list[RequestPages] = []
         growing: list[str] = []
         for req in reqs:
@@ -420,7 +424,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.books.grow_many(grows, now_s)
             self.budget.grow_many(growing)
         for req in reqs:
-            if req.state is DecodeState.TRANSFERRED:
+            if req.state is transferred:
                 req.become(DecodeState.RUNNING)
                 self.journal.runs(req, now_s)
             req.output_limit = req.most_output

@@ -9,7 +9,7 @@ has at most its share: its requests wait for pages to come back, those of others
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Set
 from typing import Final
 
@@ -36,7 +36,7 @@ class PrefillShares:
         self._ready = ready
         self._answering: Collection[str] | None = None  # in this pass
         self._rooms: dict[RoomKey, tuple[str, int]] = {}
-        self._pages: Counter[str] = Counter()
+        self._pages: dict[str, int] = {}  # by address, of those that have some
         self._refused: set[str] = set()  # since pages of theirs came back
         self._named: OrderedDict[str, None] = OrderedDict()  # leaders' addresses, by requests
 
@@ -49,7 +49,7 @@ class PrefillShares:
 
     def pages(self, address: str) -> int:
         """Pages in the power of the worker at `address`."""
-        return self._pages[address]
+        return self._pages.get(address, 0)
 
     def new_pass(self) -> None:
         """Who answers now is asked once a pass of the queue, however many requests wait."""
@@ -57,8 +57,8 @@ class PrefillShares:
 
     def refuses(self, address: str, num_pages: int) -> bool:
         """Whether so many pages more would be above its share. O(1) where they would not."""
-        held = self._pages[address]
-        if not held or held + num_pages <= self.most:
+        held = self._pages.get(address)
+        if held is None or held + num_pages <= self.most:
             return False
         answering = self._answering = self._ready() if self._answering is None else self._answering
         if not any(other != address and other in self._named for other in answering):
@@ -69,12 +69,13 @@ class PrefillShares:
     def promise(self, key: RoomKey, address: str, num_pages: int) -> None:
         if num_pages:
             self._rooms[key] = address, num_pages
-            self._pages[address] += num_pages
+            self._pages[address] = self._pages.get(address, 0) + num_pages
 
     def back(self, key: RoomKey) -> None:
         """The room's transfer has succeeded, or no write can land in its pages. Unknown: no-op."""
-        if key in self._rooms:
-            address, num_pages = self._rooms.pop(key)
+        room = self._rooms.pop(key, None)
+        if room is not None:
+            address, num_pages = room
             self.version += address in self._refused
             self._refused.discard(address)
             self._pages[address] -= num_pages
@@ -84,8 +85,8 @@ class PrefillShares:
     def check_invariants(self, rooms: Set[RoomKey]) -> None:
         """Raises InternalError if a sum disagrees with what it is of, or is of another room than
         these, which are open or undrained."""
-        sums: Counter[str] = Counter()
+        sums: dict[str, int] = {}
         for address, num_pages in self._rooms.values():
-            sums[address] += num_pages
+            sums[address] = sums.get(address, 0) + num_pages
         if sums != self._pages or not self._rooms.keys() <= rooms:
             raise InternalError(f"{self._pages} pages by prefill worker, by room {self._rooms}")

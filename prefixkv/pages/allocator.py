@@ -105,9 +105,17 @@ class PageAllocator:
                 self._undo(ascending, _OWNED)
                 raise
 
+    def owned(self, pages: PageIds) -> Index:
+        """A copy of `pages`, ascending: each is OWNED, and named once. Raises PageStateError."""
+        return self._checked(pages, _OWNED)
+
     def cache(self, pages: PageIds) -> None:
         """OWNED -> CACHED: the tree has them now. Raises PageStateError."""
         self._move(self._checked(pages, _OWNED), _OWNED, _CACHED)
+
+    def cache_owned(self, ascending: Index) -> None:
+        """As `cache`, of what `owned` gave; no page may have changed its state since."""
+        self._move(ascending, _OWNED, _CACHED)
 
     def uncache(self, pages: PageIds) -> None:
         """CACHED -> OWNED: the tree gave them up, they are the caller's. Raises PageStateError."""
@@ -184,9 +192,10 @@ class PageAllocator:
         self._runs = FreeRuns.of(self._state == _FREE)
 
     def _set(self, pages: Index, before: int, after: int) -> None:
+        num_pages, counts = len(pages), self._counts
         self._state[pages] = after
-        self._counts[before] -= len(pages)
-        self._counts[after] += len(pages)
+        counts[before] -= num_pages
+        counts[after] += num_pages
 
     # --- what is where ----------------------------------------------------------------------------
 
@@ -258,14 +267,17 @@ class PageAllocator:
     def _checked(self, pages: PageIds, state: int) -> Index:
         """A sorted copy of `pages`, all of them in `state`, or PageStateError."""
         ascending = as_pages(pages).astype(np.intp)  # always a copy
-        if len(ascending) == 0:
+        num_pages = len(ascending)
+        if num_pages == 0:
             return ascending
-        ascending.sort()
+        if num_pages > 1:
+            ascending.sort()
+        # Bytes are searched and counted in a fraction of the time of numpy's own calls.
         if (
             ascending[0] < 0
             or ascending[-1] >= self._num_pages
-            or np.count_nonzero(ascending[1:] == ascending[:-1])
-            or self._state[ascending].tobytes().count(state) != len(ascending)
+            or (num_pages > 1 and b"\1" in (ascending[1:] == ascending[:-1]).tobytes())
+            or self._state[ascending].tobytes().count(state) != num_pages
         ):
             raise self._fault(pages, state)
         return ascending

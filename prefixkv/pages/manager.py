@@ -215,12 +215,18 @@ class PageManager:
             return
         # The new lock before the old one is given up: in between nothing of it can be evicted.
         own = self.table.pages(pages.row)[pages.num_locked : num_whole]
-        result = self.cache.insert(key, own, priority=priority, now_s=now_s, lock=pages.lock)
+        # Looked at here, once: what is owned is in the pool, named once, and not in the tree.
+        owned = self.allocator.owned(own)
+        result = self.cache.insert(
+            key, own, priority=priority, now_s=now_s, lock=pages.lock, checked=True
+        )
         lock = self.cache.lock(result, now_s=now_s)
         num_there = result.prefix_len // self.page_size
         num_duplicates = num_there - pages.num_locked
-        published = own[num_duplicates:]
-        if num_duplicates:
+        if not num_duplicates:
+            self.allocator.cache_owned(owned)
+        else:
+            published = own[num_duplicates:]
             duplicates = own[:num_duplicates].copy()
             there = result.pages[pages.num_locked : num_there]
             self.table.write(pages.row, pages.num_locked, there)
@@ -228,7 +234,7 @@ class PageManager:
                 pages.duplicates.append(duplicates)
             else:
                 self.allocator.free(duplicates)
-        self.allocator.cache(published)
+            self.allocator.cache(published)
         self._unlock(pages.lock)
         pages.lock = lock
         pages.num_locked = num_whole

@@ -23,6 +23,7 @@ from prefixkv.paging import MAX_INDEX, PageIds, Pages, as_pages
 from prefixkv.settings import check_whole
 
 UNUSED: Final = -1
+_LE_INT32: Final = np.dtype("<i4")
 _NO_ROW: Final = -1  # in `_lengths`: the row is not in use
 
 
@@ -72,6 +73,14 @@ class PageTable:
         view = self.array[row, : self.length(row)]
         view.flags.writeable = False
         return view
+
+    def packed(self, row: int, start_page: int, end_page: int) -> bytes:
+        """The row's page ids at [start_page, end_page), as little-endian int32. Raises CallerError
+        if the row is not in use, or shorter."""
+        length = self.length(row)
+        if not 0 <= start_page <= end_page <= length:
+            raise CallerError(f"pages {start_page} to {end_page} of row {row}, which has {length}")
+        return self.array[row, start_page:end_page].astype(_LE_INT32, copy=False).tobytes()
 
     def fill(self, row: int, *parts: Pages) -> int:
         """Give a row that has no pages these, one part after the other; returns how many that are.

@@ -179,6 +179,18 @@ def test_wrong_page_ids_change_nothing(pages, error):
     fails_unchanged(cache, error, cache.insert, [1, 2, 3, 4], pages)
 
 
+@pytest.mark.parametrize("num_pages", [0, 1, 4])
+def test_pages_that_the_caller_has_looked_at_are_counted(num_pages):
+    cache = RadixCache(page_size=2, pool_pages=100)
+    cache.insert([9, 9], [42])
+    ids = np.arange(num_pages, dtype=np.int32)
+    fails_unchanged(cache, PageStateError, cache.insert, [1, 2, 3, 4], ids, checked=True)
+    cache.insert([1, 2, 3, 4], np.array([7, 3], np.int32), checked=True)
+    assert cache.match_prefix([1, 2, 3, 4]).pages.tolist() == [7, 3]
+    fails_unchanged(cache, PageStateError, cache.insert, [1, 5], [7])
+    cache.check_invariants()
+
+
 def test_the_partial_pages_id_is_ignored():
     cache = RadixCache(page_size=2, pool_pages=100)
     cache.insert([1, 2, 3, 4, 5], [3, 4, 3])

@@ -112,6 +112,26 @@ def test_growth_is_checked_once(monkeypatch):
     assert looked_at == [4000, 4]
 
 
+def test_what_was_checked_where_it_came_in_is_not_looked_at_again(monkeypatch):
+    key, slow = RadixKey([1, 2]), RadixKey([1, 2])
+    key.check()
+    key.extend_checked([3, 2**31 - 1])
+    slow.extend([3, 2**31 - 1])
+    monkeypatch.setattr("prefixkv.cache.radix_key.check_packed", None)
+    key.check()
+    assert key.data == slow.data
+    key.extend_checked([5])
+    key.check()
+    assert len(key) == 5
+
+
+def test_what_came_before_it_is_looked_at_still():
+    key = RadixKey(np.array([1, -1], np.int32))
+    key.extend_checked([3, 4])
+    with pytest.raises(TokenError, match="token -1 at 1"):
+        key.check()
+
+
 def test_arrays_are_copied_both_ways():
     tokens = np.array([1, 2, 3], np.int32)
     key = RadixKey(tokens)

@@ -17,7 +17,13 @@ from prefixkv.cache.eviction.policy import Use
 from prefixkv.cache.eviction.queues import Rank
 from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.errors import CapacityError, InternalError, OutOfPagesError, UserErrors
+from prefixkv.errors import (
+    CapacityError,
+    InternalError,
+    OutOfPagesError,
+    PageStateError,
+    UserErrors,
+)
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.paging import pages_for
@@ -86,6 +92,39 @@ def test_where_pages_are_missing_a_reserve_is_evicted_with_them(reserve: int, fr
     books.drop(pages)
     books.drop(small)
     books.check_invariants()
+
+
+@pytest.mark.parametrize("joins", [0, 2], ids=["all new", "behind what another has cached"])
+@pytest.mark.parametrize(
+    ("place", "page", "message"),
+    [
+        (2, 0, "page 0 is CACHED, must be OWNED"),
+        (2, 11, "page 11 is FREE, must be OWNED"),
+        (2, "of a room", "is HELD, must be OWNED"),
+        (2, 12, r"page 12 is not in \[0, 12\)"),
+        (3, -1, r"page -1 is not in"),
+        (3, "the first", "is named twice"),
+    ],
+)
+def test_the_tree_is_given_no_page_that_is_not_the_request_s_own(
+    place: int, page: int | str, message: str, joins: int
+) -> None:
+    """The allocator looks at them, the tree does not look again: so nothing may get past it."""
+    books = PageManager(12, PAGE_SIZE, 4)
+    cached, cached_key = opened(books, [7, 8])
+    books.cache_unfinished(cached, cached_key, 0.0)
+    pages, key = opened(books, [1, 2, 3, 4, 5, 6, 9, 9])
+    if joins:
+        other, other_key = opened(books, [1, 2, 3, 4])
+        books.cache_unfinished(other, other_key, 0.0)
+    books.allocator.hold(others := books.allocator.alloc(2), "a room")
+    row = books.table.array[pages.row]
+    row[place] = {"the first": row[0], "of a room": others[0]}.get(page, page)
+    before = states(books), books.cache.dump(), books.table.array.tolist()
+    with pytest.raises(PageStateError, match=message):
+        books.cache_unfinished(pages, key, 0.0)
+    assert (states(books), books.cache.dump(), books.table.array.tolist()) == before
+    assert pages.num_locked == 0
 
 
 @pytest.mark.parametrize("being_read", [False, True])

@@ -133,6 +133,19 @@ def test_a_wrong_write_changes_nothing(
     assert snapshot(table) == before
 
 
+def test_pages_as_a_promise_names_them() -> None:
+    table = PageTable(2, 4)
+    row = table.alloc_row()
+    table.write(row, 0, [1, 258, 3])
+    assert table.packed(row, 1, 3) == bytes([2, 1, 0, 0, 3, 0, 0, 0])
+    assert table.packed(row, 2, 2) == b""
+    for start, end in ((-1, 1), (2, 1), (2, 4)):
+        with pytest.raises(CallerError, match=f"pages {start} to {end} of row {row}, which has 3"):
+            table.packed(row, start, end)
+    with pytest.raises(CallerError, match="not in use"):
+        table.packed(1 - row, 0, 0)
+
+
 @pytest.mark.parametrize("method", ["free_row", "length", "pages"])
 def test_a_row_freed_already(method: str) -> None:
     table = PageTable(2, 3)
