@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +37,7 @@ from prefixkv.protocol.timers import Timers
 @dataclass(slots=True, eq=False, kw_only=True)
 class Peer:
     """A rank of a decode worker. `gone` once its rooms have ended because it left or was replaced.
+    At `succeeded_s` it took the place of a former life.
 
     `readers` are the ranks of its worker that promise us pages, `writes` says whether anything of
     ours goes to it, `staged` whether that is staged, `takes_state` whether extra state does.
@@ -55,6 +57,7 @@ class Peer:
     claimed: Claimed
     past: PastUses
     num_parked: int = 0
+    succeeded_s: float = -math.inf
     gone: bool = False
 
     @property
@@ -152,6 +155,17 @@ class Peers:
     def all(self) -> list[Peer]:
         return list(self._peers.values())  # at once: the scheduler's thread asks for `states`
 
+    def heard_s(self, worker: str, ranks: Iterable[int], since_s: float) -> float:
+        """By when all these ranks of a decode worker had been heard; -infinity where one is not
+        known, or has taken a former life's place since: it knows nothing of what that waited
+        for."""
+        names = [f"{worker}/{rank}" if rank else worker for rank in ranks]
+        peers = [self._peers.get(name) for name in names]
+        return min(
+            -math.inf if peer is None or peer.succeeded_s > since_s else peer.live.heard_s
+            for peer in peers
+        )
+
     def states(self, now_s: float) -> dict[PeerId, str]:
         """Each "ready" or "suspect"."""
         return {
@@ -229,6 +243,7 @@ class Peers:
             credential=credential,
             hello=hello,
             live=Liveness(now_s, now_s, frame.seq),
+            succeeded_s=now_s if self.lives.has_former(frame.name) else -math.inf,
             readers=accepted.readers,
             writes=added is not None,
             staged=accepted.cut is not None,

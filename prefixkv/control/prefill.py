@@ -319,7 +319,8 @@ class PrefillControl:
             if isinstance(key, str):
                 out.extend(self._peers.tick(key, now_s))
             elif (machine := self._rooms.get(key)) is not None:
-                self._on(machine, sender.Tick(), now_s, out)
+                heard_s = self._peers.heard_s(key.decode, machine.expected, machine.began_s)
+                self._on(machine, sender.Tick(heard_s), now_s, out)
 
         self._timers.visit(now_s, look)
         self._claims.expire(now_s)

@@ -125,9 +125,8 @@ class DecodePreallocQueue:
         self._order.add(waiter.place)
         self._waiting[req] = waiter
         self._estimated[waiter] = None
-        timeout_s = req.request.deadline_s
-        wait_s = self._waiting_timeout_s if timeout_s is None else timeout_s
-        self._deadlines.wake(req, req.arrived_s + wait_s)
+        if req.request.deadline_s is None:  # else the scheduler looks at it
+            self._deadlines.wake(req, req.arrived_s + self._waiting_timeout_s)
 
     def remove(self, req: DecodeRequest) -> None:
         """Take a request out, wherever it is."""
@@ -137,6 +136,10 @@ class DecodePreallocQueue:
             self._order.remove(waiter.place)
             del self._estimated[waiter]
             self._deadlines.forget(req)
+
+    def look_again(self) -> None:
+        """A request may fit that did not before."""
+        self._num_started += 1
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._waiting)
@@ -223,7 +226,7 @@ class DecodePreallocQueue:
     def _is_limited(self, waiter: _Waiter) -> bool:
         """Whether its prefill worker has its share, so that it holds up none that comes after
         it."""
-        return self._shares.refuses(waiter.req.request.prefill, waiter.new)
+        return self._shares.refuses(waiter.req.prefill, waiter.new)
 
     def _admit_in_order(self, now_s: float) -> None:
         """Admit requests that fit by their estimates; if none does, renew the oldest estimates."""
@@ -326,7 +329,7 @@ class DecodePreallocQueue:
         req.pages_held = books.open(req.key, match, waiter.new, now_s, joined_pages, shared_pages)
         req.prefix_len = shared_pages * books.page_size
         self._flights.start(req, joined, shareable=match is not None)
-        self._shares.promise(req.room_key, req.request.prefill, waiter.new)
+        self._shares.promise(req.room_key, req.prefill, waiter.new)
         self._num_started += 1
         req.become(DecodeState.PREALLOCATED)
         self.remove(req)

@@ -4,11 +4,13 @@ any more.
 How a room *ended* and whether it is *drained* are two things. Ended is for the request: SUCCESS or
 FAILED, once. Drained is for the pages: they may be used again only when each rank that was told of
 them has proved that its writes are over (its SUCCESS, its Drained) or was fenced. Time ends rooms;
-it never drains them.
+it never drains them. Nor does it end one whose ranks are heard: where a deadline passes, each is
+asked whether it has the room still, by the promise said again.
 """
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import msgspec
@@ -66,7 +68,9 @@ class FencedOff(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    pass
+    """Time has passed. By `heard_s` every rank that is told of the room had been heard."""
+
+    heard_s: float = -math.inf
 
 
 Event = PeerReady | PromiseAcked | ChunkLanded | OutcomeSaid | DrainedSaid | Fail | FencedOff | Tick
@@ -105,7 +109,11 @@ class ReceiverMachine:
         self._drained_said = False
         self._overdue_said = False
         self._resend = Backoff(timing.resend_s)
-        self._deadline_s = now_s + timing.bootstrap_timeout_s
+        self._wait_until(now_s, timing.bootstrap_timeout_s)
+
+    def _wait_until(self, from_s: float, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._deadline_s = from_s + patience_s
 
     @property
     def ticket(self) -> int:
@@ -150,9 +158,12 @@ class ReceiverMachine:
         self.ranks = frozenset(event.ranks)
         self._unacked = set(event.ranks)
         self._undrained = set(event.ranks)
-        self._deadline_s = now_s + self._timing.waiting_timeout_s
+        self._wait_until(now_s, self._timing.waiting_timeout_s)
+        return self._say_promise(now_s)
+
+    def _say_promise(self, now_s: float) -> list[Action]:
         self._resend.start(now_s)
-        return [Say(rank, self.promise) for rank in event.ranks]
+        return [Say(rank, self.promise) for rank in sorted(self._unacked)]
 
     def _acked(self, event: PromiseAcked, now_s: float) -> list[Action]:
         self._unacked.discard(event.rank)
@@ -163,7 +174,7 @@ class ReceiverMachine:
             return []
         self._unacked.discard(event.rank)
         self.poll = KVPoll.TRANSFERRING
-        self._deadline_s = now_s + self._timing.transfer_timeout_s
+        self._wait_until(now_s, self._timing.transfer_timeout_s)
         return []
 
     def _outcome(self, event: OutcomeSaid, now_s: float) -> list[Action]:
@@ -203,10 +214,16 @@ class ReceiverMachine:
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
         if now_s >= self._deadline_s:
-            error = TransferTimeoutError(
-                f"prefill at {self._prefill!r}: the deadline passed in {self.poll.name}"
-            )
-            return self._fail(Fail(error), now_s)
+            self._wait_until(event.heard_s, self._patience_s)
+            if now_s >= self._deadline_s:
+                error = TransferTimeoutError(
+                    f"prefill at {self._prefill!r}: the deadline passed in {self.poll.name}"
+                )
+                return self._fail(Fail(error), now_s)
+            # It may wait in a queue there. A rank that has lost the room, as its last words on it
+            # were lost, says so in answer; one whose outcome is here may have dropped it.
+            self._unacked = set(self.ranks - self._outcomes.keys())
+            return self._say_promise(now_s)
         if self._unacked and self._resend.take(now_s):
             return [Say(rank, self.promise) for rank in sorted(self._unacked)]
         return []

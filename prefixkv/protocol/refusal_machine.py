@@ -1,8 +1,8 @@
 """Decode's side of a room that it does not open: tell prefill, which may have the request, that no
 promise will come.
 
-No page is at stake, only prefill's patience: unlike a receiver's, this room also ends when its time
-is over.
+No page is at stake, only prefill's patience: unlike a receiver's, this room also ends once prefill
+has not been heard for that long.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class RefusalMachine:
         self.is_news = is_news
         self._unanswered: set[int] = set()  # ranks that have been told
         self._resend = Backoff(timing.resend_s)
-        # By then prefill has given up by itself.
-        self._deadline_s = now_s + timing.bootstrap_timeout_s
+        # By then prefill, which does not hear of us either, has given up by itself.
+        self._patience_s = timing.bootstrap_timeout_s
+        self._deadline_s = now_s + self._patience_s
 
     @property
     def wake_s(self) -> float:
@@ -71,6 +72,8 @@ class RefusalMachine:
             case receiver.Fail():
                 return self._end()
             case receiver.Tick():
+                if now_s >= self._deadline_s:
+                    self._deadline_s = event.heard_s + self._patience_s
                 if now_s >= self._deadline_s:
                     return self._end()
                 if self._unanswered and self._resend.take(now_s):

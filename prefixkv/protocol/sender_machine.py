@@ -8,6 +8,9 @@ our own pages: no write reads them any more. *Drained* is for decode's pages: sa
 write of the room has ended DONE or was refused at post, since a posted write cannot be called back.
 A write that ended in an error proves nothing: such a room is drained when the agent that posted it
 has been destroyed (`WriteDrained`), and decode is told to let settle what kernels hold.
+
+While its readers are heard, a room waits for a promise or a chunk without end; a write that is in
+flight has a deadline.
 """
 
 from __future__ import annotations
@@ -75,6 +78,7 @@ class SenderMachine:
         now_s: float,
     ) -> None:
         self.key = key
+        self.began_s = now_s
         self.poll = KVPoll.BOOTSTRAPPING
         self.error: Exception | None = None
         self.readers: dict[int, _Reader] = {}  # that have spoken
@@ -109,6 +113,11 @@ class SenderMachine:
     def drained(self) -> bool:
         """No write of ours for this room can land any more."""
         return self.poll.ended and not self.in_flight and not self.undrained
+
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """The ranks of decode that take part, as far as is known: rank 0 always does."""
+        return self._expected or (0,)
 
     @property
     def _complete(self) -> bool:
@@ -340,6 +349,15 @@ class SenderMachine:
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
         if now_s < self._deadline_s:
             return []
+        if self.added and not self.in_flight:  # a queue is waited for, here or there
+            patience_s = {
+                KVPoll.BOOTSTRAPPING: self._timing.bootstrap_timeout_s,
+                KVPoll.WAITING_FOR_INPUT: self._timing.waiting_timeout_s,
+                KVPoll.TRANSFERRING: self._timing.transfer_timeout_s,
+            }[self.poll]
+            self._deadline_s = event.heard_s + patience_s
+            if now_s < self._deadline_s:
+                return []
         peer = self._promise.peer.name if self._promise is not None else "?"
         what = f"decode worker {peer!r}: the deadline passed in {self.poll.name}"
         if self._promise is None:
