@@ -560,4 +560,5 @@ def test_a_request_that_is_not_sent_by_its_own_deadline_fails_and_decode_is_told
     assert desk.scheduler.pop_failed(5.0) == [late]
     assert isinstance(late.error, TransferTimeoutError)
     assert desk.scheduler.take_commands() == [AbortRoom(late.room_key, str(late.error))]
+    assert desk.scheduler.counters["aborts_of_unknown"] == 0, "what has ended is left alone"
     assert desk.scheduler.wake_s == float("inf")
