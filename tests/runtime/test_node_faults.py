@@ -322,3 +322,38 @@ def test_with_an_interface_named_prefill_binds_beyond_this_machine(
     )
     with PrefillNode(make_pool(), config):
         assert "isolated" in caplog.text
+
+
+def test_a_request_whose_prefill_is_not_there_is_served_by_another_one(make_pair: MakePair) -> None:
+    """By the hook where it was admitted, by a call where it waits."""
+    lost: list[Exception] = []
+    pair = make_pair()
+    tokens = tokens_of(1, 10)
+
+    def elsewhere(req: object, error: Exception) -> str:
+        lost.append(error)
+        return pair.prefill.endpoint
+
+    config = DecodeConfig(
+        name="other", max_running=1, reserve_tokens=0, max_retries=1, retarget=elsewhere,
+        control=replace(QUICK, connect_timeout_s=0.05),
+    )  # fmt: skip
+    with DecodeNode(make_pool(), config) as node:
+        for room, rid in enumerate(("admitted", "waits")):
+            node.add(Request(rid, tokens, 1, room=room, prefill=lasting_address()))
+        assert [req.rid for req in node.pop_preallocated()] == ["admitted"]
+        node.retarget("waits", pair.prefill.endpoint)
+        for rid in ("admitted", "waits"):
+            until(lambda: (node.pop_preallocated(), node.scheduler._asks)[1])
+            [ask] = node.pop_needs_prefill()
+            assert (ask.rid, ask.prefill, ask.generation) == (rid, pair.prefill.endpoint, 1)
+            pair.prefill.add(
+                Request(rid, ask.tokens, room=ask.room, generation=1, decode=ask.decode)
+            )
+            until(pair.prefill.pop_bootstrapped)
+            pair.prefill.send_chunk(pair.prefill.scheduler.requests[rid], len(tokens), last=True)
+            popped: list[Any] = []
+            until(lambda popped=popped: popped.extend(node.pop_transferred()) or popped)
+            node.finish(popped[0])
+            until(pair.prefill.pop_sent)
+    assert [type(error) for error in lost] == [PeerLostError]
