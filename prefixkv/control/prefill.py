@@ -264,8 +264,7 @@ class PrefillControl:
     def _chunk(self, command: SendChunk, now_s: float) -> list[Want]:
         """The engine hands over pages of the request. Ended or unknown: no-op."""
         out: list[Want] = []
-        machine = self._rooms.get(command.key)
-        if machine is not None:
+        if (machine := self._rooms.get(command.key)) is not None:
             self._on(machine, command, now_s, out)
         return out
 
