@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -75,10 +74,11 @@ class ControlConfig:
     What waits for a prefill worker at whose address nobody answers fails after `connect_timeout_s`.
     `bootstrap_timeout_s` is for the handshake and the promise, `waiting_timeout_s` for the first
     chunk, `transfer_timeout_s` for the next. These three count from when the peer was last heard: a
-    wait in a queue of a peer that is there ends with the request's own `deadline_s` only. A write
-    that is in flight has `transfer_timeout_s` in any case. After a
-    fence, what the dead writer's kernel still holds is read for `fence_settle_s` before its pages
-    are used again (0 where writes bypass the kernels, as RDMA's do).
+    wait in a queue of a peer that is there ends with the request's own `deadline_s`, or after
+    `longest_wait_s` (the timeout itself, where that is more). A write that is in flight has
+    `transfer_timeout_s` in any case. After a fence, what the dead writer's kernel still holds is
+    read for `fence_settle_s` before its pages are used again (0 where writes bypass the kernels, as
+    RDMA's do).
     On prefill `max_peer_bytes` is what is held for one decode worker, of all its ranks: rooms, page
     ids, what it introduced itself with.
     """
@@ -91,6 +91,7 @@ class ControlConfig:
     bootstrap_timeout_s: float = 30.0
     waiting_timeout_s: float = 120.0
     transfer_timeout_s: float = 60.0
+    longest_wait_s: float = 600.0
     ack_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
     parked_timeout_s: float = 30.0
@@ -110,7 +111,8 @@ class ControlConfig:
         _above(
             self, 0, "heartbeat_s", "suspect_after_s", "forget_after_s", "resend_s",
             "connect_timeout_s", "bootstrap_timeout_s", "waiting_timeout_s",
-            "transfer_timeout_s", "ack_timeout_s", "drain_timeout_s", "parked_timeout_s",
+            "transfer_timeout_s", "longest_wait_s", "ack_timeout_s", "drain_timeout_s",
+            "parked_timeout_s",
         )  # fmt: skip
         _at_least(self, 1, "max_parked_per_peer", "max_peers", "max_queued_frames")
         _at_least(self, 1, "max_peer_bytes")
@@ -224,7 +226,7 @@ class DecodeConfig:
     request is admitted first: "hit_aware", "fifo", "priority", a registered name, or an
     `AdmissionPolicy`. A request that has waited `patience_s` is overtaken by nothing. One without a
     `deadline_s` that is not admitted within `waiting_timeout_s` fails, and prefill is told. None:
-    it waits without end.
+    `control.longest_wait_s`, since prefill waits no longer either.
 
     Where pages are evicted, `evict_reserve` of the pool is beyond what is missing: at 1/256 the new
     pages of a request form a third of the runs, for 0.1 points of hit rate
@@ -289,9 +291,11 @@ class DecodeConfig:
         return self.max_retries
 
     @property
-    def longest_wait_s(self) -> float:
+    def admission_wait_s(self) -> float:
         """`waiting_timeout_s` as a number."""
-        return math.inf if self.waiting_timeout_s is None else self.waiting_timeout_s
+        if self.waiting_timeout_s is None:
+            return self.control.longest_wait_s
+        return self.waiting_timeout_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ TOO_LOW: dict[type, dict[str, Any]] = {
                 "bootstrap_timeout_s",
                 "waiting_timeout_s",
                 "transfer_timeout_s",
+                "longest_wait_s",
                 "ack_timeout_s",
                 "drain_timeout_s",
                 "parked_timeout_s",
@@ -200,10 +201,11 @@ def test_the_default_policy_is_the_caches() -> None:
     assert DecodeConfig().policy == PrefillConfig().policy == DEFAULT_POLICY
 
 
-def test_decode_waits_for_memory_without_end_unless_it_is_told_otherwise() -> None:
-    control = ControlConfig(bootstrap_timeout_s=10.0)
-    assert DecodeConfig(control=control).longest_wait_s == math.inf
-    assert DecodeConfig(control=control, waiting_timeout_s=90.0).longest_wait_s == 90.0
+def test_decode_waits_for_memory_as_long_as_for_a_peer_unless_it_is_told_otherwise() -> None:
+    control = ControlConfig(longest_wait_s=70.0)
+    assert DecodeConfig(control=control).admission_wait_s == 70.0
+    assert DecodeConfig(control=control, waiting_timeout_s=90.0).admission_wait_s == 90.0
+    assert DecodeConfig(control=control, waiting_timeout_s=math.inf).admission_wait_s == math.inf
 
 
 def test_the_reserve_is_a_part_of_the_pool() -> None:

@@ -21,7 +21,7 @@ from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded, RoomOv
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.machine import IGNORED, Step, Table, run
 from prefixkv.protocol.messages import Abort, AnyBody, FailureCode, Outcome, OutcomeAck, Promise
-from prefixkv.protocol.timers import Backoff
+from prefixkv.protocol.timers import Backoff, Wait
 
 # --- events ---------------------------------------------------------------------------------------
 
@@ -109,11 +109,8 @@ class ReceiverMachine:
         self._drained_said = False
         self._overdue_said = False
         self._resend = Backoff(timing.resend_s)
-        self._wait_until(now_s, timing.bootstrap_timeout_s)
-
-    def _wait_until(self, from_s: float, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._deadline_s = from_s + patience_s
+        self._wait = Wait(timing.longest_wait_s)
+        self._wait.start(now_s, timing.bootstrap_timeout_s)
 
     @property
     def ticket(self) -> int:
@@ -139,7 +136,7 @@ class ReceiverMachine:
         """When the next Tick is wanted, at the latest."""
         if self.over:
             return float("inf")
-        deadline_s = float("inf") if self._overdue_said else self._deadline_s
+        deadline_s = float("inf") if self._overdue_said else self._wait.due_s
         waiting_for_answer = self._unacked if not self.poll.ended else self._undrained
         return min(deadline_s, self._resend.due_s) if waiting_for_answer else deadline_s
 
@@ -158,7 +155,7 @@ class ReceiverMachine:
         self.ranks = frozenset(event.ranks)
         self._unacked = set(event.ranks)
         self._undrained = set(event.ranks)
-        self._wait_until(now_s, self._timing.waiting_timeout_s)
+        self._wait.start(now_s, self._timing.waiting_timeout_s)
         return self._say_promise(now_s)
 
     def _say_promise(self, now_s: float) -> list[Action]:
@@ -174,7 +171,7 @@ class ReceiverMachine:
             return []
         self._unacked.discard(event.rank)
         self.poll = KVPoll.TRANSFERRING
-        self._wait_until(now_s, self._timing.transfer_timeout_s)
+        self._wait.start(now_s, self._timing.transfer_timeout_s)
         return []
 
     def _outcome(self, event: OutcomeSaid, now_s: float) -> list[Action]:
@@ -213,11 +210,10 @@ class ReceiverMachine:
         return self._fail(Fail(error, lost=event.rank), now_s)
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
-        if now_s >= self._deadline_s:
-            self._wait_until(event.heard_s, self._patience_s)
-            if now_s >= self._deadline_s:
+        if now_s >= self._wait.due_s:
+            if not self._wait.goes_on(event.heard_s, now_s):
                 error = TransferTimeoutError(
-                    f"prefill at {self._prefill!r}: the deadline passed in {self.poll.name}"
+                    f"prefill at {self._prefill!r}: {self._wait.limit} passed in {self.poll.name}"
                 )
                 return self._fail(Fail(error), now_s)
             # It may wait in a queue there. A rank that has lost the room, as its last words on it
@@ -231,7 +227,7 @@ class ReceiverMachine:
     def _fail(self, event: Fail, now_s: float) -> list[Action]:
         self.poll = KVPoll.FAILED
         self.error = event.error
-        self._deadline_s = now_s + self._timing.drain_timeout_s
+        self._wait.start(now_s, self._timing.drain_timeout_s)
         self._resend.start(now_s)
         actions: list[Action] = [RoomEnded(self.key, self.poll, error=event.error)]
         if event.tell:
@@ -257,7 +253,7 @@ class ReceiverMachine:
         actions: list[Action] = []
         if self.drained:
             return actions
-        if now_s >= self._deadline_s and not self._overdue_said:
+        if now_s >= self._wait.due_s and not self._overdue_said:
             self._overdue_said = True
             actions.append(RoomOverdue(self.key))
         if self._resend.take(now_s):

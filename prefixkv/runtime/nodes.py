@@ -115,7 +115,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             retarget=config.retarget,
             admission=config.admission,
             patience_s=config.patience_s,
-            waiting_timeout_s=config.longest_wait_s,
+            waiting_timeout_s=config.admission_wait_s,
             shares=PrefillShares(config.prefill_share * layout.num_pages, self._ready),
             name=config.name,
             ticket=secret_number,

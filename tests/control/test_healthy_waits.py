@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
-from prefixkv.errors import TransferTimeoutError
+from prefixkv.errors import TransferError, TransferTimeoutError
 from prefixkv.protocol.commands import RefuseRoom
 from prefixkv.protocol.events import RoomDrained, RoomEnded
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.protocol.messages import Abort, Drained, Heartbeat, Outcome, Promise, PromiseAck
+from prefixkv.protocol.messages import (
+    Abort,
+    Drained,
+    Heartbeat,
+    Outcome,
+    Promise,
+    PromiseAck,
+    Topology,
+)
 from prefixkv.protocol.receiver_machine import (
     ChunkLanded,
     OutcomeSaid,
@@ -19,10 +29,12 @@ from prefixkv.protocol.receiver_machine import (
 )
 from prefixkv.protocol.receiver_machine import Tick as ReceiverTick
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.transport.base import Arrived
+from prefixkv.transport.base import Arrived, WriteDrained
 from tests.control.wire import (
     DECODE,
+    HELLO,
     KEY,
+    PAGE_SIZE,
     PREFILL,
     SENT,
     TIMING,
@@ -43,6 +55,10 @@ def beats(peer: Any, seconds: int = BEATS) -> list[Any]:
     for _ in range(seconds):
         out += peer.after(1.0) + peer.say(Heartbeat())
     return [effect for effect in out if not isinstance(effect, Heartbeat)]
+
+
+LONGEST_S = 50
+SHORT = replace(TIMING, longest_wait_s=float(LONGEST_S))
 
 
 def silence(peer: Any, seconds: float) -> list[RoomEnded]:
@@ -91,10 +107,9 @@ def test_a_room_that_prefill_has_lost_fails_though_prefill_is_heard() -> None:
         peer.after(1.0)
         peer.say(Heartbeat())
     assert peer.control.num_rooms == 0
-    assert peer.say(promise()) == [PromiseAck(*KEY.numbers, 0)]
-    [outcome] = [word for word in beats(peer, int(TIMING.parked_timeout_s) + 1)
-                 if isinstance(word, Outcome)][:1]  # fmt: skip
+    [outcome] = peer.say(promise())
     assert (outcome.ok, outcome.drained) == (False, True)
+    assert outcome.error.startswith("room 7 is over")
 
 
 def test_a_rank_whose_outcome_is_here_is_not_asked_again() -> None:
@@ -130,6 +145,26 @@ def test_a_refusal_is_said_for_as_long_as_prefill_is_heard() -> None:
     peer.on(RefuseRoom(RoomKey(8, 0), 9, "tcp://prefill", "no"))
     assert any(isinstance(word, Abort) for word in beats(peer)[-20:])
     assert peer.say(Drained(8, 0, 0, 9)) == [RoomDrained(RoomKey(8, 0))]
+
+
+@pytest.mark.parametrize("waits_for", ["its first chunk", "its next chunk"])
+def test_decode_waits_no_longer_than_the_longest_though_prefill_is_heard(waits_for: str) -> None:
+    peer = PrefillPeer(SHORT).opened()
+    peer.say(PromiseAck(*KEY.numbers, 0))
+    if waits_for == "its next chunk":
+        peer.after(7.0)
+        peer.on(Arrived(ChunkTag(PREFILL.incarnation, *KEY.numbers, 0, 0).pack()))
+    assert of(beats(peer, LONGEST_S - 1), RoomEnded) == []
+    [ended] = of(beats(peer, 1), RoomEnded)
+    assert isinstance(ended.error, TransferTimeoutError)
+    assert "longest_wait_s passed in" in str(ended.error)
+
+
+def test_a_refusal_is_said_no_longer_than_the_longest() -> None:
+    peer = PrefillPeer(SHORT).opened()
+    peer.on(RefuseRoom(RoomKey(8, 0), 9, "tcp://prefill", "no"))
+    assert of(beats(peer, LONGEST_S - 1), RoomDrained) == []
+    assert RoomDrained(RoomKey(8, 0)) in beats(peer, 1)
 
 
 # --- prefill --------------------------------------------------------------------------------------
@@ -193,3 +228,46 @@ def test_a_request_that_a_former_life_of_decode_was_to_promise_for_is_not_waited
     peer.on(add_room(RoomKey(8, 0, DECODE.name)))
     ended = of(beats(peer), RoomEnded)
     assert [room.key for room in ended] == [SENT]
+
+
+@pytest.mark.parametrize("waits_for", ["a promise", "its first chunk", "its next chunk"])
+def test_prefill_waits_no_longer_than_the_longest_though_decode_is_heard(waits_for: str) -> None:
+    peer = DecodePeer(SHORT)
+    if waits_for == "a promise":
+        peer.known().on(add_room())
+    else:
+        peer.bootstrapped()
+    if waits_for == "its next chunk":
+        peer.after(7.0)
+        peer.chunk(1, [30])
+        peer.ended(1)
+    assert beats(peer, LONGEST_S - 1) == []
+    [ended] = of(beats(peer, 1), RoomEnded)
+    assert isinstance(ended.error, TransferTimeoutError)
+
+
+def test_the_wait_for_the_second_reader_begins_with_the_request() -> None:
+    """Not with the first promise, which may have waited for the request."""
+    peer = DecodePeer(
+        hello=msgspec.structs.replace(HELLO, topology=Topology(PAGE_SIZE, 2), worker=DECODE)
+    )
+    peer.known().say(promise())
+    peer.after(TIMING.parked_timeout_s - 1)
+    peer.on(add_room())
+    assert silence(peer, TIMING.bootstrap_timeout_s - 1) == []
+    assert len(silence(peer, 1)) == 1
+
+
+def test_the_pages_of_a_room_that_is_over_are_drained_once_what_kernels_hold_has_settled() -> None:
+    """A write of it failed, its agent was renewed, and what was said of both was lost. So decode
+    has to ask by an abort, and is told to let it settle."""
+    peer = DecodePeer().bootstrapped()
+    peer.chunk(1, [30, 31], last=True)
+    peer.ended(1, TransferError("broke"), drained=False)
+    for _ in range(int(TIMING.ack_timeout_s) + 1):
+        peer.after(1.0)
+    peer.on(WriteDrained(1))
+    assert peer.control.num_rooms == 0
+    [outcome] = peer.say(promise())
+    assert (outcome.ok, outcome.drained) == (False, False)
+    assert peer.say(Abort(*KEY.numbers, "failed", 0)) == [Drained(*KEY.numbers, 0, 0, True)]
