@@ -42,7 +42,8 @@ class Request:
             first.
         deadline_s: seconds after `add`. On decode: its KV has to be here by then, else it fails,
             with AdmissionTimeoutError or TransferTimeoutError. On prefill: it has to be sent by
-            then. None: it waits for as long as its peer is heard, and on decode in the queue for
+            then. None: it waits for as long as its peer is heard, up to
+            `ControlConfig.longest_wait_s`, and on decode in the queue for
             `DecodeConfig.waiting_timeout_s`.
 
     Raises:
