@@ -33,7 +33,7 @@ from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.transport.base import Arrived
 from tests.models.node_pair import NodePair, left, make_pool, tokens_of
-from tests.models.node_stages import end_of, lone_decode
+from tests.models.node_stages import end_of, lone_decode, queued
 from tests.models.patience import NEVER_S, PATIENCE_S, SkippableClock, lasting_address, until
 from tests.runtime.conftest import QUICK, MakePair, node_threads
 
@@ -357,3 +357,27 @@ def test_a_request_whose_prefill_is_not_there_is_served_by_another_one(make_pair
             node.finish(popped[0])
             until(pair.prefill.pop_sent)
     assert [type(error) for error in lost] == [PeerLostError]
+
+
+def test_a_loaded_service_serves_what_has_waited_longer_than_any_timeout(
+    clock: SkippableClock, make_pair: MakePair
+) -> None:
+    """Prefill waits for a promise, and for its own engine; decode for pages, and for a chunk."""
+    pair = make_pair(control=replace(QUICK, longest_wait_s=100 * NEVER_S))
+    proceed = queued(pair)
+    nodes: list[Any] = [pair.decode, pair.prefill]
+
+    def heard_s() -> float:
+        decode, prefill = (node.transfers.control for node in nodes)
+        ends = [*decode._links.all(), *prefill._peers.all()]
+        return min((end.live.heard_s for end in ends), default=-math.inf)
+
+    for _ in range(5):
+        clock.skip(0.6 * NEVER_S, nodes)
+        now_s = clock.monotonic()
+        until(lambda now_s=now_s: heard_s() >= now_s)
+        pair.step()
+    assert not pair.d.ended
+    assert not pair.p.failed
+    proceed()
+    pair.until(lambda: pair.d.ended == {"big": None, "r": None})
