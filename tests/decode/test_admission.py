@@ -474,6 +474,17 @@ def test_a_request_that_joined_a_flight_waits_for_that_no_longer_than_its_deadli
     assert desk.transferred() == ["a"]
 
 
+def test_a_request_with_a_deadline_of_its_own_may_wait_longer_than_others() -> None:
+    desk = Desk(16, waiting_timeout_s=20.0)
+    desk.start("H", 40, max_new=20)
+    own = desk.add("o", 40, max_new=1, deadline_s=60.0)
+    for now_s in (20.0, 59.9):
+        desk.now_s = now_s
+        assert (desk.admit(), desk.pop_failed()) == ([], [])
+    desk.now_s = 60.0
+    assert (desk.admit(), desk.pop_failed()) == ([], [own])
+
+
 def test_a_deadline_ends_no_request_that_ran_before() -> None:
     desk = Desk(16)
     desk.token(desk.start("o", 4))

@@ -123,5 +123,6 @@ def test_a_wait_that_is_not_due_goes_on_and_stays_as_it_is() -> None:
     assert (wait.due_s, wait.limit) == (10.0, "the deadline")
     assert not wait.goes_on(-1e9, 10.0)
     assert not wait.goes_on(-1e9, 10.0), "nor later"
+    assert wait.due_s == 10.0, "what was due is due"
     wait.start(20.0, 100.0)
     assert (wait.due_s, wait.last_s, wait.limit) == (120.0, 120.0, "the deadline")

@@ -381,3 +381,15 @@ def test_a_loaded_service_serves_what_has_waited_longer_than_any_timeout(
     assert not pair.p.failed
     proceed()
     pair.until(lambda: pair.d.ended == {"big": None, "r": None})
+
+
+def test_a_request_that_goes_elsewhere_is_refused_at_once_where_it_was(make_pair: MakePair) -> None:
+    """The call alone says so: decode's engine does nothing else."""
+    pair = make_pair(control=replace(QUICK, connect_timeout_s=0.2))
+    proceed = queued(pair)
+    pair.decode.retarget("r", lasting_address())
+    until(lambda: (pair.p.step(), "r" in pair.p.failed)[1])
+    assert isinstance(pair.p.failed["r"], AbortedError)
+    pair.decode.abort("r")
+    proceed()
+    pair.until(lambda: pair.d.ended.keys() == {"big", "r"})
