@@ -118,7 +118,7 @@ class Prefill:
                 self.first = rid
             case ("add", rid, room, generation, tokens):
                 attempt = {"room": room, "generation": generation, "decode": "decode-0"}
-                self.node.add(Request(rid, tokens, **attempt))
+                self.node.add(Request(rid, tokens, deadline_s=PATIENCE_S, **attempt))
             case ("go", fails):
                 self.stopped = False
                 if fails:
@@ -179,7 +179,8 @@ class Decode:
             tokens = prompt_of(number, at, sizes.system_tokens, sizes.suffix_tokens)
             room = number * sizes.requests + at
             self.pipe.send(("add", rid, room, 0, tokens))
-            node.add(Request(rid, tokens, max_new_tokens=1, room=room, prefill=self.prefill))
+            where: dict[str, Any] = {"room": room, "prefill": self.prefill}
+            node.add(Request(rid, tokens, max_new_tokens=1, deadline_s=PATIENCE_S, **where))
         node.pop_preallocated()
         took_s: dict[str, float] = {}
         wrong, failed, told = 0, 0, False

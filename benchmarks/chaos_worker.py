@@ -52,6 +52,8 @@ _GAP_S = 0.1  # a longer time between two turns was taken from us: stopped, or m
 _PR_SET_PDEATHSIG = 1
 _MOST_FINDINGS = 20
 _SLOW_POSTS = 1 / 50
+# Of each request, on either side, where it may be alone. Longer than any wait of chaos.CONTROL.
+_REQUEST_S = 12.0
 
 
 @dataclass(frozen=True)
@@ -295,7 +297,8 @@ class PrefillEngine(_Engine):
     ) -> None:
         self.begin(rid, plan)
         try:
-            self.node.add(Request(rid, tokens, room=room, generation=generation, decode=decode))
+            what: dict[str, Any] = {"room": room, "generation": generation, "decode": decode}
+            self.node.add(Request(rid, tokens, deadline_s=_REQUEST_S, **what))
         except RequestError as error:
             self.ended(rid, "refused", error)
             return
@@ -376,9 +379,8 @@ class DecodeEngine(_Engine):
     ) -> None:
         self.begin(rid, plan)
         try:
-            self.node.add(
-                Request(rid, tokens, max_new_tokens=max_new_tokens, room=room, prefill=prefill)
-            )
+            what: dict[str, Any] = {"room": room, "prefill": prefill, "deadline_s": _REQUEST_S}
+            self.node.add(Request(rid, tokens, max_new_tokens=max_new_tokens, **what))
         except RequestError as error:
             self.ended(rid, "refused", error)
             return

@@ -37,6 +37,7 @@ CONTROL = ControlConfig(
     waiting_timeout_s=1.0, transfer_timeout_s=1.0, ack_timeout_s=1.0, drain_timeout_s=0.7,
     parked_timeout_s=1.0, fence_settle_s=0.05,
 )  # fmt: skip
+DEADLINE_S = 3.0  # of each request, on either side, where it may be alone
 _PR_SET_PDEATHSIG = 1
 _ANY_PORT = "tcp://127.0.0.1:*"
 _CHUNK_TOKENS = 32
@@ -75,7 +76,8 @@ class Engine:
         return max(len(node.scheduler.requests) for node in (self.decode, self.prefill))
 
     def add_decode(self, room: int, tokens: Tokens, prefill: str, plan: str) -> None:
-        request = Request(f"r{room}", tokens, max_new_tokens=2, room=room, prefill=prefill)
+        what: dict[str, Any] = {"room": room, "prefill": prefill, "deadline_s": DEADLINE_S}
+        request = Request(f"r{room}", tokens, max_new_tokens=2, **what)
         try:
             if plan == "refused":
                 self.decode.refuse(request, "the soak wants it so")
@@ -89,7 +91,8 @@ class Engine:
         self, room: int, tokens: Tokens, plan: str, decode: str, generation: int = 0
     ) -> None:
         rid = f"r{room}.{generation}"
-        request = Request(rid, tokens, room=room, generation=generation, decode=decode)
+        what: dict[str, Any] = {"room": room, "generation": generation, "decode": decode}
+        request = Request(rid, tokens, deadline_s=DEADLINE_S, **what)
         try:
             self.prefill.add(request)
         except RequestError:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -73,9 +72,13 @@ class ControlConfig:
     A deadline ends a wait with an error. It never frees a page that a peer may still write: a room
     whose `drain_timeout_s` has passed is quarantined, and its pages come back on proof only.
     What waits for a prefill worker at whose address nobody answers fails after `connect_timeout_s`.
-    `waiting_timeout_s` is for the first chunk to come, `transfer_timeout_s` for the next. After a
-    fence, what the dead writer's kernel still holds is read for `fence_settle_s` before its pages
-    are used again (0 where writes bypass the kernels, as RDMA's do).
+    `bootstrap_timeout_s` is for the handshake and the promise, `waiting_timeout_s` for the first
+    chunk, `transfer_timeout_s` for the next. These three count from when the peer was last heard: a
+    wait in a queue of a peer that is there ends with the request's own `deadline_s`, or after
+    `longest_wait_s` (the timeout itself, where that is more). A write that is in flight has
+    `transfer_timeout_s` in any case. After a fence, what the dead writer's kernel still holds is
+    read for `fence_settle_s` before its pages are used again (0 where writes bypass the kernels, as
+    RDMA's do).
     On prefill `max_peer_bytes` is what is held for one decode worker, of all its ranks: rooms, page
     ids, what it introduced itself with.
     """
@@ -88,6 +91,7 @@ class ControlConfig:
     bootstrap_timeout_s: float = 30.0
     waiting_timeout_s: float = 120.0
     transfer_timeout_s: float = 60.0
+    longest_wait_s: float = 600.0
     ack_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
     parked_timeout_s: float = 30.0
@@ -107,7 +111,8 @@ class ControlConfig:
         _above(
             self, 0, "heartbeat_s", "suspect_after_s", "forget_after_s", "resend_s",
             "connect_timeout_s", "bootstrap_timeout_s", "waiting_timeout_s",
-            "transfer_timeout_s", "ack_timeout_s", "drain_timeout_s", "parked_timeout_s",
+            "transfer_timeout_s", "longest_wait_s", "ack_timeout_s", "drain_timeout_s",
+            "parked_timeout_s",
         )  # fmt: skip
         _at_least(self, 1, "max_parked_per_peer", "max_peers", "max_queued_frames")
         _at_least(self, 1, "max_peer_bytes")
@@ -193,6 +198,12 @@ class PageSettings(TypedDict, total=False):
     num_slots: int
 
 
+class Retarget(Protocol):
+    """A function that says where a request whose transfer failed goes next; None: where it went."""
+
+    def __call__(self, req: Any, error: Exception) -> str | None: ...
+
+
 class Admission(Protocol):
     """An `AdmissionPolicy` (decode/admission.py)."""
 
@@ -213,10 +224,9 @@ class DecodeConfig:
     `policy` says which cached pages are evicted first: a name, or a `Policy` with settings of its
     own (`Gated(fresh_s=60)`), which serves one cache; ranks need a name. `admission` says which
     request is admitted first: "hit_aware", "fifo", "priority", a registered name, or an
-    `AdmissionPolicy`. A request that has waited `patience_s` is overtaken by nothing. One that is
-    not admitted within `waiting_timeout_s` fails, and prefill is told; that has to be before
-    prefill gives up, `control.bootstrap_timeout_s` after its own `add`. None: 0.8 of that;
-    infinity: never.
+    `AdmissionPolicy`. A request that has waited `patience_s` is overtaken by nothing. One without a
+    `deadline_s` that is not admitted within `waiting_timeout_s` fails, and prefill is told. None:
+    `control.longest_wait_s`, since prefill waits no longer either.
 
     Where pages are evicted, `evict_reserve` of the pool is beyond what is missing: at 1/256 the new
     pages of a request form a third of the runs, for 0.1 points of hit rate
@@ -225,6 +235,10 @@ class DecodeConfig:
     While several prefill workers are ready, each has at most `prefill_share` of the pool promised
     to it or held for it: one that never proves the end of its writes does not get it all. 1: no
     bound.
+
+    A request whose transfer fails is asked for again `max_retries` times (None: once where
+    `failure_policy` is "retry", else never). Before each, `retarget(req, error)` may name the
+    address of another prefill worker; `req` is the DecodeRequest, `req.prefill` where it failed.
     """
 
     name: str = "decode-0"
@@ -238,6 +252,8 @@ class DecodeConfig:
     evict_reserve: float = 1 / 256
     prefill_share: float = 0.5
     failure_policy: Literal["fail", "retry"] = "fail"
+    max_retries: int | None = None
+    retarget: Retarget | None = None
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()
@@ -252,13 +268,11 @@ class DecodeConfig:
                 )
         if self.waiting_timeout_s is not None:
             _above(self, 0, "waiting_timeout_s")
-            if self.control.bootstrap_timeout_s <= self.waiting_timeout_s < math.inf:
-                raise ConfigError(
-                    f"waiting_timeout_s is {self.waiting_timeout_s}, it has to be below "
-                    "control.bootstrap_timeout_s, "
-                    f"{self.control.bootstrap_timeout_s}, or infinity"
-                )
         _one_of(self, ("fail", "retry"), "failure_policy")
+        if self.max_retries is not None:
+            _at_least(self, 0, "max_retries")
+        if self.retarget is not None and not callable(self.retarget):
+            raise ConfigError(f"retarget is {self.retarget!r}, a function is needed")
 
     def for_books(self, num_pages: int, num_slots: int = 0) -> PageSettings:
         """What a `PageManager` is made with besides their sizes, alike on every rank."""
@@ -270,10 +284,17 @@ class DecodeConfig:
         }
 
     @property
-    def longest_wait_s(self) -> float:
+    def num_retries(self) -> int:
+        """`max_retries` as a number."""
+        if self.max_retries is None:
+            return int(self.failure_policy == "retry")
+        return self.max_retries
+
+    @property
+    def admission_wait_s(self) -> float:
         """`waiting_timeout_s` as a number."""
         if self.waiting_timeout_s is None:
-            return 0.8 * self.control.bootstrap_timeout_s
+            return self.control.longest_wait_s
         return self.waiting_timeout_s
 
 

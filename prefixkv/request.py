@@ -40,8 +40,11 @@ class Request:
         generation: which attempt at this room it is; decode says (`PrefillAsk`).
         priority: for eviction, higher stays longer; and for admission by `priority`, higher goes
             first.
-        deadline_s: seconds after decode's `add` within which it has to be admitted, else it fails;
-            None: `DecodeConfig.waiting_timeout_s`.
+        deadline_s: seconds after `add`. On decode: its KV has to be here by then, else it fails,
+            with AdmissionTimeoutError or TransferTimeoutError. On prefill: it has to be sent by
+            then. None: it waits for as long as its peer is heard, up to
+            `ControlConfig.longest_wait_s`, and on decode in the queue for
+            `DecodeConfig.waiting_timeout_s`.
 
     Raises:
         TokenError: tokens that are not integers in [0, 2**31).

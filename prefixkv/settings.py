@@ -33,7 +33,7 @@ def check_types(config: Any) -> None:
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
         kind = str(field.type)
-        if kind == "int":
+        if kind == "int" or (kind == "int | None" and value is not None):
             most = _MOST_BYTES if name.endswith("_bytes") else _MOST
             if not _is_number(value) or not isinstance(value, Integral) or int(value) > most:
                 raise ConfigError(f"{name} is {value!r}, a whole number up to {most} is needed")

@@ -38,6 +38,7 @@ TOO_LOW: dict[type, dict[str, Any]] = {
                 "bootstrap_timeout_s",
                 "waiting_timeout_s",
                 "transfer_timeout_s",
+                "longest_wait_s",
                 "ack_timeout_s",
                 "drain_timeout_s",
                 "parked_timeout_s",
@@ -62,6 +63,7 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "max_running": 0,
         "reserve_tokens": -1,
         "failure_policy": "hope",
+        "max_retries": -1,
         "name": "",
         "patience_s": -1e-9,
         "waiting_timeout_s": 0,
@@ -88,6 +90,8 @@ def test_a_setting_out_of_range_is_named(config: type, field: str, value: Any) -
 
 WRONG: dict[str, list[Any]] = {
     "int": [None, "1", 1.5, float("nan"), True, 2**62],
+    "int | None": ["1", 1.5, float("nan"), True, 2**62],
+    "Retarget | None": [7, "tcp://q"],
     "float": [None, "1", float("nan"), True],
     "float | None": ["1", float("nan"), True],
     "bool": [None, "no", 1],
@@ -148,6 +152,7 @@ def test_every_number_and_choice_has_a_bound() -> None:
         "cache",
         "policy",
         "admission",
+        "retarget",
         "curve",
         "allow_remote_without_keys",
         "interface",
@@ -196,16 +201,11 @@ def test_the_default_policy_is_the_caches() -> None:
     assert DecodeConfig().policy == PrefillConfig().policy == DEFAULT_POLICY
 
 
-def test_decode_stops_waiting_for_memory_before_prefill_stops_waiting_for_decode() -> None:
-    control = ControlConfig(bootstrap_timeout_s=10.0)
-    assert DecodeConfig(control=control).longest_wait_s == 8.0
-    assert DecodeConfig(control=control, waiting_timeout_s=9.0).longest_wait_s == 9.0
-    assert DecodeConfig(control=control, waiting_timeout_s=math.inf).longest_wait_s == math.inf
-    with pytest.raises(
-        ConfigError,
-        match=r"waiting_timeout_s is 10.0, it has to be below control.bootstrap_timeout_s",
-    ):
-        DecodeConfig(control=control, waiting_timeout_s=10.0)
+def test_decode_waits_for_memory_as_long_as_for_a_peer_unless_it_is_told_otherwise() -> None:
+    control = ControlConfig(longest_wait_s=70.0)
+    assert DecodeConfig(control=control).admission_wait_s == 70.0
+    assert DecodeConfig(control=control, waiting_timeout_s=90.0).admission_wait_s == 90.0
+    assert DecodeConfig(control=control, waiting_timeout_s=math.inf).admission_wait_s == math.inf
 
 
 def test_the_reserve_is_a_part_of_the_pool() -> None:

@@ -35,6 +35,8 @@ _IDLE_S: Final = 1.0  # the longest wait for something to happen
 _WARM_UP: Final = "warm-up"
 _WARM_UP_ROOM: Final = 2**64 - 1
 _HELD_S: Final = 0.01
+# Of a request, until its KV is there. A trace that asks for more than is served queues for long.
+_DEADLINE_S: Final = 900.0
 _STALLED_S: Final = 100.0  # without any event while calls are open: an error, instead of for ever
 
 
@@ -157,6 +159,7 @@ class DecodeEngine:
             prefill=self.prefill,
             decode=self.node.peer_id.name,
             cacheable=cacheable,
+            deadline_s=_DEADLINE_S,
         )
         self.asks.send(request)
         return self.node.add(request)
@@ -212,7 +215,14 @@ class DecodeEngine:
             tokens = np.asarray(ask.tokens, dtype=np.int32)
             rid = f"{ask.rid}.{ask.generation}"
             self.asks.send(
-                Request(rid, tokens, room=ask.room, generation=ask.generation, decode=ask.decode)
+                Request(
+                    rid,
+                    tokens,
+                    room=ask.room,
+                    generation=ask.generation,
+                    decode=ask.decode,
+                    deadline_s=_DEADLINE_S,
+                )
             )
         for req in node.pop_failed():
             happened += 1

@@ -309,7 +309,7 @@ class DecodeControl:
                 if (link := self._links.get(key)) and (why := self._links.gone(link, now_s)):
                     self._refuse_link(link, why, now_s, out)
             elif (room := self._rooms.get(key)) is not None:
-                self._on(room, receiver.Tick(), now_s, out)
+                self._on(room, receiver.Tick(room.heard_s), now_s, out)
 
         self._timers.visit(now_s, look)
 

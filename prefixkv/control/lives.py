@@ -52,6 +52,10 @@ class Lives:
     def supersede(self, life: PeerId, by: PeerId) -> None:
         self.end(life, f"was superseded by life {by.incarnation:x}")
 
+    def has_former(self, name: str) -> bool:
+        """Whether a life of this name is over."""
+        return name in self._over
+
     def check(self, life: PeerId) -> None:
         """Raises FormerLifeError where the life is over."""
         if how := self.how(life):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +37,7 @@ from prefixkv.protocol.timers import Timers
 @dataclass(slots=True, eq=False, kw_only=True)
 class Peer:
     """A rank of a decode worker. `gone` once its rooms have ended because it left or was replaced.
+    `succeeded` is its number among those met, if it took the place of a former life.
 
     `readers` are the ranks of its worker that promise us pages, `writes` says whether anything of
     ours goes to it, `staged` whether that is staged, `takes_state` whether extra state does.
@@ -55,6 +57,7 @@ class Peer:
     claimed: Claimed
     past: PastUses
     num_parked: int = 0
+    succeeded: int = 0
     gone: bool = False
 
     @property
@@ -137,6 +140,7 @@ class Peers:
         self._timers = timers
         self._stamp = Stamper(me)
         self._peers: dict[str, Peer] = {}
+        self.num_met = 0
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -151,6 +155,17 @@ class Peers:
 
     def all(self) -> list[Peer]:
         return list(self._peers.values())  # at once: the scheduler's thread asks for `states`
+
+    def heard_s(self, worker: str, ranks: Iterable[int], since: int) -> float:
+        """By when all these ranks of a decode worker had been heard; -infinity where one is not
+        known, or has taken a former life's place since (as `num_met` was then): it knows nothing of
+        what that one was to promise."""
+        names = [f"{worker}/{rank}" if rank else worker for rank in ranks]
+        peers = [self._peers.get(name) for name in names]
+        return min(
+            -math.inf if peer is None or peer.succeeded > since else peer.live.heard_s
+            for peer in peers
+        )
 
     def states(self, now_s: float) -> dict[PeerId, str]:
         """Each "ready" or "suspect"."""
@@ -219,6 +234,7 @@ class Peers:
         added = accepted.added
         route, credential = received
         self.lives.begin(frame.sender)
+        self.num_met += 1
         worker = hello.worker or frame.sender
         shared = [peer.budget for peer in self.all() if peer.worker == worker]
         budget = shared[0] if shared else Budget(self._timing.max_peer_bytes)
@@ -229,6 +245,7 @@ class Peers:
             credential=credential,
             hello=hello,
             live=Liveness(now_s, now_s, frame.seq),
+            succeeded=self.num_met if self.lives.has_former(frame.name) else 0,
             readers=accepted.readers,
             writes=added is not None,
             staged=accepted.cut is not None,

@@ -264,8 +264,7 @@ class PrefillControl:
     def _chunk(self, command: SendChunk, now_s: float) -> list[Want]:
         """The engine hands over pages of the request. Ended or unknown: no-op."""
         out: list[Want] = []
-        machine = self._rooms.get(command.key)
-        if machine is not None:
+        if (machine := self._rooms.get(command.key)) is not None:
             self._on(machine, command, now_s, out)
         return out
 
@@ -319,7 +318,8 @@ class PrefillControl:
             if isinstance(key, str):
                 out.extend(self._peers.tick(key, now_s))
             elif (machine := self._rooms.get(key)) is not None:
-                self._on(machine, sender.Tick(), now_s, out)
+                heard_s = self._peers.heard_s(key.decode, machine.expected, machine.met_before)
+                self._on(machine, sender.Tick(heard_s), now_s, out)
 
         self._timers.visit(now_s, look)
         self._claims.expire(now_s)
@@ -505,7 +505,7 @@ class PrefillControl:
     def _refuse_promise(
         self, peer: Peer, promise: Promise, why: str, now_s: float, out: list[Want]
     ) -> None:
-        """Nothing was written for this promise, so its pages are drained as far as it is concerned.
+        """No write for this promise is under way, so its pages are drained as far as that goes.
 
         If another promise of this room stands, decode has already ended or will end that one by its
         own rules, and is told nothing.
@@ -515,7 +515,8 @@ class PrefillControl:
         named = peer.id in self._claims.of(key)
         if known is None or not named or known.ticket != ticket:
             peer.past.add((key, ticket))
-            refusal = Outcome(*key.numbers, self._rank, False, 0, 0, b"", why, True, ticket)
+            drained = not self._renewed  # else decode is to ask, and to let settle
+            refusal = Outcome(*key.numbers, self._rank, False, 0, 0, b"", why, drained, ticket)
             out += self._peers.send(peer, refusal, now_s)
 
     def _take_abort(self, peer: Peer, abort: Abort, now_s: float, out: list[Want]) -> None:
@@ -550,6 +551,7 @@ class PrefillControl:
     def _new_machine(self, key: RoomKey, now_s: float) -> SenderMachine:
         page_size = self._ours.topology.page_size
         machine = SenderMachine(key, self._rank, page_size, self._next_job_id, self._timing, now_s)
+        machine.met_before = self._peers.num_met
         self._rooms[key] = machine
         return machine
 

@@ -3,6 +3,7 @@ write in which."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -28,6 +29,16 @@ class Room:
 
     def rank_of(self, peer: PeerId) -> int:
         return next(rank for rank, known in self.peers.items() if known == peer)
+
+    @property
+    def heard_s(self) -> float:
+        """By when every rank that knows the room had been heard; -infinity where none does, or one
+        answers no more."""
+        times = [
+            link.live.heard_s if link.peer == self.peers[rank] else -math.inf
+            for rank, link in self.links.items()
+        ]
+        return min(times, default=-math.inf)
 
     def writers(self) -> Iterator[tuple[PeerId, Link]]:
         """What may still write its pages. Any thread may ask."""

@@ -39,6 +39,7 @@ class Flight:
     Args:
         owner: its request; None once that has gone, while other flights wait for the pages.
         request: what the engine submitted.
+        prefill: the address of the prefill worker that sends it.
         key: its tokens, up to `kv_len`: they do not change while it is on its way.
         pages: the request's; the flight brings those at [start_pages, end_pages) of its row, whole
             pages only.
@@ -48,6 +49,7 @@ class Flight:
 
     owner: DecodeRequest | None
     request: Request
+    prefill: str
     room_key: RoomKey
     key: RadixKey
     pages: RequestPages
@@ -139,7 +141,7 @@ class InFlight:
         assert pages is not None
         data = key.data
         start, end = pages.num_shared, len(data) // page_bytes
-        of = owner, owner.request, owner.room_key, key, pages
+        of = owner, owner.request, owner.prefill, owner.room_key, key, pages
         flight = Flight(*of, start, end, joined, self._count)
         self._flights[flight] = None
         self._by_owner[owner] = flight

@@ -54,7 +54,7 @@ class DecodeJournal(Journal):
 
     def transferred(self, flight: Flight, now_s: float) -> None:
         """All pages that the flight brings are there."""
-        self.transfer_ended(flight.request.prefill, "success")
+        self.transfer_ended(flight.prefill, "success")
         self.pages_received += flight.pages.num_own
         req = flight.owner
         if req is not None and req.transferred_s is None:
@@ -89,7 +89,7 @@ def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, A
     return req.timeline(
         "decode",
         req.state.value,
-        req.request.prefill,
+        req.prefill,
         prompt_tokens=req.prompt_len,
         hit_tokens=req.hit_tokens,
         shared_tokens=req.shared_tokens,

@@ -125,9 +125,8 @@ class DecodePreallocQueue:
         self._order.add(waiter.place)
         self._waiting[req] = waiter
         self._estimated[waiter] = None
-        timeout_s = req.request.deadline_s
-        wait_s = self._waiting_timeout_s if timeout_s is None else timeout_s
-        self._deadlines.wake(req, req.arrived_s + wait_s)
+        if req.request.deadline_s is None:  # else the scheduler looks at it
+            self._deadlines.wake(req, req.arrived_s + self._waiting_timeout_s)
 
     def remove(self, req: DecodeRequest) -> None:
         """Take a request out, wherever it is."""
@@ -140,6 +139,10 @@ class DecodePreallocQueue:
                 self._order.clear()  # it was alone
             del self._estimated[waiter]
             self._deadlines.forget(req)
+
+    def look_again(self) -> None:
+        """A request may fit that did not before."""
+        self._num_started += 1
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._waiting)
@@ -237,7 +240,7 @@ class DecodePreallocQueue:
     def _is_limited(self, waiter: _Waiter) -> bool:
         """Whether its prefill worker has its share, so that it holds up none that comes after
         it."""
-        return self._shares.refuses(waiter.req.request.prefill, waiter.new)
+        return self._shares.refuses(waiter.req.prefill, waiter.new)
 
     def _admit_in_order(self, now_s: float) -> None:
         """Admit requests that fit by their estimates; if none does, renew the oldest estimates."""
@@ -334,7 +337,7 @@ class DecodePreallocQueue:
             # once, and be retracted again for the page that was missing. So it has to leave a page
             # for each of the others: then these go on by a step first.
             space = min(space, books.available_pages - self._budget.active)
-        new, prefill = waiter.new, req.request.prefill
+        new, prefill = waiter.new, req.prefill
         if waiter.needed > space or waiter.most > most or self._shares.refuses(prefill, new):
             waiter.seen_at = self._version
             return False

@@ -47,13 +47,14 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     `output_limit` is the length that `output` may reach before `append_many` has to look at the
     request: up to there its pages suffice. It is 0 while the request does not run, so that
-    `append_many` looks, and refuses it.
+    `append_many` looks, and refuses it. `prefill` is the address of the prefill worker that it goes
+    to: the request's, until `retarget` says another.
     """
 
     __slots__ = (
         "_key", "admitted_s", "aux", "committed_s", "fill_len", "first_token_s", "hit_tokens",
-        "max_new_tokens", "max_pages", "new_pages", "output", "output_limit", "prefix_len",
-        "prompt_len", "retractions", "retries", "shared_tokens", "transferred_s",
+        "max_new_tokens", "max_pages", "new_pages", "output", "output_limit", "prefill",
+        "prefix_len", "prompt_len", "retractions", "retries", "shared_tokens", "transferred_s",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -69,6 +70,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
     def __init__(self, request: Request, books: PageManager, now_s: float) -> None:
         super().__init__(request, books, DecodeState.QUEUED, now_s)
         self._key = RadixKey(request.key)
+        self.prefill = request.prefill
         self.max_new_tokens = request.max_new_tokens
         self.prompt_len = len(request.key)  # tokens
         self.max_pages = pages_for(self.prompt_len + request.max_new_tokens, books.page_size)
@@ -148,7 +150,8 @@ class PrefillAsk:
     `tokens` are prompt and output but the last token: the KV that is needed. `known_token` is the
     next token if one was sampled already (it must not be sampled again), else None. `namespace` and
     `cacheable` are the request's: prefill's cache must not share it with another namespace's.
-    `decode` is this decode worker's name.
+    `decode` is this decode worker's name, `prefill` the address of the prefill worker to submit it
+    to.
     """
 
     __slots__ = (
@@ -165,4 +168,4 @@ class PrefillAsk:
         self.room = req.room
         self.generation = req.generation
         self.known_token: int | None = req.output[-1] if req.output else None
-        self.prefill = req.request.prefill
+        self.prefill = req.prefill

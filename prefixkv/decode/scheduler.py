@@ -27,14 +27,16 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixkv.cache.radix_key import check_packed, pack
-from prefixkv.config import Admission
+from prefixkv.config import Admission, Retarget
 from prefixkv.decode.admission import DEFAULT_ADMISSION
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
+from prefixkv.decode.growth import raise_output_limits
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState, PrefillAsk
+from prefixkv.decode.retries import Retries, check_address
 from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
@@ -43,8 +45,8 @@ from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
     InternalError,
-    OutOfPagesError,
     RequestError,
+    TransferTimeoutError,
 )
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.requests import PagedScheduler
@@ -67,7 +69,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     """See the module's text. Owned by the scheduler's thread.
 
     Args:
-        failure_policy: "fail", or "retry" to ask prefill again once when a transfer fails.
+        max_retries, retarget: how often prefill is asked again when a transfer fails, and which
+            one: see DecodeConfig.
         admission, patience_s, waiting_timeout_s, shares: see `DecodePreallocQueue`.
         name: this worker's; a request may name no other in `Request.decode`.
         ticket: draws a number, never one twice, for each use of a room; in a service one that no
@@ -79,7 +82,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         books: PageManager,
         *,
         reserve_tokens: int = 128,
-        failure_policy: str = "fail",
+        max_retries: int = 0,
+        retarget: Retarget | None = None,
         max_waiting: int = 1_000_000,
         admission: str | Admission = DEFAULT_ADMISSION,
         patience_s: float = math.inf,
@@ -98,7 +102,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         when = patience_s, waiting_timeout_s
         self.waiting = DecodePreallocQueue(*space, admission, *when, self.shares)
         self.transfers = DecodeTransferQueue(books, self.flights)
-        self._failure_policy = failure_policy
+        self._retries = Retries(max_retries, retarget, books.errors)
         self._max_waiting = max_waiting
         self.rooms = RoomNumbers()
         self._asks: list[PrefillAsk] = []
@@ -127,6 +131,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.waiting.add(req)  # first, since a user's policy may raise
         self.requests[req.rid] = req
         self.rooms.add(req.room)
+        self._note_deadline(req)
         return req
 
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
@@ -137,6 +142,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         next call returns them.
         """
         self.release_deferred(now_s)
+        if self._deadlines.next_s <= now_s:
+            for req in self._deadlines.due(now_s):
+                self._too_late(req, now_s)
         if self._admitted:
             there = DecodeState.PREALLOCATED
             self._admitted = [req for req in self._admitted if req.state is there]
@@ -157,6 +165,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         for req in committed:
             assert req.pages_held is not None
             self.counters["transferred"] += 1
+            self._deadlines.forget(req)
             remaining = req.max_pages - req.pages_held.num_pages
             self.budget.start(req.rid, remaining, req.pages_held.num_own)
             self.journal.committed(req, now_s)
@@ -197,7 +206,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if due:
             aborted = DecodeState.ABORTED  # looked up once: that costs more than to compare
             running = [req for req in due if req.state is not aborted]
-            self._raise_output_limits(running, now_s)
+            raise_output_limits(
+                self.books, self.budget, self.journal, running, self._running, now_s
+            )
             if len(running) < len(due):
                 for req, token in zip(reqs, tokens, strict=True):
                     if req.state is not aborted:
@@ -263,6 +274,32 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._after(after, req, None, now_s)
         return True
 
+    def retarget(self, rid: str, prefill: str) -> None:
+        """Send a request to another prefill worker from its next attempt on.
+
+        One that was never admitted is refused at the worker that it named, and comes out of
+        `pop_needs_prefill` when it is. Raises RequestError, with nothing changed: it is not here,
+        its KV is on its way, or the address is none.
+        """
+        req = self.requests.get(rid)
+        if req is None:
+            raise RequestError(f"request {rid!r} is not here")
+        check_address(rid, prefill)
+        if req.state is DecodeState.PREALLOCATED:
+            raise RequestError(f"request {rid!r} is on its way from {req.prefill!r}")
+        if prefill == req.prefill:
+            return
+        if req.state is DecodeState.QUEUED:
+            moved = AbortedError(f"request {rid!r} goes to another prefill worker")
+            self._refuse(req.room_key, req.prefill, moved)
+            req.generation += 1
+            self.waiting.look_again()
+        self._go_to(req, prefill)
+
+    def _go_to(self, req: DecodeRequest, prefill: str) -> None:
+        self.shares.name(prefill)
+        req.prefill = prefill
+
     def refuse(self, request: Request, error: Exception) -> None:
         """Tell prefill at once that decode will not take this request, for example after `add`
         refused it.
@@ -271,7 +308,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         worker.
         """
         self._check_can_open(request)
-        self._refuse(request, error)
+        self._refuse(RoomKey(request.room, request.generation), request.prefill, error)
 
     def flush(self) -> int:
         """Empty the cache after a weight update. Returns the pages freed at once.
@@ -297,7 +334,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     @property
     def wake_s(self) -> float:
         """When a request that waits may fail for it; infinity if none."""
-        return self.waiting.wake_s
+        return min(self.waiting.wake_s, self._deadlines.next_s)
 
     # --- what the control plane calls -------------------------------------------------------------
 
@@ -318,16 +355,18 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if flight is None:
             return
         self.counters["transfers_failed"] += 1
-        self.journal.transfer_ended(flight.request.prefill, "failed")
+        self.journal.transfer_ended(flight.prefill, "failed")
         error = error or InternalError(f"{key} failed without a reason")
         req = flight.owner
         self._cancel(flight, None)
         if req is None:
             return
-        if self._failure_policy == "retry" and req.retries == 0:
+        if req.retries < self._retries.most:
             self.counters["retries"] += 1
             req.retries += 1
             req.error = error
+            if (prefill := self._retries.next_prefill(req, error)) is not None:
+                self._go_to(req, prefill)
             self._ask_again(req)
         else:
             self._end(req, DecodeState.FAILED, error, now_s)
@@ -397,37 +436,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         (room, generation, _), lens = flight.room_key, (req.fill_len, req.prefix_len)
         promise = Promise(room, generation, *lens, page_ids, self._ticket(), pages.slot)
         digest = req.request.digest if req.fill_len == req.prompt_len else prompt_digest(req.key)
-        self._commands.append(OpenRoom(promise, req.request.prefill, digest))
-
-    # --- growth -----------------------------------------------------------------------------------
-
-    def _raise_output_limits(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
-        """Check that each of these runs, and give each a page for one more token if it needs one.
-        Raises as `append_many` does."""
-        page_size, transferred = self.books.page_size, DecodeState.TRANSFERRED
-        grows: list[RequestPages] = []
-        growing: list[str] = []
-        for req in reqs:
-            if req.state not in CAN_RUN:
-                raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
-            if len(req.output) >= req.max_new_tokens:
-                raise RequestError(f"request {req.rid!r} has its {req.max_new_tokens} tokens")
-            pages = req.pages_held
-            assert pages is not None
-            if req.prompt_len + len(req.output) >= pages.num_pages * page_size:
-                grows.append(pages)
-                growing.append(req.rid)
-        if len(grows) > self.books.available_pages:
-            free, evictable = self.books.allocator.free_pages, self.books.cache.evictable_pages
-            raise OutOfPagesError(len(grows), free, evictable, retract=self._best_to_retract())
-        if grows:
-            self.books.grow_many(grows, now_s)
-            self.budget.grow_many(growing)
-        for req in reqs:
-            if req.state is transferred:
-                req.become(DecodeState.RUNNING)
-                self.journal.runs(req, now_s)
-            req.output_limit = req.most_output
+        self._commands.append(OpenRoom(promise, req.prefill, digest))
 
     # --- ends -------------------------------------------------------------------------------------
 
@@ -443,26 +452,35 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
             if before is DecodeState.QUEUED:  # else prefill is only asked at its next admission
-                self._refuse(req.request, error)
+                self._refuse(req.room_key, req.prefill, error)
         self._leave(req, now_s)
+
+    def _too_late(self, req: DecodeRequest, now_s: float) -> None:
+        """Its KV is not here by its own deadline, unless it waits only to be popped."""
+        flight = self.flights.of(req)
+        if flight is not None and self.transfers.is_complete(flight):
+            return
+        by = f"by its deadline_s, {req.request.deadline_s}"
+        error: Exception = TransferTimeoutError(f"request {req.rid!r}: its KV was not here {by}")
+        if req.state is DecodeState.QUEUED:
+            error = AdmissionTimeoutError(f"request {req.rid!r} was not admitted {by}")
+        self._end(req, DecodeState.FAILED, error, now_s)
 
     def _check_can_open(self, request: Request) -> None:
         if request.room in self.rooms:
             raise RequestError(f"room {request.room} is in use")
-        if not request.prefill:
-            raise RequestError(f"request {request.rid!r} names no prefill worker")
+        check_address(request.rid, request.prefill)
         if request.decode not in ("", self.name):
             named = f"{request.decode!r}, this one is {self.name!r}"
             raise RequestError(f"request {request.rid!r} is for decode worker {named}")
 
-    def _refuse(self, request: Request, error: Exception) -> None:
+    def _refuse(self, key: RoomKey, prefill: str, error: Exception) -> None:
         """Prefill may have the request, and hold KV for it. The room's number is in use until
         prefill has answered."""
         self.counters["refused"] += 1
-        key = RoomKey(request.room, request.generation)
         self.rooms.await_drained(key)
         reason = str(error)[:1000]
-        self._commands.append(RefuseRoom(key, self._ticket(), request.prefill, reason))
+        self._commands.append(RefuseRoom(key, self._ticket(), prefill, reason))
 
     def _leave_flight(self, flight: Flight, error: Exception) -> None:
         """The request ends while its KV is on its way. If others wait for it, it goes on for
@@ -511,7 +529,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if self.transfers.remove(flight):
             if error is not None:
                 self._commands.append(AbortRoom(key, str(error)[:1000]))
-                self.journal.transfer_ended(flight.request.prefill, "aborted")
+                self.journal.transfer_ended(flight.prefill, "aborted")
             self.books.hold(flight.pages, key)
             self.rooms.await_drained(key)
         else:
@@ -559,6 +577,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _leave(self, req: DecodeRequest, now_s: float) -> None:
         self.budget.stop(req.rid)
+        self._deadlines.forget(req)
         self.rooms.remove(req.room)
         self.requests.pop(req.rid, None)
         self.journal.ended(req, now_s)
@@ -570,12 +589,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _running(self) -> Iterator[DecodeRequest]:
         """The requests that run, the oldest first."""
         return (req for req in self.requests.values() if req.state in CAN_RUN)
-
-    def _best_to_retract(self) -> tuple[str, ...]:
-        """Running requests by the pages that retraction frees, most first; the oldest never."""
-        running = list(self._running())[1:]
-        running.sort(key=lambda req: req.pages_held.num_own if req.pages_held else 0, reverse=True)
-        return tuple(req.rid for req in running)
 
 
 def _pending(after: DeviceEvent | None) -> DeviceEvent | None:

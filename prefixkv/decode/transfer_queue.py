@@ -53,6 +53,10 @@ class DecodeTransferQueue:
         if flight.joined is None:
             self._complete.append(flight)
 
+    def is_complete(self, flight: Flight) -> bool:
+        """Whether `pop_transferred` will commit it."""
+        return not flight.is_open and flight.joined is None
+
     def remove(self, flight: Flight) -> bool:
         """Take a flight out that will not be committed. True if its room was still open."""
         if flight.is_open:

@@ -12,6 +12,7 @@ from prefixkv.errors import DrainingError, InternalError, RequestError
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.timers import Timers
 from prefixkv.request import DeviceEvent, Request
 from prefixkv.stats import Journal, namespace_label
 
@@ -122,6 +123,11 @@ class PagedScheduler(Generic[Req, Command]):
         journal.errors = books.errors
         self._failed: list[Req] = []
         self._commands: list[Command] = []
+        self._deadlines: Timers[Req] = Timers()  # the requests' own
+
+    def _note_deadline(self, req: Req) -> None:
+        if req.request.deadline_s is not None:
+            self._deadlines.wake(req, req.arrived_s + req.request.deadline_s)
 
     def take_commands(self) -> list[Command]:
         """What the control plane is to do, in order."""

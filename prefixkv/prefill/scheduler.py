@@ -23,6 +23,7 @@ from prefixkv.errors import (
     CallerError,
     InternalError,
     RequestError,
+    TransferTimeoutError,
     check_laws,
 )
 from prefixkv.pages.manager import PageManager
@@ -86,6 +87,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._free_room(request)
         req = PrefillRequest(request, self.books, now_s, self._num_added)
         self._num_added += 1
+        self._note_deadline(req)
         self.requests[req.rid] = req
         self._rooms[req.room_key] = req
         self._commands.append(AddRoom(req.room_key, req.num_tokens, request.digest))
@@ -118,6 +120,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             raise CallerError(f"limit is {limit}, at least 0 is needed")
         self.books.errors.raise_due()
         self.settle_deferred(now_s)
+        for req in self._deadlines.due(now_s):
+            if not req.state.ended:
+                what = f"{req.state.value} when its deadline_s, {req.request.deadline_s}, was over"
+                self.abort(req.rid, now_s, TransferTimeoutError(f"request {req.rid!r} was {what}"))
         while self._computed:
             self._cache(next(iter(self._computed)), now_s)
         popped = self.bootstrapped.pop_bootstrapped(now_s, limit)
@@ -218,8 +224,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     @property
     def wake_s(self) -> float:
-        """When a request may have waited long enough for another's prefix."""
-        return self.bootstrapped.wake_s
+        """When a request may have waited long enough, for another's prefix or at all."""
+        return min(self.bootstrapped.wake_s, self._deadlines.next_s)
 
     # --- what the control plane calls -------------------------------------------------------------
 
@@ -340,6 +346,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         if not (req.source_free and req.popped and req.state.ended):
             return
         self.requests.pop(req.rid, None)
+        self._deadlines.forget(req)
         self._rooms.pop(req.room_key, None)
         self._computed.pop(req, None)
         self._computes_no_more(req)

@@ -4,11 +4,13 @@ any more.
 How a room *ended* and whether it is *drained* are two things. Ended is for the request: SUCCESS or
 FAILED, once. Drained is for the pages: they may be used again only when each rank that was told of
 them has proved that its writes are over (its SUCCESS, its Drained) or was fenced. Time ends rooms;
-it never drains them.
+it never drains them. Nor does it end one whose ranks are heard: where a deadline passes, each is
+asked whether it has the room still, by the promise said again.
 """
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import msgspec
@@ -19,7 +21,7 @@ from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded, RoomOv
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.machine import IGNORED, Step, Table, run
 from prefixkv.protocol.messages import Abort, AnyBody, FailureCode, Outcome, OutcomeAck, Promise
-from prefixkv.protocol.timers import Backoff
+from prefixkv.protocol.timers import Backoff, Wait
 
 # --- events ---------------------------------------------------------------------------------------
 
@@ -66,7 +68,9 @@ class FencedOff(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    pass
+    """Time has passed. By `heard_s` every rank that is told of the room had been heard."""
+
+    heard_s: float = -math.inf
 
 
 Event = PeerReady | PromiseAcked | ChunkLanded | OutcomeSaid | DrainedSaid | Fail | FencedOff | Tick
@@ -105,7 +109,8 @@ class ReceiverMachine:
         self._drained_said = False
         self._overdue_said = False
         self._resend = Backoff(timing.resend_s)
-        self._deadline_s = now_s + timing.bootstrap_timeout_s
+        self._wait = Wait(timing.longest_wait_s)
+        self._wait.start(now_s, timing.bootstrap_timeout_s)
 
     @property
     def ticket(self) -> int:
@@ -131,7 +136,7 @@ class ReceiverMachine:
         """When the next Tick is wanted, at the latest."""
         if self.over:
             return float("inf")
-        deadline_s = float("inf") if self._overdue_said else self._deadline_s
+        deadline_s = float("inf") if self._overdue_said else self._wait.due_s
         waiting_for_answer = self._unacked if not self.poll.ended else self._undrained
         return min(deadline_s, self._resend.due_s) if waiting_for_answer else deadline_s
 
@@ -150,9 +155,12 @@ class ReceiverMachine:
         self.ranks = frozenset(event.ranks)
         self._unacked = set(event.ranks)
         self._undrained = set(event.ranks)
-        self._deadline_s = now_s + self._timing.waiting_timeout_s
+        self._wait.start(now_s, self._timing.waiting_timeout_s)
+        return self._say_promise(now_s)
+
+    def _say_promise(self, now_s: float) -> list[Action]:
         self._resend.start(now_s)
-        return [Say(rank, self.promise) for rank in event.ranks]
+        return [Say(rank, self.promise) for rank in sorted(self._unacked)]
 
     def _acked(self, event: PromiseAcked, now_s: float) -> list[Action]:
         self._unacked.discard(event.rank)
@@ -163,7 +171,7 @@ class ReceiverMachine:
             return []
         self._unacked.discard(event.rank)
         self.poll = KVPoll.TRANSFERRING
-        self._deadline_s = now_s + self._timing.transfer_timeout_s
+        self._wait.start(now_s, self._timing.transfer_timeout_s)
         return []
 
     def _outcome(self, event: OutcomeSaid, now_s: float) -> list[Action]:
@@ -202,11 +210,16 @@ class ReceiverMachine:
         return self._fail(Fail(error, lost=event.rank), now_s)
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
-        if now_s >= self._deadline_s:
-            error = TransferTimeoutError(
-                f"prefill at {self._prefill!r}: the deadline passed in {self.poll.name}"
-            )
-            return self._fail(Fail(error), now_s)
+        if now_s >= self._wait.due_s:
+            if not self._wait.goes_on(event.heard_s, now_s):
+                error = TransferTimeoutError(
+                    f"prefill at {self._prefill!r}: {self._wait.limit} passed in {self.poll.name}"
+                )
+                return self._fail(Fail(error), now_s)
+            # It may wait in a queue there. A rank that has lost the room, as its last words on it
+            # were lost, says so in answer; one whose outcome is here may have dropped it.
+            self._unacked = set(self.ranks - self._outcomes.keys())
+            return self._say_promise(now_s)
         if self._unacked and self._resend.take(now_s):
             return [Say(rank, self.promise) for rank in sorted(self._unacked)]
         return []
@@ -214,7 +227,7 @@ class ReceiverMachine:
     def _fail(self, event: Fail, now_s: float) -> list[Action]:
         self.poll = KVPoll.FAILED
         self.error = event.error
-        self._deadline_s = now_s + self._timing.drain_timeout_s
+        self._wait.start(now_s, self._timing.drain_timeout_s)
         self._resend.start(now_s)
         actions: list[Action] = [RoomEnded(self.key, self.poll, error=event.error)]
         if event.tell:
@@ -240,7 +253,7 @@ class ReceiverMachine:
         actions: list[Action] = []
         if self.drained:
             return actions
-        if now_s >= self._deadline_s and not self._overdue_said:
+        if now_s >= self._wait.due_s and not self._overdue_said:
             self._overdue_said = True
             actions.append(RoomOverdue(self.key))
         if self._resend.take(now_s):

@@ -1,8 +1,8 @@
 """Decode's side of a room that it does not open: tell prefill, which may have the request, that no
 promise will come.
 
-No page is at stake, only prefill's patience: unlike a receiver's, this room also ends when its time
-is over.
+No page is at stake, only prefill's patience: unlike a receiver's, this room also ends once prefill
+has not been heard for that long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prefixkv.protocol.events import RoomDrained
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.machine import fault
 from prefixkv.protocol.messages import Abort
-from prefixkv.protocol.timers import Backoff
+from prefixkv.protocol.timers import Backoff, Wait
 
 
 class RefusalMachine:
@@ -47,13 +47,14 @@ class RefusalMachine:
         self.is_news = is_news
         self._unanswered: set[int] = set()  # ranks that have been told
         self._resend = Backoff(timing.resend_s)
-        # By then prefill has given up by itself.
-        self._deadline_s = now_s + timing.bootstrap_timeout_s
+        # By then prefill, which does not hear of us either, has given up by itself.
+        self._wait = Wait(timing.longest_wait_s)
+        self._wait.start(now_s, timing.bootstrap_timeout_s)
 
     @property
     def wake_s(self) -> float:
         """When the next Tick is wanted, at the latest."""
-        return float("inf") if self.over else min(self._deadline_s, self._resend.due_s)
+        return float("inf") if self.over else min(self._wait.due_s, self._resend.due_s)
 
     def on(self, event: receiver.Event, now_s: float) -> list[receiver.Action]:
         """Take one event. Raises InternalError for a second PeerReady."""
@@ -71,7 +72,7 @@ class RefusalMachine:
             case receiver.Fail():
                 return self._end()
             case receiver.Tick():
-                if now_s >= self._deadline_s:
+                if not self._wait.goes_on(event.heard_s, now_s):
                     return self._end()
                 if self._unanswered and self._resend.take(now_s):
                     return self._aborts()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 
@@ -112,7 +114,9 @@ class OutcomeAcked(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    pass
+    """Time has passed. By `heard_s` every reader of the room had been heard."""
+
+    heard_s: float = -math.inf
 
 
 PeerSaid = Promised | AbortSaid | OutcomeAcked

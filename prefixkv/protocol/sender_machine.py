@@ -8,6 +8,9 @@ our own pages: no write reads them any more. *Drained* is for decode's pages: sa
 write of the room has ended DONE or was refused at post, since a posted write cannot be called back.
 A write that ended in an error proves nothing: such a room is drained when the agent that posted it
 has been destroyed (`WriteDrained`), and decode is told to let settle what kernels hold.
+
+While its readers are heard, a room waits for a promise or a chunk without end; a write that is in
+flight has a deadline.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from prefixkv.protocol.sender_events import (
     WriteDrained,
     WriteEnded,
 )
-from prefixkv.protocol.timers import Backoff
+from prefixkv.protocol.timers import Backoff, Wait
 from prefixkv.request import DeviceEvent
 
 
@@ -78,6 +81,7 @@ class SenderMachine:
         self.poll = KVPoll.BOOTSTRAPPING
         self.error: Exception | None = None
         self.readers: dict[int, _Reader] = {}  # that have spoken
+        self.met_before = 0  # decode ranks, as its control counts them
         self.ticket = 0  # of the promise, or of the abort that came without one
         self.in_flight: set[int] = set()
         self.undrained: set[int] = set()  # jobs that ended in an error after they were posted
@@ -98,7 +102,8 @@ class SenderMachine:
         self._no_listener = False  # no reader is left that waits for the outcome
         self._source_freed = False
         self._resend = Backoff(timing.resend_s)
-        self._deadline_s = now_s + timing.bootstrap_timeout_s
+        self._wait = Wait(timing.longest_wait_s)
+        self._wait.start(now_s, timing.bootstrap_timeout_s)
 
     @property
     def added(self) -> bool:
@@ -109,6 +114,11 @@ class SenderMachine:
     def drained(self) -> bool:
         """No write of ours for this room can land any more."""
         return self.poll.ended and not self.in_flight and not self.undrained
+
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """The ranks of decode that take part, as far as is known: rank 0 always does."""
+        return self._expected or (0,)
 
     @property
     def _complete(self) -> bool:
@@ -131,8 +141,8 @@ class SenderMachine:
     def wake_s(self) -> float:
         """When the next Tick is wanted, at the latest."""
         if not self.poll.ended:
-            return self._deadline_s
-        return float("inf") if self._answered else min(self._resend.due_s, self._deadline_s)
+            return self._wait.due_s
+        return float("inf") if self._answered else min(self._resend.due_s, self._wait.due_s)
 
     def on(self, event: Event, now_s: float) -> list[Action]:
         """Take one event, as the table below says."""
@@ -148,6 +158,7 @@ class SenderMachine:
         if self.added:
             raise fault(self, event, "it was added already")
         self._num_tokens, self._digest = event.num_tokens, event.digest
+        self._wait.start(now_s, self._timing.bootstrap_timeout_s)
         return self._maybe_bootstrapped(now_s)
 
     def _promised(self, event: Promised, now_s: float) -> list[Action]:
@@ -158,7 +169,7 @@ class SenderMachine:
         self._promise = self._promise or event
         self.ticket = event.ticket
         if not self.added:
-            self._deadline_s = now_s + self._timing.parked_timeout_s
+            self._wait.start(now_s, self._timing.parked_timeout_s)
         return self._promised_again(event, now_s) + self._maybe_bootstrapped(now_s)
 
     def _enter(self, event: Promised | AbortSaid) -> _Reader:
@@ -194,7 +205,7 @@ class SenderMachine:
         if not self._complete:
             return []
         self.poll = KVPoll.WAITING_FOR_INPUT
-        self._deadline_s = now_s + self._timing.waiting_timeout_s
+        self._wait.start(now_s, self._timing.waiting_timeout_s)
         peer = self.readers[min(self.readers)].peer
         actions: list[Action] = [Bootstrapped(self.key, peer, promise.prefix_len)]
         kept, self._kept = self._kept, []
@@ -232,7 +243,7 @@ class SenderMachine:
         if self._last_queued:
             return self._fail(Fail(RequestError("a chunk after the last one")), now_s)
         self.poll = KVPoll.TRANSFERRING
-        self._deadline_s = now_s + self._timing.transfer_timeout_s
+        self._wait.start(now_s, self._timing.transfer_timeout_s)
         actions: list[Action] = []
         num_units = promise.num_units
         if len(event.src_pages):
@@ -309,7 +320,7 @@ class SenderMachine:
             return self._say_drained()
         if event.error is not None:
             return self._fail(Fail(event.error), now_s)
-        self._deadline_s = now_s + self._timing.transfer_timeout_s
+        self._wait.start(now_s, self._timing.transfer_timeout_s)
         return self._maybe_success(now_s)
 
     def _maybe_success(self, now_s: float) -> list[Action]:
@@ -338,10 +349,13 @@ class SenderMachine:
         return actions + self._abort_said_late(event, now_s)
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
-        if now_s < self._deadline_s:
+        if now_s < self._wait.due_s:
+            return []
+        # A queue is waited for, here or there.
+        if self.added and not self.in_flight and self._wait.goes_on(event.heard_s, now_s):
             return []
         peer = self._promise.peer.name if self._promise is not None else "?"
-        what = f"decode worker {peer!r}: the deadline passed in {self.poll.name}"
+        what = f"decode worker {peer!r}: {self._wait.limit} passed in {self.poll.name}"
         if self._promise is None:
             what = "no decode worker has promised pages"
         elif not self.added:
@@ -354,7 +368,7 @@ class SenderMachine:
         if self._answered:
             return []
         wait_s = self._timing.ack_timeout_s if self._complete else self._timing.parked_timeout_s
-        self._deadline_s = now_s + wait_s
+        self._wait.start(now_s, wait_s)
         if self.readers:
             self._resend.start(now_s)
         return self._outcomes()
@@ -391,7 +405,7 @@ class SenderMachine:
         return []
 
     def _tick_unanswered(self, event: Tick, now_s: float) -> list[Action]:
-        if not self._answered and now_s >= self._deadline_s:
+        if not self._answered and now_s >= self._wait.due_s:
             self._no_listener = True  # decode will ask with an Abort if it still cares
         return self._outcomes() if not self._answered and self._resend.take(now_s) else []
 

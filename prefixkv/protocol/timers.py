@@ -1,4 +1,5 @@
-"""When to look at something again: `Timers` wakes what waits, `Backoff` paces what is said again.
+"""When to look at something again: `Timers` wakes what waits, `Backoff` paces what is said again,
+`Wait` says when a wait for a peer is over.
 
 `Timers` is a heap with lazy deletion, so that a wait costs O(log waits) and no scan.
 """
@@ -103,3 +104,44 @@ class Backoff:
         self._pause_s = min(2 * self._pause_s, 8 * self._first_s)
         self.due_s = now_s + self._pause_s
         return True
+
+
+class Wait:
+    """A wait for a peer: `patience_s` from its beginning, or from when the peer was last heard if
+    that is later; but never beyond `longest_s` (or `patience_s`, if that is more) from its
+    beginning.
+
+    >>> wait = Wait(longest_s=60.0)
+    >>> wait.start(now_s=10.0, patience_s=5.0)
+    >>> wait.due_s, wait.goes_on(heard_s=14.0, now_s=15.0), wait.due_s
+    (15.0, True, 19.0)
+    >>> wait.goes_on(heard_s=14.0, now_s=19.0)
+    False
+    """
+
+    __slots__ = ("_longest_s", "_patience_s", "due_s", "last_s")
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._patience_s = 0.0
+        self.due_s = float("inf")
+        self.last_s = float("inf")  # it does not go on beyond this
+
+    @property
+    def limit(self) -> str:
+        """What ends it when it is due, for errors."""
+        is_last = self.last_s <= self.due_s and self._longest_s > self._patience_s
+        return "longest_wait_s" if is_last else "the deadline"
+
+    def start(self, now_s: float, patience_s: float) -> None:
+        """It begins now; any wait before it is over."""
+        self._patience_s = patience_s
+        self.due_s = now_s + patience_s
+        self.last_s = now_s + max(patience_s, self._longest_s)
+
+    def goes_on(self, heard_s: float, now_s: float) -> bool:
+        """Whether it goes on beyond now: asked once `due_s` has come, and then until the next."""
+        if now_s < self.due_s:
+            return True
+        self.due_s = min(max(self.due_s, heard_s + self._patience_s), self.last_s)
+        return now_s < self.due_s

@@ -111,10 +111,11 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self.scheduler = DecodeScheduler(
             books,
             reserve_tokens=config.reserve_tokens,
-            failure_policy=config.failure_policy,
+            max_retries=config.num_retries,
+            retarget=config.retarget,
             admission=config.admission,
             patience_s=config.patience_s,
-            waiting_timeout_s=config.longest_wait_s,
+            waiting_timeout_s=config.admission_wait_s,
             shares=PrefillShares(config.prefill_share * layout.num_pages, self._ready),
             name=config.name,
             ticket=secret_number,
@@ -197,6 +198,17 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         known = self.scheduler.abort(rid, self._pump(), after=after)
         self._tell()
         return known
+
+    def retarget(self, rid: str, prefill: str) -> None:
+        """Send a request to the prefill worker at another address from its next attempt on.
+
+        One that waits to be admitted is refused where it was submitted, and comes out of
+        `pop_needs_prefill` once admitted. Raises RequestError, with nothing changed, for a request
+        that is not here or whose KV is on its way.
+        """
+        self._pump()
+        self.scheduler.retarget(rid, prefill)
+        self._tell()
 
     def stats(self) -> dict[str, int]:
         """Counters, and pages by state. `hit_tokens` is the former name of `skipped_tokens`: it

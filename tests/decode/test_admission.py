@@ -17,10 +17,15 @@ from prefixkv.decode.admission import AdmissionPolicy, admission_names, register
 from prefixkv.decode.prealloc_queue import MAX_LOOKS
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.errors import AdmissionTimeoutError, ConfigError, RequestError
+from prefixkv.errors import (
+    AdmissionTimeoutError,
+    ConfigError,
+    RequestError,
+    TransferTimeoutError,
+)
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
-from prefixkv.protocol.commands import OpenRoom, RefuseRoom
+from prefixkv.protocol.commands import AbortRoom, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import RoomKey
 from tests.decode.desk import PAGE_SIZE, Desk
 
@@ -415,13 +420,13 @@ def test_who_waits_too_long_fails_and_prefill_is_told() -> None:
     own = desk.add("o", 40, max_new=1, deadline_s=5.0)
     desk.now_s = 4.9
     assert (desk.admit(), desk.pop_failed()) == ([], [])
-    assert desk.scheduler.waiting.wake_s == 5.0
+    assert desk.scheduler.wake_s == 5.0
     desk.commands()
     desk.now_s = 5.0
     assert desk.admit() == []
     assert desk.pop_failed() == [own]
     assert isinstance(own.error, AdmissionTimeoutError)
-    assert str(own.error) == "request 'o' waited 5.000 s for pages"
+    assert str(own.error) == "request 'o' was not admitted by its deadline_s, 5.0"
     assert desk.commands() == [RefuseRoom(own.room_key, 2, "p", str(own.error))]
     desk.now_s = 20.0
     desk.admit()
@@ -433,6 +438,60 @@ def test_who_waits_too_long_fails_and_prefill_is_told() -> None:
     desk.finish(hog)
     desk.at_rest()
     assert desk.scheduler.wake_s == float("inf")
+
+
+def test_an_admitted_request_whose_kv_is_not_here_by_its_own_deadline_fails() -> None:
+    desk = Desk(16)
+    late = desk.add("L", 8, deadline_s=5.0)
+    here = desk.add("H", 8, deadline_s=5.0)
+    assert sorted(desk.admit()) == ["H", "L"]
+    desk.succeed(here.room_key)
+    desk.now_s = 4.9
+    assert (desk.admit(), desk.pop_failed(), desk.scheduler.wake_s) == ([], [], 5.0)
+    desk.now_s = 5.0
+    assert (desk.admit(), desk.pop_failed()) == ([], [late])
+    assert isinstance(late.error, TransferTimeoutError)
+    assert str(late.error) == "request 'L': its KV was not here by its deadline_s, 5.0"
+    assert desk.commands()[-1] == AbortRoom(late.room_key, str(late.error))
+    assert desk.transferred() == ["H"], "which only waited to be popped"
+    desk.now_s = 1000.0
+    assert (desk.admit(), desk.pop_failed()) == ([], [])
+    desk.finish(here)
+    desk.fail(late.room_key, drained=True)
+    desk.at_rest()
+
+
+def test_a_request_that_joined_a_flight_waits_for_that_no_longer_than_its_deadline() -> None:
+    desk = Desk(16)
+    first = desk.add("a", 8)
+    desk.admit()
+    second = desk.add("a2", 8, deadline_s=5.0)
+    assert desk.admit() == ["a2"]
+    desk.succeed(second.room_key)  # its own part is here, what it joined is not
+    desk.now_s = 5.0
+    assert (desk.admit(), desk.pop_failed()) == ([], [second])
+    desk.succeed(first.room_key)
+    assert desk.transferred() == ["a"]
+
+
+def test_a_request_with_a_deadline_of_its_own_may_wait_longer_than_others() -> None:
+    desk = Desk(16, waiting_timeout_s=20.0)
+    desk.start("H", 40, max_new=20)
+    own = desk.add("o", 40, max_new=1, deadline_s=60.0)
+    for now_s in (20.0, 59.9):
+        desk.now_s = now_s
+        assert (desk.admit(), desk.pop_failed()) == ([], [])
+    desk.now_s = 60.0
+    assert (desk.admit(), desk.pop_failed()) == ([], [own])
+
+
+def test_a_deadline_ends_no_request_that_ran_before() -> None:
+    desk = Desk(16)
+    desk.token(desk.start("o", 4))
+    req = desk.start("a", 8, outputs=1, deadline_s=5.0)
+    desk.retract(req)
+    desk.now_s = 10.0
+    assert (desk.admit(), desk.pop_failed()) == (["a"], [])
 
 
 def test_what_fits_when_its_time_is_over_is_admitted_and_has_no_deadline_any_more() -> None:

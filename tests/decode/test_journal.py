@@ -130,7 +130,7 @@ def test_a_retraction_and_what_it_asks_for_again_are_counted_but_times_stay_the_
 
 
 def test_a_retry_says_what_went_wrong_first_and_both_transfers_are_counted() -> None:
-    desk = Watched(failure_policy="retry")
+    desk = Watched(max_retries=1)
     req = desk.add("a", 8)
     desk.admit()
     desk.at(1.0).fail(req.room_key, drained=True)

@@ -158,7 +158,7 @@ PLACES: dict[
 def test_an_abort_wherever_a_request_is_leaves_nothing(
     place: Callable[[Desk], DecodeRequest], exposed: bool
 ) -> None:
-    desk = Desk(failure_policy="retry")
+    desk = Desk(max_retries=1)
     req = place(desk)
     desk.commands()
     key = req.room_key
@@ -186,7 +186,7 @@ def test_an_abort_wherever_a_request_is_leaves_nothing(
 
 @pytest.mark.parametrize("end", ["success", "failure"])
 def test_an_end_that_crosses_our_abort_drains_but_revives_nothing(end: str) -> None:
-    desk = Desk(failure_policy="retry")
+    desk = Desk(max_retries=1)
     req = _preallocated(desk)
     desk.abort(req)
     assert desk.states()["HELD"] == 2
@@ -259,7 +259,7 @@ def test_a_failed_transfer_fails_its_request_and_holds_its_pages_until_drained()
 
 
 def test_retry_asks_prefill_once_more_under_the_next_generation() -> None:
-    desk = Desk(failure_policy="retry")
+    desk = Desk(max_retries=1)
     req = _preallocated(desk)
     others = desk.add("b")
     desk.commands()

@@ -119,3 +119,25 @@ def test_who_answers_is_asked_once_a_pass_however_many_wait() -> None:
     asked.clear()
     d.admit()
     assert len(asked) == 1
+
+
+def test_a_request_that_waits_for_a_share_goes_at_once_where_another_worker_has_one() -> None:
+    d = desk()
+    for rid in "uvw":
+        d.add(rid, 12, 4, prefill="a")
+    d.add("x", 4, 1, prefill="b")
+    assert d.admit() == ["x", "u", "v"]
+    assert d.admit() == []
+    assert not d.scheduler.waiting.may_admit
+    d.scheduler.retarget("w", "b")
+    assert d.scheduler.waiting.may_admit
+    assert d.admit() == ["w"]
+
+
+def test_a_worker_that_a_request_is_sent_to_later_counts_among_the_others() -> None:
+    d = desk()
+    for rid in "uvw":
+        d.add(rid, 12, 4, prefill="a")
+    d.scheduler.retarget("u", "b")
+    d.add("x", 12, 4, prefill="a")
+    assert d.admit() == ["u", "v", "w"], "x is above the share of a, since b is named now"

@@ -363,7 +363,7 @@ def test_those_that_wait_for_what_fails_ask_again_in_their_order_and_share_again
 
 
 def test_a_retry_of_the_owner_goes_first_and_the_others_join_it_again() -> None:
-    desk = in_order(32, failure_policy="retry")
+    desk = in_order(32, max_retries=1)
     a, b, c = trio(desk)
     desk.fail(a.room_key)
     assert [req.rid for req in desk.scheduler.waiting] == ["a", "b", "c"]
@@ -507,7 +507,7 @@ def test_a_flush_sends_those_that_wait_to_ask_for_kv_of_the_new_weights(
 def test_aborts_and_failures_in_any_order_leave_nothing(seed: int, policy: str) -> None:
     """A burst with branches, and everything that may happen to it, until nobody is left."""
     chance = np.random.default_rng(seed)
-    desk = Desk(64, rows=16, failure_policy=policy)
+    desk = Desk(64, rows=16, max_retries=int(policy == "retry"))
     for at in range(12):
         prompt = tokens(*chance.integers(1, 3, chance.integers(0, 4)).tolist())
         desk.add(f"r{at}", prompt[: len(prompt) - int(chance.integers(0, 3))])

@@ -83,7 +83,7 @@ class LockMachine(RuleBasedStateMachine):
             caching=caching,
         )
         self.scheduler = DecodeScheduler(
-            books, reserve_tokens=reserve, failure_policy=policy, admission=admission,
+            books, reserve_tokens=reserve, max_retries=int(policy == "retry"), admission=admission,
             patience_s=patience_s, waiting_timeout_s=waiting_timeout_s,
         )  # fmt: skip
 

@@ -154,7 +154,7 @@ class SchedulerSim(PairSim):
         return DecodeScheduler(
             books,
             reserve_tokens=self.random.choice([0, 4]),
-            failure_policy=self.failure_policy,
+            max_retries=int(self.failure_policy == "retry"),
             admission=self.config.admission,
             patience_s=self.random.choice([5.0, 0.0, 0.5]),
             waiting_timeout_s=self.random.choice([16.0, 2.0]),

@@ -412,7 +412,7 @@ class EngineSim(Sim):
     def decode_scheduler(self, log: RankLog) -> DecodeScheduler:
         return DecodeScheduler(
             self.decode_books(log), reserve_tokens=self.random.choice([0, 4]),
-            failure_policy=self.failure_policy,
+            max_retries=int(self.failure_policy == "retry"),
             admission=("hit_aware", "fifo", "priority")[self.seed % 3], patience_s=2.0,
             waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s, name=self.readers[0].me.name,
             ticket=self.next_ticket,
@@ -489,7 +489,9 @@ class EngineSim(Sim):
         return self._next_room - 1
 
     def submit(self, request: Request) -> None:
-        """The router hands a request to prefill, at some later step."""
+        """The router hands a request to prefill, at some later step: perhaps when decode has done
+        with it, and then its own deadline ends it there."""
+        request.deadline_s = 2 * TIMING.bootstrap_timeout_s
         self._to_submit.append(request)
 
     def submit_one(self) -> None:

@@ -15,6 +15,7 @@ from prefixkv.errors import (
     InternalError,
     RequestError,
     TransferError,
+    TransferTimeoutError,
 )
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
@@ -545,3 +546,27 @@ def test_the_audit_sees_a_lock_that_is_of_no_request() -> None:
     desk.books.cache.lock(match)
     with pytest.raises(InternalError, match="every lock is a request's"):
         desk.scheduler.check_invariants()
+
+
+def test_a_request_that_is_not_sent_by_its_own_deadline_fails_and_decode_is_told() -> None:
+    desk = Desk()
+    late = desk.add("L", deadline_s=5.0)
+    done = desk.sending("s", deadline_s=5.0)
+    desk.scheduler.room_ended(done.room_key, KVPoll.SUCCESS, None, 1.0)
+    desk.scheduler.take_commands()
+    assert desk.scheduler.pop_bootstrapped(4.9) == []
+    assert (desk.scheduler.pop_failed(4.9), desk.scheduler.wake_s) == ([], 5.0)
+    assert desk.scheduler.pop_bootstrapped(5.0) == []
+    assert desk.scheduler.pop_failed(5.0) == [late]
+    assert isinstance(late.error, TransferTimeoutError)
+    assert desk.scheduler.take_commands() == [AbortRoom(late.room_key, str(late.error))]
+    assert desk.scheduler.counters["aborts_of_unknown"] == 0, "what has ended is left alone"
+    assert desk.scheduler.wake_s == float("inf")
+
+
+def test_the_deadline_of_a_request_that_was_sent_is_forgotten() -> None:
+    desk = Desk()
+    req = desk.sending("s", deadline_s=5.0)
+    assert desk.scheduler.wake_s == 5.0
+    desk.done(req)
+    assert len(desk.scheduler._deadlines) == 0

@@ -1,4 +1,4 @@
-"""When each key is woken: `Timers` against a dict, and the pauses of `Backoff`."""
+"""When each key is woken: `Timers` against a dict, the pauses of `Backoff`, the end of a `Wait`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.protocol.timers import Backoff, Timers
+from prefixkv.protocol.timers import Backoff, Timers, Wait
 
 _STEPS = st.lists(
     st.one_of(
@@ -91,3 +91,38 @@ def test_a_visit_that_breaks_off_forgets_nobody() -> None:
     assert timers.next_s == 11.0
     timers.visit(11.0, look)
     assert seen[4:] == ["b"]
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.lists(st.integers(0, 8), max_size=30))
+def test_a_wait_ends_a_patience_after_the_last_word_or_its_beginning_and_no_later_than_its_longest(
+    patience_s: int, longest_s: int, pauses: list[int]
+) -> None:
+    """Words come after these pauses; what waits looks when the wait is due, not more often."""
+    wait = Wait(longest_s)
+    wait.start(100.0, patience_s)
+    words = [100.0]
+    for pause_s in pauses:
+        words.append(words[-1] + pause_s)
+    end_s = words[0] + patience_s
+    for word_s in words:
+        if word_s <= end_s:
+            end_s = max(end_s, word_s + patience_s)
+    end_s = min(end_s, 100.0 + max(longest_s, patience_s))
+    looks = 0
+    while wait.goes_on(max(word for word in words if word <= wait.due_s), wait.due_s):
+        looks += 1
+        assert looks <= 40, "it has no end"
+    assert wait.due_s == end_s
+    assert (wait.limit == "longest_wait_s") <= (end_s == 100.0 + longest_s)
+
+
+def test_a_wait_that_is_not_due_goes_on_and_stays_as_it_is() -> None:
+    wait = Wait(60.0)
+    wait.start(0.0, 10.0)
+    assert wait.goes_on(5.0, 9.9)
+    assert (wait.due_s, wait.limit) == (10.0, "the deadline")
+    assert not wait.goes_on(-1e9, 10.0)
+    assert not wait.goes_on(-1e9, 10.0), "nor later"
+    assert wait.due_s == 10.0, "what was due is due"
+    wait.start(20.0, 100.0)
+    assert (wait.due_s, wait.last_s, wait.limit) == (120.0, 120.0, "the deadline")

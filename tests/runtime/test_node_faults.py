@@ -33,7 +33,7 @@ from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.transport.base import Arrived
 from tests.models.node_pair import NodePair, left, make_pool, tokens_of
-from tests.models.node_stages import end_of, lone_decode
+from tests.models.node_stages import end_of, lone_decode, queued
 from tests.models.patience import NEVER_S, PATIENCE_S, SkippableClock, lasting_address, until
 from tests.runtime.conftest import QUICK, MakePair, node_threads
 
@@ -322,3 +322,74 @@ def test_with_an_interface_named_prefill_binds_beyond_this_machine(
     )
     with PrefillNode(make_pool(), config):
         assert "isolated" in caplog.text
+
+
+def test_a_request_whose_prefill_is_not_there_is_served_by_another_one(make_pair: MakePair) -> None:
+    """By the hook where it was admitted, by a call where it waits."""
+    lost: list[Exception] = []
+    pair = make_pair()
+    tokens = tokens_of(1, 10)
+
+    def elsewhere(req: object, error: Exception) -> str:
+        lost.append(error)
+        return pair.prefill.endpoint
+
+    config = DecodeConfig(
+        name="other", max_running=1, reserve_tokens=0, max_retries=1, retarget=elsewhere,
+        control=replace(QUICK, connect_timeout_s=0.05),
+    )  # fmt: skip
+    with DecodeNode(make_pool(), config) as node:
+        for room, rid in enumerate(("admitted", "waits")):
+            node.add(Request(rid, tokens, 1, room=room, prefill=lasting_address()))
+        assert [req.rid for req in node.pop_preallocated()] == ["admitted"]
+        node.retarget("waits", pair.prefill.endpoint)
+        for rid in ("admitted", "waits"):
+            until(lambda: (node.pop_preallocated(), node.scheduler._asks)[1])
+            [ask] = node.pop_needs_prefill()
+            assert (ask.rid, ask.prefill, ask.generation) == (rid, pair.prefill.endpoint, 1)
+            pair.prefill.add(
+                Request(rid, ask.tokens, room=ask.room, generation=1, decode=ask.decode)
+            )
+            until(pair.prefill.pop_bootstrapped)
+            pair.prefill.send_chunk(pair.prefill.scheduler.requests[rid], len(tokens), last=True)
+            popped: list[Any] = []
+            until(lambda popped=popped: popped.extend(node.pop_transferred()) or popped)
+            node.finish(popped[0])
+            until(pair.prefill.pop_sent)
+    assert [type(error) for error in lost] == [PeerLostError]
+
+
+def test_a_loaded_service_serves_what_has_waited_longer_than_any_timeout(
+    clock: SkippableClock, make_pair: MakePair
+) -> None:
+    """Prefill waits for a promise, and for its own engine; decode for pages, and for a chunk."""
+    pair = make_pair(control=replace(QUICK, longest_wait_s=100 * NEVER_S))
+    proceed = queued(pair)
+    nodes: list[Any] = [pair.decode, pair.prefill]
+
+    def heard_s() -> float:
+        decode, prefill = (node.transfers.control for node in nodes)
+        ends = [*decode._links.all(), *prefill._peers.all()]
+        return min((end.live.heard_s for end in ends), default=-math.inf)
+
+    for _ in range(5):
+        clock.skip(0.6 * NEVER_S, nodes)
+        now_s = clock.monotonic()
+        until(lambda now_s=now_s: heard_s() >= now_s)
+        pair.step()
+    assert not pair.d.ended
+    assert not pair.p.failed
+    proceed()
+    pair.until(lambda: pair.d.ended == {"big": None, "r": None})
+
+
+def test_a_request_that_goes_elsewhere_is_refused_at_once_where_it_was(make_pair: MakePair) -> None:
+    """The call alone says so: decode's engine does nothing else."""
+    pair = make_pair(control=replace(QUICK, connect_timeout_s=0.2))
+    proceed = queued(pair)
+    pair.decode.retarget("r", lasting_address())
+    until(lambda: (pair.p.step(), "r" in pair.p.failed)[1])
+    assert isinstance(pair.p.failed["r"], AbortedError)
+    pair.decode.abort("r")
+    proceed()
+    pair.until(lambda: pair.d.ended.keys() == {"big", "r"})

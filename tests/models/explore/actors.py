@@ -2,8 +2,9 @@
 
 A control object is pure, so what follows from a state and an input follows always. Each state is
 kept as a pickle under the number of its *digest*: all that decides its behaviour, with times
-relative to the present one, and without counters, sequence numbers and times of mere liveness
-(heartbeats are off). What an input does in a state is worked out once and looked up from then on.
+relative to the present one, and without counters and sequence numbers. Heartbeats are off: when
+time goes on, the world says what has been heard by then (`Actors.later`). What an input does in a
+state is worked out once and looked up from then on.
 
 This is the one file of the explorer that knows how control objects are made and what is in them.
 """
@@ -30,7 +31,7 @@ from prefixkv.memory.mesh import Mesh, writers_to
 from prefixkv.protocol import commands, events, messages
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, ModelDigest, Promise, Topology
-from prefixkv.protocol.timers import Backoff, Timers
+from prefixkv.protocol.timers import Backoff, Timers, Wait
 from prefixkv.transport import base as transport
 from tests.models.mesh_pools import mesh_layout
 
@@ -39,11 +40,11 @@ class ControlError(Exception):
     """A control object has raised, which none may."""
 
 
-FAR_S = 1e6  # heartbeats and what follows from silence are this far off: never
+FAR_S = 1e6  # heartbeats, suspicion and the end of a healthy wait are this far off: never
 TIMING = ControlConfig(
     heartbeat_s=FAR_S, suspect_after_s=10 * FAR_S, forget_after_s=20 * FAR_S, resend_s=1.0,
     bootstrap_timeout_s=10.0, waiting_timeout_s=12.0, transfer_timeout_s=11.0, ack_timeout_s=10.0,
-    drain_timeout_s=9.0, parked_timeout_s=10.0, fence_settle_s=1.0,
+    drain_timeout_s=9.0, parked_timeout_s=10.0, fence_settle_s=1.0, longest_wait_s=FAR_S,
 )  # fmt: skip
 PAST_DEADLINES_S = 20.0
 PAGE_SIZE = 4
@@ -208,6 +209,13 @@ def _effects(control: Any, what: Any, now_s: float) -> list[Any]:
         raise ControlError(f"{type(what).__name__} raised {error!r}") from error
 
 
+def lives(control: Any) -> list[tuple[PeerId | None, Liveness]]:
+    """What a control object has heard, and when."""
+    if isinstance(control, PrefillControl):
+        return [(peer.id, peer.live) for peer in control._peers.all()]
+    return [(link.peer, link.live) for link in control._links.all()]
+
+
 def leftovers(control: Any) -> dict[str, Any]:
     """What a control object has to have given up at rest."""
     left: dict[str, Any] = {"rooms": list(control._rooms)}
@@ -272,9 +280,11 @@ class _Digest:
             return "seen", known
         self._seen[id(what)] = len(self._seen)
         if isinstance(what, Liveness):
-            return what.in_seq
+            return what.in_seq, what.heard_s >= self._now_s
         if isinstance(what, Backoff):
             return what._pause_s, self._time(what.due_s)
+        if isinstance(what, Wait):
+            return what._patience_s, self._time(what.due_s), self._time(what.last_s)
         if isinstance(what, Timers):
             due = sorted(entry for entry in what._heap if what._wake_s.get(entry[2]) == entry[0])
             return tuple({key: self._time(at_s) for at_s, _, key in due}.items())
@@ -334,6 +344,9 @@ class Frames:
             self._frames.append(messages.decode(raw))
         return number
 
+    def heartbeat(self, me: PeerId) -> int:
+        return self.id_of(messages.encode(me, 1, messages.Heartbeat()))
+
     def sender(self, number: int) -> PeerId:
         return self._frames[number].sender
 
@@ -366,7 +379,8 @@ class Actors:
         self._states: list[_State] = []
         self._ids: dict[Any, int] = {}
         self._after: dict[tuple[int, Any], tuple[int, tuple[Any, ...]]] = {}
-        self._passed: dict[tuple[int, float], int] = {}
+        self._passed: dict[tuple[int, float, frozenset[PeerId]], int] = {}
+        self._talks: dict[int, dict[Any, bool]] = {}
         self._left: dict[int, dict[str, Any]] = {}
 
     def __len__(self) -> int:
@@ -404,13 +418,29 @@ class Actors:
             known = self._after[number, name] = self.add(control, now_s), said
         return known
 
-    def later(self, number: int, seconds: float) -> int:
-        """The same state when so much time has passed."""
-        after = self._passed.get((number, seconds))
+    def later(self, number: int, seconds: float, heard: frozenset[PeerId]) -> int:
+        """The same state when so much time has passed, and by now these have been heard; others
+        have been silent for longer than any patience."""
+        after = self._passed.get((number, seconds, heard))
         if after is None:
             control, now_s = self.load(number)
-            after = self._passed[number, seconds] = self.add(control, now_s + seconds)
+            now_s += seconds
+            for peer, live in lives(control):
+                live.heard_s = now_s - (0.0 if peer in heard else PAST_DEADLINES_S)
+            after = self._passed[number, seconds, heard] = self.add(control, now_s)
         return after
+
+    def talks(self, number: int) -> dict[Any, bool]:
+        """Of a decode rank: by address, whether it says heartbeats there; of a prefill rank: what
+        it knows. By life, whether a word of that is taken."""
+        found = self._talks.get(number)
+        if found is None:
+            control, _ = self.load(number)
+            found = {peer: True for peer, _ in lives(control) if peer is not None}
+            if isinstance(control, DecodeControl):
+                found |= {link.address: link.ready for link in control._links.all()}
+            self._talks[number] = found
+        return found
 
     def wake_s(self, number: int) -> float | None:
         return self._states[number].wake_s

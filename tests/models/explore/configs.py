@@ -34,6 +34,7 @@ _ONE, _B = Config(""), Budget
 _SAME = replace(
     _ONE, name="one number of two workers", decode=(1, 1), uses=(Use(0, 0, 7), Use(1, 1, 7))
 )
+_HEARD = replace(_ONE, name="heard", heard=True)
 QUICK = [
     *_configs(
         _ONE, _B(lose=1), _B(abort=1), _B(fail=1), _B(restart=1), _B(slow=1), _B(stall=1),
@@ -54,6 +55,10 @@ QUICK = [
     *_configs(replace(_ONE, name="tried", tries=True), _B(), _B(restart=1), _B(lose=1, fail=1)),
     *_configs(replace(_ONE, name="fenced", fenced=True), _B(restart=1)),
     *_configs(replace(_ONE, name="retried", uses=_RETRY, retry=True), _B(abort=1), _B(fail=1)),
+    # Four losses may be all that is said of an outcome, so that only asking again tells.
+    *_configs(
+        _HEARD, _B(lose=4, fail=1), _B(restart=1), _B(abort=1, stall=1), _B(abort=1, hush=1),
+    ),
 ]  # fmt: skip
 
 WHOLE = [
@@ -128,6 +133,31 @@ WHOLE = [
         replace(_ONE, name="tried, two readers", decode=(2,), tries=True), _B(), _B(restart=1),
     ),
     *_configs(replace(_ONE, name="two rooms", uses=_TWO), _B(lose=1), _B(abort=1), _B(restart=1)),
+    *_configs(
+        _HEARD, _B(lose=4, abort=1, slow=1), _B(repeat=1, restart=1), _B(restart=1, hush=1),
+        _B(abort=1, restart=1), _B(restart=1, slow=1), _B(restart=1, fail=1, stall=1),
+        _B(restart=2), _B(lose=1, repeat=1, abort=1, hush=1),
+    ),
+    *_configs(
+        replace(_HEARD, name="heard, again", uses=_AGAIN, successor=True),
+        _B(lose=4), _B(stall=1, slow=1), _B(restart=1), _B(abort=2),
+    ),
+    *_configs(
+        replace(_HEARD, name="heard, two writers", prefill=2), _B(lose=1), _B(abort=1),
+        _B(restart=1),
+    ),
+    *_configs(
+        replace(_HEARD, name="heard, two readers", decode=(2,)), _B(lose=1), _B(abort=1),
+        _B(restart=1),
+    ),
+    *_configs(replace(_HEARD, name="heard, two rooms", uses=_TWO), _B(lose=1), _B(restart=1)),
+    *_configs(replace(_HEARD, name="heard, refused", refuse=True), _B(lose=1, abort=1, restart=1)),
+    *_configs(
+        replace(_HEARD, name="heard, retried", uses=_RETRY, retry=True), _B(lose=1, abort=1),
+        _B(abort=1, restart=1),
+    ),
+    *_configs(replace(_HEARD, name="heard, fenced", fenced=True), _B(restart=1, hush=1)),
+    *_configs(replace(_HEARD, name="heard, tried", tries=True), _B(restart=1, fail=1)),
 ]  # fmt: skip
 
 

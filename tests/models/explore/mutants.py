@@ -136,6 +136,22 @@ MUTANTS = (
         "if error is None:", "if True:", "tried: lose, fail",
     ),
     _M(
+        "a peer that is heard is never asked again", _R._tick_open,
+        "self._unacked = set(self.ranks - self._outcomes.keys())", "pass", "heard: lose 4, fail",
+    ),
+    _M(
+        "what kernels hold of a room that is over is not waited for", _P._refuse_promise,
+        "drained = not self._renewed", "drained = True", "heard: lose 4, fail",
+    ),
+    _M(
+        "prefill waits for a decode worker that is silent", _S._tick_open,
+        "self._wait.goes_on(event.heard_s, now_s)", "True", "heard: restart",
+    ),
+    _M(
+        "a promise without a request waits while decode is heard", _S._tick_open,
+        "self.added and ", "", "heard: abort, stall",
+    ),
+    _M(
         "rooms of a peer that is gone go at once", _P._on,
         " and not machine.in_flight", "", "restart",
     ),

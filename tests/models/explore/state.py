@@ -25,6 +25,7 @@ class Budget(NamedTuple):
     fail: int = 0  # of writes, and of trials
     slow: int = 0
     stall: int = 0
+    hush: int = 0  # nothing is heard for longer than any patience
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Config:
     decode that are over. `retry`: request 1 is another attempt at
     request 0, which decode makes once that has failed there, and then asks prefill for.
     `successor`: request 1 uses the number of request 0, once that has ended on both sides.
+    `heard`: heartbeats come, from what lives; else silence ends each wait.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Config:
     tries: bool = False
     fenced: bool = False
     retry: bool = False
+    heard: bool = False
 
 
 # A use on a decode rank.

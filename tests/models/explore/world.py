@@ -4,7 +4,10 @@ value (`State`), and all that may happen next (`World.moves`).
 Links keep order; of all frames on them one may be lost, one repeated or overtaken by those behind
 it. A write may land from when it is wanted until it is proved over. Time stands still while
 anything can happen, and then goes on to the next deadline or repeat; it runs ahead as a fault
-(`Budget.slow`: to the next repeat, `stall`: past all deadlines).
+(`Budget.slow`: to the next repeat, `stall`: past all deadlines). Where `Config.heard`, heartbeats
+come as it goes on. Then nothing has an end but by words, and by the deadline that a request of
+prefill's engine has of its own where decode has done with it, and cannot say so: where decode has
+it still, or says that it has not, the protocol alone has to end it.
 """
 
 from __future__ import annotations
@@ -60,6 +63,8 @@ class World(Laws):
         wait_s = min((wait for wait in waits if wait), default=0.0)
         if not busy and wait_s:
             yield False, (self._pass, wait_s)
+            if self.config.heard:
+                yield from self._deadlines(state)
         for move in self._faults(state):
             yield True, move
         budget = state.budget
@@ -67,6 +72,8 @@ class World(Laws):
             yield True, (self._pass, wait_s, "slow")
         if busy and budget.stall:
             yield True, (self._pass, PAST_DEADLINES_S, "stall")
+        if not busy and wait_s and budget.hush:
+            yield True, (self._pass, wait_s, "hush")
 
     def _work(self, state: State) -> Iterator[Move]:
         """What happens by itself, before time goes on."""
@@ -110,6 +117,13 @@ class World(Laws):
                 yield self._abort, use, rank, False
             elif share.booted and share.chunks < use.chunks:
                 yield self._chunk, use, rank
+
+    def _deadlines(self, state: State) -> Iterator[tuple[bool, Move]]:
+        for use, record in zip(self.config.uses, state.uses, strict=True):
+            if set(record.reads) <= {DONE, DRAINED, FORGOTTEN}:
+                for rank, share in enumerate(record.shares):
+                    if share.added and share.ended is None:
+                        yield False, (self._late, use, rank)
 
     def _is_retry(self, use: Use) -> bool:
         return self.config.retry and use.number > 0
@@ -202,9 +216,32 @@ class World(Laws):
     def _pass(self, draft: Draft, seconds: float, fault: str = "") -> None:
         if fault:
             draft.spend(fault)
-        draft.actors = tuple(self.table.later(actor, seconds) for actor in draft.actors)
-        if fault == "stall":
+        quiet = [frozenset[PeerId]()] * self.num_slots
+        heard = self._beat(draft) if self.config.heard and fault in ("", "slow") else quiet
+        draft.actors = tuple(
+            self.table.later(actor, seconds, theirs)
+            for actor, theirs in zip(draft.actors, heard, strict=True)
+        )
+        if fault in ("stall", "hush"):
             self._spoil(draft)
+
+    def _beat(self, draft: Draft) -> list[frozenset[PeerId]]:
+        """Who hears whom, by slot. A heartbeat to a prefill rank that does not know its sender is a
+        frame, since it is answered."""
+        talks = [self.table.talks(actor) for actor in draft.actors]
+        heard: list[set[PeerId]] = [set() for _ in talks]
+        for writer in range(self.num_writers):
+            for reader in range(self.num_writers, self.num_slots):
+                ours, theirs = self._me(draft, writer), self._me(draft, reader)
+                if theirs in talks[writer] and ours in talks[reader]:
+                    heard[reader].add(ours)
+                if talks[reader].get(actors.address(writer)):
+                    if theirs in talks[writer]:
+                        heard[writer].add(theirs)
+                    else:
+                        beat = self.table.frames.heartbeat(theirs)
+                        self._send(draft, self._wire(writer, reader, True), beat)
+        return [frozenset(some) for some in heard]
 
     def _spoil(self, draft: Draft, *uses: int) -> None:
         for number in uses or range(len(draft.uses)):
@@ -236,6 +273,8 @@ class World(Laws):
     def _lose(self, draft: Draft, wire: int) -> None:
         draft.spend("lose")
         self._pop(draft, wire)
+        if self.config.budget.lose > 3:  # it may be all that is said of something by its deadline
+            self._spoil(draft)
 
     def _repeat(self, draft: Draft, wire: int) -> None:
         draft.spend("repeat")
@@ -306,6 +345,10 @@ class World(Laws):
         assert_law(
             draft.uses[use.number].shares[rank].ended is not None, "an abort does not end the room"
         )
+
+    def _late(self, draft: Draft, use: Use, rank: int) -> None:
+        """The request's own deadline is over."""
+        self._abort(draft, use, rank, False)
 
     # --- writes -----------------------------------------------------------------------------------
 
