@@ -12,6 +12,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -49,6 +50,7 @@ class _Allowed:
         return key.decode("ascii") in self._keys
 
 
+@lru_cache(1024)
 def is_loopback(address: str) -> bool:
     """Whether a socket bound to this address can be reached from this machine only.
 
@@ -68,6 +70,15 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _came_from(frame: zmq.Frame) -> str:
+    """The address of the other end, "" where the socket does not tell."""
+    try:
+        host = str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""
+    return f"tcp://[{host}]:0"
 
 
 def _check_address(address: str) -> None:
@@ -166,6 +177,7 @@ class RouterChannel(_Channel):
             if config.curve is not None:
                 self._sock.curve_server = True
             self._sock.bind(bind)
+            self._is_local = is_loopback(bind)
         except (zmq.ZMQError, ValueError) as error:
             self.close()
             raise ConfigError(f"bind is {bind!r}: {error}") from error
@@ -193,7 +205,8 @@ class RouterChannel(_Channel):
             if taken[route] > _BYTES_A_POLL:
                 self.counters["frames_over_budget"] += 1
                 continue
-            frames.append(FrameReceived(route, frame.bytes, self._credential(frame)))
+            what = self._credential(frame), self._is_local or is_loopback(_came_from(frame))
+            frames.append(FrameReceived(route, frame.bytes, *what))
         return frames
 
     def _credential(self, frame: zmq.Frame) -> str:
@@ -279,7 +292,7 @@ class DealerChannel(_Channel):
                 if len(parts) != 1:
                     self.counters["frames_malformed"] += 1
                     continue
-                frames.append(FrameReceived(address, parts[0]))
+                frames.append(FrameReceived(address, parts[0], is_local=is_loopback(address)))
         return frames
 
     def _news(self, monitor: zmq.Socket[bytes], address: str) -> Iterator[Reached | Unreached]:
