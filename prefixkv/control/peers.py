@@ -133,7 +133,7 @@ class Peers:
         self._me = me
         self.news = News()
         self.lives = Lives(self.news)
-        self.deaths = Deaths(timing, lost, lambda: [peer.id for peer in self._peers.values()])
+        self.deaths = Deaths(timing, lost, self._current)
         self._ours = ours
         self._endpoints = endpoints
         self._timing = timing
@@ -154,6 +154,9 @@ class Peers:
 
     def all(self) -> list[Peer]:
         return list(self._peers.values())  # at once: the scheduler's thread asks for `states`
+
+    def _current(self) -> list[PeerId]:
+        return [peer.id for peer in self._peers.values()]
 
     def states(self, now_s: float) -> dict[PeerId, str]:
         """Each "ready" or "suspect"."""

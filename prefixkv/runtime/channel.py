@@ -78,7 +78,7 @@ def _came_from(frame: zmq.Frame) -> str:
         host = str(frame.get("Peer-Address"))
     except zmq.ZMQError:
         return ""
-    return f"tcp://[{host}]:0"
+    return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
 
 
 def _check_address(address: str) -> None:

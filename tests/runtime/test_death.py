@@ -208,20 +208,24 @@ signal.pause()
             assert has_read_the_dead(), "that nothing follows need not be read"
 
 
-def test_connections_to_other_machines_say_nothing_of_the_dead_here(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("state", "waiting", "remote", "read"),
+    [
+        (0x01, 0, "0100007F:0001", False),  # open: its kernel may have more
+        (0x08, 2, "0100007F:0001", False),  # ended: a byte before the end
+        (0x08, 1, "0100007F:0001", True),  # the end alone
+        (0x01, 1, "010200C0:0001", True),  # to 192.0.2.1: its other end is in no table of ours
+    ],
+)
+def test_what_a_row_without_another_end_says(
+    monkeypatch: pytest.MonkeyPatch, state: int, waiting: int, remote: str, read: bool
 ) -> None:
-    """Their other end is in no table of ours."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         row = connection_of(server)
         assert row is not None
-        alone = row._replace(state=0x01, waiting=1, remote="0100007F:0001")
-        for remote, read in (("0100007F:0001", False), ("010200C0:0001", True)):  # 192.0.2.1
-            rows = [alone._replace(remote=remote)]
-            monkeypatch.setattr(
-                death, "_connections", lambda name, rows=rows: rows if name == "tcp" else []
-            )
-            assert has_read_the_dead() is read
+        rows = [row._replace(state=state, waiting=waiting, remote=remote)]
+        monkeypatch.setattr(death, "_connections", lambda name: rows if name == "tcp" else [])
+        assert has_read_the_dead() is read
 
 
 @pytest.mark.parametrize(
