@@ -269,3 +269,24 @@ def test_a_life_is_of_a_peer_that_was_let_in() -> None:
         HELLO.digest, model="another"))  # fmt: skip
     peer.say(refused, stranger)
     assert set(peer.control._peers.deaths._lives) == {DECODE}
+
+
+def test_a_decode_worker_that_has_left_is_not_proved_dead() -> None:
+    peer = LocalDecode().bootstrapped()
+    peer.on(PeerUnreachable(DECODE, OSError("the connection is reset")))
+    peer.say(Fenced())
+    assert looks(peer, 30.0) == 0
+    peer.on(Fence(DECODE, proved=True))
+    assert peer.control.counters["peers_proved_dead"] == 0
+
+
+def test_what_one_has_said_is_kept_while_others_come_and_go() -> None:
+    peer = LocalDecode().bootstrapped()
+    other = PeerId("d9", 9)
+    peer.say(msgspec.structs.replace(HELLO, life=OTHER_LIFE), other)
+    peer.on(PeerUnreachable(other, OSError("the connection is reset")))
+    assert examined(peer.on(Tick())) == [Examine(other, OTHER_LIFE)]
+    peer.on(Fence(other, proved=True))
+    assert looks(peer, 3.0) == 0
+    peer.on(PeerUnreachable(DECODE, OSError("the connection is reset")))
+    assert examined(peer.on(Tick())) == [Examine(DECODE, LIFE)]
