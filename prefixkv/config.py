@@ -79,6 +79,7 @@ class ControlConfig:
     `transfer_timeout_s` in any case. After a fence, what the dead writer's kernel still holds is
     read for `fence_settle_s` before its pages are used again (0 where writes bypass the kernels, as
     RDMA's do).
+    With `prove_death` a peer on this machine that the kernel proves dead is fenced unasked.
     On prefill `max_peer_bytes` is what is held for one decode worker, of all its ranks: rooms, page
     ids, what it introduced itself with.
     """
@@ -96,6 +97,7 @@ class ControlConfig:
     drain_timeout_s: float = 30.0
     parked_timeout_s: float = 30.0
     fence_settle_s: float = 0.5
+    prove_death: bool = True
     max_parked_per_peer: int = 1024
     max_peers: int = 1024
     max_peer_bytes: int = 32 << 20

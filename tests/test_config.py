@@ -157,6 +157,7 @@ def test_every_number_and_choice_has_a_bound() -> None:
         "allow_remote_without_keys",
         "interface",
         "trial_peers",
+        "prove_death",
         "model",
         "control",
         "transport",

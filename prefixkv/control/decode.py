@@ -20,6 +20,7 @@ from collections.abc import Hashable, Iterable
 from typing import assert_never
 
 from prefixkv.config import ControlConfig
+from prefixkv.control.deaths import FENCED, FENCED_DEAD
 from prefixkv.control.effects import (
     AgentDestroyed,
     ConnectFailed,
@@ -100,7 +101,7 @@ class DecodeControl:
         self._page_size = hello.topology.page_size
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # links by address, rooms by key
-        self._links = Links(me, hello, timing, self._timers, self.news)
+        self._links = Links(me, hello, timing, self._timers, self.news, self.lost_peers)
         self._rooms: dict[RoomKey, Room] = {}
         self._settling: set[Hashable] = set()
         self._lives = Lives(self.news)
@@ -119,8 +120,10 @@ class DecodeControl:
                 self._refuse(what, now_s, out)
             case AbortRoom():
                 self._abort(what, now_s, out)
-            case Fence():
-                self._fence(what.peer, now_s, out)
+            case Fence(peer, proved):
+                if self._links.deaths.fenced(peer) and proved:
+                    self.counters["peers_proved_dead"] += 1
+                self._fence(peer, FENCED_DEAD if proved else FENCED, now_s, out)
             case FrameReceived():
                 self._frame(what, now_s, out)
             case FrameFailed():
@@ -156,7 +159,7 @@ class DecodeControl:
     @property
     def wake_s(self) -> float:
         """When the next Tick is wanted, infinity if never."""
-        return self._timers.next_s
+        return min(self._timers.next_s, self._links.deaths.due_s)
 
     @property
     def num_expected(self) -> int:
@@ -241,18 +244,18 @@ class DecodeControl:
             refusal = RefusalMachine(*what, self._timing, now_s, is_news=False)
             self._enter(refusal, room.link.address, now_s, out)
 
-    def _fence(self, peer: PeerId, now_s: float, out: list[DecodeEffect]) -> None:
+    def _fence(self, peer: PeerId, how: str, now_s: float, out: list[DecodeEffect]) -> None:
         """This incarnation can write no more: its rooms end now, and are drained soon after.
 
         Not at once: over TCP the kernels may still hold what it sent before, and that lands as our
         own transport reads it. So rooms stay undrained until it has been at that for
         `fence_settle_s`.
         """
-        self._lives.end(peer, "was fenced")
-        self._fail_rooms_of(peer, PeerLostError(f"{peer} was fenced", peer), now_s, out)
+        self._lives.end(peer, how)
+        self._fail_rooms_of(peer, PeerLostError(f"{peer} {how}", peer), now_s, out)
         for link in self._links.all():
             if link.peer == peer:
-                self._links.lost(link, None)
+                self._links.lost(link, None, now_s)
                 out += self._links.greet(link, now_s)
         self._settle(peer, now_s, out)
 
@@ -312,6 +315,7 @@ class DecodeControl:
                 self._on(room, receiver.Tick(room.heard_s), now_s, out)
 
         self._timers.visit(now_s, look)
+        out += self._links.deaths.tick(now_s)
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -322,6 +326,7 @@ class DecodeControl:
             frame = messages.decode(received.raw)
             if link is None:
                 raise ProtocolError("a frame on a closed link")
+            link.is_local = received.is_local
             self._take(link, frame, now_s, out)
         except ProtocolError as error:
             self.counters["frames_dropped"] += 1
@@ -359,7 +364,8 @@ class DecodeControl:
             case LeaseAsk():
                 self._take_ask(link, body, now_s, out)
             case messages.Fenced():
-                self._fence(frame.sender, now_s, out)
+                self._links.deaths.fenced(frame.sender)
+                self._fence(frame.sender, FENCED, now_s, out)
             case Heartbeat():
                 pass
             case (
@@ -473,7 +479,7 @@ class DecodeControl:
     def _lose_peer(self, link: Link, newer: PeerId, now_s: float, out: list[DecodeEffect]) -> None:
         """Another process answers at this address: whatever was promised to the one before has
         ended."""
-        lost = self._links.lost(link, newer)
+        lost = self._links.lost(link, newer, now_s)
         if lost is None:
             return
         if lost.name == newer.name:
@@ -528,7 +534,7 @@ class DecodeControl:
         if any(link.peer in self._rooms[key].peers.values() for key in link.rooms):
             self._links.suspend(link, now_s)  # it has pages of ours
         else:
-            out += self._links.close(link)
+            out += self._links.close(link, now_s)
 
     # --- rooms ------------------------------------------------------------------------------------
 

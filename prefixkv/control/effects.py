@@ -13,6 +13,7 @@ from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLink
 from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.messages import ProcessLife
 
 To = TypeVar("To", str, bytes)
 
@@ -23,11 +24,13 @@ class FrameReceived(msgspec.Struct, Generic[To], frozen=True):
     """A frame from a prefill rank's address (decode), or from behind a ROUTER's route (prefill).
 
     `credential` is what the socket proved of the sender (its CURVE key), "" without keys.
+    `is_local`: what the socket is connected to is on this machine.
     """
 
     source: To
     raw: bytes
     credential: str = ""
+    is_local: bool = False
 
 
 class FrameFailed(msgspec.Struct, Generic[To], frozen=True):
@@ -122,6 +125,14 @@ class Settle(msgspec.Struct, frozen=True):
 
     token: PeerId | RankDrained
     for_s: float
+
+
+class Examine(msgspec.Struct, frozen=True):
+    """Find out whether the peer, which says that it is this process, has ended. A proved Fence
+    answers if so, nothing if not."""
+
+    peer: PeerId
+    life: ProcessLife
 
 
 class TryPeer(msgspec.Struct, frozen=True):

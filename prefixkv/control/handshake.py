@@ -24,7 +24,7 @@ from prefixkv.memory.mesh import (
 from prefixkv.memory.state_layout import StateLink, check_state_pairs, state_blocks
 from prefixkv.paging import check_unit_range
 from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Topology
+from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, ProcessLife, Topology
 from prefixkv.staging.cut import LeaseCut
 from prefixkv.staging.receiver import StagingPlan
 
@@ -116,13 +116,15 @@ def ranges(hello: Hello) -> tuple[tuple[int, int], ...]:
 
 class OurSide(NamedTuple):
     """What a prefill rank is: `slot_bytes` of a slot that slices of heads are gathered into where
-    the reader has staging too, 0: none. `secret` is what it drew for its promises' proofs."""
+    the reader has staging too, 0: none. `secret` is what it drew for its promises' proofs, `life`
+    which process it is."""
 
     digest: ModelDigest
     topology: Topology
     rank: int
     slot_bytes: int
     secret: bytes
+    life: ProcessLife | None = None
 
     @property
     def mesh(self) -> Mesh:

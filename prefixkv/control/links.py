@@ -8,13 +8,14 @@ pages have been greeted and answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
+from prefixkv.control.deaths import Deaths
 from prefixkv.control.effects import Connect, Disconnect, Reached, SendFrame, Unreached
 from prefixkv.control.liveness import Liveness, Stamper
 from prefixkv.control.news import News
@@ -45,7 +46,8 @@ class Link:
 
     `told` are the addresses of the ranks that a room of this leader is promised to, by rank;
     `leaders` are the links that have this one among theirs. `nonce` is that of the last
-    HelloWanted. `plan` is of a leader whose ranks stage what they write to us, once `planned`.
+    HelloWanted. `is_local`: the address is one of this machine. `plan` is of a leader whose ranks
+    stage what they write to us, once `planned`.
     `waiting` are the rooms to be promised, in the order of admission.
     """
 
@@ -62,6 +64,7 @@ class Link:
     planned: bool = False
     leaders: set[str] = field(default_factory=set)
     nonce: int = 0
+    is_local: bool = False
     rooms: set[RoomKey] = field(default_factory=set)
     waiting: dict[RoomKey, None] = field(default_factory=dict)
 
@@ -82,9 +85,11 @@ class Links:
         timing: ControlConfig,
         timers: Timers[str | RoomKey],
         news: News,
+        lost: Callable[[float], Iterable[PeerId]],
     ) -> None:
-        """`timers` wake links by address; rooms share them."""
+        """`timers` wake links by address; rooms share them. `lost` is as for `Deaths`."""
         self.news = news
+        self.deaths = Deaths(timing, lost, self._current)
         self._hello = hello
         self._timing = timing
         self._timers = timers
@@ -146,6 +151,7 @@ class Links:
             link.gone_s = math.inf
         else:
             link.gone_s, link.gone_why = min(link.gone_s, now_s), what.why
+            self.deaths.doubt(link.peer, now_s)
             self._timers.wake(link.address, link.gone_s + self._timing.connect_timeout_s)
 
     def gone(self, link: Link, now_s: float) -> PeerLostError | None:
@@ -167,9 +173,11 @@ class Links:
             return []
         if not link.rooms and link.live.forgettable(self._timing, now_s):
             self.news.say("forgotten", link.peer or link.address, "was silent for long")
-            return self.close(link)
+            return self.close(link, now_s)
         if link.peer is not None and link.ready:
-            self.news.silent(link.peer, link.live.suspect(self._timing, now_s))
+            is_silent = link.live.suspect(self._timing, now_s)
+            if self.news.silent(link.peer, is_silent) and is_silent:
+                self.deaths.doubt(link.peer, now_s)
         out: list[LinkEffect] = []
         if not link.ready and link.hello.take(now_s):
             out.append(self._say_hello(link, now_s))
@@ -217,6 +225,7 @@ class Links:
         link.peer = frame.sender
         link.ready = True
         link.reply = reply
+        self.deaths.met(frame.sender, reply.life, link.is_local, now_s)
         for address in (link.address, *link.leaders):
             if address in self._links:
                 self._links[address].planned = False
@@ -231,12 +240,16 @@ class Links:
         link.ready = False
         return self.greet(link, now_s)
 
-    def lost(self, link: Link, newer: PeerId | None) -> PeerId | None:
+    def lost(self, link: Link, newer: PeerId | None, now_s: float) -> PeerId | None:
         """Another process answers there, or none any more; returns the one before."""
         former, link.peer, link.ready = link.peer, newer, False
         if former is not None:
             self.news.forget(former)
+            self.deaths.doubt(former, now_s)
         return former
+
+    def _current(self) -> list[PeerId]:
+        return [link.peer for link in self._links.values() if link.peer is not None]
 
     def told(self, leader: Link, now_s: float) -> tuple[dict[int, Link], list[LinkEffect]]:
         """By rank, the links of the ranks that rooms of this leader are promised to; those that
@@ -287,12 +300,12 @@ class Links:
             link.hello.start(now_s)
             self._timers.wake(link.address, link.hello.due_s)
 
-    def close(self, link: Link) -> list[LinkEffect]:
+    def close(self, link: Link, now_s: float) -> list[LinkEffect]:
         """Forget the address. Rooms of an earlier peer that are still undrained keep their link,
         and only a fence can drain them."""
         if self._links.get(link.address) is not link:
             return []
         del self._links[link.address]
-        self.lost(link, None)
+        self.lost(link, None, now_s)
         self._timers.forget(link.address)
         return [Disconnect(link.address)]

@@ -31,14 +31,17 @@ class News:
     def say(self, kind: str, peer: PeerId | str, why: str = "") -> None:
         self._kept.append(PeerNews(kind, peer, why))
 
-    def silent(self, peer: PeerId, is_silent: bool) -> None:
-        """To be said as often as one likes: a change is news."""
-        if is_silent and peer not in self._silent:
+    def silent(self, peer: PeerId, is_silent: bool) -> bool:
+        """To be said as often as one likes: a change is news, and True."""
+        if is_silent is (peer in self._silent):
+            return False
+        if is_silent:
             self._silent.add(peer)
             self.say("silent", peer, "is suspect: it gets no new rooms")
-        elif not is_silent and peer in self._silent:
+        else:
             self._silent.discard(peer)
             self.say("heard", peer, "is heard again")
+        return True
 
     def forget(self, peer: PeerId) -> None:
         """Nothing is known of it any more."""

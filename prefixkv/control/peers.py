@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.budgets import PAGE_BYTES, Budget, Claimed, hello_bytes
+from prefixkv.control.deaths import Deaths
 from prefixkv.control.effects import RemovePeer, SendFrame
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.liveness import Liveness, Stamper
@@ -129,11 +130,13 @@ class Peers:
         endpoints: tuple[str, ...],
         timing: ControlConfig,
         timers: Timers[str | RoomKey],
+        lost: Callable[[float], Iterable[PeerId]],
     ) -> None:
-        """`timers` wake peers by name; rooms share them."""
+        """`timers` wake peers by name; rooms share them. `lost` is as for `Deaths`."""
         self._me = me
         self.news = News()
         self.lives = Lives(self.news)
+        self.deaths = Deaths(timing, lost, self._current)
         self._ours = ours
         self._endpoints = endpoints
         self._timing = timing
@@ -166,6 +169,9 @@ class Peers:
             -math.inf if peer is None or peer.succeeded > since else peer.live.heard_s
             for peer in peers
         )
+
+    def _current(self) -> list[PeerId]:
+        return [peer.id for peer in self._peers.values()]
 
     def states(self, now_s: float) -> dict[PeerId, str]:
         """Each "ready" or "suspect"."""
@@ -265,7 +271,7 @@ class Peers:
         """The answer to a Hello, or to another word where it is refused."""
         ours, known = self._ours, hello.known if hello is not None else 0
         said = ours.secret, refused[:1000], ours.rank, staged, known
-        body = HelloReply(ours.digest, ours.topology, self._endpoints, *said)
+        body = HelloReply(ours.digest, ours.topology, self._endpoints, *said, ours.life)
         return SendFrame(route, self._stamp.frame(body))
 
     def hello_wanted(self, route: bytes, sender: PeerId | None = None) -> SendFrame[bytes]:
@@ -299,7 +305,9 @@ class Peers:
             self.lives.silent(peer.id)
             self.news.say("forgotten", peer.id, "was silent for long")
             return [self.forget(peer)]
-        self.news.silent(peer.id, peer.live.suspect(self._timing, now_s))
+        is_silent = peer.live.suspect(self._timing, now_s)
+        if self.news.silent(peer.id, is_silent) and is_silent:
+            self.deaths.doubt(peer.id, now_s)
         out: list[SendFrame[bytes] | RemovePeer] = []
         if peer.live.heartbeat_due(self._timing, now_s):
             out += self.send(peer, Heartbeat(), now_s)
@@ -308,6 +316,7 @@ class Peers:
 
     def forget(self, peer: Peer) -> RemovePeer:
         self.news.forget(peer.id)
+        self.deaths.forget(peer.id)
         if self._peers.get(peer.id.name) is peer:
             del self._peers[peer.id.name]
             self._timers.forget(peer.id.name)

@@ -26,6 +26,7 @@ from typing import assert_never
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
 from prefixkv.control.claims import Claims
+from prefixkv.control.deaths import FENCED, FENCED_DEAD
 from prefixkv.control.effects import (
     AgentDestroyed,
     ConnectFailed,
@@ -69,6 +70,7 @@ from prefixkv.protocol.messages import (
     ModelDigest,
     Outcome,
     OutcomeAck,
+    ProcessLife,
     Promise,
     Topology,
 )
@@ -94,6 +96,7 @@ class PrefillControl:
     Args:
         me: this rank's identity.
         secret: 16 to 32 random bytes, drawn for this life: see `prefixkv.digest`.
+        life: which process this is; None: not to be said.
         digest, topology, rank: what it runs, how its worker shares the model out, and which of the
             ranks it is.
         endpoints: the addresses of all ranks, by rank; "" for one's own.
@@ -114,6 +117,7 @@ class PrefillControl:
         tries: bool = False,
         *,
         secret: bytes,
+        life: ProcessLife | None = None,
     ) -> None:
         self.me = me
         self.counters: Counter[str] = Counter()
@@ -121,11 +125,11 @@ class PrefillControl:
         if staging is not None:
             self.staging = StagingSender(rank, *staging, timing.resend_s, self._next_job_id)
         slot_bytes = 0 if staging is None else staging.slot_bytes
-        self._ours = handshake.OurSide(digest, topology, rank, slot_bytes, secret)
+        self._ours = handshake.OurSide(digest, topology, rank, slot_bytes, secret, life)
         self._rank = rank
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key
-        self._peers = Peers(me, self._ours, endpoints, timing, self._timers)
+        self._peers = Peers(me, self._ours, endpoints, timing, self._timers, self.lost_peers)
         self.news = self._peers.news
         self._writes = Writes(me, rank, self.staging, self, self._peers)
         self._greetings = Greetings(self._ours, self._peers, timing, tries, self.counters)
@@ -155,7 +159,7 @@ class PrefillControl:
             case AbortRoom():
                 self._writes.carry_out(self._abort(what, now_s), now_s, out)
             case Fence():
-                self._writes.carry_out(self._fence(what.peer, now_s), now_s, out)
+                self._writes.carry_out(self._fence(what, now_s), now_s, out)
             case FrameReceived():
                 self._writes.carry_out(self._frame(what, now_s), now_s, out)
             case FrameFailed():
@@ -178,6 +182,7 @@ class PrefillControl:
                     self._writes.stage(gathered, now_s, out)
             case PeerUnreachable():
                 self.counters["peers_unreachable"] += 1
+                self._peers.deaths.doubt(what.peer, now_s)
             case PeerTried():
                 self._writes.carry_out(self._tried(what, now_s), now_s, out)
             case Arrived() | Settled() | ConnectFailed() | Reached() | Unreached():
@@ -195,9 +200,8 @@ class PrefillControl:
     @property
     def wake_s(self) -> float:
         """When the next Tick is wanted, infinity if never."""
-        if self.staging is None:
-            return self._timers.next_s
-        return min(self._timers.next_s, self.staging.wake_s)
+        wake_s = min(self._timers.next_s, self._peers.deaths.due_s)
+        return wake_s if self.staging is None else min(wake_s, self.staging.wake_s)
 
     @property
     def num_rooms(self) -> int:
@@ -275,13 +279,16 @@ class PrefillControl:
             self._on(machine, sender.Fail(AbortedError(command.reason)), now_s, out)
         return out
 
-    def _fence(self, peer_id: PeerId, now_s: float) -> list[Want]:
+    def _fence(self, command: Fence, now_s: float) -> list[Want]:
         """This decode process is dead: its rooms end, and it is not met again."""
         out: list[Want] = []
-        self._peers.lives.end(peer_id, "was fenced")
+        peer_id, how = command.peer, FENCED_DEAD if command.proved else FENCED
+        if self._peers.deaths.fenced(peer_id) and command.proved:
+            self.counters["peers_proved_dead"] += 1
+        self._peers.lives.end(peer_id, how)
         peer = self._peers.find(peer_id)
         if peer is not None:
-            self._lose_peer(peer, PeerLostError(f"{peer_id} was fenced", peer_id), now_s, out)
+            self._lose_peer(peer, PeerLostError(f"{peer_id} {how}", peer_id), now_s, out)
         return out
 
     # --- writes -----------------------------------------------------------------------------------
@@ -323,6 +330,7 @@ class PrefillControl:
 
         self._timers.visit(now_s, look)
         self._claims.expire(now_s)
+        out += self._peers.deaths.tick(now_s)
         return out
 
     # --- frames -----------------------------------------------------------------------------------
@@ -445,6 +453,7 @@ class PrefillControl:
             lost = PeerLostError(f"{peer.id} was replaced by life {frame.incarnation:x}", peer.id)
             self._lose_peer(peer, lost, now_s, out)
         self._peers.add(accepted, frame, (route, received.credential), hello, now_s)
+        self._peers.deaths.met(frame.sender, hello.life, received.is_local, now_s)
         if accepted.added is not None:
             out.append(Welcome(accepted.added, accepted.cut))
         out.append(self._peers.reply(route, hello, staged=accepted.cut is not None))

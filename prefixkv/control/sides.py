@@ -10,6 +10,7 @@ from prefixkv.control.effects import (
     ConnectFailed,
     CopyDone,
     Disconnect,
+    Examine,
     Expect,
     FrameFailed,
     FrameReceived,
@@ -61,6 +62,7 @@ DecodeEffect = (
     | Disconnect
     | Expect  # for the transport
     | Settle
+    | Examine  # for what looks at processes
     | Scatter  # for the copy threads
     | DecodeEvent  # RoomEnded, RoomDrained, RoomOverdue: for the scheduler
 )
@@ -88,6 +90,7 @@ PrefillEffect = (
     | AddPeer  # for the transport, and where slices are staged for the copy threads
     | RemovePeer
     | TryPeer  # for the trial
+    | Examine  # for what looks at processes
     | WriteJob  # for the transport
     | Cancel
     | Renew

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, assert_never
 
 import numpy as np
 
-from prefixkv.control.effects import AddPeer, Cancel, RemovePeer, Renew, SendFrame, TryPeer
+from prefixkv.control.effects import AddPeer, Cancel, Examine, RemovePeer, Renew, SendFrame, TryPeer
 from prefixkv.control.peers import Peers
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol.events import Bootstrapped, PrefillEvent, RoomEnded, SourceFree
@@ -57,6 +57,7 @@ class Granted(NamedTuple):
 Want = (
     SendFrame[bytes]
     | TryPeer
+    | Examine
     | Welcome
     | Granted
     | RemovePeer
@@ -69,6 +70,7 @@ Want = (
 WriteEffect = (
     SendFrame[bytes]
     | TryPeer
+    | Examine
     | AddPeer
     | RemovePeer
     | WriteJob
@@ -152,7 +154,9 @@ class Writes:
                     out.append(want)
                     if staging is not None:
                         self.stage(staging.remove_peer(want.peer), now_s, out)
-                case SendFrame() | TryPeer() | Bootstrapped() | RoomEnded() | SourceFree():
+                case SendFrame() | TryPeer() | Examine():
+                    out.append(want)
+                case Bootstrapped() | RoomEnded() | SourceFree():
                     out.append(want)
                 case _:
                     assert_never(want)

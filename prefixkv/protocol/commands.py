@@ -44,9 +44,10 @@ class AbortRoom(_Command, frozen=True, tag="abort"):
 
 
 class Fence(_Command, frozen=True, tag="fence"):
-    """The caller knows that this incarnation can write no more."""
+    """The caller knows that this incarnation can write no more; `proved`: the kernel says so."""
 
     peer: PeerId
+    proved: bool = False
 
 
 class AddRoom(_Command, frozen=True, tag="add"):

@@ -53,6 +53,7 @@ Stages = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Endpoints = Annotated[tuple[Short, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Secret = Annotated[bytes, msgspec.Meta(min_length=16, max_length=32)]
 Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
+Holder = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -104,6 +105,22 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
         return Mesh(digest.num_layers, digest.num_kv_heads, *sizes, self.stage_layers)
 
 
+class ProcessLife(msgspec.Struct, frozen=True, array_like=True):
+    """Which process of a machine one is; nothing but evidence against itself.
+
+    `boot` is the kernel's id of this boot, the spaces are inodes of the namespaces in which `pid`
+    and sockets are looked up. `began` is in clock ticks since boot. `holder` names the abstract
+    socket that it and its forks hold.
+    """
+
+    boot: Short
+    pid_space: U64
+    net_space: U64
+    pid: U64
+    began: U64
+    holder: Holder
+
+
 class Body(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
     """Base of all message bodies."""
 
@@ -114,7 +131,8 @@ class Hello(Body, frozen=True, tag="hello"):
     `secret` is random, drawn by this process: see `prefixkv.digest`. `worker` is rank 0's identity:
     the ranks of one worker name the same. `staging` is where slices may be staged, `state` where
     the extra state that `digest` lists is kept. `nonce` is that of the last HelloWanted, `known`
-    the life that is known at this address.
+    the life that is known at this address. `life` is None where the kernel has no such thing, or it
+    is not to be said.
     """
 
     digest: ModelDigest
@@ -128,13 +146,15 @@ class Hello(Body, frozen=True, tag="hello"):
     state: StateLayout | None = None
     nonce: U64 = 0
     known: U64 = 0
+    life: ProcessLife | None = None
 
 
 class HelloReply(Body, frozen=True, tag="hello-reply"):
     """A prefill rank's answer. `refused` is empty, or says why the two cannot work together.
 
     `endpoints` are the addresses of all ranks, by rank; "" for one's own. `secret` is as in Hello.
-    `staged`: what it writes is staged. `known` is that of the Hello it answers.
+    `staged`: what it writes is staged. `known` is that of the Hello it answers. `life` is as in
+    Hello.
     """
 
     digest: ModelDigest
@@ -145,6 +165,7 @@ class HelloReply(Body, frozen=True, tag="hello-reply"):
     rank: Count = 0
     staged: bool = False
     known: U64 = 0
+    life: ProcessLife | None = None
 
 
 class HelloWanted(Body, frozen=True, tag="hello-wanted"):

@@ -12,6 +12,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -50,6 +51,7 @@ class _Allowed:
         return key.decode("ascii") in self._keys
 
 
+@lru_cache(1024)
 def is_loopback(address: str) -> bool:
     """Whether a socket bound to this address can be reached from this machine only.
 
@@ -69,6 +71,15 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _came_from(frame: zmq.Frame) -> str:
+    """The address of the other end, "" where the socket does not tell."""
+    try:
+        host = str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""
+    return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
 
 
 def _check_address(address: str) -> None:
@@ -169,6 +180,7 @@ class RouterChannel(_Channel):
             if config.curve is not None:
                 self._sock.curve_server = True
             self._sock.bind(bind)
+            self._is_local = is_loopback(bind)
         except (zmq.ZMQError, ValueError) as error:
             self.close()
             raise ConfigError(f"bind is {bind!r}: {error}") from error
@@ -197,7 +209,8 @@ class RouterChannel(_Channel):
             if taken[route] > _BYTES_A_POLL:
                 self.counters["frames_over_budget"] += 1
                 continue
-            frames.append(FrameReceived(route, frame.bytes, self._credential(frame)))
+            what = self._credential(frame), self._is_local or is_loopback(_came_from(frame))
+            frames.append(FrameReceived(route, frame.bytes, *what))
         return frames
 
     def _credential(self, frame: zmq.Frame) -> str:
@@ -287,7 +300,7 @@ class DealerChannel(_Channel):
                 if len(parts) != 1:
                     self.counters["frames_malformed"] += 1
                     continue
-                frames.append(FrameReceived(address, parts[0]))
+                frames.append(FrameReceived(address, parts[0], is_local=is_loopback(address)))
         return frames
 
     def _news(self, monitor: zmq.Socket[bytes], address: str) -> Iterator[Reached | Unreached]:

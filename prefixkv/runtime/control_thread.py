@@ -31,6 +31,7 @@ from prefixkv.control.effects import (
     ConnectFailed,
     CopyDone,
     Disconnect,
+    Examine,
     Expect,
     FrameFailed,
     FrameReceived,
@@ -59,6 +60,7 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies
 from prefixkv.runtime.peer_log import PeerLog
+from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.wakeups import Inbox
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
@@ -90,6 +92,7 @@ Effect = (
     | Expect
     | Settle
     | TryPeer
+    | Examine
     | AddPeer
     | RemovePeer
     | WriteJob
@@ -160,6 +163,7 @@ class ControlThread(Generic[Command, To]):
         channel: Callable[[int], Channel[To]],
         copies: Callable[[CopySink], StagingCopies | None],
         trial: Callable[[Tell], Trial] | None = None,
+        prover: Prover | None = None,
     ) -> None:
         """
         Args:
@@ -170,6 +174,7 @@ class ControlThread(Generic[Command, To]):
                 where nothing is staged.
             trial: makes what tries peers' metadata, given where it says how that went; None where
                 the control object tries nothing.
+            prover: looks at processes; closed here, also by what raises.
         """
         self.inbox: Inbox[Command | FrameReceived[To] | Common | None] = Inbox()
         self.events: Inbox[RoomEvent | ControlFailed] = Inbox()
@@ -182,6 +187,9 @@ class ControlThread(Generic[Command, To]):
         self._close_error: Exception | None = None
         with ExitStack() as undo:
             undo.callback(self._close_inboxes)
+            self._prover = prover
+            if prover is not None:
+                undo.callback(prover.close)
             self.transport = transport(self.inbox.put)
             undo.callback(self.transport.close)
             self.control: Control[Command, To] = control(self.transport.metadata)
@@ -242,6 +250,8 @@ class ControlThread(Generic[Command, To]):
         except Exception as error:
             self._close_error = error  # not fenced
         try:
+            if self._prover is not None:
+                self._prover.close(ended=self._close_error is None)
             if self._copies is not None:
                 self._copies.close()
             if self._close_error is None:
@@ -338,6 +348,10 @@ class ControlThread(Generic[Command, To]):
                 if self.trial is None:
                     raise InternalError("a peer is to be tried where nothing tries")
                 self.trial.submit(effect.peer, effect.metadata, effect.ranges)
+            case Examine():
+                if self._prover is None:
+                    raise InternalError("a process is to be looked at where nothing does")
+                self._prover.submit(effect.peer, effect.life)
             case AddPeer():
                 more = effect.parts, effect.staging, effect.state
                 self.transport.add_peer(effect.peer, effect.metadata, effect.layout, *more)

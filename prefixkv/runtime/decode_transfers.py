@@ -34,6 +34,7 @@ from prefixkv.request import whole_number
 from prefixkv.runtime.channel import DealerChannel, is_loopback
 from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.place import Place, checked_config
+from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.transfers import (
     SECRET_BYTES,
     MakeTransport,
@@ -82,7 +83,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
 
         def control(metadata: bytes) -> DecodeControl:
             secret = token_bytes(SECRET_BYTES)
-            hello = place.hello(metadata, secret, worker or me, memory.area)
+            hello = place.hello(metadata, secret, worker or me, memory.area, prover.life)
             return DecodeControl(me, hello, config.control)
 
         def check(address: str) -> None:
@@ -90,13 +91,18 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                 what = f"prefill is {address!r}"
                 check_interface(config.transport.interface, what, is_loopback(address))
 
+        prover = Prover(name, config.control, is_written_to=True, tell=self._proved)
         self.thread = ControlThread(
             name,
             memory.transport,
             control,
             lambda fd: DealerChannel(config.control, fd, check),
             memory.copies,
+            prover=prover,
         )
+
+    def _proved(self, peer: PeerId) -> None:
+        self.thread.inbox.put(Fence(peer, proved=True))
 
     @property
     def control(self) -> DecodeControl:

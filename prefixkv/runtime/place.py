@@ -14,7 +14,7 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.messages import Hello, ModelDigest, Topology
+from prefixkv.protocol.messages import Hello, ModelDigest, ProcessLife, Topology
 from prefixkv.settings import check_kind, check_whole
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
@@ -94,7 +94,12 @@ class Place:
         return Topology(self.layout.page_size, mesh.tp_size, mesh.pp_size, mesh.stage_layers)
 
     def hello(
-        self, metadata: bytes, secret: bytes, worker: PeerId, area: StagingArea | None
+        self,
+        metadata: bytes,
+        secret: bytes,
+        worker: PeerId,
+        area: StagingArea | None,
+        life: ProcessLife | None,
     ) -> Hello:
         """What a decode rank says; `worker` is rank 0's identity."""
         return Hello(
@@ -107,4 +112,5 @@ class Place:
             worker,
             area,
             self.state_layout,
+            life=life,
         )

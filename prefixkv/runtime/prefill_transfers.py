@@ -36,6 +36,7 @@ from prefixkv.request import DeviceEvent, whole_number
 from prefixkv.runtime.channel import RouterChannel, is_loopback
 from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.place import Place, checked_config
+from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.transfers import (
     SECRET_BYTES,
     MakeTransport,
@@ -107,7 +108,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         def control(metadata: bytes) -> PrefillControl:
             what = place.digest, place.topology, config.control, ("", *endpoints), rank, slots
             secret = token_bytes(SECRET_BYTES)
-            return PrefillControl(me, *what, tries=transport is None, secret=secret)
+            tries = transport is None
+            return PrefillControl(me, *what, tries=tries, secret=secret, life=prover.life)
 
         def channel(fd: int) -> RouterChannel:
             self._router = RouterChannel(config.bind, config.control, fd)
@@ -123,6 +125,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         def trial(tell: Tell) -> Trial:
             return Trial(name, tell, sizes.interface, sizes.trial_peers)
 
+        prover = Prover(name, config.control, is_written_to=False, tell=self._proved)
         self.thread = ControlThread(
             name,
             memory.transport,
@@ -130,7 +133,11 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             channel,
             memory.copies,
             trial if transport is None else None,
+            prover,
         )
+
+    def _proved(self, peer: PeerId) -> None:
+        self.thread.inbox.put(Fence(peer, proved=True))
 
     @property
     def control(self) -> PrefillControl:

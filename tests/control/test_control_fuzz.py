@@ -649,14 +649,15 @@ def test_the_inputs_fed_here_are_all_there_are() -> None:
 
 
 def test_the_effects_seen_here_are_all_there_are() -> None:
-    """A new effect would need a law above."""
+    """A new effect would need a law above. Examine's are in test_deaths.py: no peer here names a
+    process."""
     decode = {
         "SendFrame", "Connect", "Disconnect", "Expect", "Settle", "Scatter", "RoomEnded",
-        "RoomDrained", "RoomOverdue",
+        "RoomDrained", "RoomOverdue", "Examine",
     }  # fmt: skip
     prefill = {
         "SendFrame", "TryPeer", "AddPeer", "RemovePeer", "WriteJob", "Cancel", "Renew", "Gather",
-        "Bootstrapped", "RoomEnded", "SourceFree",
+        "Examine", "Bootstrapped", "RoomEnded", "SourceFree",
     }  # fmt: skip
     assert {effect.__name__ for effect in members(DecodeEffect)} == decode
     assert {effect.__name__ for effect in members(PrefillEffect)} == prefill

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -109,6 +110,14 @@ class _Served:
 
     def skip(self, seconds: float) -> None:
         self.clock.skip(seconds, [self.node])
+
+    def fork(self) -> int:
+        """A process that does nothing; its pid. It outlives this one."""
+        pid = os.fork()
+        if not pid:
+            while True:
+                signal.pause()
+        return pid
 
     def meets(self, address: str) -> Any:
         """The peer at this address, and how it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -525,3 +526,45 @@ def test_a_closing_linger_lets_the_last_frame_leave(ends: Ends) -> None:
         dealer.send(router.endpoint, bytes(1 << 18))  # far more than the kernel takes at once
     dealer.close(linger_s=PATIENCE_S)
     assert len(polled(router, 50)) == 50
+
+
+@pytest.mark.parametrize(
+    ("bind", "host", "local"),
+    [
+        (LOCAL, "127.0.0.1", True),
+        ("tcp://*:*", "127.0.0.1", True),
+        ("tcp://*:*", "this machine's other address", False),
+        ("ipc://{folder}/socket", "", True),
+    ],
+)
+def test_a_frame_tells_whether_its_connection_leaves_this_machine(
+    ends: Ends, tmp_path: Path, bind: str, host: str, local: bool
+) -> None:
+    """One over an address that others may have too is not known to stay."""
+    if "other" in host:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            try:
+                sock.connect(("192.0.2.77", 9))  # sends nothing: which address would it have?
+            except OSError:
+                pytest.skip("there is no other address")
+            host = sock.getsockname()[0]
+    config = ControlConfig(allow_remote_without_keys=True)
+    router = ends.router(config, bind.format(folder=tmp_path))
+    address = router.endpoint
+    if host:
+        address = f"tcp://{host}:{address.rpartition(':')[2]}"
+    dealer = ends.dealer(address)
+    dealer.send(address, b"to prefill")
+    [got] = frames_of(router)
+    assert (got.raw, got.is_local) == (b"to prefill", local)
+    router.send(got.source, b"to decode")
+    [back] = frames_of(dealer)
+    assert (back.raw, back.is_local) == (b"to decode", local)
+
+
+def frames_of(channel: Any) -> list[Any]:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        if frames := [got for got in channel.poll(0.02) if isinstance(got, FrameReceived)]:
+            return frames
+    raise AssertionError("nothing has come")

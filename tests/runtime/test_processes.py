@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import PeerLostError, TransferError, TransferTimeoutError
 from prefixkv.pages.allocator import PageState
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
@@ -53,11 +54,14 @@ def stack(clock: SkippableClock) -> Iterator[ExitStack]:
 class WithPrefillChild:
     """Decode here, prefill there."""
 
-    def __init__(self, start: Callable[..., NodeProcess], stack: ExitStack) -> None:
+    def __init__(
+        self, start: Callable[..., NodeProcess], stack: ExitStack, control: ControlConfig = QUICK
+    ) -> None:
         self._start = start
-        self._config = PrefillConfig(control=QUICK, bind=lasting_address())
+        self._config = PrefillConfig(control=control, bind=lasting_address())
         self.child = start("prefill", self._config, POOL)
-        self.node = stack.enter_context(DecodeNode(make_pool(**POOL), DecodeConfig(control=QUICK)))
+        config = DecodeConfig(control=control)
+        self.node = stack.enter_context(DecodeNode(make_pool(**POOL), config))
         self.d = DecodeDriver(self.node, lambda *ask: self.child.call("add", *ask))
         self.child.call("set", chunk=32)
         self.run("warm-up", seed=0)
@@ -93,9 +97,9 @@ class WithPrefillChild:
 def test_prefill_is_killed(
     start: Any, stack: ExitStack, clock: SkippableClock, restarts_first: bool
 ) -> None:
-    """Requests end, by deadline or when another answers under the name; pages come back by a fence
-    alone."""
-    there = WithPrefillChild(start, stack)
+    """Where its death is not to be proved: requests end, by deadline or when another answers under
+    the name; pages come back by a fence alone."""
+    there = WithPrefillChild(start, stack, replace(QUICK, prove_death=False))
     lost = there.child.peer_id
     there.submit("between two chunks", 1, 2, "kill")
     there.submit("behind it", 2, 1, "never")
@@ -250,10 +254,11 @@ def test_aborts_from_both_sides(start: Any, stack: ExitStack) -> None:
 
 def test_decode_is_killed(start: Any, stack: ExitStack) -> None:
     """Prefill's requests fail, its pages are free again, and it serves whoever comes next under the
-    name."""
-    config = DecodeConfig(control=QUICK, reserve_tokens=0)  # four of these have room at once
+    name; also where its death is not to be proved."""
+    control = replace(QUICK, prove_death=False)
+    config = DecodeConfig(control=control, reserve_tokens=0)  # four of these have room at once
     child = start("decode", config, POOL)
-    node = stack.enter_context(PrefillNode(make_pool(**POOL), PrefillConfig(control=QUICK)))
+    node = stack.enter_context(PrefillNode(make_pool(**POOL), PrefillConfig(control=control)))
     p = PrefillDriver(node, chunk=32)
 
     def submit(child: NodeProcess, rid: str, seed: int) -> None:

@@ -1,0 +1,85 @@
+"""The thread that asks the kernel whether a peer's process is dead (`death.py`).
+
+    control thread --submit--> prover's thread: a few files of /proc --tell--> control thread
+
+A look costs 0.1 ms and reads a few files; where the process is dead and may have written here over
+TCP, also the kernel's tables of connections. It says nothing where nothing is proved: the control
+object asks again.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from prefixkv.config import ControlConfig
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.messages import ProcessLife
+from prefixkv.runtime.death import HeldLife, has_read_the_dead, is_dead
+
+_log = logging.getLogger("prefixkv.control")
+
+_JOIN_LIMIT_S: Final = 30.0
+
+Prove = Callable[[PeerId], None]
+
+
+class Prover:
+    """`submit` and `close` are the control thread's. `tell` is called from the prover's own thread,
+    with peers that are dead and have nothing on its way here.
+
+    Args:
+        is_written_to: peers write into memory of this process.
+    """
+
+    def __init__(self, name: str, timing: ControlConfig, is_written_to: bool, tell: Prove) -> None:
+        self._name = name
+        self._is_written_to = is_written_to
+        self._tell = tell
+        self._held: HeldLife | None = None
+        if timing.prove_death:
+            try:
+                self._held = HeldLife()
+            except OSError as error:
+                _log.info("%s: no peer will be told which process this is: %r", name, error)
+        self._asked: set[PeerId] = set()  # in the queue, or being looked at
+        self._queue: queue.SimpleQueue[tuple[PeerId, ProcessLife] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None  # from the first `submit` on
+
+    @property
+    def life(self) -> ProcessLife | None:
+        """What is said of this process, None: nothing."""
+        return None if self._held is None else self._held.life
+
+    def submit(self, peer: PeerId, life: ProcessLife) -> None:
+        """Look at it soon. No-op while it is being looked at."""
+        if peer in self._asked:
+            return
+        self._asked.add(peer)
+        self._queue.put((peer, life))
+        if self._thread is None:
+            name = f"prefixkv-prover-{self._name}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    def close(self, *, ended: bool = True) -> None:
+        """Join the thread. `ended`: as for `HeldLife.close`. Again: no-op."""
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(_JOIN_LIMIT_S)
+        if self._held is not None:
+            self._held.close(ended=ended)
+            self._held = None
+
+    def _run(self) -> None:
+        while (asked := self._queue.get()) is not None:
+            peer, life = asked
+            try:
+                if is_dead(life) and (not self._is_written_to or has_read_the_dead()):
+                    self._tell(peer)
+            except Exception as error:  # what /proc holds is not as it is known to be
+                _log.error("whether %s is dead cannot be told: %r", peer, error)
+            self._asked.discard(peer)
