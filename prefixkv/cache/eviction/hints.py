@@ -3,8 +3,8 @@ those of sessions that go on go last, and within each of the three groups the po
 
 A hint is about one use, so it is kept by the use's tick: a leaf stands in the group of what was
 said of its last use, and a later use makes the hint void by itself. A promise counts for
-`promise_s`; a session that has not come back by then counts as over. So a wrong hint costs little: a
-false promise ends, and leaves that are wrongly said to be over go in the policy's order.
+`promise_s`; a session that has not come back by then counts as over. So a wrong hint costs little:
+a false promise ends, and leaves that are wrongly said to be over go in the policy's order.
 """
 
 from __future__ import annotations
