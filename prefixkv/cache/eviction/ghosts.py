@@ -148,8 +148,6 @@ class GhostPolicy(Policy):
         ConfigError: a setting below its bound.
     """
 
-    keeps_partial_blocks = False
-
     ghosts: float = 5.0
     block_tokens: int = 512
     stride_blocks: int = 8

@@ -79,9 +79,6 @@ class Policy(ABC):
     token_scale = 1
     """How many tokens one token of the cache stands for: several in a replay of block traces."""
 
-    keeps_partial_blocks = True
-    """Whether a replay of a block trace inserts a prompt's partial last block; no engine would."""
-
     _serves_a_cache = False
 
     def serve(self, page_size: int, pool_pages: int | None) -> None:
