@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
 
 from prefixkv.cache.eviction.policy import Policy
@@ -225,6 +226,10 @@ class DecodeConfig:
     While several prefill workers are ready, each has at most `prefill_share` of the pool promised
     to it or held for it: one that never proves the end of its writes does not get it all. 1: no
     bound.
+
+    `record` names a file to which the node writes its traffic for `prefixkv replay`, as salted
+    hashes (runtime/record.py): at most `record_files` of at most `record_bytes`. None: nothing is
+    written.
     """
 
     name: str = "decode-0"
@@ -237,6 +242,9 @@ class DecodeConfig:
     waiting_timeout_s: float | None = None
     evict_reserve: float = 1 / 256
     prefill_share: float = 0.5
+    record: str | Path | None = None
+    record_bytes: int = 64 << 20
+    record_files: int = 4
     failure_policy: Literal["fail", "retry"] = "fail"
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
@@ -250,6 +258,12 @@ class DecodeConfig:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}, it is a part of the pool: at most 1"
                 )
+        if self.record is not None and (
+            not isinstance(self.record, str | Path) or not str(self.record)
+        ):
+            raise ConfigError(f"record is {self.record!r}, a path or None is needed")
+        _at_least(self, 4096, "record_bytes")
+        _at_least(self, 1, "record_files")
         if self.waiting_timeout_s is not None:
             _above(self, 0, "waiting_timeout_s")
             if self.control.bootstrap_timeout_s <= self.waiting_timeout_s < math.inf:

@@ -130,6 +130,11 @@ class _Reader:
 
     def _add_blocks(self, entry: dict[str, Any]) -> None:
         length = number_in(entry, "input_length", 0, TOKEN_LIMIT - 1)
+        if "block_size" in entry:
+            size = number_in(entry, "block_size", 1, 1 << 20)
+            if self._requests and size != self._block_tokens:
+                raise TypeError(f"block_size is {size}, before it was {self._block_tokens}")
+            self._block_tokens = size
         ids = blocks_in(entry, length, self._block_tokens)
         namespace = entry.get("namespace")
         if not isinstance(namespace, int | str | None):
