@@ -166,6 +166,8 @@ def test_the_default_is_taken_unless_another_is_better_by_more_than_noise():
     assert chosen(0.30, 0.30 * (1 + 2 * NOISE)) == "lru"
     assert chosen(0.89, 0.90) == "lru"  # a tenth more is sent
     assert chosen(0.31, 0.30) == DEFAULT_POLICY
+    tied = [result("fifo", 9, 0.5), result("lru", 9, 0.495), result(DEFAULT_POLICY, 9, 0.4)]
+    assert best(tied, 9) is tied[1]
     assert best([result(OPTIMUM, 9, 1.0)], 9) is None
 
 
@@ -174,10 +176,11 @@ def test_the_sentence_has_the_policy_the_bound_the_bytes_and_both_sizes():
             result(DEFAULT_POLICY, 10, 0.3), result(OPTIMUM, 10, 0.5)]  # fmt: skip
     assert sentence(runs, 10, 1 << 20) == (
         "t, 10 blocks: take lru, which finds 40.0% of the blocks (the default, "
-        f"{DEFAULT_POLICY}: 30.0%), where none could find more than 50.0%; that saves 39.1 GiB of "
-        "KV; half the memory: 20.0%, 19.5 GiB of KV less; twice the memory: 45.0%, 4.9 GiB of KV "
-        "more."
+        f"{DEFAULT_POLICY}: 30.0%), where no policy could find more than 50.0%; that saves 39.1 "
+        "GiB of KV; half the memory: 20.0%, 19.5 GiB of KV less; twice the memory: 45.0%, 4.9 GiB "
+        "of KV more."
     )
+    assert sentence(runs, 10, 1 << 20, 512).startswith("t, 10 blocks (5.0 GiB): take lru")
     assert "saves the KV of 40,000 tokens;" in sentence(runs, 10)
     assert "20,000 tokens less" in sentence(runs, 10)
     assert middle([30, 10, 20]) == 20
@@ -211,7 +214,7 @@ def test_without_capacities_they_come_from_the_trace_and_a_sentence_ends_it(tmp_
     assert f"{DEFAULT_POLICY}* " in text
     (said,) = [line for line in text.splitlines() if "half the memory" in line]
     assert "MiB of KV" in said  # the trace says how many bytes a token has
-    assert "none could find more" in said
+    assert "no policy could find more" in said
 
 
 def test_a_pool_is_asked_about_with_its_half_and_its_double(tmp_path, capsys):
@@ -220,7 +223,7 @@ def test_a_pool_is_asked_about_with_its_half_and_its_double(tmp_path, capsys):
     assert run_command([*words.split(), "--bytes-per-token", "1"]) == 0
     sizes = [row["capacity_blocks"] for row in json.loads(out.read_text())]
     assert sizes == [5, 40, 20, 80]
-    assert "own, 40 blocks: take lru" in capsys.readouterr().out
+    assert "own, 40 blocks (20.0 KiB): take lru" in capsys.readouterr().out
 
 
 def test_hints_and_mixes_on_the_command_line(tmp_path, capsys):

@@ -173,7 +173,7 @@ def replay(
                 for size in (max(1, asked // 2), 2 * asked):
                     if (chosen.policy, size) not in there:
                         measure(chosen.policy, size)
-                sentences.append(sentence(mine, asked, bytes_each))
+                sentences.append(sentence(mine, asked, bytes_each, trace.block_tokens))
             results += mine
     for text in sentences:
         console.print(f"\n{text}", highlight=False)

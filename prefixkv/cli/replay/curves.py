@@ -51,39 +51,49 @@ def amount(num_bytes: float) -> str:
 
 
 def best(results: Sequence[ReplayResult], capacity: int) -> ReplayResult | None:
-    """Which policy to take at this capacity: the one that hits most, or the default where that is
-    as good up to noise. None if no policy was run."""
+    """Which policy to take at this capacity: the one that hits most; or the default, or else lru,
+    where it is as good up to noise. None if no policy was run."""
     there = [one for one in results if one.capacity_blocks == capacity and one.policy != OPTIMUM]
-    most = max(there, key=lambda one: one.block_hit_ratio, default=None)
-    for one in there:
-        if one.policy == DEFAULT_POLICY and most is not None:
-            hit, most_hit = one.block_hit_ratio, most.block_hit_ratio
-            if hit >= (1 - NOISE) * most_hit and 1 - hit <= (1 + NOISE) * (1 - most_hit):
+    most_hit = max((one.block_hit_ratio for one in there), default=0.0)
+    as_good = [
+        one
+        for one in there
+        if one.block_hit_ratio >= (1 - NOISE) * most_hit
+        and 1 - one.block_hit_ratio <= (1 + NOISE) * (1 - most_hit)
+    ]
+    for name in (DEFAULT_POLICY, "lru"):
+        for one in as_good:
+            if one.policy == name:
                 return one
-    return most
+    return max(as_good, key=lambda one: one.block_hit_ratio, default=None)
 
 
-def sentence(results: Sequence[ReplayResult], pool: int, bytes_per_token: int = 0) -> str:
+def sentence(
+    results: Sequence[ReplayResult], pool: int, bytes_per_token: int = 0, block_tokens: int = 0
+) -> str:
     """What a pool of so many blocks should be run with, and what half or twice of it would bring.
 
     Args:
         results: of one trace; at `pool` all policies, at half and twice of it that of `best`.
         bytes_per_token: of KV; 0: unknown, then tokens are told.
+        block_tokens: to say how large the pool is in bytes; 0: it is not said.
     """
     chosen = best(results, pool)
     if chosen is None:
         return "No policy was replayed."
     at = {(one.policy, one.capacity_blocks): one for one in results}
     named = f"{chosen.policy}, the default" if chosen.policy == DEFAULT_POLICY else chosen.policy
-    text = f"{chosen.trace}, {pool:,} blocks: take {named}, which finds "
+    size = amount(pool * block_tokens * bytes_per_token)
+    large = f" ({size})" if block_tokens and bytes_per_token else ""
+    text = f"{chosen.trace}, {pool:,} blocks{large}: take {named}, which finds "
     text += f"{chosen.block_hit_ratio:.1%} of the blocks"
     if chosen.policy != DEFAULT_POLICY and (other := at.get((DEFAULT_POLICY, pool))):
         text += f" (the default, {DEFAULT_POLICY}: {other.block_hit_ratio:.1%})"
     if optimum := at.get((OPTIMUM, pool)):
-        text += f", where none could find more than {optimum.block_hit_ratio:.1%}"
+        text += f", where no policy could find more than {optimum.block_hit_ratio:.1%}"
     text += f"; that saves {_saved(chosen.hit_tokens, bytes_per_token)}"
-    for what, size in (("half", max(1, pool // 2)), ("twice", 2 * pool)):
-        other = at[chosen.policy, size]
+    for what, blocks in (("half", max(1, pool // 2)), ("twice", 2 * pool)):
+        other = at[chosen.policy, blocks]
         more = other.hit_tokens - chosen.hit_tokens
         told = f"{_saved(abs(more), bytes_per_token)} {'more' if more >= 0 else 'less'}"
         text += f"; {what} the memory: {other.block_hit_ratio:.1%}, {told}"

@@ -98,6 +98,18 @@ def test_a_reset_forgets_what_was_said():
     assert cache.evict(1, 6.0).tolist() == [3]
 
 
+@each_policy
+def test_hints_go_on_after_everything_was_evicted(policy):
+    cache, results = make(policy, 2)
+    cache.hint(results[0], continues=True)
+    assert len(cache.evict(8, 2.0)) == 8
+    assert len(cache.evict(1, 2.0)) == 0
+    cache.reset()
+    again = [cache.insert([at] * 4, range(10 * at, 10 * at + 4), now_s=3.0 + at) for at in range(3)]
+    cache.hint(again[1], continues=False)
+    assert sorted(cache.evict(4, 6.0).tolist()) == [10, 11, 12, 13]
+
+
 def test_the_oldest_hints_are_forgotten(monkeypatch):
     monkeypatch.setattr(hints, "MOST_HINTS", 2)
     said = Hints(promise_s=10.0)
