@@ -36,7 +36,7 @@ from prefixkv.cli.replay import (
     replay_policy,
 )
 from prefixkv.cli.replay.hints import client_hints
-from prefixkv.cli.replay.trace import mix
+from prefixkv.cli.replay.trace import mix as mix_traces
 from prefixkv.errors import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
@@ -63,7 +63,7 @@ _TRACES: dict[str, Trace] = {}
 
 def replay(
     paths: Annotated[list[Path], typer.Argument(metavar="TRACES", help="As `prefixkv replay`.")],
-    mixed: Annotated[
+    mix: Annotated[
         bool, typer.Option("--mix", help="All of them at once besides; they share nothing.")
     ] = False,
     generated: Annotated[
@@ -78,7 +78,7 @@ def replay(
     if requests is not None and out == RESULTS:
         raise ConfigError("--requests: a part of the traces is no result, name another --out")
     recorded = [read_trace(path, limit=requests) for path in paths]
-    traces = [*recorded, mix(recorded)] if mixed else recorded
+    traces = [*recorded, mix_traces(recorded)] if mix else recorded
     if generated:
         traces += [make_trace(name, generate(name)[:requests]) for name in WORKLOADS]
     _TRACES.update((trace.name, trace) for trace in traces)
@@ -99,7 +99,7 @@ def replay(
     timed = recorded[-1]
     recipe = {
         "command": f"python -m benchmarks replay {' '.join(path.name for path in paths)}"
-        + " --mix" * mixed + " --generated" * generated,
+        + " --mix" * mix + " --generated" * generated,
         "traces": {
             name: f"{len(trace.requests)} requests, blocks of {trace.block_tokens} tokens"
             for name, trace in _TRACES.items()

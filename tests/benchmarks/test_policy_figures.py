@@ -188,8 +188,23 @@ def test_the_result_is_of_todays_policies_and_default() -> None:
 def test_every_policy_has_a_row_that_says_where_it_wins_and_loses() -> None:
     text = DOCUMENTS[1].read_text(encoding="utf-8")
     table = text.partition("| policy | wins on | loses on |\n")[2].partition("\n\n")[0]
-    listed = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row[:40])]
+    listed = [
+        name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split(" | ")[0])
+    ]
     assert sorted(listed) == policy_names()
+
+
+def test_the_figures_of_the_text_are_the_results() -> None:
+    """ "A against B of `lru`" at so many blocks, and one alone."""
+    text = DOCUMENTS[1].read_text(encoding="utf-8")
+    for trace, policy, size in (
+        ("retrieval", "aged", 3000), ("retrieval", "slru", 20_000), (CONVERSATION, "fifo", 20_000),
+    ):  # fmt: skip
+        if policy in policy_names():
+            of = ratios(trace)
+            own, lru = share(of[policy, size], 3), share(of["lru", size], 3)
+            assert f"{own} against {lru} of `lru`" in text, (trace, policy)
+    assert f"agents get {share(ratios(AGENTS)['slru', 3000], 3)} at 3,000 blocks" in text
 
 
 def test_no_policy_exceeds_the_optimum_and_partial_blocks_are_alike() -> None:

@@ -290,6 +290,7 @@ def test_a_nodes_record_replays_to_the_hits_it_had(tmp_path):
         assert decode.stats()["record_lost"] == 0
         had = decode.stats()["hit_tokens"]
         node_bytes = decode.pool.layout.kv_bytes_per_token
+    assert "prefixkv-record" not in {thread.name for thread in threading.enumerate()}
     trace = read_trace(path)
     assert trace.bytes_per_token == node_bytes
     assert [request.num_tokens for request in trace.requests] == [
