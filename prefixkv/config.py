@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
 
 from prefixkv.cache.eviction.policy import Policy
@@ -241,6 +242,10 @@ class DecodeConfig:
     A request whose transfer fails is asked for again `max_retries` times (None: once where
     `failure_policy` is "retry", else never). Before each, `retarget(req, error)` may name the
     address of another prefill worker; `req` is the DecodeRequest, `req.prefill` where it failed.
+
+    `record` names a file to which the node writes its traffic for `prefixkv replay`, as salted
+    hashes (runtime/record.py): at most `record_files` of at most `record_bytes`. None: nothing is
+    written.
     """
 
     name: str = "decode-0"
@@ -253,6 +258,9 @@ class DecodeConfig:
     waiting_timeout_s: float | None = None
     evict_reserve: float = 1 / 256
     prefill_share: float = 0.5
+    record: str | Path | None = None
+    record_bytes: int = 64 << 20
+    record_files: int = 4
     failure_policy: Literal["fail", "retry"] = "fail"
     max_retries: int | None = None
     retarget: Retarget | None = None
@@ -268,6 +276,12 @@ class DecodeConfig:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}, it is a part of the pool: at most 1"
                 )
+        if self.record is not None and (
+            not isinstance(self.record, str | Path) or not str(self.record)
+        ):
+            raise ConfigError(f"record is {self.record!r}, a path or None is needed")
+        _at_least(self, 4096, "record_bytes")
+        _at_least(self, 1, "record_files")
         if self.waiting_timeout_s is not None:
             _above(self, 0, "waiting_timeout_s")
         _one_of(self, ("fail", "retry"), "failure_policy")

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = re.compile(r"<!-- (not run: .+|example) -->")
 # Names of loggers, none of modules.
-LOGGERS = {"prefixkv.requests", "prefixkv.transport", "prefixkv.peers"}
+LOGGERS = {"prefixkv.requests", "prefixkv.transport", "prefixkv.peers", "prefixkv.record"}
 FILES = {path.name for folder in ("prefixkv", "benchmarks", "docs", "tests", "fuzz")
          for path in (ROOT / folder).rglob("*.*")}  # fmt: skip
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -147,16 +147,6 @@ class Node:
         at = bisect_left(steps, (depth,))
         return steps[at][1] if at < len(steps) and steps[at][0] == depth else None
 
-    def change_mark(self, depth: int, change: Callable[[Mark], Mark]) -> None:
-        """Replace the mark at `depth`, if one is there."""
-        if depth == self.end:
-            if self.mark is not None:
-                self.mark = change(self.mark)
-            return
-        self.steps = [
-            (at, change(mark) if at == depth else mark) for at, mark in self.steps or ()
-        ] or None
-
     # --- cutting and joining ---------------------------------------------------------------------
 
     def split(self, depth: int, page_bytes: int) -> Node:

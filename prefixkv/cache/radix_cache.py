@@ -362,6 +362,8 @@ class RadixCache(RadixTree):
             self.errors.caught(error)
         self.orphan_pages += self.protected_pages
         self.evictable_pages = self.protected_pages = self.num_nodes = 0
+        if self._hints is not None:
+            self._hints.clear()
         self.version += 1
         self._epoch += 1
         if self._log is not None:
@@ -376,7 +378,9 @@ class RadixCache(RadixTree):
         """Say whether the session whose use ended at `target` will go on: True, False, or None
         (unknown: ignored).
 
-        It holds until the next use. A place that is gone, or where no use ended, is ignored.
+        Leaves of sessions that are over go first, those of sessions that go on go last, until they
+        are used again or `Policy.promise_s` have passed (eviction/hints.py). A place that is gone,
+        or where no use ended, is ignored.
 
         Raises:
             LockError: another cache's.
@@ -394,13 +398,10 @@ class RadixCache(RadixTree):
             if found is None:
                 return
             node = found
-        if continues is None or depth < 1:
+        mark = None if continues is None or depth < 1 else node.mark_at(depth)
+        if continues is None or mark is None:
             return
-        try:
-            node.change_mark(depth, lambda mark: self.policy.hinted(mark, depth, continues))
-        except Exception as error:
-            self.errors.caught(error)
-            return
+        self._hint(mark, continues)
         if depth == node.end and not node.lock_ref and not node.children:
             self._enqueue(node)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from prefixkv.cache import wants
 from prefixkv.cache.events import EventLog
+from prefixkv.cache.eviction.hints import HintedQueue, Hints
 from prefixkv.cache.eviction.policy import Policy, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Node, Packed, Root, Want
@@ -49,6 +50,7 @@ class RadixTree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[Hashable, Root] = {}
         self._queue: EvictionQueue = self.policy.make_queue()
+        self._hints: Hints | None = None  # from the first one on
         # Leaves on the path of a waiting request: they go last.
         self._wanted_queue = LeafHeap(self.policy.last_tick)
         # Evictable leaves that the policy did not rank when asked: they go before all others.
@@ -229,6 +231,18 @@ class RadixTree:
             self.errors.caught(error)
             if leaf.entry is None:
                 self._strays.add(leaf)
+
+    def _hint(self, mark: Mark, continues: bool) -> None:
+        """The session of the use that left this mark goes on, or is over."""
+        try:
+            tick = self.policy.last_tick(mark)
+            if self._hints is None:
+                hints = Hints(self.policy.promise_s)
+                self._queue = HintedQueue(self.policy, hints, self._queue)
+                self._hints = hints
+            self._hints.say(tick, continues, self._now_s)
+        except Exception as error:
+            self.errors.caught(error)
 
     def _expect(self, num_leaves: int) -> None:
         try:
@@ -427,6 +441,8 @@ class RadixTree:
         # All that stood in the old ones is gone, or held.
         try:
             self._queue = self.policy.make_queue()
+            if self._hints is not None:
+                self._queue = HintedQueue(self.policy, self._hints, self._queue)
         except Exception as error:
             self.errors.caught(error)
             self._queue = LeafHeap(self.policy.rank)

@@ -6,6 +6,7 @@ own threads (control, transport) are started here and joined by `close`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import assert_never
 
@@ -41,13 +42,14 @@ from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
+from prefixkv.runtime.record import Recorder
 from prefixkv.runtime.transfers import MakeTransport, secret_number
 from prefixkv.settings import check_kind
 
 _DECODE_COUNTERS = (
     *COUNTERS, "aborted", "admitted", "finished", "flight_fallbacks", "flights_adopted",
-    "quarantined_pages", "refused", "retracted", "retries", "shared_flights", "shared_tokens",
-    "tags_dropped", "transferred", "transfers_failed",
+    "quarantined_pages", "record_lost", "recorded", "refused", "retracted",
+    "retries", "shared_flights", "shared_tokens", "tags_dropped", "transferred", "transfers_failed",
 )  # fmt: skip
 _PREFILL_COUNTERS = (
     *COUNTERS, "bytes_sent", "decode_hit_tokens", "followed", "overtaken", "refused_by_peers",
@@ -74,11 +76,13 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         transport: makes another transport than NIXL's, for tests.
     Raises:
         ConfigError: an unknown policy (of eviction or admission), a pool that is not rank 0's share
-            or cannot be registered, a mesh of several ranks without `ranks`.
+            or cannot be registered, a mesh of several ranks without `ranks`, a `record` that cannot
+            be written.
     """
 
     scheduler: DecodeScheduler
     transfers: DecodeTransfers
+    _recorder: Recorder | None = None
     _counters = _DECODE_COUNTERS
 
     def __init__(
@@ -124,6 +128,36 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._leader = RankLeader(self.scheduler, num_ranks, ranks, self.transfers.submit)
         self.peer_id = self.transfers.peer_id
         self._observe(decode_journal.timeline)
+        self._recorder = self._record(config, layout.kv_bytes_per_token * num_ranks)
+
+    def _record(self, config: DecodeConfig, bytes_per_token: int) -> Recorder | None:
+        """Let the scheduler's journal write to the recorder too, if one is asked for."""
+        if config.record is None:
+            return None
+        bounds = config.record_bytes, config.record_files
+        sizes = self.pool.layout.page_size, bytes_per_token
+        try:
+            recorder = Recorder(config.record, *bounds, *sizes, time.monotonic())
+        except ConfigError:
+            self.close()
+            raise
+        journal = self.scheduler.journal
+        log = journal.on_ended
+        assert log is not None
+
+        def ended(req: DecodeRequest, now_s: float) -> None:
+            recorder.ended(req, now_s)
+            log(req, now_s)
+
+        journal.on_ended = ended
+        return recorder
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            if self._recorder is not None:
+                self._recorder.close()
 
     def add(self, request: Request) -> DecodeRequest:
         """Queue a request. Raises RequestError, with nothing changed, for one that cannot be taken.
@@ -215,6 +249,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         counts tokens on their way with another's flight too, `DecodeRequest.hit_tokens` does not.
         """
         stats = super().stats()
+        if (recorder := self._recorder) is not None:
+            stats |= {"recorded": recorder.recorded, "record_lost": recorder.lost}
         return {**stats, "skipped_tokens": stats["hit_tokens"]}
 
     def take_log(self) -> bytes:

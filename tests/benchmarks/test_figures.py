@@ -120,28 +120,6 @@ def demos_table() -> list[str]:
 # --- the cache ------------------------------------------------------------------------------------
 
 
-def policies_table() -> list[str]:
-    rows = {
-        (row["policy"], row["capacity_blocks"]): row["block_hit_ratio"]
-        for row in result("replay")["rows"]
-        if row["warm"] == 0.5 and row["queue"] == 0
-    }
-    capacities = (1000, 3000, 6000, 10_000, 20_000, 50_000)
-    shown = ("gated", "gittins", "aged", "lru", "slru", "fifo", "optimum")
-    names = {"optimum": "no policy can exceed"}
-    return [
-        line("blocks", *(f"{capacity:,}" for capacity in capacities)),
-        "| --- " * 7 + "|",
-        *(
-            line(
-                names.get(policy, f"`{policy}`"),
-                *(share(rows[policy, capacity], 3) for capacity in capacities),
-            )
-            for policy in shown
-        ),
-    ]
-
-
 def radix_table() -> list[str]:
     rows = result("radix")["rows"]
 
@@ -527,7 +505,7 @@ def gpu_table() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "demos-table": demos_table, "policies-table": policies_table, "radix-table": radix_table,
+    "demos-table": demos_table, "radix-table": radix_table,
     "reserve-table": reserve_table, "sched-table": sched_table, "router-table": router_table,
     "ranks-table": ranks_table, "transport-table": transport_table,
     "small-pages-table": small_pages_table, "meshes-table": meshes_table,
@@ -553,7 +531,8 @@ def test_the_demo_table_of_the_readme_is_its_result_files() -> None:
 def figures() -> dict[str, str]:
     """Pieces of sentences, by what they say."""
     decision = result("router")["decision"]
-    meshes, trace = result("demo_meshes")["rows"], result("replay")["recipe"]["trace"]
+    meshes = result("demo_meshes")["rows"]
+    trace = result("replay")["recipe"]["traces"]["mooncake_conversation"]
     random = result("transfer")["rows"][2]
     assert (random["layout"], random["pages"]) == ("layer_major", "random")
     cases = (

@@ -64,10 +64,6 @@ class Moody(LeastRecentlyUsed):
         self.may_raise()
         return super().last_tick(history)
 
-    def hinted(self, mark: Mark, depth: int, continues: bool) -> Mark:
-        self.may_raise()
-        return super().hinted(mark, depth, continues)
-
     def evicted(self, node: Any, num_pages: int) -> None:
         self.may_raise()
 

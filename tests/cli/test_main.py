@@ -45,7 +45,7 @@ def test_bad_input_is_one_line_and_status_2(arguments, why, tmp_path, capfd):
 def test_a_device_that_takes_nothing_is_one_line_and_status_1_before_the_run(
     command, tmp_path, capfd, monkeypatch
 ):
-    monkeypatch.setattr("prefixkv.cli.replay.read_trace", None)  # not reached
+    monkeypatch.setattr("prefixkv.cli.replay.command.read_trace", None)  # not reached
     monkeypatch.setattr("prefixkv.cli.demo.Workers", None)
     words = [*command.format(tmp=tmp_path).split(), "--json", "/dev/full"]
     assert run_command(words) == 1

@@ -36,13 +36,13 @@ def write_trace(path, num_requests=400, seed=0):
 def plain_lru(path, capacity, counted_from=0):
     kept, hits, blocks = OrderedDict(), 0, 0
     for at, line in enumerate(path.read_text().splitlines()):
-        ids = json.loads(line)["hash_ids"]
+        *ids, _ = json.loads(line)["hash_ids"]  # the last block is partial
         known = 0
         while known < len(ids) and ids[known] in kept:
             known += 1
         if at >= counted_from:
             hits += known
-            blocks += len(ids)
+            blocks += len(ids) + 1
         for block in reversed(ids):
             kept[block] = True
             kept.move_to_end(block)
@@ -167,19 +167,18 @@ def test_the_command_writes_its_results(tmp_path, capsys):
         capacity="10,50",
         warm=0.5,
         queue=0,
-        requests=None,
-        page_size=16,
-        block_tokens=512,
         json_file=tmp_path / "r.json",
         plot=tmp_path / "r.png",
     )
     results = json.loads((tmp_path / "r.json").read_text())
+    chosen = results[-1]["policy"]
     assert [(row["policy"], row["capacity_blocks"]) for row in results] == [
         ("lru", 10), ("gated", 10), ("optimum", 10), ("lru", 50), ("gated", 50), ("optimum", 50),
+        (chosen, 25), (chosen, 100),
     ]  # fmt: skip
     assert set(results[0]) == {
         "trace", "policy", "capacity_blocks", "block_hit_ratio", "token_hit_ratio", "requests",
-        "evicted_pages", "us_per_request",
+        "evicted_pages", "us_per_request", "hit_tokens", "prompt_tokens",
     }  # fmt: skip
     assert {row["requests"] for row in results} == {30}
     assert (tmp_path / "r.png").stat().st_size > 1000

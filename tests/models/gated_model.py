@@ -17,11 +17,7 @@ class GatedModel(GhostModel):
         ghosts = self.find(tokens, old)
         found = [depth for depth, _ in ghosts]
         before = self.before(tokens, namespace, old)
-        if (
-            not use.visit
-            and before is not None
-            and before.marks[old] not in ("closed", "continues")
-        ):
+        if not use.visit and before is not None:
             kind = before.marks[old]
         else:
             known, path = old, before.covers if before is not None else -1
@@ -48,22 +44,15 @@ class GatedModel(GhostModel):
         self.come_back(tokens, ghosts)
         return bases
 
-    def hint(self, tokens: Prefix, namespace: Hashable, depth: int, continues: bool) -> None:
-        use = self.before(tokens, namespace, depth)
-        if use is not None and use.covers == depth:
-            use.marks[depth] = "continues" if continues else "closed"
-
     def gone(self, place: Place, page: ModelPage) -> None:
         self.remember(place, page.last.covers, (visits(page), page.last.covers))
 
     def choose(self, unwanted: list[Place], now_s: float, likely: set[int]) -> Place:
-        levels: dict[str, list[Place]] = {"closed": [], "fresh": [], "known": []}
+        levels: dict[str, list[Place]] = {"fresh": [], "known": []}
         for place in unwanted:
             page = self.pages[place]
             kind = self.deepest_mark(page)
-            if kind == "closed":
-                level = "closed"
-            elif kind == "continues" or visits(page) > 2:
+            if visits(page) > 2:
                 level = "known"
             elif visits(page) == 2:
                 level = "fresh" if kind == "long" else "known"
@@ -72,8 +61,6 @@ class GatedModel(GhostModel):
             levels[level].append(place)
         for places in levels.values():
             places.sort(key=lambda place: self.pages[place].last.tick)
-        if levels["closed"]:
-            return levels["closed"][0]
         overdue = []
         for places, limit in ((levels["fresh"], FRESH_S), (levels["known"], KNOWN_S)):
             if places:

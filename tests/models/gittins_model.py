@@ -17,7 +17,6 @@ from prefixkv.cache.eviction.return_tables import (
 from tests.models.ghost_model import GhostModel
 from tests.models.radix_model import ModelPage, ModelUse, Place, Prefix
 
-PROMISE_S = 25.0
 TINY_PAGES, LONG_PAGES = 1, 3
 POWER, TRUST, PERIOD = 0.7, 2.0, 3
 
@@ -77,11 +76,6 @@ class GittinsModel(GhostModel):
             use.marks[old] = "unknown"
             self.come_back(tokens, found)
         return [0] * use.covers
-
-    def hint(self, tokens: Prefix, namespace: Hashable, depth: int, continues: bool) -> None:
-        use = self.before(tokens, namespace, depth)
-        if use is not None and use.known.path == depth:
-            use.marks[depth] = "continues" if continues else "closed"
 
     def gone(self, place: Place, page: ModelPage) -> None:
         for depth, known in self.remember(place, page.last.known.path, page.last.known):
@@ -148,16 +142,12 @@ class GittinsModel(GhostModel):
 
     def rank(self, page: ModelPage, now_s: float) -> tuple[Any, ...]:
         last = page.last
-        hint, age_s = self.deepest_mark(page), now_s - last.now_s
-        if hint == "closed":
-            return 0, 0, last.tick
-        if hint == "continues":
-            return (2, 0, last.tick) if age_s <= PROMISE_S else (0, 1, last.tick)
+        age_s = now_s - last.now_s
         peak, worth = self.worths[last.known.kind]
         at = in_bin(age_s)
         if now_s and at < peak:
-            return 1, worth[at], 1, -last.tick
-        return 1, worth[at], 0, last.tick
+            return worth[at], 1, -last.tick
+        return worth[at], 0, last.tick
 
     def choose(self, unwanted: list[Place], now_s: float, likely: set[int]) -> Place:
         return min(unwanted, key=lambda place: self.rank(self.pages[place], now_s))

@@ -20,6 +20,7 @@ from prefixkv.cache.eviction.aged import AgedFrequency
 from prefixkv.cache.eviction.gated import Gated
 from prefixkv.cache.eviction.gittins import Gittins
 from prefixkv.cache.eviction.plain import ByPriority
+from prefixkv.cache.eviction.policy import make_policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from tests.models.aged_model import AgedModel
@@ -29,12 +30,11 @@ from tests.models.gittins_model import (
     LONG_PAGES,
     PERIOD,
     POWER,
-    PROMISE_S,
     TINY_PAGES,
     TRUST,
     GittinsModel,
 )
-from tests.models.radix_model import RANKS, TTL_S, RadixModel
+from tests.models.radix_model import PROMISE_S, RANKS, TTL_S, RadixModel
 
 POOL_PAGES = 4096
 NAMESPACES = st.sampled_from([None, "lora", 7])
@@ -65,9 +65,11 @@ def make_pair(policy: str, page_size: int) -> tuple[RadixCache, RadixModel]:
         )
     elif policy == "gittins":
         chosen = Gittins(
-            promise_s=PROMISE_S, short_tokens=TINY_PAGES * page_size,
+            short_tokens=TINY_PAGES * page_size,
             long_tokens=LONG_PAGES * page_size, power=POWER, trust=TRUST, period=PERIOD, **ghosts,
         )  # fmt: skip
+    chosen = make_policy(chosen)
+    chosen.promise_s = PROMISE_S
     return RadixCache(page_size=page_size, policy=chosen, pool_pages=POOL_PAGES), MODELS[policy](
         page_size, policy
     )

@@ -74,6 +74,7 @@ RANKS: dict[str, Callable[[ModelPage, float], object]] = {
 }
 
 TTL_S = 25.0
+PROMISE_S = 25.0
 
 
 class RadixModel:
@@ -84,6 +85,8 @@ class RadixModel:
         self.locks: list[ModelLock] = []
         self.wants: list[Place] = []
         self.tick = 0
+        self.now_s = 0.0  # the latest
+        self.said: dict[int, tuple[bool, float]] = {}  # of the use with this tick, and when
 
     # --- prefixes --------------------------------------------------------------------------------
 
@@ -148,6 +151,7 @@ class RadixModel:
             return 0
         visit = not (old and self.held((namespace, self.cut(tokens, old))))
         self.tick += 1
+        self.now_s = max(self.now_s, now_s)
         use = ModelUse(self.tick, now_s, visit, priority, depth > old, depth)
         bases = self.look_up(use, tokens, namespace, old)
         for at in range(old, depth):
@@ -161,6 +165,7 @@ class RadixModel:
         depth = self.match(tokens, namespace)
         if depth:
             self.tick += 1
+            self.now_s = max(self.now_s, now_s)
             use = ModelUse(self.tick, now_s, visit, None, False, depth)
             self.look_up(use, tokens, namespace, depth)
             self.use(tokens, namespace, use)
@@ -202,13 +207,23 @@ class RadixModel:
         unwanted = [place for place in leaves if not self.wanted(place)]
         if not unwanted:
             return min(leaves, key=lambda place: self.pages[place].last.tick, default=None)
-        return self.choose(unwanted, now_s, likely)
+        first = min(self.group(place) for place in unwanted)
+        rest = [place for place in unwanted if self.group(place) == first]
+        return self.choose(rest, now_s, likely)
+
+    def group(self, place: Place) -> int:
+        """0: its session is over; 1: nothing was said of it; 2: it goes on."""
+        if (said := self.said.get(self.pages[place].last.tick)) is None:
+            return 1
+        continues, since_s = said
+        return 2 if continues and self.now_s - since_s <= PROMISE_S else 0
 
     def choose(self, unwanted: list[Place], now_s: float, likely: set[int]) -> Place:
         return min(unwanted, key=lambda place: RANKS[self.policy](self.pages[place], now_s))  # type: ignore[arg-type]
 
     def evict(self, num_pages: int, now_s: float, likely: set[int]) -> set[int]:
         taken: set[int] = set()
+        self.now_s = max(self.now_s, now_s)
         while len(taken) < num_pages and (place := self.victim(now_s, likely)) is not None:
             page = self.pages.pop(place)
             self.gone(place, page)
@@ -225,6 +240,7 @@ class RadixModel:
             if lock.orphan is None:
                 lock.orphan = self.pages
         self.pages = {}
+        self.said.clear()
         self.forget_all()
         return freed
 
@@ -232,4 +248,6 @@ class RadixModel:
         """For policies that remember."""
 
     def hint(self, tokens: Prefix, namespace: Hashable, depth: int, continues: bool) -> None:
-        """For policies that listen."""
+        use = self.before(tokens, namespace, depth)
+        if use is not None:
+            self.said[use.tick] = (continues, self.now_s)

@@ -11,12 +11,11 @@ come back at level 1:
 
 The leaf that goes is the first of these that there is:
 
-1. A leaf whose session is over (a hint).
-2. A leaf unused for longer than `fresh_s` at level 0, `known_s` at level 1; of several the one that
+1. A leaf unused for longer than `fresh_s` at level 0, `known_s` at level 1; of several the one that
    is overdue the most.
-3. The newest of level 0. It is as likely to be a one-shot as the older ones, which so get the time
+2. The newest of level 0. It is as likely to be a one-shot as the older ones, which so get the time
    to be seen again.
-4. The oldest of level 1.
+3. The oldest of level 1.
 
 A cache large enough to keep pages for longer than those times thus behaves like LRU. Without a
 clock (`now_s` is never given) nothing would ever be overdue, so the oldest of level 0 goes instead
@@ -40,7 +39,7 @@ from prefixkv.cache.node import Node
 from prefixkv.settings import at_least
 
 # What kind of use was the last one?
-ORDINARY, LONG, NEXT_TURN, CLOSED, CONTINUES = range(5)
+ORDINARY, LONG, NEXT_TURN = range(3)
 
 
 class Seen(NamedTuple):
@@ -64,7 +63,7 @@ class Gated(GhostPolicy):
             defaults are near the 75% and 93% quantiles of the pauses between two turns of a
             conversation.
         short_tokens: up to how many new tokens an addition is short.
-        ghosts, block_tokens, stride_blocks: see `GhostPolicy`.
+        ghosts, block_tokens, stride_blocks, promise_s: see `GhostPolicy`.
     Raises:
         ConfigError: a setting below its bound.
     """
@@ -102,7 +101,7 @@ class Gated(GhostPolicy):
         """The kind of a use: that of the first use of its request, if it is a later one. `found`
         are the ghosts beyond its old pages, None: not looked up."""
         before: Seen | None = use.before
-        if not use.visit and before is not None and before.kind < CLOSED:
+        if not use.visit and before is not None:
             return before.kind
         if found is None:
             found = self.remembered.find(use.data, use.old_pages)
@@ -114,11 +113,6 @@ class Gated(GhostPolicy):
     def fold(self, upper: Seen, lower: Seen) -> Seen:
         last = upper if upper[0] > lower[0] else lower
         return Seen(last[0], upper[1] + lower[1], last[2], last[3], last[4])
-
-    def hinted(self, mark: Seen, depth: int, continues: bool) -> Seen:
-        if mark.path_pages != depth:  # not the last use of this page
-            return mark
-        return mark._replace(kind=CONTINUES if continues else CLOSED)
 
     def describe(self, history: Seen) -> str:
         return f", level {level(history)}, {history.visits} visits"
@@ -133,31 +127,26 @@ def level(history: Seen) -> int:
     """0: to be used a first time yet; 1: known to come back. The table in the module's text."""
     _, visits, _, kind, _ = history
     if visits == 1:
-        return 1 if kind in (NEXT_TURN, CONTINUES) else 0
+        return 1 if kind == NEXT_TURN else 0
     return 1 if kind != LONG or visits > 2 else 0
 
 
-_CLOSED, _OLDEST_FRESH, _NEWEST_FRESH, _OLDEST_KNOWN = range(4)
+_OLDEST_FRESH, _NEWEST_FRESH, _OLDEST_KNOWN = range(3)
 
 
 class _TwoLevels(LeafOrders):
     def __init__(self, fresh_s: float, known_s: float) -> None:
-        super().__init__(4)
+        super().__init__(3)
         self._fresh_s = fresh_s
         self._known_s = known_s
 
     def place(self, history: Seen) -> Place:
         tick = history.tick
-        if history.kind == CLOSED:
-            return _CLOSED, tick, None
         if level(history):
             return _OLDEST_KNOWN, tick, None
         return _OLDEST_FRESH, tick, (_NEWEST_FRESH, -tick)
 
     def choose(self, now_s: float) -> Node | None:
-        leaf = self.head(_CLOSED)
-        if leaf is not None:
-            return leaf
         fresh, known = self.head(_OLDEST_FRESH), self.head(_OLDEST_KNOWN)
         fresh_overdue_s = now_s - fresh.mark.now_s - self._fresh_s if fresh is not None else 0.0
         known_overdue_s = now_s - known.mark.now_s - self._known_s if known is not None else 0.0
@@ -168,9 +157,7 @@ class _TwoLevels(LeafOrders):
         return (self.head(_NEWEST_FRESH) if now_s > 0 else fresh) or known
 
     def rank_at(self, history: Seen, now_s: float) -> Rank:
-        tick, _, used_s, kind, _ = history
-        if kind == CLOSED:
-            return (0, tick)
+        tick, _, used_s, _, _ = history
         known = level(history)
         overdue_s = now_s - used_s - (self._known_s if known else self._fresh_s)
         if overdue_s > 0:

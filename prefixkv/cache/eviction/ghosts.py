@@ -143,19 +143,19 @@ class GhostPolicy(Policy):
         ghosts: how many pages the ghosts may stand for, as a multiple of the pool (or of the tree,
             at its largest).
         block_tokens, stride_blocks: how far ghosts lie apart.
+        promise_s: see `Policy`.
     Raises:
         ConfigError: a setting below its bound.
     """
 
-    keeps_partial_blocks = False
-
     ghosts: float = 5.0
     block_tokens: int = 512
     stride_blocks: int = 8
+    promise_s: float = 600.0
 
     def __post_init__(self) -> None:
         check_types(self)
-        at_least(0, ghosts=self.ghosts)
+        at_least(0, ghosts=self.ghosts, promise_s=self.promise_s)
         at_least(1, block_tokens=self.block_tokens, stride_blocks=self.stride_blocks)
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:

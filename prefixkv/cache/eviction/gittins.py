@@ -11,8 +11,7 @@ What is counted are uses, not blocks, and the class is the use's. All pages that
 to cover share the fate of its conversation, and only the end of the path has to be looked at: O(1)
 a use.
 
-A leaf whose session is said to be over goes first. A leaf whose session is said to go on goes last
-for `promise_s`, and first after that. Evicted pages leave ghosts (`ghosts.py`), so that a return is
+Evicted pages leave ghosts (`ghosts.py`), so that a return is
 seen although the pages are gone.
 
 Source: the index of Gittins (1979), see `return_tables.py`.
@@ -42,8 +41,6 @@ NUM_KINDS = (len(TURNS) + 1) * SIZES
 NO_END = 0
 """As `path_pages`: a use that brought nothing of its own, and so says nothing about returns."""
 
-UNKNOWN, CLOSED, CONTINUES = range(3)
-
 
 class LastUse(NamedTuple):
     """A mark: all of it is the last use's."""
@@ -53,7 +50,6 @@ class LastUse(NamedTuple):
     kind: int  # its class
     turn: int
     path_pages: int
-    hint: int
 
 
 @register
@@ -62,9 +58,8 @@ class Gittins(GhostPolicy):
     """See the module's text.
 
     Args:
-        promise_s: how long pages are kept for a session that was said to go on.
         short_tokens, long_tokens: the two bounds between the three classes of how much was new.
-        ghosts, block_tokens, stride_blocks: see `GhostPolicy`.
+        ghosts, block_tokens, stride_blocks, promise_s: see `GhostPolicy`.
         power, trust, period: see `ReturnTables`.
     Raises:
         ConfigError: a setting below its bound.
@@ -72,7 +67,6 @@ class Gittins(GhostPolicy):
 
     name = "gittins"
 
-    promise_s: float = 1000.0
     short_tokens: int = 3 * 512
     long_tokens: int = 16 * 512
     power: float = 0.7
@@ -81,7 +75,7 @@ class Gittins(GhostPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(0, promise_s=self.promise_s, short_tokens=self.short_tokens, power=self.power)
+        at_least(0, short_tokens=self.short_tokens, power=self.power)
         at_least(self.short_tokens, long_tokens=self.long_tokens)
         at_least(1, trust=self.trust, period=self.period)
         groups = [list(range(first, first + SIZES)) for first in range(0, NUM_KINDS, SIZES)]
@@ -113,7 +107,7 @@ class Gittins(GhostPolicy):
                 found = self.remembered.find(use.data, use.old_pages)
             kind, turn, has_end = self._begin(use, found)
         end = use.num_pages if has_end else NO_END
-        return LastUse(use.tick, use.now_s, kind, turn, end, UNKNOWN)
+        return LastUse(use.tick, use.now_s, kind, turn, end)
 
     def _begin(self, use: Use, found: list[Ghost]) -> tuple[int, int, bool]:
         """Count the first use of a request, which may go on where another ended. Returns its class,
@@ -136,11 +130,6 @@ class Gittins(GhostPolicy):
     def fold(self, upper: LastUse, lower: LastUse) -> LastUse:
         return upper if upper[0] > lower[0] else lower
 
-    def hinted(self, mark: LastUse, depth: int, continues: bool) -> LastUse:
-        if mark.path_pages != depth:  # not the last use of this page
-            return mark
-        return mark._replace(hint=CONTINUES if continues else CLOSED)
-
     def describe(self, history: LastUse) -> str:
         return f", turn {history.turn}, class {history.kind}"
 
@@ -160,22 +149,15 @@ class Gittins(GhostPolicy):
         self.tables.reset()
 
 
-_FIRST, _BY_WORTH, _LAST = range(3)
-
-
 class _LeastWorth(LeafOrders):
-    """Two orders for each class, from the oldest and from the newest; then one of the leaves whose
-    session is over, and one of those whose session goes on."""
+    """Two orders for each class, from the oldest and from the newest."""
 
     def __init__(self, policy: Gittins) -> None:
-        super().__init__(2 * NUM_KINDS + 2)
+        super().__init__(2 * NUM_KINDS)
         self._tables = policy.tables
-        self._promise_s = policy.promise_s
 
     def place(self, history: LastUse) -> Place:
-        tick, _, kind, _, _, hint = history
-        if hint:
-            return 2 * NUM_KINDS + hint - 1, tick, None
+        tick, _, kind, _, _ = history
         return 2 * kind, tick, (2 * kind + 1, -tick)
 
     def choose(self, now_s: float) -> Node | None:
@@ -189,13 +171,10 @@ class _LeastWorth(LeafOrders):
         return chosen
 
     def rank_at(self, history: LastUse, now_s: float) -> Rank:
-        tick, used_s, kind, _, _, hint = history
-        if hint:
-            goes_last = hint == CONTINUES and now_s - used_s <= self._promise_s
-            return (_LAST, tick) if goes_last else (_FIRST, hint, tick)
+        tick, used_s, kind, _, _ = history
         tables = self._tables
         place = bin_of(now_s - used_s)
         # Where worth rises with age the newest is worth least. Without a clock nothing has an age,
         # so the oldest goes.
         rises = now_s > 0 and place < tables.peak[kind]
-        return (_BY_WORTH, tables.worth[kind][place], rises, -tick if rises else tick)
+        return (tables.worth[kind][place], rises, -tick if rises else tick)

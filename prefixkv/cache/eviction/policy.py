@@ -73,11 +73,11 @@ class Policy(ABC):
     ghost_pages = 0
     """Call `evicted` when pages go that end at a multiple of this depth; 0: never."""
 
+    promise_s: float = 600.0
+    """How long a session that was said to go on is kept for (`hints.py`)."""
+
     token_scale = 1
     """How many tokens one token of the cache stands for: several in a replay of block traces."""
-
-    keeps_partial_blocks = True
-    """Whether a replay of a block trace inserts a prompt's partial last block; no engine would."""
 
     _serves_a_cache = False
 
@@ -127,11 +127,6 @@ class Policy(ABC):
         """What a dump says of a history besides its age; begins with a comma if it says
         anything."""
         return ""
-
-    def hinted(self, mark: Mark, depth: int, continues: bool) -> Mark:
-        """The mark at `depth`, now that it is known whether the session that ended there goes on.
-        May be ignored."""
-        return mark
 
     def make_queue(self) -> EvictionQueue:
         """An empty queue; one order, by rank, is enough for most policies."""

@@ -92,22 +92,6 @@ def test_only_who_goes_on_at_the_end_of_another_has_come_back():
     assert cache.policy.tables._returns[cache.policy._kind(1, 2)][bin_of(7.0)] == 1
 
 
-def test_hints_of_the_end_and_of_going_on():
-    cache = gittins(promise_s=100.0)
-    first = cache.insert([1] * 4, range(4), now_s=0.0)
-    second = cache.insert([2] * 4, range(10, 14), now_s=1.0)
-    cache.insert([3] * 4, range(20, 24), now_s=2.0)
-    last = cache.insert([4] * 4, range(30, 34), now_s=3.0)
-    cache.hint(first, continues=True)
-    cache.hint(second, continues=True)
-    cache.hint(last, continues=False)
-    assert sorted(cache.evict(4, 4.0).tolist()) == [30, 31, 32, 33]
-    assert cache.evict(1, 101.0).tolist() == [3]  # waited for long enough
-    assert sorted(cache.evict(3, 50.0).tolist()) == [0, 1, 2]  # the clock never goes back
-    assert sorted(cache.evict(4, 101.0).tolist()) == [20, 21, 22, 23]
-    assert sorted(cache.evict(4, 101.0).tolist()) == [10, 11, 12, 13]
-
-
 def test_without_a_clock_the_oldest_goes():
     cache = gittins()
     for at in range(3):

@@ -216,20 +216,6 @@ def test_what_was_evicted_is_known_when_it_comes_back_unless_forgotten():
         assert cache.policy.remembered.num_pages == 0
 
 
-def test_hints_of_the_end_and_of_going_on():
-    cache = gated()
-    first = cache.insert([1] * 4, range(4), now_s=0.0)
-    cache.insert([2] * 4, range(10, 14), now_s=1.0)
-    last = cache.insert([3] * 4, range(20, 24), now_s=2.0)
-    cache.hint(first, continues=False)
-    cache.hint(last, continues=True)
-    assert sorted(cache.evict(4, 3.0).tolist()) == [0, 1, 2, 3]
-    assert sorted(cache.evict(4, 3.0).tolist()) == [10, 11, 12, 13]
-    cache.hint(last, continues=None)
-    cache.hint(first, continues=True)  # gone: ignored
-    cache.check_invariants()
-
-
 @pytest.mark.parametrize("clock", [0.0, 41.0])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_large_batch_takes_what_single_steps_take(policy, clock):

@@ -1,0 +1,219 @@
+"""`prefixkv replay`: the options, the table as it comes, and what it says at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
+
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
+from prefixkv.cli.outputs import check_writable, write_text, writing
+from prefixkv.cli.replay.curves import (
+    amount,
+    best,
+    capacities_for,
+    check_plot,
+    draw,
+    middle,
+    sentence,
+)
+from prefixkv.cli.replay.hints import client_hints
+from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
+from prefixkv.cli.replay.readers import SPREAD_S, read_trace
+from prefixkv.cli.replay.run import ReplayResult, replay_policy
+from prefixkv.cli.replay.trace import Trace, footprint, mix
+from prefixkv.errors import ConfigError, check_range
+
+LAYOUT = "{:<22.22} {:<10} {:>9} {:>7} {:>7} {:>10} {:>9} {:>7}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """How each policy is run."""
+
+    warm: float
+    queue: int
+    hints: float | None  # minutes
+    hints_wrong: float
+
+    def run(
+        self, trace: Trace, policy: str, capacity: int, said: Any, step: Callable[[int], None]
+    ) -> ReplayResult:
+        if policy == OPTIMUM:
+            return replay_optimum(trace, capacity, self.warm)
+        return replay_policy(trace, policy, capacity, self.warm, self.queue, step, said)
+
+    def said(self, trace: Trace) -> list[bool | None] | None:
+        return None if self.hints is None else client_hints(trace, self.hints, self.hints_wrong)
+
+
+def replay(
+    traces: Annotated[
+        list[Path],
+        typer.Argument(
+            help="What a node has recorded, Mooncake JSONL, Dynamo's agentic Mooncake, a JSONL of "
+            "token lists, or agents' sessions (a file, a JSONL or a folder of *.json)."
+        ),
+    ],
+    policy: Annotated[
+        str, typer.Option(help="Names, by commas; all: every registered one and the optimum.")
+    ] = "all",
+    capacity: Annotated[
+        str, typer.Option(help="Blocks, by commas; by default from 1/64 of the trace's own to all.")
+    ] = "",
+    pool: Annotated[
+        int | None,
+        typer.Option(
+            help="The pool that you have, blocks: what half and twice of it would bring. By "
+            "default the middle capacity."
+        ),
+    ] = None,
+    bytes_per_token: Annotated[
+        int | None, typer.Option(help="Bytes of KV a token, to tell what is saved in bytes.")
+    ] = None,
+    warm: Annotated[
+        float, typer.Option(help="Count hits after this share of the requests only.")
+    ] = 0.0,
+    queue: Annotated[int, typer.Option(help="So many next requests count as waiting.")] = 0,
+    hints: Annotated[
+        float | None,
+        typer.Option(
+            help="Clients say whether their conversation comes back within so many minutes."
+        ),
+    ] = None,
+    hints_wrong: Annotated[
+        float, typer.Option(help="This share of them, drawn with a seed, says the opposite.")
+    ] = 0.0,
+    mixed: Annotated[
+        bool, typer.Option("--mix", help="Replay all traces at once, by time; they share nothing.")
+    ] = False,
+    requests: Annotated[int | None, typer.Option(help="Read so many only.")] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens a block, for token lists.")] = 16,
+    block_tokens: Annotated[int, typer.Option(help="Tokens a hash id stands for.")] = 512,
+    spread: Annotated[
+        float, typer.Option(help="Hours over which the starts of agents' sessions are spread.")
+    ] = SPREAD_S / 3600,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write a list of results there.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw miss-ratio curves there (needs matplotlib).")
+    ] = None,
+) -> None:
+    """How often the cache would have hit, by policy and capacity, and how often any cache could
+    have; which policy to take, and what half or twice the memory would bring."""
+    policies = _policies(policy)
+    given = _capacities(capacity) if capacity else []
+    for setting, value, low, high in (
+        ("--warm", warm, 0, 0.99), ("--queue", queue, 0, 1_000_000),
+        ("--page-size", page_size, 1, 65_536), ("--block-tokens", block_tokens, 1, 1_048_576),
+        ("--requests", 1 if requests is None else requests, 1, 10**9),
+        ("--pool", 1 if pool is None else pool, 1, 10**8),
+        ("--bytes-per-token", 1 if bytes_per_token is None else bytes_per_token, 1, 2**32),
+        ("--hints", 0 if hints is None else hints, 0, 10**6),
+        ("--hints-wrong", hints_wrong, 0, 1), ("--spread", spread, 0, 10**4),
+    ):  # fmt: skip
+        check_range(setting, value, low, high)
+    check_writable("--json", json_file)
+    check_writable("--plot", plot)
+    check_plot(plot)
+    console = Console(soft_wrap=True)
+    loaded = [read_trace(path, page_size, block_tokens, requests, spread * 3600) for path in traces]
+    if mixed:
+        loaded = [mix(loaded)]
+    runs = _Runs(warm, queue, hints, hints_wrong)
+    results: list[ReplayResult] = []
+    sentences = []
+    heads = ("trace", "policy", "blocks", "block", "token", "KV saved", "evicted", "us/req")
+    with Progress(
+        "{task.description}", BarColumn(), TimeRemainingColumn(), console=console, transient=True
+    ) as progress:
+        for trace in loaded:
+            bytes_each = bytes_per_token or trace.bytes_per_token
+            blocks = footprint(trace)
+            progress.console.print(
+                f"{trace.name}: {len(trace.requests):,} requests, {blocks:,} different blocks of "
+                f"{trace.block_tokens} tokens",
+                highlight=False,
+            )
+            progress.console.print(LAYOUT.format(*heads), style="bold")
+            said = runs.said(trace)
+            mine: list[ReplayResult] = []
+
+            def measure(
+                name: str,
+                size: int,
+                trace: Trace = trace,
+                said: Any = said,
+                mine: list[ReplayResult] = mine,
+                bytes_each: int = bytes_each,
+            ) -> None:
+                task = progress.add_task(f"{trace.name} {name} {size}", total=len(trace.requests))
+                result = runs.run(
+                    trace, name, size, said, lambda at: progress.update(task, completed=at)
+                )
+                progress.remove_task(task)
+                mine.append(result)
+                progress.console.print(_row(result, bytes_each), highlight=False)
+
+            sizes = given or capacities_for(blocks)
+            asked = pool or middle(sizes)
+            for size in sorted({*sizes, *([asked] if pool else [])}):
+                for name in policies:
+                    measure(name, size)
+            chosen = best(mine, asked)
+            if chosen is not None:
+                there = {(one.policy, one.capacity_blocks) for one in mine}
+                for size in (max(1, asked // 2), 2 * asked):
+                    if (chosen.policy, size) not in there:
+                        measure(chosen.policy, size)
+                sentences.append(sentence(mine, asked, bytes_each, trace.block_tokens))
+            results += mine
+    for text in sentences:
+        console.print(f"\n{text}", highlight=False)
+    if json_file is not None:
+        how = {} if hints is None else {"hints_minutes": hints, "hints_wrong": hints_wrong}
+        rows = [asdict(result) | how for result in results]
+        write_text("--json", json_file, json.dumps(rows, indent=1) + "\n")
+    if plot is not None:
+        with writing("--plot", plot):
+            draw(results, plot)
+
+
+def _row(result: ReplayResult, bytes_per_token: int) -> str:
+    name = result.policy + ("*" if result.policy == DEFAULT_POLICY else "")
+    saved = amount(result.hit_tokens * bytes_per_token) if bytes_per_token else "-"
+    return LAYOUT.format(
+        result.trace, name, result.capacity_blocks, f"{result.block_hit_ratio:.4f}",
+        f"{result.token_hit_ratio:.4f}", saved, result.evicted_pages,
+        f"{result.us_per_request:.1f}",
+    )  # fmt: skip
+
+
+def _policies(names: str) -> list[str]:
+    if names == "all":
+        return [*policy_names(), OPTIMUM]
+    chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    known = [*policy_names(), OPTIMUM]
+    for name in chosen:
+        if name not in known:
+            raise ConfigError(f"--policy {name!r} is not one of {', '.join(known)}")
+    if not chosen:
+        raise ConfigError("--policy names no policy")
+    return chosen
+
+
+def _capacities(sizes: str) -> list[int]:
+    try:
+        capacities = [int(size) for size in sizes.split(",")]
+    except ValueError:
+        raise ConfigError(f"--capacity {sizes!r} is not a list of integers") from None
+    for size in capacities:
+        check_range("--capacity", size, 1, 10**8)
+    return list(dict.fromkeys(capacities))

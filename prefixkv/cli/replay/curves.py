@@ -1,0 +1,147 @@
+"""Several policies at several capacities: which capacities, what to make of the results in one
+sentence, and the plot of miss ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY
+from prefixkv.cli.replay.optimum import OPTIMUM
+from prefixkv.cli.replay.run import ReplayResult
+from prefixkv.errors import ConfigError
+
+NOISE: Final = 0.02
+"""Up to this share of what is hit, or of what is missed, a difference between two policies says
+nothing."""
+
+_STYLES: Final[dict[str, dict[str, object]]] = {
+    OPTIMUM: {"color": "black", "linestyle": "--"},
+    DEFAULT_POLICY: {"linewidth": 2.5},
+}
+_PARTS: Final = (64, 32, 16, 8, 4, 2, 1)
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def capacities_for(blocks: int) -> list[int]:
+    """Capacities that show the curve of a trace with so many different blocks, rising.
+
+    >>> capacities_for(6400)
+    [100, 200, 400, 800, 1600, 3200, 6400]
+    """
+    return sorted({max(1, blocks // part) for part in _PARTS})
+
+
+def middle(capacities: Sequence[int]) -> int:
+    """The capacity that is asked about if none is named: the middle one, of two the larger."""
+    return sorted(capacities)[len(capacities) // 2]
+
+
+def amount(num_bytes: float) -> str:
+    """
+    >>> amount(3 << 20), amount(1536), amount(12)
+    ('3.0 MiB', '1.5 KiB', '12 B')
+    """
+    unit = 0
+    while num_bytes >= 1024 and unit + 1 < len(_UNITS):
+        num_bytes /= 1024
+        unit += 1
+    return f"{num_bytes:.1f} {_UNITS[unit]}" if unit else f"{num_bytes:.0f} B"
+
+
+def best(results: Sequence[ReplayResult], capacity: int) -> ReplayResult | None:
+    """Which policy to take at this capacity: the one that hits most; or the default, or else lru,
+    where it is as good up to noise. None if no policy was run."""
+    there = [one for one in results if one.capacity_blocks == capacity and one.policy != OPTIMUM]
+    most_hit = max((one.block_hit_ratio for one in there), default=0.0)
+    as_good = [
+        one
+        for one in there
+        if one.block_hit_ratio >= (1 - NOISE) * most_hit
+        and 1 - one.block_hit_ratio <= (1 + NOISE) * (1 - most_hit)
+    ]
+    for name in (DEFAULT_POLICY, "lru"):
+        for one in as_good:
+            if one.policy == name:
+                return one
+    return max(as_good, key=lambda one: one.block_hit_ratio, default=None)
+
+
+def sentence(
+    results: Sequence[ReplayResult], pool: int, bytes_per_token: int = 0, block_tokens: int = 0
+) -> str:
+    """What a pool of so many blocks should be run with, and what half or twice of it would bring.
+
+    Args:
+        results: of one trace; at `pool` all policies, at half and twice of it that of `best`.
+        bytes_per_token: of KV; 0: unknown, then tokens are told.
+        block_tokens: to say how large the pool is in bytes; 0: it is not said.
+    """
+    chosen = best(results, pool)
+    if chosen is None:
+        return "No policy was replayed."
+    at = {(one.policy, one.capacity_blocks): one for one in results}
+    named = f"{chosen.policy}, the default" if chosen.policy == DEFAULT_POLICY else chosen.policy
+    size = amount(pool * block_tokens * bytes_per_token)
+    large = f" ({size})" if block_tokens and bytes_per_token else ""
+    text = f"{chosen.trace}, {pool:,} blocks{large}: take {named}, which finds "
+    text += f"{chosen.block_hit_ratio:.1%} of the blocks"
+    if chosen.policy != DEFAULT_POLICY and (other := at.get((DEFAULT_POLICY, pool))):
+        text += f" (the default, {DEFAULT_POLICY}: {other.block_hit_ratio:.1%})"
+    if optimum := at.get((OPTIMUM, pool)):
+        text += f", where no policy could find more than {optimum.block_hit_ratio:.1%}"
+    text += f"; that saves {_saved(chosen.hit_tokens, bytes_per_token)}"
+    for what, blocks in (("half", max(1, pool // 2)), ("twice", 2 * pool)):
+        other = at[chosen.policy, blocks]
+        more = other.hit_tokens - chosen.hit_tokens
+        told = f"{_saved(abs(more), bytes_per_token)} {'more' if more >= 0 else 'less'}"
+        text += f"; {what} the memory: {other.block_hit_ratio:.1%}, {told}"
+    return text + "."
+
+
+def _saved(num_tokens: int, bytes_per_token: int) -> str:
+    if bytes_per_token:
+        return f"{amount(num_tokens * bytes_per_token)} of KV"
+    return f"the KV of {num_tokens:,} tokens"
+
+
+def check_plot(path: Path | None) -> None:
+    """Raises ConfigError if a plot is asked for and matplotlib is not there."""
+    if path is not None:
+        try:
+            import matplotlib  # noqa: F401, ICN001
+        except ImportError as error:
+            raise ConfigError("--plot needs matplotlib: pip install 'prefixkv[plot]'") from error
+
+
+def draw(results: Sequence[ReplayResult], path: Path) -> None:
+    """Miss ratio by capacity, a curve a policy, a panel a trace. Raises ConfigError without
+    matplotlib."""
+    check_plot(path)
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(result.trace for result in results))
+    figure, panels = plt.subplots(1, len(names), figsize=(7 * len(names), 4), squeeze=False)
+    for panel, name in zip(panels[0], names, strict=True):
+        for policy in dict.fromkeys(result.policy for result in results):
+            mine = [result for result in results if (result.trace, result.policy) == (name, policy)]
+            mine.sort(key=lambda result: result.capacity_blocks)
+            style: dict[str, object] = (
+                {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {}
+            )
+            if policy == DEFAULT_POLICY:
+                style = {"linewidth": 2.5}
+            capacities = [result.capacity_blocks for result in mine]
+            misses = [1 - result.block_hit_ratio for result in mine]
+            label = f"{policy} (default)" if policy == DEFAULT_POLICY else policy
+            panel.plot(capacities, misses, marker=".", label=label, **style)
+        panel.set(title=name, xlabel="capacity (blocks)", ylabel="block miss ratio", xscale="log")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,48 @@
+"""What no policy can exceed: furthest next use, where a block may also be dropped at once.
+
+A block's next use is never later than that of the blocks after it, so what is kept is prefixes, and
+dropping the block whose next use is furthest is optimal as it is for single pages.
+
+Source: Belady (1966), with bypass.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+from prefixkv.cli.replay.run import Hits, ReplayResult
+from prefixkv.cli.replay.trace import Trace, block_names
+
+OPTIMUM = "optimum"
+
+
+def replay_optimum(trace: Trace, capacity: int, warm: float = 0.0) -> ReplayResult:
+    """No cache with this capacity hits more often. O(blocks log blocks)."""
+    hits = Hits(trace, warm)
+    paths = [block_names(request.whole_key, trace.page_size) for request in trace.requests]
+    never = len(paths)
+    # of each block of each request: the next request with it
+    next_uses: list[list[int]] = [[] for _ in paths]
+    seen: dict[Any, int] = {}
+    for at in range(len(paths) - 1, -1, -1):
+        next_uses[at] = [seen.get(name, never) for name in paths[at]]
+        for name in paths[at]:
+            seen[name] = at
+    kept: dict[Any, int] = {}  # block: its next use
+    furthest: list[tuple[int, int, Any]] = []  # (-next use, -depth, block), lazily
+    evicted = 0
+    for at, path in enumerate(paths):
+        known = 0
+        while known < len(path) and path[known] in kept:
+            known += 1
+        for depth, (name, then) in enumerate(zip(path, next_uses[at], strict=True)):
+            kept[name] = then
+            heapq.heappush(furthest, (-then, -depth, name))
+        while len(kept) > capacity:
+            then, _, name = heapq.heappop(furthest)
+            if kept.get(name) == -then:
+                del kept[name]
+                evicted += 1
+        hits.add(at, known)
+    return hits.result(OPTIMUM, capacity, evicted)

@@ -1,0 +1,90 @@
+"""A trace in memory. A block of a Mooncake trace becomes a page of one token, its id.
+
+A prompt's partial last block is never inserted and never found, under no policy and not by the
+optimum: no engine caches one. It counts among the blocks that are asked for, as in published
+figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
+from prefixkv.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request: its blocks as one token each, or its tokens."""
+
+    time_s: float
+    key: RadixKey
+    whole_key: RadixKey  # without the partial block
+    num_tokens: int  # of the prompt, the partial block included
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    name: str
+    requests: list[TraceRequest]
+    page_size: int  # tokens of a key a page
+    block_tokens: int  # prompt tokens a page
+    bytes_per_token: int = 0  # of KV; 0: the trace does not say
+
+    @property
+    def token_scale(self) -> int:
+        """Prompt tokens that a token of a key stands for."""
+        return self.block_tokens // self.page_size
+
+    def in_order(self) -> Trace:
+        """The same, its requests by time; those of one time as they come."""
+        ordered = self.requests
+        if any(later.time_s < earlier.time_s for earlier, later in pairwise(ordered)):
+            ordered = sorted(ordered, key=lambda request: request.time_s)
+        return replace(self, requests=ordered)
+
+
+def block_names(key: RadixKey, page_size: int) -> list[Any]:
+    """What stands for each whole block together with all before it."""
+    names = []
+    above = hash(key.namespace)
+    size = TOKEN_BYTES * page_size
+    for at in range(len(key) // page_size):
+        above = hash((above, key.data[at * size : (at + 1) * size]))
+        names.append(above)
+    return names
+
+
+def footprint(trace: Trace) -> int:
+    """How many different whole blocks there are: a cache of this many never evicts."""
+    seen: set[Any] = set()
+    for request in trace.requests:
+        seen.update(block_names(request.whole_key, trace.page_size))
+    return len(seen)
+
+
+def mix(traces: Sequence[Trace]) -> Trace:
+    """All requests of several traces by time, each in a namespace of its own: nothing is shared.
+
+    Raises:
+        ConfigError: blocks of different sizes.
+    """
+    sizes = {(trace.page_size, trace.block_tokens) for trace in traces}
+    if len(sizes) > 1:
+        raise ConfigError("--mix: the traces have blocks of different sizes")
+
+    def apart(key: RadixKey, number: int) -> RadixKey:
+        return RadixKey(np.frombuffer(key.data, "<i4"), (number, key.namespace))
+
+    requests = [
+        replace(request, key=apart(request.key, number), whole_key=apart(request.whole_key, number))
+        for number, trace in enumerate(traces)
+        for request in trace.requests
+    ]
+    names = "+".join(trace.name for trace in traces)
+    return replace(traces[0], name=names, requests=requests).in_order()

@@ -1,0 +1,218 @@
+"""A decode worker's own traffic, written down for `prefixkv replay`: `DecodeConfig(record=PATH)`.
+
+A line a request that asked the cache, when it has ended, in the form of Mooncake's traces:
+
+    {"timestamp": 81250, "input_length": 6755, "output_length": 500, "hash_ids": [271, ..., 828],
+     "block_size": 512, "bytes_per_token": 131072}
+
+`timestamp` is when the request arrived, ms since the node was built; lines come in the order of ends.
+An id names a block of the prompt together with all before it and its namespace, by a hash keyed with
+a salt that is drawn for each file and written nowhere: equal prefixes have equal ids within one file,
+and nothing can be learnt from an id, not even whether a guessed prompt was there. Tokens, texts and
+request names are not written.
+
+Hashing and writing happen in a thread of the recorder's. What it cannot keep up with, or cannot write
+(a full disk), is counted as lost; the first loss is warned of, and it goes on trying.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import stat
+import threading
+from hashlib import blake2b
+from pathlib import Path
+from queue import Empty, Full, Queue
+from typing import Any, Final, NamedTuple
+
+from prefixkv.cache.radix_key import TOKEN_BYTES
+from prefixkv.digest import prompt_digest
+from prefixkv.errors import ConfigError
+
+BLOCK_TOKENS: Final = 512
+"""A block is the most whole pages that fit in so many tokens, at least one."""
+
+MAX_WAITING: Final = 1024
+"""Requests that wait to be written; each holds its packed prompt. More are lost."""
+
+_POLL_S: Final = 1.0
+_CLOSE_S: Final = 5.0
+
+_log = logging.getLogger("prefixkv.record")
+
+
+class _Ended(NamedTuple):
+    arrived_ms: int
+    data: bytes  # the packed prompt
+    namespace: Any
+    output_len: int
+
+
+class Recorder:
+    """`ended` is called by the scheduler's thread and neither blocks nor raises; `recorded` and `lost`
+    may be read from any.
+
+    Args:
+        path: the file that is written to. One that is there already is kept as `path`.1.
+        max_bytes: of a file, before the next one is begun: a line is never split.
+        max_files: how many there are at most, this one included; the oldest is deleted.
+        page_size, bytes_per_token: of the pool.
+        now_s: the clock of the requests' times.
+    Raises:
+        ConfigError: the file cannot be opened, or is no regular file.
+    """  # noqa: E501
+
+    def __init__(
+        self,
+        path: str | Path,
+        max_bytes: int,
+        max_files: int,
+        page_size: int,
+        bytes_per_token: int,
+        now_s: float,
+    ) -> None:
+        self._path = Path(path)
+        self._max_bytes, self._max_files = max_bytes, max_files
+        self.block_tokens = max(page_size, BLOCK_TOKENS - BLOCK_TOKENS % page_size)
+        self._told = {"block_size": self.block_tokens, "bytes_per_token": bytes_per_token}
+        self._begin_s = now_s
+        self.recorded = self.lost = 0
+        self._closed = False
+        self._queue: Queue[_Ended | None] = Queue(MAX_WAITING)
+        self._thread: threading.Thread | None = None
+        self._file = -1
+        try:
+            self._begin_file()
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise ConfigError(f"record is {str(path)!r}, which cannot be written: {why}") from error
+
+    def ended(self, req: Any, now_s: float) -> None:
+        """A request has ended. One that was never admitted, or is not to be cached, is left out."""
+        if req.admitted_s is None or not req.request.cacheable:
+            return
+        key = req.request.key
+        arrived_ms = max(0, round((req.arrived_s - self._begin_s) * 1000))
+        ended = _Ended(arrived_ms, bytes(key.data), key.namespace, len(req.output))
+        try:
+            if self._closed:
+                raise Full
+            self._queue.put_nowait(ended)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="prefixkv-record", daemon=True
+                )
+                self._thread.start()
+        except (Full, RuntimeError):  # RuntimeError: no thread can be started
+            self._lose("it cannot keep up")
+
+    def close(self) -> None:
+        """Write what waits, for some seconds at most. Again: no-op."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(Full):
+            self._queue.put_nowait(None)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+        if self._thread is None or not self._thread.is_alive():
+            self._close_file()
+
+    # --- the recorder's thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                ended = self._queue.get(timeout=_POLL_S)
+            except Empty:
+                if self._closed:
+                    return
+                continue
+            if ended is None:
+                return
+            try:
+                self._write(ended)
+            except Exception as error:
+                self._lose(getattr(error, "strerror", None) or repr(error))
+
+    def _write(self, ended: _Ended) -> None:
+        # The salt is the file's, so the file is changed first. A line's size is known only with it,
+        # but hardly depends on it.
+        if self._file < 0 or (self._size and self._size + self._guess(ended) > self._max_bytes):
+            self._begin_file()
+        line = self._line(ended)
+        if len(line) > self._max_bytes:
+            raise ValueError(f"a line has {len(line)} bytes, a file {self._max_bytes}")
+        try:
+            written = os.write(self._file, line)
+            if written < len(line):
+                os.write(self._file, line[written:])  # says why the rest does not fit
+                raise OSError("the line was written in part")
+        except OSError:
+            try:
+                os.ftruncate(self._file, self._size)  # no line in part
+            except OSError:
+                self._close_file()
+            raise
+        self._size += len(line)
+        self.recorded += 1
+
+    def _guess(self, ended: _Ended) -> int:
+        """The most bytes that the request's line may have."""
+        num_blocks = len(ended.data) // (TOKEN_BYTES * self.block_tokens) + 1
+        return 200 + 18 * num_blocks
+
+    def _line(self, ended: _Ended) -> bytes:
+        entry = {
+            "timestamp": ended.arrived_ms,
+            "input_length": len(ended.data) // TOKEN_BYTES,
+            "output_length": ended.output_len,
+            "hash_ids": self._ids(ended),
+            **self._told,
+        }
+        return (json.dumps(entry, separators=(",", ":")) + "\n").encode()
+
+    def _ids(self, ended: _Ended) -> list[int]:
+        """52 bits each, which every reader of JSON takes as they are."""
+        size = TOKEN_BYTES * self.block_tokens
+        above = prompt_digest([], ended.namespace)
+        ids = []
+        for at in range(0, len(ended.data), size):
+            digest = blake2b(above, key=self._salt, digest_size=32)
+            digest.update(ended.data[at : at + size])
+            above = digest.digest()
+            ids.append(int.from_bytes(above[:8], "little") >> 12)
+        return ids
+
+    def _begin_file(self) -> None:
+        """The next file: those before it move on by one number, and the last is deleted."""
+        self._close_file()
+        path = self._path
+        if path.exists():
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise OSError("it is no regular file")
+            if self._max_files == 1:
+                path.unlink()
+            for number in range(self._max_files - 1, 0, -1):
+                source = path if number == 1 else Path(f"{path}.{number - 1}")
+                if source.exists():
+                    source.replace(f"{path}.{number}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o600)
+        self._size = 0
+        self._salt = secrets.token_bytes(32)
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            os.close(file)
+
+    def _lose(self, why: str) -> None:
+        self.lost += 1
+        if self.lost == 1:
+            _log.warning("%s: a request is not recorded: %s; further ones are counted only",
+                         self._path, why)  # fmt: skip

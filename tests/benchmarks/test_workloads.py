@@ -1,0 +1,77 @@
+"""The generated traces: the same on every machine, well-formed, and what their texts say."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from itertools import pairwise
+
+import pytest
+
+from benchmarks import workloads
+from benchmarks.workloads import BLOCK_TOKENS, WORKLOADS, generate, mix, part, switch
+
+# crc32 of the JSON of each workload's first 500 requests
+FIRST = {
+    "chat": 2188945514,
+    "agents": 899646833,
+    "flood": 3033119984,
+    "drift": 1602278135,
+    "retrieval": 159337281,
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_name_and_a_seed_are_one_trace(name):
+    trace = generate(name)
+    assert zlib.crc32(json.dumps(trace[:500]).encode()) == FIRST[name]
+    assert generate(name, workloads.SEED + 1)[:500] != trace[:500]
+    assert all(one["timestamp"] <= next_["timestamp"] for one, next_ in pairwise(trace))
+    assert all(len(entry["hash_ids"]) * BLOCK_TOKENS == entry["input_length"] for entry in trace)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_equal_blocks_mean_an_equal_prefix(name):
+    above: dict[int, int] = {}
+    for entry in generate(name):
+        for upper, lower in pairwise([-1, *entry["hash_ids"]]):
+            assert above.setdefault(lower, upper) == upper
+
+
+def test_agents_come_back_and_a_flood_does_not():
+    shares = {}
+    for name in ("agents", "flood"):
+        trace = generate(name)
+        ends = {entry["hash_ids"][-1] for entry in trace}
+        begun = [block for entry in trace for block in entry["hash_ids"][:-1] if block in ends]
+        shares[name] = len(set(begun)) / len(ends)
+    assert shares["agents"] > 0.9
+    assert shares["flood"] < 0.25
+
+
+def test_mixed_traces_share_no_block_and_keep_their_order():
+    one, other = generate("chat")[:300], generate("agents")[:300]
+    mixed = mix(one, other)
+    assert [entry["timestamp"] for entry in mixed] == sorted(
+        entry["timestamp"] for entry in [*one, *other]
+    )
+    apart = [
+        {block for entry in mixed if entry["namespace"] == number for block in entry["hash_ids"]}
+        for number in (0, 1)
+    ]
+    assert not apart[0] & apart[1]
+    for number, trace in enumerate((one, other)):
+        mine = [entry for entry in mixed if entry["namespace"] == number]
+        assert [entry["input_length"] for entry in mine] == [e["input_length"] for e in trace]
+        shared = [len(set(a["hash_ids"]) & set(b["hash_ids"])) for a, b in pairwise(trace)]
+        assert shared == [len(set(a["hash_ids"]) & set(b["hash_ids"])) for a, b in pairwise(mine)]
+
+
+def test_a_switch_has_four_phases():
+    talk, coding = generate("chat"), generate("agents")
+    trace = switch(talk, coding, phase_s=1200)
+    phases = [
+        {entry["namespace"] for entry in part(trace, at * 1200, (at + 1) * 1200)} for at in range(4)
+    ]
+    assert phases == [{0}, {1}, {2}, {3, 4}]
+    assert len(trace) == 3 * len(part(talk, 0, 1200)) + len(part(coding, 1200, 3600))

@@ -1,0 +1,119 @@
+"""Hints of sessions that go on and sessions that are over, under every policy; the machines and
+`test_policies.py` hold them against a model besides."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefixkv.cache.eviction import hints
+from prefixkv.cache.eviction.hints import Hints
+from prefixkv.cache.eviction.policy import make_policy, policy_names
+from prefixkv.cache.radix_cache import RadixCache
+
+each_policy = pytest.mark.parametrize("policy", policy_names())
+
+
+def make(policy, num_sessions=4):
+    """Sessions of four pages, pages 10 to 13 being those of session 1, begun a second apart."""
+    cache = RadixCache(page_size=1, policy=policy)
+    results = [
+        cache.insert([at] * 4, range(10 * at, 10 * at + 4), now_s=float(at))
+        for at in range(num_sessions)
+    ]
+    return cache, results
+
+
+@each_policy
+def test_what_is_over_goes_first_and_what_goes_on_goes_last(policy):
+    for going_on in range(4):
+        over = (going_on + 1) % 4
+        cache, results = make(policy)
+        cache.hint(results[over], continues=False)
+        cache.hint(results[going_on], continues=True)
+        cache.hint(results[going_on], continues=None)  # says nothing
+        order = [page // 10 for _ in range(16) for page in cache.evict(1, 5.0).tolist()]
+        assert order[:4] == [over] * 4
+        assert order[-4:] == [going_on] * 4
+        cache.hint(results[over], continues=True)  # gone: ignored
+        cache.check_invariants()
+
+
+@each_policy
+def test_a_promise_that_was_broken_is_the_end_of_a_session(policy):
+    chosen = make_policy(policy)
+    chosen.promise_s = 100.0
+    cache, results = make(chosen)
+    cache.hint(results[0], continues=True)
+    cache.hint(results[3], continues=True)
+    cache.evict(1, 50.0)
+    cache.hint(results[3], continues=True)  # again, later
+    assert cache.evict(1, 103.0)[0] // 10 in (1, 2)
+    order = [page // 10 for _ in range(14) for page in cache.evict(1, 103.5).tolist()]
+    assert order[:4] == [0] * 4
+    assert order[-4:] == [3] * 4
+    cache.evict(1, 10.0)  # the clock never goes back
+
+
+@each_policy
+def test_the_next_use_makes_a_hint_void(policy):
+    cache, results = make(policy, 2)
+    cache.hint(results[0], continues=False)
+    with cache.lock(cache.match_prefix([0] * 4), now_s=2.0):
+        pass
+    cache.hint(results[1], continues=False)
+    assert cache.evict(1, 3.0).tolist() == [13]
+
+
+@each_policy
+def test_a_hint_reaches_a_leaf_that_is_held_or_in_a_large_batch(policy):
+    cache, results = make(policy, 200)
+    with cache.lock(results[7], now_s=200.0) as lock:
+        cache.hint(lock, continues=True)
+    for at in range(0, 200, 2):
+        cache.hint(results[at], continues=False)
+    taken = {page // 10 for page in cache.evict(400, 201.0).tolist()}
+    assert taken == set(range(0, 200, 2))
+    left = {page // 10 for page in cache.evict(396, 201.0).tolist()}
+    assert left == set(range(1, 200, 2)) - {7}
+
+
+@each_policy
+def test_a_path_that_two_sessions_share_is_judged_by_its_last_use(policy):
+    cache = RadixCache(page_size=1, policy=policy)
+    short = cache.insert([1, 1], [0, 1], now_s=1.0)
+    cache.hint(short, continues=True)
+    long = cache.insert([1, 1, 2], [0, 1, 2], now_s=2.0)
+    cache.hint(long, continues=False)
+    cache.insert([3, 3], [3, 4], now_s=3.0)
+    assert sorted(cache.evict(3, 4.0).tolist()) == [0, 1, 2]
+
+
+def test_a_reset_forgets_what_was_said():
+    cache, results = make("lru", 2)
+    cache.hint(results[1], continues=False)
+    cache.reset()
+    cache.tick = 0  # uses are counted anew, so that ticks are the same
+    for at in range(2):
+        cache.insert([at] * 4, range(10 * at, 10 * at + 4), now_s=5.0)
+    assert cache.evict(1, 6.0).tolist() == [3]
+
+
+@each_policy
+def test_hints_go_on_after_everything_was_evicted(policy):
+    cache, results = make(policy, 2)
+    cache.hint(results[0], continues=True)
+    assert len(cache.evict(8, 2.0)) == 8
+    assert len(cache.evict(1, 2.0)) == 0
+    cache.reset()
+    again = [cache.insert([at] * 4, range(10 * at, 10 * at + 4), now_s=3.0 + at) for at in range(3)]
+    cache.hint(again[1], continues=False)
+    assert sorted(cache.evict(4, 6.0).tolist()) == [10, 11, 12, 13]
+
+
+def test_the_oldest_hints_are_forgotten(monkeypatch):
+    monkeypatch.setattr(hints, "MOST_HINTS", 2)
+    said = Hints(promise_s=10.0)
+    for tick in (1, 2, 1, 3):
+        said.say(tick, True, float(tick))
+    assert [said.group(tick, 5.0)[0] for tick in (1, 2, 3)] == [2, 1, 2]
+    assert [said.group(tick, 12.0)[0] for tick in (1, 3)] == [0, 2]
