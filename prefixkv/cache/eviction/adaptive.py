@@ -1,0 +1,232 @@
+"""The adaptive policy, the default: keep what is likely to be used soon for the room it takes, as
+learnt from this cache's own traffic.
+
+Nothing is taken as given about who comes back. Each page has a class: how many requests used it
+(1, 2, 3, 4 to 5, 6 and more; the new end of a next turn counts as used twice) and how much was new
+with the last of them (up to 4, up to 16, more blocks of 512 tokens). For each class it is counted
+after what time uses are followed by a return (`hazards.py`). From that each leaf has a worth by
+class and age, and the least worth goes first. Worth rises with age, then falls: of the leaves of
+one class the least is the oldest or the newest.
+
+What is counted are uses, not blocks, at the end of their path only: O(1) a use.
+
+Among chats, where few return, this keeps what was seen twice and lets the newest go first, like
+`gated`; among agents, where nearly all return, and in a large pool it behaves like `lru`; and in
+a pool for fewer sessions than are active it keeps some whole, which `lru` does not.
+
+A leaf whose session is said to be over goes first. A leaf whose session is said to go on goes last
+for `promise_s`, and first after that. Evicted pages leave ghosts (`ghosts.py`), so that a return is
+seen although the pages are gone.
+
+Source: the index of Gittins (1979), see `hazards.py`; classes by use count, and a bounded memory of
+what was evicted, as in 2Q (Johnson and Shasha, 1994).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import sub
+from typing import NamedTuple
+
+from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy, staircase
+from prefixkv.cache.eviction.hazards import EDGES_S, Hazards
+from prefixkv.cache.eviction.policy import Use, register
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, Place, Rank
+from prefixkv.cache.node import Mark, Node
+from prefixkv.settings import at_least
+
+VISITS = (1, 2, 3, 5)
+"""The most uses of each class of use counts but the last one."""
+
+SIZES = 3
+"""How many classes of a use count there are, by how much was new."""
+
+NUM_KINDS = (len(VISITS) + 1) * SIZES
+
+NO_END = 0
+"""As `path_pages`: a use that brought nothing of its own, and so says nothing about returns."""
+
+UNKNOWN, CLOSED, CONTINUES = range(3)
+
+
+class Traits(NamedTuple):
+    """What a use was like; equal ones are one object (`traits`)."""
+
+    size: int  # which class of how much was new
+    next_turn: bool
+    kind: int  # the class in which it was counted
+    hint: int
+
+
+@cache
+def traits(size: int, next_turn: bool, kind: int, hint: int) -> Traits:
+    """At most 270 of them."""
+    return Traits(size, next_turn, kind, hint)
+
+
+class Seen(NamedTuple):
+    """A mark. All but the visits are the last use's; visits add up, and are negative where others
+    are taken off."""
+
+    tick: int
+    visits: int
+    now_s: float
+    path_pages: int
+    traits: Traits
+
+
+@register
+@dataclass(eq=False, repr=False)
+class Adaptive(GhostPolicy):
+    """See the module's text.
+
+    Args:
+        promise_s: how long pages are kept for a session that was said to go on.
+        short_tokens, long_tokens: the two bounds between the three classes of how much was new.
+        ghosts, block_tokens, stride_blocks: see `GhostPolicy`.
+        trust, period: see `Hazards`.
+    Raises:
+        ConfigError: a setting below its bound.
+    """
+
+    name = "adaptive"
+
+    ghosts: float = 8.0
+    promise_s: float = 1000.0
+    short_tokens: int = 4 * 512
+    long_tokens: int = 16 * 512
+    trust: float = 25.0
+    period: int = 200
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(0, promise_s=self.promise_s, short_tokens=self.short_tokens)
+        at_least(self.short_tokens, long_tokens=self.long_tokens)
+        at_least(1, trust=self.trust, period=self.period)
+        groups = [list(range(first, first + SIZES)) for first in range(0, NUM_KINDS, SIZES)]
+        self.hazards = Hazards(groups, self.trust, self.period)
+
+    def bind(self, page_size: int, pool_pages: int | None) -> None:
+        super().bind(page_size, pool_pages)
+        self._short_pages = self.short_tokens // self._page_tokens
+        self._long_pages = self.long_tokens // self._page_tokens
+
+    # --- uses -------------------------------------------------------------------------------------
+
+    def mark(self, use: Use) -> Seen:
+        end, kinds = self._begin(use, None)
+        return Seen(use.tick, 1 if use.visit else 0, use.now_s, end, kinds)
+
+    def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Seen]]:
+        end, kinds = self._begin(use, found)
+        totals = [(ghost.depth, ghost.history.visits + 1) for ghost in found]
+        return [
+            (depth, Seen(use.tick, visits, use.now_s, end, kinds))
+            for depth, visits in staircase(use, totals, 1, 0, sub)
+        ]
+
+    def _begin(self, use: Use, found: list[Ghost] | None) -> tuple[int, Traits]:
+        """Where the use's path ends, and its traits; counts it if it is the first of its request.
+        `found` are the ghosts beyond its old pages, None: not looked up."""
+        before: Seen | None = use.before
+        if not use.visit and before is not None:
+            has_end = before.path_pages != NO_END or use.num_pages > use.old_pages
+            end = use.num_pages if has_end else NO_END
+            return end, traits(*before.traits[:3], UNKNOWN)
+        if found is None:
+            found = self.remembered.find(use.data, use.old_pages)
+        last, new_pages = self.goes_on(use, found)
+        size = (new_pages > self._short_pages) + (new_pages > self._long_pages)
+        if last is not None:
+            self.hazards.returned(last.traits.kind, use.now_s - last.now_s)
+        kind = kind_of(1 if last is None else 2, size)
+        kinds = traits(size, last is not None, kind, UNKNOWN)
+        if last is None and not new_pages:
+            return NO_END, kinds
+        self.hazards.start(kind, use.now_s)
+        return use.num_pages, kinds
+
+    def fold(self, upper: Seen, lower: Seen) -> Seen:
+        last = upper if upper[0] > lower[0] else lower
+        return Seen(last[0], upper[1] + lower[1], last[2], last[3], last[4])
+
+    def hinted(self, mark: Seen, depth: int, continues: bool) -> Seen:
+        if mark.path_pages != depth:  # not the last use of this page
+            return mark
+        hint = CONTINUES if continues else CLOSED
+        return mark._replace(traits=traits(*mark.traits[:3], hint))
+
+    def describe(self, history: Mark) -> str:
+        return f", class {class_of(history)}, {history.visits} visits"
+
+    # --- evictions --------------------------------------------------------------------------------
+
+    def make_queue(self) -> EvictionQueue:
+        return _LeastWorth(self)
+
+    def evicted(self, node: Node, num_pages: int) -> None:
+        hazards = self.hazards
+        for ghost in self.remember(node, num_pages):
+            last: Seen = ghost.history
+            if ghost.depth == self.remembered.whole_blocks(last.path_pages):
+                hazards.lost(last.traits.kind, hazards.now_s - last.now_s)
+
+    def reset(self) -> None:
+        super().reset()
+        self.hazards.reset()
+
+
+def kind_of(visits: int, size: int) -> int:
+    """The class of pages with so many uses, the last of this size."""
+    return sum(visits > last for last in VISITS) * SIZES + size
+
+
+def class_of(history: Seen) -> int:
+    """The class of a page."""
+    visits, kinds = history.visits, history.traits
+    return kind_of(2 if visits == 1 and kinds.next_turn else visits, kinds.size)
+
+
+_FIRST, _BY_WORTH, _LAST = range(3)
+
+
+class _LeastWorth(LeafOrders):
+    """Two orders for each class, from the oldest and from the newest; then one of the leaves whose
+    session is over, and one of those whose session goes on."""
+
+    def __init__(self, policy: Adaptive) -> None:
+        super().__init__(2 * NUM_KINDS + 2)
+        self._hazards = policy.hazards
+        self._promise_s = policy.promise_s
+
+    def place(self, history: Seen) -> Place:
+        tick, hint = history.tick, history.traits.hint
+        if hint:
+            return 2 * NUM_KINDS + hint - 1, tick, None
+        kind = class_of(history)
+        return 2 * kind, tick, (2 * kind + 1, -tick)
+
+    def choose(self, now_s: float) -> Node | None:
+        least, chosen = None, None
+        for order, heap in enumerate(self._heaps):
+            leaf = self.head(order) if heap else None
+            if leaf is not None:
+                rank = self.rank_at(leaf.mark, now_s)
+                if least is None or rank < least:
+                    least, chosen = rank, leaf
+        return chosen
+
+    def rank_at(self, history: Seen, now_s: float) -> Rank:
+        tick, _, used_s, _, kinds = history
+        if kinds.hint:
+            goes_last = kinds.hint == CONTINUES and now_s - used_s <= self._promise_s
+            return (_LAST, tick) if goes_last else (_FIRST, kinds.hint, tick)
+        kind, hazards = class_of(history), self._hazards
+        place = bisect_right(EDGES_S, now_s - used_s)
+        # Where worth rises with age the newest is worth least. Without a clock nothing has an age,
+        # so the oldest goes.
+        rises = now_s > 0 and place < hazards.peak[kind]
+        return (_BY_WORTH, hazards.worth[kind][place], rises, -tick if rises else tick)
