@@ -14,7 +14,7 @@ from prefixkv.cache.eviction.hazards import (
     UNTAUGHT,
 )
 from tests.models.ghost_model import GhostModel
-from tests.models.gittins_model import LONG_PAGES, PERIOD, PROMISE_S, TINY_PAGES, TRUST, smooth
+from tests.models.gittins_model import LONG_PAGES, PERIOD, TINY_PAGES, TRUST, smooth
 from tests.models.radix_model import ModelPage, ModelUse, Place, Prefix, visits
 
 Kind = tuple[int, int]  # class of the use count, class of how much was new
@@ -89,11 +89,6 @@ class AdaptiveModel(GhostModel):
                 self.worths = self.work_out()
         use.known = Known(size, goes_on, kind, use.covers if has_end else 0, use.now_s)
 
-    def hint(self, tokens: Prefix, namespace: Hashable, depth: int, continues: bool) -> None:
-        use = self.before(tokens, namespace, depth)
-        if use is not None and use.known.path == depth:
-            use.marks[depth] = "continues" if continues else "closed"
-
     def gone(self, place: Place, page: ModelPage) -> None:
         known = (visits(page), page.last.known)
         for depth, (_, last) in self.remember(place, page.last.known.path, known):
@@ -162,18 +157,13 @@ class AdaptiveModel(GhostModel):
             times = 2
         return (times if times < 4 else 4 if times < 6 else 5), last.size
 
-    def rank(self, page: ModelPage, now_s: float) -> tuple[int, float, int, int]:
-        last = page.last
-        hint, age_s = self.deepest_mark(page), now_s - last.now_s
-        if hint == "closed":
-            return 0, 0.0, 0, last.tick
-        if hint == "continues":
-            return (2, 0.0, 0, last.tick) if age_s <= PROMISE_S else (0, 1.0, 0, last.tick)
+    def rank(self, page: ModelPage, now_s: float) -> tuple[float, int, int]:
+        last, age_s = page.last, now_s - page.last.now_s
         peak, worth = self.worths[self.kind(page)]
         at = in_bin(age_s)
         if now_s and at < peak:
-            return 1, worth[at], 1, -last.tick
-        return 1, worth[at], 0, last.tick
+            return worth[at], 1, -last.tick
+        return worth[at], 0, last.tick
 
     def choose(self, unwanted: list[Place], now_s: float, likely: set[int]) -> Place:
         """Where rounding may decide between two classes, the one that is likely."""
@@ -182,9 +172,8 @@ class AdaptiveModel(GhostModel):
         near = [
             place
             for place in unwanted
-            if ranks[place][0] == ranks[least][0] == 1
-            and self.kind(self.pages[place]) != self.kind(self.pages[least])
-            and ranks[place][1] <= ranks[least][1] * (1 + 1e-9)
+            if self.kind(self.pages[place]) != self.kind(self.pages[least])
+            and ranks[place][0] <= ranks[least][0] * (1 + 1e-9)
         ]
         return next((place for place in near if self.pages[place].page_id in likely), least)
 

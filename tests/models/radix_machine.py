@@ -59,7 +59,7 @@ def make_pair(policy: str, page_size: int) -> tuple[RadixCache, RadixModel]:
         chosen = ByPriority(ttl_s=TTL_S)
     elif policy == "adaptive":
         chosen = Adaptive(
-            promise_s=PROMISE_S, short_tokens=TINY_PAGES * page_size,
+            short_tokens=TINY_PAGES * page_size,
             long_tokens=LONG_PAGES * page_size, trust=TRUST, period=PERIOD, **ghosts,
         )  # fmt: skip
     elif policy == "gated":

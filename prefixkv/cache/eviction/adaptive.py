@@ -14,9 +14,7 @@ Among chats, where few return, this keeps what was seen twice and lets the newes
 `gated`; among agents, where nearly all return, and in a large pool it behaves like `lru`; and in
 a pool for fewer sessions than are active it keeps some whole, which `lru` does not.
 
-A leaf whose session is said to be over goes first. A leaf whose session is said to go on goes last
-for `promise_s`, and first after that. Evicted pages leave ghosts (`ghosts.py`), so that a return is
-seen although the pages are gone.
+Evicted pages leave ghosts (`ghosts.py`), so that a return is seen although the pages are gone.
 
 Source: the index of Gittins (1979), see `hazards.py`; classes by use count, and a bounded memory of
 what was evicted, as in 2Q (Johnson and Shasha, 1994).
@@ -49,8 +47,6 @@ NUM_KINDS = (len(VISITS) + 1) * SIZES
 NO_END = 0
 """As `path_pages`: a use that brought nothing of its own, and so says nothing about returns."""
 
-UNKNOWN, CLOSED, CONTINUES = range(3)
-
 
 class Traits(NamedTuple):
     """What a use was like; equal ones are one object (`traits`)."""
@@ -58,13 +54,12 @@ class Traits(NamedTuple):
     size: int  # which class of how much was new
     next_turn: bool
     kind: int  # the class in which it was counted
-    hint: int
 
 
 @cache
-def traits(size: int, next_turn: bool, kind: int, hint: int) -> Traits:
-    """At most 270 of them."""
-    return Traits(size, next_turn, kind, hint)
+def traits(size: int, next_turn: bool, kind: int) -> Traits:
+    """At most 90 of them."""
+    return Traits(size, next_turn, kind)
 
 
 class Seen(NamedTuple):
@@ -84,9 +79,8 @@ class Adaptive(GhostPolicy):
     """See the module's text.
 
     Args:
-        promise_s: how long pages are kept for a session that was said to go on.
         short_tokens, long_tokens: the two bounds between the three classes of how much was new.
-        ghosts, block_tokens, stride_blocks: see `GhostPolicy`.
+        ghosts, block_tokens, stride_blocks, promise_s: see `GhostPolicy`.
         trust, period: see `Hazards`.
     Raises:
         ConfigError: a setting below its bound.
@@ -95,7 +89,6 @@ class Adaptive(GhostPolicy):
     name = "adaptive"
 
     ghosts: float = 8.0
-    promise_s: float = 1000.0
     short_tokens: int = 4 * 512
     long_tokens: int = 16 * 512
     trust: float = 25.0
@@ -103,7 +96,7 @@ class Adaptive(GhostPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(0, promise_s=self.promise_s, short_tokens=self.short_tokens)
+        at_least(0, short_tokens=self.short_tokens)
         at_least(self.short_tokens, long_tokens=self.long_tokens)
         at_least(1, trust=self.trust, period=self.period)
         groups = [list(range(first, first + SIZES)) for first in range(0, NUM_KINDS, SIZES)]
@@ -134,8 +127,7 @@ class Adaptive(GhostPolicy):
         before: Seen | None = use.before
         if not use.visit and before is not None:
             has_end = before.path_pages != NO_END or use.num_pages > use.old_pages
-            end = use.num_pages if has_end else NO_END
-            return end, traits(*before.traits[:3], UNKNOWN)
+            return use.num_pages if has_end else NO_END, before.traits
         if found is None:
             found = self.remembered.find(use.data, use.old_pages)
         last, new_pages = self.goes_on(use, found)
@@ -143,7 +135,7 @@ class Adaptive(GhostPolicy):
         if last is not None:
             self.hazards.returned(last.traits.kind, use.now_s - last.now_s)
         kind = kind_of(1 if last is None else 2, size)
-        kinds = traits(size, last is not None, kind, UNKNOWN)
+        kinds = traits(size, last is not None, kind)
         if last is None and not new_pages:
             return NO_END, kinds
         self.hazards.start(kind, use.now_s)
@@ -152,12 +144,6 @@ class Adaptive(GhostPolicy):
     def fold(self, upper: Seen, lower: Seen) -> Seen:
         last = upper if upper[0] > lower[0] else lower
         return Seen(last[0], upper[1] + lower[1], last[2], last[3], last[4])
-
-    def hinted(self, mark: Seen, depth: int, continues: bool) -> Seen:
-        if mark.path_pages != depth:  # not the last use of this page
-            return mark
-        hint = CONTINUES if continues else CLOSED
-        return mark._replace(traits=traits(*mark.traits[:3], hint))
 
     def describe(self, history: Mark) -> str:
         return f", class {class_of(history)}, {history.visits} visits"
@@ -190,23 +176,15 @@ def class_of(history: Seen) -> int:
     return kind_of(2 if visits == 1 and kinds.next_turn else visits, kinds.size)
 
 
-_FIRST, _BY_WORTH, _LAST = range(3)
-
-
 class _LeastWorth(LeafOrders):
-    """Two orders for each class, from the oldest and from the newest; then one of the leaves whose
-    session is over, and one of those whose session goes on."""
+    """Two orders for each class, from the oldest and from the newest."""
 
     def __init__(self, policy: Adaptive) -> None:
-        super().__init__(2 * NUM_KINDS + 2)
+        super().__init__(2 * NUM_KINDS)
         self._hazards = policy.hazards
-        self._promise_s = policy.promise_s
 
     def place(self, history: Seen) -> Place:
-        tick, hint = history.tick, history.traits.hint
-        if hint:
-            return 2 * NUM_KINDS + hint - 1, tick, None
-        kind = class_of(history)
+        kind, tick = class_of(history), history.tick
         return 2 * kind, tick, (2 * kind + 1, -tick)
 
     def choose(self, now_s: float) -> Node | None:
@@ -220,13 +198,10 @@ class _LeastWorth(LeafOrders):
         return chosen
 
     def rank_at(self, history: Seen, now_s: float) -> Rank:
-        tick, _, used_s, _, kinds = history
-        if kinds.hint:
-            goes_last = kinds.hint == CONTINUES and now_s - used_s <= self._promise_s
-            return (_LAST, tick) if goes_last else (_FIRST, kinds.hint, tick)
+        tick, _, used_s, _, _ = history
         kind, hazards = class_of(history), self._hazards
         place = bisect_right(EDGES_S, now_s - used_s)
         # Where worth rises with age the newest is worth least. Without a clock nothing has an age,
         # so the oldest goes.
         rises = now_s > 0 and place < hazards.peak[kind]
-        return (_BY_WORTH, hazards.worth[kind][place], rises, -tick if rises else tick)
+        return (hazards.worth[kind][place], rises, -tick if rises else tick)
