@@ -36,13 +36,13 @@ from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, Place, Ran
 from prefixkv.cache.node import Mark, Node
 from prefixkv.settings import at_least
 
-VISITS = (1, 2, 3, 5)
-"""The most uses of each class of use counts but the last one."""
+COUNTS = (0, 0, 1, 2, 3, 3, 4)
+"""The class of a use count: 1, 2, 3, 4 to 5, 6 and more."""
 
 SIZES = 3
 """How many classes of a use count there are, by how much was new."""
 
-NUM_KINDS = (len(VISITS) + 1) * SIZES
+NUM_KINDS = (COUNTS[-1] + 1) * SIZES
 
 NO_END = 0
 """As `path_pages`: a use that brought nothing of its own, and so says nothing about returns."""
@@ -167,7 +167,7 @@ class Adaptive(GhostPolicy):
 
 def kind_of(visits: int, size: int) -> int:
     """The class of pages with so many uses, the last of this size."""
-    return sum(visits > last for last in VISITS) * SIZES + size
+    return COUNTS[visits if visits < 6 else 6] * SIZES + size
 
 
 def class_of(history: Seen) -> int:
@@ -188,13 +188,22 @@ class _LeastWorth(LeafOrders):
         return 2 * kind, tick, (2 * kind + 1, -tick)
 
     def choose(self, now_s: float) -> Node | None:
+        worth, peak, heaps, head = self._hazards.worth, self._hazards.peak, self._heaps, self.head
         least, chosen = None, None
-        for order, heap in enumerate(self._heaps):
-            leaf = self.head(order) if heap else None
-            if leaf is not None:
-                rank = self.rank_at(leaf.mark, now_s)
+        for kind in range(NUM_KINDS):
+            if not heaps[2 * kind] or (oldest := head(2 * kind)) is None:
+                continue
+            place = bisect_right(EDGES_S, now_s - oldest.mark.now_s)
+            if place >= peak[kind] or now_s <= 0:
+                rank = (worth[kind][place], False, oldest.mark.tick)
                 if least is None or rank < least:
-                    least, chosen = rank, leaf
+                    least, chosen = rank, oldest
+            if peak[kind] and now_s > 0 and (newest := head(2 * kind + 1)) is not None:
+                place = bisect_right(EDGES_S, now_s - newest.mark.now_s)
+                if place < peak[kind]:
+                    rank = (worth[kind][place], True, -newest.mark.tick)
+                    if least is None or rank < least:
+                        least, chosen = rank, newest
         return chosen
 
     def rank_at(self, history: Seen, now_s: float) -> Rank:
