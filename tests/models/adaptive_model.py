@@ -23,8 +23,7 @@ Kind = tuple[int, int]  # class of the use count, class of how much was new
 @dataclass(frozen=True)
 class Known:
     size: int
-    next_turn: bool
-    kind: Kind
+    turn: int
     path: int  # 0: it brought nothing of its own
     now_s: float
 
@@ -50,7 +49,7 @@ class AdaptiveModel(GhostModel):
         if not use.visit and before is not None:
             was = before.known
             path = use.covers if was.path or use.brings else 0
-            use.known = Known(was.size, was.next_turn, was.kind, path, use.now_s)
+            use.known = Known(was.size, was.turn, path, use.now_s)
         else:
             known = old
             last: Known | None = before.known if before is not None else None
@@ -75,25 +74,27 @@ class AdaptiveModel(GhostModel):
 
     def first_use(self, use: ModelUse, last: Known | None, known: int, new: int) -> None:
         goes_on = last is not None and last.path == known
+        turn = 1
         if goes_on and last is not None:
-            self.returns.append((last.kind, use.now_s - last.now_s))
+            turn = last.turn + 1
+            self.returns += [(kind, use.now_s - last.now_s) for kind in counted(last)]
         size = 0 if new <= TINY_PAGES else 1 if new <= LONG_PAGES else 2
-        kind = (2 if goes_on else 1, size)
         has_end = goes_on or new > 0
-        if has_end:
+        use.known = Known(size, turn, use.covers if has_end else 0, use.now_s)
+        for kind in counted(use.known) if has_end else ():
             if not self.snapshots or use.now_s - self.starts[self.snapshots[-1]][0] >= 1.0:
                 self.snapshots.append(len(self.starts))
             self.starts.append((use.now_s, kind))
             if len(self.starts) % PERIOD == 0:
                 self.thin_out()
                 self.worths = self.work_out()
-        use.known = Known(size, goes_on, kind, use.covers if has_end else 0, use.now_s)
 
     def gone(self, place: Place, page: ModelPage) -> None:
         known = (visits(page), page.last.known)
         for depth, (_, last) in self.remember(place, page.last.known.path, known):
             if depth == last.path:
-                self.losses.append((last.kind, self.starts[-1][0] - last.now_s))
+                age_s = self.starts[-1][0] - last.now_s
+                self.losses += [(kind, age_s) for kind in counted(last)]
 
     # --- what it is worth -------------------------------------------------------------------------
 
@@ -153,9 +154,9 @@ class AdaptiveModel(GhostModel):
 
     def kind(self, page: ModelPage) -> Kind:
         times, last = visits(page), page.last.known
-        if times == 1 and last.next_turn:
+        if times == 1 and last.turn > 1:
             times = 2
-        return (times if times < 4 else 4 if times < 6 else 5), last.size
+        return count_class(times), last.size
 
     def rank(self, page: ModelPage, now_s: float) -> tuple[float, int, int]:
         last, age_s = page.last, now_s - page.last.now_s
@@ -176,6 +177,16 @@ class AdaptiveModel(GhostModel):
             and ranks[place][0] <= ranks[least][0] * (1 + 1e-9)
         ]
         return next((place for place in near if self.pages[place].page_id in likely), least)
+
+
+def count_class(times: int) -> int:
+    return times if times < 4 else 4 if times < 6 else 5
+
+
+def counted(known: Known) -> list[Kind]:
+    if known.turn > 2:
+        return [(2, known.size), (count_class(known.turn), known.size)]
+    return [(known.turn, known.size)]
 
 
 def in_bin(age_s: float) -> int:

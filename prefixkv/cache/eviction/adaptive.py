@@ -8,7 +8,8 @@ after what time uses are followed by a return (`hazards.py`). From that each lea
 class and age, and the least worth goes first. Worth rises with age, then falls: of the leaves of
 one class the least is the oldest or the newest.
 
-What is counted are uses, not blocks, at the end of their path only: O(1) a use.
+What is counted are uses, not blocks, at the end of their path only, in the class of the new pages
+and, from the third turn on, in that of the pages before them, which share its fate: O(1) a use.
 
 Among chats, where few return, this keeps what was seen twice and lets the newest go first, like
 `gated`; among agents, where nearly all return, and in a large pool it behaves like `lru`; and in
@@ -44,6 +45,8 @@ SIZES = 3
 
 NUM_KINDS = (COUNTS[-1] + 1) * SIZES
 
+MOST_TURNS = len(COUNTS) - 1
+
 NO_END = 0
 """As `path_pages`: a use that brought nothing of its own, and so says nothing about returns."""
 
@@ -52,14 +55,18 @@ class Traits(NamedTuple):
     """What a use was like; equal ones are one object (`traits`)."""
 
     size: int  # which class of how much was new
-    next_turn: bool
-    kind: int  # the class in which it was counted
+    turn: int  # of its conversation, at most `MOST_TURNS`
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """The classes it is counted in: that of its new pages, and that of those before them."""
+        new = kind_of(min(self.turn, 2), self.size)
+        return (new, kind_of(self.turn, self.size)) if self.turn > 2 else (new,)
 
 
 @cache
-def traits(size: int, next_turn: bool, kind: int) -> Traits:
-    """At most 90 of them."""
-    return Traits(size, next_turn, kind)
+def traits(size: int, turn: int) -> Traits:
+    return Traits(size, turn)
 
 
 class Seen(NamedTuple):
@@ -88,10 +95,10 @@ class Adaptive(GhostPolicy):
 
     name = "adaptive"
 
-    ghosts: float = 8.0
+    ghosts: float = 6.0
     short_tokens: int = 4 * 512
     long_tokens: int = 16 * 512
-    trust: float = 25.0
+    trust: float = 60.0
     period: int = 200
 
     def __post_init__(self) -> None:
@@ -132,14 +139,17 @@ class Adaptive(GhostPolicy):
             found = self.remembered.find(use.data, use.old_pages)
         last, new_pages = self.goes_on(use, found)
         size = (new_pages > self._short_pages) + (new_pages > self._long_pages)
+        turn = 1
         if last is not None:
-            self.hazards.returned(last.traits.kind, use.now_s - last.now_s)
-        kind = kind_of(1 if last is None else 2, size)
-        kinds = traits(size, last is not None, kind)
+            turn = min(last.traits.turn + 1, MOST_TURNS)
+            for kind in last.traits.kinds:
+                self.hazards.returned(kind, use.now_s - last.now_s)
+        of_use = traits(size, turn)
         if last is None and not new_pages:
-            return NO_END, kinds
-        self.hazards.start(kind, use.now_s)
-        return use.num_pages, kinds
+            return NO_END, of_use
+        for kind in of_use.kinds:
+            self.hazards.start(kind, use.now_s)
+        return use.num_pages, of_use
 
     def fold(self, upper: Seen, lower: Seen) -> Seen:
         last = upper if upper[0] > lower[0] else lower
@@ -158,7 +168,8 @@ class Adaptive(GhostPolicy):
         for ghost in self.remember(node, num_pages):
             last: Seen = ghost.history
             if ghost.depth == self.remembered.whole_blocks(last.path_pages):
-                hazards.lost(last.traits.kind, hazards.now_s - last.now_s)
+                for kind in last.traits.kinds:
+                    hazards.lost(kind, hazards.now_s - last.now_s)
 
     def reset(self) -> None:
         super().reset()
@@ -173,7 +184,7 @@ def kind_of(visits: int, size: int) -> int:
 def class_of(history: Seen) -> int:
     """The class of a page."""
     visits, kinds = history.visits, history.traits
-    return kind_of(2 if visits == 1 and kinds.next_turn else visits, kinds.size)
+    return kind_of(2 if visits == 1 and kinds.turn > 1 else visits, kinds.size)
 
 
 class _LeastWorth(LeafOrders):
