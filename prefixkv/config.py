@@ -252,7 +252,7 @@ class DecodeConfig:
     max_running: int = 256
     reserve_tokens: int = 128
     cache: bool = True
-    policy: str | Policy = "gated"
+    policy: str | Policy = "adaptive"
     admission: str | Admission = "hit_aware"
     patience_s: float = 5.0
     waiting_timeout_s: float | None = None
@@ -326,7 +326,7 @@ class PrefillConfig:
     bind: str = "tcp://127.0.0.1:*"
     max_running: int = 256
     cache: bool = True
-    policy: str | Policy = "gated"
+    policy: str | Policy = "adaptive"
     follow_s: float = 1.0
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()

@@ -1,7 +1,7 @@
 """The radix cache: which pages hold the KV of which tokens, by prefix."""
 
 # Importing a policy makes it known by name.
-from prefixkv.cache.eviction import aged as aged
+from prefixkv.cache.eviction import adaptive as adaptive
 from prefixkv.cache.eviction import gated as gated
 from prefixkv.cache.eviction import gittins as gittins
 from prefixkv.cache.eviction import plain as plain

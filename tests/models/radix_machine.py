@@ -16,14 +16,14 @@ from hypothesis.stateful import (
 )
 
 from prefixkv.cache.events import NO_PARENT, Cleared, Removed, Stored, page_key
-from prefixkv.cache.eviction.aged import AgedFrequency
+from prefixkv.cache.eviction.adaptive import Adaptive
 from prefixkv.cache.eviction.gated import Gated
 from prefixkv.cache.eviction.gittins import Gittins
 from prefixkv.cache.eviction.plain import ByPriority
 from prefixkv.cache.eviction.policy import make_policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from tests.models.aged_model import AgedModel
+from tests.models.adaptive_model import AdaptiveModel
 from tests.models.gated_model import FRESH_S, KNOWN_S, SHORT_PAGES, GatedModel
 from tests.models.ghost_model import BLOCK_PAGES, GHOST_PAGES, STRIDE_PAGES
 from tests.models.gittins_model import (
@@ -42,8 +42,8 @@ SECONDS = st.integers(0, 40)
 
 
 MODELS: dict[str, type[RadixModel]] = {
-    **dict.fromkeys(RANKS, RadixModel), "aged": AgedModel, "gated": GatedModel,
-    "gittins": GittinsModel,
+    **dict.fromkeys(RANKS, RadixModel), "adaptive": AdaptiveModel,
+    "gated": GatedModel, "gittins": GittinsModel,
 }  # fmt: skip
 POLICIES = list(MODELS)
 
@@ -57,8 +57,11 @@ def make_pair(policy: str, page_size: int) -> tuple[RadixCache, RadixModel]:
     chosen: Any = policy
     if policy == "priority-ttl":
         chosen = ByPriority(ttl_s=TTL_S)
-    elif policy == "aged":
-        chosen = AgedFrequency(**ghosts)
+    elif policy == "adaptive":
+        chosen = Adaptive(
+            short_tokens=TINY_PAGES * page_size,
+            long_tokens=LONG_PAGES * page_size, trust=TRUST, period=PERIOD, **ghosts,
+        )  # fmt: skip
     elif policy == "gated":
         chosen = Gated(
             fresh_s=FRESH_S, known_s=KNOWN_S, short_tokens=SHORT_PAGES * page_size, **ghosts

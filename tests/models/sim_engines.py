@@ -390,7 +390,7 @@ class EngineSim(Sim):
         self.retractions = self.finished = 0
         self.reuse_rooms = self.random.choice([0.0, 0.5])
         self.reused: set[int] = set()
-        self.policy = self.random.choice(["gated", "gated", "lru", "aged", "slru"])
+        self.policy = self.random.choice(["adaptive", "gated", "lru", "gittins", "slru"])
         self.finish_early = self.random.choice([0.03, 0.2])
         sizes, slots = self.shape.page_sizes, self.num_slots
         num_pages = self.prefill_pages * 4 // sizes[0], self.decode_pages * 4 // sizes[1]

@@ -20,8 +20,8 @@ from prefixkv.cache.node import Mark, Node
 from prefixkv.errors import ConfigError
 from prefixkv.registry import Registry
 
-DEFAULT_POLICY = "gated"
-"""What held up best in replays, at every capacity (`gated.py`). It needs to be told the time."""
+DEFAULT_POLICY = "adaptive"
+"""What held up best in replays of unlike workloads (`adaptive.py`). It needs the time."""
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from prefixkv.cache.eviction.aged import AgedFrequency
+from prefixkv.cache.eviction.adaptive import Adaptive
 from prefixkv.cache.eviction.gated import Gated
 from prefixkv.cache.eviction.gittins import Gittins
 from prefixkv.cache.eviction.plain import ByPriority
@@ -128,8 +128,9 @@ def test_a_policy_object_brings_its_own_settings_to_one_cache():
 
 def test_settings_out_of_range_name_the_value():
     for build in (
-        lambda: AgedFrequency(half_life_s=0),
-        lambda: AgedFrequency(ghosts=-1),
+        lambda: Adaptive(trust=0.5),
+        lambda: Adaptive(ghosts=-1),
+        lambda: Adaptive(short_tokens=9, long_tokens=8),
         lambda: Gittins(period=0),
         lambda: Gittins(short_tokens=9, long_tokens=8),
         lambda: ByPriority(ttl_s=-1),
