@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any
 
 from prefixkv.cache import audit, dump, wants
-from prefixkv.cache.events import CacheEvent, EventLog
+from prefixkv.cache.events import Change, EventLog
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
 from prefixkv.cache.eviction.queues import forget
 from prefixkv.cache.node import Node, Want
@@ -433,8 +433,8 @@ class RadixCache(RadixTree):
 
     # --- listening and looking on ----------------------------------------------------------------
 
-    def drain_events(self, afresh: bool = False) -> list[CacheEvent]:
-        """What was stored and removed since the last call.
+    def drain_changes(self, afresh: bool = False) -> list[Change]:
+        """What was stored and removed since the last call, for an `EventFeed`.
 
         The first call begins to listen and gives the tree as it is; a listener that fell too far
         behind, or asks to begin `afresh`, is given `Cleared`, and the tree as it is. Before the
@@ -442,7 +442,7 @@ class RadixCache(RadixTree):
         """
         if self._log is None or self._log.overrun or afresh:
             begun = self._log is not None
-            self._log = EventLog(self.page_size, EVENT_LIMIT_PAGES)
+            self._log = EventLog(EVENT_LIMIT_PAGES)
             if begun or afresh:
                 self._log.cleared()
             for node in self.nodes():

@@ -15,7 +15,7 @@ from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.shares import PrefillShares
-from prefixkv.errors import AbortedError, CallerError, ConfigError
+from prefixkv.errors import AbortedError, CallerError, ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -123,12 +123,14 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._leader = RankLeader(self.scheduler, num_ranks, ranks, self.transfers.submit)
         self.peer_id = self.transfers.peer_id
         self._observe(decode_journal.timeline)
+        self._publish_events(config)
 
     def add(self, request: Request) -> DecodeRequest:
         """Queue a request. Raises RequestError, with nothing changed, for one that cannot be taken.
 
         DrainingError is one of them. Prefill is not told of it: see `refuse`.
         """
+        self._check_namespace(request)
         if self._ranks is not None:
             self._ranks.check(request)
         req = self.scheduler.add(request, self._pump())
@@ -312,6 +314,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self.transfers = PrefillTransfers(pool, config, *where, state, transport)
         self.peer_id = self.transfers.peer_id
         self._observe(prefill_journal.timeline)
+        if rank == 0:
+            self._publish_events(config)
 
     @property
     def endpoint(self) -> str:
@@ -324,6 +328,11 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         Raises RequestError, with nothing changed here; decode is told of it as by `refuse`, unless
         the room is in use.
         """
+        try:
+            self._check_namespace(request)
+        except RequestError as error:
+            self.refuse(request, str(error))
+            raise
         try:
             return self.scheduler.add(request, self._pump())
         finally:
