@@ -24,6 +24,7 @@ import zmq
 
 from prefixkv.addresses import is_loopback
 from prefixkv.cache.events import Change, Cleared
+from prefixkv.cache.node import PAGE_ID_BYTES
 from prefixkv.config import KVEventsConfig
 from prefixkv.errors import ConfigError
 from prefixkv.kv_events.dialects import DIALECTS
@@ -112,7 +113,7 @@ class KVEventPublisher:
         elif self._lost:
             return False
         size = _size(changes)
-        behind_pages = (self._handed_bytes - self._done_bytes) // 4
+        behind_pages = (self._handed_bytes - self._done_bytes) // PAGE_ID_BYTES
         if behind_pages > self.config.max_behind_pages:
             self.counters["overruns"] += 1
             self._lost = True
@@ -307,8 +308,9 @@ class KVEventPublisher:
 
 
 def _size(changes: list[Change]) -> int:
-    """Of their page ids, in bytes."""
-    return sum(0 if isinstance(change, Cleared) else len(change.pages) for change in changes)
+    """Of their page ids, in bytes; a change counts as one page more."""
+    size = PAGE_ID_BYTES * len(changes)
+    return size + sum(len(change.pages) for change in changes if not isinstance(change, Cleared))
 
 
 def _topic(worker: str, model: str) -> str:

@@ -191,7 +191,11 @@ class Node(Closing, Generic[C, To, E]):
         pool's memory until its requests have ended there. Raises InternalError, with the threads
         joined, if the agent could not be destroyed.
         """
-        self.transfers.close()
+        try:
+            self.transfers.close()
+        finally:
+            if self.kv_events is not None:
+                self.kv_events.close()
 
     def _pump(self) -> float:
         """Take in what the control thread has to tell; returns the time."""
