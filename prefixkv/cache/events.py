@@ -313,10 +313,12 @@ def page_key(parent: bytes, page_tokens: bytes) -> bytes:
 class EventLog:
     """Changes since the last drain. O(1) a change."""
 
+    __slots__ = ("_limit", "_num_pages", "changes")
+
     def __init__(self, limit: int) -> None:
         self._limit = limit  # pages; a listener further behind than this starts afresh
-        self._changes: list[Change] = []
         self._num_pages = 0
+        self.changes: list[Change] = []
 
     @property
     def overrun(self) -> bool:
@@ -325,22 +327,22 @@ class EventLog:
     def stored(self, namespace: Hashable, above: Packed, key: Packed, pages: Packed) -> None:
         """Pages with these packed tokens were added after the last page of `above` (which is empty
         at the root)."""
-        self._append(Inserted(namespace, bytes(above[-PAGE_ID_BYTES:]), bytes(key), bytes(pages)))
+        self.changes.append(
+            Inserted(namespace, bytes(above[-PAGE_ID_BYTES:]), bytes(key), bytes(pages))
+        )
+        self._num_pages += len(pages) // PAGE_ID_BYTES
 
     def removed(self, pages: Packed) -> None:
         """These pages, neighbours on one path, were taken out."""
-        self._append(TakenOut(bytes(pages)))
+        self.changes.append(TakenOut(bytes(pages)))
+        self._num_pages += len(pages) // PAGE_ID_BYTES
 
     def cleared(self) -> None:
-        self._changes.append(Cleared())
+        self.changes.append(Cleared())
 
     def drain(self) -> list[Change]:
-        changes, self._changes, self._num_pages = self._changes, [], 0
+        changes, self.changes, self._num_pages = self.changes, [], 0
         return changes
-
-    def _append(self, change: Inserted | TakenOut) -> None:
-        self._changes.append(change)
-        self._num_pages += len(change.pages) // PAGE_ID_BYTES
 
 
 def _num_pages(change: Change) -> int:

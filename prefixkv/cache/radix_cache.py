@@ -41,6 +41,9 @@ from prefixkv.paging import Pages
 EVENT_LIMIT_PAGES = 1 << 20
 """How many pages of events wait for a listener before it is made to start afresh."""
 
+NOTHING_CHANGED: list[Change] = []
+"""Never written to."""
+
 
 class RadixCache(RadixTree):
     """See the module's text. One owner, no threads; every call leaves all laws of `audit.py` true.
@@ -440,14 +443,18 @@ class RadixCache(RadixTree):
         behind, or asks to begin `afresh`, is given `Cleared`, and the tree as it is. Before the
         first call nothing is recorded.
         """
-        if self._log is None or self._log.overrun or afresh:
-            begun = self._log is not None
+        log = self._log
+        if log is not None and not (log.changes or afresh):
+            return NOTHING_CHANGED
+        if log is None or log.overrun or afresh:
+            begun = log is not None
             self._log = EventLog(EVENT_LIMIT_PAGES)
             if begun or afresh:
                 self._log.cleared()
             for node in self.nodes():
                 assert node.parent is not None
                 self._log_stored(node, node.parent.pages, node.key, node.pages)
+        assert self._log is not None
         return self._log.drain()
 
     def stats(self) -> CacheStats:

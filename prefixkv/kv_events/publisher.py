@@ -15,9 +15,10 @@ Source: vLLM 0.32 `distributed/kv_events.py`; the snapshot, llm-d-router `pkg/kv
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from typing import Final
 
 import zmq
@@ -40,7 +41,9 @@ END: Final = (-1).to_bytes(SEQ_BYTES, signed=True)
 UNREADABLE: Final = (-2).to_bytes(SEQ_BYTES, signed=True)
 SNAPSHOT: Final = b"snapshot"
 
-_PAUSE_S = 0.002  # between two looks at the inbox: what comes meanwhile is one batch
+_PAUSE_S = 0.003  # between two looks at what was handed over, while something is
+_AWAKE_S = 0.1  # after that long without, the thread sleeps, and has to be woken: 10 us
+_LONGEST_S = 3600.0
 _RETRY_S = 0.01  # until a client whose queue is full is looked at again
 _REQUESTS_A_TURN = 64
 _QUEUE_ANSWERS = 16  # a client; the rest is made when it has read
@@ -79,7 +82,9 @@ class KVEventPublisher:
         )  # fmt: skip
         self._epoch = worker.incarnation.to_bytes(EPOCH_BYTES)
         self._topic_frame = self.topic.encode()
-        self._inbox: Inbox[list[Change]] = Inbox()
+        self._handed: deque[list[Change]] = deque()
+        self._asleep = False  # `hand_over` has to wake the thread
+        self._bell: Inbox[None] = Inbox()
         self._handed_bytes = 0  # of page ids; written by the scheduler's thread alone
         self._done_bytes = 0  # by this object's
         self._lost = False
@@ -96,7 +101,7 @@ class KVEventPublisher:
             self._snapshots = self._bound(zmq.ROUTER, "snapshot_endpoint", _QUEUE_ANSWERS)
         except BaseException:
             self._context.destroy(linger=0)
-            self._inbox.close()
+            self._bell.close()
             raise
         self.endpoint = _address(self._pub)
         self.replay_endpoint = _address(self._replay)
@@ -119,7 +124,9 @@ class KVEventPublisher:
             self._lost = True
             return False
         self._handed_bytes += size
-        self._inbox.put(changes)
+        self._handed.append(changes)
+        if self._asleep:
+            self._bell.rouse()
         return True
 
     @property
@@ -139,9 +146,9 @@ class KVEventPublisher:
         """Say that nothing is held any more, and end the thread. Again: no-op."""
         if not self._closing:
             self._closing = True
-            self._inbox.rouse()
+            self._bell.rouse()
             self._thread.join()
-            self._inbox.close()
+            self._bell.close()
 
     # --- its own thread ---------------------------------------------------------------------------
 
@@ -155,20 +162,29 @@ class KVEventPublisher:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for sock in (self._inbox.fd, self._replay, self._snapshots):
+        for sock in (self._bell.fd, self._replay, self._snapshots):
             if sock is not None:
                 poller.register(sock, zmq.POLLIN)
         heartbeat_s = self.config.heartbeat_s
         beat_s = time.monotonic() + heartbeat_s
+        sleep_s = 0.0  # when it may
         while not self._closing:
-            wait_s = _RETRY_S if self._waiting else beat_s - time.monotonic()
-            ready = dict(poller.poll(max(0, int(wait_s * 1000))))
-            changes = self._inbox.drain()
-            if changes:
-                self._publish(changes)
             now_s = time.monotonic()
-            if changes:
-                beat_s = now_s + heartbeat_s
+            # Said before it is looked whether something has come: `hand_over` does it in the other
+            # order, so one of the two sees the other's.
+            self._asleep = now_s >= sleep_s
+            wait_s = min(
+                _PAUSE_S if self._handed or not self._asleep else _LONGEST_S, beat_s - now_s
+            )
+            if self._waiting:
+                wait_s = min(wait_s, _RETRY_S)
+            ready = dict(poller.poll(math.ceil(max(0.0, wait_s) * 1000)))
+            self._asleep = False
+            self._bell.drain()
+            now_s = time.monotonic()
+            if self._handed:
+                self._publish([self._handed.popleft() for _ in range(len(self._handed))])
+                beat_s, sleep_s = now_s + heartbeat_s, now_s + _AWAKE_S
             elif now_s >= beat_s:
                 self._send(self._stream.heartbeat(time.time()))
                 self.counters["heartbeats"] += 1
@@ -178,8 +194,7 @@ class KVEventPublisher:
                     self._read_requests(sock)
             for client in list(self._waiting):
                 self._answer(*client)
-            time.sleep(_PAUSE_S)
-        self._publish([*self._inbox.drain(), [Cleared()]])
+        self._publish([*self._handed, [Cleared()]])
 
     def _publish(self, lists: list[list[Change]]) -> None:
         for changes in lists:
@@ -310,7 +325,10 @@ class KVEventPublisher:
 def _size(changes: list[Change]) -> int:
     """Of their page ids, in bytes; a change counts as one page more."""
     size = PAGE_ID_BYTES * len(changes)
-    return size + sum(len(change.pages) for change in changes if not isinstance(change, Cleared))
+    for change in changes:
+        if type(change) is not Cleared:
+            size += len(change.pages)  # type: ignore[union-attr]
+    return size
 
 
 def _topic(worker: str, model: str) -> str:
