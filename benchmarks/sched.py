@@ -351,8 +351,8 @@ class Bench:
     def publishing(self) -> None:
         """Lives of two workers by turns, of which one publishes cache events; a subscriber in
         another process reads them. `hand_over` is what the publisher's part of a call costs."""
-        names = ("endpoint", "replay_endpoint", "snapshot_endpoint")
-        config = KVEventsConfig(**dict.fromkeys(names, "tcp://127.0.0.1:*"))
+        free = "tcp://127.0.0.1:*"
+        config = KVEventsConfig(free, free, free)
         for full in (False, True):
             workers = [Worker(self._seed, self._config) for _ in range(2)]
             pasts = [worker.fill_cache() for worker in workers]
@@ -413,9 +413,9 @@ class Bench:
             for number in range(2 * self._rounds(2_000)):
                 at = (number + number // 2) % 2  # 0 1 1 0: neither always follows the other
                 one_life(at, pasts[at][number // 2 % CONVERSATIONS])
-        for name, kind in (("admit", admit), ("finish", finish)):
+        for name, pair in (("admit", admit), ("finish", finish)):
             rows = [
-                self._add(name, kind[at], full=full, publishing=bool(at), by_turns=True)
+                self._add(name, pair[at], full=full, publishing=bool(at), by_turns=True)
                 for at in (0, 1)
             ]
             medians = [row["cpu_us_p50"] for row in rows]
