@@ -52,6 +52,11 @@ _MAX_REQUEST_BYTES = 1024
 _FAILURES = 3  # in making batches, each a defect, until it is given up
 _LINGER_S = 0.2
 
+_COUNTERS = (
+    "batches", "bytes", "events_lost", "heartbeats", "overruns", "replays", "snapshots",
+    "unreadable_requests",
+)  # fmt: skip
+
 _Socket = zmq.Socket[bytes]
 
 
@@ -71,7 +76,7 @@ class KVEventPublisher:
 
     def __init__(self, config: KVEventsConfig, worker: PeerId, model: str, page_size: int) -> None:
         self.config = config
-        self.counters: Counter[str] = Counter()
+        self.counters = Counter(dict.fromkeys(_COUNTERS, 0))
         self.topic = config.topic or _topic(worker.name, model)
         self.dialect = DIALECTS[config.dialect](page_size, config.medium)
         # Microseconds: no life publishes a million batches a second, so the next begins above this.
@@ -136,11 +141,7 @@ class KVEventPublisher:
 
     def stats(self) -> dict[str, int]:
         """What was published and answered, and what went wrong. Any thread may ask."""
-        names = (
-            "batches", "bytes", "events_lost", "heartbeats", "overruns", "replays", "snapshots",
-            "unreadable_requests",
-        )  # fmt: skip
-        return {**dict.fromkeys(names, 0), **self.counters}
+        return dict(self.counters)
 
     def close(self) -> None:
         """Say that nothing is held any more, and end the thread. Again: no-op."""

@@ -138,11 +138,22 @@ class Fleet:
         where = dict.fromkeys(names, "tcp://127.0.0.1:*")
         return Worker(number, self.chats, self.folder, **(where | {"heartbeat_s": 0.3} | config))
 
-    def run(self, per_second: float = AS_FAST_AS_IT_GOES, rounds: int = ROUNDS) -> None:
+    def run(
+        self,
+        per_second: float = AS_FAST_AS_IT_GOES,
+        rounds: int = ROUNDS,
+        flushes: float = 0.003,
+    ) -> None:
         """Operations of both workers at once."""
         for worker in self.workers:
             seed = self.num_operations + worker.number
-            worker.begin(do="run", num_operations=rounds, seed=seed, per_second=per_second)
+            worker.begin(
+                do="run",
+                num_operations=rounds,
+                seed=seed,
+                per_second=per_second,
+                flushes=flushes,
+            )
         for worker in self.workers:
             self.evicted_pages += worker.end()
             self.num_operations += rounds
@@ -201,25 +212,29 @@ def test_they_agree_after_subscribers_were_stopped(fleet: Fleet) -> None:
     """For long enough that what waits for them was dropped: of worker 2 little is kept."""
     for service in fleet.services:
         service.stop()
+    answered = fleet.workers[1].ask(do="stats")["replays"]
     begun_s = time.monotonic()
-    fleet.run()
-    fleet.run(per_second=ROUNDS / STOP_S)
-    assert time.monotonic() - begun_s >= STOP_S
+    # No flush mends what was missed.
+    fleet.run(flushes=0)
+    fleet.run(flushes=0, per_second=ROUNDS / STOP_S)
+    assert time.monotonic() - begun_s >= STOP_S - 0.1
     for service in fleet.services:
         service.go_on()
     fleet.check()
+    assert fleet.workers[1].ask(do="stats")["replays"] >= answered + len(fleet.services)
 
 
 def test_they_agree_after_a_worker_was_killed(fleet: Fleet) -> None:
     """It comes back empty at its former addresses, under its name; nobody tells the services."""
     killed = fleet.workers[0]
-    killed.begin(do="run", num_operations=10**9, seed=3, per_second=AS_FAST_AS_IT_GOES)
-    time.sleep(0.5)
+    killed.begin(do="run", num_operations=10**9, seed=3, per_second=1e9, flushes=0)
+    time.sleep(1.0)
     killed.kill()
     names = {"endpoint": "endpoint", "replay": "replay_endpoint", "snapshot": "snapshot_endpoint"}
     config = {names[name]: address for name, address in killed.where.items()}
     fleet.workers[0] = fleet.worker(1, **config)
-    fleet.run()
+    # So few that it has published less than before, and no flush mends what is wrong.
+    fleet.run(rounds=50, flushes=0)
     fleet.check()
 
 

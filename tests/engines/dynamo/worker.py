@@ -45,12 +45,13 @@ class Worker:
         self.publisher = KVEventPublisher(config, PeerId(name, life), "model", PAGE_SIZE)
         self.feed.listen(self.publisher)
 
-    def run(self, num_operations: int, seed: int, per_second: float) -> int:
-        """At most so many a second. Returns how many pages were evicted meanwhile."""
+    def run(self, num_operations: int, seed: int, per_second: float, flushes: float) -> int:
+        """At most so many a second, of which so many are flushes. Returns how many pages were
+        evicted meanwhile."""
         chance, evicted = random.Random(seed), self.books.evicted_pages
         begun_s = time.monotonic()
         for number in range(num_operations):
-            if chance.random() < 0.003:
+            if chance.random() < flushes:
                 self.scheduler.flush()
             else:
                 self._serve(chance)
