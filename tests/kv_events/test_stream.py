@@ -127,6 +127,21 @@ def test_a_snapshot_is_made_once_for_all_who_ask() -> None:
     assert msgspec.msgpack.decode(later.payload)[1] == msgspec.msgpack.decode(snapshot.payload)[1]
 
 
+def test_a_snapshot_keeps_namespaces_apart() -> None:
+    """Equal tokens have equal page keys in all of them."""
+    world = World(1, page_size=1)
+    world.cache.drain_changes()  # from now on in the order in which it happens
+    for namespace in (None, Namespace(lora="a")):
+        world.cache.insert([1], [world.cache.num_pages], namespace)
+    world.cache.insert([1, 2], [0, 2], None)  # it follows a page of the other, in order
+    world.publish()
+    follower = Follower(1)
+    follower.restart(*world.stream.snapshot(1.0))
+    assert len(follower.blocks) == 3
+    assert follower.matched([1, 2]) == 2
+    assert follower.matched([1, 2], Namespace(lora="a")) == 1
+
+
 def test_what_is_kept_is_bounded_by_batches_and_bytes() -> None:
     world = World(2, keep=1000, bytes=2_000)
     for _ in range(100):

@@ -65,6 +65,9 @@ def test_a_node_tells_without_being_asked_for_anything_else(make_pair: MakePair)
         assert cache.num_pages >= 10
         while len(subscriber.follower.blocks) < cache.num_pages:
             subscriber.follow()
+        pair.decode.flush()
+        while subscriber.follower.blocks:
+            subscriber.follow()
 
 
 def test_one_feed_serves_routers_and_who_takes_batches(make_pair: MakePair) -> None:
