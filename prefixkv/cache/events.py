@@ -115,9 +115,10 @@ class Inserted(NamedTuple):
 
 
 class TakenOut(NamedTuple):
-    """Pages that are in the tree no longer, neighbours on one path."""
+    """Pages that an eviction took out, in runs: each of neighbours on one path, and after those
+    that followed it."""
 
-    pages: bytes  # packed ids
+    runs: list[Packed]  # packed ids
 
 
 Change: TypeAlias = Inserted | TakenOut | Cleared
@@ -182,9 +183,10 @@ class PagePaths:
             key, number = own, number + 1
         return run
 
-    def taken_out(self, change: TakenOut) -> list[Place]:
-        """Forget pages; where each of them stood."""
-        return [self._places.pop(page) for page in _ids(change.pages)]
+    def taken_out(self, change: TakenOut) -> list[list[Place]]:
+        """Forget pages; where each of them stood, run by run."""
+        pop = self._places.pop
+        return [[pop(page) for page in _ids(pages)] for pages in change.runs]
 
     def clear(self) -> None:
         self._places.clear()
@@ -238,9 +240,7 @@ class EventFeed:
         if not afresh:
             changes = self._untaken + changes
         self._untaken, self._num_untaken_pages = [], 0
-        batch = EventBatch(
-            self._worker, self._incarnation, self._seq, tuple(map(self._event, changes))
-        )
+        batch = EventBatch(self._worker, self._incarnation, self._seq, tuple(self._events(changes)))
         self._seq += 1
         return batch
 
@@ -261,7 +261,7 @@ class EventFeed:
         self._hand_over(changes, afresh)
         if self._seq and self._num_untaken_pages <= UNTAKEN_LIMIT_PAGES:
             self._untaken += changes
-            self._num_untaken_pages += sum(_num_pages(change) for change in changes)
+            self._num_untaken_pages += stored_pages(changes)
             if self._num_untaken_pages > UNTAKEN_LIMIT_PAGES:
                 self._untaken = []
 
@@ -269,19 +269,20 @@ class EventFeed:
         if self._listener is not None and changes and (afresh or not self._lost):
             self._lost = not self._listener.hand_over(changes)
 
-    def _event(self, change: Change) -> CacheEvent:
-        match change:
-            case Inserted():
-                return as_stored(self._paths.inserted(change))
-            case TakenOut():
-                gone = self._paths.taken_out(change)
-                keys = tuple(place.key for place in gone)
-                return Removed(gone[0].namespace, gone[0].parent, keys)
-            case Cleared():
-                self._paths.clear()
-                return change
-            case _:
-                assert_never(change)
+    def _events(self, changes: list[Change]) -> Iterator[CacheEvent]:
+        for change in changes:
+            match change:
+                case Inserted():
+                    yield as_stored(self._paths.inserted(change))
+                case TakenOut():
+                    for run in self._paths.taken_out(change):
+                        keys = tuple(place.key for place in run)
+                        yield Removed(run[0].namespace, run[0].parent, keys)
+                case Cleared():
+                    self._paths.clear()
+                    yield change
+                case _:
+                    assert_never(change)
 
 
 def page_keys(data: Packed, page_size: int, parent: bytes = NO_PARENT) -> list[bytes]:
@@ -316,7 +317,7 @@ class EventLog:
     __slots__ = ("_limit", "_num_pages", "changes")
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit  # pages; a listener further behind than this starts afresh
+        self._limit = limit  # pages stored; a listener further behind than this starts afresh
         self._num_pages = 0
         self.changes: list[Change] = []
 
@@ -332,10 +333,10 @@ class EventLog:
         )
         self._num_pages += len(pages) // PAGE_ID_BYTES
 
-    def removed(self, pages: Packed) -> None:
-        """These pages, neighbours on one path, were taken out."""
-        self.changes.append(TakenOut(bytes(pages)))
-        self._num_pages += len(pages) // PAGE_ID_BYTES
+    def removed(self, runs: list[Packed]) -> None:
+        """These pages were taken out, see `TakenOut`. Neither the list nor what is in it changes
+        any more."""
+        self.changes.append(TakenOut(runs))
 
     def cleared(self) -> None:
         self.changes.append(Cleared())
@@ -345,8 +346,13 @@ class EventLog:
         return changes
 
 
-def _num_pages(change: Change) -> int:
-    return 0 if isinstance(change, Cleared) else len(change.pages) // PAGE_ID_BYTES
+def stored_pages(changes: list[Change]) -> int:
+    """How many pages they have stored. What was taken out is no more than that, in the long run."""
+    num_bytes = 0
+    for change in changes:
+        if type(change) is Inserted:
+            num_bytes += len(change.pages)
+    return num_bytes // PAGE_ID_BYTES
 
 
 def _ids(pages: Packed) -> list[int]:

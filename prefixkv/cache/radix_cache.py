@@ -330,9 +330,13 @@ class RadixCache(RadixTree):
         # All at once needs no order. But `_strip` walks over what is held, so that has to be the
         # lesser part.
         if num_pages == self.evictable_pages >= self.protected_pages and self._order_is_free():
-            taken = self._strip(thinned, self._log)
+            taken = self._strip(thinned)
+            if self._log is not None:
+                self._log.removed(taken[::-1])
         else:
             taken = self._evict_in_order(num_pages, thinned)
+            if self._log is not None:
+                self._log.removed(taken)
         for node in thinned:
             self._merge_if_idle(node)
         ids = self._taken_out(taken)

@@ -24,8 +24,7 @@ from typing import Final
 import zmq
 
 from prefixkv.addresses import is_loopback
-from prefixkv.cache.events import Change, Cleared
-from prefixkv.cache.node import PAGE_ID_BYTES
+from prefixkv.cache.events import Change, Cleared, stored_pages
 from prefixkv.config import KVEventsConfig
 from prefixkv.errors import ConfigError
 from prefixkv.kv_events.dialects import DIALECTS
@@ -41,7 +40,7 @@ END: Final = (-1).to_bytes(SEQ_BYTES, signed=True)
 UNREADABLE: Final = (-2).to_bytes(SEQ_BYTES, signed=True)
 SNAPSHOT: Final = b"snapshot"
 
-_PAUSE_S = 0.003  # between two looks at what was handed over, while something is
+_PAUSE_S = 0.01  # between two looks at what was handed over, while something is
 _AWAKE_S = 0.1  # after that long without, the thread sleeps, and has to be woken: 10 us
 _LONGEST_S = 3600.0
 _RETRY_S = 0.01  # until a client whose queue is full is looked at again
@@ -90,8 +89,8 @@ class KVEventPublisher:
         self._handed: deque[list[Change]] = deque()
         self._asleep = False  # `hand_over` has to wake the thread
         self._bell: Inbox[None] = Inbox()
-        self._handed_bytes = 0  # of page ids; written by the scheduler's thread alone
-        self._done_bytes = 0  # by this object's
+        self._handed_lists = self._handed_pages = 0  # written by the scheduler's thread alone
+        self._done_lists = self._done_pages = 0  # by this object's
         self._lost = False
         self._deaf = False  # until a list begins with Cleared
         self._num_failures = 0
@@ -122,13 +121,12 @@ class KVEventPublisher:
             self._lost = False
         elif self._lost:
             return False
-        size = _size(changes)
-        behind_pages = (self._handed_bytes - self._done_bytes) // PAGE_ID_BYTES
-        if behind_pages > self.config.max_behind_pages:
+        if self._handed_pages - self._done_pages > self.config.max_behind_pages:
             self.counters["overruns"] += 1
             self._lost = True
             return False
-        self._handed_bytes += size
+        self._handed_pages += stored_pages(changes)
+        self._handed_lists += 1
         self._handed.append(changes)
         if self._asleep:
             self._bell.rouse()
@@ -137,7 +135,7 @@ class KVEventPublisher:
     @property
     def idle(self) -> bool:
         """See `Listener`."""
-        return self._handed_bytes == self._done_bytes and self._num_failures < _FAILURES
+        return self._handed_lists == self._done_lists and self._num_failures < _FAILURES
 
     def stats(self) -> dict[str, int]:
         """What was published and answered, and what went wrong. Any thread may ask."""
@@ -209,7 +207,8 @@ class KVEventPublisher:
                     self._failed()
             if self._deaf:
                 self.counters["events_lost"] += len(changes)
-            self._done_bytes += _size(changes)
+            self._done_pages += stored_pages(changes)
+            self._done_lists += 1
 
     def _failed(self) -> None:
         """A defect: what is known may be wrong, so nothing is held until all is told afresh."""
@@ -321,15 +320,6 @@ class KVEventPublisher:
                 address,
             )
         return sock
-
-
-def _size(changes: list[Change]) -> int:
-    """Of their page ids, in bytes; a change counts as one page more."""
-    size = PAGE_ID_BYTES * len(changes)
-    for change in changes:
-        if type(change) is not Cleared:
-            size += len(change.pages)  # type: ignore[union-attr]
-    return size
 
 
 def _topic(worker: str, model: str) -> str:

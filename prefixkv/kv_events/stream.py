@@ -74,9 +74,9 @@ class EventStream:
                     events.append(self.dialect.stored(run))
                     num_pages += len(run)
                 case TakenOut():
-                    run = self._paths.taken_out(change)
-                    events.append(self.dialect.removed(run))
-                    num_pages += len(run)
+                    for run in self._paths.taken_out(change):
+                        events.append(self.dialect.removed(run))
+                        num_pages += len(run)
                 case Cleared():
                     self._paths.clear()
                     events.append(self.dialect.cleared())

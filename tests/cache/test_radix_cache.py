@@ -465,7 +465,7 @@ def test_a_listener_that_comes_late_or_falls_behind_gets_the_tree_as_it_is(monke
     assert sum(len(change.pages) for change in changes) == 4 * PAGE_ID_BYTES
     assert cache.drain_changes() == []
     evicted = cache.evict(1)
-    assert cache.drain_changes() == [TakenOut(evicted.tobytes())]
+    assert cache.drain_changes() == [TakenOut([evicted.tobytes()])]
     cache.insert(tokens("wxyz"), range(10, 14))
     first, *rest = cache.drain_changes()
     assert first == Cleared()

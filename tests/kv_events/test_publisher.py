@@ -380,9 +380,10 @@ def test_a_defect_in_making_events_is_no_lie(make: Make, caplog: pytest.LogCaptu
     worker.feed.pass_on()
     agrees(worker, subscriber, range(4))
     worker.publisher.dialect.stored = broken
+    publisher = worker.publisher
     for seed in range(10, 18):
         worker.insert(seed)
-        until(lambda: worker.publisher._handed_bytes == worker.publisher._done_bytes)
+        until(lambda: publisher._handed_lists == publisher._done_lists)
     assert not worker.publisher.idle
     subscriber.follow_until(worker.publisher._stream.next_seq)
     assert not subscriber.follower.blocks
