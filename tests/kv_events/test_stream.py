@@ -127,6 +127,21 @@ def test_a_snapshot_is_made_once_for_all_who_ask() -> None:
     assert msgspec.msgpack.decode(later.payload)[1] == msgspec.msgpack.decode(snapshot.payload)[1]
 
 
+@pytest.mark.parametrize("num_pages", [5, 4])
+def test_what_follows_goes_first(num_pages: int) -> None:
+    """Also where all goes at once, in no order."""
+    world = World(1, page_size=1)
+    world.cache.drain_changes()
+    world.cache.insert([1, 2, 3], [0, 1, 2])
+    world.cache.insert([1, 2, 4, 5], [0, 1, 3, 4])
+    world.cache.evict(num_pages)
+    world.publish()
+    follower = Follower(1)
+    follower.next_seq = FIRST
+    assert all(follower.take(*batch) for batch in world.published)
+    assert len(follower.blocks) == 5 - num_pages
+
+
 def test_a_snapshot_keeps_namespaces_apart() -> None:
     """Equal tokens have equal page keys in all of them."""
     world = World(1, page_size=1)
