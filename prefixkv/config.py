@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
 
+from prefixkv.addresses import check_address
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.errors import ConfigError
 from prefixkv.settings import above, at_least, check_kind, check_types
@@ -217,6 +218,57 @@ class Admission(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class KVEventsConfig:
+    """Cache events for routers, in the words of other engines (`docs/fleet.md`).
+
+    Three sockets bind: a PUB for events, a ROUTER that repeats those from a number on, a ROUTER
+    that says what there is. "" turns the last two off, a port of `*` takes a free one. Events carry
+    the tokens of prompts, and whoever reaches the ports can read them: another address than a
+    loopback one is for a network that is isolated, and is warned of.
+
+    `topic`: "" is "kv@" + the worker's name + "@" + `ModelConfig.model`. `medium` is where the KV
+    is, in the dialect's words. `dp_rank` is the data-parallel rank that events name.
+
+    Of what was published, at most `keep_batches` and `keep_bytes` are kept to be repeated. A
+    subscriber that does not read has at most `queue_batches` waiting; it misses what is beyond, and
+    sees that by the numbers. After `heartbeat_s` without events an empty batch is published, so
+    that the last events cannot be missed unseen. What waits for the publisher's thread is at most
+    `max_behind_pages`; beyond, it begins afresh.
+
+    With `epoch_frames` the number's frame goes on with 16 bytes that name this life of the worker,
+    as llm-d's recovery by snapshots wants them. Dynamo refuses such frames.
+    """
+
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str = "tcp://127.0.0.1:5558"
+    snapshot_endpoint: str = "tcp://127.0.0.1:5559"
+    topic: str = ""
+    dialect: Literal["vllm", "sglang"] = "vllm"
+    medium: str = "GPU"
+    dp_rank: int = 0
+    keep_batches: int = 10_000
+    keep_bytes: int = 64 << 20
+    queue_batches: int = 10_000
+    heartbeat_s: float = 1.0
+    max_behind_pages: int = 1 << 20
+    epoch_frames: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _one_of(self, ("vllm", "sglang"), "dialect")
+        _at_least(self, 0, "dp_rank", "keep_batches", "keep_bytes")
+        _at_least(self, 1, "queue_batches", "max_behind_pages")
+        _above(self, 0, "heartbeat_s")
+        for name in ("endpoint", "replay_endpoint", "snapshot_endpoint"):
+            address = getattr(self, name)
+            try:
+                if address or name == "endpoint":
+                    check_address(address)
+            except ValueError as error:
+                raise ConfigError(f"{name} is {address!r}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """A decode worker.
 
@@ -246,6 +298,8 @@ class DecodeConfig:
     `record` names a file to which the node writes its traffic for `prefixkv replay`, as salted
     hashes (runtime/record.py): at most `record_files` of at most `record_bytes`. None: nothing is
     written.
+
+    `kv_events` publishes what the prefix cache does, for routers; None: not.
     """
 
     name: str = "decode-0"
@@ -267,6 +321,7 @@ class DecodeConfig:
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()
+    kv_events: KVEventsConfig | None = None
 
     def __post_init__(self) -> None:
         _check_worker(self)
@@ -319,7 +374,8 @@ class PrefillConfig:
     """A prefill worker. `bind` is its ROUTER's address; a port of `*` takes a free one.
 
     A request whose prefix another computes waits for it, but not once nothing has been computed for
-    `follow_s`; 0: each computes its own.
+    `follow_s`; 0: each computes its own. `kv_events` as on decode; of several ranks the first
+    publishes.
     """
 
     name: str = "prefill-0"
@@ -331,6 +387,7 @@ class PrefillConfig:
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()
+    kv_events: KVEventsConfig | None = None
 
     def __post_init__(self) -> None:
         _check_worker(self)
@@ -343,6 +400,8 @@ def _check_worker(config: DecodeConfig | PrefillConfig) -> None:
     check_kind("model", config.model, ModelConfig)
     check_kind("control", config.control, ControlConfig)
     check_kind("transport", config.transport, TransportConfig)
+    if config.kv_events is not None:
+        check_kind("kv_events", config.kv_events, KVEventsConfig)
     _at_least(config, 1, "max_running")
     if not 1 <= len(config.name) <= 256:
         raise ConfigError(f"name has {len(config.name)} characters, 1 to 256 are needed")

@@ -14,6 +14,7 @@ from prefixkv.config import (
     ControlConfig,
     CurveConfig,
     DecodeConfig,
+    KVEventsConfig,
     ModelConfig,
     PrefillConfig,
     TransportConfig,
@@ -72,6 +73,18 @@ TOO_LOW: dict[type, dict[str, Any]] = {
     },
     PrefillConfig: {"max_running": 0, "follow_s": -0.1, "name": "x" * 257},
     ModelConfig: {},
+    KVEventsConfig: {
+        "dp_rank": -1,
+        "keep_batches": -1,
+        "keep_bytes": -1,
+        "queue_batches": 0,
+        "max_behind_pages": 0,
+        "heartbeat_s": 0.0,
+        "endpoint": "",
+        "replay_endpoint": "127.0.0.1:5558",
+        "snapshot_endpoint": "tcp://127.0.0.1:99999",
+        "dialect": "dynamo",
+    },
 }
 
 
@@ -100,8 +113,15 @@ WRONG: dict[str, list[Any]] = {
     "ModelConfig": [None, "llama"],
     "ControlConfig": [None, TransportConfig()],
     "TransportConfig": [None, ControlConfig()],
+    "KVEventsConfig | None": [7, "tcp://127.0.0.1:5557"],
 }
-BY_NAME = {"policy", "admission", "failure_policy", "memory_type"}  # choices: names or objects
+BY_NAME = {
+    "policy",
+    "admission",
+    "failure_policy",
+    "memory_type",
+    "dialect",
+}  # choices: names or objects
 
 
 @pytest.mark.parametrize(
@@ -158,6 +178,10 @@ def test_every_number_and_choice_has_a_bound() -> None:
         "interface",
         "trial_peers",
         "prove_death",
+        "topic",
+        "medium",
+        "epoch_frames",
+        "kv_events",
         "model",
         "control",
         "transport",

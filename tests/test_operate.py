@@ -19,6 +19,7 @@ from prefixkv.config import (
     ControlConfig,
     CurveConfig,
     DecodeConfig,
+    KVEventsConfig,
     ModelConfig,
     PrefillConfig,
     TransportConfig,
@@ -68,7 +69,8 @@ def by_side(mark: str) -> Iterator[tuple[str, list[str], list[str]]]:
 # --- settings -------------------------------------------------------------------------------------
 
 CONFIGS = [
-    DecodeConfig, PrefillConfig, ControlConfig, TransportConfig, ModelConfig, CurveConfig,
+    DecodeConfig, PrefillConfig, ControlConfig, TransportConfig, KVEventsConfig, ModelConfig,
+    CurveConfig,
 ]  # fmt: skip
 
 

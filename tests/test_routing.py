@@ -208,7 +208,7 @@ def test_a_malformed_batch_is_refused(raw: bytes) -> None:
 
 def test_a_namespace_that_cannot_be_looked_up_is_refused() -> None:
     with pytest.raises(ProtocolError, match="unhashable"):
-        EventBatch.decode(EventBatch("w", 1, 0, (Stored([1], b"", (b"k",)),)).encode())
+        EventBatch.decode(EventBatch("w", 1, 0, (Stored({1: 2}, b"", (b"k",)),)).encode())
 
 
 # --- where requests go ----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any
 
 from prefixkv.cache import audit, dump, wants
-from prefixkv.cache.events import CacheEvent, EventLog
+from prefixkv.cache.events import Change, EventLog
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
 from prefixkv.cache.eviction.queues import forget
 from prefixkv.cache.node import Node, Want
@@ -40,6 +40,9 @@ from prefixkv.paging import Pages
 
 EVENT_LIMIT_PAGES = 1 << 20
 """How many pages of events wait for a listener before it is made to start afresh."""
+
+NOTHING_CHANGED: list[Change] = []
+"""Never written to."""
 
 
 class RadixCache(RadixTree):
@@ -331,9 +334,13 @@ class RadixCache(RadixTree):
         # All at once needs no order. But `_strip` walks over what is held, so that has to be the
         # lesser part.
         if num_pages == self.evictable_pages >= self.protected_pages and self._order_is_free():
-            taken = self._strip(thinned, self._log)
+            taken = self._strip(thinned)
+            if self._log is not None:
+                self._log.removed(taken[::-1])
         else:
             taken = self._evict_in_order(num_pages, thinned)
+            if self._log is not None:
+                self._log.removed(taken)
         for node in thinned:
             self._merge_if_idle(node)
         ids = self._taken_out(taken)
@@ -438,21 +445,25 @@ class RadixCache(RadixTree):
 
     # --- listening and looking on ----------------------------------------------------------------
 
-    def drain_events(self, afresh: bool = False) -> list[CacheEvent]:
-        """What was stored and removed since the last call.
+    def drain_changes(self, afresh: bool = False) -> list[Change]:
+        """What was stored and removed since the last call, for an `EventFeed`.
 
         The first call begins to listen and gives the tree as it is; a listener that fell too far
         behind, or asks to begin `afresh`, is given `Cleared`, and the tree as it is. Before the
         first call nothing is recorded.
         """
-        if self._log is None or self._log.overrun or afresh:
-            begun = self._log is not None
-            self._log = EventLog(self.page_size, EVENT_LIMIT_PAGES)
+        log = self._log
+        if log is not None and not (log.changes or afresh):
+            return NOTHING_CHANGED
+        if log is None or log.overrun or afresh:
+            begun = log is not None
+            self._log = EventLog(EVENT_LIMIT_PAGES)
             if begun or afresh:
                 self._log.cleared()
             for node in self.nodes():
                 assert node.parent is not None
                 self._log_stored(node, node.parent.pages, node.key, node.pages)
+        assert self._log is not None
         return self._log.drain()
 
     def stats(self) -> CacheStats:

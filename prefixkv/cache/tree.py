@@ -370,8 +370,6 @@ class RadixTree:
         pages = node.trim(num_pages, self._page_bytes, self._fold)
         if node.wants:
             wants.move(node, node, node.end, end, limit=node.end)
-        if self._log is not None:
-            self._log.removed(pages)
         self._enqueue(node)
         return pages
 
@@ -384,8 +382,6 @@ class RadixTree:
             parent.mark = node.mark if mark is None else self._fold(mark, node.mark)
         if node.wants:
             wants.move(node, parent, parent.end, node.end, limit=parent.end)
-        if self._log is not None:
-            self._log.removed(node.pages)
         self._leave_queue(node)
         node.leave_tree()
         if parent.children:
@@ -411,9 +407,9 @@ class RadixTree:
         ghost_pages = self.policy.ghost_pages
         return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
 
-    def _strip(self, thinned: dict[Node, None], log: EventLog | None = None) -> list[Packed]:
-        """Take out everything that no lock covers; page ids of it. What was known of it goes to the
-        page above."""
+    def _strip(self, thinned: dict[Node, None]) -> list[Packed]:
+        """Take out everything that no lock covers; page ids of it, those of each branch before what
+        follows. What was known of it goes to the page above."""
         freed: list[Packed] = []
         fold = self._fold
         for root in list(self._roots.values()):
@@ -422,9 +418,6 @@ class RadixTree:
                 for first_page, child in gone:
                     node.disown(first_page)
                     branch = self._subtree(child) if child.children else [child]
-                    if log is not None:
-                        for below in reversed(branch):
-                            log.removed(below.pages)
                     for below in branch:
                         freed.append(below.pages)
                         if node is not root:

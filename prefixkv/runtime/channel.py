@@ -8,25 +8,22 @@ matters is said again.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
-from urllib.parse import urlsplit
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
+from prefixkv.addresses import check_address, is_loopback
 from prefixkv.config import ControlConfig, CurveConfig
 from prefixkv.control.effects import FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
 from prefixkv.runtime.closing import Closing
 
-_MAX_PORT = 65_535
 _NOBODY = "nobody answers there, or it wants keys that we have not"
 _GONE = (
     zmq.EVENT_CONNECT_RETRIED
@@ -51,28 +48,6 @@ class _Allowed:
         return key.decode("ascii") in self._keys
 
 
-@lru_cache(1024)
-def is_loopback(address: str) -> bool:
-    """Whether a socket bound to this address can be reached from this machine only.
-
-    >>> is_loopback("tcp://127.0.0.1:5000"), is_loopback("tcp://*:5000"), is_loopback("ipc:///run/kv")
-    (True, False, True)
-    """
-    try:
-        parts = urlsplit(address)
-    except ValueError:
-        return False
-    if parts.scheme in ("ipc", "inproc"):
-        return True
-    host = (parts.netloc.rpartition(":")[0] or parts.netloc).strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _came_from(frame: zmq.Frame) -> str:
     """The address of the other end, "" where the socket does not tell."""
     try:
@@ -80,21 +55,6 @@ def _came_from(frame: zmq.Frame) -> str:
     except zmq.ZMQError:
         return ""
     return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
-
-
-def _check_address(address: str) -> None:
-    """Raises ValueError for what zmq would take for another address, or explain badly."""
-    scheme, _, rest = address.partition("://")
-    if not rest or scheme not in ("tcp", "ipc", "inproc"):
-        raise ValueError(
-            "an address begins with tcp://, as in tcp://127.0.0.1:5000, or with ipc://"
-        )
-    host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or (host and port == "*"):
-        return
-    # Of another number zmq would take the rest of a division.
-    if not (host and port.isascii() and port.isdecimal() and int(port) <= _MAX_PORT):
-        raise ValueError(f"the port is {port!r}, a number up to {_MAX_PORT} is needed, or *")
 
 
 class _Channel(Closing):
@@ -111,7 +71,7 @@ class _Channel(Closing):
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         """A socket with every option set. Raises ValueError or ZMQError, with nothing left open."""
-        _check_address(address)
+        check_address(address)
         sock = self._context.socket(kind)
         try:
             self._set_options(sock, address)
@@ -159,7 +119,7 @@ class RouterChannel(_Channel):
 
     def __init__(self, bind: str, config: ControlConfig, wake_fd: int) -> None:
         try:
-            _check_address(bind)
+            check_address(bind)
         except ValueError as error:
             raise ConfigError(f"bind is {bind!r}: {error}") from None
         if config.curve is None and not config.allow_remote_without_keys and not is_loopback(bind):

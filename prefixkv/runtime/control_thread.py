@@ -61,11 +61,11 @@ from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies
 from prefixkv.runtime.peer_log import PeerLog
 from prefixkv.runtime.prover import Prover
-from prefixkv.runtime.wakeups import Inbox
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import Sink, Transport, TransportEvent, WriteJob
 from prefixkv.transport.trial import Tell, Trial
+from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.control")
 

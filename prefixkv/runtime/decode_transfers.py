@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from secrets import token_bytes
 from typing import cast
 
+from prefixkv.addresses import is_loopback
 from prefixkv.config import DecodeConfig
 from prefixkv.control.decode import DecodeControl
 from prefixkv.control.rooms import LostPeers
@@ -31,7 +32,7 @@ from prefixkv.protocol.events import (
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import whole_number
-from prefixkv.runtime.channel import DealerChannel, is_loopback
+from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.prover import Prover

@@ -24,8 +24,8 @@ from prefixkv.ranks.replica import RankLog
 from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
-from prefixkv.runtime.wakeups import wait_readable
 from prefixkv.settings import check_kind
+from prefixkv.wakeups import wait_readable
 
 
 class _Readiness:

@@ -10,14 +10,17 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from prefixkv.cache.events import EventBatch, EventFeed
+from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.control.effects import To
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import InternalError
+from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId
+from prefixkv.request import Request
 from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.request_log import RequestLog
 from prefixkv.runtime.transfers import Transfers
@@ -39,6 +42,7 @@ class Node(Closing, Generic[C, To, E]):
     scheduler: DecodeScheduler | PrefillScheduler
     peer_id: PeerId
     evictions: Histogram  # seconds that making room took
+    kv_events: KVEventPublisher | None = None
     _counters: tuple[str, ...]
 
     def __init__(self, pool: KVPool, state: StatePool | None) -> None:
@@ -54,10 +58,32 @@ class Node(Closing, Generic[C, To, E]):
         books.clock, self.evictions = time.perf_counter, books.evictions
         self._feed = EventFeed(books.cache, *self.peer_id)
 
+    def _publish_events(self, config: DecodeConfig | PrefillConfig) -> None:
+        """Publish cache events, if that is asked for; the last thing that is set up. Raises
+        ConfigError, with the node closed."""
+        if config.kv_events is None:
+            return
+        page_size = self.pool.layout.page_size
+        try:
+            self.kv_events = KVEventPublisher(
+                config.kv_events, self.peer_id, config.model.model, page_size
+            )
+        except BaseException:
+            self.close()
+            raise
+        self._feed.listen(self.kv_events)
+
+    def _check_namespace(self, request: Request) -> None:
+        """Raises RequestError, where events are published, for one that they have no words for."""
+        if self.kv_events is not None and request.cacheable:
+            self.kv_events.dialect.check(request.key.namespace)
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a `pop_*` may have something for the engine, at most `timeout_s`. True if one
         may."""
         self._check_open()
+        if self.kv_events is not None:
+            self._feed.pass_on()
         return self.scheduler.has_news or self._wait(self.transfers.wait, timeout_s)
 
     def _wait(self, wait: Callable[[float | None], bool], timeout_s: float | None) -> bool:
@@ -165,11 +191,17 @@ class Node(Closing, Generic[C, To, E]):
         pool's memory until its requests have ended there. Raises InternalError, with the threads
         joined, if the agent could not be destroyed.
         """
-        self.transfers.close()
+        try:
+            self.transfers.close()
+        finally:
+            if self.kv_events is not None:
+                self.kv_events.close()
 
     def _pump(self) -> float:
         """Take in what the control thread has to tell; returns the time."""
         now_s = time.monotonic()
+        if self.kv_events is not None:
+            self._feed.pass_on()
         if not self.transfers.pending:
             self._check_open()
             return now_s
@@ -192,6 +224,8 @@ class Node(Closing, Generic[C, To, E]):
             self._command(command)
         if self.scheduler.has_news:
             self.transfers.rouse()
+        if self.kv_events is not None:
+            self._feed.pass_on()
 
     def _check_open(self) -> None:
         self.transfers.check_open()

@@ -16,7 +16,7 @@ from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.shares import PrefillShares
-from prefixkv.errors import AbortedError, CallerError, ConfigError
+from prefixkv.errors import AbortedError, CallerError, ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -129,6 +129,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self.peer_id = self.transfers.peer_id
         self._observe(decode_journal.timeline)
         self._recorder = self._record(config, layout.kv_bytes_per_token * num_ranks)
+        self._publish_events(config)
 
     def _record(self, config: DecodeConfig, bytes_per_token: int) -> Recorder | None:
         """Let the scheduler's journal write to the recorder too, if one is asked for."""
@@ -164,6 +165,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
         DrainingError is one of them. Prefill is not told of it: see `refuse`.
         """
+        self._check_namespace(request)
         if self._ranks is not None:
             self._ranks.check(request)
         req = self.scheduler.add(request, self._pump())
@@ -360,6 +362,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self.transfers = PrefillTransfers(pool, config, *where, state, transport)
         self.peer_id = self.transfers.peer_id
         self._observe(prefill_journal.timeline)
+        if rank == 0:
+            self._publish_events(config)
 
     @property
     def endpoint(self) -> str:
@@ -372,6 +376,11 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         Raises RequestError, with nothing changed here; decode is told of it as by `refuse`, unless
         the room is in use.
         """
+        try:
+            self._check_namespace(request)
+        except RequestError as error:
+            self.refuse(request, str(error))
+            raise
         try:
             return self.scheduler.add(request, self._pump())
         finally:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from secrets import token_bytes
 from typing import cast
 
+from prefixkv.addresses import is_loopback
 from prefixkv.config import PrefillConfig
 from prefixkv.control.prefill import PrefillControl
 from prefixkv.control.rooms import LostPeers
@@ -33,7 +34,7 @@ from prefixkv.protocol.events import (
 )
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.request import DeviceEvent, whole_number
-from prefixkv.runtime.channel import RouterChannel, is_loopback
+from prefixkv.runtime.channel import RouterChannel
 from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.prover import Prover

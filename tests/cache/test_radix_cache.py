@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from prefixkv.cache.events import Cleared, Inserted, TakenOut
 from prefixkv.cache.eviction.policy import policy_names
+from prefixkv.cache.node import PAGE_ID_BYTES
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import (
@@ -470,14 +472,13 @@ def test_what_somebody_waits_for_goes_last():
 def test_a_listener_that_comes_late_or_falls_behind_gets_the_tree_as_it_is(monkeypatch):
     monkeypatch.setattr("prefixkv.cache.radix_cache.EVENT_LIMIT_PAGES", 3)
     cache = filled("abc", "abd")
-    events = cache.drain_events()
-    assert [type(event).__name__ for event in events] == ["Stored"] * 3
-    assert sum(len(event.page_keys) for event in events) == 4
-    assert cache.drain_events() == []
-    cache.evict(1)
-    (removed,) = cache.drain_events()
-    assert removed.parent == events[0].page_keys[-1]
+    changes = cache.drain_changes()
+    assert [type(change) for change in changes] == [Inserted] * 3
+    assert sum(len(change.pages) for change in changes) == 4 * PAGE_ID_BYTES
+    assert cache.drain_changes() == []
+    evicted = cache.evict(1)
+    assert cache.drain_changes() == [TakenOut([evicted.tobytes()])]
     cache.insert(tokens("wxyz"), range(10, 14))
-    events = cache.drain_events()
-    assert type(events[0]).__name__ == "Cleared"
-    assert sum(len(event.page_keys) for event in events[1:]) == cache.num_pages
+    first, *rest = cache.drain_changes()
+    assert first == Cleared()
+    assert sum(len(change.pages) for change in rest) == cache.num_pages * PAGE_ID_BYTES

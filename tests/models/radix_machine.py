@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from prefixkv.cache.events import NO_PARENT, Cleared, Removed, Stored, page_key
+from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, Removed, Stored, page_key
 from prefixkv.cache.eviction.adaptive import Adaptive
 from prefixkv.cache.eviction.gated import Gated
 from prefixkv.cache.eviction.gittins import Gittins
@@ -96,8 +96,9 @@ class RadixMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.stored: set[tuple[Any, bytes]] = set()
         self.listens = data.draw(st.booleans(), label="listens")
+        self.feed = EventFeed(self.cache, "w", 1)
         if self.listens:
-            self.cache.drain_events()
+            self.feed.take()
         # Some paths to begin with, from few branches, so that most runs come to eviction among
         # them.
         paths = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8)
@@ -303,7 +304,7 @@ class RadixMachine(RuleBasedStateMachine):
     def listener_knows_the_tree(self) -> None:
         if not self.listens:
             return
-        for event in self.cache.drain_events():
+        for event in self.feed.take().events:
             if isinstance(event, Cleared):
                 self.stored.clear()
                 continue

@@ -393,7 +393,7 @@ class SchedulerSim(PairSim):
 
     def listen(self) -> int:
         """A router reads rank 0's cache events; the other ranks have no listener."""
-        self.decode.scheduler.books.cache.drain_events()
+        self.decode.scheduler.books.cache.drain_changes()
         return _DECODE
 
     def scribble(self) -> int:

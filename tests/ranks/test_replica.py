@@ -253,7 +253,7 @@ def test_a_listener_on_rank_0_leaves_no_trace(policy: str) -> None:
     order."""
     chance = random.Random(1)
     ranks = [RadixCache(page_size=1, policy=policy, pool_pages=200) for _ in range(2)]
-    ranks[0].drain_events()  # a router reads rank 0's events
+    ranks[0].drain_changes()  # a router reads rank 0's events
     locks: list[list[PrefixLock]] = []
     free = list(range(200))
     for step in range(400):

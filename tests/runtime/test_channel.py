@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import zmq
 
+from prefixkv.addresses import is_loopback
 from prefixkv.config import ControlConfig, CurveConfig
 from prefixkv.control.effects import FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
-from prefixkv.runtime.channel import DealerChannel, RouterChannel, is_loopback
+from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from tests.models.patience import PATIENCE_S, lasting_address, returned, until
 
 LOCAL = "tcp://127.0.0.1:*"

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from prefixkv.runtime import wakeups as threads
-from prefixkv.runtime.wakeups import Inbox
+from prefixkv import wakeups as threads
+from prefixkv.wakeups import Inbox
 from tests.models.patience import PATIENCE_S, returned
 
 

@@ -1,0 +1,46 @@
+"""Addresses of sockets."""
+
+from __future__ import annotations
+
+import ipaddress
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+_MAX_PORT = 65_535
+
+
+@lru_cache(1024)
+def is_loopback(address: str) -> bool:
+    """Whether a socket bound to this address can be reached from this machine only.
+
+    >>> is_loopback("tcp://127.0.0.1:5000"), is_loopback("tcp://*:5000"), is_loopback("ipc:///run/kv")
+    (True, False, True)
+    """
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return False
+    if parts.scheme in ("ipc", "inproc"):
+        return True
+    host = (parts.netloc.rpartition(":")[0] or parts.netloc).strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError for what zmq would take for another address, or explain badly."""
+    scheme, _, rest = address.partition("://")
+    if not rest or scheme not in ("tcp", "ipc", "inproc"):
+        raise ValueError(
+            "an address begins with tcp://, as in tcp://127.0.0.1:5000, or with ipc://"
+        )
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or (host and port == "*"):
+        return
+    # Of another number zmq would take the rest of a division.
+    if not (host and port.isascii() and port.isdecimal() and int(port) <= _MAX_PORT):
+        raise ValueError(f"the port is {port!r}, a number up to {_MAX_PORT} is needed, or *")

@@ -1,0 +1,184 @@
+"""How other engines word cache events: vLLM's maps, and SGLang's.
+
+Both send `[time, [events], data-parallel rank]` as msgpack; an event is a map whose `type` is
+BlockStored, BlockRemoved or AllBlocksCleared. A block is a page. What a consumer refuses costs the
+whole batch in one router, so all that their decoders demand is there, null or not.
+
+A block's hash is cut out of its page key, and mixed with its namespace: page keys of two namespaces
+are equal, their blocks are two. It is never 0, which one consumer takes for "no parent".
+
+Source: vLLM 0.32 `distributed/kv_events.py`; SGLang 0.5 `disaggregation/kv_events.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from prefixkv.cache.events import NO_PARENT, Place
+from prefixkv.cache.namespace import Namespace
+from prefixkv.digest import prompt_digest
+from prefixkv.errors import RequestError
+
+HASH_BYTES = 8
+_LE_INT32 = np.dtype("<i4")
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is held any more."""
+
+
+class VLLMStored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    cache_salt: str | None = None
+    """Not vLLM's: Dynamo mixes it into the hashes of all blocks, and looks there first. vLLM's own
+    consumers pass over it."""
+
+
+class SGLangStored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    cache_salt: str | None = None
+    lora_name: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class Dialect(ABC):
+    """One way to word events.
+
+    Args:
+        page_size: tokens a page, which is a block.
+        medium: where the KV is, in their words.
+    """
+
+    name: str
+    topic_in_replay: bool
+
+    def __init__(self, page_size: int, medium: str) -> None:
+        self._page_size = page_size
+        self._medium = medium
+
+    @abstractmethod
+    def check(self, namespace: Hashable) -> None:
+        """Raises RequestError for a namespace that there are no words for."""
+
+    @abstractmethod
+    def hash(self, key: bytes, namespace: Hashable) -> int:
+        """The hash of the block with this page key."""
+
+    @abstractmethod
+    def stored(self, run: list[Place]) -> Any:
+        """Blocks that follow each other."""
+
+    def removed(self, run: list[Place]) -> Any:
+        """Blocks that follow each other; the last of them goes first."""
+        hashes = [self.hash(place.key, place.namespace) for place in reversed(run)]
+        return BlockRemoved(hashes, self._medium)
+
+    def cleared(self) -> Any:
+        return AllBlocksCleared()
+
+    def _path(self, run: list[Place]) -> tuple[list[int], int | None, list[int]]:
+        """The hashes of a run, its parent's, and its tokens."""
+        first = run[0]
+        hashes = [self.hash(place.key, first.namespace) for place in run]
+        parent = None if first.parent == NO_PARENT else self.hash(first.parent, first.namespace)
+        tokens = np.frombuffer(b"".join([place.tokens for place in run]), _LE_INT32).tolist()
+        return hashes, parent, tokens
+
+
+class VLLM(Dialect):
+    """vLLM's words, which TensorRT-LLM publishes too. Hashes are unsigned: the last 8 bytes."""
+
+    name = "vllm"
+    topic_in_replay = True
+
+    def check(self, namespace: Hashable) -> None:
+        if namespace is not None and type(namespace) is not Namespace:
+            raise RequestError(
+                f"namespace is {namespace!r}, which cache events have no words for: None, or a "
+                'Namespace(lora="..."), Namespace(salt="...") is needed'
+            )
+
+    def hash(self, key: bytes, namespace: Hashable) -> int:
+        cut = int.from_bytes(key[-HASH_BYTES:])
+        return (cut ^ _mixed(namespace) if namespace is not None else cut) or 1
+
+    def stored(self, run: list[Place]) -> VLLMStored:
+        hashes, parent, tokens = self._path(run)
+        named = run[0].namespace
+        fixed = hashes, parent, tokens, self._page_size, None, self._medium
+        if not isinstance(named, Namespace):
+            return VLLMStored(*fixed, None)
+        keys = [self._extra_keys(named, place.number) for place in run]
+        return VLLMStored(*fixed, named.lora, keys, named.salt)
+
+    def _extra_keys(self, named: Namespace, number: int) -> tuple[Any, ...] | None:
+        """What a block is told apart by, beside its tokens: adapter, images in it with where they
+        begin from the block's first token, and on the first block the salt."""
+        keys: list[Any] = [] if named.lora is None else [named.lora]
+        start = number * self._page_size
+        end = start + self._page_size
+        for image in named.images:
+            if image.start < end and start < image.start + image.length:
+                keys.append((image.identifier, image.start - start))
+        if named.salt is not None and not number:
+            keys.append(named.salt)
+        return tuple(keys) or None
+
+
+class SGLang(Dialect):
+    """SGLang's words. Hashes are signed: the first 8 bytes. Images are to be in the tokens."""
+
+    name = "sglang"
+    topic_in_replay = False
+
+    def check(self, namespace: Hashable) -> None:
+        if namespace is None or (type(namespace) is Namespace and not namespace.images):
+            return
+        raise RequestError(
+            f"namespace is {namespace!r}, which SGLang's cache events have no words for: None, or "
+            "a Namespace without images is needed"
+        )
+
+    def hash(self, key: bytes, namespace: Hashable) -> int:
+        cut = int.from_bytes(key[:HASH_BYTES], signed=True)
+        return (cut ^ _mixed(namespace, signed=True) if namespace is not None else cut) or 1
+
+    def stored(self, run: list[Place]) -> SGLangStored:
+        hashes, parent, tokens = self._path(run)
+        named = run[0].namespace
+        lora, salt = (named.lora, named.salt) if isinstance(named, Namespace) else (None, None)
+        fixed = hashes, parent, tokens, self._page_size, None, self._medium
+        return SGLangStored(*fixed, salt, lora)
+
+
+DIALECTS: Final[dict[str, type[Dialect]]] = {kind.name: kind for kind in (VLLM, SGLang)}
+
+
+@lru_cache(4096)
+def _mixed(namespace: Hashable, signed: bool = False) -> int:
+    """What the hashes of a namespace are mixed with."""
+    digest = blake2b(prompt_digest((), namespace), digest_size=HASH_BYTES).digest()
+    return int.from_bytes(digest, signed=signed)

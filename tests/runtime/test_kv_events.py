@@ -1,0 +1,110 @@
+"""Both nodes publish what their caches do; a follower of the sockets knows the trees."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from prefixkv.cache.namespace import Namespace
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.config import DecodeConfig, KVEventsConfig
+from prefixkv.errors import ConfigError, RequestError
+from prefixkv.request import Request
+from prefixkv.runtime.nodes import DecodeNode
+from tests.kv_events.follower import Subscriber
+from tests.models.node_pair import NodePair, make_pool, tokens_of
+from tests.models.patience import until
+from tests.runtime.conftest import QUICK, MakePair
+
+FREE = "tcp://127.0.0.1:*"
+EVENTS = KVEventsConfig(FREE, FREE, FREE, heartbeat_s=0.05)
+PAGE_SIZE = 4
+
+
+def agrees(node: Any, namespace: Namespace | None = None) -> int:
+    """What a router that comes now knows is what the node's tree has; how many pages that is."""
+    node.stats()
+    until(lambda: node.kv_events.idle)
+    cache = node.scheduler.books.cache
+    with closing(Subscriber(node.kv_events, PAGE_SIZE)) as subscriber:
+        subscriber.follow_until(node.kv_events._stream.next_seq)
+        assert len(subscriber.follower.blocks) == cache.num_pages
+        for seed in range(1, 8):
+            prompt = tokens_of(seed, 60)
+            for name in (None, namespace):
+                held = cache.match_prefix(prompt, name).prefix_len
+                assert subscriber.follower.matched(prompt, name) == held
+    return int(cache.num_pages)
+
+
+def test_routers_know_both_trees(make_pair: MakePair) -> None:
+    pair = make_pair(decode={"kv_events": EVENTS}, prefill={"kv_events": EVENTS})
+    assert pair.decode.kv_events is not None
+    assert pair.decode.kv_events.topic == f"kv@{pair.decode.peer_id.name}@unnamed"
+    for seed in range(1, 8):  # more than the pools have pages
+        pair.submit(f"r{seed}", tokens_of(seed, 50), max_new_tokens=2)
+        pair.run(f"r{seed}")
+    for node in (pair.decode, pair.prefill):
+        assert node.stats()["evicted_pages"]
+        assert agrees(node) > 20
+    pair.decode.flush()
+    assert agrees(pair.decode) == 0
+
+
+def test_a_node_tells_without_being_asked_for_anything_else(make_pair: MakePair) -> None:
+    """The end of a call is enough: an engine without requests does not call again."""
+    pair = make_pair(decode={"kv_events": EVENTS})
+    publisher = pair.decode.kv_events
+    assert publisher is not None
+    with closing(Subscriber(publisher, PAGE_SIZE)) as subscriber:
+        pair.submit("a", tokens_of(1, 40), max_new_tokens=2)
+        pair.run("a")
+        cache = pair.decode.scheduler.books.cache
+        assert cache.num_pages >= 10
+        while len(subscriber.follower.blocks) < cache.num_pages:
+            subscriber.follow()
+        pair.decode.flush()
+        while subscriber.follower.blocks:
+            subscriber.follow()
+
+
+def test_one_feed_serves_routers_and_who_takes_batches(make_pair: MakePair) -> None:
+    pair = make_pair(decode={"kv_events": EVENTS})
+    pair.decode.take_cache_events()
+    pair.submit("a", tokens_of(1, 40), max_new_tokens=2)
+    pair.run("a")
+    taken = pair.decode.take_cache_events().events
+    assert sum(len(event.page_keys) for event in taken) == agrees(pair.decode)
+
+
+def test_a_namespace_that_has_no_words_is_refused_on_both_sides(make_pair: MakePair) -> None:
+    pair = make_pair(decode={"kv_events": EVENTS}, prefill={"kv_events": EVENTS})
+    prompt = tokens_of(1, 40)
+    before = pair.decode.stats()
+    with pytest.raises(RequestError, match="no words"):
+        pair.decode.add(Request("a", prompt, room=1, prefill="tcp://127.0.0.1:1", namespace="l"))
+    assert pair.decode.stats() == before
+    with pytest.raises(RequestError, match="no words"):
+        pair.prefill.add(Request("a", prompt, room=1, decode="decode-0", namespace="l"))
+    # One that is not cached is not told of.
+    where = {"prefill": "tcp://127.0.0.1:1", "namespace": "l"}
+    pair.decode._check_namespace(Request("b", prompt, room=2, cacheable=False, **where))
+
+
+def test_a_namespace_with_words_travels_to_both(make_pair: MakePair) -> None:
+    pair = make_pair(decode={"kv_events": EVENTS}, prefill={"kv_events": EVENTS})
+    named = Namespace(lora="legal", salt="tenant", images=[("cat", 0, 3)])
+    pair.submit("a", RadixKey(tokens_of(1, 40), named), max_new_tokens=2)
+    pair.run("a")
+    for node in (pair.decode, pair.prefill):
+        assert agrees(node, named) >= 10
+
+
+def test_a_port_in_use_closes_the_node(pair: NodePair) -> None:
+    with closing(DecodeNode(make_pool(), DecodeConfig(control=QUICK, kv_events=EVENTS))) as node:
+        assert node.kv_events is not None
+        taken = KVEventsConfig(node.kv_events.endpoint, FREE, FREE)
+        with pytest.raises(ConfigError, match="in use"):
+            DecodeNode(make_pool(), DecodeConfig(control=QUICK, kv_events=taken))
