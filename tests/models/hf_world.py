@@ -28,6 +28,11 @@ _CONTROL = ControlConfig(
 )
 # Logits on pages differ from those of one forward by about 1e-5: sums are formed in another order.
 NEAR = 1e-4
+# Sizes of a model that computes in no time.
+TINY = {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 256,
+}  # fmt: skip
 
 
 @dataclass

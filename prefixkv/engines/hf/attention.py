@@ -22,6 +22,7 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import Pages, page_table, pages_for, slot_mapping
 
 NAME: Final = "prefixkv"  # of the attention, as transformers knows it
+BATCHED: Final = ("cuda",)  # devices where a step of decode reads one padded batch
 _QUERIES: Final = 256  # new tokens that share one mask: what lies behind the last is not computed
 
 
@@ -127,7 +128,7 @@ class Plan:
         used = [row[: pages_for(end, size)] for row, end in zip(rows, ends, strict=True)]
         self._table: torch.Tensor | None = None
         self._parts: list[_Part] = []
-        if max(lens) == 1 and torch.device(device).type == "cuda":
+        if max(lens) == 1 and torch.device(device).type in BATCHED:
             self._plan_table(used, device)
             return
         for row, start, num, end in zip(used, starts, lens, behind.tolist(), strict=True):

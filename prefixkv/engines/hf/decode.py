@@ -38,7 +38,7 @@ class _Answer:
     on_output: OnOutput
     choice: Choice  # that of its first token
     ends: frozenset[int]
-    prompt: np.ndarray[tuple[int], np.dtype[np.int32]]
+    req: DecodeRequest
     aborted: bool = False  # by its client
     error: Exception | None = None  # that was found here
 
@@ -80,30 +80,27 @@ class DecodeEngine:
         ends = frozenset(ask.sampling.stop_tokens)
         if not ask.sampling.ignore_end:
             ends |= frozenset(self.model.end_tokens)
-        names = [f"{ask.rid}/{i}" for i in range(ask.num_samples)]
-        added: list[str] = []
+        answers: list[_Answer] = []
         try:
-            for i, name in enumerate(names):
+            for i in range(ask.num_samples):
                 request = Request(
-                    name, ask.tokens, ask.max_new_tokens, room=self._rooms, prefill=ask.prefill,
-                    namespace=ask.namespace, cacheable=ask.cacheable, priority=ask.priority,
-                    deadline_s=ask.deadline_s,
+                    f"{ask.rid}/{i}", ask.tokens, ask.max_new_tokens, room=self._rooms,
+                    prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
+                    priority=ask.priority, deadline_s=ask.deadline_s,
                 )  # fmt: skip
-                prompt = request.key.tokens()
-                self._check_tokens(ask, prompt)
+                self._check_tokens(ask, request.key.tokens())
                 choice = Choice(ask.sampling, seed, i)
-                self.node.add(request)
+                req = self.node.add(request)
+                answers.append(_Answer(ask, i, on_output, choice, ends, req))
                 self._rooms += 1
-                added.append(name)
-                self._answers[name] = _Answer(ask, i, on_output, choice, ends, prompt)
-                self._jobs.append(self._job(name, self._answers[name], request.room))
         except PrefixKVError:
-            for name in added:
-                self.node.abort(name)
-                del self._answers[name]
-            self._jobs = [job for job in self._jobs if job.rid not in added]
+            for answer in answers:
+                self.node.abort(answer.req.rid)
             raise
-        self._samples[ask.rid] = names
+        self._samples[ask.rid] = [answer.req.rid for answer in answers]
+        for answer in answers:
+            self._answers[answer.req.rid] = answer
+            self._jobs.append(self._job(answer))
 
     def abort(self, rid: str) -> bool:
         """End all answers to a request; their ends come from the next `step`. False if it is
@@ -231,11 +228,10 @@ class DecodeEngine:
 
     # --- prefill ----------------------------------------------------------------------------------
 
-    def _job(self, name: str, answer: _Answer, room: int) -> PrefillJob:
-        ask = answer.ask
-        decode = self.node.peer_id.name
+    def _job(self, answer: _Answer) -> PrefillJob:
+        ask, req, decode = answer.ask, answer.req, self.node.peer_id.name
         return PrefillJob(
-            f"{decode}/{name}.0", answer.prompt, ask.prefill, decode, room,
+            f"{decode}/{req.rid}.0", req.request.key.tokens(), ask.prefill, decode, req.room,
             namespace=ask.namespace, cacheable=ask.cacheable, choice=answer.choice,
         )  # fmt: skip
 
@@ -255,7 +251,7 @@ class DecodeEngine:
         if req in self._running:
             self._running.remove(req)
         answer = self._answers.get(req.rid)
-        if answer is None:  # it was never taken
+        if answer is None or answer.req is not req:  # `submit` did not take it after all
             return
         finish: Finish = "abort" if answer.aborted else "error"
         error = answer.error or req.error

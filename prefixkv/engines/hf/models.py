@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from prefixkv.config import ModelConfig
 from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
-from prefixkv.paging import Pages
+from prefixkv.paging import MAX_INDEX, Pages
 
 # A small Llama: 1.2 million parameters.
 SMALL: Final[Mapping[str, Any]] = {
@@ -60,9 +60,8 @@ class PagedModel:
     ) -> None:
         config = model.config.get_text_config()
         self.config = config
-        self.context = context or int(config.max_position_embeddings)
         self.identity = identity or ModelConfig()
-        check_served(model, self.context)
+        self.context = check_served(model, context)
         self.model = model.eval().requires_grad_(False)
         self.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -227,14 +226,16 @@ def _header_digest(path: Path) -> str:
 # --- what is not served ---------------------------------------------------------------------------
 
 
-def check_served(model: Any, context: int) -> None:
-    """Raises ConfigError, naming what it is, where a model's config says that attention to all
-    tokens before, on pages of K and V, is not what the model does, or not within `context`
-    tokens."""
+def check_served(model: Any, context: int | None) -> int:
+    """The most tokens of a sequence: `context`, or what the model was made for.
+
+    Raises ConfigError, naming what it is, where the model's config says that attention to all
+    tokens before, on pages of K and V, is not what it does, or not within so many tokens.
+    """
     config = model.config.get_text_config()
     kind = config.model_type
 
-    def refuse(why: str) -> None:
+    def refuse(why: str) -> NoReturn:
         raise ConfigError(f"{kind} is not served: {why}")
 
     if getattr(config, "is_encoder_decoder", False):
@@ -242,8 +243,10 @@ def check_served(model: Any, context: int) -> None:
     if not getattr(model, "_supports_attention_backend", False):
         refuse("its attention does not go through transformers' attention interface")
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and context > limit:
-        refuse(f"a context of {context} tokens is wanted, it was made for {limit}")
+    if context is None:
+        context = limit
+    if not isinstance(context, int) or not 0 < context <= (limit or MAX_INDEX):
+        raise ConfigError(f"context is {context!r}, {kind} was made for {limit} tokens")
     for name in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size"):
         if getattr(config, name, None):
             refuse(f"{name} is {getattr(config, name)}")
@@ -262,6 +265,7 @@ def check_served(model: Any, context: int) -> None:
     for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):
         if rope.get("rope_type") in _ROPE_BY_LENGTH:
             refuse(f"its rope is {rope['rope_type']}: KV depends on the length of the text")
+    return context
 
 
 def _try(paged: PagedModel) -> None:

@@ -81,7 +81,7 @@ def draw(seed: int, sample: int, position: int) -> float:
     """A number in [0, 1), uniform over its arguments, the same everywhere.
 
     >>> round(draw(seed=1, sample=0, position=0), 6)
-    0.0
+    0.337761
     """
     digest = hashlib.blake2b(_DRAW.pack(seed, sample, position), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
