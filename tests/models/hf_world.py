@@ -3,7 +3,6 @@ NIXL, and the model by itself to compare with."""
 
 from __future__ import annotations
 
-import copy
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from prefixkv.engines.hf import (
     PrefillEngine,
     Sampling,
 )
+from prefixkv.engines.hf.models import copy_of
 from tests.models.patience import NEVER_S, PATIENCE_S
 
 _CONTROL = ControlConfig(
@@ -124,8 +124,7 @@ class Reference:
     """The model by itself, as transformers runs it."""
 
     def __init__(self, model: PagedModel) -> None:
-        self.model = copy.deepcopy(model.model)
-        self.model.set_attn_implementation("sdpa")
+        self.model = copy_of(model)
 
     @torch.inference_mode()
     def greedy(self, tokens: Any, num: int) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -221,6 +222,13 @@ def _header_digest(path: Path) -> str:
     with path.open("rb") as file:
         head = file.read(1 << 20)
     return hashlib.blake2b(head, digest_size=8).hexdigest() + f" {path.stat().st_size}"
+
+
+def copy_of(model: PagedModel) -> Any:
+    """The same model with weights of its own, as transformers runs it by itself."""
+    copy = deepcopy(model.model)
+    copy.set_attn_implementation("sdpa" if copy._supports_sdpa else "eager")
+    return copy
 
 
 # --- what is not served ---------------------------------------------------------------------------

@@ -168,3 +168,12 @@ def test_the_padded_batch_that_gpus_get_says_the_same(
         world.run()
         for answer in world.answers:
             assert answer.tokens[0] == reference.greedy(answer.ask.tokens, 10)
+
+
+def test_a_long_prompt_in_long_chunks(model: PagedModel, reference: Reference) -> None:
+    """Chunks of more queries than share a mask, at the beginning and behind it."""
+    with World(model, chunk_tokens=300) as world:
+        (prompt,) = prompts(8, [650])
+        answer = world.ask("r", prompt, max_new_tokens=4)
+        world.run()
+        assert answer.tokens[0] == reference.greedy(prompt, 4)
