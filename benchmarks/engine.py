@@ -22,6 +22,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from prefixkv.engines.hf.requests import pack_token
 from prefixkv.errors import ConfigError
 from prefixkv.runtime.nodes import PrefillNode
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
     "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
     "initializer_range": 0.02, "tie_word_embeddings": True,
@@ -57,7 +58,7 @@ def clock() -> float:
 # --- decode ---------------------------------------------------------------------------------------
 
 
-class _Steps(StoppingCriteria):
+class _Steps(StoppingCriteria):  # type: ignore[misc]
     """Ends `generate` after so many tokens, and notes the time of each."""
 
     def __init__(self, num: int) -> None:
@@ -91,7 +92,7 @@ class StaticDecode:
             max_new_tokens=self.steps + 1, do_sample=False, pad_token_id=0,
             stopping_criteria=StoppingCriteriaList([ends]),
         )  # fmt: skip
-        return np.diff(ends.times_s)[1:].tolist()
+        return _differences(ends.times_s)[1:]
 
 
 class EngineDecode:
@@ -139,9 +140,8 @@ class EngineDecode:
         while engine.stats()["running"] or len(times_s) == 1:
             engine.step()
             times_s.append(clock())
-        taken = np.diff(times_s)
-        # The first steps take in what has come; the last finish.
-        return taken[-self.steps - 1 : -1].tolist()
+        # The first steps take in what has come; the last finishes.
+        return _differences(times_s)[-self.steps - 1 : -1]
 
     def close(self) -> None:
         self.engine.close()
@@ -227,7 +227,7 @@ def own(
         model_s += time.thread_time() - began_s
         return logits
 
-    model.forward = timed  # type: ignore[method-assign]
+    model.forward = timed  # type: ignore[method-assign, assignment]
     pages = requests * (prompt + answer) // PAGE_SIZE + 64
     prefill_engine = PrefillEngine(model, model.make_pool(pages, PAGE_SIZE))
     decode_engine = DecodeEngine(model, model.make_pool(pages, PAGE_SIZE))
@@ -283,6 +283,10 @@ def turn_about(sides: dict[str, Callable[[], list[float]]], rounds: int) -> dict
                 if number:
                     times[name] += took
     return times
+
+
+def _differences(times_s: list[float]) -> list[float]:
+    return [after - before for before, after in pairwise(times_s)]
 
 
 def _median(times_s: list[float]) -> float:

@@ -42,15 +42,20 @@ class Answer:
     ask: Generate
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by sample
     ends: dict[int, Output] = field(default_factory=dict)
+    pieces: dict[int, list[str]] = field(default_factory=dict)
 
     def __call__(self, output: Output) -> None:
         assert output.sample not in self.ends, "an answer ended twice"
         tokens = self.tokens.setdefault(output.sample, [])
         assert output.position == len(tokens)
+        self.pieces.setdefault(output.sample, []).append(output.text)
         if output.token is not None:
             tokens.append(output.token)
         if output.finish is not None:
             self.ends[output.sample] = output
+
+    def text(self, sample: int) -> str:
+        return "".join(self.pieces[sample])
 
     @property
     def done(self) -> bool:
@@ -65,18 +70,24 @@ class World:
         order: str = "layer_major", prefill_pages: int = 64, prefill_page_size: int = 0,
         prefill_order: str = "", chunk_tokens: int = 32,
         decode: dict[str, Any] | None = None, prefill: dict[str, Any] | None = None,
+        tokenizer: Any = None,
     ) -> None:  # fmt: skip
         pools = (
             model.make_pool(prefill_pages, prefill_page_size or page_size, prefill_order or order),
             model.make_pool(pages, page_size, order),
         )
+        for pool in pools:  # what was never written must not matter
+            for layer in range(model.num_layers):
+                pool.k(layer).normal_(0, 3)
+                pool.v(layer).normal_(0, 3)
         self.answers: list[Answer] = []
         with ExitStack() as closing:
             prefill_config = PrefillConfig(control=_CONTROL, **(prefill or {}))
             self.prefill = PrefillEngine(model, pools[0], prefill_config, chunk_tokens)
             closing.callback(self.prefill.close)
             given = {"reserve_tokens": 16, "waiting_timeout_s": np.inf} | (decode or {})
-            self.decode = DecodeEngine(model, pools[1], DecodeConfig(control=_CONTROL, **given))
+            config = DecodeConfig(control=_CONTROL, **given)
+            self.decode = DecodeEngine(model, pools[1], config, tokenizer)
             closing.callback(self.decode.close)
             self.close = closing.pop_all().close
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from prefixkv.engines.hf.requests import Output as Output
     from prefixkv.engines.hf.requests import PrefillJob as PrefillJob
     from prefixkv.engines.hf.sampling import Sampling as Sampling
+    from prefixkv.engines.hf.text import load_tokenizer as load_tokenizer
 
 EXTRA: Final = ("safetensors", "tokenizers", "transformers")
 
@@ -33,6 +34,7 @@ _HOME: Final = {
     "PrefillJob": "requests",
     "Sampling": "sampling",
     "load_model": "models",
+    "load_tokenizer": "text",
     "make_model": "models",
 }
 __all__ = sorted(_HOME)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.requests import Finish, Generate, Output, PrefillJob, unpack_token
 from prefixkv.engines.hf.sampling import Choice, Sampling, choose
+from prefixkv.engines.hf.text import AnswerText
 from prefixkv.errors import OutOfPagesError, PrefixKVError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.request import Request, whole_number
@@ -39,6 +40,7 @@ class _Answer:
     choice: Choice  # that of its first token
     ends: frozenset[int]
     req: DecodeRequest
+    text: AnswerText | None
     aborted: bool = False  # by its client
     error: Exception | None = None  # that was found here
 
@@ -50,12 +52,19 @@ class DecodeEngine:
         model: computes; it belongs to this engine from now on.
         pool: the KV memory, as `model.make_pool` makes it; it must outlive the engine.
         config: of the node. Its `model` is replaced by the model's identity.
+        tokenizer: as `load_tokenizer` gives it: outputs have text then, and strings may end them.
 
     Raises: ConfigError, as DecodeNode and FlatPool do.
     """
 
-    def __init__(self, model: PagedModel, pool: KVPool, config: DecodeConfig | None = None) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: PagedModel,
+        pool: KVPool,
+        config: DecodeConfig | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        self.model, self._tokenizer = model, tokenizer
         self._flat = FlatPool(pool)
         self.node = DecodeNode(pool, replace(config or DecodeConfig(), model=model.identity))
         self._answers: dict[str, _Answer] = {}  # by the node's id of the request
@@ -91,7 +100,8 @@ class DecodeEngine:
                 self._check_tokens(ask, request.key.tokens())
                 choice = Choice(ask.sampling, seed, i)
                 req = self.node.add(request)
-                answers.append(_Answer(ask, i, on_output, choice, ends, req))
+                text = self._tokenizer and AnswerText(self._tokenizer, ask.sampling.stop)
+                answers.append(_Answer(ask, i, on_output, choice, ends, req, text))
                 self._rooms += 1
         except PrefixKVError:
             for answer in answers:
@@ -209,18 +219,18 @@ class DecodeEngine:
     def _tell(self, req: DecodeRequest, token: int, outputs: list[tuple[OnOutput, Output]]) -> None:
         answer = self._answers[req.rid]
         finish: Finish | None = None
+        text = ""
         if token in answer.ends:
             finish = "stop"
-        elif len(req.output) >= req.max_new_tokens:
+        elif answer.text is not None:
+            text, stopped = answer.text.add(token)
+            finish = "stop" if stopped else None
+        if finish is None and len(req.output) >= req.max_new_tokens:
             finish = "length"
-        position = len(req.output) - 1
+        if finish is not None and answer.text is not None:
+            text += answer.text.end()
         self._counters["tokens"] += 1
-        outputs.append((
-            answer.on_output,
-            Output(
-                answer.ask.rid, answer.sample, position, token, finish, None, req.hit_tokens
-            ),
-        ))  # fmt: skip
+        self._put(outputs, answer, len(req.output) - 1, token, finish, text=text)
         if finish is not None:
             self.node.finish(req, self.model.event())
             self._running.remove(req)
@@ -254,13 +264,18 @@ class DecodeEngine:
         if answer is None or answer.req is not req:  # `submit` did not take it after all
             return
         finish: Finish = "abort" if answer.aborted else "error"
-        error = answer.error or req.error
-        num = len(req.output)
-        outputs.append((
-            answer.on_output,
-            Output(answer.ask.rid, answer.sample, num, None, finish, error, req.hit_tokens),
-        ))  # fmt: skip
+        text = "" if answer.text is None else answer.text.end()
+        self._put(outputs, answer, len(req.output), None, finish, answer.error or req.error, text)
         self._forget(req.rid, answer)
+
+    def _put(
+        self, outputs: list[tuple[OnOutput, Output]], answer: _Answer, position: int,
+        token: int | None, finish: Finish | None, error: Exception | None = None, text: str = "",
+    ) -> None:  # fmt: skip
+        """To be told at the end of the step."""
+        rid, hit_tokens = answer.ask.rid, answer.req.hit_tokens
+        output = Output(rid, answer.sample, position, token, finish, error, hit_tokens, text)
+        outputs.append((answer.on_output, output))
 
     def _forget(self, name: str, answer: _Answer) -> None:
         del self._answers[name]
@@ -278,6 +293,8 @@ class DecodeEngine:
             raise RequestError(f"request {ask.rid!r} is here already")
         if not isinstance(ask.sampling, Sampling):
             raise RequestError(f"sampling is {ask.sampling!r}, a Sampling is needed")
+        if ask.sampling.stop and self._tokenizer is None:
+            raise RequestError("stop strings need an engine with a tokenizer")
         whole_number("num_samples", ask.num_samples, 1, 1025)
 
     def _check_tokens(

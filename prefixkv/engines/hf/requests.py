@@ -50,7 +50,9 @@ class Output:
 
     `position` counts the answer's tokens from 0. `token` is None where it ends by "abort" (its
     client's) or "error"; why is in `error`. With "stop" the token is the one that stopped it.
-    `hit_tokens` of the prompt had their KV on the decode worker.
+    `hit_tokens` of the prompt had their KV on the decode worker. `text` is what this token makes
+    certain of the answer's text, where the engine has a tokenizer: often nothing, sometimes what
+    earlier ones began. A stop token and a stop string are not in it.
     """
 
     rid: str
@@ -60,6 +62,7 @@ class Output:
     finish: Finish | None = None
     error: Exception | None = None
     hit_tokens: int = 0
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ class Sampling:
         seed: [0, 2**64). None: one that follows from the request's id.
         stop_tokens: ids that end the answer. Those of the model's own end are added by the engine
             unless `ignore_end`.
+        stop: strings that end it, and are not part of its text; they need an engine with a
+            tokenizer.
         ignore_end: whether the model's end tokens do not end it.
 
     Raises: RequestError for a value out of its range.
@@ -44,6 +46,7 @@ class Sampling:
     seed: int | None = None
     stop_tokens: tuple[int, ...] = ()
     ignore_end: bool = False
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -59,6 +62,8 @@ class Sampling:
             whole_number("seed", self.seed, 0, 2**64)
         for token in self.stop_tokens:
             whole_number("a stop token", token, 0, 2**31)
+        if not all(isinstance(one, str) and one for one in self.stop):
+            raise RequestError(f"stop is {self.stop!r}, strings that are not empty are needed")
 
     def seeded(self, rid: str) -> int:
         """`seed`, or the one that follows from the request's id."""
