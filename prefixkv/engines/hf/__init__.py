@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from prefixkv.engines.hf.decode import DecodeEngine as DecodeEngine
+    from prefixkv.engines.hf.loop import EngineLoop as EngineLoop
     from prefixkv.engines.hf.models import PagedModel as PagedModel
     from prefixkv.engines.hf.models import load_model as load_model
     from prefixkv.engines.hf.models import make_model as make_model
@@ -27,6 +28,7 @@ EXTRA: Final = ("safetensors", "tokenizers", "transformers")
 
 _HOME: Final = {
     "DecodeEngine": "decode",
+    "EngineLoop": "loop",
     "Generate": "requests",
     "Output": "requests",
     "PagedModel": "models",

@@ -28,6 +28,7 @@ from prefixkv.runtime.nodes import DecodeNode
 OnOutput = Callable[[Output], None]
 
 _BLOCKED_S: Final = 0.01  # pages are missing that come back by themselves
+_IDLE_S: Final = 0.1  # deadlines are looked at
 
 
 @dataclass(slots=True, eq=False)
@@ -316,12 +317,18 @@ class DecodeEngine:
     def wait(self, timeout_s: float) -> bool:
         """Until `step` may have something to do, at most `timeout_s`. True if it may."""
         if self._sampled:  # it was blocked
-            return self.node.wait(min(timeout_s, _BLOCKED_S)) or True
+            self.node.wait(min(timeout_s, _BLOCKED_S))
+            return True
         return bool(self._running or self._jobs) or self.node.wait(timeout_s)
 
     def fileno(self) -> int:
         """As `DecodeNode.fileno`: for a poller of the caller's, while `step` is False."""
         return self.node.fileno()
+
+    @property
+    def idle_s(self) -> float:
+        """The longest that a poller may wait then."""
+        return _BLOCKED_S if self._sampled else _IDLE_S
 
     def drain(self, timeout_s: float = 0.0) -> bool:
         """Take no more requests; True once all have ended. Call `step` and this until then."""

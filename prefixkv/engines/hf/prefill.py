@@ -24,6 +24,7 @@ from prefixkv.runtime.nodes import PrefillNode
 from prefixkv.settings import at_least
 
 _AT_ONCE: Final = 16  # prompts that are begun in one pass
+_IDLE_S: Final = 0.1  # deadlines are looked at
 
 
 @dataclass(slots=True, eq=False)
@@ -143,6 +144,15 @@ class PrefillEngine:
     def wait(self, timeout_s: float) -> bool:
         """Until `step` may have something to do, at most `timeout_s`. True if it may."""
         return bool(self._computing) or self.node.wait(timeout_s)
+
+    def fileno(self) -> int:
+        """As `PrefillNode.fileno`: for a poller of the caller's, while `step` is False."""
+        return self.node.fileno()
+
+    @property
+    def idle_s(self) -> float:
+        """The longest that a poller may wait then."""
+        return _IDLE_S
 
     def drain(self, timeout_s: float = 0.0) -> bool:
         """Take no more jobs; True once all have ended. Call `step` and this until then."""

@@ -177,3 +177,19 @@ def test_a_long_prompt_in_long_chunks(model: PagedModel, reference: Reference) -
         answer = world.ask("r", prompt, max_new_tokens=4)
         world.run()
         assert answer.tokens[0] == reference.greedy(prompt, 4)
+
+
+def test_a_retracted_answer_whose_pages_stay_goes_on_at_once(
+    model: PagedModel, reference: Reference
+) -> None:
+    """Prefill is not asked, and the first token is not taken twice."""
+    with World(model, page_size=1, pages=512, prefill_pages=512) as world:
+        for i, tokens in enumerate(prompts(9, [20, 21])):
+            world.ask(f"{i}", tokens, max_new_tokens=12)
+        until(lambda: world.step() or len(world.answers[1].tokens.get(0, ())) > 4)
+        computed = world.prefill.stats()["computed_tokens"]
+        world.decode._retract("1/0")
+        world.run()
+        assert world.prefill.stats()["computed_tokens"] == computed
+        for answer in world.answers:
+            assert answer.tokens[0] == reference.greedy(answer.ask.tokens, 12)
