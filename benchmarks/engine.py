@@ -12,7 +12,8 @@ caches is random: neither is timed while it fills. The pages of a request lie si
 ("fresh"), or anywhere ("mixed").
 "prefill": 2,048 tokens in chunks of 512 on pages, against one `forward` of all that keeps no cache.
 "own": processor time of a request on both workers, in one process, with one thread of torch: all
-but the model's is prefixkv's and the engines' own.
+but the model's is prefixkv's and the engines' own. Decode's transport looks for what comes as long
+as a request is on its way, so its share grows with the time that prefill takes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -215,7 +217,7 @@ def own(
     model: PagedModel, prompt: int = 512, answer: int = 64, requests: int = 8
 ) -> dict[str, Any]:
     """Processor time of requests that run together, through both engines."""
-    threads = torch.get_num_threads()
+    threads_of_torch = torch.get_num_threads()
     torch.set_num_threads(1)
     model_s = 0.0
     forward = model.forward
@@ -235,7 +237,7 @@ def own(
     try:
         for number, num in enumerate((1, requests)):  # the first wires the two up
             ended = 0
-            before = process.cpu_times()
+            before, of_before = process.cpu_times(), _threads(process)
             model_s = 0.0
 
             def on_output(output: Any) -> None:
@@ -253,21 +255,35 @@ def own(
                 going = prefill_engine.step()
                 if not (decode_engine.step() or going):
                     decode_engine.wait(0.01)
-            after = process.cpu_times()
+            after, of_after = process.cpu_times(), _threads(process)
         total_s = after.user + after.system - before.user - before.system
     finally:
         del model.forward  # the method is there again
         decode_engine.close()
         prefill_engine.close()
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads_of_torch)
     return {
         "prompt": prompt,
         "answer": answer,
         "requests": requests,
         "model_ms_a_request": round(1e3 * model_s / requests, 1),
         "own_ms_a_request": round(1e3 * (total_s - model_s) / requests, 2),
+        "of_it_in_threads_ms_a_request": {
+            name: round(1e3 * (took_s - of_before.get(name, 0.0)) / requests, 2)
+            for name, took_s in of_after.items()
+            if name != "MainThread"
+        },
         "own_of_the_models": round((total_s - model_s) / model_s, 4),
     }
+
+
+def _threads(process: psutil.Process) -> dict[str, float]:
+    """Seconds of processor time by the thread's name; each has one of its own."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found = [
+        (names.get(one.id, "other"), one.user_time, one.system_time) for one in process.threads()
+    ]
+    return {name: sum(u + s for of, u, s in found if of == name) for name, *_ in found}
 
 
 # --- what they have in common ---------------------------------------------------------------------

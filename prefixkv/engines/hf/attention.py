@@ -164,16 +164,15 @@ class Plan:
         """
         if self._table is not None:
             return self._attend_batch(layer, query, scale)
-        out = torch.empty_like(query.transpose(1, 2))
+        outs = []
         for part in self._parts:
             new = slice(part.first, part.last)
-            q = query[:, :, new]
             if part.start == 0:
                 k, v = key[:, :, new], value[:, :, new]
             else:
                 k, v = self._gathered(layer, part.rows, 1)
-            out[:, new] = _attend_one(q, k, v, part, scale).transpose(1, 2)
-        return out
+            outs.append(_attend_one(query[:, :, new], k, v, part, scale))
+        return torch.cat(outs, 1)
 
     def _attend_batch(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
         assert self._table is not None
@@ -210,12 +209,15 @@ def _masks(start: int, num: int, device: torch.device | str) -> list[torch.Tenso
 def _attend_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: _Part, scale: float | None
 ) -> torch.Tensor:
-    """One sequence: q [1, query heads, new, dim]; k, v [1, heads, tokens or more, dim]."""
+    """One sequence: q [1, query heads, new, dim]; k, v [1, heads, tokens or more, dim]. Returns
+    [1, new, query heads, dim]."""
     end = part.start + q.shape[2]
+    if k.shape[2] > end:
+        k, v = k[:, :, :end], v[:, :, :end]
     if q.shape[2] == 1:  # the heads of a group side by side as queries, so that K is read once
         grouped = q.view(1, k.shape[1], -1, q.shape[-1])
-        out = F.scaled_dot_product_attention(grouped, k[:, :, :end], v[:, :, :end], scale=scale)
-        return out.reshape(q.shape)
+        out = F.scaled_dot_product_attention(grouped, k, v, scale=scale)
+        return out.reshape(1, 1, -1, out.shape[-1])
     outs = []
     for block, mask in enumerate(part.masks):
         queries = q[:, :, block * _QUERIES : (block + 1) * _QUERIES]
@@ -226,7 +228,7 @@ def _attend_one(
                 scale=scale, enable_gqa=True,
             )
         )  # fmt: skip
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+    return (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).transpose(1, 2)
 
 
 # --- what transformers calls ----------------------------------------------------------------------
