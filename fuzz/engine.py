@@ -9,6 +9,7 @@ the end nothing is held.
 from __future__ import annotations
 
 import argparse
+import logging
 import pathlib
 import sys
 
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--models", default="llama,qwen3,mistral")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
+    logging.disable(logging.WARNING)  # that each round's decode node has left
     torch.set_num_threads(args.threads)
     kinds = args.models.split(",")
     models = [

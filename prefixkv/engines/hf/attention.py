@@ -63,7 +63,7 @@ class FlatPool:
         if len(found) != 1:
             raise ConfigError("the engine needs a pool whose layers are alike")
         self.k_row, self.v_row, self.page_rows = found.pop()
-        self._buffer = k.new_empty(0)
+        self._buffer = self.pages[0].new_empty(0)
 
     def rows(self, pages: Pages) -> torch.Tensor:
         """The rows of these pages' K, then of their V: int64 [2, *pages.shape], on the CPU."""

@@ -3,10 +3,12 @@ pages that are missing for a while."""
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
-from prefixkv.engines.hf import Generate, PagedModel, make_model
+from prefixkv.engines.hf import Generate, PagedModel, Sampling, make_model
 from prefixkv.engines.hf.requests import pack_token, unpack_token
 from prefixkv.errors import AbortedError, DrainingError, OutOfPagesError, RequestError
 from tests.models.hf_world import TINY, Answer, Reference, World
@@ -149,6 +151,18 @@ def test_what_is_refused_half_way_leaves_nothing(
         world.ask("r", range(20), num_samples=3, max_new_tokens=2)
         world.run()
         world.at_rest()
+
+
+def test_a_prefill_job_may_travel_to_another_process(model: PagedModel) -> None:
+    with World(model) as world:
+        sampling = Sampling(temperature=0.5, seed=3, stop_tokens=(7,))
+        world.ask("r", range(20), sampling=sampling, namespace=("tenant", 1), max_new_tokens=3)
+        (job,) = world.decode.take_prefill_jobs()
+        there = pickle.loads(pickle.dumps(job))
+        assert there.choice == job.choice
+        assert there.request().digest == job.request().digest
+        world.prefill.submit(there)
+        world.run()
 
 
 def test_stats_count_what_was_done(model: PagedModel) -> None:
