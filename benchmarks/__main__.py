@@ -27,6 +27,7 @@ BENCHMARKS = {
     "eviction_reserve": "runs of new pages and hits, when more is evicted than is missing",
     "ranks": "what publishing its operations costs decode's rank 0",
     "staging_copy": "gathering into and scattering out of staging memory, on the CPU",
+    "engine": "the engine of Hugging Face's models beside transformers by itself",
     "gpu": "KV in VRAM between two processes on one GPU, and a model's steps beside it",
     "burst": "bytes sent for many requests with one new system prompt",
     "demo_meshes": "the demo between unequal ranks and layouts, every byte verified",

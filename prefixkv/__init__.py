@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from prefixkv.memory.state_pool import StatePool as StatePool
     from prefixkv.pages.allocator import PageAllocator as PageAllocator
     from prefixkv.pages.manager import PageManager as PageManager
+    from prefixkv.paging import page_table as page_table
+    from prefixkv.paging import slot_mapping as slot_mapping
     from prefixkv.prefill.request import PrefillRequest as PrefillRequest
     from prefixkv.prefill.scheduler import PrefillScheduler as PrefillScheduler
     from prefixkv.prefill.send_plan import plan_sends as plan_sends
@@ -96,8 +98,10 @@ _HOME = {
     "StatePool": "memory.state_pool",
     "StateTensor": "memory.state_layout",
     "TransportConfig": "config",
+    "page_table": "paging",
     "plan_sends": "prefill.send_plan",
     "prompt_digest": "digest",
+    "slot_mapping": "paging",
 }
 # Public names that are another in their module.
 _AS = {

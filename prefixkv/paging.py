@@ -108,6 +108,61 @@ def check_in_pool(pages: npt.NDArray[np.integer], num_pages: int, what: str = "p
         raise PageStateError(f"{what} {outside[0]} is not in [0, {num_pages})")
 
 
+# --- a batch, as attention kernels take it --------------------------------------------------------
+
+
+def page_table(rows: Sequence[Pages], width: int | None = None, pad: int = 0) -> Pages:
+    """The pages of a whole batch as one array, as kernels take it ("block table" in vLLM and
+    FlashAttention, "page table" in SGLang). O(its size).
+
+    Args:
+        rows: of each request its page ids in order, as `req.pages` has them.
+        width: columns; None: as many as the longest row has. Longer rows are cut off there.
+        pad: what stands behind a shorter row's end: a page that may be read, and counts for
+            nothing.
+    Returns: int32 [len(rows), width].
+
+    >>> page_table([np.array([7, 3], np.int32), np.array([5], np.int32)]).tolist()
+    [[7, 3], [5, 0]]
+    """
+    if width is None:
+        width = max(map(len, rows), default=0)
+    table = np.full((len(rows), width), pad, np.int32)
+    for target, row in zip(table, rows, strict=True):
+        part = row[:width]
+        target[: len(part)] = part
+    return table
+
+
+def slot_mapping(
+    rows: Sequence[Pages], starts: Sequence[int], ends: Sequence[int], page_size: int
+) -> npt.NDArray[np.int64]:
+    """Where the KV of new tokens goes, one request after the other: token i of a request is in slot
+    `pages[i // page_size] * page_size + i % page_size` of its pool.
+
+    Args:
+        rows: of each request its page ids in order.
+        starts, ends: of each request the first new token, and the one behind the last.
+    Returns: int64 [sum of ends - starts], slots in [0, num_pages * page_size).
+
+    Raises: PageStateError for a range that its pages do not hold.
+
+    >>> slot_mapping([np.array([7, 3], np.int32)], [2], [5], page_size=4).tolist()
+    [30, 31, 12]
+    """
+    parts = [np.empty(0, np.int64)]
+    for row, start, end in zip(rows, starts, ends, strict=True):
+        if not 0 <= start <= end <= len(row) * page_size:
+            raise PageStateError(
+                f"tokens {start} to {end} of {len(row)} pages of {page_size} tokens"
+            )
+        first = start // page_size
+        pages = row[first : pages_for(end, page_size)].astype(np.int64)
+        slots = (pages[:, None] * page_size + np.arange(page_size)).ravel()
+        parts.append(slots[start - first * page_size : end - first * page_size])
+    return np.concatenate(parts)
+
+
 # --- unit pages -----------------------------------------------------------------------------------
 
 

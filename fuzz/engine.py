@@ -1,0 +1,55 @@
+"""Invariant tested: whatever page sizes, layouts, pools and caches the two workers of the engine of
+Hugging Face's models have, and whichever requests are aborted, every token of every answer is what
+the model says by itself: greedy ones `generate`'s, drawn ones a plain sampler's on its logits. At
+the end nothing is held.
+
+    python fuzz/engine.py --rounds 500 [--seed 1] [--models llama,qwen3,mistral]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import torch
+
+from prefixkv.engines.hf import make_model
+from tests.models.hf_workload import Found, run_round
+from tests.models.hf_world import TINY, Reference
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--models", default="llama,qwen3,mistral")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)  # that each round's decode node has left
+    torch.set_num_threads(args.threads)
+    kinds = args.models.split(",")
+    models = [
+        make_model(kind, seed=i, **TINY, **EXTRA.get(kind, {})) for i, kind in enumerate(kinds)
+    ]
+    references = [Reference(model) for model in models]
+    found = Found()
+    for number in range(args.rounds):
+        seed, which = args.seed + number, number % len(models)
+        try:
+            run_round(models[which], references[which], seed, found, args.requests)
+        except BaseException:
+            print(f"round of seed {seed} with {kinds[which]}", file=sys.stderr)
+            raise
+        if number % 20 == 19:
+            print(number + 1, "rounds", found, flush=True)
+    print(args.rounds, "rounds without a difference", found)
+
+
+EXTRA = {"mistral": {"sliding_window": None}}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Engines that come with the library: references for those that integrate it, and what serves."""

@@ -1,0 +1,272 @@
+"""Attention on the paged pool, as transformers' `AttentionInterface` calls it.
+
+A forward has the new tokens of several sequences, packed into one row: [1, N]. A `Plan` says where
+the KV of each goes, and which pages each sequence reads; it is made once and used by every layer.
+On the CPU each sequence's K and V are gathered together into one small buffer, which is still in
+the processor's cache when attention reads it: as fast as views of pages that happen to lie side by
+side, whatever the order of pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from transformers import AttentionInterface
+
+from prefixkv.errors import ConfigError
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.paging import Pages, page_table, pages_for, slot_mapping
+
+NAME: Final = "prefixkv"  # of the attention, as transformers knows it
+BATCHED: Final = ("cuda",)  # devices where a step of decode reads one padded batch
+_QUERIES: Final = 256  # new tokens that share one mask: what lies behind the last is not computed
+
+
+class FlatPool:
+    """A pool's memory as rows: of pages for gathering, of tokens for writing. Owned by one thread.
+
+    Of each layer `pages[layer]` is [R, page_size * heads * dim], `tokens[layer]` the same memory as
+    [R * page_size, heads * dim]. The K of page p is row `k_row + p * page_rows`, its V row `v_row +
+    p * page_rows`, the same in all layers.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        """Raises ConfigError where a page of K is not one run of memory, token by token, or K and V
+        are not in one tensor: `KVPool.create` makes pools that are."""
+        self.pool, self.layout = pool, pool.layout
+        layout = pool.layout
+        width = layout.page_size * layout.num_kv_heads * layout.head_dim
+        self.pages: list[torch.Tensor] = []
+        self.tokens: list[torch.Tensor] = []
+        found = set()
+        for layer in range(layout.num_layers):
+            k, v = pool.k(layer), pool.v(layer)
+            begin = min(k.storage_offset(), v.storage_offset())
+            offsets = (k.storage_offset() - begin, v.storage_offset() - begin, k.stride(0))
+            if (
+                k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr()
+                or k.stride() != v.stride()
+                or not k[0].is_contiguous()
+                or any(offset % width for offset in offsets)
+            ):
+                raise ConfigError("the engine needs a pool as KVPool.create makes them")
+            k_row, v_row, page_rows = (offset // width for offset in offsets)
+            rows = max(k_row, v_row) + (layout.num_pages - 1) * page_rows + 1
+            flat = torch.as_strided(k, (rows, width), (width, 1), begin)
+            self.pages.append(flat)
+            self.tokens.append(flat.view(rows * layout.page_size, -1))
+            found.add((k_row, v_row, page_rows))
+        if len(found) != 1:
+            raise ConfigError("the engine needs a pool whose layers are alike")
+        self.k_row, self.v_row, self.page_rows = found.pop()
+        self._buffer = self.pages[0].new_empty(0)
+
+    def rows(self, pages: Pages) -> torch.Tensor:
+        """The rows of these pages' K, then of their V: int64 [2, *pages.shape], on the CPU."""
+        first = pages.astype(np.int64) * self.page_rows
+        return torch.from_numpy(np.stack([first + self.k_row, first + self.v_row]))
+
+    def gather(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """A copy of these rows of pages: [rows, page_size * heads * dim], valid until the next
+        call."""
+        source = self.pages[layer]
+        size = len(rows) * source.shape[1]
+        if self._buffer.numel() < size:
+            self._buffer = source.new_empty(size)
+        out = self._buffer[:size].view(len(rows), -1)
+        return torch.index_select(source, 0, rows, out=out)
+
+
+class _Part(NamedTuple):
+    """Of one forward, the new tokens of one sequence."""
+
+    first: int  # its tokens are [first, last) of the packed row
+    last: int
+    start: int  # and have the positions from `start` on in the sequence
+    rows: torch.Tensor  # of the pages that hold all its KV, K then V: [2 * pages]
+    masks: list[torch.Tensor | None]  # for each block of queries; None: plainly causal, or all
+
+
+class Plan:
+    """Where the KV of one forward goes, and what it attends to.
+
+    Args:
+        flat: the pool.
+        rows: of each sequence its page ids in order; they hold `ends` tokens at least.
+        starts, ends: the new tokens of each sequence are [start, end), at least one. The KV of
+            those before is in the pages.
+        device: where the model is.
+
+    `positions` is int64 [1, N], the place of each new token in its sequence; `last` int64
+    [sequences], where in the row the last token of each is.
+    """
+
+    def __init__(
+        self,
+        flat: FlatPool,
+        rows: Sequence[Pages],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.flat, self.ends = flat, ends
+        size = flat.layout.page_size
+        lens = [end - start for start, end in zip(starts, ends, strict=True)]
+        at = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+        behind = np.cumsum(lens)
+        self.positions = torch.from_numpy(np.concatenate(at))[None].to(device)
+        self.last = torch.from_numpy(behind - 1).to(device)
+        # Slots are counted in pages of the pool; a token's row is counted in its memory.
+        slots = slot_mapping(rows, starts, ends, size)
+        first = slots // size * flat.page_rows * size + slots % size
+        self._k_to = torch.from_numpy(first + flat.k_row * size).to(device)
+        self._v_to = torch.from_numpy(first + flat.v_row * size).to(device)
+        used = [row[: pages_for(end, size)] for row, end in zip(rows, ends, strict=True)]
+        self._table: torch.Tensor | None = None
+        self._parts: list[_Part] = []
+        if max(lens) == 1 and torch.device(device).type in BATCHED:
+            self._plan_table(used, device)
+            return
+        for row, start, num, end in zip(used, starts, lens, behind.tolist(), strict=True):
+            masks = _masks(start, num, device)
+            page_rows = flat.rows(row).flatten().to(device)
+            self._parts.append(_Part(end - num, end, start, page_rows, masks))
+
+    def _plan_table(self, rows: Sequence[Pages], device: torch.device | str) -> None:
+        """One new token a sequence, on a device that is faster with one padded batch."""
+        table = page_table(rows)
+        self._table = self.flat.rows(table).flatten().to(device)
+        width = table.shape[1] * self.flat.layout.page_size
+        lens = torch.tensor(self.ends, device=device)
+        self._mask = (torch.arange(width, device=device) < lens[:, None])[:, None, None]
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put the new tokens' KV into their pages. key, value: [1, heads, N, dim]."""
+        tokens = self.flat.tokens[layer]
+        tokens.index_copy_(0, self._k_to, key[0].transpose(0, 1).flatten(1))
+        tokens.index_copy_(0, self._v_to, value[0].transpose(0, 1).flatten(1))
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Of each new token, attention to all of its sequence up to itself, whose KV is written.
+
+        query: [1, query heads, N, dim]; key, value as in `write`. Returns [1, N, query heads, dim].
+        """
+        if self._table is not None:
+            return self._attend_batch(layer, query, scale)
+        outs = []
+        for part in self._parts:
+            new = slice(part.first, part.last)
+            if part.start == 0:
+                k, v = key[:, :, new], value[:, :, new]
+            else:
+                k, v = self._gathered(layer, part.rows, 1)
+            outs.append(_attend_one(query[:, :, new], k, v, part, scale))
+        return torch.cat(outs, 1)
+
+    def _attend_batch(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        assert self._table is not None
+        num = query.shape[2]
+        k, v = self._gathered(layer, self._table, num)
+        q = query[0].transpose(0, 1).reshape(num, k.shape[1], -1, k.shape[3])  # a group together
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, scale=scale)
+        return out.reshape(1, num, -1, out.shape[-1])
+
+    def _gathered(self, layer: int, rows: torch.Tensor, num: int) -> torch.Tensor:
+        """K and V of `num` sequences of as many pages each: [2, num, heads, tokens, dim]."""
+        layout = self.flat.layout
+        found = self.flat.gather(layer, rows)
+        return found.view(2, num, -1, layout.num_kv_heads, layout.head_dim).transpose(2, 3)
+
+
+def _masks(start: int, num: int, device: torch.device | str) -> list[torch.Tensor | None]:
+    """Of each block of queries, which keys each may see: bool [queries, keys], or None where SDPA
+    needs none (one query sees all; the sequence's first block is plainly causal)."""
+    if num == 1:
+        return [None]
+    masks: list[torch.Tensor | None] = []
+    for begin in range(0, num, _QUERIES):
+        size = min(_QUERIES, num - begin)
+        if start + begin == 0:
+            masks.append(None)
+        else:
+            keys = start + begin + size
+            seen = torch.ones(size, keys, dtype=torch.bool, device=device)
+            masks.append(seen.tril_(start + begin))
+    return masks
+
+
+def _attend_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: _Part, scale: float | None
+) -> torch.Tensor:
+    """One sequence: q [1, query heads, new, dim]; k, v [1, heads, tokens or more, dim]. Returns
+    [1, new, query heads, dim]."""
+    end = part.start + q.shape[2]
+    if k.shape[2] > end:
+        k, v = k[:, :, :end], v[:, :, :end]
+    if q.shape[2] == 1:  # the heads of a group side by side as queries, so that K is read once
+        grouped = q.view(1, k.shape[1], -1, q.shape[-1])
+        out = F.scaled_dot_product_attention(grouped, k, v, scale=scale)
+        return out.reshape(1, 1, -1, out.shape[-1])
+    outs = []
+    for block, mask in enumerate(part.masks):
+        queries = q[:, :, block * _QUERIES : (block + 1) * _QUERIES]
+        keys = part.start + block * _QUERIES + queries.shape[2]
+        outs.append(
+            F.scaled_dot_product_attention(
+                queries, k[:, :, :keys], v[:, :, :keys], attn_mask=mask, is_causal=mask is None,
+                scale=scale, enable_gqa=True,
+            )
+        )  # fmt: skip
+    return (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).transpose(1, 2)
+
+
+# --- what transformers calls ----------------------------------------------------------------------
+
+
+def _paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    prefixkv_plan: Plan | None = None,
+    **said: Any,
+) -> tuple[torch.Tensor, None]:
+    """As the attention functions of transformers: query [1, query heads, N, dim], key and value [1,
+    heads, N, dim]; returns [1, N, query heads, dim]. Raises ConfigError, naming it, for what a
+    layer asks for and this does not do."""
+    name = type(module).__name__
+    if prefixkv_plan is None:
+        raise ConfigError(f"{name} calls its attention without what the engine gave the model")
+    if attention_mask is not None:
+        raise ConfigError(f"{name} has an attention mask of its own")
+    for what in ("softcap", "s_aux", "position_bias", "alibi"):
+        if said.get(what) is not None:
+            raise ConfigError(f"{name} needs {what} in attention, which the engine does not have")
+    window = said.get("sliding_window")
+    if window is not None and max(prefixkv_plan.ends) > window:
+        raise ConfigError(f"{name} attends to {window} tokens, the engine to all")
+    layout = prefixkv_plan.flat.layout
+    wanted = (layout.num_kv_heads, layout.head_dim)
+    for kind, tensor in (("K", key), ("V", value)):
+        if (tensor.shape[1], tensor.shape[3]) != wanted:
+            shape = tuple(tensor.shape)
+            raise ConfigError(f"{name} has {kind} of {shape}, the pool has heads and dim {wanted}")
+    layer = module.layer_idx
+    prefixkv_plan.write(layer, key, value)
+    return prefixkv_plan.attend(layer, query, key, value, scaling), None
+
+
+AttentionInterface.register(NAME, _paged_attention)

@@ -1,0 +1,348 @@
+"""The decode worker: answers to prompts, a token each a step, all that run in one forward.
+
+One thread owns an engine and calls it: `submit` and `abort` as they come, `step` as long as it
+says that there is more, `wait` in between. `take_prefill_jobs` has what prefill workers are to be
+told. `docs/engine.md` shows the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from prefixkv.config import DecodeConfig
+from prefixkv.decode.request import DecodeRequest, PrefillAsk
+from prefixkv.engines.hf.attention import FlatPool
+from prefixkv.engines.hf.models import PagedModel
+from prefixkv.engines.hf.requests import Finish, Generate, Output, PrefillJob, unpack_token
+from prefixkv.engines.hf.sampling import Choice, Sampling, choose
+from prefixkv.engines.hf.text import AnswerText
+from prefixkv.errors import OutOfPagesError, PrefixKVError, RequestError
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.request import Request, whole_number
+from prefixkv.runtime.nodes import DecodeNode
+
+OnOutput = Callable[[Output], None]
+
+_BLOCKED_S: Final = 0.01  # pages are missing that come back by themselves
+_IDLE_S: Final = 0.1  # deadlines are looked at
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """One answer to a prompt: a request on the node."""
+
+    ask: Generate
+    sample: int
+    on_output: OnOutput
+    choice: Choice  # that of its first token
+    ends: frozenset[int]
+    req: DecodeRequest
+    text: AnswerText | None
+    aborted: bool = False  # by its client
+    error: Exception | None = None  # that was found here
+
+
+class DecodeEngine:
+    """A model on a `DecodeNode`. Used from one thread.
+
+    Args:
+        model: computes; it belongs to this engine from now on.
+        pool: the KV memory, as `model.make_pool` makes it; it must outlive the engine.
+        config: of the node. Its `model` is replaced by the model's identity.
+        tokenizer: as `load_tokenizer` gives it: outputs have text then, and strings may end them.
+
+    Raises: ConfigError, as DecodeNode and FlatPool do.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        pool: KVPool,
+        config: DecodeConfig | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        self.model, self._tokenizer = model, tokenizer
+        self._flat = FlatPool(pool)
+        self.node = DecodeNode(pool, replace(config or DecodeConfig(), model=model.identity))
+        self._answers: dict[str, _Answer] = {}  # by the node's id of the request
+        self._samples: dict[str, list[str]] = {}  # these ids, by the client's
+        self._running: list[DecodeRequest] = []
+        self._sampled: list[tuple[DecodeRequest, int]] = []  # tokens that are not appended yet
+        self._jobs: list[PrefillJob] = []
+        self._rooms = 0
+        self._counters = {"steps": 0, "tokens": 0, "retractions": 0, "blocked_steps": 0}
+
+    # --- what a client asks -----------------------------------------------------------------------
+
+    def submit(self, ask: Generate, on_output: OnOutput) -> None:
+        """Begin answering. `on_output` gets every token in `step`, and each answer's end once; it
+        may call `submit` and `abort`, and must not raise.
+
+        Raises RequestError, TokenError or DrainingError, with nothing changed, for what cannot be
+        taken.
+        """
+        self._check(ask)
+        seed = ask.sampling.seeded(ask.rid)
+        ends = frozenset(ask.sampling.stop_tokens)
+        if not ask.sampling.ignore_end:
+            ends |= frozenset(self.model.end_tokens)
+        answers: list[_Answer] = []
+        try:
+            for i in range(ask.num_samples):
+                request = Request(
+                    f"{ask.rid}/{i}", ask.tokens, ask.max_new_tokens, room=self._rooms,
+                    prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
+                    priority=ask.priority, deadline_s=ask.deadline_s,
+                )  # fmt: skip
+                self._check_tokens(ask, request.key.tokens())
+                choice = Choice(ask.sampling, seed, i)
+                req = self.node.add(request)
+                text = self._tokenizer and AnswerText(self._tokenizer, ask.sampling.stop)
+                answers.append(_Answer(ask, i, on_output, choice, ends, req, text))
+                self._rooms += 1
+        except PrefixKVError:
+            for answer in answers:
+                self.node.abort(answer.req.rid)
+            raise
+        self._samples[ask.rid] = [answer.req.rid for answer in answers]
+        for answer in answers:
+            self._answers[answer.req.rid] = answer
+            self._jobs.append(self._job(answer))
+
+    def abort(self, rid: str) -> bool:
+        """End all answers to a request; their ends come from the next `step`. False if it is
+        unknown or has ended."""
+        after = self.model.event()
+        names = self._samples.get(rid, ())
+        for name in names:
+            self._answers[name].aborted = True
+            self.node.abort(name, after)
+        return bool(names)
+
+    def take_prefill_jobs(self) -> list[PrefillJob]:
+        """What prefill workers are to compute, since the last call: give each to the
+        `PrefillEngine` at `job.prefill`."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One pass: take in what has come, and one forward of all that runs. True if there was
+        something to do."""
+        outputs: list[tuple[OnOutput, Output]] = []
+        try:
+            return self._step(outputs)
+        finally:
+            for on_output, output in outputs:
+                on_output(output)
+
+    def _step(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
+        node = self.node
+        node.pop_preallocated()
+        for ask in node.pop_needs_prefill():
+            self._ask_again(ask)
+        arrived = node.pop_transferred()
+        for req in arrived:
+            self._begin(req)
+        for req in node.pop_failed():
+            self._failed(req, outputs)
+        if self._sampled and not self._append(outputs):
+            return False
+        # One that was aborted has pages that are not its own any more.
+        self._running = [req for req in self._running if not req.state.ended]
+        if not self._running:
+            return bool(arrived or outputs or self._jobs)
+        self._sampled = self._forward(self._running)
+        self._append(outputs)
+        return True
+
+    def _begin(self, req: DecodeRequest) -> None:
+        """Its KV is here, all but the newest token's."""
+        if not req.resumed:  # else it goes on from its newest token
+            try:
+                self._sampled.append((req, unpack_token(req.aux, self.model.vocab_size)))
+            except ValueError as error:
+                self._answers[req.rid].error = error
+                self.node.abort(req.rid)
+                return
+        self._running.append(req)
+
+    def _forward(self, reqs: list[DecodeRequest]) -> list[tuple[DecodeRequest, int]]:
+        """Write the KV of each one's newest token, and sample the next."""
+        starts = [req.kv_len for req in reqs]
+        logits = self.model.forward(
+            self._flat,
+            [req.output[-1] for req in reqs],
+            [req.pages for req in reqs],
+            starts,
+            [start + 1 for start in starts],
+        )
+        choices = [replace(self._answers[req.rid].choice, position=len(req.output)) for req in reqs]
+        self._counters["steps"] += 1
+        return list(zip(reqs, choose(logits, choices), strict=True))
+
+    def _append(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
+        """Give the sampled tokens to the node and to the clients; requests are retracted until the
+        others fit. False if pages are missing that only come back later: then they are kept.
+
+        A retracted request loses the token sampled in this step: no client has seen it, and it
+        will be the same.
+        """
+        while True:
+            self._sampled = [pair for pair in self._sampled if not pair[0].state.ended]
+            try:
+                self.node.append_many(
+                    [req for req, _ in self._sampled], [token for _, token in self._sampled]
+                )
+                break
+            except OutOfPagesError as error:
+                if not error.retract:
+                    self._counters["blocked_steps"] += 1
+                    return False
+                self._retract(error.retract[0])
+        appended, self._sampled = self._sampled, []
+        for req, token in appended:
+            if not req.state.ended:
+                self._tell(req, token, outputs)
+        return True
+
+    def _retract(self, rid: str) -> None:
+        self.node.retract(rid, self.model.event())
+        self._counters["retractions"] += 1
+        self._running = [req for req in self._running if req.rid != rid]
+        self._sampled = [pair for pair in self._sampled if pair[0].rid != rid]
+
+    def _tell(self, req: DecodeRequest, token: int, outputs: list[tuple[OnOutput, Output]]) -> None:
+        answer = self._answers[req.rid]
+        finish: Finish | None = None
+        text = ""
+        if token in answer.ends:
+            finish = "stop"
+        elif answer.text is not None:
+            text, stopped = answer.text.add(token)
+            finish = "stop" if stopped else None
+        if finish is None and len(req.output) >= req.max_new_tokens:
+            finish = "length"
+        if finish is not None and answer.text is not None:
+            text += answer.text.end()
+        self._counters["tokens"] += 1
+        self._put(outputs, answer, len(req.output) - 1, token, finish, text=text)
+        if finish is not None:
+            self.node.finish(req, self.model.event())
+            self._running.remove(req)
+            self._forget(req.rid, answer)
+
+    # --- prefill ----------------------------------------------------------------------------------
+
+    def _job(self, answer: _Answer) -> PrefillJob:
+        ask, req, decode = answer.ask, answer.req, self.node.peer_id.name
+        return PrefillJob(
+            f"{decode}/{req.rid}.0", req.request.key.tokens(), ask.prefill, decode, req.room,
+            namespace=ask.namespace, cacheable=ask.cacheable, choice=answer.choice,
+        )  # fmt: skip
+
+    def _ask_again(self, ask: PrefillAsk) -> None:
+        answer = self._answers[ask.rid]
+        self._jobs.append(
+            PrefillJob(
+                f"{ask.decode}/{ask.rid}.{ask.generation}", ask.tokens, ask.prefill, ask.decode,
+                ask.room, ask.generation, ask.namespace, ask.cacheable, answer.choice,
+                ask.known_token is not None,
+            )
+        )  # fmt: skip
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def _failed(self, req: DecodeRequest, outputs: list[tuple[OnOutput, Output]]) -> None:
+        if req in self._running:
+            self._running.remove(req)
+        answer = self._answers.get(req.rid)
+        if answer is None or answer.req is not req:  # `submit` did not take it after all
+            return
+        finish: Finish = "abort" if answer.aborted else "error"
+        text = "" if answer.text is None else answer.text.end()
+        self._put(outputs, answer, len(req.output), None, finish, answer.error or req.error, text)
+        self._forget(req.rid, answer)
+
+    def _put(
+        self, outputs: list[tuple[OnOutput, Output]], answer: _Answer, position: int,
+        token: int | None, finish: Finish | None, error: Exception | None = None, text: str = "",
+    ) -> None:  # fmt: skip
+        """To be told at the end of the step."""
+        rid, hit_tokens = answer.ask.rid, answer.req.hit_tokens
+        output = Output(rid, answer.sample, position, token, finish, error, hit_tokens, text)
+        outputs.append((answer.on_output, output))
+
+    def _forget(self, name: str, answer: _Answer) -> None:
+        del self._answers[name]
+        names = self._samples[answer.ask.rid]
+        names.remove(name)
+        if not names:
+            del self._samples[answer.ask.rid]
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def _check(self, ask: Generate) -> None:
+        if not isinstance(ask.rid, str) or "/" in ask.rid:
+            raise RequestError(f'rid is {ask.rid!r}, a string without "/" is needed')
+        if ask.rid in self._samples:
+            raise RequestError(f"request {ask.rid!r} is here already")
+        if not isinstance(ask.sampling, Sampling):
+            raise RequestError(f"sampling is {ask.sampling!r}, a Sampling is needed")
+        if ask.sampling.stop and self._tokenizer is None:
+            raise RequestError("stop strings need an engine with a tokenizer")
+        whole_number("num_samples", ask.num_samples, 1, 1025)
+
+    def _check_tokens(
+        self, ask: Generate, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]
+    ) -> None:
+        if int(prompt.max()) >= self.model.vocab_size:
+            raise RequestError(
+                f"token {prompt.max()} is not in the vocabulary of {self.model.vocab_size}"
+            )
+        num = len(prompt) + ask.max_new_tokens
+        if num > self.model.context:
+            raise RequestError(
+                f"{len(prompt)} tokens and max_new_tokens={ask.max_new_tokens} are {num}, the "
+                f"model takes {self.model.context}"
+            )
+
+    # --- the rest ---------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until `step` may have something to do, at most `timeout_s`. True if it may."""
+        if self._sampled:  # it was blocked
+            self.node.wait(min(timeout_s, _BLOCKED_S))
+            return True
+        return bool(self._running or self._jobs) or self.node.wait(timeout_s)
+
+    def fileno(self) -> int:
+        """As `DecodeNode.fileno`: for a poller of the caller's, while `step` is False."""
+        return self.node.fileno()
+
+    @property
+    def idle_s(self) -> float:
+        """The longest that a poller may wait then."""
+        return _BLOCKED_S if self._sampled else _IDLE_S
+
+    def drain(self, timeout_s: float = 0.0) -> bool:
+        """Take no more requests; True once all have ended. Call `step` and this until then."""
+        busy = self._running or self._sampled
+        return self.node.drain(0.0 if busy else timeout_s) and not self._jobs
+
+    def stats(self) -> dict[str, int]:
+        """The node's, with "steps", "tokens", "retractions", "blocked_steps" and "running"."""
+        return {**self.node.stats(), **self._counters, "running": len(self._running)}
+
+    def audit(self) -> None:
+        """Check every law of the node. Slow. Raises InternalError."""
+        self.node.audit()
+
+    def close(self) -> None:
+        """End all threads. Again: no-op."""
+        self.node.close()

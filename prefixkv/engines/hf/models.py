@@ -1,0 +1,311 @@
+"""Models of transformers that the engine serves: from a folder of safetensors, or made from a
+config and a seed. Nothing is downloaded.
+
+A model that the engine would serve wrongly is refused by name: by its config where that tells, and
+by a trial, in which what it says on the paged pool is compared with what it says by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from prefixkv.config import ModelConfig
+from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
+from prefixkv.errors import ConfigError
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.paging import MAX_INDEX, Pages
+
+# A small Llama: 1.2 million parameters.
+SMALL: Final[Mapping[str, Any]] = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16,
+    "max_position_embeddings": 4096, "initializer_range": 0.08, "tie_word_embeddings": False,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+_DTYPES: Final = {
+    torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",
+}  # fmt: skip
+_TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
+_ROPE_BY_LENGTH: Final = ("dynamic", "longrope")
+
+
+class PagedModel:
+    """A model whose attention reads and writes paged pools. Owned by one thread.
+
+    Args:
+        model: of transformers, as `AutoModelForCausalLM` makes it; the engine takes it over.
+        context: the most tokens of a sequence; None: what the model was made for.
+        identity: what its KV depends on, the same on every worker; see `ModelConfig`.
+        trial: whether to compare it with itself first, on a few tokens.
+
+    Raises: ConfigError, naming what is wrong, for a model that the engine does not serve.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        context: int | None = None,
+        identity: ModelConfig | None = None,
+        trial: bool = True,
+    ) -> None:
+        config = model.config.get_text_config()
+        self.config = config
+        self.identity = identity or ModelConfig()
+        self.context = check_served(model, context)
+        self.model = model.eval().requires_grad_(False)
+        self.device = next(model.parameters()).device
+        self.dtype: torch.dtype = next(model.parameters()).dtype
+        if self.dtype not in _DTYPES:
+            raise ConfigError(f"the model is of {self.dtype}, one of {', '.join(_DTYPES.values())}")
+        self.vocab_size = int(config.vocab_size)
+        self.num_layers = int(config.num_hidden_layers)
+        self.num_heads = int(config.num_attention_heads)
+        self.num_kv_heads = int(getattr(config, "num_key_value_heads", None) or self.num_heads)
+        self.head_dim = int(
+            getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        )
+        if trial:
+            _try(self)
+        self.model.set_attn_implementation(NAME)
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The ids that end a text, as the model's own settings have them."""
+        ends = getattr(self.model.generation_config, "eos_token_id", None)
+        return () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
+
+    def make_pool(self, num_pages: int, page_size: int = 16, order: str = "layer_major") -> KVPool:
+        """A pool for this model's KV, where the model is. Raises as `KVPool.create`."""
+        device = self.device
+        where = device.type if device.index is None else f"{device.type}:{device.index}"
+        return KVPool.create(
+            num_pages, page_size, self.num_layers, self.num_kv_heads, self.head_dim,
+            dtype=_DTYPES[self.dtype], order=order, device=where,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        flat: FlatPool,
+        tokens: Sequence[int] | np.ndarray[Any, Any],
+        rows: Sequence[Pages],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        wanted: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """One forward of the new tokens of several sequences; their KV is in their pages then.
+
+        On a GPU it returns before the device has finished.
+
+        Args:
+            flat: the pool.
+            tokens: the new tokens of all sequences, one sequence after the other: [N].
+            rows, starts, ends: as of `Plan`.
+            wanted: the sequences whose logits are wanted; None: all.
+        Returns: the logits after the last new token of each wanted sequence, [wanted, vocabulary].
+        """
+        plan = Plan(flat, rows, starts, ends, self.device)
+        ids = torch.as_tensor(np.asarray(tokens, np.int64)).to(self.device)[None]
+        keep = plan.last if wanted is None else plan.last[list(wanted)]
+        given = {"input_ids": ids, "position_ids": plan.positions, "use_cache": False}
+        if not len(keep):
+            self.model.base_model(**given, prefixkv_plan=plan)
+            return torch.empty(0, self.vocab_size)
+        logits: torch.Tensor = self.model(**given, logits_to_keep=keep, prefixkv_plan=plan).logits
+        return logits[0]
+
+    def event(self) -> torch.cuda.Event | None:
+        """What is done when all that was launched so far is: a CUDA event, for `ready=` and
+        `after=`; None on the CPU, where nothing is left to wait for."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+# --- where models come from -----------------------------------------------------------------------
+
+
+def make_model(
+    config: Any = "llama",
+    seed: int = 0,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    context: int | None = None,
+    trial: bool = True,
+    **sizes: Any,
+) -> PagedModel:
+    """A model of random weights, the same for the same seed and sizes (and version of torch).
+
+    Args:
+        config: a config of transformers, or the kind of one ("llama", "qwen3", "mistral") with the
+            sizes of `SMALL`, but for those in `sizes`.
+        seed: of the weights.
+        dtype: "float32", "bfloat16" or "float16".
+        device: as torch names it.
+        context, trial: as of `PagedModel`.
+
+    Raises: ConfigError.
+    """
+    if isinstance(config, str):
+        try:
+            known = AutoConfig.for_model(config)
+            small = {name: size for name, size in SMALL.items() if hasattr(known, name)}
+            config = AutoConfig.for_model(config, **{**small, **sizes})
+        except ValueError as error:
+            raise ConfigError(f"there is no model {config!r}: {error}") from None
+    elif sizes:
+        raise ConfigError(f"{', '.join(sizes)}: the config has its sizes already")
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    identity = ModelConfig(f"{config.model_type} made from seed {seed}", _digest(config.to_dict()))
+    return PagedModel(model.to(device), context, identity, trial)
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    device: str = "cpu",
+    context: int | None = None,
+    trial: bool = True,
+) -> PagedModel:
+    """The model in a folder that holds its config and its weights as safetensors.
+
+    Args:
+        folder: as `save_pretrained` writes it. Nothing else is read, no code of it is run.
+        dtype: None: the one in the config.
+        device, context, trial: as of `PagedModel`.
+
+    Raises: ConfigError.
+    """
+    path = Path(folder)
+    weights = sorted(path.glob("*.safetensors"))
+    if not (path / "config.json").is_file() or not weights:
+        raise ConfigError(f"{path} is no folder with a config.json and *.safetensors")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or "auto", local_files_only=True, use_safetensors=True,
+            trust_remote_code=False,
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not loaded: {error}") from error
+    files = {one.name: _header_digest(one) for one in weights}
+    identity = ModelConfig(path.name, _digest([model.config.to_dict(), files, str(model.dtype)]))
+    return PagedModel(model.to(device), context, identity, trial)
+
+
+def _digest(what: Any) -> str:
+    """The same for the same config, wherever its files lie."""
+    if isinstance(what, dict):
+        what = {key: value for key, value in what.items() if key != "_name_or_path"}
+    text = json.dumps(what, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _header_digest(path: Path) -> str:
+    """Of a file of safetensors: of its size, what is in it, and a MiB of its numbers."""
+    with path.open("rb") as file:
+        head = file.read(1 << 20)
+    return hashlib.blake2b(head, digest_size=8).hexdigest() + f" {path.stat().st_size}"
+
+
+def copy_of(model: PagedModel) -> Any:
+    """The same model with weights of its own, as transformers runs it by itself."""
+    copy = deepcopy(model.model)
+    copy.set_attn_implementation("sdpa" if copy._supports_sdpa else "eager")
+    return copy
+
+
+# --- what is not served ---------------------------------------------------------------------------
+
+
+def check_served(model: Any, context: int | None) -> int:
+    """The most tokens of a sequence: `context`, or what the model was made for.
+
+    Raises ConfigError, naming what it is, where the model's config says that attention to all
+    tokens before, on pages of K and V, is not what it does, or not within so many tokens.
+    """
+    config = model.config.get_text_config()
+    kind = config.model_type
+
+    def refuse(why: str) -> NoReturn:
+        raise ConfigError(f"{kind} is not served: {why}")
+
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("it has an encoder")
+    if not getattr(model, "_supports_attention_backend", False):
+        refuse("its attention does not go through transformers' attention interface")
+    limit = getattr(config, "max_position_embeddings", None)
+    if context is None:
+        context = limit
+    if not isinstance(context, int) or not 0 < context <= (limit or MAX_INDEX):
+        raise ConfigError(f"context is {context!r}, {kind} was made for {limit} tokens")
+    for name in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size"):
+        if getattr(config, name, None):
+            refuse(f"{name} is {getattr(config, name)}")
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        refuse(f"it has layers of {', '.join(sorted(kinds - {'full_attention'}))}")
+    if window is not None and window < context and kinds != {"full_attention"}:
+        refuse(
+            f"its sliding window has {window} tokens, the context {context}; with context={window} "
+            "it would be"
+        )
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):
+        if rope.get("rope_type") in _ROPE_BY_LENGTH:
+            refuse(f"its rope is {rope['rope_type']}: KV depends on the length of the text")
+    return context
+
+
+def _try(paged: PagedModel) -> None:
+    """Compare what the model says on pages, in chunks, packed and out of order, with what it says
+    by itself. Raises ConfigError where that differs."""
+    model = paged.model
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    lens = (11, 6)
+    tokens = [np.arange(n) * 7919 % paged.vocab_size for n in lens]
+    kind = paged.config.model_type
+    own = []
+    with torch.inference_mode():
+        for ids in tokens:
+            row = torch.as_tensor(ids)[None].to(paged.device)
+            own.append(model(input_ids=row, use_cache=False).logits[0, -1])
+    model.set_attn_implementation(NAME)
+    pool = paged.make_pool(8, 4)
+    rows = [np.array([5, 0, 3], np.int32), np.array([1, 7], np.int32)]
+    flat = FlatPool(pool)
+    try:
+        paged.forward(flat, np.concatenate([tokens[0][:5], tokens[1][:5]]), rows, [0, 0], [5, 5])
+        new = np.concatenate([tokens[0][5:], tokens[1][5:]])
+        said = paged.forward(flat, new, rows, [5, 5], lens)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"{kind} is not served: {error}") from error
+    for layer in range(paged.num_layers):
+        if not bool(pool.k(layer)[0].any()):
+            raise ConfigError(f"{kind} is not served: layer {layer} wrote no KV")
+    expected = torch.stack(own).float()
+    most = float((said.float() - expected).abs().max())
+    if not most <= _TOLERANCE[paged.dtype] * float(expected.abs().max()):
+        raise ConfigError(f"{kind} is not served: on pages its logits differ by {most:.3g}")
+
+
+transformers_logging.disable_progress_bar()

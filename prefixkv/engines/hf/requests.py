@@ -1,0 +1,104 @@
+"""What goes in and out of the engines: plain values, so that a process may send them to another."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.engines.hf.sampling import Choice, Sampling
+from prefixkv.request import Request
+
+_TOKEN: Final = struct.Struct("<i")
+
+Finish = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """What a client asks of a decode worker.
+
+    Args:
+        rid: names it, unique on the worker while it lives; "/" may not be in it.
+        tokens: the prompt, ids in [0, vocabulary).
+        prefill: address of the prefill worker, `PrefillEngine.endpoint`.
+        sampling: how tokens are drawn, and what ends an answer.
+        max_new_tokens: the most tokens of an answer.
+        num_samples: answers to this prompt. They share its whole pages; see docs/engine.md.
+        namespace, cacheable, priority, deadline_s: as of `Request`.
+    """
+
+    rid: str
+    tokens: Any
+    prefill: str
+    sampling: Sampling = field(default_factory=Sampling)
+    max_new_tokens: int = 16
+    num_samples: int = 1
+    namespace: Hashable = None
+    cacheable: bool = True
+    priority: int = 0
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One token of an answer, or its end without one.
+
+    `position` counts the answer's tokens from 0. `token` is None where it ends by "abort" (its
+    client's) or "error"; why is in `error`. With "stop" the token is the one that stopped it.
+    `hit_tokens` of the prompt had their KV on the decode worker. `text` is what this token makes
+    certain of the answer's text, where the engine has a tokenizer: often nothing, sometimes what
+    earlier ones began. A stop token and a stop string are not in it.
+    """
+
+    rid: str
+    sample: int
+    position: int
+    token: int | None
+    finish: Finish | None = None
+    error: Exception | None = None
+    hit_tokens: int = 0
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillJob:
+    """What a decode worker asks of the prefill worker at `prefill`: compute a prompt, send its KV,
+    and sample what follows, unless decode knows that already (`is_known`)."""
+
+    rid: str
+    tokens: npt.NDArray[np.int32]
+    prefill: str
+    decode: str
+    room: int
+    generation: int = 0
+    namespace: Hashable = None
+    cacheable: bool = True
+    choice: Choice = field(default_factory=Choice)
+    is_known: bool = False
+
+    def request(self) -> Request:
+        """As `PrefillNode.add` takes it. Raises as `Request` does."""
+        return Request(
+            self.rid, self.tokens, room=self.room, generation=self.generation, decode=self.decode,
+            namespace=self.namespace, cacheable=self.cacheable,
+        )  # fmt: skip
+
+
+def pack_token(token: int) -> bytes:
+    """The first token as `aux` carries it: 4 bytes."""
+    return _TOKEN.pack(token)
+
+
+def unpack_token(aux: bytes, vocab_size: int) -> int:
+    """The token in `aux`. Raises ValueError where it is none of the vocabulary."""
+    if len(aux) != _TOKEN.size:
+        raise ValueError(f"aux of {len(aux)} bytes, a token has {_TOKEN.size}")
+    token: int = _TOKEN.unpack(aux)[0]
+    if not 0 <= token < vocab_size:
+        raise ValueError(f"token {token} is not in [0, {vocab_size})")
+    return token

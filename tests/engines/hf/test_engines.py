@@ -1,0 +1,174 @@
+"""The two engines as a worker's loop drives them: aborts, prefill's refusals and failures, drains,
+pages that are missing for a while."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from prefixkv.engines.hf import Generate, PagedModel, Sampling, make_model
+from prefixkv.engines.hf.requests import pack_token, unpack_token
+from prefixkv.errors import AbortedError, DrainingError, OutOfPagesError, RequestError
+from tests.models.hf_world import TINY, Answer, Reference, World
+from tests.models.patience import until
+
+
+@pytest.fixture(scope="module")
+def model() -> PagedModel:
+    return make_model("llama", seed=3, **TINY)
+
+
+@pytest.fixture(scope="module")
+def reference(model: PagedModel) -> Reference:
+    return Reference(model)
+
+
+def test_an_abort_ends_what_runs_and_what_waits_and_all_its_samples(
+    model: PagedModel, reference: Reference
+) -> None:
+    with World(model) as world:
+        runs = world.ask("runs", range(20), max_new_tokens=100, num_samples=2)
+        until(lambda: world.step() or len(runs.tokens.get(1, ())) > 3)
+        waits = world.ask("waits", range(30), max_new_tokens=5)
+        assert world.decode.abort("runs")
+        assert world.decode.abort("waits")
+        world.run()
+        assert not world.decode.abort("runs")
+        for answer in (runs, waits):
+            for end in answer.ends.values():
+                assert (end.finish, end.token) == ("abort", None)
+                assert isinstance(end.error, AbortedError)
+        assert runs.tokens[0] == reference.greedy(range(20), len(runs.tokens[0]))
+        world.at_rest()
+
+
+def test_a_client_may_abort_and_ask_while_it_is_told(model: PagedModel) -> None:
+    with World(model) as world:
+        later: list[Answer] = []
+
+        def on_output(output) -> None:
+            first(output)
+            if output.position == 2 and not later:
+                assert world.decode.abort("first")
+                later.append(world.ask("later", [1, 2, 3], max_new_tokens=3))
+
+        ask = Generate("first", range(20), world.prefill.endpoint, max_new_tokens=50)
+        first = Answer(ask)
+        world.answers.append(first)
+        world.decode.submit(ask, on_output)
+        world.run()
+        assert first.ends[0].finish == "abort"
+        assert later[0].ends[0].finish == "length"
+        world.at_rest()
+
+
+def test_an_abort_at_prefill_is_an_error_at_decode(model: PagedModel) -> None:
+    with World(model, chunk_tokens=8) as world:
+        answer = world.ask("r", range(100), max_new_tokens=5)
+        until(lambda: world.step() or world.prefill.stats()["computing"])
+        assert world.prefill.abort("decode-0/r/0.0")
+        world.run()
+        assert answer.ends[0].finish == "error"
+        assert not answer.tokens[0]
+        assert world.prefill.stats()["computing"] == 0
+        world.at_rest()
+
+
+def test_a_first_token_that_is_none_ends_the_answer(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixkv.engines.hf.prefill.pack_token", lambda token: b"no token")
+    with World(model) as world:
+        answer = world.ask("r", range(20))
+        world.run()
+        assert answer.ends[0].finish == "error"
+        assert "aux of 8 bytes" in str(answer.ends[0].error)
+        world.at_rest()
+
+
+def test_a_token_travels_in_four_bytes() -> None:
+    assert unpack_token(pack_token(300), 301) == 300
+    for wrong in (pack_token(301), pack_token(-1), b"", b"12345"):
+        with pytest.raises(ValueError, match=r"aux of|is not in"):
+            unpack_token(wrong, 301)
+
+
+def test_sampled_tokens_are_kept_while_pages_are_held_elsewhere(
+    model: PagedModel, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`append_many` says that nothing is to be retracted: the step is said again, not computed
+    again."""
+    with World(model) as world:
+        answer = world.ask("r", range(20), max_new_tokens=12)
+        until(lambda: world.step() or len(answer.tokens.get(0, ())) > 3)
+        right, refusals = world.decode.node.append_many, [3]
+
+        def append_many(reqs, tokens) -> None:
+            if refusals[0]:
+                refusals[0] -= 1
+                raise OutOfPagesError(1, 0)
+            right(reqs, tokens)
+
+        monkeypatch.setattr(world.decode.node, "append_many", append_many)
+        world.run()
+        assert world.decode.stats()["blocked_steps"] == 3
+        assert world.decode.stats()["steps"] == 11
+        assert answer.tokens[0] == reference.greedy(range(20), 12)
+
+
+def test_a_drain_ends_what_lives_and_takes_nothing_new(
+    model: PagedModel, reference: Reference
+) -> None:
+    with World(model) as world:
+        answer = world.ask("r", range(20), max_new_tokens=8)
+        assert not world.decode.drain()
+        with pytest.raises(DrainingError):
+            world.ask("s", range(20))
+        world.run()
+        assert answer.tokens[0] == reference.greedy(range(20), 8)
+        world.at_rest()
+
+
+def test_what_is_refused_half_way_leaves_nothing(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three samples is not taken, say."""
+    with World(model) as world:
+        right, num = world.decode.node.add, [0]
+
+        def add(request):
+            num[0] += 1
+            if num[0] == 2:
+                raise RequestError("no")
+            return right(request)
+
+        monkeypatch.setattr(world.decode.node, "add", add)
+        with pytest.raises(RequestError, match="no"):
+            world.ask("r", range(20), num_samples=3)
+        assert world.decode.take_prefill_jobs() == []
+        world.ask("r", range(20), num_samples=3, max_new_tokens=2)
+        world.run()
+        world.at_rest()
+
+
+def test_a_prefill_job_may_travel_to_another_process(model: PagedModel) -> None:
+    with World(model) as world:
+        sampling = Sampling(temperature=0.5, seed=3, stop_tokens=(7,))
+        world.ask("r", range(20), sampling=sampling, namespace=("tenant", 1), max_new_tokens=3)
+        (job,) = world.decode.take_prefill_jobs()
+        there = pickle.loads(pickle.dumps(job))
+        assert there.choice == job.choice
+        assert there.request().digest == job.request().digest
+        world.prefill.submit(there)
+        world.run()
+
+
+def test_stats_count_what_was_done(model: PagedModel) -> None:
+    with World(model, chunk_tokens=16) as world:
+        world.ask("r", np.arange(40), max_new_tokens=5)
+        world.run()
+        decode, prefill = world.decode.stats(), world.prefill.stats()
+        assert (decode["steps"], decode["tokens"], decode["running"]) == (4, 5, 0)
+        assert (prefill["forwards"], prefill["computed_tokens"]) == (3, 40)

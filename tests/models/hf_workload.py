@@ -1,0 +1,150 @@
+"""Random workloads for the engine of Hugging Face's models: conversations, shared prompts, samples
+drawn with seeds, aborts, pools that are too small for all at once; every answer compared with the
+model by itself.
+
+`fuzz/engine.py` runs many of them, `tests/engines/hf` a few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from prefixkv.engines.hf import PagedModel, Sampling
+from prefixkv.engines.hf.sampling import draw
+from tests.models.hf_world import NEAR, Answer, Reference, World, choose_plainly
+
+_ORDERS = ("layer_major", "page_major")
+
+
+@dataclass
+class Found:
+    """What the rounds have shown: how many answers were compared, and how often what."""
+
+    answers: int = 0
+    tokens: int = 0
+    near_ties: int = 0  # answers that part where two tokens are as likely, but for rounding
+    aborted: int = 0
+    hit_tokens: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def shape_of(rng: np.random.Generator) -> dict[str, Any]:
+    """Page sizes, layouts and pools of a round. Decode's pool holds the largest request, and few
+    more; prefill's too."""
+    size = int(rng.choice([1, 4, 16, 32]))
+    factor = int(rng.choice([1, 1, 2, 4]))
+    sizes = (size, size * factor) if rng.random() < 0.5 else (size * factor, size)
+    tight = float(rng.choice([1.3, 2.0, 6.0]))
+    decode_pages, prefill_pages = (-(-int(200 * tight) // one) + 2 for one in sizes)
+    return {
+        "page_size": sizes[0],
+        "prefill_page_size": sizes[1],
+        "order": str(rng.choice(_ORDERS)),
+        "prefill_order": str(rng.choice(_ORDERS)),
+        "pages": decode_pages,
+        "prefill_pages": prefill_pages,
+        "chunk_tokens": int(rng.choice([7, 32, 200])),
+        "decode": {"cache": bool(rng.random() < 0.85), "reserve_tokens": int(rng.choice([0, 16]))},
+        "prefill": {"cache": bool(rng.random() < 0.85)},
+    }
+
+
+def sampling_of(rng: np.random.Generator) -> Sampling:
+    """Greedy more often than not; else drawn, cut off in different ways."""
+    if rng.random() < 0.6:
+        return Sampling()
+    return Sampling(
+        temperature=float(rng.choice([0.3, 0.8, 1.5])),
+        top_k=int(rng.choice([0, 1, 5, 40])),
+        top_p=float(rng.choice([0.3, 0.9, 1.0])),
+        seed=int(rng.integers(2**63)) if rng.random() < 0.5 else None,
+    )
+
+
+def run_round(
+    model: PagedModel, reference: Reference, seed: int, found: Found, num_requests: int = 12
+) -> None:
+    """One round. Raises AssertionError where an answer is not the model's."""
+    rng = np.random.default_rng(seed)
+    with World(model, **shape_of(rng)) as world:
+        shared = rng.integers(0, model.vocab_size, 60)
+        asked = 0
+        while asked < num_requests:
+            for _ in range(int(rng.integers(1, 5))):
+                asked += 1
+                _ask(world, rng, shared, f"{seed}.{asked}")
+            for _ in range(int(rng.integers(0, 25))):
+                world.step()
+            if rng.random() < 0.3:
+                _abort_one(world, rng, found)
+        world.run()
+        stats = world.decode.stats()
+        for name in ("retractions", "shared_flights", "evicted_pages", "blocked_steps"):
+            found.counts[name] = found.counts.get(name, 0) + stats[name]
+        found.hit_tokens += stats["hit_tokens"]
+        world.at_rest()
+    for answer in world.answers:
+        compare(answer, model, reference, found)
+
+
+def _ask(world: World, rng: np.random.Generator, shared: Any, rid: str) -> None:
+    """A new prompt, one that begins as others do, or the next turn of one that is answered."""
+    vocab = world.decode.model.vocab_size
+    new = rng.integers(0, vocab, int(rng.integers(1, 50)))
+    kind = rng.random()
+    done = [one for one in world.answers if one.done and one.tokens.get(0)]
+    if kind < 0.4 and done:
+        before = done[int(rng.integers(len(done)))]
+        tokens = np.concatenate([before.ask.tokens, before.tokens[0], new[:10]])[:150]
+    elif kind < 0.75:
+        tokens = np.concatenate([shared[: int(rng.integers(1, 61))], new])
+    else:
+        tokens = new
+    world.ask(
+        rid, tokens, sampling=sampling_of(rng), max_new_tokens=int(rng.integers(1, 40)),
+        num_samples=int(rng.choice([1, 1, 1, 3])), cacheable=bool(rng.random() < 0.9),
+        namespace=None if rng.random() < 0.8 else "other",
+    )  # fmt: skip
+
+
+def _abort_one(world: World, rng: np.random.Generator, found: Found) -> None:
+    lives = [one for one in world.answers if not one.done]
+    if lives:
+        one = lives[int(rng.integers(len(lives)))]
+        if rng.random() < 0.7:
+            assert world.decode.abort(one.ask.rid)
+        else:  # at prefill: decode hears of it, and the client
+            name = f"{world.decode.node.peer_id.name}/{one.ask.rid}/0.0"
+            world.prefill.abort(name)
+        found.aborted += 1
+
+
+def compare(answer: Answer, model: PagedModel, reference: Reference, found: Found) -> None:
+    """Every token, also of an answer that was cut short, is what the model says by itself."""
+    ask, sampling = answer.ask, answer.ask.sampling
+    for sample, said in answer.tokens.items():
+        end = answer.ends[sample]
+        if end.finish == "length":
+            assert len(said) == ask.max_new_tokens
+        else:
+            assert end.finish in ("abort", "error"), end
+        if not said:
+            continue
+        found.answers += 1
+        found.tokens += len(said)
+        if sampling.temperature == 0:
+            expected = reference.greedy(ask.tokens, len(said))
+            if said != expected:
+                assert reference.is_near(ask.tokens, said, expected), (ask.rid, said, expected)
+                found.near_ties += 1
+            continue
+        logits = reference.logits([*ask.tokens, *said], len(said))
+        for position, (token, row) in enumerate(zip(said, logits, strict=True)):
+            number = draw(sampling.seeded(ask.rid), sample, position)
+            expected_token, distance = choose_plainly(row, sampling, number)
+            if token != expected_token:
+                assert distance < NEAR, (ask.rid, sample, position, token, expected_token)
+                found.near_ties += 1
