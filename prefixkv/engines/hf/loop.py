@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from prefixkv.errors import ClosedError
-from prefixkv.runtime.wakeups import Inbox
+from prefixkv.wakeups import Inbox
 
 logger = logging.getLogger("prefixkv.engine")
 
