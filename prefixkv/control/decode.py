@@ -28,6 +28,7 @@ from prefixkv.control.effects import (
     Expect,
     FrameFailed,
     FrameReceived,
+    Left,
     PeerTried,
     RankDrained,
     Reached,
@@ -257,14 +258,23 @@ class DecodeControl:
         self._settle(peer, now_s, out)
 
     def _fail_rooms_of(
-        self, peer: PeerId, error: Exception, now_s: float, out: list[DecodeEffect]
+        self,
+        peer: PeerId,
+        error: Exception,
+        now_s: float,
+        out: list[DecodeEffect],
+        address: str | None = None,
     ) -> None:
-        for room in [room for room in self._rooms.all() if peer in room.peers.values()]:
-            self._rooms.on(room, receiver.Fail(error, lost=room.rank_of(peer)), now_s, out)
+        """With `address`, those that were promised to it there."""
+        for room in self._rooms.all():
+            for rank in room.ranks_of(peer, address):
+                self._rooms.on(room, receiver.Fail(error, lost=rank), now_s, out)
 
     # --- what the transport and the copies say ----------------------------------------------------
 
-    def _settle(self, token: PeerId | RankDrained, now_s: float, out: list[DecodeEffect]) -> None:
+    def _settle(
+        self, token: PeerId | Left | RankDrained, now_s: float, out: list[DecodeEffect]
+    ) -> None:
         if not self._timing.fence_settle_s:
             self._settled(token, now_s, out)
         elif token not in self._settling:
@@ -274,9 +284,12 @@ class DecodeControl:
     def _settled(self, token: Hashable, now_s: float, out: list[DecodeEffect]) -> None:
         """The transport has been reading for long enough since that `Settle`."""
         self._settling.discard(token)
-        if isinstance(token, PeerId):
-            for room in [room for room in self._rooms.all() if token in room.peers.values()]:
-                self._rooms.on(room, receiver.FencedOff(room.rank_of(token)), now_s, out)
+        if isinstance(token, PeerId | Left):
+            left = token if isinstance(token, Left) else None
+            what = (token, None) if left is None else (left.peer, left.address)
+            for room in self._rooms.all():
+                for rank in room.ranks_of(*what):
+                    self._rooms.on(room, receiver.FencedOff(rank), now_s, out)
         elif isinstance(token, RankDrained):
             drained = self._rooms.get(token.key)
             if drained is not None and drained.machine.ticket == token.ticket:
@@ -339,7 +352,7 @@ class DecodeControl:
         frame = messages.decode(what.frame.raw)
         if isinstance(frame.body, messages.RoomBody):
             room = self._rooms.get(frame.body.key)
-            if room is not None and frame.sender in room.peers.values():
+            if room is not None and room.ranks_of(frame.sender, what.frame.source):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
                 self._rooms.on(room, receiver.Fail(error), now_s, out)
 
@@ -361,8 +374,7 @@ class DecodeControl:
             case LeaseAsk():
                 self._take_ask(link, body, now_s, out)
             case messages.Fenced():
-                self._links.deaths.fenced(frame.sender)
-                self._fence(frame.sender, FENCED, now_s, out)
+                self._take_farewell(link, frame.sender, now_s, out)
             case Heartbeat():
                 pass
             case (
@@ -479,12 +491,30 @@ class DecodeControl:
         lost = self._links.lost(link, newer, now_s)
         if lost is None:
             return
-        if lost.name == newer.name:
+        if lost.name == newer.name and not self._is_elsewhere(lost, link):
             self._lives.supersede(lost, newer)
         else:
             self.news.say("over", lost, f"was replaced by {newer}")
         error = PeerLostError(f"{lost} was replaced by {newer}", lost)
-        self._fail_rooms_of(lost, error, now_s, out)
+        self._fail_rooms_of(lost, error, now_s, out, link.address)
+
+    def _take_farewell(
+        self, link: Link, peer: PeerId, now_s: float, out: list[DecodeEffect]
+    ) -> None:
+        """What answers here can write no more. That ends what was promised here: a process may
+        answer under any name, so its word proves nothing of what answers elsewhere."""
+        if not self._is_elsewhere(peer, link):
+            self._links.deaths.fenced(peer)
+            self._lives.end(peer, FENCED)
+        error = PeerLostError(f"{peer} {FENCED}", peer)
+        self._fail_rooms_of(peer, error, now_s, out, link.address)
+        self._links.lost(link, None, now_s)
+        out += self._links.greet(link, now_s)
+        self._settle(Left(peer, link.address), now_s, out)
+
+    def _is_elsewhere(self, peer: PeerId, link: Link) -> bool:
+        """Whether another address is this process's too, or the name is borrowed here."""
+        return any(other.peer == peer for other in self._links.all() if other is not link)
 
     def _promote(self, link: Link, now_s: float, out: list[DecodeEffect]) -> None:
         """A rank is there and answers: promise the pages of the rooms that waited only for that."""
