@@ -16,7 +16,7 @@ counts, since a restarted worker knows nothing of its predecessor's writes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import assert_never
 
 from prefixkv.config import ControlConfig
@@ -32,7 +32,6 @@ from prefixkv.control.effects import (
     PeerTried,
     RankDrained,
     Reached,
-    Settle,
     Tick,
     Unreached,
 )
@@ -104,8 +103,7 @@ class DecodeControl:
         self._timers: Timers[str | RoomKey] = Timers()  # links by address, rooms by key
         self._links = Links(me, hello, timing, self._timers, self.news, self.lost_peers)
         known = self._timers, self._links, self.staging, self.news
-        self._rooms = ReceiverRooms(*known)
-        self._settling: set[Hashable] = set()
+        self._rooms = ReceiverRooms(timing, *known)
         self._lives = Lives(self.news)
         self._said_expected = 0
         # Of the last `on`, those before an exception too.
@@ -132,8 +130,7 @@ class DecodeControl:
             case Arrived():
                 self._arrived(what.tag, now_s, out)
             case Settled():
-                if what.token in self._settling:
-                    self._settled(what.token, now_s, out)
+                self._rooms.settled(what.token, now_s, out)
             case WriteDone() | WriteFailed() | WriteDrained() | PeerTried():
                 raise InternalError(f"decode writes nothing, and hears {what}")
             case PeerUnreachable():
@@ -250,50 +247,14 @@ class DecodeControl:
         `fence_settle_s`.
         """
         self._lives.end(peer, how)
-        self._fail_rooms_of(peer, PeerLostError(f"{peer} {how}", peer), now_s, out)
+        self._rooms.fail_of(peer, PeerLostError(f"{peer} {how}", peer), now_s, out)
         for link in self._links.all():
             if link.peer == peer:
                 self._links.lost(link, None, now_s)
                 out += self._links.greet(link, now_s)
-        self._settle(peer, now_s, out)
-
-    def _fail_rooms_of(
-        self,
-        peer: PeerId,
-        error: Exception,
-        now_s: float,
-        out: list[DecodeEffect],
-        address: str | None = None,
-    ) -> None:
-        """With `address`, those that were promised to it there."""
-        for room in self._rooms.all():
-            for rank in room.ranks_of(peer, address):
-                self._rooms.on(room, receiver.Fail(error, lost=rank), now_s, out)
+        self._rooms.settle(peer, now_s, out)
 
     # --- what the transport and the copies say ----------------------------------------------------
-
-    def _settle(
-        self, token: PeerId | Left | RankDrained, now_s: float, out: list[DecodeEffect]
-    ) -> None:
-        if not self._timing.fence_settle_s:
-            self._settled(token, now_s, out)
-        elif token not in self._settling:
-            self._settling.add(token)
-            out.append(Settle(token, self._timing.fence_settle_s))
-
-    def _settled(self, token: Hashable, now_s: float, out: list[DecodeEffect]) -> None:
-        """The transport has been reading for long enough since that `Settle`."""
-        self._settling.discard(token)
-        if isinstance(token, PeerId | Left):
-            left = token if isinstance(token, Left) else None
-            what = (token, None) if left is None else (left.peer, left.address)
-            for room in self._rooms.all():
-                for rank in room.ranks_of(*what):
-                    self._rooms.on(room, receiver.FencedOff(rank), now_s, out)
-        elif isinstance(token, RankDrained):
-            drained = self._rooms.get(token.key)
-            if drained is not None and drained.machine.ticket == token.ticket:
-                self._rooms.on(drained, receiver.DrainedSaid(token.rank), now_s, out)
 
     def _arrived(self, raw_tag: bytes, now_s: float, out: list[DecodeEffect]) -> None:
         """A notification. Progress only, so a lost, late or foreign one does no harm."""
@@ -404,7 +365,9 @@ class DecodeControl:
     ) -> None:
         room = self._room_of(link, drained)
         if room is not None and drained.settle and room.machine.poll.ended:
-            self._settle(RankDrained(room.machine.key, drained.rank, drained.ticket), now_s, out)
+            self._rooms.settle(
+                RankDrained(room.machine.key, drained.rank, drained.ticket), now_s, out
+            )
         elif room is not None:
             self._rooms.on(room, receiver.DrainedSaid(drained.rank), now_s, out)
 
@@ -496,7 +459,7 @@ class DecodeControl:
         else:
             self.news.say("over", lost, f"was replaced by {newer}")
         error = PeerLostError(f"{lost} was replaced by {newer}", lost)
-        self._fail_rooms_of(lost, error, now_s, out, link.address)
+        self._rooms.fail_of(lost, error, now_s, out, link.address)
 
     def _take_farewell(
         self, link: Link, peer: PeerId, now_s: float, out: list[DecodeEffect]
@@ -507,10 +470,10 @@ class DecodeControl:
             self._links.deaths.fenced(peer)
             self._lives.end(peer, FENCED)
         error = PeerLostError(f"{peer} {FENCED}", peer)
-        self._fail_rooms_of(peer, error, now_s, out, link.address)
+        self._rooms.fail_of(peer, error, now_s, out, link.address)
         self._links.lost(link, None, now_s)
         out += self._links.greet(link, now_s)
-        self._settle(Left(peer, link.address), now_s, out)
+        self._rooms.settle(Left(peer, link.address), now_s, out)
 
     def _is_elsewhere(self, peer: PeerId, link: Link) -> bool:
         """Whether another address is this process's too, or the name is borrowed here."""

@@ -3,8 +3,11 @@ want comes out."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import assert_never
 
+from prefixkv.config import ControlConfig
+from prefixkv.control.effects import Left, RankDrained, Settle
 from prefixkv.control.links import Links
 from prefixkv.control.news import News
 from prefixkv.control.rooms import Room
@@ -12,7 +15,7 @@ from prefixkv.control.sides import DecodeEffect
 from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
-from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.receiver_machine import Say
 from prefixkv.protocol.timers import Timers
 from prefixkv.staging.receiver import Action as StagingAction
@@ -30,13 +33,16 @@ class ReceiverRooms:
 
     def __init__(
         self,
+        timing: ControlConfig,
         timers: Timers[str | RoomKey],
         links: Links,
         staging: StagingReceiver | None,
         news: News,
     ) -> None:
         self.num_expected = 0  # rooms whose pages a peer may be writing now
+        self.settling: set[Hashable] = set()  # tokens
         self._rooms: dict[RoomKey, Room] = {}
+        self._timing = timing
         self._timers = timers
         self._links = links
         self._staging = staging
@@ -82,6 +88,49 @@ class ReceiverRooms:
             self.drop(room)
         else:
             self._timers.wake(machine.key, machine.wake_s)
+
+    def fail_of(
+        self,
+        peer: PeerId,
+        error: Exception,
+        now_s: float,
+        out: list[DecodeEffect],
+        address: str | None = None,
+    ) -> None:
+        """Those that were promised to this process end; with `address`, those promised to it
+        there."""
+        for room in self.all():
+            for rank in room.ranks_of(peer, address):
+                self.on(room, receiver.Fail(error, lost=rank), now_s, out)
+
+    def settle(
+        self, token: PeerId | Left | RankDrained, now_s: float, out: list[DecodeEffect]
+    ) -> None:
+        """A writer's agent is gone: its writes are over once the transport has read what kernels
+        may still hold of it."""
+        if not self._timing.fence_settle_s:
+            self._drain(token, now_s, out)
+        elif token not in self.settling:
+            self.settling.add(token)
+            out.append(Settle(token, self._timing.fence_settle_s))
+
+    def settled(self, token: Hashable, now_s: float, out: list[DecodeEffect]) -> None:
+        """The transport has been reading for long enough since that `Settle`."""
+        if token in self.settling:
+            self.settling.discard(token)
+            self._drain(token, now_s, out)
+
+    def _drain(self, token: Hashable, now_s: float, out: list[DecodeEffect]) -> None:
+        if isinstance(token, RankDrained):
+            drained = self._rooms.get(token.key)
+            if drained is not None and drained.machine.ticket == token.ticket:
+                self.on(drained, receiver.DrainedSaid(token.rank), now_s, out)
+        elif isinstance(token, PeerId | Left):
+            left = token if isinstance(token, Left) else None
+            what = (token, None) if left is None else (left.peer, left.address)
+            for room in self.all():
+                for rank in room.ranks_of(*what):
+                    self.on(room, receiver.FencedOff(rank), now_s, out)
 
     def staged(self, actions: list[StagingAction], now_s: float, out: list[DecodeEffect]) -> None:
         """What staging wants."""

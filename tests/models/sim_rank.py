@@ -313,7 +313,7 @@ class DecodeRank(SimRank):
         control = self.control
         links = control._links.all()
         left: dict[str, Any] = {
-            "expected": control.num_expected, "settling": control._settling,
+            "expected": control.num_expected, "settling": control._rooms.settling,
             "rooms of links": [link.address for link in links if link.rooms or link.waiting],
             "orders": list(self.orders), "news": list(self.news),
         }  # fmt: skip

@@ -232,7 +232,7 @@ def leftovers(control: Any) -> dict[str, Any]:
     else:
         links = control._links.all()
         left |= {
-            "expected": control.num_expected, "settling": set(control._settling),
+            "expected": control.num_expected, "settling": set(control._rooms.settling),
             "rooms of links": [link.address for link in links if link.rooms or link.waiting],
         }  # fmt: skip
     return {name: what for name, what in left.items() if what}

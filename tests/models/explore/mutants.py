@@ -18,6 +18,7 @@ from prefixkv.control.decode import DecodeControl
 from prefixkv.control.greetings import Greetings
 from prefixkv.control.liveness import Liveness
 from prefixkv.control.prefill import PrefillControl
+from prefixkv.control.receiving import ReceiverRooms
 from prefixkv.control.sending import SenderRooms
 from prefixkv.digest import prove
 from prefixkv.protocol.receiver_machine import ReceiverMachine
@@ -104,7 +105,7 @@ MUTANTS = (
         "drained.settle and", "False and", "fail",
     ),
     _M(
-        "a fence drains at once", _D._settle,
+        "a fence drains at once", ReceiverRooms.settle,
         "not self._timing.fence_settle_s", "True", "restart",
     ),
     _M(
