@@ -2,8 +2,8 @@
 
 `DecodeControl.on` takes one input and the time, and returns effects: frames to send, what the
 transport and the copy threads have to do, and what became of rooms. It holds the rank's links to
-prefill workers (`links.py`) and the rooms that are open on them, each a state machine
-(`ReceiverMachine`, or a `RefusalMachine` for a room that will not be opened).
+prefill workers (`links.py`) and the rooms that are open on them (`receiving.py`), each a state
+machine (`ReceiverMachine`, or a `RefusalMachine` for a room that will not be opened).
 
 What comes in are the cases of `on`. What goes out: SendFrame, Connect and Disconnect for the
 sockets, Expect and Settle for the transport, Scatter for the copy threads, RoomEnded, RoomDrained
@@ -16,7 +16,7 @@ counts, since a restarted worker knows nothing of its predecessor's writes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import assert_never
 
 from prefixkv.config import ControlConfig
@@ -28,16 +28,17 @@ from prefixkv.control.effects import (
     Expect,
     FrameFailed,
     FrameReceived,
+    Left,
     PeerTried,
     RankDrained,
     Reached,
-    Settle,
     Tick,
     Unreached,
 )
 from prefixkv.control.links import Link, Links
 from prefixkv.control.lives import Lives
 from prefixkv.control.news import News
+from prefixkv.control.receiving import ReceiverRooms
 from prefixkv.control.rooms import LostPeers, Room, lost_peers
 from prefixkv.control.sides import DecodeEffect as DecodeEffect
 from prefixkv.control.sides import DecodeInput as DecodeInput
@@ -55,7 +56,7 @@ from prefixkv.errors import (
 from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol.commands import AbortRoom, Fence, OpenRoom, RefuseRoom
-from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
+from prefixkv.protocol.events import RoomDrained, RoomEnded
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Drained,
@@ -69,12 +70,11 @@ from prefixkv.protocol.messages import (
     OutcomeAck,
     PromiseAck,
 )
-from prefixkv.protocol.receiver_machine import ReceiverMachine, Say
+from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.refusal_machine import RefusalMachine
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.protocol.timers import Timers
-from prefixkv.staging.receiver import Action as StagingAction
-from prefixkv.staging.receiver import BreakRoom, Grant, Scatter, StagingReceiver
+from prefixkv.staging.receiver import StagingReceiver
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -102,10 +102,9 @@ class DecodeControl:
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # links by address, rooms by key
         self._links = Links(me, hello, timing, self._timers, self.news, self.lost_peers)
-        self._rooms: dict[RoomKey, Room] = {}
-        self._settling: set[Hashable] = set()
+        known = self._timers, self._links, self.staging, self.news
+        self._rooms = ReceiverRooms(timing, *known)
         self._lives = Lives(self.news)
-        self._num_expected = 0
         self._said_expected = 0
         # Of the last `on`, those before an exception too.
         self.last_effects: list[DecodeEffect] = []
@@ -131,8 +130,7 @@ class DecodeControl:
             case Arrived():
                 self._arrived(what.tag, now_s, out)
             case Settled():
-                if what.token in self._settling:
-                    self._settled(what.token, now_s, out)
+                self._rooms.settled(what.token, now_s, out)
             case WriteDone() | WriteFailed() | WriteDrained() | PeerTried():
                 raise InternalError(f"decode writes nothing, and hears {what}")
             case PeerUnreachable():
@@ -151,9 +149,9 @@ class DecodeControl:
                 out += self._links.farewell()
             case _:
                 assert_never(what)
-        if self._num_expected != self._said_expected:
-            self._said_expected = self._num_expected
-            out.append(Expect(self._num_expected))
+        if self._rooms.num_expected != self._said_expected:
+            self._said_expected = self._rooms.num_expected
+            out.append(Expect(self._rooms.num_expected))
         return out
 
     @property
@@ -164,7 +162,7 @@ class DecodeControl:
     @property
     def num_expected(self) -> int:
         """Rooms whose pages a peer may be writing now."""
-        return self._num_expected
+        return self._rooms.num_expected
 
     @property
     def num_rooms(self) -> int:
@@ -173,7 +171,7 @@ class DecodeControl:
 
     def rooms(self) -> Iterable[ReceiverMachine]:
         """The machines of all open or undrained rooms, for audits."""
-        machines = [room.machine for room in self._rooms.values()]
+        machines = [room.machine for room in self._rooms.all()]
         return [machine for machine in machines if isinstance(machine, ReceiverMachine)]
 
     def poll(self, key: RoomKey) -> KVPoll | None:
@@ -193,7 +191,7 @@ class DecodeControl:
         def wrong(peer: PeerId, link: Link) -> str:
             return self._lives.how(peer) or self._links.wrong(link, peer, now_s)
 
-        return lost_peers(list(self._rooms.values()), wrong)
+        return lost_peers(self._rooms.all(), wrong)
 
     # --- commands ---------------------------------------------------------------------------------
 
@@ -222,21 +220,18 @@ class DecodeControl:
         if known is not None:
             if not isinstance(known.machine, RefusalMachine) or known.machine.is_news:
                 raise RequestError(f"room {key.room} generation {key.generation} is open already")
-            self._drop(known)  # the number is in use again
+            self._rooms.drop(known)  # the number is in use again
         out += self._links.open(address, now_s)
         link = self._links.get(address)
         assert link is not None
-        self._rooms[key] = Room(machine, link, digest)
-        link.rooms.add(key)
-        link.waiting[key] = None
-        self._timers.wake(key, machine.wake_s)
+        self._rooms.add(Room(machine, link, digest))
         self._promote(link, now_s, out)
 
     def _abort(self, command: AbortRoom, now_s: float, out: list[DecodeEffect]) -> None:
         room = self._rooms.get(command.key)
         if room is None or not isinstance(room.machine, ReceiverMachine):
             return
-        self._on(room, receiver.Fail(AbortedError(command.reason)), now_s, out)
+        self._rooms.on(room, receiver.Fail(AbortedError(command.reason)), now_s, out)
         if not room.peers:
             # Prefill has not heard of the room, but may have the request, and wait. Its answer is
             # no news here.
@@ -252,38 +247,14 @@ class DecodeControl:
         `fence_settle_s`.
         """
         self._lives.end(peer, how)
-        self._fail_rooms_of(peer, PeerLostError(f"{peer} {how}", peer), now_s, out)
+        self._rooms.fail_of(peer, PeerLostError(f"{peer} {how}", peer), now_s, out)
         for link in self._links.all():
             if link.peer == peer:
                 self._links.lost(link, None, now_s)
                 out += self._links.greet(link, now_s)
-        self._settle(peer, now_s, out)
-
-    def _fail_rooms_of(
-        self, peer: PeerId, error: Exception, now_s: float, out: list[DecodeEffect]
-    ) -> None:
-        for room in [room for room in self._rooms.values() if peer in room.peers.values()]:
-            self._on(room, receiver.Fail(error, lost=room.rank_of(peer)), now_s, out)
+        self._rooms.settle(peer, now_s, out)
 
     # --- what the transport and the copies say ----------------------------------------------------
-
-    def _settle(self, token: PeerId | RankDrained, now_s: float, out: list[DecodeEffect]) -> None:
-        if not self._timing.fence_settle_s:
-            self._settled(token, now_s, out)
-        elif token not in self._settling:
-            self._settling.add(token)
-            out.append(Settle(token, self._timing.fence_settle_s))
-
-    def _settled(self, token: Hashable, now_s: float, out: list[DecodeEffect]) -> None:
-        """The transport has been reading for long enough since that `Settle`."""
-        self._settling.discard(token)
-        if isinstance(token, PeerId):
-            for room in [room for room in self._rooms.values() if token in room.peers.values()]:
-                self._on(room, receiver.FencedOff(room.rank_of(token)), now_s, out)
-        elif isinstance(token, RankDrained):
-            drained = self._rooms.get(token.key)
-            if drained is not None and drained.machine.ticket == token.ticket:
-                self._on(drained, receiver.DrainedSaid(token.rank), now_s, out)
 
     def _arrived(self, raw_tag: bytes, now_s: float, out: list[DecodeEffect]) -> None:
         """A notification. Progress only, so a lost, late or foreign one does no harm."""
@@ -297,13 +268,13 @@ class DecodeControl:
         if room is None or peer is None or peer.incarnation != tag.incarnation:
             self.counters["tags_dropped"] += 1
             return
-        self._on(room, receiver.ChunkLanded(tag.rank, tag.chunk, tag.part), now_s, out)
+        self._rooms.on(room, receiver.ChunkLanded(tag.rank, tag.chunk, tag.part), now_s, out)
         if tag.lease_id >= 0 and self.staging is not None:
-            self._staged(self.staging.on_arrival(tag), now_s, out)
+            self._rooms.staged(self.staging.on_arrival(tag), now_s, out)
 
     def _scattered(self, done: CopyDone, now_s: float, out: list[DecodeEffect]) -> None:
         if self.staging is not None:
-            self._staged(self.staging.on_scattered(done.copy_id, done.error), now_s, out)
+            self._rooms.staged(self.staging.on_scattered(done.copy_id, done.error), now_s, out)
 
     def _tick(self, now_s: float, out: list[DecodeEffect]) -> None:
         def look(key: str | RoomKey) -> None:
@@ -312,7 +283,7 @@ class DecodeControl:
                 if (link := self._links.get(key)) and (why := self._links.gone(link, now_s)):
                     self._refuse_link(link, why, now_s, out)
             elif (room := self._rooms.get(key)) is not None:
-                self._on(room, receiver.Tick(room.heard_s), now_s, out)
+                self._rooms.on(room, receiver.Tick(room.heard_s), now_s, out)
 
         self._timers.visit(now_s, look)
         out += self._links.deaths.tick(now_s)
@@ -342,9 +313,9 @@ class DecodeControl:
         frame = messages.decode(what.frame.raw)
         if isinstance(frame.body, messages.RoomBody):
             room = self._rooms.get(frame.body.key)
-            if room is not None and frame.sender in room.peers.values():
+            if room is not None and room.ranks_of(frame.sender, what.frame.source):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
-                self._on(room, receiver.Fail(error), now_s, out)
+                self._rooms.on(room, receiver.Fail(error), now_s, out)
 
     def _take(self, link: Link, frame: Frame, now_s: float, out: list[DecodeEffect]) -> None:
         body = frame.body
@@ -364,8 +335,7 @@ class DecodeControl:
             case LeaseAsk():
                 self._take_ask(link, body, now_s, out)
             case messages.Fenced():
-                self._links.deaths.fenced(frame.sender)
-                self._fence(frame.sender, FENCED, now_s, out)
+                self._take_farewell(link, frame.sender, now_s, out)
             case Heartbeat():
                 pass
             case (
@@ -388,16 +358,18 @@ class DecodeControl:
         else:
             self._to_room(link, outcome, receiver.OutcomeSaid(outcome), now_s, out)
             if outcome.ok and self.staging is not None:
-                self._staged(self.staging.on_written(outcome.key, outcome.rank), now_s, out)
+                self._rooms.staged(self.staging.on_written(outcome.key, outcome.rank), now_s, out)
 
     def _take_drained(
         self, link: Link, drained: Drained, now_s: float, out: list[DecodeEffect]
     ) -> None:
         room = self._room_of(link, drained)
         if room is not None and drained.settle and room.machine.poll.ended:
-            self._settle(RankDrained(room.machine.key, drained.rank, drained.ticket), now_s, out)
+            self._rooms.settle(
+                RankDrained(room.machine.key, drained.rank, drained.ticket), now_s, out
+            )
         elif room is not None:
-            self._on(room, receiver.DrainedSaid(drained.rank), now_s, out)
+            self._rooms.on(room, receiver.DrainedSaid(drained.rank), now_s, out)
 
     def _take_ask(self, link: Link, ask: LeaseAsk, now_s: float, out: list[DecodeEffect]) -> None:
         room = self._room_of(link, ask)
@@ -406,9 +378,9 @@ class DecodeControl:
         if self.staging is None:
             raise ProtocolError("a lease is asked for where there is no staging")
         try:
-            self._staged(self.staging.on_ask(ask.rank, ask), now_s, out)
+            self._rooms.staged(self.staging.on_ask(ask.rank, ask), now_s, out)
         except ProtocolError as error:
-            self._on(room, receiver.Fail(error), now_s, out)
+            self._rooms.on(room, receiver.Fail(error), now_s, out)
             raise
 
     def _to_room(
@@ -421,7 +393,7 @@ class DecodeControl:
     ) -> None:
         room = self._room_of(link, body)
         if room is not None:
-            self._on(room, event, now_s, out)
+            self._rooms.on(room, event, now_s, out)
 
     def _room_of(self, link: Link, body: Outcome | PromiseAck | Drained | LeaseAsk) -> Room | None:
         """The room that this is a word of, None if it is over. Raises ProtocolError for
@@ -482,12 +454,30 @@ class DecodeControl:
         lost = self._links.lost(link, newer, now_s)
         if lost is None:
             return
-        if lost.name == newer.name:
+        if lost.name == newer.name and not self._is_elsewhere(lost, link):
             self._lives.supersede(lost, newer)
         else:
             self.news.say("over", lost, f"was replaced by {newer}")
         error = PeerLostError(f"{lost} was replaced by {newer}", lost)
-        self._fail_rooms_of(lost, error, now_s, out)
+        self._rooms.fail_of(lost, error, now_s, out, link.address)
+
+    def _take_farewell(
+        self, link: Link, peer: PeerId, now_s: float, out: list[DecodeEffect]
+    ) -> None:
+        """What answers here can write no more. That ends what was promised here: a process may
+        answer under any name, so its word proves nothing of what answers elsewhere."""
+        if not self._is_elsewhere(peer, link):
+            self._links.deaths.fenced(peer)
+            self._lives.end(peer, FENCED)
+        error = PeerLostError(f"{peer} {FENCED}", peer)
+        self._rooms.fail_of(peer, error, now_s, out, link.address)
+        self._links.lost(link, None, now_s)
+        out += self._links.greet(link, now_s)
+        self._rooms.settle(Left(peer, link.address), now_s, out)
+
+    def _is_elsewhere(self, peer: PeerId, link: Link) -> bool:
+        """Whether another address is this process's too, or the name is borrowed here."""
+        return any(other.peer == peer for other in self._links.all() if other is not link)
 
     def _promote(self, link: Link, now_s: float, out: list[DecodeEffect]) -> None:
         """A rank is there and answers: promise the pages of the rooms that waited only for that."""
@@ -519,8 +509,8 @@ class DecodeControl:
                 assert self.staging is not None
                 promise = room.machine.promise
                 staged = self.staging.open(promise, self._page_size, leader.plan)
-                self._staged(staged, now_s, out)
-            self._on(room, receiver.PeerReady(tuple(links)), now_s, out)
+                self._rooms.staged(staged, now_s, out)
+            self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s, out)
 
     def _refuse_link(
         self, link: Link, error: Exception, now_s: float, out: list[DecodeEffect]
@@ -530,62 +520,8 @@ class DecodeControl:
         self.news.say(kind, link.peer or link.address, str(error))
         for leader in dict.fromkeys((link, *self._links.leaders(link))):
             for key in list(leader.waiting):
-                self._on(self._rooms[key], receiver.Fail(error), now_s, out)
+                self._rooms.on(self._rooms[key], receiver.Fail(error), now_s, out)
         if any(link.peer in self._rooms[key].peers.values() for key in link.rooms):
             self._links.suspend(link, now_s)  # it has pages of ours
         else:
             out += self._links.close(link, now_s)
-
-    # --- rooms ------------------------------------------------------------------------------------
-
-    def _on(self, room: Room, event: receiver.Event, now_s: float, out: list[DecodeEffect]) -> None:
-        machine = room.machine
-        expected = not machine.drained
-        try:
-            for action in machine.on(event, now_s):
-                if isinstance(action, Say):
-                    self._say(room, action.rank, action.body, now_s, out)
-                elif self.staging is not None:
-                    self._staged(self.staging.pass_on(action), now_s, out)
-                else:
-                    out.append(action)
-                if isinstance(action, RoomOverdue):
-                    room.tell_overdue(self.news)
-        finally:
-            self._num_expected += (not machine.drained) - expected
-        if machine.over:
-            self._drop(room)
-        else:
-            self._timers.wake(machine.key, machine.wake_s)
-
-    def _staged(self, actions: list[StagingAction], now_s: float, out: list[DecodeEffect]) -> None:
-        for action in actions:
-            match action:
-                case Grant():
-                    room = self._rooms.get(action.key)
-                    if room is not None:
-                        self._say(room, action.rank, action.grant, now_s, out)
-                case BreakRoom():
-                    self._on(self._rooms[action.key], receiver.Fail(action.error), now_s, out)
-                case Scatter() | RoomEnded() | RoomDrained() | RoomOverdue():
-                    out.append(action)
-                case _:
-                    assert_never(action)
-
-    def _say(
-        self, room: Room, rank: int, body: messages.AnyBody, now_s: float, out: list[DecodeEffect]
-    ) -> None:
-        link = room.links[rank]
-        if link.peer != room.peers[rank]:  # the one it is meant for listens there no more
-            return
-        if isinstance(body, messages.Promise):
-            body = self._links.with_proof(link, body, room.digest)
-        out.append(self._links.send(link, body, now_s))
-
-    def _drop(self, room: Room) -> None:
-        key = room.machine.key
-        del self._rooms[key]
-        for link in (room.link, *room.links.values()):
-            link.rooms.discard(key)
-        room.link.waiting.pop(key, None)
-        self._timers.forget(key)

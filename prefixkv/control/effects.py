@@ -119,11 +119,18 @@ class RankDrained(msgspec.Struct, frozen=True):
     ticket: int
 
 
+class Left(msgspec.Struct, frozen=True):
+    """A `Settle`'s token: the process that answered at this address has left."""
+
+    peer: PeerId
+    address: str
+
+
 class Settle(msgspec.Struct, frozen=True):
     """A writer's agent is gone: read for `for_s` what kernels may still hold of it, then answer
     Settled."""
 
-    token: PeerId | RankDrained
+    token: PeerId | Left | RankDrained
     for_s: float
 
 

@@ -2,8 +2,8 @@
 
 `PrefillControl.on` takes one input and the time, and returns effects: frames to send, what the
 transport and the copy threads have to do, and what became of rooms. It holds the decode ranks that
-are known (`peers.py`), the rooms it sends for, each a `SenderMachine`, and the staging of slices
-(`StagingSender`) between the two and the transport.
+are known (`peers.py`), the rooms it sends for, each a `SenderMachine` (`sending.py`), and the
+staging of slices (`StagingSender`) between the two and the transport.
 
 What comes in are the cases of `on`. What goes out: SendFrame for the sockets; AddPeer, RemovePeer,
 WriteJob, Cancel and Renew for the transport, TryPeer for the trial, Gather for the copy threads;
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import count
 from typing import assert_never
 
 from prefixkv.config import ControlConfig
@@ -42,6 +41,7 @@ from prefixkv.control.effects import (
 from prefixkv.control.greetings import Greetings
 from prefixkv.control.peers import Peer, Peers
 from prefixkv.control.rooms import LostPeers
+from prefixkv.control.sending import SenderRooms
 from prefixkv.control.sides import PrefillEffect as PrefillEffect
 from prefixkv.control.sides import PrefillInput as PrefillInput
 from prefixkv.control.trials import OnTrial
@@ -74,7 +74,6 @@ from prefixkv.protocol.messages import (
     Promise,
     Topology,
 )
-from prefixkv.protocol.sender_events import PostWrite, Say
 from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.timers import Timers
 from prefixkv.staging.sender import StagingSender
@@ -86,8 +85,6 @@ from prefixkv.transport.base import (
     WriteDrained,
     WriteFailed,
 )
-
-_NO_ROOM = RoomKey(0, -1)
 
 
 class PrefillControl:
@@ -121,9 +118,6 @@ class PrefillControl:
     ) -> None:
         self.me = me
         self.counters: Counter[str] = Counter()
-        self.staging = None
-        if staging is not None:
-            self.staging = StagingSender(rank, *staging, timing.resend_s, self._next_job_id)
         slot_bytes = 0 if staging is None else staging.slot_bytes
         self._ours = handshake.OurSide(digest, topology, rank, slot_bytes, secret, life)
         self._rank = rank
@@ -131,17 +125,17 @@ class PrefillControl:
         self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key
         self._peers = Peers(me, self._ours, endpoints, timing, self._timers, self.lost_peers)
         self.news = self._peers.news
-        self._writes = Writes(me, rank, self.staging, self, self._peers)
         self._greetings = Greetings(self._ours, self._peers, timing, tries, self.counters)
-        self._rooms: dict[RoomKey, SenderMachine] = {}
         self._claims = Claims(timing)
-        # Rooms that are over for our engine; kept to answer a promise that is on its way.
-        self._unclaimed: set[RoomKey] = set()
-        self._jobs: dict[int, RoomKey] = {}
-        self._job_ids = count(1)
+        known = self._timers, self._peers, self._claims
+        self._rooms = SenderRooms(rank, topology.page_size, timing, *known)
+        self.staging = None
+        if staging is not None:
+            resend_s, next_id = timing.resend_s, self._rooms.next_job_id
+            self.staging = StagingSender(rank, *staging, resend_s, next_id)
+        self._writes = Writes(me, rank, self.staging, self._rooms, self._peers)
         # Of the last `on`, those before an exception too.
         self.last_effects: list[PrefillEffect] = []
-        self._renewed = False  # some Drained that was lost may have asked decode to let it settle
 
     def on(self, what: PrefillInput, now_s: float) -> list[PrefillEffect]:
         """Take one input; returns what to do about it, in order."""
@@ -206,11 +200,11 @@ class PrefillControl:
     @property
     def num_rooms(self) -> int:
         """Rooms that an engine or a peer still has something to do with. Any thread may ask."""
-        return sum(key not in self._unclaimed for key in list(self._rooms))
+        return self._rooms.num_claimed
 
     def rooms(self) -> Iterable[SenderMachine]:
         """The machines of all rooms, for audits."""
-        return self._rooms.values()
+        return self._rooms.all()
 
     def peers(self, now_s: float) -> dict[PeerId, str]:
         """The decode ranks known, each "ready" or "suspect". Any thread may ask."""
@@ -218,7 +212,7 @@ class PrefillControl:
 
     def check_invariants(self) -> None:
         """The laws of what is held for decode ranks, for audits."""
-        self._claims.check_invariants(self._rooms, self._peers.all())
+        self._claims.check_invariants(self._rooms.machines, self._peers.all())
 
     def lost_peers(self, now_s: float) -> LostPeers:
         """Decode ranks that are suspect or over, what is wrong with each, and the rooms that it is
@@ -235,23 +229,23 @@ class PrefillControl:
         machine = self._rooms.get(key)
         if machine is not None and machine.drained and (machine.added or not machine.readers):
             # Only its acknowledgement is still to come; or it was declined, and never promised.
-            self._drop_room(machine)
+            self._rooms.drop(machine)
             machine = None
         if machine is None:
-            machine = self._new_machine(key, now_s)
+            machine = self._rooms.new(key, now_s)
         elif machine.added:  # its number is in use by a room whose writes have not ended
             raise RequestError(f"room {key.room} generation {key.generation} was added already")
         early = self._claims.take_abort(key)
         if not machine.poll.ended:
             self._claims.unpark(key)
         ended_before = machine.poll.ended
-        self._on(machine, sender.Added(command.num_tokens, command.digest), now_s, out)
+        self._rooms.on(machine, sender.Added(command.num_tokens, command.digest), now_s, out)
         if ended_before:  # it ended while it was parked
             ended = machine.error or AbortedError("the room ended before the request came")
             out += [RoomEnded(key, KVPoll.FAILED, ended), SourceFree(key)]
         elif early is not None:
             fail = sender.Fail(AbortedError(f"decode: {early}"), tell=False)
-            self._on(machine, fail, now_s, out)
+            self._rooms.on(machine, fail, now_s, out)
         return out
 
     def _decline(self, command: DeclineRoom, now_s: float) -> list[Want]:
@@ -260,23 +254,23 @@ class PrefillControl:
         out: list[Want] = []
         key = command.key
         if self._claims.take_abort(key) is None:  # else decode wants it no more
-            machine = self._rooms.get(key) or self._new_machine(key, now_s)
+            machine = self._rooms.get(key) or self._rooms.new(key, now_s)
             if not machine.added:
-                self._on(machine, sender.Fail(AbortedError(command.reason)), now_s, out)
+                self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s, out)
         return out
 
     def _chunk(self, command: SendChunk, now_s: float) -> list[Want]:
         """The engine hands over pages of the request. Ended or unknown: no-op."""
         out: list[Want] = []
         if (machine := self._rooms.get(command.key)) is not None:
-            self._on(machine, command, now_s, out)
+            self._rooms.on(machine, command, now_s, out)
         return out
 
     def _abort(self, command: AbortRoom, now_s: float) -> list[Want]:
         out: list[Want] = []
         machine = self._rooms.get(command.key)
         if machine is not None:
-            self._on(machine, sender.Fail(AbortedError(command.reason)), now_s, out)
+            self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s, out)
         return out
 
     def _fence(self, command: Fence, now_s: float) -> list[Want]:
@@ -291,32 +285,6 @@ class PrefillControl:
             self._lose_peer(peer, PeerLostError(f"{peer_id} {how}", peer_id), now_s, out)
         return out
 
-    # --- writes -----------------------------------------------------------------------------------
-
-    def _next_job_id(self) -> int:
-        """A number for a write or a copy, never given before."""
-        return next(self._job_ids)
-
-    def write_ended(
-        self, job_id: int, error: Exception | None, drained: bool, now_s: float
-    ) -> list[Want]:
-        out: list[Want] = []
-        machine = self._rooms.get(self._jobs.get(job_id, _NO_ROOM))
-        if error is None or drained:
-            self._jobs.pop(job_id, None)
-        if machine is not None:
-            self._on(machine, sender.WriteEnded(job_id, error, drained), now_s, out)
-        return out
-
-    def write_drained(self, job_id: int, now_s: float) -> list[Want]:
-        """Of a write that had ended undrained, nothing can land any more."""
-        out: list[Want] = []
-        self._renewed = True
-        machine = self._rooms.get(self._jobs.pop(job_id, _NO_ROOM))
-        if machine is not None:
-            self._on(machine, sender.WriteDrained(job_id), now_s, out)
-        return out
-
     def _tick(self, now_s: float) -> list[Want]:
         """Deadlines, repeats, heartbeats, what was parked for too long."""
         out: list[Want] = []
@@ -325,8 +293,7 @@ class PrefillControl:
             if isinstance(key, str):
                 out.extend(self._peers.tick(key, now_s))
             elif (machine := self._rooms.get(key)) is not None:
-                heard_s = self._peers.heard_s(key.decode, machine.expected, machine.met_before)
-                self._on(machine, sender.Tick(heard_s), now_s, out)
+                self._rooms.tick(machine, now_s, out)
 
         self._timers.visit(now_s, look)
         self._claims.expire(now_s)
@@ -363,7 +330,7 @@ class PrefillControl:
             machine = self._rooms.get(peer.key(frame.body))
             if machine is not None and peer.id in self._claims.of(machine.key):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
-                self._on(machine, sender.Fail(error), now_s, out)
+                self._rooms.on(machine, sender.Fail(error), now_s, out)
         return out
 
     def _take(
@@ -393,7 +360,7 @@ class PrefillControl:
                 machine = self._rooms.get(key)
                 named = peer.id in self._claims.of(key)
                 if machine is not None and named and machine.ticket == body.ticket:
-                    self._on(machine, sender.OutcomeAcked(peer.hello.rank), now_s, out)
+                    self._rooms.on(machine, sender.OutcomeAcked(peer.hello.rank), now_s, out)
             case LeaseGrant():
                 out.append(Granted(peer.id, peer.key(body), body))
             case messages.Fenced():
@@ -478,7 +445,9 @@ class PrefillControl:
     def _lose_peer(self, peer: Peer, error: Exception, now_s: float, out: list[Want]) -> None:
         peer.gone = True
         for key in list(peer.rooms):
-            self._on(self._rooms[key], sender.Fail(error, gone=peer.hello.rank), now_s, out)
+            self._rooms.on(
+                self._rooms.machines[key], sender.Fail(error, gone=peer.hello.rank), now_s, out
+            )
         out.append(self._peers.forget(peer))
 
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float, out: list[Want]) -> None:
@@ -490,7 +459,7 @@ class PrefillControl:
                 raise ProtocolError(f"room {key.room} is over, or another life's or rank's")
             if machine is not None and machine.drained and machine.is_other_use(promise.ticket):
                 # Decode has done with that use of the room, if it uses its number again.
-                self._drop_room(machine)
+                self._rooms.drop(machine)
                 machine = None
             if machine is not None and not machine.same_promise(event):
                 raise ProtocolError(
@@ -501,7 +470,7 @@ class PrefillControl:
             if parks:
                 self._claims.check_parked(peer)
             if machine is None:
-                machine = self._new_machine(key, now_s)
+                machine = self._rooms.new(key, now_s)
         except ProtocolError as error:
             self._refuse_promise(peer, promise, str(error)[:1000], now_s, out)
             raise
@@ -509,7 +478,7 @@ class PrefillControl:
             peer.num_parked += parks
         self._claims.take_abort(key)  # its number is in use again
         self._claims.add(key, peer, len(event.pages))
-        self._on(machine, event, now_s, out)
+        self._rooms.on(machine, event, now_s, out)
 
     def _refuse_promise(
         self, peer: Peer, promise: Promise, why: str, now_s: float, out: list[Want]
@@ -524,7 +493,7 @@ class PrefillControl:
         named = peer.id in self._claims.of(key)
         if known is None or not named or known.ticket != ticket:
             peer.past.add((key, ticket))
-            drained = not self._renewed  # else decode is to ask, and to let settle
+            drained = not self._rooms.renewed  # else decode is to ask, and to let settle
             refusal = Outcome(*key.numbers, self._rank, False, 0, 0, b"", why, drained, ticket)
             out += self._peers.send(peer, refusal, now_s)
 
@@ -539,7 +508,7 @@ class PrefillControl:
         if machine is None or not theirs or machine.is_other_use(abort.ticket):
             # Nothing of ours can land in that peer's pages for this room: its later frames
             # outnumber this one.
-            drained = Drained(*key.numbers, self._rank, abort.ticket, self._renewed)
+            drained = Drained(*key.numbers, self._rank, abort.ticket, self._rooms.renewed)
             out += self._peers.send(peer, drained, now_s)
             return
         is_new = peer.id not in self._claims.of(key)
@@ -553,48 +522,4 @@ class PrefillControl:
             reader=peer.hello.rank,
             readers=peer.readers,
         )
-        self._on(machine, said, now_s, out)
-
-    # --- rooms ------------------------------------------------------------------------------------
-
-    def _new_machine(self, key: RoomKey, now_s: float) -> SenderMachine:
-        page_size = self._ours.topology.page_size
-        machine = SenderMachine(key, self._rank, page_size, self._next_job_id, self._timing, now_s)
-        machine.met_before = self._peers.num_met
-        self._rooms[key] = machine
-        return machine
-
-    def _on(
-        self, machine: SenderMachine, event: sender.Event, now_s: float, out: list[Want]
-    ) -> None:
-        key = machine.key
-        open_before = not machine.poll.ended
-        for action in machine.on(event, now_s):
-            if isinstance(action, Say):
-                out += self._peers.send(self._claims.of(key)[action.peer], action.body, now_s)
-            elif isinstance(action, RoomEnded | SourceFree) and not machine.added:
-                continue  # the engine has never heard of it
-            else:
-                if isinstance(action, PostWrite):
-                    self._jobs[action.job_id] = key
-                out.append(action)
-        if open_before and machine.poll.ended and not machine.added:
-            self._claims.unpark(key)
-        if machine.drained:
-            self._claims.drained(key)
-        # Peers that are gone drain their own pages, or never: only our writes' ends are waited for.
-        all_gone = self._claims.all_gone(key)
-        if machine.over or (all_gone and machine.poll.ended and not machine.in_flight):
-            self._drop_room(machine)
-        else:
-            self._timers.wake(key, machine.wake_s)
-            if machine.poll.ended and not machine.readers:
-                self._unclaimed.add(key)
-            else:
-                self._unclaimed.discard(key)
-
-    def _drop_room(self, machine: SenderMachine) -> None:
-        self._rooms.pop(machine.key, None)
-        self._unclaimed.discard(machine.key)
-        self._timers.forget(machine.key)
-        self._claims.drop(machine)
+        self._rooms.on(machine, said, now_s, out)

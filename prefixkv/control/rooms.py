@@ -27,8 +27,14 @@ class Room:
     links: dict[int, Link] = field(default_factory=dict)
     peers: dict[int, PeerId] = field(default_factory=dict)
 
-    def rank_of(self, peer: PeerId) -> int:
-        return next(rank for rank, known in self.peers.items() if known == peer)
+    def ranks_of(self, peer: PeerId, address: str | None = None) -> list[int]:
+        """The ranks of the room that this process is; with `address`, those it was promised to
+        there."""
+        return [
+            rank
+            for rank, known in self.peers.items()
+            if known == peer and address in (None, self.links[rank].address)
+        ]
 
     @property
     def heard_s(self) -> float:

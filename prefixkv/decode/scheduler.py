@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from prefixkv.config import Admission, Retarget
 from prefixkv.decode.admission import DEFAULT_ADMISSION
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
+from prefixkv.decode.deferred import Deferred, not_done
 from prefixkv.decode.growth import raise_output_limits
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
@@ -55,14 +55,6 @@ from prefixkv.protocol.commands import AbortRoom, DecodeCommand, OpenRoom, Refus
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import DeviceEvent, Request
-
-
-class _Ended(NamedTuple):
-    """A request whose pages are released, once the device is done. It may be aborted meanwhile."""
-
-    req: DecodeRequest
-    state: DecodeState  # why: `finish`, `retract` or an abort
-    continues: bool | None
 
 
 class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
@@ -107,7 +99,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.rooms = RoomNumbers()
         self._asks: list[PrefillAsk] = []
         self._ticket = ticket or count(1).__next__
-        self._deferred: list[tuple[DeviceEvent, _Ended]] = []
+        self._deferred = Deferred(books, self._queue_again)
         self._admitted: list[DecodeRequest] = []  # not returned by `pop_preallocated` yet
 
     # --- what the engine calls --------------------------------------------------------------------
@@ -230,11 +222,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         conversation will go on, if known. Raises RequestError if the request does not run.
         """
         self._check_runs(req)
-        after = _pending(after)
+        after = not_done(after)
         req.become(DecodeState.FINISHED)
         self._leave(req, now_s)
         self.counters["finished"] += 1
-        self._after(after, req, continues, now_s)
+        self._deferred.end(after, req, continues, now_s)
 
     def retract(self, rid: str, now_s: float, after: DeviceEvent | None = None) -> None:
         """Take a running request's pages back; it queues again, in front, and resumes where it was.
@@ -248,12 +240,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._check_runs(req)
         if req is next(self._running()):
             raise RequestError(f"request {rid!r} is the oldest that runs; it is never retracted")
-        after = _pending(after)
+        after = not_done(after)
         req.become(DecodeState.RETRACTED)
         self.budget.stop(req.rid)
         self.counters["retracted"] += 1
         req.retractions += 1
-        self._after(after, req, None, now_s)
+        self._deferred.end(after, req, None, now_s)
 
     def abort(
         self,
@@ -268,10 +260,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.counters["aborts_of_unknown"] += 1
             return False
         error = error or AbortedError(f"request {rid!r} was aborted")
-        after = _pending(after)
+        after = not_done(after)
         self._end(req, DecodeState.ABORTED, error, now_s)
-        if req.pages_held is not None and not any(late.req is req for _, late in self._deferred):
-            self._after(after, req, None, now_s)
+        if req.pages_held is not None and req not in self._deferred.requests():
+            self._deferred.end(after, req, None, now_s)
         return True
 
     def retarget(self, rid: str, prefill: str) -> None:
@@ -383,14 +375,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def release_deferred(self, now_s: float) -> None:
         """Release what waited for the device, where it is done."""
-        if not self._deferred:
-            return
-        waiting, self._deferred = self._deferred, []
-        for event, ended in waiting:
-            if (left := self._still_pending(event)) is None:
-                self._release(ended, now_s)
-            else:
-                self._deferred.append((left, ended))
+        self._deferred.release(now_s)
 
     @property
     def num_deferred(self) -> int:
@@ -398,9 +383,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """What holds pages: request ids, and flights whose request has gone. Any thread may ask."""
-        late = [(ended.req.rid, ended.req.pages_held) for _, ended in self._deferred.copy()]
         orphans = [flight for flight in list(self.flights) if flight.owner is None]
-        held = super().holders() + [(name, pages) for name, pages in late if pages is not None]
+        held = super().holders() + self._deferred.holders()
         return held + [(f"flight of room {one.room_key.room}", one.pages) for one in orphans]
 
     def check_invariants(self) -> None:
@@ -411,9 +395,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.transfers.check_invariants()
         flying = {flight.room_key for flight in self.flights if flight.is_open}
         self.shares.check_invariants(flying | self.rooms.undrained())
-        deferred = [late.req for _, late in self._deferred]
         parts = self.books, self.budget, self.flights, self.rooms, self.waiting
-        check_decode(*parts, self.requests.values(), deferred)
+        check_decode(*parts, self.requests.values(), self._deferred.requests())
 
     # --- admission --------------------------------------------------------------------------------
 
@@ -548,33 +531,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.prefix_len = 0
         self.waiting.add(req, first=True)
 
-    def _after(
-        self, after: DeviceEvent | None, req: DecodeRequest, continues: bool | None, now_s: float
-    ) -> None:
-        ended = _Ended(req, req.state, continues)
-        if after is not None:
-            self._deferred.append((after, ended))
-        else:
-            self._release(ended, now_s)
-
-    def _release(self, ended: _Ended, now_s: float) -> None:
-        """Hand the pages on, as the end asks for."""
-        req, state, continues = ended
-        if req.pages_held is not None:
-            if state in (DecodeState.FINISHED, DecodeState.RETRACTED) and req.request.cacheable:
-                self.books.cache_finished(
-                    req.pages_held,
-                    req.key,
-                    now_s,
-                    priority=req.request.priority,
-                    continues=continues,
-                )
-            else:
-                self.books.drop(req.pages_held)
-            req.pages_held = None
-        if req.state is DecodeState.RETRACTED:
-            self._queue_again(req)
-
     def _leave(self, req: DecodeRequest, now_s: float) -> None:
         self.budget.stop(req.rid)
         self._deadlines.forget(req)
@@ -589,9 +545,3 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _running(self) -> Iterator[DecodeRequest]:
         """The requests that run, the oldest first."""
         return (req for req in self.requests.values() if req.state in CAN_RUN)
-
-
-def _pending(after: DeviceEvent | None) -> DeviceEvent | None:
-    """The event if there is something to wait for. Asked before anything changes, since `query` may
-    raise."""
-    return None if after is None or after.query() else after

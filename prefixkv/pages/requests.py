@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from prefixkv.errors import DrainingError, InternalError, RequestError
+from prefixkv.errors import DrainingError, InternalError, RequestError, UserErrors
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import RoomKey
@@ -112,6 +112,16 @@ class _Broken:
             return False
 
 
+def still_pending(event: DeviceEvent, errors: UserErrors) -> DeviceEvent | None:
+    """None once the device is done; else what to ask next time. An event that raises has proved
+    nothing, so its pages stay where they are."""
+    try:
+        return None if event.query() else event
+    except Exception as error:
+        errors.caught(error)
+        return _Broken(event)
+
+
 class PagedScheduler(Generic[Req, Command]):
     """The requests that live on one side, and what its control plane is to do for them."""
 
@@ -133,15 +143,6 @@ class PagedScheduler(Generic[Req, Command]):
         """What the control plane is to do, in order."""
         commands, self._commands = self._commands, []
         return commands
-
-    def _still_pending(self, event: DeviceEvent) -> DeviceEvent | None:
-        """None once the device is done; else what to ask next time. An event that raises has proved
-        nothing, so its pages stay where they are."""
-        try:
-            return None if event.query() else event
-        except Exception as error:
-            self.books.errors.caught(error)
-            return _Broken(event)
 
     def flush(self) -> int:
         """Empty the cache after a weight update. Returns the pages freed at once."""

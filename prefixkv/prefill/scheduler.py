@@ -27,7 +27,7 @@ from prefixkv.errors import (
     check_laws,
 )
 from prefixkv.pages.manager import PageManager
-from prefixkv.pages.requests import PagedScheduler
+from prefixkv.pages.requests import PagedScheduler, still_pending
 from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
 from prefixkv.prefill.following import Following
@@ -264,7 +264,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """Release what waited for the device, where it is done."""
         waiting, self._deferred = self._deferred, []
         for event, req in waiting:
-            if (left := self._still_pending(event)) is None:
+            if (left := still_pending(event, self.books.errors)) is None:
                 req.popped = True
                 self._maybe_release(req, now_s)
             else:

@@ -131,7 +131,7 @@ def test_a_prefill_worker_that_never_answered_has_its_time_only() -> None:
 
 def test_one_silent_rank_of_two_ends_the_wait() -> None:
     peer = PrefillPeer().opened()
-    [room] = peer.control._rooms.values()
+    [room] = peer.control._rooms.all()
     assert room.heard_s == peer.now_s
     room.links[1] = type(room.link)("tcp://other", type(room.link.live)(7.0, 7.0), room.link.hello)
     room.peers[1] = newer(PREFILL)

@@ -229,7 +229,7 @@ class SimRank:
     def leftovers(self) -> dict[str, Any]:
         """What has to be nothing at rest."""
         left = self._leftovers() | {
-            "rooms": list(self.control._rooms), "copies": self.copies.jobs,
+            "rooms": list(self.control._rooms.all()), "copies": self.copies.jobs,
             "scatters": self.scatters, "inbox": list(self.inbox), "events": list(self.events),
         }  # fmt: skip
         return {name: what for name, what in left.items() if what}
@@ -266,7 +266,7 @@ class PrefillRank(SimRank):
         control = self.control
         peers = control._peers.all()
         left: dict[str, Any] = {
-            "jobs": control._jobs, "unclaimed": control._unclaimed,
+            "jobs": control._rooms.jobs, "unclaimed": control._rooms.unclaimed,
             "claims": [left for left in control._claims.leftovers() if left],
             "parked": [peer.id for peer in peers if peer.num_parked],
             "rooms of peers": [peer.id for peer in peers if peer.rooms],
@@ -313,7 +313,7 @@ class DecodeRank(SimRank):
         control = self.control
         links = control._links.all()
         left: dict[str, Any] = {
-            "expected": control.num_expected, "settling": control._settling,
+            "expected": control.num_expected, "settling": control._rooms.settling,
             "rooms of links": [link.address for link in links if link.rooms or link.waiting],
             "orders": list(self.orders), "news": list(self.news),
         }  # fmt: skip

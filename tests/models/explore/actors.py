@@ -188,7 +188,8 @@ def _tidy(control: Any) -> None:
     control.last_effects = []
     if isinstance(control, PrefillControl):
         control._peers._stamp = _Unnumbered(control.me)  # type: ignore[assignment]
-        control._job_ids = _JobIds(max(control._jobs, default=0))  # type: ignore[assignment]
+        rooms = control._rooms
+        rooms._job_ids = _JobIds(max(rooms.jobs, default=0))  # type: ignore[assignment]
         for peer in control._peers.all():
             peer.live.in_seq = min(peer.live.in_seq, 1)
             peer.hello = _SHARED.setdefault(peer.hello, peer.hello)
@@ -218,12 +219,12 @@ def lives(control: Any) -> list[tuple[PeerId | None, Liveness]]:
 
 def leftovers(control: Any) -> dict[str, Any]:
     """What a control object has to have given up at rest."""
-    left: dict[str, Any] = {"rooms": list(control._rooms)}
+    left: dict[str, Any] = {"rooms": list(control._rooms.all())}
     if isinstance(control, PrefillControl):
         peers = control._peers.all()
         left |= {
             "trials": dict(control._greetings._trials._on_trial),
-            "jobs": dict(control._jobs), "unclaimed": set(control._unclaimed),
+            "jobs": dict(control._rooms.jobs), "unclaimed": set(control._rooms.unclaimed),
             "claims": [dict(some) for some in control._claims.leftovers() if some],
             "parked": [peer.id for peer in peers if peer.num_parked],
             "rooms of peers": [peer.id for peer in peers if peer.rooms],
@@ -231,7 +232,7 @@ def leftovers(control: Any) -> dict[str, Any]:
     else:
         links = control._links.all()
         left |= {
-            "expected": control.num_expected, "settling": set(control._settling),
+            "expected": control.num_expected, "settling": set(control._rooms.settling),
             "rooms of links": [link.address for link in links if link.rooms or link.waiting],
         }  # fmt: skip
     return {name: what for name, what in left.items() if what}

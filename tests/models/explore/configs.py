@@ -75,11 +75,14 @@ WHOLE = [
         replace(_ONE, name="two chunks", uses=_CHUNKS, arrivals=True),
         _B(lose=1, repeat=1, abort=1), _B(restart=1, abort=1), _B(restart=1, fail=1),
     ),
-    *_configs(replace(_ONE, name="refused", refuse=True), _B(lose=1, repeat=1, abort=1, restart=1)),
+    *_configs(
+        replace(_ONE, name="refused", refuse=True),
+        _B(repeat=1, abort=1), _B(lose=1, abort=1, restart=1),
+    ),
     *_configs(
         replace(_ONE, name="again", uses=_AGAIN, successor=True),
         _B(lose=1, abort=1, slow=1), _B(restart=1),
-        _B(stall=2, slow=1), _B(repeat=1, stall=1, slow=1), _B(restart=1, slow=1),
+        _B(stall=2, slow=1), _B(restart=1, slow=1),
     ),
     *_configs(
         replace(_ONE, name="again, another prompt", uses=(Use(0, 0, 7), Use(1, 0, 7)),
@@ -95,17 +98,14 @@ WHOLE = [
         replace(_ONE, name="two readers", decode=(2,)),
         _B(repeat=1), _B(abort=1), _B(restart=1), _B(abort=1, fail=1), _B(lose=1, abort=1),
     ),
-    *_configs(
-        replace(_ONE, name="two workers", decode=(1, 1), uses=_WORKERS),
-        _B(lose=1), _B(abort=1), _B(restart=1),
-    ),
+    # Two numbers have as many states as one number of two workers, below: rooms are a worker's own.
+    *_configs(replace(_ONE, name="two workers", decode=(1, 1), uses=_WORKERS), _B(lose=1)),
     *_configs(
         replace(_ONE, name="two and two", prefill=2, decode=(2,)),
         _B(), _B(lose=1), _B(repeat=1), _B(abort=1),
     ),
     *_configs(
-        _SAME, _B(abort=1), _B(repeat=1), _B(fail=1), _B(slow=1), _B(restart=1),
-        _B(lose=1, abort=1),
+        _SAME, _B(abort=1), _B(repeat=1), _B(fail=1), _B(restart=1), _B(lose=1, abort=1),
     ),
     *_configs(
         replace(_ONE, name="tried", tries=True),

@@ -18,6 +18,8 @@ from prefixkv.control.decode import DecodeControl
 from prefixkv.control.greetings import Greetings
 from prefixkv.control.liveness import Liveness
 from prefixkv.control.prefill import PrefillControl
+from prefixkv.control.receiving import ReceiverRooms
+from prefixkv.control.sending import SenderRooms
 from prefixkv.digest import prove
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.sender_machine import SenderMachine
@@ -103,7 +105,7 @@ MUTANTS = (
         "drained.settle and", "False and", "fail",
     ),
     _M(
-        "a fence drains at once", _D._settle,
+        "a fence drains at once", ReceiverRooms.settle,
         "not self._timing.fence_settle_s", "True", "restart",
     ),
     _M(
@@ -141,7 +143,7 @@ MUTANTS = (
     ),
     _M(
         "what kernels hold of a room that is over is not waited for", _P._refuse_promise,
-        "drained = not self._renewed", "drained = True", "heard: lose 4, fail",
+        "drained = not self._rooms.renewed", "drained = True", "heard: lose 4, fail",
     ),
     _M(
         "prefill waits for a decode worker that is silent", _S._tick_open,
@@ -152,7 +154,7 @@ MUTANTS = (
         "self.added and ", "", "heard: abort, stall",
     ),
     _M(
-        "rooms of a peer that is gone go at once", _P._on,
+        "rooms of a peer that is gone go at once", SenderRooms.on,
         " and not machine.in_flight", "", "restart",
     ),
 )  # fmt: skip

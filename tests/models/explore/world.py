@@ -493,6 +493,6 @@ class World(Laws):
 
 def _is_of(write: Write, token: Any) -> bool:
     """Whether this write is what a Settle of this token is about."""
-    if isinstance(token, PeerId):
-        return write.writer == token
+    if isinstance(token, PeerId | effects.Left):
+        return write.writer == (token.peer if isinstance(token, effects.Left) else token)
     return write.slot == token.rank
