@@ -6,7 +6,7 @@ have died since, and drops them when they come to its front, or all at once when
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from typing import Any, Protocol, TypeAlias
 
@@ -218,10 +218,8 @@ class LeafOrders:
             rank_at = self.rank_at
             self._run = [
                 (rank_at(entry[1].mark, now_s), entry[1], entry)
-                for heap in self._heaps
-                for entry in heap
-                if len(entry) == 4
-                and entry is entry[1].entry  # once: elsewhere it stands behind a key
+                for entry in self._entries()
+                if entry is entry[1].entry
             ]
             self._run.sort(reverse=True)
             self._batch_s = now_s
@@ -229,6 +227,11 @@ class LeafOrders:
             self._batch_s = None
             self._run, self._late = [], []
             self._sweep()
+
+    def _entries(self) -> Iterable[tuple[Any, ...]]:
+        """All entries, the dead too, each once."""
+        # Once: elsewhere it stands behind a key.
+        return (entry for heap in self._heaps for entry in heap if len(entry) == 4)
 
     def _sweep(self) -> None:
         if not self._num_entries:
