@@ -184,6 +184,19 @@ class Adaptive(GhostPolicy):
     def make_queue(self) -> EvictionQueue:
         return LeastWorth(self.hazards, class_of)
 
+    def floor(self, steps: Sequence[tuple[int, Seen]], mark: Seen, low: int) -> int | None:
+        tick, visits, classes = mark[0], mark[1], mark[4].classes
+        kind = class_of(mark)
+        for depth, above in reversed(steps):
+            visits += above[1]
+            if (
+                above[0] > tick
+                or classes[visits if visits < MOST_TURNS else MOST_TURNS] != kind
+                or depth <= low
+            ):
+                return depth
+        return None
+
     def evicted(self, node: Node, num_pages: int) -> None:
         hazards = self.hazards
         for ghost in self.remember(node, num_pages):
@@ -195,3 +208,6 @@ class Adaptive(GhostPolicy):
     def reset(self) -> None:
         super().reset()
         self.hazards.reset()
+
+    def broken_laws(self) -> list[str]:
+        return [*super().broken_laws(), *self.hazards.broken_laws()]

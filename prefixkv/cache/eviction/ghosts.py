@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from prefixkv.cache.eviction.policy import Policy, Use
-from prefixkv.cache.node import Mark, Node
+from prefixkv.cache.node import Fold, Mark, Node
 from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.settings import at_least, check_types
 
@@ -40,6 +40,10 @@ class Ghost(NamedTuple):
     stands_for: int  # pages
     name: int
     segment: int | None  # name of the segment that it ends, None: it lies at a stride
+
+
+_new = tuple.__new__
+"""Makes a `Ghost` of a tuple in a third of the time that `Ghost` takes."""
 
 
 class Ghosts:
@@ -76,25 +80,31 @@ class Ghosts:
         self._last = None
 
     def remember(
-        self, node: Node, num_pages: int, path_pages: int, limit_pages: int
+        self, node: Node, num_pages: int, path_pages: int, limit_pages: int, fold: Fold
     ) -> list[Ghost]:
         """The last `num_pages` of a leaf go: leave ghosts of them, and forget the oldest beyond
         `limit_pages`.
 
         Args:
             path_pages: how long the path was that these pages were last part of.
+            fold: the policy's.
         Returns:
             The forgotten.
         """
-        end, stride, size = node.end, self.stride_pages, self._name_bytes
+        end, stride = node.end, self.stride_pages
         low = end - num_pages
         self._last = None
-        if low < (last := path_pages - path_pages % self.block_pages) <= end and last % stride:
-            begin = last - last % stride or self.block_pages
-            segment = self._name_in_tree(node, begin, SEGMENT_BYTES)
-            self._add(node.mark, last, self._name_in_tree(node, last, size), segment)
-        for depth in range(end - end % stride, low, -stride):
-            self._add(node.mark, depth, self._name_in_tree(node, depth, size), None)
+        depths: Iterable[int] = range(end - end % stride, low, -stride)
+        last = path_pages - path_pages % self.block_pages
+        if low < last <= end and last % stride:
+            depths = (last, *depths)
+        history, steps = node.mark, node.steps or ()
+        at = len(steps) - 1
+        for depth in depths:
+            while at >= 0 and steps[at][0] >= depth:
+                history = fold(steps[at][1], history)
+                at -= 1
+            self._add(node, depth, history)
         if self.num_pages <= limit_pages:
             return []
         forgotten = []
@@ -159,14 +169,18 @@ class Ghosts:
         }
         return [law for law, holds in laws.items() if not holds]
 
-    def _add(self, history: Mark, depth: int, name: int, segment: int | None) -> None:
+    def _add(self, node: Node, depth: int, history: Mark) -> None:
+        """Leave a ghost of the page that ends at `depth` in a leaf."""
+        name = self._name_in_tree(node, depth, self._name_bytes)
         if (old := self._ghosts.get(name)) is not None:
             self._forget(old)
-        stands_for = (depth - 1) % self.stride_pages + 1
-        self._ghosts[name] = Ghost(history, depth, stands_for, name, segment)
-        self.num_pages += stands_for
-        if segment is not None:
+        segment, beyond = None, depth % self.stride_pages
+        if beyond:
+            segment = self._name_in_tree(node, depth - beyond or self.block_pages, SEGMENT_BYTES)
             self._ends[segment] = self._ends.get(segment, 0) + 1
+        stands_for = beyond or self.stride_pages
+        self._ghosts[name] = _new(Ghost, (history, depth, stands_for, name, segment))
+        self.num_pages += stands_for
 
     def _forget(self, ghost: Ghost) -> None:
         del self._ghosts[ghost.name]
@@ -184,16 +198,17 @@ class Ghosts:
 
     def _name_in_tree(self, node: Node, depth: int, num_bytes: int) -> int:
         """As `_name`, of the path that `node` ends."""
+        key = node.key
+        end = len(key) - (node.end - depth) * self._page_bytes
+        if end >= num_bytes:
+            return hash((depth, bytes(key[end - num_bytes : end])))
         parent = node.parent
-        above = parent.end if parent is not None else 0
-        while depth <= above and parent is not None:
+        while end <= 0 and parent is not None:
             node, parent = parent, parent.parent
-            above = parent.end if parent is not None else 0
-        end = (depth - above) * self._page_bytes
+            end += len(node.key)
         tokens = bytes(node.key[end - num_bytes if end > num_bytes else 0 : end])
         while len(tokens) < num_bytes and parent is not None:
-            missing = num_bytes - len(tokens)
-            tokens = bytes(parent.key[-missing:]) + tokens
+            tokens = bytes(parent.key[len(tokens) - num_bytes :]) + tokens
             parent = parent.parent
         return hash((depth, tokens))
 
@@ -264,10 +279,18 @@ class GhostPolicy(Policy):
     def remember(self, node: Node, num_pages: int) -> list[Ghost]:
         """Leave ghosts of evicted pages; returns those that are forgotten for them."""
         limit_pages = int(self.ghosts * self._capacity_pages)
-        return self.remembered.remember(node, num_pages, node.mark.path_pages, limit_pages)
+        end = node.mark.path_pages
+        return self.remembered.remember(node, num_pages, end, limit_pages, self.fold)
 
     def reset(self) -> None:
         self.remembered.clear()
+
+    def broken_laws(self) -> list[str]:
+        limit_pages = int(self.ghosts * self._capacity_pages)
+        broken = self.remembered.broken_laws()
+        if self.remembered.num_pages > limit_pages:
+            broken.append(f"ghosts stand for {limit_pages} pages at most")
+        return broken
 
 
 def staircase(

@@ -38,6 +38,9 @@ class EvictionQueue(Protocol):
     def expect(self, num_leaves: int, now_s: float) -> None:
         """A batch begins, in which about `num_leaves` will be taken; 0: it is over."""
 
+    def broken_laws(self) -> list[str]:
+        """Laws of its own that do not hold; for tests."""
+
 
 def forget(node: Node) -> None:
     """Take a node out of the queue it is in, if it is in one."""
@@ -112,6 +115,9 @@ class LeafHeap:
             self._run = []
             heapify(self._heap)
             self._num_dead = 0
+
+    def broken_laws(self) -> list[str]:
+        return []
 
     def expect(self, num_leaves: int, now_s: float) -> None:
         if num_leaves > 64 and 4 * num_leaves > len(self._heap):
@@ -227,6 +233,18 @@ class LeafOrders:
             self._batch_s = None
             self._run, self._late = [], []
             self._sweep()
+
+    def broken_laws(self) -> list[str]:
+        found, living = 0, 0
+        for entry in self._entries():
+            found += 1
+            living += entry is entry[1].entry
+        laws = {
+            f"the living entries are counted: {living}": living == self._num_entries,
+            f"most dead entries are swept: {found - living}": self._batch_s is not None
+            or found - living <= 1 + max(1024, living),
+        }
+        return [law for law, holds in laws.items() if not holds]
 
     def _entries(self) -> Iterable[tuple[Any, ...]]:
         """All entries, the dead too, each once."""
