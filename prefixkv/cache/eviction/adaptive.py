@@ -201,9 +201,8 @@ class Adaptive(GhostPolicy):
         hazards = self.hazards
         for ghost in self.remember(node, num_pages):
             last: Seen = ghost.history
-            if ghost.depth == self.remembered.whole_blocks(last.path_pages):
-                for kind in last.traits.kinds:
-                    hazards.lost(kind, hazards.now_s - last.now_s)
+            for kind in last.traits.kinds:
+                hazards.lost(kind, hazards.now_s - last.now_s)
 
     def reset(self) -> None:
         super().reset()

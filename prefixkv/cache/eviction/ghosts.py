@@ -40,6 +40,7 @@ class Ghost(NamedTuple):
     stands_for: int  # pages
     name: int
     segment: int | None  # name of the segment that it ends, None: it lies at a stride
+    is_end: bool  # of the path that its page was last part of, to the block
 
 
 _new = tuple.__new__
@@ -89,7 +90,7 @@ class Ghosts:
             path_pages: how long the path was that these pages were last part of.
             fold: the policy's.
         Returns:
-            The forgotten.
+            Of the forgotten those that were ends of their paths.
         """
         end, stride = node.end, self.stride_pages
         low = end - num_pages
@@ -104,13 +105,15 @@ class Ghosts:
             while at >= 0 and steps[at][0] >= depth:
                 history = fold(steps[at][1], history)
                 at -= 1
-            self._add(node, depth, history)
-        if self.num_pages <= limit_pages:
-            return []
-        forgotten = []
+            self._add(node, depth, history, depth == last)
+        forgotten: list[Ghost] = []
         while self.num_pages > limit_pages:
-            forgotten.append(ghost := next(iter(self._ghosts.values())))
-            self._forget(ghost)
+            _, ghost = self._ghosts.popitem(last=False)
+            self.num_pages -= ghost[2]
+            if ghost[4] is not None:
+                self._leave_segment(ghost[4])
+            if ghost[5]:
+                forgotten.append(ghost)
         return forgotten
 
     def whole_blocks(self, num_pages: int) -> int:
@@ -169,9 +172,14 @@ class Ghosts:
         }
         return [law for law, holds in laws.items() if not holds]
 
-    def _add(self, node: Node, depth: int, history: Mark) -> None:
+    def _add(self, node: Node, depth: int, history: Mark, is_end: bool) -> None:
         """Leave a ghost of the page that ends at `depth` in a leaf."""
-        name = self._name_in_tree(node, depth, self._name_bytes)
+        size, key = self._name_bytes, node.key
+        end = len(key) - (node.end - depth) * self._page_bytes
+        if end >= size:
+            name = hash((depth, bytes(key[end - size : end])))
+        else:
+            name = self._name_in_tree(node, depth, size)
         if (old := self._ghosts.get(name)) is not None:
             self._forget(old)
         segment, beyond = None, depth % self.stride_pages
@@ -179,17 +187,20 @@ class Ghosts:
             segment = self._name_in_tree(node, depth - beyond or self.block_pages, SEGMENT_BYTES)
             self._ends[segment] = self._ends.get(segment, 0) + 1
         stands_for = beyond or self.stride_pages
-        self._ghosts[name] = _new(Ghost, (history, depth, stands_for, name, segment))
+        self._ghosts[name] = _new(Ghost, (history, depth, stands_for, name, segment, is_end))
         self.num_pages += stands_for
 
     def _forget(self, ghost: Ghost) -> None:
         del self._ghosts[ghost.name]
         self.num_pages -= ghost.stands_for
-        if (segment := ghost.segment) is not None:
-            if self._ends[segment] == 1:
-                del self._ends[segment]
-            else:
-                self._ends[segment] -= 1
+        if ghost.segment is not None:
+            self._leave_segment(ghost.segment)
+
+    def _leave_segment(self, segment: int) -> None:
+        if self._ends[segment] == 1:
+            del self._ends[segment]
+        else:
+            self._ends[segment] -= 1
 
     def _name(self, data: bytes, depth: int, num_bytes: int) -> int:
         """What `depth` of a packed path is known by: so many bytes before it."""
@@ -277,7 +288,7 @@ class GhostPolicy(Policy):
         self.remember(node, num_pages)
 
     def remember(self, node: Node, num_pages: int) -> list[Ghost]:
-        """Leave ghosts of evicted pages; returns those that are forgotten for them."""
+        """Leave ghosts of evicted pages; returns the ends of paths that are forgotten for them."""
         limit_pages = int(self.ghosts * self._capacity_pages)
         end = node.mark.path_pages
         return self.remembered.remember(node, num_pages, end, limit_pages, self.fold)

@@ -128,7 +128,10 @@ class LeastWorth(LeafOrders):
         leaf.entry = entry = (tick, leaf, self, kind)
         self._num_entries += 1
         self._lines[kind].add(entry)
-        self._holds_s[kind] = self._all_hold_s = AT_ONCE
+        # Where worth only falls, a newer leaf than the oldest changes nothing.
+        offered = self._offered[kind]
+        if offered is None or offered[0] > tick or self._hazards.peak[kind]:
+            self._holds_s[kind] = self._all_hold_s = AT_ONCE
         if self._batch_s is not None:
             heappush(self._late, (self.rank_at(mark, self._batch_s), leaf, entry))
 
