@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -95,17 +95,37 @@ class Ghosts:
         end, stride = node.end, self.stride_pages
         low = end - num_pages
         self._last = None
-        depths: Iterable[int] = range(end - end % stride, low, -stride)
         last = path_pages - path_pages % self.block_pages
-        if low < last <= end and last % stride:
-            depths = (last, *depths)
         history, steps = node.mark, node.steps or ()
         at = len(steps) - 1
-        for depth in depths:
+        if low < last <= end and last % stride:
+            while at >= 0 and steps[at][0] >= last:
+                history = fold(steps[at][1], history)
+                at -= 1
+            begin = last - last % stride or self.block_pages
+            segment = self._name_in_tree(node, begin, SEGMENT_BYTES)
+            self._ends[segment] = self._ends.get(segment, 0) + 1
+            name = self._name_in_tree(node, last, self._name_bytes)
+            self._add(_new(Ghost, (history, last, last % stride, name, segment, True)))
+        # The loop below is most of what a large eviction costs: it calls little.
+        ghosts, size, page_bytes = self._ghosts, self._name_bytes, self._page_bytes
+        key = node.key
+        bytes_above = end * page_bytes - len(key)
+        cut = max(0, low * page_bytes - bytes_above - size)
+        tail, bytes_above = bytes(key[cut:]), bytes_above + cut
+        for depth in range(end - end % stride, low, -stride):
             while at >= 0 and steps[at][0] >= depth:
                 history = fold(steps[at][1], history)
                 at -= 1
-            self._add(node, depth, history, depth == last)
+            at_byte = depth * page_bytes - bytes_above
+            if at_byte >= size:
+                name = hash((depth, tail[at_byte - size : at_byte]))
+            else:
+                name = self._name_in_tree(node, depth, size)
+            if name in ghosts:
+                self._forget(ghosts[name])
+            ghosts[name] = _new(Ghost, (history, depth, stride, name, None, depth == last))
+            self.num_pages += stride
         forgotten: list[Ghost] = []
         while self.num_pages > limit_pages:
             _, ghost = self._ghosts.popitem(last=False)
@@ -172,23 +192,11 @@ class Ghosts:
         }
         return [law for law, holds in laws.items() if not holds]
 
-    def _add(self, node: Node, depth: int, history: Mark, is_end: bool) -> None:
-        """Leave a ghost of the page that ends at `depth` in a leaf."""
-        size, key = self._name_bytes, node.key
-        end = len(key) - (node.end - depth) * self._page_bytes
-        if end >= size:
-            name = hash((depth, bytes(key[end - size : end])))
-        else:
-            name = self._name_in_tree(node, depth, size)
-        if (old := self._ghosts.get(name)) is not None:
+    def _add(self, ghost: Ghost) -> None:
+        if (old := self._ghosts.get(ghost.name)) is not None:
             self._forget(old)
-        segment, beyond = None, depth % self.stride_pages
-        if beyond:
-            segment = self._name_in_tree(node, depth - beyond or self.block_pages, SEGMENT_BYTES)
-            self._ends[segment] = self._ends.get(segment, 0) + 1
-        stands_for = beyond or self.stride_pages
-        self._ghosts[name] = _new(Ghost, (history, depth, stands_for, name, segment, is_end))
-        self.num_pages += stands_for
+        self._ghosts[ghost.name] = ghost
+        self.num_pages += ghost.stands_for
 
     def _forget(self, ghost: Ghost) -> None:
         del self._ghosts[ghost.name]

@@ -18,6 +18,8 @@ from prefixkv.cache.eviction.hazards import (
     Hazards,
     gittins_indices,
 )
+from prefixkv.cache.eviction.least_worth import LeastWorth
+from prefixkv.cache.node import Node
 from prefixkv.cache.radix_cache import RadixCache
 
 SMALL = {"short_tokens": 1, "long_tokens": 3, "block_tokens": 1, "stride_blocks": 4}
@@ -77,6 +79,49 @@ def test_without_a_clock_the_oldest_goes():
     for at in range(3):
         cache.insert([at] * 4, range(10 * at, 10 * at + 4))
     assert sorted(cache.evict(5).tolist()) == [0, 1, 2, 3, 13]
+
+
+def test_pages_go_together_only_up_to_a_later_use():
+    cache = adaptive()
+    cache.insert([1] * 6, range(6))
+    cache.insert([2] * 6, range(10, 16))
+    with cache.lock(cache.match_prefix([1] * 3), visit=False):
+        pass
+    assert set(cache.evict(6).tolist()) == {3, 4, 5, 13, 14, 15}
+
+
+def test_what_stays_inherits_the_uses_of_pages_that_went_together():
+    cache = adaptive()
+    for num_pages in (4, 5, *[6] * 7):
+        cache.insert([1] * num_pages, range(num_pages))
+    with cache.lock(cache.match_prefix([1] * 3), visit=False):
+        assert sorted(cache.evict(3).tolist()) == [3, 4, 5]
+        (held,) = cache.nodes()
+        assert held.mark.visits == 9
+
+
+def test_a_line_knows_its_oldest_and_its_newest_in_whatever_order_leaves_come():
+    rng = random.Random(3)
+    queue = LeastWorth(Hazards([[0]], trust=1.0, period=1), lambda mark: 0)
+    (line,) = queue._lines
+    ticks = list(range(600))
+    for start in range(0, 600, 20):  # by and large in order
+        part = ticks[start : start + 20]
+        rng.shuffle(part)
+        ticks[start : start + 20] = part
+    living = {}
+    for tick in ticks:
+        leaf = living[tick] = Node(b"", b"", 0, None)
+        leaf.mark = (tick, 1, 0.0)
+        queue.add(leaf)
+        if rng.random() < 0.6:
+            gone = living.pop(rng.choice(list(living)))
+            queue.take(gone)
+        if not tick % 97:
+            queue._sweep()
+        if living:
+            assert (line.first()[0], line.last()[0]) == (min(living), max(living))
+        assert queue.broken_laws() == []
 
 
 # --- the tables -----------------------------------------------------------------------------------
