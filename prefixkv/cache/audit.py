@@ -21,7 +21,13 @@ def broken_laws(tree: RadixTree, locks: Collection[PrefixLock], epoch: int) -> l
         epoch: that of the tree; a lock of an earlier one holds an orphan.
     """
     orphans = _orphans(locks, epoch)
-    return [*_tree_laws(tree, orphans), *_lock_laws(tree, locks, orphans), *_want_laws(tree)]
+    return [
+        *_tree_laws(tree, orphans),
+        *_lock_laws(tree, locks, orphans),
+        *_want_laws(tree),
+        *tree.policy.broken_laws(),
+        *tree._queue.broken_laws(),
+    ]
 
 
 def _tree_laws(tree: RadixTree, orphans: list[Node]) -> Iterator[str]:

@@ -343,8 +343,7 @@ class RadixTree:
                 break
             parent, end, steps = node.parent, node.end, node.steps
             assert parent is not None
-            # Pages above the last step have another history, so it may not be their turn.
-            floor = steps[-1][0] if steps else parent.end
+            floor = self._floor(node, end - missing) if steps else parent.end
             if node.wants:
                 floor = max(floor, wants.deepest(node, end - 1))
             count = end - floor
@@ -357,12 +356,29 @@ class RadixTree:
                 except Exception as error:
                     self.errors.caught(error)
             if end - count == parent.end:
+                for _, mark in reversed(steps or ()):
+                    node.mark = self._fold(mark, node.mark)
                 taken.append(node.pages)
                 self._remove_leaf(node, parent, thinned)
             else:
                 taken.append(self._trim(node, count))
         self._expect(0)
         return taken
+
+    def _floor(self, node: Node, low: int) -> int:
+        """Down to which depth a leaf with steps may be cut, at least to `low` if that is one tread.
+        Pages above have another history, so it may not be their turn."""
+        steps, mark = node.steps, node.mark
+        assert steps
+        assert node.parent is not None
+        if mark is None or steps[-1][0] <= low:
+            return steps[-1][0]
+        try:
+            floor = self.policy.floor(steps, mark, low)
+        except Exception as error:
+            self.errors.caught(error)
+            return steps[-1][0]
+        return node.parent.end if floor is None else floor
 
     def _trim(self, node: Node, num_pages: int) -> bytes:
         """Cut pages off the end of a leaf; returns their ids."""

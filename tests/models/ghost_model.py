@@ -16,9 +16,14 @@ class GhostModel(RadixModel):
         self.ghosts: dict[
             tuple[int, Prefix], tuple[int, Any]
         ] = {}  # depth, what the policy wants to know again
+        self.segments: dict[tuple[int, Prefix], tuple[int, Prefix]] = {}  # of ghosts of path ends
 
     def name(self, tokens: Prefix, depth: int) -> tuple[int, Prefix]:
         return depth, self.cut(tokens, depth)[-max(16, self.page_size) :]
+
+    def segment(self, tokens: Prefix, depth: int) -> tuple[int, Prefix]:
+        begin = max(BLOCK_PAGES, depth - depth % STRIDE_PAGES)
+        return begin, self.cut(tokens, begin)[-8:]
 
     def find(self, tokens: Prefix, old: int) -> list[tuple[int, Any]]:
         """(depth, what is known) of the ghosts after the first `old` pages, rising."""
@@ -29,12 +34,17 @@ class GhostModel(RadixModel):
             found.append(depth)
             depth += STRIDE_PAGES
         last = [at for at in range(max(old, depth - STRIDE_PAGES) + 1, min(depth - 1, total) + 1)
-                if self.name(tokens, at) in self.ghosts]  # fmt: skip
+                if self.name(tokens, at) in self.ghosts
+                and self.segment(tokens, at) in self.segments.values()]  # fmt: skip
         return [self.ghosts[self.name(tokens, at)] for at in found + last[-1:]]
 
     def come_back(self, tokens: Prefix, found: list[tuple[int, Any]]) -> None:
         for depth, _ in found:
-            del self.ghosts[self.name(tokens, depth)]
+            self.drop(self.name(tokens, depth))
+
+    def drop(self, name: tuple[int, Prefix]) -> tuple[int, Any]:
+        self.segments.pop(name, None)
+        return self.ghosts.pop(name)
 
     def remember(self, place: Place, path: int, known: Any) -> list[tuple[int, Any]]:
         """A page whose last path had `path` pages was evicted; returns the ghosts that are
@@ -42,17 +52,22 @@ class GhostModel(RadixModel):
         depth = self.whole(place[1])
         if depth % STRIDE_PAGES and depth != path:
             return []
-        self.ghosts.pop(self.name(place[1], depth), None)
-        self.ghosts[self.name(place[1], depth)] = (depth, known)
+        name = self.name(place[1], depth)
+        if name in self.ghosts:
+            self.drop(name)
+        self.ghosts[name] = (depth, known)
+        if depth % STRIDE_PAGES:
+            self.segments[name] = self.segment(place[1], depth)
         forgotten = []
         while (
             sum((depth - 1) % STRIDE_PAGES + 1 for depth, _ in self.ghosts.values()) > GHOST_PAGES
         ):
-            forgotten.append(self.ghosts.pop(next(iter(self.ghosts))))
+            forgotten.append(self.drop(next(iter(self.ghosts))))
         return forgotten
 
     def forget_all(self) -> None:
         self.ghosts.clear()
+        self.segments.clear()
 
     @staticmethod
     def deepest_mark(page: ModelPage) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from prefixkv.cache.eviction.policy import policy_names
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import PrefixLock
@@ -63,7 +63,8 @@ class Ranks:
 
     def __init__(self, digest_every: int = 1, num_pages: int = 16, **settings: object) -> None:
         self.log = RankLog(digest_every)
-        self.books = ReplicatedPageManager(self.log.append, num_pages, PAGE_SIZE, 4, policy="gated")
+        space = num_pages, PAGE_SIZE, 4
+        self.books = ReplicatedPageManager(self.log.append, *space, policy=DEFAULT_POLICY)
         self.replica = DecodeReplica(num_pages, PAGE_SIZE, CONFIG)
 
     def open(

@@ -23,7 +23,6 @@ what was evicted, as in 2Q (Johnson and Shasha, 1994).
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,9 +30,10 @@ from operator import sub
 from typing import NamedTuple
 
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy, staircase
-from prefixkv.cache.eviction.hazards import EDGES_S, Hazards
+from prefixkv.cache.eviction.hazards import Hazards
+from prefixkv.cache.eviction.least_worth import LeastWorth
 from prefixkv.cache.eviction.policy import Use, register
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, Place, Rank
+from prefixkv.cache.eviction.queues import EvictionQueue
 from prefixkv.cache.node import Mark, Node
 from prefixkv.settings import at_least
 
@@ -51,22 +51,29 @@ NO_END = 0
 """As `path_pages`: a use that brought nothing of its own, and so says nothing about returns."""
 
 
-class Traits(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Traits:
     """What a use was like; equal ones are one object (`traits`)."""
 
     size: int  # which class of how much was new
     turn: int  # of its conversation, at most `MOST_TURNS`
-
-    @property
-    def kinds(self) -> tuple[int, ...]:
-        """The classes it is counted in: that of its new pages, and that of those before them."""
-        new = kind_of(min(self.turn, 2), self.size)
-        return (new, kind_of(self.turn, self.size)) if self.turn > 2 else (new,)
+    kinds: tuple[int, ...]  # it is counted in: that of its new pages, that of those before them
+    classes: tuple[int, ...]  # of pages of which it is the last use, by visits, at most 6
 
 
 @cache
 def traits(size: int, turn: int) -> Traits:
-    return Traits(size, turn)
+    new = kind_of(min(turn, 2), size)
+    classes = [kind_of(visits, size) for visits in range(len(COUNTS))]
+    if turn > 1:
+        classes[1] = classes[2]  # the new end of a next turn
+    kinds = (new, kind_of(turn, size)) if turn > 2 else (new,)
+    return Traits(size, turn, kinds, tuple(classes))
+
+
+def kind_of(visits: int, size: int) -> int:
+    """The class of pages with so many uses, the last of this size."""
+    return COUNTS[min(visits, MOST_TURNS)] * SIZES + size
 
 
 class Seen(NamedTuple):
@@ -78,6 +85,16 @@ class Seen(NamedTuple):
     now_s: float
     path_pages: int
     traits: Traits
+
+
+_new = tuple.__new__
+"""Makes a `Seen` of a tuple in a third of the time that `Seen` takes."""
+
+
+def class_of(history: Seen) -> int:
+    """The class of a page."""
+    visits = history[1]
+    return history[4].classes[visits if visits < MOST_TURNS else MOST_TURNS]
 
 
 @register
@@ -118,13 +135,17 @@ class Adaptive(GhostPolicy):
 
     def mark(self, use: Use) -> Seen:
         end, kinds = self._begin(use, None)
-        return Seen(use.tick, 1 if use.visit else 0, use.now_s, end, kinds)
+        return _new(Seen, (use.tick, 1 if use.visit else 0, use.now_s, end, kinds))
 
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Seen]]:
         end, kinds = self._begin(use, found)
+        tick, now_s = use.tick, use.now_s
+        if not found:
+            above = _new(Seen, (tick, 0 if use.visit else -1, now_s, end, kinds))
+            return (use.old_pages, above), (use.num_pages, _new(Seen, (tick, 1, now_s, end, kinds)))
         totals = [(ghost.depth, ghost.history.visits + 1) for ghost in found]
         return [
-            (depth, Seen(use.tick, visits, use.now_s, end, kinds))
+            (depth, _new(Seen, (tick, visits, now_s, end, kinds)))
             for depth, visits in staircase(use, totals, 1, 0, sub)
         ]
 
@@ -153,7 +174,7 @@ class Adaptive(GhostPolicy):
 
     def fold(self, upper: Seen, lower: Seen) -> Seen:
         last = upper if upper[0] > lower[0] else lower
-        return Seen(last[0], upper[1] + lower[1], last[2], last[3], last[4])
+        return _new(Seen, (last[0], upper[1] + lower[1], last[2], last[3], last[4]))
 
     def describe(self, history: Mark) -> str:
         return f", class {class_of(history)}, {history.visits} visits"
@@ -161,67 +182,31 @@ class Adaptive(GhostPolicy):
     # --- evictions --------------------------------------------------------------------------------
 
     def make_queue(self) -> EvictionQueue:
-        return _LeastWorth(self)
+        return LeastWorth(self.hazards, class_of)
+
+    def floor(self, steps: Sequence[tuple[int, Seen]], mark: Seen, low: int) -> int | None:
+        tick, visits, classes = mark[0], mark[1], mark[4].classes
+        kind = class_of(mark)
+        for depth, above in reversed(steps):
+            visits += above[1]
+            if (
+                above[0] > tick
+                or classes[visits if visits < MOST_TURNS else MOST_TURNS] != kind
+                or depth <= low
+            ):
+                return depth
+        return None
 
     def evicted(self, node: Node, num_pages: int) -> None:
         hazards = self.hazards
         for ghost in self.remember(node, num_pages):
             last: Seen = ghost.history
-            if ghost.depth == self.remembered.whole_blocks(last.path_pages):
-                for kind in last.traits.kinds:
-                    hazards.lost(kind, hazards.now_s - last.now_s)
+            for kind in last.traits.kinds:
+                hazards.lost(kind, hazards.now_s - last.now_s)
 
     def reset(self) -> None:
         super().reset()
         self.hazards.reset()
 
-
-def kind_of(visits: int, size: int) -> int:
-    """The class of pages with so many uses, the last of this size."""
-    return COUNTS[visits if visits < 6 else 6] * SIZES + size
-
-
-def class_of(history: Seen) -> int:
-    """The class of a page."""
-    visits, kinds = history.visits, history.traits
-    return kind_of(2 if visits == 1 and kinds.turn > 1 else visits, kinds.size)
-
-
-class _LeastWorth(LeafOrders):
-    """Two orders for each class, from the oldest and from the newest."""
-
-    def __init__(self, policy: Adaptive) -> None:
-        super().__init__(2 * NUM_KINDS)
-        self._hazards = policy.hazards
-
-    def place(self, history: Seen) -> Place:
-        kind, tick = class_of(history), history.tick
-        return 2 * kind, tick, (2 * kind + 1, -tick)
-
-    def choose(self, now_s: float) -> Node | None:
-        worth, peak, heaps, head = self._hazards.worth, self._hazards.peak, self._heaps, self.head
-        least, chosen = None, None
-        for kind in range(NUM_KINDS):
-            if not heaps[2 * kind] or (oldest := head(2 * kind)) is None:
-                continue
-            place = bisect_right(EDGES_S, now_s - oldest.mark.now_s)
-            if place >= peak[kind] or now_s <= 0:
-                rank = (worth[kind][place], False, oldest.mark.tick)
-                if least is None or rank < least:
-                    least, chosen = rank, oldest
-            if peak[kind] and now_s > 0 and (newest := head(2 * kind + 1)) is not None:
-                place = bisect_right(EDGES_S, now_s - newest.mark.now_s)
-                if place < peak[kind]:
-                    rank = (worth[kind][place], True, -newest.mark.tick)
-                    if least is None or rank < least:
-                        least, chosen = rank, newest
-        return chosen
-
-    def rank_at(self, history: Seen, now_s: float) -> Rank:
-        tick, _, used_s, _, _ = history
-        kind, hazards = class_of(history), self._hazards
-        place = bisect_right(EDGES_S, now_s - used_s)
-        # Where worth rises with age the newest is worth least. Without a clock nothing has an age,
-        # so the oldest goes.
-        rises = now_s > 0 and place < hazards.peak[kind]
-        return (hazards.worth[kind][place], rises, -tick if rises else tick)
+    def broken_laws(self) -> list[str]:
+        return [*super().broken_laws(), *self.hazards.broken_laws()]

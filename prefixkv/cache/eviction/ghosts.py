@@ -14,13 +14,13 @@ Source: the lists of evicted pages in 2Q (Johnson and Shasha, 1994).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from prefixkv.cache.eviction.policy import Policy, Use
-from prefixkv.cache.node import Mark, Node
+from prefixkv.cache.node import Fold, Mark, Node
 from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.settings import at_least, check_types
 
@@ -30,15 +30,29 @@ Worth: TypeAlias = Any
 NAME_BYTES = 16 * TOKEN_BYTES
 """A ghost's name holds the last page before it, and at least this much."""
 
+SEGMENT_BYTES = 8 * TOKEN_BYTES
+"""A segment's name holds this much before its begin."""
+
 
 class Ghost(NamedTuple):
     history: Mark  # of the page, as its policy keeps it
     depth: int  # pages from the root to its end
     stands_for: int  # pages
+    name: int
+    segment: int | None  # name of the segment that it ends, None: it lies at a stride
+    is_end: bool  # of the path that its page was last part of, to the block
+
+
+_new = tuple.__new__
+"""Makes a `Ghost` of a tuple in a third of the time that `Ghost` takes."""
 
 
 class Ghosts:
     """A bounded queue with a look-up. O(1) a ghost.
+
+    A segment is what lies between two strides of a path, and is known by its begin (the first, by
+    its first block). It is counted how many ghosts of path ends a segment has, so that a look-up
+    tries the blocks of a segment only if there is one.
 
     Args:
         page_bytes: of packed tokens.
@@ -52,37 +66,74 @@ class Ghosts:
         self.block_pages = block_pages
         self.stride_pages = stride_blocks * block_pages
         self._ghosts: OrderedDict[int, Ghost] = OrderedDict()
+        self._ends: dict[int, int] = {}  # by segment: ghosts of path ends in it
         self.num_pages = 0  # that all of them stand for
+        # (packed path, old pages, what was found) of the last look-up, while it holds
+        self._last: tuple[bytes, int, list[Ghost]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._ghosts)
 
     def clear(self) -> None:
         self._ghosts.clear()
+        self._ends.clear()
         self.num_pages = 0
+        self._last = None
 
     def remember(
-        self, node: Node, num_pages: int, path_pages: int, limit_pages: int
+        self, node: Node, num_pages: int, path_pages: int, limit_pages: int, fold: Fold
     ) -> list[Ghost]:
         """The last `num_pages` of a leaf go: leave ghosts of them, and forget the oldest beyond
         `limit_pages`.
 
         Args:
             path_pages: how long the path was that these pages were last part of.
+            fold: the policy's.
         Returns:
-            The forgotten.
+            Of the forgotten those that were ends of their paths.
         """
-        end = node.end
-        low, stride = end - num_pages, self.stride_pages
-        last_block = self.whole_blocks(path_pages)
-        depths = range(end - end % stride, low, -stride)
-        ends_here = low < last_block <= end and last_block % stride
-        for depth in [last_block, *depths] if ends_here else depths:
-            name = self._name_in_tree(node, depth)
-            self._forget(name)
-            self._ghosts[name] = ghost = Ghost(node.mark, depth, (depth - 1) % stride + 1)
-            self.num_pages += ghost.stands_for
-        forgotten = []
+        end, stride = node.end, self.stride_pages
+        low = end - num_pages
+        self._last = None
+        last = path_pages - path_pages % self.block_pages
+        history, steps = node.mark, node.steps or ()
+        at = len(steps) - 1
+        if low < last <= end and last % stride:
+            while at >= 0 and steps[at][0] >= last:
+                history = fold(steps[at][1], history)
+                at -= 1
+            begin = last - last % stride or self.block_pages
+            segment = self._name_in_tree(node, begin, SEGMENT_BYTES)
+            self._ends[segment] = self._ends.get(segment, 0) + 1
+            name = self._name_in_tree(node, last, self._name_bytes)
+            self._add(_new(Ghost, (history, last, last % stride, name, segment, True)))
+        # The loop below is most of what a large eviction costs: it calls little.
+        ghosts, size, page_bytes = self._ghosts, self._name_bytes, self._page_bytes
+        key = node.key
+        bytes_above = end * page_bytes - len(key)
+        cut = max(0, low * page_bytes - bytes_above - size)
+        tail, bytes_above = bytes(key[cut:]), bytes_above + cut
+        for depth in range(end - end % stride, low, -stride):
+            while at >= 0 and steps[at][0] >= depth:
+                history = fold(steps[at][1], history)
+                at -= 1
+            at_byte = depth * page_bytes - bytes_above
+            if at_byte >= size:
+                name = hash((depth, tail[at_byte - size : at_byte]))
+            else:
+                name = self._name_in_tree(node, depth, size)
+            if name in ghosts:
+                self._forget(ghosts[name])
+            ghosts[name] = _new(Ghost, (history, depth, stride, name, None, depth == last))
+            self.num_pages += stride
+        forgotten: list[Ghost] = []
         while self.num_pages > limit_pages:
-            forgotten.append(self._ghosts.popitem(last=False)[1])
-            self.num_pages -= forgotten[-1].stands_for
+            _, ghost = self._ghosts.popitem(last=False)
+            self.num_pages -= ghost[2]
+            if ghost[4] is not None:
+                self._leave_segment(ghost[4])
+            if ghost[5]:
+                forgotten.append(ghost)
         return forgotten
 
     def whole_blocks(self, num_pages: int) -> int:
@@ -93,44 +144,91 @@ class Ghosts:
         """Those of a packed path beyond its `old_pages`, rising in depth. O(found + stride)."""
         if not self._ghosts:
             return []
+        if (known := self._last) is not None and known[0] is data and known[1] == old_pages:
+            return known[2]
+        get, name, size = self._ghosts.get, self._name, self._name_bytes
         end = len(data) // self._page_bytes
         block, stride = self.block_pages, self.stride_pages
         found: list[Ghost] = []
         depth = old_pages - old_pages % stride + stride
-        while depth <= end and (ghost := self._ghosts.get(self._name(data, depth))) is not None:
+        while depth <= end and (ghost := get(name(data, depth, size))) is not None:
             found.append(ghost)
             depth += stride
-        low = max(old_pages, depth - stride)  # the end of the path is less than a stride further
-        for last in range(min(depth - block, end - end % block), low, -block):
-            ghost = self._ghosts.get(self._name(data, last))
-            if ghost is not None:
-                found.append(ghost)
-                break
+        # The end of the path is less than a stride further.
+        begin = depth - stride
+        low = old_pages if old_pages > begin else begin
+        high = min(depth - block, end - end % block)
+        if high > low and name(data, begin or block, SEGMENT_BYTES) in self._ends:
+            for last in range(high, low, -block):
+                if (ghost := get(name(data, last, size))) is not None:
+                    found.append(ghost)
+                    break
+        self._last = data, old_pages, found
         return found
 
-    def come_back(self, data: bytes, found: list[Ghost]) -> None:
-        """The pages of these ghosts are in the tree again."""
+    def come_back(self, found: list[Ghost]) -> None:
+        """The pages of these ghosts, just found, are in the tree again."""
         for ghost in found:
-            self._forget(self._name(data, ghost.depth))
+            self._forget(ghost)
+        if found:
+            self._last = None
 
-    def _forget(self, name: int) -> None:
-        ghost = self._ghosts.pop(name, None)
-        if ghost is not None:
-            self.num_pages -= ghost.stands_for
+    def broken_laws(self) -> list[str]:
+        """Every law that does not hold; for tests. O(ghosts)."""
+        ghosts = self._ghosts
+        ends = Counter(ghost.segment for ghost in ghosts.values() if ghost.segment is not None)
+        laws = {
+            "a ghost is found by its name": all(
+                name == ghost.name for name, ghost in ghosts.items()
+            ),
+            "the pages that ghosts stand for are counted": self.num_pages
+            == sum(ghost.stands_for for ghost in ghosts.values()),
+            "ghosts of path ends are counted by segment": self._ends == dict(ends),
+            "ghosts lie at whole blocks, those at strides end no segment": all(
+                not ghost.depth % self.block_pages
+                and (ghost.segment is None) == (not ghost.depth % self.stride_pages)
+                for ghost in ghosts.values()
+            ),
+        }
+        return [law for law, holds in laws.items() if not holds]
 
-    def _name(self, data: bytes, depth: int) -> int:
-        """What the page before `depth` of a packed path is known by."""
+    def _add(self, ghost: Ghost) -> None:
+        if (old := self._ghosts.get(ghost.name)) is not None:
+            self._forget(old)
+        self._ghosts[ghost.name] = ghost
+        self.num_pages += ghost.stands_for
+
+    def _forget(self, ghost: Ghost) -> None:
+        del self._ghosts[ghost.name]
+        self.num_pages -= ghost.stands_for
+        if ghost.segment is not None:
+            self._leave_segment(ghost.segment)
+
+    def _leave_segment(self, segment: int) -> None:
+        if self._ends[segment] == 1:
+            del self._ends[segment]
+        else:
+            self._ends[segment] -= 1
+
+    def _name(self, data: bytes, depth: int, num_bytes: int) -> int:
+        """What `depth` of a packed path is known by: so many bytes before it."""
         end = depth * self._page_bytes
-        return hash((depth, data[max(0, end - self._name_bytes) : end]))
+        return hash((depth, data[end - num_bytes if end > num_bytes else 0 : end]))
 
-    def _name_in_tree(self, node: Node, depth: int) -> int:
+    def _name_in_tree(self, node: Node, depth: int, num_bytes: int) -> int:
         """As `_name`, of the path that `node` ends."""
-        end = (depth - node.start) * self._page_bytes
-        tokens = bytes(node.key[max(0, end - self._name_bytes) : end])
-        while len(tokens) < self._name_bytes and node.parent is not None:
-            node = node.parent
-            missing = self._name_bytes - len(tokens)
-            tokens = bytes(node.key[max(0, len(node.key) - missing) :]) + tokens
+        key = node.key
+        end = len(key) - (node.end - depth) * self._page_bytes
+        if end >= num_bytes:
+            return hash((depth, bytes(key[end - num_bytes : end])))
+        parent = node.parent
+        while end <= 0 and parent is not None:
+            node, parent = parent, parent.parent
+            end += len(node.key)
+        tokens = bytes(node.key[end - num_bytes if end > num_bytes else 0 : end])
+        while len(tokens) < num_bytes and parent is not None:
+            tokens = bytes(parent.key[len(tokens) - num_bytes :]) + tokens
+            parent = parent.parent
         return hash((depth, tokens))
 
 
@@ -168,7 +266,7 @@ class GhostPolicy(Policy):
     def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
         found = self.remembered.find(use.data, use.old_pages)
         marks = self.marks_of_new(use, found)
-        self.remembered.come_back(use.data, found)
+        self.remembered.come_back(found)
         return marks
 
     @abstractmethod
@@ -184,7 +282,7 @@ class GhostPolicy(Policy):
         self._capacity_pages = max(self._capacity_pages, use.tree_pages)
         known, last = use.old_pages, use.before
         if found:
-            last, known, _ = found[-1]
+            last, known = found[-1][:2]
         new_pages = len(use.data) // self._page_bytes - known
         if last is None:
             return None, new_pages
@@ -198,12 +296,20 @@ class GhostPolicy(Policy):
         self.remember(node, num_pages)
 
     def remember(self, node: Node, num_pages: int) -> list[Ghost]:
-        """Leave ghosts of evicted pages; returns those that are forgotten for them."""
+        """Leave ghosts of evicted pages; returns the ends of paths that are forgotten for them."""
         limit_pages = int(self.ghosts * self._capacity_pages)
-        return self.remembered.remember(node, num_pages, node.mark.path_pages, limit_pages)
+        end = node.mark.path_pages
+        return self.remembered.remember(node, num_pages, end, limit_pages, self.fold)
 
     def reset(self) -> None:
         self.remembered.clear()
+
+    def broken_laws(self) -> list[str]:
+        limit_pages = int(self.ghosts * self._capacity_pages)
+        broken = self.remembered.broken_laws()
+        if self.remembered.num_pages > limit_pages:
+            broken.append(f"ghosts stand for {limit_pages} pages at most")
+        return broken
 
 
 def staircase(

@@ -141,8 +141,7 @@ class Gittins(GhostPolicy):
     def evicted(self, node: Node, num_pages: int) -> None:
         for ghost in self.remember(node, num_pages):
             last: LastUse = ghost.history
-            if ghost.depth == self.remembered.whole_blocks(last.path_pages):
-                self.tables.lost(last.kind, self.tables.now_s - last.now_s)
+            self.tables.lost(last.kind, self.tables.now_s - last.now_s)
 
     def reset(self) -> None:
         super().reset()

@@ -12,14 +12,17 @@ eight hours, so a large pool is ranked by what was seen as well as a small one.
 Only sums, products and quotients, in a fixed order: every machine works out the same.
 
 Source: Gittins, Bandit processes and dynamic allocation indices (1979). Of expected uses and
-seconds, both summed up from age 0, the index is the steepest slope from an age to any later one, so
-it is read off a convex hull.
+seconds, both summed up from age 0, the index is the steepest slope from an age to any later one.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 NUM_BINS = 24
 """Age bins; the last has no end."""
@@ -45,6 +48,11 @@ UNTAUGHT = tuple(
 RESOLUTION = 0.05
 """Starts are counted to this share of their age."""
 
+_UNTAUGHT, _LENGTHS_S = np.array(UNTAUGHT), np.array(LENGTHS_S)
+_LATER = np.arange(NUM_BINS)[:, None] < np.arange(NUM_BINS + 1)
+"""[age, later age]"""
+
+Table: TypeAlias = npt.NDArray[Any]
 Counts = list[int]
 Chances = list[float]
 
@@ -97,6 +105,27 @@ class Hazards:
     def lost(self, kind: int, age_s: float) -> None:
         self._losses[kind][bisect_right(EDGES_S, age_s)] += 1
 
+    def broken_laws(self) -> list[str]:
+        """Every law that does not hold; for tests. O(classes x bins + snapshots)."""
+        times_s = [time_s for time_s, _ in self._snapshots]
+        counts = [*(before for _, before in self._snapshots), self._started]
+        laws = {
+            "worth rises up to its peak, and falls from there": all(
+                worth[:peak] == sorted(worth[:peak])
+                and worth[peak:] == sorted(worth[peak:], reverse=True)
+                and worth[peak] == max(worth)
+                for worth, peak in zip(self.worth, self.peak, strict=True)
+            ),
+            "snapshots rise in time and in every class": times_s == sorted(times_s)
+            and all(
+                early <= late
+                for first, second in pairwise(counts)
+                for early, late in zip(first, second, strict=True)
+            ),
+            "starts are counted once, in one class": sum(self._started) == self._num_starts,
+        }
+        return [law for law, holds in laws.items() if not holds]
+
     # --- what it says -----------------------------------------------------------------------------
 
     def _thin_out(self) -> None:
@@ -110,95 +139,68 @@ class Hazards:
 
     def _work_out(self) -> None:
         """`worth[kind][bin]`, which rises up to `peak[kind]` and falls from there: a class's least
-        is at an end."""
-        num_classes = len(self._started)
+        is at an end. Both are new lists."""
         entered = self._entered()
-        everything = range(num_classes)
-        common = _chances(
-            _total(entered, everything),
-            _total(self._returns, everything),
-            UNTAUGHT,
-            5 * self._trust,
-        )
-        self.worth: list[Chances] = [[] for _ in everything]
-        self.peak = [0] * num_classes
+        returns = np.array(self._returns)
+        common = _chances(entered.sum(0), returns.sum(0), _UNTAUGHT, 5 * self._trust)
+        before = np.empty(entered.shape)
         for group in self._groups:
-            shared = _chances(
-                _total(entered, group), _total(self._returns, group), common, self._trust
+            before[group] = _chances(
+                entered[group].sum(0), returns[group].sum(0), common, self._trust
             )
-            for kind in group:
-                own = _chances(entered[kind], self._returns[kind], shared, self._trust)
-                index = gittins_index(own)
-                self.peak[kind] = peak = index.index(max(index))
-                self.worth[kind] = rise_and_fall(index, peak)
+        indices = gittins_indices(_chances(entered, returns, before, self._trust))
+        self.peak = indices.argmax(1).tolist()
+        self.worth: list[Chances] = [
+            rise_and_fall(index, peak)
+            for index, peak in zip(indices.tolist(), self.peak, strict=True)
+        ]
 
-    def _entered(self) -> list[Counts]:
-        """How many starts of each class reached each bin."""
+    def _entered(self) -> Table:
+        """int [classes, bins]: how many starts of each class reached each bin."""
         times_s = [time_s for time_s, _ in self._snapshots]
-        never = [0] * len(self._started)
         old_enough = [self._started]
         for begin_s in EDGES_S:
             at = bisect_right(times_s, self.now_s - begin_s)
-            old_enough.append(self._snapshots[at - 1][1] if at else never)
-        entered: list[Counts] = []
-        for kind, (returns, losses) in enumerate(zip(self._returns, self._losses, strict=True)):
-            ended, row = 0, []
-            for place, started in enumerate(old_enough):
-                # Starts are counted to a share of their age, so the difference may be too small; at
-                # least those that returned in a bin had reached it.
-                row.append(max(started[kind] - ended, returns[place]))
-                ended += returns[place] + losses[place]
-            entered.append(row)
+            old_enough.append(self._snapshots[at - 1][1] if at else [0] * len(self._started))
+        returns = np.array(self._returns)
+        ended = np.zeros_like(returns)
+        np.cumsum((returns + self._losses)[:, :-1], 1, out=ended[:, 1:])
+        # Starts are counted to a share of their age, so the difference may be too small; at least
+        # those that returned in a bin had reached it.
+        entered: Table = np.maximum(np.array(old_enough).T - ended, returns)
         return entered
 
 
-def _chances(
-    entered: Counts, returns: Counts, before: Chances | tuple[float, ...], trust: float
-) -> Chances:
+def _chances(entered: Table, returns: Table, before: Table, trust: float) -> Table:
     """How likely a start returns in a bin it reaches; `before` counts as `trust` observations."""
-    return [
-        (came_back + trust * chance) / (came + trust)
-        for came, came_back, chance in zip(entered, returns, before, strict=True)
-    ]  # fmt: skip
+    return (returns + trust * before) / (entered + trust)
 
 
-def gittins_index(chance: Chances) -> Chances:
-    """Of each bin: the best ratio, over how long to keep, of expected uses to expected seconds
-    until then. O(bins).
+def gittins_indices(chances: Table) -> Table:
+    """Of each class and bin: the best ratio, over how long to keep, of expected uses to expected
+    seconds until then. O(classes x bins squared), in numpy.
 
-    >>> index = gittins_index([0.1, *[0.0] * (NUM_BINS - 2), 0.5])
-    >>> index[0] > index[1] < index[-1]
+    Args:
+        chances: [classes, bins], all below 1.
+
+    >>> (index,) = gittins_indices(np.array([[0.1, *[0.0] * (NUM_BINS - 2), 0.5]]))
+    >>> bool(index[0] > index[1] < index[-1])
     True
     """
-    still_out, uses, seconds = 1.0, 0.0, 0.0
-    points = [(0.0, 0.0)]
-    for length_s, likely in zip(LENGTHS_S, chance, strict=True):
-        uses += still_out * likely
-        seconds += still_out * length_s * (1 - 0.5 * likely)
-        still_out *= 1 - likely
-        points.append((seconds, uses))
-    index = [0.0] * NUM_BINS
-    hull = [points[NUM_BINS]]  # from the last point back, the part seen from the left
-    for first in range(NUM_BINS - 1, -1, -1):
-        x, y = points[first]
-        slope = _slope(x, y, hull[-1])
-        while len(hull) > 1 and (steeper := _slope(x, y, hull[-2])) >= slope:
-            hull.pop()
-            slope = steeper
-        index[first] = slope
-        hull.append((x, y))
-    return index
-
-
-def _slope(x: float, y: float, to: tuple[float, float]) -> float:
-    return (to[1] - y) / (to[0] - x) if to[0] > x else 0.0
+    still_out = np.ones((len(chances), NUM_BINS))
+    np.cumprod(1 - chances[:, :-1], 1, out=still_out[:, 1:])
+    uses = np.zeros((len(chances), NUM_BINS + 1))
+    np.cumsum(still_out * chances, 1, out=uses[:, 1:])
+    seconds = np.zeros_like(uses)
+    np.cumsum(still_out * _LENGTHS_S * (1 - 0.5 * chances), 1, out=seconds[:, 1:])
+    gained = uses[:, None, :] - uses[:, :-1, None]
+    took_s = seconds[:, None, :] - seconds[:, :-1, None]
+    ratios = np.full(gained.shape, 0.0)
+    np.divide(gained, took_s, out=ratios, where=_LATER & (took_s > 0))
+    return ratios.max(2)  # type: ignore[no-any-return]
 
 
 def rise_and_fall(values: Chances, peak: int) -> Chances:
     """Lift what dips on the way up to the peak and on the way down from it."""
     down_reversed = list(accumulate(values[:peak:-1], max))
     return [*accumulate(values[:peak], max), values[peak], *down_reversed[::-1]]
-
-
-def _total(rows: list[Counts], kinds: range | list[int]) -> Counts:
-    return [sum(column) for column in zip(*(rows[kind] for kind in kinds), strict=True)]

@@ -89,6 +89,9 @@ class HintedQueue:
         for queue in self._queues:
             queue.expect(num_leaves, now_s)
 
+    def broken_laws(self) -> list[str]:
+        return [law for queue in self._queues for law in queue.broken_laws()]
+
     def _break_promises(self, now_s: float) -> None:
         """Leaves of sessions that have not come back in time go over to those that are over."""
         self._now_s = max(self._now_s, now_s)

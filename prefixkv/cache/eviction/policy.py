@@ -132,11 +132,30 @@ class Policy(ABC):
         """An empty queue; one order, by rank, is enough for most policies."""
         return LeafHeap(self.rank)
 
+    def floor(self, steps: Sequence[tuple[int, Mark]], mark: Mark, low: int) -> int | None:
+        """How far up the pages of a leaf go one after the other, since they have the same rank.
+
+        Args:
+            steps: (depth, mark) inside the leaf, rising, at least one: the page at `depth` and
+                those above it have this mark folded with all below.
+            mark: the history of the leaf's last page.
+            low: no more than down to this depth goes now.
+        Returns:
+            The depth of the first step, from below, that changes the rank, or any from the last
+            step to there; None: no step does.
+        """
+        return steps[-1][0]
+
     def evicted(self, node: Node, num_pages: int) -> None:  # noqa: B027
-        """The last `num_pages` of a node, all with the history `node.mark`, are about to go."""
+        """The last `num_pages` of a node, down to its `floor` at most, are about to go. The history
+        of the last is `node.mark`."""
 
     def reset(self) -> None:  # noqa: B027
         """Forget everything."""
+
+    def broken_laws(self) -> list[str]:
+        """Laws of its own books that do not hold; for tests (`RadixCache.check_invariants`)."""
+        return []
 
 
 _POLICIES: Registry[Policy] = Registry("policy", Policy)  # type: ignore[type-abstract]

@@ -6,7 +6,7 @@ have died since, and drops them when they come to its front, or all at once when
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from typing import Any, Protocol, TypeAlias
 
@@ -37,6 +37,9 @@ class EvictionQueue(Protocol):
 
     def expect(self, num_leaves: int, now_s: float) -> None:
         """A batch begins, in which about `num_leaves` will be taken; 0: it is over."""
+
+    def broken_laws(self) -> list[str]:
+        """Laws of its own that do not hold; for tests."""
 
 
 def forget(node: Node) -> None:
@@ -112,6 +115,9 @@ class LeafHeap:
             self._run = []
             heapify(self._heap)
             self._num_dead = 0
+
+    def broken_laws(self) -> list[str]:
+        return []
 
     def expect(self, num_leaves: int, now_s: float) -> None:
         if num_leaves > 64 and 4 * num_leaves > len(self._heap):
@@ -218,10 +224,8 @@ class LeafOrders:
             rank_at = self.rank_at
             self._run = [
                 (rank_at(entry[1].mark, now_s), entry[1], entry)
-                for heap in self._heaps
-                for entry in heap
-                if len(entry) == 4
-                and entry is entry[1].entry  # once: elsewhere it stands behind a key
+                for entry in self._entries()
+                if entry is entry[1].entry
             ]
             self._run.sort(reverse=True)
             self._batch_s = now_s
@@ -229,6 +233,23 @@ class LeafOrders:
             self._batch_s = None
             self._run, self._late = [], []
             self._sweep()
+
+    def broken_laws(self) -> list[str]:
+        found, living = 0, 0
+        for entry in self._entries():
+            found += 1
+            living += entry is entry[1].entry
+        laws = {
+            f"the living entries are counted: {living}": living == self._num_entries,
+            f"most dead entries are swept: {found - living}": self._batch_s is not None
+            or found - living <= 1 + max(1024, living),
+        }
+        return [law for law, holds in laws.items() if not holds]
+
+    def _entries(self) -> Iterable[tuple[Any, ...]]:
+        """All entries, the dead too, each once."""
+        # Once: elsewhere it stands behind a key.
+        return (entry for heap in self._heaps for entry in heap if len(entry) == 4)
 
     def _sweep(self) -> None:
         if not self._num_entries:

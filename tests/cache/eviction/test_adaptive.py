@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_right
 
+import numpy as np
 import pytest
 
 from prefixkv.cache.eviction.adaptive import Adaptive, class_of, kind_of, traits
@@ -14,8 +16,10 @@ from prefixkv.cache.eviction.hazards import (
     LENGTHS_S,
     NUM_BINS,
     Hazards,
-    gittins_index,
+    gittins_indices,
 )
+from prefixkv.cache.eviction.least_worth import LeastWorth
+from prefixkv.cache.node import Node
 from prefixkv.cache.radix_cache import RadixCache
 
 SMALL = {"short_tokens": 1, "long_tokens": 3, "block_tokens": 1, "stride_blocks": 4}
@@ -77,12 +81,56 @@ def test_without_a_clock_the_oldest_goes():
     assert sorted(cache.evict(5).tolist()) == [0, 1, 2, 3, 13]
 
 
+def test_pages_go_together_only_up_to_a_later_use():
+    cache = adaptive()
+    cache.insert([1] * 6, range(6))
+    cache.insert([2] * 6, range(10, 16))
+    with cache.lock(cache.match_prefix([1] * 3), visit=False):
+        pass
+    assert set(cache.evict(6).tolist()) == {3, 4, 5, 13, 14, 15}
+
+
+def test_what_stays_inherits_the_uses_of_pages_that_went_together():
+    cache = adaptive()
+    for num_pages in (4, 5, *[6] * 7):
+        cache.insert([1] * num_pages, range(num_pages))
+    with cache.lock(cache.match_prefix([1] * 3), visit=False):
+        assert sorted(cache.evict(3).tolist()) == [3, 4, 5]
+        (held,) = cache.nodes()
+        assert held.mark.visits == 9
+
+
+def test_a_line_knows_its_oldest_and_its_newest_in_whatever_order_leaves_come():
+    rng = random.Random(3)
+    queue = LeastWorth(Hazards([[0]], trust=1.0, period=1), lambda mark: 0)
+    (line,) = queue._lines
+    ticks = list(range(600))
+    for start in range(0, 600, 20):  # by and large in order
+        part = ticks[start : start + 20]
+        rng.shuffle(part)
+        ticks[start : start + 20] = part
+    living = {}
+    for tick in ticks:
+        leaf = living[tick] = Node(b"", b"", 0, None)
+        leaf.mark = (tick, 1, 0.0)
+        queue.add(leaf)
+        if rng.random() < 0.6:
+            gone = living.pop(rng.choice(list(living)))
+            queue.take(gone)
+        if not tick % 97:
+            queue._sweep()
+        if living:
+            assert (line.first()[0], line.last()[0]) == (min(living), max(living))
+        assert queue.broken_laws() == []
+
+
 # --- the tables -----------------------------------------------------------------------------------
 
 
 def test_the_index_is_the_best_ratio_over_all_times_to_keep():
     chance = [(7 * at % 11) / 40 for at in range(NUM_BINS)]
-    for first, found in enumerate(gittins_index(chance)):
+    (index,) = gittins_indices(np.array([chance]))
+    for first, found in enumerate(index):
         out, uses, seconds, ratios = 1.0, 0.0, 0.0, []
         for at in range(first, NUM_BINS):
             uses += out * chance[at]
@@ -134,4 +182,48 @@ def test_what_is_remembered_is_bounded():
         cache.insert([at, *range(10)], range(11), now_s=at * 1.0)
         cache.evict(11, at * 1.0)
     assert cache.policy.remembered.num_pages <= 100
+    assert traits.cache_info().currsize <= 18
+
+
+def test_the_books_of_a_long_run_stay_bounded():
+    """Sessions come, go on, part and end under pressure: ghosts, marks and places stay in bounds
+    that the pool sets, and all laws hold."""
+    rng = random.Random(0)
+    capacity = 200
+    cache = RadixCache(
+        page_size=1, policy=Adaptive(**SMALL | {"ghosts": 2.0, "period": 50}), pool_pages=600
+    )
+    policy, queue = cache.policy, cache._queue
+    free = list(range(600))
+    sessions: list[list[int]] = []
+    most = {"places": 0, "marks": 0, "ghosts": 0}
+    now_s = 0.0
+    for turn in range(12_000):
+        now_s += rng.choice((0.0, 0.5, 4.0, 30.0))
+        if len(sessions) < 4 or rng.random() < 0.2:
+            sessions.append([turn % 3] * 3 + [1000 + turn])
+        session = rng.choice(sessions)
+        session += [5000 + turn] * rng.choice((0, 1, 3, 9))
+        if len(session) > 60:
+            sessions.remove(session)
+        with cache.lock(cache.match_prefix(session), now_s) as lock:
+            ids = [*lock.pages.tolist(), *free[: len(session) - lock.prefix_len]]
+            result = cache.insert(session, ids, now_s=now_s)
+            del free[: len(session) - result.prefix_len]
+        if cache.num_pages > capacity:
+            free += cache.evict(cache.num_pages - capacity, now_s).tolist()
+        if turn % 50 == 0:
+            cache.check_invariants()
+            lines = queue._lines
+            places = sum(len(line.in_order) + 2 * len(line.oldest) for line in lines)
+            marks = sum(1 + len(node.steps or ()) for node in cache.nodes())
+            most["places"] = max(most["places"], places)
+            most["marks"] = max(most["marks"], marks)
+            most["ghosts"] = max(most["ghosts"], len(policy.remembered))
+    assert most["places"] <= 2 * (1024 + 2 * capacity)
+    assert most["marks"] <= capacity
+    assert 0 < policy.remembered.num_pages <= 2 * 600
+    # A ghost stands for a page at least, one at a stride for four.
+    assert 100 < most["ghosts"] <= 2 * 600
+    assert len(policy.hazards._snapshots) < 400
     assert traits.cache_info().currsize <= 18
