@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
+from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import PrefixLock
@@ -27,7 +27,7 @@ from prefixkv.request import Request
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE_SIZE = 4
-CONFIG = DecodeConfig(max_running=4)
+CONFIG = DecodeConfig(max_running=4, policy="gated")
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -64,7 +64,7 @@ class Ranks:
     def __init__(self, digest_every: int = 1, num_pages: int = 16, **settings: object) -> None:
         self.log = RankLog(digest_every)
         space = num_pages, PAGE_SIZE, 4
-        self.books = ReplicatedPageManager(self.log.append, *space, policy=DEFAULT_POLICY)
+        self.books = ReplicatedPageManager(self.log.append, *space, policy=CONFIG.policy)
         self.replica = DecodeReplica(num_pages, PAGE_SIZE, CONFIG)
 
     def open(
