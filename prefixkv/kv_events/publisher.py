@@ -103,15 +103,17 @@ class KVEventPublisher:
             self._pub = pub
             self._replay = self._bound(zmq.ROUTER, "replay_endpoint", _QUEUE_ANSWERS)
             self._snapshots = self._bound(zmq.ROUTER, "snapshot_endpoint", _QUEUE_ANSWERS)
+            self.endpoint = _address(self._pub)
+            self.replay_endpoint = _address(self._replay)
+            self.snapshot_endpoint = _address(self._snapshots)
+            self._thread = threading.Thread(
+                target=self._run, name="prefixkv-kv-events", daemon=True
+            )
+            self._thread.start()
         except BaseException:
             self._context.destroy(linger=0)
             self._bell.close()
             raise
-        self.endpoint = _address(self._pub)
-        self.replay_endpoint = _address(self._replay)
-        self.snapshot_endpoint = _address(self._snapshots)
-        self._thread = threading.Thread(target=self._run, name="prefixkv-kv-events", daemon=True)
-        self._thread.start()
 
     # --- the scheduler's thread -------------------------------------------------------------------
 

@@ -139,7 +139,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         sizes = self.pool.layout.page_size, bytes_per_token
         try:
             recorder = Recorder(config.record, *bounds, *sizes, time.monotonic())
-        except ConfigError:
+        except BaseException:
             self.close()
             raise
         journal = self.scheduler.journal
