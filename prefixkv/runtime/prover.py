@@ -58,12 +58,17 @@ class Prover:
         """Look at it soon. No-op while it is being looked at."""
         if peer in self._asked:
             return
-        self._asked.add(peer)
-        self._queue.put((peer, life))
         if self._thread is None:
             name = f"prefixkv-prover-{self._name}"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # it is asked again
+                _log.error("whether %s is dead cannot be looked at: %s", peer, error)
+                return
+            self._thread = thread
+        self._asked.add(peer)
+        self._queue.put((peer, life))
 
     def close(self, *, ended: bool = True) -> None:
         """Join the thread. `ended`: as for `HeldLife.close`. Again: no-op."""

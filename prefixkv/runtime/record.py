@@ -101,12 +101,11 @@ class Recorder:
         try:
             if self._closed:
                 raise Full
-            self._queue.put_nowait(ended)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="prefixkv-record", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="prefixkv-record", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._queue.put_nowait(ended)
         except (Full, RuntimeError):  # RuntimeError: no thread can be started
             self._lose("it cannot keep up")
 
