@@ -1,7 +1,8 @@
 """Claim: whatever dies, stops, restarts or is cut off, no request reads a wrong byte, none hangs,
 nothing is lost.
 
-    python -m benchmarks chaos --seed 1 --duration 60 [--tls tcp|default] [--json FILE] [--verbose]
+    python -m benchmarks chaos --seed 1 --duration 60 [--tls tcp|default]
+        [--transport nixl|shm] [--json FILE] [--verbose]
 
 Two prefill and two decode processes over real NIXL (UCX over TCP for odd seeds, its default for
 even ones), and conversations with shared prefixes through all of them, while a storm that follows
@@ -26,6 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
@@ -37,7 +39,7 @@ import typer
 from benchmarks.chaos_clients import Clients, Conversation, Ledger, Sizes, system_prompts
 from benchmarks.chaos_cluster import Cluster, Worker
 from benchmarks.chaos_worker import Spec
-from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.config import Backend, ControlConfig, DecodeConfig, PrefillConfig, TransportConfig
 
 CONTROL = ControlConfig(
     heartbeat_s=0.1, suspect_after_s=1.0, forget_after_s=10.0, resend_s=0.1,
@@ -52,6 +54,7 @@ STOP_S = (0.3, 5.0)  # the longest is longer than any deadline
 # of a request, without what was taken from its own worker: every wait and retry at its worst
 DEADLINE_S = 20.0
 STORM_OPEN = 40  # conversations at a time
+SHM = "shm"  # what KV travels by instead of NIXL's ways
 CALM_OPEN = 12
 CALM_CONVERSATIONS = 60
 NUM_PASSES = 4
@@ -63,15 +66,18 @@ _REST_S = 30.0
 def specs_of(seed: int, tls: str) -> dict[str, Spec]:
     chance = random.Random(seed)
     order = chance.choice(("layer_major", "page_major"))
-    env = {"UCX_TLS": tls} if tls != "default" else {}
+    env = {"UCX_TLS": tls} if tls == "tcp" else {}
+    shm = tls == SHM
     specs = {}
     for number in range(2):
         for side in ("prefill", "decode"):
             name = f"{side}-{number}"
             pool = {**POOL, "num_pages": chance.choice((160, 240, 400)), "order": order}
+            pool["shared"] = shm and side == "decode"
+            backend: Backend = "shm" if shm else "nixl"
             config: PrefillConfig | DecodeConfig
             if side == "prefill":
-                transport = SMALL_POSTS if number else TransportConfig()
+                transport = replace(SMALL_POSTS if number else TransportConfig(), backend=backend)
                 config = PrefillConfig(
                     name=name, max_running=64, control=CONTROL, transport=transport
                 )
@@ -79,6 +85,7 @@ def specs_of(seed: int, tls: str) -> dict[str, Spec]:
                 config = DecodeConfig(
                     name=name, max_running=64, reserve_tokens=chance.choice((0, 8)),
                     failure_policy="retry" if number else "fail", control=CONTROL,
+                    transport=TransportConfig(backend=backend),
                 )  # fmt: skip
             specs[name] = Spec(
                 side,
@@ -274,7 +281,7 @@ class Run:
         worker.tell("trap", int(signal.SIGSTOP))
         awake_s = self.chance.uniform(1.0, 1.5 * STOP_S[1])
         self.later(awake_s, lambda: worker.tell("trap", 0))
-        for later_s in (0.0, 0.2, 0.5, 1.0):  # the trap may have closed only just now
+        for later_s in (0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0):  # the trap may close before it hears
             self.later(awake_s + later_s, worker.resume)
         return True
 
@@ -586,12 +593,20 @@ class Tls(StrEnum):
     default = "default"
 
 
+class Transport(StrEnum):
+    nixl = "nixl"
+    shm = "shm"
+
+
 def chaos(
     seed: int = 1,
     duration: Annotated[float, typer.Option(help="Of the storm, in seconds.")] = 60.0,
     tls: Annotated[
         Tls | None, typer.Option(help="UCX_TLS.", show_default="tcp for odd seeds")
     ] = None,
+    transport: Annotated[
+        Transport, typer.Option(help="TransportConfig.backend of all workers.")
+    ] = Transport.nixl,
     passes: Annotated[
         int, typer.Option(help="Of the measured workload, before and after.")
     ] = NUM_PASSES,
@@ -602,7 +617,8 @@ def chaos(
 ) -> int:
     """Whether any request reads a wrong byte, hangs or leaks while workers die and are cut off."""
     chosen = tls or (Tls.tcp if seed % 2 else Tls.default)
-    result = run(seed, duration, chosen.value, passes, verbose)
+    way = SHM if transport is Transport.shm else chosen.value
+    result = run(seed, duration, way, passes, verbose)
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
     for name in ("violations", "left", "findings"):

@@ -43,6 +43,7 @@ from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.testing.hashing import PrefixHasher, Words, extend, sample
 from prefixkv.testing.pattern import KVPattern
 from prefixkv.transport.nixl_loop import NixlLoop
+from prefixkv.transport.shm_loop import ShmLoop
 
 Tokens = npt.NDArray[np.int32]
 SALT = 7
@@ -88,12 +89,12 @@ class Trap:
     """
 
     def __init__(self, number: int) -> None:
-        self._number = number
+        self.number = number  # 0: none any more
 
     def query(self) -> bool:
-        signal.pthread_kill(
-            threading.get_ident(), self._number
-        )  # to this thread, which cannot go on meanwhile
+        if self.number:
+            # To this thread, which cannot go on meanwhile.
+            signal.pthread_kill(threading.get_ident(), self.number)
         return True
 
 
@@ -126,6 +127,7 @@ class _Engine:
         self.pages_verified = 0
         self.history: list[Tokens] = []
         self.trap = 0
+        self.set: Trap | None = None  # the last that went out with a chunk
 
     def say(self, *message: Any) -> None:
         self.pipe.send(message)
@@ -224,6 +226,8 @@ class _Engine:
         """On prefill: the next second chunk of a request meets this signal between two writes; 0:
         none does."""
         self.trap = number
+        if not number and self.set is not None:
+            self.set.number = 0  # it may not have been asked yet
 
     def on_flush(self) -> None:
         self.node.flush()
@@ -342,7 +346,8 @@ class PrefillEngine(_Engine):
         aux = int(sample(hashes[-1:])[0]).to_bytes(4, "little") if last else b""
         ready: Any = Delay(self.chance.uniform(0.001, 0.1)) if self.chance.random() < 0.1 else None
         if self.trap and start > req.prefix_len:
-            ready, self.trap = Trap(self.trap), 0
+            ready = self.set = Trap(self.trap)
+            self.trap = 0
         self.node.send_chunk(req, end, last, aux, ready)
         self.computed[rid] = end
         self.reached(rid, "chunk")
@@ -530,14 +535,20 @@ def cut_sockets(control_ports: set[int], share: float, chance: random.Random) ->
 def _post_slowly(pause_s: float, chance: random.Random) -> None:
     """Now and then a write is posted long after what ended its room, so that one that is called
     drained too early has its pages written again."""
-    post = NixlLoop._post
+    post, copy = NixlLoop._post, ShmLoop._copy
 
     def late(*args: Any) -> None:
         if chance.random() < _SLOW_POSTS:
             time.sleep(pause_s)
         post(*args)
 
+    def late_copy(*args: Any) -> None:
+        if chance.random() < _SLOW_POSTS:
+            time.sleep(pause_s)
+        copy(*args)
+
     NixlLoop._post = late  # type: ignore[assignment, method-assign]
+    ShmLoop._copy = late_copy  # type: ignore[assignment, method-assign]
 
 
 def serve(pipe: Connection, parent: int, spec: Spec) -> None:

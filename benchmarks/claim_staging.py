@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from benchmarks.pair import (
     spread,
     turn_about,
 )
-from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.memory.mesh import Mesh
 
 MESHES: Final = {"4 to 1": (4, 1), "1 to 4": (1, 4)}
@@ -52,6 +52,12 @@ class Staging:
     repeats: int = 5
     patience_s: float = 30.0
     device: str = "cpu"  # of both sides' pools
+    backend: Backend = "nixl"
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """shm needs no staging."""
+        return VARIANTS if self.backend == "nixl" else VARIANTS[1:]
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +85,7 @@ class Staging:
         return [
             KVPool.create(
                 count, self.page_size, s.num_layers, s.num_heads, self.head_dim,
-                order=self.layout, device=self.device,
+                order=self.layout, device=self.device, shared=self.backend == "shm",
             )
             for s in shards
         ]  # fmt: skip
@@ -92,7 +98,7 @@ class Staging:
 
     def transport(self, variant: str) -> TransportConfig:
         if variant != "staged":
-            return TransportConfig()
+            return TransportConfig(backend=self.backend)
         return TransportConfig(
             staging_bytes=self.leases * self.lease_bytes, lease_bytes=self.lease_bytes
         )
@@ -117,7 +123,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Staging) -> None:
 
     with contextlib.ExitStack() as open_groups:
         groups = {}
-        for variant in VARIANTS:
+        for variant in case.variants:
             mesh = case.mesh(0, variant)
             config = PrefillConfig(name=f"prefill-{variant}", transport=case.transport(variant))
             groups[variant] = open_groups.enter_context(
@@ -148,7 +154,7 @@ def decode_side(pipe: Connection, watch: Watch, case: Staging) -> Row:
     endpoints = pipe.recv()
     with contextlib.ExitStack() as open_groups:
         groups = {}
-        for variant in VARIANTS:
+        for variant in case.variants:
             mesh = case.mesh(1, variant)
             config = DecodeConfig(
                 name=f"decode-{variant}", reserve_tokens=0, transport=case.transport(variant)
@@ -182,25 +188,41 @@ def decode_side(pipe: Connection, watch: Watch, case: Staging) -> Row:
             return ended_s - float(pipe.recv())
 
         def repetition(number: int) -> Row:
-            return {variant: take(variant) for variant in turn_about(VARIANTS, number)}
+            return {variant: take(variant) for variant in turn_about(case.variants, number)}
 
         repetition(0)
         rows = watch.least_disturbed(repetition, case.repeats, case.patience_s)
         pipe.send(None)
-    return {
+    row: Row = {
         "meshes": f"TP{case.meshes.replace(' to ', ' to TP')}",
         "layout": case.layout,
         "pages": case.pages,
         "mib_a_request": case.num_bytes / 2**20,
-        "sliced_over_staged": paired_ratio(rows, "sliced", "staged"),
-        "spread": spread(rows, "sliced", "staged"),
-        "of_equal": paired_ratio(rows, "equal", "staged"),
-        "spread_of_equal": spread(rows, "equal", "staged"),
+        "of_equal": paired_ratio(rows, "equal", case.variants[0]),
+        "spread_of_equal": spread(rows, "equal", case.variants[0]),
         "ms": {
-            name: round(1e3 * statistics.median(row[name] for row in rows), 2) for name in VARIANTS
+            name: round(1e3 * statistics.median(row[name] for row in rows), 2)
+            for name in case.variants
         },
         **load_of(rows),
     }
+    if case.backend == "nixl":
+        row["sliced_over_staged"] = paired_ratio(rows, "sliced", "staged")
+        row["spread"] = spread(rows, "sliced", "staged")
+    return row
+
+
+def measure_shm(quick: bool) -> tuple[list[Claim], Row]:
+    """Slices straight into pages, over shm, beside equal tensor parallelism over shm."""
+    rows, claims = [], []
+    for meshes in MESHES:
+        for pages in ("fresh",) if quick else ("fresh", "random"):
+            case = small(meshes) if quick else Staging(meshes, pages=pages)
+            row = run_pair(decode_side, prefill_side, replace(case, backend="shm"))
+            rows.append(row)
+            where = f"{row['meshes']}, {pages} pages, of equal TP's speed"
+            claims.append(Claim("slices over shm", where, row["of_equal"], "ratio", 0.6))
+    return claims, {"rows": rows}
 
 
 def measure(quick: bool) -> tuple[list[Claim], Row]:

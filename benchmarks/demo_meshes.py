@@ -25,7 +25,17 @@ from prefixkv.cli.report import machine
 SIZES = ((1, 1), (2, 1), (1, 2), (4, 2), (2, 4))
 ORDERS = (("layer_major", "page_major"), ("page_major", "layer_major"))
 SAME = (("layer_major", "layer_major"), ("page_major", "page_major"))
-WORKLOAD = ("--conversations", "4", "--turns", "3", "--layers", "4", "--system-tokens", "512")
+WORKLOAD = (
+    "--no-model",
+    "--conversations",
+    "4",
+    "--turns",
+    "3",
+    "--layers",
+    "4",
+    "--system-tokens",
+    "512",
+)
 
 
 def cases() -> Iterator[dict[str, Any]]:

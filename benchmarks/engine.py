@@ -1,6 +1,6 @@
 """The engine of Hugging Face's models beside transformers by itself, on the CPU.
 
-    python -m benchmarks engine [--rounds 5] [--threads 2] > benchmarks/results/engine.json
+    python -m benchmarks engine > benchmarks/results/engine.json
 
 A Llama of 100 M random parameters in float32 (12 layers of 768, 12 heads of 64, 4 of K and V,
 vocabulary 32,000, embeddings tied); pages of 16 tokens. All that is compared takes turns, and the
@@ -14,13 +14,16 @@ caches is random: neither is timed while it fills. The pages of a request lie si
 "own": processor time of a request on both workers, in one process, with one thread of torch: all
 but the model's is prefixkv's and the engines' own. Decode's transport looks for what comes as long
 as a request is on its way, so its share grows with the time that prefill takes.
+"turns", "slow", "small", "burst" (with "turns"): see `engine_turns`.
+
+With its defaults it takes about ten minutes; `--rounds 1 --steps 4` says whether it works.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,12 +37,14 @@ import transformers
 import typer
 from transformers import StaticCache, StoppingCriteria, StoppingCriteriaList
 
+from benchmarks.engine_turns import SMALL_KV, turns
 from benchmarks.yardsticks import no_collector
+from prefixkv.cli.report import machine
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.engines.hf import DecodeEngine, Generate, PagedModel, PrefillEngine, make_model
 from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.models import copy_of
-from prefixkv.engines.hf.requests import pack_token
+from prefixkv.engines.hf.requests import pack_first
 from prefixkv.errors import ConfigError
 from prefixkv.runtime.nodes import PrefillNode
 
@@ -49,6 +54,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.02, "tie_word_embeddings": True,
 }  # fmt: skip
 PAGE_SIZE = 16
+PARTS = ("decode", "prefill", "own", "turns", "slow", "small")
 
 
 def clock() -> float:
@@ -135,7 +141,7 @@ class EngineDecode:
         while arrived < self.batch:  # before the engine's first step, so that all run in all steps
             node.pop_preallocated()
             for req in self.sender.pop_bootstrapped():
-                self.sender.send_chunk(req, self.context, last=True, aux=pack_token(1))
+                self.sender.send_chunk(req, self.context, last=True, aux=pack_first(1, 0))
             arrived += len(self.sender.pop_sent())
             node.wait(0.001)
         times_s = [clock()]
@@ -314,21 +320,27 @@ def _ms(times_s: list[float]) -> float:
 
 
 def engine(
-    rounds: Annotated[int, typer.Option(help="Of each side, turn about.")] = 5,
-    steps: Annotated[int, typer.Option(help="Of a round of decode.")] = 16,
+    rounds: Annotated[int, typer.Option(help="Of each side, turn about.")] = 4,
+    steps: Annotated[int, typer.Option(help="Of a round of decode.")] = 12,
     batch: Annotated[int, typer.Option(help="Requests of decode.")] = 8,
     threads: Annotated[int, typer.Option(help="Of torch.")] = 2,
-    parts: Annotated[str, typer.Option(help="What is run.")] = "decode,prefill,own",
+    parts: Annotated[str, typer.Option(help="What is run.")] = ",".join(PARTS),
 ) -> None:
-    """Decode steps, prefill and prefixkv's own processor time with a real model; JSON on stdout."""
+    """Decode steps, prefill, prefixkv's own processor time and turns of conversations with a real
+    model; JSON on stdout."""
     if min(rounds, steps, batch, threads) < 1:
         raise ConfigError("--rounds, --steps, --batch and --threads must be at least 1")
     torch.set_num_threads(threads)
     load_before = os.getloadavg()
+    wanted = parts.split(",")
+    if unknown := [part for part in wanted if part not in PARTS]:
+        raise ConfigError(f"--parts has {unknown[0]!r}, there are {', '.join(PARTS)}")
     model = make_model("llama", seed=0, trial=False, **SIZES)
     reference = copy_of(model)
     found: dict[str, Any] = {}
-    for part in parts.split(","):
+    began_s = time.perf_counter()
+    for part in wanted:
+        print(f"{time.perf_counter() - began_s:6.0f} s: {part}", file=sys.stderr, flush=True)
         if part == "decode":
             found[part] = decode(model, reference, batch, rounds, steps)
         elif part == "prefill":
@@ -336,8 +348,10 @@ def engine(
         elif part == "own":
             found[part] = own(model)
         else:
-            raise ConfigError(f"--parts has {part!r}, decode, prefill and own are there")
-    recipe = {
+            found[part] = turns(part, SMALL_KV if part == "small" else SIZES)
+    recipe: dict[str, Any] = {
+        "command": "python -m benchmarks engine"
+        + (f" --parts {parts}" if parts != ",".join(PARTS) else ""),
         "what": "medians of all steps of all rounds, float32, pages of 16 tokens, layer_major",
         "parameters": sum(one.numel() for one in model.model.parameters()),
         "rounds": rounds,
@@ -345,12 +359,9 @@ def engine(
         "batch": batch,
         "threads": threads,
         "clock": "processor time" if threads == 1 else "time",
+        "took_s": round(time.perf_counter() - began_s),
         "load_average": [load_before[0], os.getloadavg()[0]],
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "machine": platform.machine(),
-        "system": platform.system(),
+        **machine(),
     }
+    recipe["versions"]["transformers"] = transformers.__version__
     print(json.dumps({"recipe": recipe, **found}, indent=1))

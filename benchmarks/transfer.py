@@ -17,7 +17,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -26,6 +27,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from benchmarks import claim_staging
 from benchmarks.pair import (
     Claim,
     Row,
@@ -39,7 +41,7 @@ from benchmarks.pair import (
 )
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.report import machine
-from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import ConfigError, InternalError, OutOfPagesError
 from prefixkv.pages.manager import PageManager, RequestPages
 
@@ -51,7 +53,13 @@ SIDES: Final = ("stack", "one", "many", "same")
 LAYOUTS: Final = ("layer_major", "page_major")
 PAGES: Final = ("fresh", "aged", "random")
 TARGETS: Final = {"fresh": 0.85, "aged": 0.85, "random": 0.7}  # the last for layer_major
+SHM_TARGET: Final = 1.2
 _AGED_PAGES: Final = 64  # the longest of the requests that age a pool
+
+
+class Way(StrEnum):
+    nixl = "nixl"
+    shm = "shm"
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,15 @@ class Transfer:
     warm_up: int = 2
     patience_s: float = 25.0  # for repetitions that are left alone
     device: str = "cpu"  # of both sides' pools
+    backend: Backend = "nixl"
+
+    @property
+    def is_shared(self) -> bool:
+        """All memory, that of raw NIXL too, lies in small pages that can be shared."""
+        return self.backend == "shm"
+
+    def transport(self) -> TransportConfig:
+        return TransportConfig(post_bytes=self.post_bytes, backend=self.backend)
 
     @property
     def num_bytes(self) -> int:
@@ -89,6 +106,7 @@ class Transfer:
             self.head_dim,
             order=self.layout,
             device=self.device,
+            shared=self.is_shared,
         )
         for layer in range(self.num_layers):
             for view in (pool.k(layer), pool.v(layer)):
@@ -109,11 +127,12 @@ class Transfer:
             )  # the others never come back
 
 
-def small(layout: str, pages: str) -> Transfer:
+def small(layout: str, pages: str, backend: Backend = "nixl") -> Transfer:
     """As small as it still works."""
     return Transfer(
         layout, pages, tokens=128, num_pages=200, num_layers=4, num_kv_heads=2, head_dim=64,
         post_bytes=64 << 10, ageing_requests=200, repeats=2, warm_up=1, patience_s=0.0,
+        backend=backend,
     )  # fmt: skip
 
 
@@ -160,8 +179,8 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Transfer) -> None:
     from prefixkv.request import Request
     from prefixkv.runtime.nodes import PrefillNode
 
-    transport = TransportConfig(post_bytes=case.post_bytes)
-    raw = RawAgent("raw-prefill", case.num_bytes, pool := case.pool(1))
+    transport = case.transport()
+    raw = RawAgent("raw-prefill", case.num_bytes, pool := case.pool(1), case.is_shared)
     with PrefillNode(pool, PrefillConfig(transport=transport)) as node:
         pipe.send((node.endpoint, raw.introduction()))
         raw.connect(pipe.recv())
@@ -256,10 +275,8 @@ def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
     from benchmarks.raw import RawAgent
     from prefixkv.runtime.nodes import DecodeNode
 
-    raw = RawAgent("raw-decode", case.num_bytes, pool := case.pool(2))
-    with DecodeNode(
-        pool, DecodeConfig(transport=TransportConfig(post_bytes=case.post_bytes))
-    ) as node:
+    raw = RawAgent("raw-decode", case.num_bytes, pool := case.pool(2), case.is_shared)
+    with DecodeNode(pool, DecodeConfig(transport=case.transport())) as node:
         endpoint, introduction = pipe.recv()
         raw.api.add_remote_agent(introduction[1])
         pipe.send(raw.introduction())
@@ -300,16 +317,28 @@ def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
 # --- all cases ------------------------------------------------------------------------------------
 
 
-def measure(quick: bool, tell: Callable[[Row], None]) -> list[Row]:
+def measure(quick: bool, tell: Callable[[Row], None], backend: Backend = "nixl") -> list[Row]:
     """A row for each layout and order of pages."""
     rows = []
     for layout in LAYOUTS:
         for pages in PAGES:
-            case = small(layout, pages) if quick else Transfer(layout, pages)
+            case = small(layout, pages, backend) if quick else Transfer(layout, pages)
+            case = replace(case, backend=backend)
             row: Row = run_pair(decode_side, prefill_side, case)
             tell(row)
             rows.append(row)
     return rows
+
+
+def shm_claims(rows: list[Row]) -> list[Claim]:
+    """Against one raw NIXL write of as many bytes, in pages as small."""
+    return [
+        Claim(
+            "goodput of shm", f"{row['layout']}, {row['pages']} pages, of one raw write",
+            row["of_one_raw_write"], "ratio", SHM_TARGET,
+        )
+        for row in rows
+    ]  # fmt: skip
 
 
 def claims(rows: list[Row]) -> list[Claim]:
@@ -333,10 +362,14 @@ def transfer(
     quick: Annotated[
         bool, typer.Option(help="Tiny sizes: whether it works, not how fast it is.")
     ] = False,
+    backend: Annotated[
+        Way, typer.Option(help="Of both nodes; raw NIXL beside it in any case.")
+    ] = Way.nixl,
 ) -> None:
     """How fast KV goes from node to node, beside raw NIXL. UCX_TLS=tcp in the environment measures
-    TCP."""
+    TCP. With `--backend shm` also unequal tensor parallelism, beside equal."""
     console = Console()
+    shm = backend is Way.shm
 
     def tell(row: Row) -> None:
         console.print(
@@ -348,19 +381,30 @@ def transfer(
     if json_file is not None and not json_file.parent.is_dir():
         raise ConfigError(f"--json is {json_file}, there is no such folder")
     recipe = {
-        "command": "python -m benchmarks transfer" + (" --quick" if quick else ""),
+        "command": "python -m benchmarks transfer"
+        + (" --quick" if quick else "")
+        + (" --backend shm" if shm else ""),
         "statistic": "medians, over the repetitions that others disturbed least, of the ratio "
         "within one",
         "nice": os.nice(0),
         "ucx_tls": os.environ.get("UCX_TLS", "default"),
-        "case": asdict(small("", "") if quick else Transfer("", "")),
+        "case": asdict(
+            small("", "", backend.value) if quick else Transfer("", "", backend=backend.value)
+        ),
         **machine(),
     }
-    rows = measure(quick, tell)
+    rows = measure(quick, tell, backend.value)
+    found = shm_claims(rows) if shm else claims(rows)
+    if shm:
+        sliced, meshes = claim_staging.measure_shm(quick)
+        found += sliced
+        for row in meshes["rows"]:
+            tell(row)
+            rows.append(row)
     if json_file is not None:
         content = {
             "recipe": recipe,
-            "claims": [claim.as_json() for claim in claims(rows)],
+            "claims": [claim.as_json() for claim in found],
             "rows": rows,
         }
         json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

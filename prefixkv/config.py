@@ -31,6 +31,9 @@ def _one_of(config: object, allowed: tuple[str, ...], *names: str) -> None:
             raise ConfigError(f"{name} is {value!r}, one of {', '.join(allowed)} is needed")
 
 
+Backend = Literal["auto", "nixl", "shm"]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """What KV bytes depend on and a pool's shape does not tell. Both sides must agree on all of
@@ -135,8 +138,9 @@ class TransportConfig:
     A post is at most `post_bytes` and `post_descriptors`; at most `window` posts are in flight a
     peer. Over shared memory a post is a copy that the thread makes itself, 1 ms for 8 MiB; each
     costs about 50 us besides. With work outstanding an empty poll spins `spin_s` in all, then
-    sleeps `sleep_s`, later `idle_sleep_s`. When an agent is replaced, so that what failed there
-    cannot land any more, its other posts have `renew_grace_s` to end.
+    sleeps `sleep_s`, later `idle_sleep_s`; where it only receives, up to 5 times as long as the
+    quiet goes on. When an agent is replaced, so that what failed there cannot land any more, its
+    other posts have `renew_grace_s` to end.
 
     Of more than one, each of `posting_threads` has an agent of its own and serves its share of the
     rooms; `window` is then a peer and thread. They part rooms from each other; they add no
@@ -153,6 +157,11 @@ class TransportConfig:
     sets in UCX_NET_DEVICES goes before it. `trial_peers`: a prefill rank loads a peer's NIXL
     metadata in a child process first (40 MiB), which may die of it; without it, it is only checked
     as far as its form is known.
+
+    `backend`: "nixl"; "shm", which copies into memory of the peer's that is mapped, for two workers
+    of one user on one host, with decode's pool and state made with `shared=True`; or "auto": shm
+    where both sides can, else NIXL. `nixl_backends` are those that NIXL's agent is made with, UCX
+    the first of them.
 
     `memory_type` goes with the next version: a pool says where it is.
     """
@@ -172,6 +181,8 @@ class TransportConfig:
     copy_threads: int = 1
     interface: str = ""
     trial_peers: bool = True
+    backend: Backend = "nixl"
+    nixl_backends: tuple[str, ...] = ("UCX",)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -183,6 +194,12 @@ class TransportConfig:
                 f"staging_bytes is {self.staging_bytes}, a lease alone takes {self.lease_bytes}"
             )
         _at_least(self, 0, "spin_s", "sleep_s", "idle_sleep_s", "renew_grace_s")
+        _one_of(self, ("auto", "nixl", "shm"), "backend")
+        names = self.nixl_backends
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"nixl_backends is {names!r}, a tuple of names is needed")
+        if names[:1] != ("UCX",) or len(set(names)) < len(names):
+            raise ConfigError(f'nixl_backends is {names!r}, must begin with "UCX", each name once')
         if self.interface and not re.fullmatch(r"[^\s,=]+(,[^\s,=]+)*", self.interface):
             raise ConfigError(
                 f'interface is {self.interface!r}, names with commas between are needed: "eth0"'

@@ -313,6 +313,11 @@ class BoundedAffinityRouter:
         worker.faded += route.work
         return True
 
+    def expire(self, now_s: float) -> None:
+        """Forget what was expected by now and has not come, for `stats`; `route` does it too."""
+        for worker in self._workers.values():
+            worker.index.expire(now_s)
+
     def loads(self, now_s: float) -> dict[str, float]:
         """The load of each worker."""
         return {name: worker.fade(now_s, self.fade_s) for name, worker in self._workers.items()}

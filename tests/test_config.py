@@ -57,6 +57,8 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         **dict.fromkeys(["post_bytes", "post_descriptors", "window", "posting_threads"], 0),
         **dict.fromkeys(["lease_bytes", "staging_window", "copy_threads"], 0),
         "staging_bytes": (4 << 20) - 1,
+        "backend": "ucx",
+        "nixl_backends": ("POSIX",),
         **dict.fromkeys(["spin_s", "sleep_s", "idle_sleep_s", "renew_grace_s"], -1e-9),
         "memory_type": "DISK",
     },
@@ -118,6 +120,8 @@ WRONG: dict[str, list[Any]] = {
     "ControlConfig": [None, TransportConfig()],
     "TransportConfig": [None, ControlConfig()],
     "KVEventsConfig | None": [7, "tcp://127.0.0.1:5557"],
+    "Backend": [None, 7, "rdma"],
+    "tuple[str, ...]": [None, "UCX", ["UCX"], (), ("UCX", 7), ("UCX", "UCX"), ("POSIX", "UCX")],
 }
 BY_NAME = {
     "policy",

@@ -26,7 +26,7 @@ class Tenant(enum.IntEnum):
 
 NAMESPACES: list[Any] = [
     None, 0, 1, -1, 2**70, "", "a", "b", "1", "None", b"", b"a", b"1", (), ("a",), (b"a",),
-    ("a", "b"),
+    ("a", "b"), ("asb",),
     ("ab",), (("a",), "b"), ("a", ("b",)), (None,), (1,), "\ud800",
 ]  # fmt: skip
 PROMPTS = [[], [0], [1], [0, 0], [1, 2], [2, 1], [2**31 - 1]]

@@ -3,7 +3,7 @@ the code.
 
 A Python block runs, after those before it in the same document, unless the line above it is a
 comment `<!-- not run: why -->`, or `<!-- example -->`: those lines tests/test_example_scheduler.py
-runs.
+runs; or `<!-- quoted: NAME -->`: it is the source of that object, as it stands.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ from tests.test_example_scheduler import serve
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOT_RUN = re.compile(r"<!-- (not run: .+|example) -->")
+NOT_RUN = re.compile(r"<!-- (not run: .+|quoted: .+|example) -->")
+QUOTED = re.compile(r"<!-- quoted: (\S+) -->")
 # Names of loggers, none of modules.
 LOGGERS = {"prefixkv.requests", "prefixkv.transport", "prefixkv.peers", "prefixkv.record"}
+# Modules that import vLLM, which is not installed here, and what is imported from them.
+VLLM = tuple(f"prefixkv.engines.vllm.{name}" for name in (
+    "block_queue", "compat", "connector", "metrics", "PrefixKVConnector"))  # fmt: skip
 FILES = {path.name for folder in ("prefixkv", "benchmarks", "docs", "tests", "fuzz")
          for path in (ROOT / folder).rglob("*.*")}  # fmt: skip
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -131,6 +135,10 @@ def test_the_code_in_it_runs(document: Path, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+def test_the_readme_fits_a_few_screens() -> None:
+    assert len(DOCUMENTS[0].read_text(encoding="utf-8").splitlines()) <= 160
+
+
 def test_a_block_runs_unless_a_comment_above_says_why_not() -> None:
     fence = "```"
     text = (
@@ -146,6 +154,20 @@ def test_integrate_shows_the_loop_that_is_tested() -> None:
     source = inspect.getsource(serve)
     shown = source.partition("    # example: begin\n")[2].partition("    # example: end")[0]
     assert textwrap.indent(textwrap.dedent(shown), "    ") in read("docs/integrate.md")
+
+
+def test_what_is_quoted_is_the_code_as_it_stands() -> None:
+    quoted: list[str] = []
+    for document in DOCUMENTS:
+        for block in blocks(document.read_text()):
+            if found := QUOTED.fullmatch(block.above.strip()):
+                source = textwrap.dedent(inspect.getsource(resolve(found[1])))
+                assert block.code == source.rstrip("\n"), f"{document.name}: {found[1]}"
+                quoted.append(found[1])
+    # The engine is the worked example for those who integrate: both loops, and their thread.
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in quoted} >= {
+        "PrefillEngine", "DecodeEngine", "EngineLoop",
+    }  # fmt: skip
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -168,17 +190,29 @@ def resolve(name: str) -> Any:
 @each_document
 def test_every_name_in_prefixkv_exists(document: Path) -> None:
     named = re.findall(r"\bprefixkv(?:\.[A-Za-z_]\w*)+", document.read_text())
-    for name in set(named) - LOGGERS:
+    for name in set(named) - LOGGERS - {*VLLM}:
         resolve(name)
+
+
+ENGINES = {"ray", "sglang", "vllm"}
+"""What no extra brings: modules that need it are loaded where it is."""
 
 
 def defined() -> dict[str, list[Any]]:
     """What the package's modules define, by name; several may have something of one name."""
     found: dict[str, list[Any]] = {}
     for module in pkgutil.walk_packages(prefixkv.__path__, "prefixkv."):
-        if module.name.startswith("prefixkv.cli") or module.name.endswith("_triton"):
+        if module.name.startswith("prefixkv.cli") or module.name.endswith(
+            ("_triton", "serving.cluster")
+        ):
             continue  # they need extras
-        for name, value in vars(importlib.import_module(module.name)).items():
+        try:
+            members = vars(importlib.import_module(module.name))
+        except ModuleNotFoundError as error:
+            if error.name not in ENGINES:
+                raise
+            continue
+        for name, value in members.items():
             if not isinstance(value, type) or value.__module__ == module.name:
                 found.setdefault(name, []).append(value)
     return found

@@ -14,6 +14,7 @@ import pytest
 import prefixkv
 from prefixkv.cli import EXTRA
 from prefixkv.engines.hf import EXTRA as HF
+from prefixkv.serving import EXTRA as SERVE
 from tests.models.patience import PATIENCE_S
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))[
@@ -91,3 +92,16 @@ def test_without_them_the_command_says_in_one_line_what_to_install(
 
 def test_the_console_script_is_that_command() -> None:
     assert PROJECT["scripts"] == {"prefixkv": "prefixkv.cli:main"}
+
+
+@pytest.mark.parametrize("missing", [SERVE, *((name,) for name in SERVE), HF])
+def test_without_the_extra_serve_its_commands_say_in_one_line_what_to_install(
+    missing: tuple[str, ...],
+) -> None:
+    for command in (["serve"], ["worker", "decode"]):
+        ran = python(
+            f"from prefixkv.cli.main import run_command as r; print(r({command}))", missing
+        )
+        assert ran.stdout == "2\n", ran.stderr
+        said = f"prefixkv: serving needs {', '.join(missing)}: pip install 'prefixkv[serve]'\n"
+        assert ran.stderr == said

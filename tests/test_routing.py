@@ -364,3 +364,13 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
 def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         BoundedAffinityRouter(**settings)
+
+
+def test_what_was_expected_and_has_not_come_is_forgotten_without_a_request() -> None:
+    router = BoundedAffinityRouter(expect_s=10.0)
+    router.add_worker("a")
+    router.ended(router.route(keys_of(SYSTEM), 0.0), 1.0)
+    router.expire(9.0)
+    assert router.stats()["known_pages"] == 8
+    router.expire(10.0)
+    assert router.stats()["known_pages"] == 0

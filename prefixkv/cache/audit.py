@@ -109,8 +109,8 @@ def _want_laws(tree: RadixTree) -> Iterator[str]:
     hanging = [want for node in nodes for hung in (node.wants or {}).values() for want in hung]
     if len(hanging) != len(tree._wants) or set(hanging) != set(tree._wants.values()):
         yield "every want hangs somewhere, once"
-    for (namespace, data), want in tree._wants.items():
-        node, num_bytes = tree._walk(tree._roots[namespace], data)
+    for want in tree._wants.values():
+        node, num_bytes = tree._walk(tree._roots[want.namespace], want.data)
         if want.node is not node or want.depth * page_bytes != num_bytes:
             yield (
                 f"a want hangs at the deepest page of it: {want.depth}, not "

@@ -39,5 +39,5 @@ def describe(tree: RadixTree, node: Node) -> str:
     if node.steps:
         text += f", {len(node.steps)} steps"
     if node.wants:
-        text += f", wanted by {sum(want.count for hung in node.wants.values() for want in hung)}"
+        text += f", wanted by {sum(map(len, node.wants.values()))}"
     return text

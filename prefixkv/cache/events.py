@@ -18,7 +18,7 @@ Source: keys chained by hashes, as the block hashes of vLLM's prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol, TypeAlias, assert_never
 
@@ -33,6 +33,11 @@ PAGE_KEY_BYTES = 16
 
 UNTAKEN_LIMIT_PAGES = 1 << 20
 """How many pages of changes wait for `EventFeed.take` beside a listener before it begins afresh."""
+
+PageHash: TypeAlias = Callable[[bytes, bytes], bytes]
+"""(The key of the page before, a page's packed tokens) -> that page's key."""
+
+_new = tuple.__new__  # a named tuple's own takes twice as long
 
 NO_PARENT = b""
 """The parent of the first page of a namespace."""
@@ -143,9 +148,20 @@ class PagePaths:
     Args:
         page_size: tokens a page.
         keep_tokens: whether `places` has them.
+        hash_page: (key before it, its packed tokens) -> a page's key; by default `page_key`.
+        before_first: namespace -> what stands for the key before a first page in `hash_page`; by
+            default NO_PARENT.
     """
 
-    def __init__(self, page_size: int, keep_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        keep_tokens: bool = False,
+        hash_page: PageHash | None = None,
+        before_first: Callable[[Hashable], bytes] | None = None,
+    ) -> None:
+        self._hash_page = hash_page or page_key
+        self._before_first = before_first
         self._page_bytes = TOKEN_BYTES * page_size
         self._keep_tokens = keep_tokens
         self._places: dict[int, Place] = {}  # by page id
@@ -172,11 +188,14 @@ class PagePaths:
         if above:
             upper = self._places[_ids(above)[0]]
             key, number = upper.key, upper.number + 1
-        run, start, page_bytes = [], 0, self._page_bytes
+        before = key
+        if not above and self._before_first is not None:
+            before = self._before_first(namespace)
+        run, start, page_bytes, hash_page = [], 0, self._page_bytes, self._hash_page
         for page in _ids(pages):
             page_tokens = tokens[start : start + page_bytes]
             start += page_bytes
-            own = page_key(key, page_tokens)
+            own = before = hash_page(before, page_tokens)
             place = Place(namespace, key, own, number, page_tokens if self._keep_tokens else b"")
             self._places[page] = place
             run.append(place)
@@ -252,9 +271,14 @@ class EventFeed:
     def pass_on(self) -> None:
         """Hand the listener what has changed. O(changes), and no work of theirs; all there is where
         it had lost something, once it has dealt with the rest."""
-        if self._listener is None:
+        listener = self._listener
+        if listener is None:
             return
-        afresh = self._lost and self._listener.idle
+        if not self._lost and not self._seq:  # mostly: it hears each change, and nobody takes them
+            if changes := self._cache.drain_changes():
+                self._lost = not listener.hand_over(changes)
+            return
+        afresh = self._lost and listener.idle
         changes = self._cache.drain_changes(afresh=afresh)
         if not changes:
             return
@@ -314,24 +338,19 @@ def page_key(parent: bytes, page_tokens: bytes) -> bytes:
 class EventLog:
     """Changes since the last drain. O(1) a change."""
 
-    __slots__ = ("_limit", "_num_pages", "changes")
+    __slots__ = ("changes", "limit", "num_pages")
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit  # pages stored; a listener further behind than this starts afresh
-        self._num_pages = 0
+        self.limit = limit  # pages stored; a listener further behind than this starts afresh
+        self.num_pages = 0
         self.changes: list[Change] = []
-
-    @property
-    def overrun(self) -> bool:
-        return self._num_pages > self._limit
 
     def stored(self, namespace: Hashable, above: Packed, key: Packed, pages: Packed) -> None:
         """Pages with these packed tokens were added after the last page of `above` (which is empty
         at the root)."""
-        self.changes.append(
-            Inserted(namespace, bytes(above[-PAGE_ID_BYTES:]), bytes(key), bytes(pages))
-        )
-        self._num_pages += len(pages) // PAGE_ID_BYTES
+        last = bytes(above[-PAGE_ID_BYTES:])
+        self.changes.append(_new(Inserted, (namespace, last, bytes(key), bytes(pages))))
+        self.num_pages += len(pages) // PAGE_ID_BYTES
 
     def removed(self, runs: list[Packed]) -> None:
         """These pages were taken out, see `TakenOut`. Neither the list nor what is in it changes
@@ -342,7 +361,7 @@ class EventLog:
         self.changes.append(Cleared())
 
     def drain(self) -> list[Change]:
-        changes, self.changes, self._num_pages = self.changes, [], 0
+        changes, self.changes, self.num_pages = self.changes, [], 0
         return changes
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Mark: TypeAlias = Any
@@ -34,23 +33,27 @@ NO_CHILDREN: dict[bytes, Node] = {}
 DEAD = -1
 
 
-@dataclass(slots=True, eq=False)
 class Want:
-    """One prefix, and how many requests wait for it. It hangs at page `depth` of `node`'s path (see
-    `wants.py`)."""
+    """A prefix that a request waits for. It hangs at page `depth` of `node`'s path (see
+    `wants.py`).
 
-    data: bytes  # packed tokens, whole pages
-    page_bytes: int
-    count: int = 0
-    node: Node | None = None
-    depth: int = 0
+    `place` is where it hangs in `Node.wants`: its depth, and the first page of it that is not in
+    the tree; less than a page when all of it is.
+    """
+
+    __slots__ = ("data", "namespace", "node", "page_bytes", "place")
+
+    node: Node | None
+    place: tuple[int, bytes]
+
+    def __init__(self, data: bytes, namespace: Hashable, page_bytes: int) -> None:
+        self.data = data  # packed tokens, of which whole pages count
+        self.namespace = namespace
+        self.page_bytes = page_bytes
 
     @property
-    def place(self) -> tuple[int, bytes]:
-        """Where it hangs in `Node.wants`: its depth, and the first page of it that is not in the
-        tree; empty when all of it is."""
-        start = self.depth * self.page_bytes
-        return self.depth, self.data[start : start + self.page_bytes]
+    def depth(self) -> int:
+        return self.place[0]
 
 
 class Node:
@@ -157,13 +160,9 @@ class Node:
         the wants.
         """
         num_pages = depth - self.start
-        cut = num_pages * page_bytes
-        key, pages = memoryview(self.key), memoryview(self.pages)
-        upper = Node(
-            bytes(key[:cut]), bytes(pages[: num_pages * PAGE_ID_BYTES]), depth, self.parent
-        )
-        self.key = bytes(key[cut:])
-        self.pages = bytes(pages[num_pages * PAGE_ID_BYTES :])
+        upper_key, self.key = _cut(self.key, num_pages * page_bytes)
+        upper_pages, self.pages = _cut(self.pages, num_pages * PAGE_ID_BYTES)
+        upper = Node(upper_key, upper_pages, depth, self.parent)
         self.parent = upper
         upper.adopt(bytes(self.key[:page_bytes]), self)
         upper.lock_ref = 1 if self.lock_ref else 0
@@ -243,6 +242,20 @@ class Root(Node):
     def __init__(self, namespace: Hashable) -> None:
         super().__init__(b"", b"", 0, None)
         self.namespace = namespace
+
+
+def _cut(run: Packed, at: int) -> tuple[Packed, Packed]:
+    """Both parts of a run. Of a bytearray only the lesser one is copied, and it mostly is one: what
+    was cut once is joined again, and cut anew for the next request."""
+    if type(run) is bytes:
+        return bytearray(memoryview(run)[:at]), run[at:]
+    if 2 * at < len(run):
+        upper = run[:at]
+        del run[:at]  # type: ignore[union-attr]
+        return upper, run
+    lower = run[at:]
+    del run[at:]  # type: ignore[union-attr]
+    return run, lower
 
 
 def _join(upper: Packed, lower: Packed) -> Packed:

@@ -20,6 +20,8 @@ from collections.abc import Hashable
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from prefixkv.cache import audit, dump, wants
 from prefixkv.cache.events import Change, EventLog
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
@@ -36,7 +38,7 @@ from prefixkv.cache.results import (
 )
 from prefixkv.cache.tree import RadixTree
 from prefixkv.errors import CallerError, LockError, UserErrors, check_laws
-from prefixkv.paging import Pages
+from prefixkv.paging import Pages, Where
 
 EVENT_LIMIT_PAGES = 1 << 20
 """How many pages of events wait for a listener before it is made to start afresh."""
@@ -92,6 +94,7 @@ class RadixCache(RadixTree):
         self._raises = errors is None
         self._locks: set[PrefixLock] = set()
         self._epoch = 0  # counts resets
+        self._last_want = 0  # its number
         self._use = Use()
 
     # --- looking ---------------------------------------------------------------------------------
@@ -237,7 +240,7 @@ class RadixCache(RadixTree):
         *,
         visit: bool | None = None,
         lock: PrefixLock | None = None,
-        checked: bool = False,
+        checked: Where | None = None,
     ) -> InsertResult:
         """Add what a request has computed. Counts as a use of all of it.
 
@@ -254,8 +257,9 @@ class RadixCache(RadixTree):
                 that was there already is held (by the request itself, then, which has been seen).
             lock: the caller's, of the first of these tokens, which are not looked at again; `pages`
                 are then those behind what it holds.
-            checked: the caller has seen that `pages` is an int32 array of ids below `pool_pages`,
-                each named once and none in the tree: they are only counted.
+            checked: the same pages as an index, from a caller that has seen that `pages` is an
+                int32 array of ids below `pool_pages`, each named once and none in the tree: they
+                are only counted.
         Raises:
             TokenError, PageStateError: see there. Nothing was changed.
             LockError: the lock is not held, or not a lock of what is in this tree.
@@ -288,7 +292,7 @@ class RadixCache(RadixTree):
         old_pages = matched // self._page_bytes
         # This is the last call that may fail; from here on the tree changes.
         new = old_pages - held_pages
-        ids = ids[new:] if checked else self._new_pages(ids, new)
+        ids = self._new_pages(ids, new) if checked is None else ids[new:]
         if node is None:
             node = self._root(key.namespace)
         if visit is None:
@@ -300,7 +304,7 @@ class RadixCache(RadixTree):
                 self._enqueue(node)
         else:
             new_key = data[matched : num_pages * self._page_bytes]
-            node = self._attach(node, old_pages, new_key, ids, use)
+            node = self._attach(node, old_pages, new_key, ids, None if new else checked, use)
         return InsertResult(self, data, key.namespace, node, num_pages, self.version, old_pages)
 
     # --- taking back -----------------------------------------------------------------------------
@@ -349,15 +353,22 @@ class RadixCache(RadixTree):
         self.version += 1
         return ids
 
-    def reset(self) -> Pages:
+    def reset(self, forget_locks: bool = False) -> Pages:
         """Empty the tree, and forget all counts.
 
         Locked paths live on as orphans that no match finds: their pages are given back by the
         `unlock` that ends their last lock. What waits in a queue still waits. O(tree).
 
+        Args:
+            forget_locks: for an engine that takes all pages back at once. Every lock ends here
+                (`held` is False, and to unlock it is a LockError), also those of orphans.
         Returns:
-            int32 page ids of all that was not locked, now the caller's.
+            int32 page ids of all that was not locked, now the caller's; of everything, orphans
+            included, with `forget_locks`.
         """
+        if forget_locks:
+            orphans = [self.unlock(lock) for lock in list(self._locks)]
+            return np.concatenate([*orphans, self.reset()])
         freed = self._strip({})
         for namespace, root in list(self._roots.items()):
             for node in self._subtree(root):  # what is still there is held
@@ -375,8 +386,8 @@ class RadixCache(RadixTree):
         self._epoch += 1
         if self._log is not None:
             self._log.cleared()
-        for (namespace, _), want in self._wants.items():
-            wants.hang(want, self._root(namespace), 0)
+        for want in self._wants.values():
+            wants.hang(want, self._root(want.namespace), 0)
         return self._taken_out(freed)
 
     # --- hints, all of them soft -----------------------------------------------------------------
@@ -409,39 +420,45 @@ class RadixCache(RadixTree):
         if continues is None or mark is None:
             return
         self._hint(mark, continues)
-        if depth == node.end and not node.lock_ref and not node.children:
+        # The use may have left its mark here on its way to the end of this leaf.
+        if not node.lock_ref and not node.children:
             self._enqueue(node)
 
-    def wanted(self, tokens: TokensLike, change: int, namespace: Hashable = None) -> None:
-        """Say that a request with these tokens begins to wait (+1), or waits no longer (-1).
+    def want(self, match: MatchResult) -> int:
+        """A request begins to wait for what was matched, and for what will be there of its tokens.
 
         Pages on the path of a waiting request go after all others, also those inserted while it
-        waits. O(nodes on the path).
+        waits. O(1), for a stale match O(nodes on the path).
+
+        Returns:
+            The number of the want, for `unwant`: 1, 2, 3, ...
+        Raises:
+            LockError: another cache's result.
+        """
+        node, depth = self.locate(match)
+        if node is None:
+            node = self._root(match.namespace)
+        self._last_want += 1
+        want = Want(match.data, match.namespace, self._page_bytes)
+        self._wants[self._last_want] = want
+        wants.hang(want, node, depth)
+        return self._last_want
+
+    def unwant(self, number: int) -> None:
+        """A request waits no longer. O(wants of one prefix).
 
         Raises:
-            CallerError: a change other than +1 and -1, or -1 for what no request waits for.
+            CallerError: there is no want of this number, or no more.
         """
-        key = self._key(tokens, namespace)
-        data = key.data
-        data = data[: len(data) - len(data) % self._page_bytes]
-        want = self._wants.get((key.namespace, data))
-        if change not in (1, -1) or (change == -1 and want is None):
-            raise CallerError(
-                f"{len(key)} tokens wanted by {want.count if want else 0}, a change by {change}"
-            )
+        want = self._wants.pop(number, None)
         if want is None:
-            want = self._wants[(key.namespace, data)] = Want(data, self._page_bytes)
-            node, num_bytes = self._walk(self._root(key.namespace), data)
-            wants.hang(want, node, num_bytes // self._page_bytes)
-        want.count += change
-        if not want.count:
-            del self._wants[(key.namespace, data)]
-            home = wants.unhang(want)
-            if home.parent is None:
-                self._drop_root_if_idle(home)
-            elif not home.children and not home.lock_ref:
-                forget(home)  # it may stand among the wanted
-                self._enqueue(home)
+            raise CallerError(f"want {number} is not here, {len(self._wants)} others are")
+        home = wants.unhang(want)
+        if home.parent is None:
+            self._drop_root_if_idle(home)
+        elif not home.children and not home.lock_ref:
+            forget(home)  # it may stand among the wanted
+            self._enqueue(home)
 
     # --- listening and looking on ----------------------------------------------------------------
 
@@ -453,17 +470,14 @@ class RadixCache(RadixTree):
         first call nothing is recorded.
         """
         log = self._log
-        if log is not None and not (log.changes or afresh):
-            return NOTHING_CHANGED
-        if log is None or log.overrun or afresh:
-            begun = log is not None
-            self._log = EventLog(EVENT_LIMIT_PAGES)
-            if begun or afresh:
-                self._log.cleared()
-            for node in self.nodes():
-                assert node.parent is not None
-                self._log_stored(node, node.parent.pages, node.key, node.pages)
-        assert self._log is not None
+        if log is not None and not afresh and log.num_pages <= log.limit:
+            return log.drain() if log.changes else NOTHING_CHANGED
+        self._log = EventLog(EVENT_LIMIT_PAGES)
+        if log is not None or afresh:
+            self._log.cleared()
+        for node in self.nodes():
+            assert node.parent is not None
+            self._log_stored(node, node.parent.pages, node.key, node.pages)
         return self._log.drain()
 
     def stats(self) -> CacheStats:
@@ -474,11 +488,16 @@ class RadixCache(RadixTree):
             orphan_pages=self.orphan_pages,
             num_nodes=self.num_nodes,
             num_locks=len(self._locks),
-            num_wants=len(self._wants),
+            num_wants=self.num_wants,
             uses=self.tick,
             inserted_pages=self._inserted_pages,
             evicted_pages=self._evicted_pages,
         )
+
+    @property
+    def num_wants(self) -> int:
+        """Of requests that wait."""
+        return len(self._wants)
 
     @property
     def locks(self) -> frozenset[PrefixLock]:

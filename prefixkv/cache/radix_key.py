@@ -55,6 +55,8 @@ class RadixKey:
         if type(tokens) is RadixKey:
             self._checked_bytes = tokens._checked_bytes
             namespace = tokens.namespace if namespace is None else namespace
+        elif _packing_checks(tokens):
+            self._checked_bytes = len(self._data)
         self._tail = bytearray()  # appended since `data` was last asked for
         self.namespace = namespace
 
@@ -78,13 +80,28 @@ class RadixKey:
         """Add several tokens; O(of them), amortised. Raises TokenError, and adds nothing, if one is
         none."""
         more = pack(tokens)
-        check_packed(more)
+        if not _packing_checks(tokens):
+            check_packed(more)
+        if self._checked_bytes == len(self._data) + len(self._tail):
+            self._checked_bytes += len(more)
         self._tail += more
 
     def extend_checked(self, tokens: Sequence[int]) -> None:
         """As `extend`, by tokens that were found to be ints in [0, TOKEN_LIMIT) where they came in:
         they are not looked at again."""
-        more = struct.pack(f"<{len(tokens)}i", *tokens)
+        self.extend_packed(struct.pack(f"<{len(tokens)}i", *tokens))
+
+    @staticmethod
+    def of_packed(data: bytes, namespace: Hashable = None) -> RadixKey:
+        """The key of tokens that the caller has packed, each seen to be in [0, 2**31): they are not
+        looked at again."""
+        key = RadixKey.__new__(RadixKey)
+        key.namespace, key._tail = namespace, bytearray()
+        key._data, key._checked_bytes = data, len(data)
+        return key
+
+    def extend_packed(self, more: bytes) -> None:
+        """As `extend`, by what `of_packed` takes."""
         if self._checked_bytes == len(self._data) + len(self._tail):
             self._checked_bytes += len(more)
         self._tail += more
@@ -127,7 +144,8 @@ class RadixKey:
 
 
 def pack(tokens: TokensLike) -> bytes:
-    """Tokens as little-endian int32 bytes; O(tokens), one memcpy for an int32 array.
+    """Tokens as little-endian int32 bytes; O(tokens), one memcpy for an int32 array. Of a wider
+    array, one pass looks at all values and one converts them.
 
     Raises:
         TokenError: not one-dimensional, floats, bools, or beyond int32. Negative int32 pass (see
@@ -186,10 +204,18 @@ def _pack_array(values: npt.NDArray[Any]) -> bytes:
         return values.tobytes()
     if values.dtype.kind not in "iu":
         raise TokenError(f"tokens are {values.dtype}, integers are needed")
-    if len(values) and not (values.min() >= 0 and values.max() < TOKEN_LIMIT):
+    # The bits of all of them: negative if one is, and none above bit 30 if all are tokens.
+    if not 0 <= int(np.bitwise_or.reduce(values)) < TOKEN_LIMIT:
         place = int(np.argmax((values < 0) | (values >= TOKEN_LIMIT)))
         raise TokenError(f"token {values[place]} at {place} is not in [0, {TOKEN_LIMIT})")
     return values.astype(_LE_INT32).tobytes()
+
+
+def _packing_checks(tokens: TokensLike) -> bool:
+    """Whether `pack` has seen that no token of these is negative."""
+    if isinstance(tokens, array):
+        return tokens.itemsize > TOKEN_BYTES
+    return isinstance(tokens, np.ndarray) and tokens.dtype.itemsize > TOKEN_BYTES
 
 
 def _pack_sequence(values: list[Any]) -> bytes:

@@ -10,7 +10,7 @@ import numpy as np
 
 from prefixkv.cache.node import PAGE_ID_BYTES, Node, Packed
 from prefixkv.errors import PageStateError
-from prefixkv.paging import Pages, as_pages
+from prefixkv.paging import Pages, Where, as_pages
 
 NO_PAGES: Pages = np.empty(0, np.int32)
 
@@ -145,12 +145,18 @@ def page_ids(node: Node | None, depth: int) -> Pages:
     """int32 [depth] ids of the path to `depth` in `node`; a new array. O(nodes + pages)."""
     if node is None or not depth:
         return NO_PAGES.copy()
-    runs = [node.pages[: (depth - node.start) * PAGE_ID_BYTES]]
-    node = node.parent
-    while node is not None and node.parent is not None:
-        runs.append(node.pages)
-        node = node.parent
+    runs = packed_path(node)
+    runs[0] = runs[0][: (depth - node.start) * PAGE_ID_BYTES]
     return packed_ids(runs[::-1])
+
+
+def packed_path(node: Node) -> list[Packed]:
+    """The packed page ids of a node and of all above it, the last run first. O(nodes)."""
+    runs = []
+    while (parent := node.parent) is not None:
+        runs.append(node.pages)
+        node = parent
+    return runs
 
 
 def packed_ids(runs: Iterable[Packed]) -> Pages:
@@ -158,19 +164,19 @@ def packed_ids(runs: Iterable[Packed]) -> Pages:
     return np.frombuffer(bytearray().join(runs), np.int32)
 
 
-def as_page_ids(pages: Any, num_pages: int, checked: bool = False) -> Pages:
+def as_page_ids(pages: Any, num_pages: int, checked: Where | None = None) -> Pages:
     """The first `num_pages` of what a caller gave as page ids, as int32 (maybe its own array: not
-    to be kept). `checked`: the caller has looked at all but their number.
+    to be kept). `checked`: the caller has looked at all but their number, which is exact.
 
     Raises:
         PageStateError: not one-dimensional integers, fewer than `num_pages`, more than one more,
             negative, beyond int32, or an id twice.
     """
-    ids: Pages = pages if checked else as_pages(pages)
-    if not num_pages <= len(ids) <= num_pages + 1:
+    ids: Pages = as_pages(pages) if checked is None else pages
+    if not num_pages <= len(ids) <= num_pages + (checked is None):
         raise PageStateError(f"{len(ids)} page ids for {num_pages} whole pages")
     ids = ids[:num_pages]
-    if num_pages and not checked:
+    if num_pages and checked is None:
         # Ids mostly come in rising order, which is quick to see; bytes are searched in a fraction
         # of the time of `all`.
         in_order = np.sort(ids) if b"\1" in (ids[1:] <= ids[:-1]).tobytes() else ids

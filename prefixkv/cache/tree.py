@@ -16,7 +16,7 @@ from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Node, Packed, Root, Want
 from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.cache.results import packed_ids
 from prefixkv.errors import PageStateError, UserErrors
-from prefixkv.paging import MAX_INDEX, Pages
+from prefixkv.paging import MAX_INDEX, Pages, Where
 from prefixkv.settings import check_whole
 
 
@@ -55,7 +55,7 @@ class RadixTree:
         self._wanted_queue = LeafHeap(self.policy.last_tick)
         # Evictable leaves that the policy did not rank when asked: they go before all others.
         self._strays = LeafHeap(_no_rank)
-        self._wants: dict[tuple[Hashable, bytes], Want] = {}
+        self._wants: dict[int, Want] = {}  # by number
         self._in_tree = None if pool_pages is None else np.zeros(pool_pages, np.bool_)
         self._log: EventLog | None = None
         self._now_s = 0.0  # the latest time that was given
@@ -267,8 +267,11 @@ class RadixTree:
                 raise PageStateError(f"page id {new[int(again.argmax())]} is in the tree already")
         return new
 
-    def _attach(self, node: Node, depth: int, key: bytes, ids: Pages, use: Use) -> Node:
-        """Put new pages at `depth` of `node`, and return the node that ends with them."""
+    def _attach(
+        self, node: Node, depth: int, key: bytes, ids: Pages, where: Where | None, use: Use
+    ) -> Node:
+        """Put new pages at `depth` of `node`, and return the node that ends with them. `where`: the
+        same pages as an index, if the caller has one."""
         fold, page_bytes = self._fold, self._page_bytes
         pages = ids.tobytes()
         *inner_marks, (_, mark) = self._marks(use)
@@ -292,14 +295,15 @@ class RadixTree:
                 forget(node)  # it may stand among the wanted, and ends elsewhere now
             # Wants that hang here and ask for these pages move down.
             for want in wants.served_by(parent, depth, key[:page_bytes]):
-                common = self._common_bytes(want.data, depth * page_bytes, len(want.data), key)
+                whole = len(want.data) - len(want.data) % page_bytes
+                common = self._common_bytes(want.data, depth * page_bytes, whole, key)
                 wants.hang(want, node, depth + common // page_bytes)
         self._enqueue(node)
         self.evictable_pages += len(ids)
         self._inserted_pages += len(ids)
         self.version += 1
         if self._in_tree is not None:
-            self._in_tree[ids.astype(np.intp)] = True  # see `paging.Index`
+            self._in_tree[ids.astype(np.intp) if where is None else where] = True
         if self._log is not None:
             self._log_stored(node, pages_above, key, pages)
         return node

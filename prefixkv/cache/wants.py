@@ -13,10 +13,16 @@ from prefixkv.cache.node import Node, Want
 
 def hang(want: Want, node: Node, depth: int) -> None:
     """Hang a want at `depth`, which lies in `node`."""
-    want.node, want.depth = node, depth
-    if node.wants is None:
-        node.wants = {}
-    node.wants.setdefault(want.place, []).append(want)
+    start = depth * want.page_bytes
+    want.node = node
+    want.place = place = (depth, want.data[start : start + want.page_bytes])
+    hung = node.wants
+    if hung is None:
+        node.wants = {place: [want]}
+    elif place in hung:
+        hung[place].append(want)
+    else:
+        hung[place] = [want]
 
 
 def unhang(want: Want) -> Node:
@@ -24,9 +30,13 @@ def unhang(want: Want) -> Node:
     node, want.node = want.node, None
     assert node is not None
     assert node.wants is not None
-    node.wants[want.place].remove(want)
-    if not node.wants[want.place]:
-        served_by(node, *want.place)
+    there = node.wants[want.place]
+    if len(there) > 1:
+        there.remove(want)
+    elif len(node.wants) > 1:
+        del node.wants[want.place]
+    else:
+        node.wants = None
     return node
 
 

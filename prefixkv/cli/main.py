@@ -15,6 +15,7 @@ import typer
 
 from prefixkv.cli.options import DemoOptions
 from prefixkv.cli.replay import replay
+from prefixkv.cli.serve import add_commands
 from prefixkv.errors import CallerError, CapacityError, PrefixKVError
 
 app = typer.Typer(
@@ -35,14 +36,19 @@ app.command()(replay)
 
 
 def demo(
-    cache: Cache = Cache.both, json: Path | None = None, plot: Path | None = None, **chosen: Any
+    cache: Cache = Cache.both,
+    model: bool = True,
+    json: Path | None = None,
+    plot: Path | None = None,
+    **chosen: Any,
 ) -> int:
-    """A multi-turn workload over real NIXL between two processes, with decode's prefix cache on and
+    """Multi-turn workloads over real NIXL between two processes, with decode's prefix cache on and
     off.
 
-    A stand-in engine with real bytes: every KV byte is verified in a first pass; then the request
-    rate that either side can sustain is measured, and the latencies at 0.7 of what it is without
-    the cache.
+    First chats with a small model of random weights: every answer is compared with transformers',
+    and one conversation is shown turn by turn. Then a stand-in engine with real bytes: every KV
+    byte is verified in a first pass; then the request rate that either side can sustain is
+    measured, and the latencies at 0.7 of what it is without the cache.
     """
     options = DemoOptions(**chosen)
     from rich.console import Console
@@ -50,17 +56,19 @@ def demo(
     from prefixkv.cli.demo import run
 
     caches = {Cache.on: (True,), Cache.off: (False,), Cache.both: (True, False)}[cache]
-    return run(options, caches, Console(), json_path=json, plot_path=plot)
+    return run(options, caches, Console(), json_path=json, plot_path=plot, model=model)
 
 
 def _parameters() -> Iterator[Parameter]:
-    """What `demo` takes on the command line: every field of DemoOptions, and three of its own."""
+    """What `demo` takes on the command line: every field of DemoOptions, and four of its own."""
     kinds = get_type_hints(DemoOptions)
     for option in fields(DemoOptions):
         more = {name: value for name, value in option.metadata.items() if name != "bounds"}
         yield _parameter(option.name, kinds[option.name], option.default, **more)
     about = "Decode's prefix cache; prefill's own is always on."
     yield _parameter("cache", Cache, Cache.both, help=about)
+    about = "Begin with the chats; --seed and --cache are for them as well."
+    yield _parameter("model", bool, True, help=about)
     file = {"kind": Path | None, "default": None, "metavar": "FILE"}
     yield _parameter("json", **file, help="Write all figures to FILE.")
     yield _parameter("plot", **file, help="Plot the TTFT distributions.")
@@ -73,6 +81,7 @@ def _parameter(name: str, kind: Any, default: Any, **more: Any) -> Parameter:
 
 demo.__signature__ = Signature([*_parameters()])  # type: ignore[attr-defined]
 app.command()(demo)
+add_commands(app)
 
 
 def run_command(arguments: Sequence[str]) -> int:

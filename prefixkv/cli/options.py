@@ -8,6 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY
+from prefixkv.cli.policies import policy_of
 from prefixkv.cli.workload import TRACE_BLOCK_TOKENS, Workload, chat, trace
 from prefixkv.config import TransportConfig
 from prefixkv.errors import ConfigError, HandshakeError, check_range
@@ -76,7 +78,7 @@ class DemoOptions:
 
     seed: int = _option(1, "Of the workload and its arrivals.", 0, 2**63 - 1)
     conversations: int = _option(24, "Chats that share a system prompt.")
-    turns: int = _option(10, "Turns a conversation.")
+    turns: int = _option(6, "Turns a conversation.")
     requests: int | None = _option(
         None, "Cut the workload to this many requests.", show_default="all"
     )
@@ -98,6 +100,10 @@ class DemoOptions:
     )
     prefill_pages: int = _option(1792, "Pages in prefill's pool.")
     decode_pages: int = _option(2304, "Pages in decode's pool.")
+    policy: str = _option(
+        DEFAULT_POLICY,
+        "Of eviction, on both sides, with settings if any: lru, or gated:fresh_s=60.",
+    )
     trace: Path | None = _option(
         None, "Replay a Mooncake JSONL trace instead of chats.", metavar="FILE"
     )
@@ -116,6 +122,7 @@ class DemoOptions:
     def __post_init__(self) -> None:
         for option in fields(self):
             self._check(option.name, option.type, *option.metadata["bounds"])
+        policy_of(self.policy)
         if self.attention == "mla" and self.heads != 1:
             raise ConfigError(f"--kv-heads is {self.heads}, it has to be 1 with --attention mla")
         for name in ("prefill_tp", "decode_tp"):

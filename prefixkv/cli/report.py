@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from prefixkv.cli.outputs import write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
+
 
 CACHE_NAMES: Final = {True: "cache_on", False: "cache_off"}
 PAGE_STATES: Final = ("free", "owned", "cached", "held", "quarantined")
@@ -73,20 +74,30 @@ class Measured:
         return [f"{count} {what}" for what, count in found.items() if count]
 
 
+class Part(Protocol):
+    """Another part of the demo, in the report and in what it complains of."""
+
+    def complaints(self) -> list[str]: ...
+
+    def as_json(self) -> dict[str, Any]: ...
+
+
 @dataclass(slots=True)
 class Report:
     """All passes of a demo, by whether the cache was on: `verified`, `timed` at moderate load,
-    `saturated`."""
+    `saturated`; and its chats with a model, if there were any."""
 
     recipe: dict[str, Any]
     verified: dict[bool, Measured] = field(default_factory=dict)
     timed: dict[bool, Measured] = field(default_factory=dict)
     saturated: dict[bool, Measured] = field(default_factory=dict)
+    chats: Part | None = None
 
     def complaints(self) -> list[str]:
         """One line a finding, with the pass it was made in."""
+        chats = [] if self.chats is None else self.chats.complaints()
         passes = (("verified", self.verified), ("timed", self.timed), ("saturated", self.saturated))
-        return [
+        return chats + [
             f"{name} pass, {CACHE_NAMES[cache]}: {complaint}"
             for name, runs in passes
             for cache, measured in runs.items()
@@ -94,7 +105,7 @@ class Report:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """The content of `--json`.
+        """The content of `--json`; "chats" is there if there were any.
 
         In `ratios` (None unless both were run) TTFT and bytes are cache_off / cache_on at the
         moderate load, requests a second cache_on / cache_off saturated, where TTFT has one more. A
@@ -105,26 +116,27 @@ class Report:
             for kind in (self.timed, self.saturated)
         )
         ratios: dict[str, float | None] = {
-            "ttft_p50": _less(runs, lambda r: r["ttft_s"]["p50"]),
-            "ttft_p50_saturated": _less(saturated, lambda r: r["ttft_s"]["p50"]),
+            "ttft_p50": less(runs, lambda r: r["ttft_s"]["p50"]),
+            "ttft_p50_saturated": less(saturated, lambda r: r["ttft_s"]["p50"]),
             "requests_per_s": None,
-            "bytes_sent": _less(runs, lambda r: r["bytes_sent"]),
+            "bytes_sent": less(runs, lambda r: r["bytes_sent"]),
         }
         if len(saturated) == 2:
             rates = [saturated[name]["requests_per_s"] for name in ("cache_on", "cache_off")]
-            ratios["requests_per_s"] = _ratio(*rates)
-        return {"recipe": self.recipe, "runs": runs, "saturated": saturated, "ratios": ratios}
+            ratios["requests_per_s"] = ratio(*rates)
+        found = {"recipe": self.recipe, "runs": runs, "saturated": saturated, "ratios": ratios}
+        return found if self.chats is None else {**found, "chats": self.chats.as_json()}
 
     def _figures(self, run: Measured, cache: bool) -> dict[str, Any]:
         verified = self.verified.get(cache, Measured())
         return {name: getattr(run, name) for name in _AS_MEASURED} | {
             # a request that failed unverified or verified has failed
             "failed": run.failed + verified.failed,
-            "token_hit_rate": _ratio(run.hit_tokens, run.prompt_tokens),
-            "prefill_hit_rate": _ratio(run.prefill_hit_tokens, run.prefill_prompt_tokens),
-            "ttft_s": _quantiles(run.ttft_s, 50, 90, 99),
-            "itl_s": _quantiles(run.itl_s, 50, 99),
-            "requests_per_s": _ratio(run.requests - run.failed, run.duration_s),
+            "token_hit_rate": ratio(run.hit_tokens, run.prompt_tokens),
+            "prefill_hit_rate": ratio(run.prefill_hit_tokens, run.prefill_prompt_tokens),
+            "ttft_s": quantiles(run.ttft_s, 50, 90, 99),
+            "itl_s": quantiles(run.itl_s, 50, 99),
+            "requests_per_s": ratio(run.requests - run.failed, run.duration_s),
             "pages_verified": verified.pages_verified,
             "pages_mismatched": verified.pages_mismatched,
             "pages_at_end": {state: run.pages_at_end.get(state, 0) for state in PAGE_STATES},
@@ -135,7 +147,7 @@ class Report:
         from rich.table import Table
 
         content = self.as_json()
-        table = Table(title="prefixkv demo")
+        table = Table(title="a stand-in engine")
         table.add_column("")
         rows = [[label] for label, _ in _ROWS]
         for title, kind in (("moderate load", "runs"), ("saturated", "saturated")):
@@ -209,44 +221,44 @@ def _processor() -> str:
     return next(names, platform.processor())
 
 
-def _ratio(numerator: float, divisor: float) -> float | None:
+def ratio(numerator: float, divisor: float) -> float | None:
     return numerator / divisor if numerator is not None and divisor else None
 
 
-def _less(runs: dict[str, Any], figure: Callable[[dict[str, Any]], float]) -> float | None:
+def less(runs: dict[str, Any], figure: Callable[[dict[str, Any]], float]) -> float | None:
     """How many times less of it there is with the cache on; None unless both were run."""
     if len(runs) < 2:
         return None
-    return _ratio(figure(runs["cache_off"]), figure(runs["cache_on"]))
+    return ratio(figure(runs["cache_off"]), figure(runs["cache_on"]))
 
 
-def _quantiles(values: list[float], *percents: int) -> dict[str, float | None]:
+def quantiles(values: list[float], *percents: int) -> dict[str, float | None]:
     if not values:
         return {f"p{percent}": None for percent in percents}
     found = np.percentile(values, percents)
     return {f"p{percent}": float(value) for percent, value in zip(percents, found, strict=True)}
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def _ms(value: float | None) -> str:
+def milliseconds(value: float | None) -> str:
     return "-" if value is None else f"{value * 1e3:.1f}"
 
 
 _ROWS: Final[tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]] = (
     ("requests", lambda r: f"{r['requests']:,}"),
     ("failed", lambda r: f"{r['failed']:,}"),
-    ("hit rate, decode", lambda r: _percent(r["token_hit_rate"])),
-    ("hit rate, prefill", lambda r: _percent(r["prefill_hit_rate"])),
+    ("hit rate, decode", lambda r: percent(r["token_hit_rate"])),
+    ("hit rate, prefill", lambda r: percent(r["prefill_hit_rate"])),
     ("MiB sent", lambda r: f"{r['bytes_sent'] / 2**20:,.0f}"),
     ("MiB not sent", lambda r: f"{r['bytes_skipped'] / 2**20:,.0f}"),
-    ("TTFT P50 (ms)", lambda r: _ms(r["ttft_s"]["p50"])),
-    ("TTFT P90 (ms)", lambda r: _ms(r["ttft_s"]["p90"])),
-    ("TTFT P99 (ms)", lambda r: _ms(r["ttft_s"]["p99"])),
-    ("between tokens P50 (ms)", lambda r: _ms(r["itl_s"]["p50"])),
-    ("between tokens P99 (ms)", lambda r: _ms(r["itl_s"]["p99"])),
+    ("TTFT P50 (ms)", lambda r: milliseconds(r["ttft_s"]["p50"])),
+    ("TTFT P90 (ms)", lambda r: milliseconds(r["ttft_s"]["p90"])),
+    ("TTFT P99 (ms)", lambda r: milliseconds(r["ttft_s"]["p99"])),
+    ("between tokens P50 (ms)", lambda r: milliseconds(r["itl_s"]["p50"])),
+    ("between tokens P99 (ms)", lambda r: milliseconds(r["itl_s"]["p99"])),
     ("requests/s", lambda r: "-" if r["requests_per_s"] is None else f"{r['requests_per_s']:.1f}"),
     ("pages evicted", lambda r: f"{r['evicted_pages']:,}"),
     ("pages verified", lambda r: f"{r['pages_verified']:,}"),

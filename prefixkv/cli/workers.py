@@ -22,6 +22,7 @@ from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any, Final
 
 from prefixkv.cli.options import RESERVE_TOKENS, DemoOptions, PassPlan
+from prefixkv.cli.policies import policy_of
 from prefixkv.cli.report import PAGE_STATES, PAGES_LEFT, Measured
 from prefixkv.cli.workload import Clients, Workload, arrival_times
 from prefixkv.errors import PrefixKVError
@@ -197,12 +198,13 @@ def _prefill_worker(end: Connection, options: DemoOptions, asks: Connection) -> 
     from prefixkv.runtime.groups import PrefillGroup
     from prefixkv.testing.pattern import make_patterns
 
-    config = PrefillConfig(
-        name="prefill-0", max_running=options.concurrency, transport=options.transport()
-    )
     end.send(("ready", None))
     plan: PassPlan
     while (plan := end.recv()) is not None:
+        config = PrefillConfig(
+            name="prefill-0", max_running=options.concurrency, transport=options.transport(),
+            policy=policy_of(options.policy),
+        )  # fmt: skip
         with PrefillGroup(pools, config, mesh) as node:
             end.send(("endpoint", node.endpoint))
             engine = PrefillEngine(
@@ -248,7 +250,7 @@ def _decode_worker(
         plan, endpoint = message
         config = DecodeConfig(
             name="decode-0", max_running=options.concurrency, reserve_tokens=RESERVE_TOKENS,
-            cache=plan.cache, transport=options.transport(),
+            cache=plan.cache, transport=options.transport(), policy=policy_of(options.policy),
         )  # fmt: skip
         due = arrival_times(workload, options.seed, plan.rate)
         digest_every = _DIGEST_EVERY if plan.verify else 0

@@ -28,7 +28,7 @@ def hello_bytes(hello: Hello) -> int:
     lists: list[Collection[object]] = [hello.layout.slabs, hello.layout.regions]
     if hello.state is not None:
         lists += [hello.state.entries, hello.state.regions]
-    return len(hello.agent_metadata) + _RANGE_BYTES * (1 + sum(map(len, lists)))
+    return len(hello.agent_metadata) + len(hello.shm) + _RANGE_BYTES * (1 + sum(map(len, lists)))
 
 
 class Budget:

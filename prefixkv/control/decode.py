@@ -36,7 +36,7 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.links import Link, Links
-from prefixkv.control.lives import Lives
+from prefixkv.control.lives import LEFT, Lives
 from prefixkv.control.news import News
 from prefixkv.control.receiving import ReceiverRooms
 from prefixkv.control.rooms import LostPeers, Room, lost_peers
@@ -468,8 +468,8 @@ class DecodeControl:
         answer under any name, so its word proves nothing of what answers elsewhere."""
         if not self._is_elsewhere(peer, link):
             self._links.deaths.fenced(peer)
-            self._lives.end(peer, FENCED)
-        error = PeerLostError(f"{peer} {FENCED}", peer)
+            self._lives.end(peer, LEFT)
+        error = PeerLostError(f"{peer} {LEFT}", peer)
         self._rooms.fail_of(peer, error, now_s, out, link.address)
         self._links.lost(link, None, now_s)
         out += self._links.greet(link, now_s)

@@ -42,7 +42,7 @@ class Greetings:
             self._refuse(received, frame, hello, error, out)
             return None
         arrived = OnTrial(accepted, received, frame, hello)
-        if not self._tries or accepted.added is None:
+        if not self._tries or accepted.added is None or not hello.agent_metadata:
             return arrived
         out += self._trials.begin(arrived)
         return None

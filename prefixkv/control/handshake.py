@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from prefixkv.config import Backend
 from prefixkv.control.effects import AddPeer
 from prefixkv.errors import HandshakeError
 from prefixkv.memory.mesh import (
@@ -27,6 +28,7 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, ProcessLife, Topology
 from prefixkv.staging.cut import LeaseCut
 from prefixkv.staging.receiver import StagingPlan
+from prefixkv.transport.offers import Offers, usable
 
 
 def check_pair(
@@ -117,7 +119,7 @@ def ranges(hello: Hello) -> tuple[tuple[int, int], ...]:
 class OurSide(NamedTuple):
     """What a prefill rank is: `slot_bytes` of a slot that slices of heads are gathered into where
     the reader has staging too, 0: none. `secret` is what it drew for its promises' proofs, `life`
-    which process it is."""
+    which process it is, `backend` what it writes by."""
 
     digest: ModelDigest
     topology: Topology
@@ -125,6 +127,7 @@ class OurSide(NamedTuple):
     slot_bytes: int
     secret: bytes
     life: ProcessLife | None = None
+    backend: Backend = "nixl"
 
     @property
     def mesh(self) -> Mesh:
@@ -160,14 +163,15 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
     check_unit_range(layout.num_pages, hello.topology.page_size // unit_tokens)
     added = AddPeer(
         peer=peer,
-        metadata=hello.agent_metadata,
+        metadata=usable(ours.backend, Offers(hello.agent_metadata, hello.shm)),
         layout=layout,
         parts=(share.inside(mine), share.inside(its)),
         unit_tokens=unit_tokens,
         state=state,
     )
     is_slice = share.num_heads < max(mine.num_heads, its.num_heads)
-    if not (is_slice and ours.slot_bytes and hello.staging is not None):
+    copied = ours.backend == "shm" or not hello.agent_metadata  # by shm, which needs no staging
+    if copied or not (is_slice and ours.slot_bytes and hello.staging is not None):
         return Accepted(added, None, readers)
     hello.staging.validate()
     unit_head_bytes = unit_tokens * layout.head_bytes * layout.slabs_per_layer

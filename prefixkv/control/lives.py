@@ -24,6 +24,7 @@ from prefixkv.protocol.ids import PeerId
 
 PER_NAME = 64
 MAX_NAMES = 4096
+LEFT: Final = "has left"
 _NONE: Final[Mapping[int, str]] = MappingProxyType({})
 
 
@@ -37,11 +38,11 @@ class Lives:
         self._silent: OrderedDict[str, PeerId] = OrderedDict()
 
     def end(self, life: PeerId, how: str) -> None:
-        """It is over; `how` goes on after its name: "was fenced"."""
+        """It is over; `how` goes on after its name: "was fenced", `LEFT`."""
         lives = self._over.setdefault(life.name, OrderedDict())
         if life.incarnation not in lives:
             lives[life.incarnation] = how
-            self.news.say("over", life, how)
+            self.news.say("left" if how == LEFT else "over", life, how)
         self.news.forget(life)
         self._heard(life)
         if len(lives) > PER_NAME:

@@ -12,9 +12,9 @@ KEPT = 1000
 
 
 class PeerNews(msgspec.Struct, frozen=True):
-    """`kind` is "met", "refused", "silent", "heard", "over" (replaced, fenced, or it has left),
-    "lost" (nothing answers), "forgotten" or "quarantined". `peer` is an address where it is not
-    known what answers there."""
+    """`kind` is "met", "refused", "silent", "heard", "over" (replaced or fenced), "left" (it was
+    closed), "lost" (nothing answers), "forgotten" or "quarantined". `peer` is an address where it
+    is not known what answers there."""
 
     kind: str
     peer: PeerId | str

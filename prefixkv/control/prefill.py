@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import assert_never
 
-from prefixkv.config import ControlConfig
+from prefixkv.config import Backend, ControlConfig
 from prefixkv.control import handshake
 from prefixkv.control.claims import Claims
 from prefixkv.control.deaths import FENCED, FENCED_DEAD
@@ -39,6 +39,7 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.greetings import Greetings
+from prefixkv.control.lives import LEFT
 from prefixkv.control.peers import Peer, Peers
 from prefixkv.control.rooms import LostPeers
 from prefixkv.control.sending import SenderRooms
@@ -100,6 +101,7 @@ class PrefillControl:
         staging: None where slices are written one by one.
         tries: whether a peer's metadata is tried before it is loaded: TryPeer, and no reply to its
             Hello before PeerTried.
+        backend: as `TransportConfig.backend`.
     """
 
     def __init__(
@@ -115,11 +117,12 @@ class PrefillControl:
         *,
         secret: bytes,
         life: ProcessLife | None = None,
+        backend: Backend = "nixl",
     ) -> None:
         self.me = me
         self.counters: Counter[str] = Counter()
         slot_bytes = 0 if staging is None else staging.slot_bytes
-        self._ours = handshake.OurSide(digest, topology, rank, slot_bytes, secret, life)
+        self._ours = handshake.OurSide(digest, topology, rank, slot_bytes, secret, life, backend)
         self._rank = rank
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key
@@ -364,8 +367,8 @@ class PrefillControl:
             case LeaseGrant():
                 out.append(Granted(peer.id, peer.key(body), body))
             case messages.Fenced():
-                self._peers.lives.end(peer.id, "has left")
-                self._lose_peer(peer, PeerLostError(f"{peer.id} has left", peer.id), now_s, out)
+                self._peers.lives.end(peer.id, LEFT)
+                self._lose_peer(peer, PeerLostError(f"{peer.id} {LEFT}", peer.id), now_s, out)
             case Heartbeat():
                 pass
             case (

@@ -15,6 +15,10 @@ changed since (`PageManager.version`). A request that cannot fit by its estimate
 that leaves looks over, the oldest estimates get them, so that none stays wrong for long.
 A request whose prefill worker has its share of the pool (`shares.py`) waits, and holds nobody up.
 
+What the tree has of a request that waits is evicted last (`RadixCache.want`). The tree is told
+before an admission evicts, and after a pass that leaves requests waiting; it is not told of one
+that is admitted from free pages in the first pass after it came.
+
 Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 """
 
@@ -42,6 +46,8 @@ from prefixkv.protocol.timers import Timers
 
 MAX_LOOKS = 16
 MAX_WALK = 128  # requests of the order that a pass goes through
+MAX_WANTS = 128  # prefixes that are said to be wanted at once
+UNSAID, GONE = 0, -1  # instead of a want's number: the tree does not know yet; it waits no longer
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +67,7 @@ class _Waiter:
     most: int = 0
     rank: Rank = None
     seen_at: int = -1
+    want: int = UNSAID  # its number
 
     @property
     def place(self) -> tuple[Rank, int, _Waiter]:
@@ -79,6 +86,7 @@ class DecodePreallocQueue:
         waiting_timeout_s: how long a request may wait to be admitted for the first time, if it sets
             no `deadline_s` of its own.
         shares: of prefill workers; None: no bound.
+        protect: whether the cached prefixes of waiting requests are evicted last.
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class DecodePreallocQueue:
         patience_s: float = math.inf,
         waiting_timeout_s: float = math.inf,
         shares: PrefillShares | None = None,
+        protect: bool = True,
     ) -> None:
         self._books = books
         self._budget = budget
@@ -104,6 +113,8 @@ class DecodePreallocQueue:
         self._waiting: OrderedDict[DecodeRequest, _Waiter] = OrderedDict()  # by arrival
         self._order: SortedList = SortedList()  # their places
         self._estimated: OrderedDict[_Waiter, None] = OrderedDict()  # the oldest estimate first
+        self._unsaid: list[_Waiter] = []  # the tree does not know yet that they wait, if they do
+        self._protects = protect and books.caching
         self._deadlines: Timers[DecodeRequest] = Timers()
         self._admitted: list[DecodeRequest] = []  # and not taken yet
         self._num_arrivals = 0
@@ -118,11 +129,13 @@ class DecodePreallocQueue:
         if first:
             self._returned[req] = waiter
             self._returned.move_to_end(req, last=False)
+            self._want_soon(waiter)
             return
         if self._policy.overtakes:
             self._look(waiter)
         waiter.rank = _checked(self._policy.rank(req, waiter.new))
         self._order.add(waiter.place)
+        self._want_soon(waiter)
         self._waiting[req] = waiter
         self._estimated[waiter] = None
         if req.request.deadline_s is None:  # else the scheduler looks at it
@@ -131,7 +144,8 @@ class DecodePreallocQueue:
     def remove(self, req: DecodeRequest) -> None:
         """Take a request out, wherever it is."""
         self._spent_at = -1
-        if self._returned.pop(req, None) is None:
+        waiter = self._returned.pop(req, None)
+        if waiter is None:
             waiter = self._waiting.pop(req)
             if self._waiting:
                 self._order.remove(waiter.place)
@@ -139,6 +153,9 @@ class DecodePreallocQueue:
                 self._order.clear()  # it was alone
             del self._estimated[waiter]
             self._deadlines.forget(req)
+        if waiter.want > 0:
+            self._books.unwant(waiter.want)
+        waiter.want = GONE
 
     def look_again(self) -> None:
         """A request may fit that did not before."""
@@ -176,6 +193,7 @@ class DecodePreallocQueue:
     def check_invariants(self) -> None:
         """Check the orders against each other. Raises InternalError."""
         waiters = list(self._waiting.values())
+        everyone = [*waiters, *self._returned.values()]
         laws = {
             "every place is that of a waiting request": list(self._order)
             == sorted(waiter.place for waiter in waiters),
@@ -183,6 +201,11 @@ class DecodePreallocQueue:
             "they stand by arrival": all(a.arrival < b.arrival for a, b in pairwise(waiters)),
             "no request waits twice": not self._waiting.keys() & self._returned.keys(),
             "deadlines are of waiting requests": len(self._deadlines) <= len(waiters),
+            "what waits is wanted, or not said yet": not self._protects
+            or {waiter for waiter in everyone if not waiter.want and waiter.req.request.cacheable}
+            == {waiter for waiter in self._unsaid if waiter.want != GONE},
+            "only what waits here is wanted": self._books.cache.num_wants
+            == sum(waiter.want > 0 for waiter in everyone),
         }
         check_laws(laws, list(self._order), list(self))
 
@@ -194,8 +217,16 @@ class DecodePreallocQueue:
 
         A request whose rank a user's policy cannot say keeps the one it has.
         """
+        self._admit_what_fits(now_s)
+        if self._unsaid:
+            self._say_wants()
+
+    def _admit_what_fits(self, now_s: float) -> None:
         books = self._books
         self._shares.new_pass()
+        if len(self._waiting) == 1 and not self._returned:
+            self._admit_alone(now_s)
+            return
         while (first := self._first_of_all(now_s)) is not None and books.can_open:
             if first.seen_at == self._version or not self._try(first, *self._look(first), now_s):
                 if self._is_limited(first):
@@ -207,6 +238,19 @@ class DecodePreallocQueue:
             # After an admission the next pass looks again: others may share what is now on its way.
             if not self._admitted:
                 self._spent_at = self._version
+
+    def _admit_alone(self, now_s: float) -> None:
+        """`admit` where one request waits: there is nothing to overtake, and no choice to make."""
+        (waiter,) = self._waiting.values()
+        version = self._version
+        if self._spent_at == version or not self._books.can_open:
+            return
+        if waiter.seen_at != version:
+            if self._try(waiter, *self._look(waiter), now_s):
+                return
+            if self._policy.overtakes:
+                self._falls_back(waiter)  # others may come
+        self._spent_at = version
 
     def take_admitted(self) -> list[DecodeRequest]:
         """The requests admitted since the last call, in that order."""
@@ -332,7 +376,7 @@ class DecodePreallocQueue:
         """Admit a request that was just looked at, if it fits."""
         books, req, match = self._books, waiter.req, waiter.match
         space, most = self._limits()
-        if req in self._returned:
+        if self._returned and req in self._returned:
             # All it had may still be cached, so that it needs almost nothing. It would come back at
             # once, and be retracted again for the page that was missing. So it has to leave a page
             # for each of the others: then these go on by a step first.
@@ -341,6 +385,10 @@ class DecodePreallocQueue:
         if waiter.needed > space or waiter.most > most or self._shares.refuses(prefill, new):
             waiter.seen_at = self._version
             return False
+        if new > books.allocator.free_pages and self._unsaid:  # an eviction is due
+            if waiter.want == UNSAID:
+                waiter.want = GONE  # as it is about to be
+            self._say_wants()
         # The match told what locking costs, so this cannot fail, and there is nothing to undo.
         joined_pages = joined.pages if joined is not None else None
         req.pages_held = books.open(req.key, match, new, now_s, joined_pages, shared_pages)
@@ -353,6 +401,22 @@ class DecodePreallocQueue:
         self._budget.start(req.rid, req.max_pages - req.pages_held.num_pages, 0)
         self._admitted.append(req)
         return True
+
+    def _want_soon(self, waiter: _Waiter) -> None:
+        if self._protects and waiter.req.request.cacheable:
+            self._unsaid.append(waiter)
+
+    def _say_wants(self) -> None:
+        """Tell the tree what waits, the first to come first. O(1) a request, or a match."""
+        books = self._books
+        for waiter in self._unsaid[:MAX_WANTS]:
+            if waiter.want == UNSAID:
+                match = waiter.match
+                if match is None:
+                    match = waiter.match = books.match(waiter.req.key)
+                    assert match is not None
+                waiter.want = books.want(match)
+        del self._unsaid[:MAX_WANTS]
 
 
 def _checked(rank: Rank) -> Rank:

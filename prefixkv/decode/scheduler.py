@@ -63,7 +63,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     Args:
         max_retries, retarget: how often prefill is asked again when a transfer fails, and which
             one: see DecodeConfig.
-        admission, patience_s, waiting_timeout_s, shares: see `DecodePreallocQueue`.
+        admission, patience_s, waiting_timeout_s, shares, protect_waiting: see
+            `DecodePreallocQueue`.
         name: this worker's; a request may name no other in `Request.decode`.
         ticket: draws a number, never one twice, for each use of a room; in a service one that no
             other process can guess. None: they are counted.
@@ -81,6 +82,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         patience_s: float = math.inf,
         waiting_timeout_s: float = math.inf,
         shares: PrefillShares | None = None,
+        protect_waiting: bool = True,
         name: str = "",
         ticket: Callable[[], int] | None = None,
     ) -> None:
@@ -92,7 +94,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         space = books, self.budget, self.flights, reserve_tokens
         self.shares = shares or PrefillShares()
         when = patience_s, waiting_timeout_s
-        self.waiting = DecodePreallocQueue(*space, admission, *when, self.shares)
+        self.waiting = DecodePreallocQueue(*space, admission, *when, self.shares, protect_waiting)
         self.transfers = DecodeTransferQueue(books, self.flights)
         self._retries = Retries(max_retries, retarget, books.errors)
         self._max_waiting = max_waiting

@@ -91,6 +91,7 @@ class KVEventPublisher:
         self._bell: Inbox[None] = Inbox()
         self._handed_lists = self._handed_pages = 0  # written by the scheduler's thread alone
         self._done_lists = self._done_pages = 0  # by this object's
+        self._max_behind_pages = config.max_behind_pages
         self._lost = False
         self._deaf = False  # until a list begins with Cleared
         self._num_failures = 0
@@ -123,7 +124,7 @@ class KVEventPublisher:
             self._lost = False
         elif self._lost:
             return False
-        if self._handed_pages - self._done_pages > self.config.max_behind_pages:
+        if self._handed_pages - self._done_pages > self._max_behind_pages:
             self.counters["overruns"] += 1
             self._lost = True
             return False

@@ -17,6 +17,7 @@ import torch
 from prefixkv.errors import CapacityError, ConfigError
 from prefixkv.memory.axes import Told, as_slabs
 from prefixkv.memory.kv_layout import SLABS_PER_LAYER, KVLayout, Slab
+from prefixkv.memory.shared import shared_bytes
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import PageIds, as_pages, check_in_pool
 
@@ -47,6 +48,7 @@ class KVPool:
         attention: str = "mha",
         order: str = "layer_major",
         device: str = "cpu",
+        shared: bool = False,
     ) -> KVPool:
         """A pool of zeros. Every memory page is touched, so that later timings include no page
         faults. On the CPU each tensor begins on a multiple of 4096 bytes. O(bytes).
@@ -62,6 +64,9 @@ class KVPool:
                 head_dim]; or "page_major", one tensor: [num_pages, num_layers, 2, page_size,
                 num_kv_heads, head_dim]. With "mla" the dimension of 2 is 1.
             device: as torch names it: "cpu", "cuda:1", or "cuda" for the present GPU.
+            shared: in memory that a prefill worker of this host may map
+                (`TransportConfig.backend`); on the CPU only. All tensors lie in one block then, and
+                forks of this process share it.
 
         Raises: ConfigError for a value out of range, CapacityError when the device lacks the
         memory.
@@ -82,12 +87,12 @@ class KVPool:
         page_shape = (page_size, num_kv_heads, head_dim)
         kinds = sizes.slabs_per_layer
         if order == "layer_major":
-            tensors = [
-                zeros((kinds, num_pages, *page_shape), dtype, device) for _ in range(num_layers)
-            ]
+            make = Zeros(dtype, device, shared)
+            tensors = make((kinds, num_pages, *page_shape), num_layers)
             slabs = [tensor[kv] for tensor in tensors for kv in range(kinds)]
         elif order == "page_major":
-            whole = zeros((num_pages, num_layers, kinds, *page_shape), dtype, device)
+            make = Zeros(dtype, device, shared)
+            (whole,) = make((num_pages, num_layers, kinds, *page_shape))
             slabs = [whole[:, layer, kv] for layer in range(num_layers) for kv in range(kinds)]
             tensors = [whole]
         else:
@@ -248,6 +253,27 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
         raise CapacityError(f"{num_bytes} bytes do not fit on {device}: {error}") from error
     skip = -raw.data_ptr() % BLOCK_BYTES
     return raw[skip : skip + num_bytes].view(element).view(shape)
+
+
+class Zeros:
+    """Makes tensors as `zeros` does, or in memory that a peer may map."""
+
+    def __init__(self, dtype: str, device: str, shared: bool) -> None:
+        """Raises ConfigError for shared memory that is not on the CPU."""
+        if shared and device != "cpu":
+            raise ConfigError(f'device is {device!r}, memory that a peer may map is on the "cpu"')
+        self._dtype, self._device, self._shared = dtype, device, shared
+
+    def __call__(self, shape: tuple[int, ...], count: int = 1) -> list[torch.Tensor]:
+        """So many of this shape; those that are shared lie in one block. Raises as `zeros`."""
+        if not self._shared:
+            return [zeros(shape, self._dtype, self._device) for _ in range(count)]
+        element = getattr(torch, self._dtype)
+        num_bytes = prod(shape) * element.itemsize
+        step = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        block = shared_bytes(step * count)
+        starts = range(0, step * count, step)
+        return [block[at : at + num_bytes].view(element).view(shape) for at in starts]
 
 
 def _settle(device: torch.device) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from prefixkv.errors import ConfigError
-from prefixkv.memory.kv_pool import zeros
+from prefixkv.memory.kv_pool import Zeros
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 
 
@@ -18,11 +18,16 @@ class StagingBuffer:
     a slot.
     """
 
-    def __init__(self, num_bytes: int, lease_bytes: int, device: str = "cpu") -> None:
-        """Raises: ConfigError for sizes that no StagingArea has, CapacityError when the device has
-        not the memory."""
+    def __init__(
+        self, num_bytes: int, lease_bytes: int, device: str = "cpu", shared: bool = False
+    ) -> None:
+        """`shared`: as for `KVPool.create`.
+
+        Raises: ConfigError for sizes that no StagingArea has, CapacityError when the device has not
+        the memory.
+        """
         StagingArea(BLOCK_BYTES, num_bytes, lease_bytes).validate()
-        self._memory = zeros((num_bytes,), "uint8", device)
+        (self._memory,) = Zeros("uint8", device, shared)((num_bytes,))
         self.area = StagingArea(self._memory.data_ptr(), num_bytes, lease_bytes)
 
     @property

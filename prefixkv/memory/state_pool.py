@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from prefixkv.errors import ConfigError
-from prefixkv.memory.kv_pool import storages, zeros
+from prefixkv.memory.kv_pool import Zeros, storages
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateEntry, StateLayout, StateTensor
 
@@ -85,13 +85,14 @@ class StatePool:
         mesh: Mesh | None = None,
         rank: int = 0,
         device: str = "cpu",
+        shared: bool = False,
     ) -> StatePool:
-        """A pool of zeros. Raises ConfigError, or CapacityError when the device has not enough
-        memory."""
+        """A pool of zeros; `shared` as for `KVPool.create`. Raises ConfigError, or CapacityError
+        when the device has not enough memory."""
         if num_slots < 1:
             raise ConfigError(f"num_slots is {num_slots}, must be at least 1")
         views = [
-            zeros((num_slots, *shape), tensor.dtype, device)
+            Zeros(tensor.dtype, device, shared)((num_slots, *shape))[0]
             for tensor, shape in _held(tensors, mesh, rank)
         ]
         return cls(tensors, views, mesh, rank, num_slots=num_slots)

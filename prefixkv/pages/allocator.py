@@ -27,7 +27,7 @@ from prefixkv.errors import (
     check_laws,
 )
 from prefixkv.pages.free_runs import FreeRuns
-from prefixkv.paging import MAX_INDEX, Index, PageIds, Pages, as_pages
+from prefixkv.paging import MAX_INDEX, Index, PageIds, Pages, Where, as_pages
 from prefixkv.settings import check_whole
 
 
@@ -43,6 +43,7 @@ class PageState(enum.IntEnum):
 
 # Plain ints: an enum member costs a microsecond in numpy.
 _FREE, _OWNED, _CACHED, _HELD, _QUARANTINED = range(5)
+_NOWHERE = slice(0, 0)
 
 
 class PageAllocator:
@@ -85,41 +86,46 @@ class PageAllocator:
             raise OutOfPagesError(needed=num_pages, free=self._counts[_FREE])
         if num_pages == 0:
             return np.empty(0, np.int32)
-        pages: Index | None = None
+        where: Where | None = None
         try:
-            pages = self._runs.take(num_pages)
-            self._set(pages, _FREE, _OWNED)
-            return pages.astype(np.int32)
+            if (start := self._runs.take_run(num_pages)) is not None:
+                where = slice(start, start + num_pages)
+                self._set(where, num_pages, _FREE, _OWNED)
+                return np.arange(start, start + num_pages, dtype=np.int32)
+            where = self._runs.take(num_pages)
+            self._set(where, num_pages, _FREE, _OWNED)
+            return where.astype(np.int32)
         except BaseException:
-            self._undo(pages, _FREE)
+            self._undo(where, _FREE)
             raise
 
     def free(self, pages: PageIds) -> None:
         """OWNED -> FREE. Raises PageStateError."""
-        ascending = self._checked(pages, _OWNED)
-        if len(ascending):
+        where = self._checked(pages, _OWNED)
+        if where is not _NOWHERE:
             try:
-                self._set(ascending, _OWNED, _FREE)
-                self._runs.add(ascending)
+                self._set(where, len(pages), _OWNED, _FREE)
+                self._runs.add(where)
             except BaseException:
-                self._undo(ascending, _OWNED)
+                self._undo(where, _OWNED)
                 raise
 
-    def owned(self, pages: PageIds) -> Index:
-        """A copy of `pages`, ascending: each is OWNED, and named once. Raises PageStateError."""
+    def owned(self, pages: PageIds) -> Where:
+        """Where `pages` are: each is OWNED, and named once. Raises PageStateError."""
         return self._checked(pages, _OWNED)
 
     def cache(self, pages: PageIds) -> None:
         """OWNED -> CACHED: the tree has them now. Raises PageStateError."""
-        self._move(self._checked(pages, _OWNED), _OWNED, _CACHED)
+        self._move(self._checked(pages, _OWNED), len(pages), _OWNED, _CACHED)
 
-    def cache_owned(self, ascending: Index) -> None:
-        """As `cache`, of what `owned` gave; no page may have changed its state since."""
-        self._move(ascending, _OWNED, _CACHED)
+    def cache_owned(self, where: Where, num_pages: int) -> None:
+        """As `cache`, of what `owned` gave for so many; no page may have changed its state
+        since."""
+        self._move(where, num_pages, _OWNED, _CACHED)
 
     def uncache(self, pages: PageIds) -> None:
         """CACHED -> OWNED: the tree gave them up, they are the caller's. Raises PageStateError."""
-        self._move(self._checked(pages, _CACHED), _CACHED, _OWNED)
+        self._move(self._checked(pages, _CACHED), len(pages), _CACHED, _OWNED)
 
     def hold(self, pages: PageIds, owner: Hashable) -> None:
         """OWNED -> HELD: a peer may still write them; `owner` (a room) keeps them until `release`.
@@ -128,10 +134,11 @@ class PageAllocator:
         the same. Raises: PageStateError.
         """
         held = self._held.get(owner)  # first: an owner without a hash must change nothing
-        ascending = self._checked(pages, _OWNED)
+        where = self._checked(pages, _OWNED)
+        ascending: Index = np.arange(where.start, where.stop) if type(where) is slice else where
         try:
             self._held[owner] = [*held, ascending] if held is not None else [ascending]
-            self._set(ascending, _OWNED, _HELD)
+            self._set(ascending, len(ascending), _OWNED, _HELD)
         except BaseException:
             self._undo(ascending, _OWNED)
             if held is None:
@@ -150,7 +157,7 @@ class PageAllocator:
         held = pages[self._state[pages] == _HELD]
         if len(pages) and not len(held):
             raise self._fault(pages, _HELD)
-        return self._move(held, _HELD, _QUARANTINED)
+        return self._move(held, len(held), _HELD, _QUARANTINED)
 
     def release(self, owner: Hashable) -> int:
         """HELD, QUARANTINED -> FREE, all that `owner` holds: no write can land any more, by proof.
@@ -174,16 +181,16 @@ class PageAllocator:
             self._undo(pages, before)
             raise
 
-    def _move(self, pages: Index, before: int, after: int) -> int:
-        """`_set`, where no page becomes free or stops being so. Returns how many pages."""
+    def _move(self, where: Where, num_pages: int, before: int, after: int) -> int:
+        """`_set`, where no page becomes free or stops being so. Returns `num_pages`."""
         try:
-            self._set(pages, before, after)
-            return len(pages)
+            self._set(where, num_pages, before, after)
+            return num_pages
         except BaseException:
-            self._undo(pages, before)
+            self._undo(where, before)
             raise
 
-    def _undo(self, pages: Index | None, before: Any) -> None:
+    def _undo(self, pages: Where | None, before: Any) -> None:
         """A transition was interrupted: give `pages` the state that they had, and make counts and
         runs anew. O(num_pages)."""
         if pages is not None:
@@ -191,9 +198,9 @@ class PageAllocator:
         self._counts[:] = np.bincount(self._state, minlength=5).tolist()
         self._runs = FreeRuns.of(self._state == _FREE)
 
-    def _set(self, pages: Index, before: int, after: int) -> None:
-        num_pages, counts = len(pages), self._counts
-        self._state[pages] = after
+    def _set(self, where: Where, num_pages: int, before: int, after: int) -> None:
+        counts = self._counts
+        self._state[where] = after
         counts[before] -= num_pages
         counts[after] += num_pages
 
@@ -264,19 +271,26 @@ class PageAllocator:
             raise PageStateError(f"{owner!r} holds no pages") from None
         return held[0] if len(held) == 1 else np.concatenate(held)
 
-    def _checked(self, pages: PageIds, state: int) -> Index:
-        """A sorted copy of `pages`, all of them in `state`, or PageStateError."""
-        ascending = as_pages(pages).astype(np.intp)  # always a copy
-        num_pages = len(ascending)
+    def _checked(self, pages: PageIds, state: int) -> Where:
+        """Where `pages` are, all of them in `state`, or PageStateError."""
+        ids = as_pages(pages)
+        num_pages = len(ids)
         if num_pages == 0:
-            return ascending
-        if num_pages > 1:
-            ascending.sort()
+            return _NOWHERE
         # Bytes are searched and counted in a fraction of the time of numpy's own calls.
+        first, end = int(ids[0]), int(ids[-1]) + 1
+        if end - first == num_pages and b"\1" not in (ids[1:] <= ids[:-1]).tobytes():
+            # They rise, and span no more than they are: one run. A slice clips what is outside.
+            states = self._state[first:end].tobytes() if first >= 0 else b""
+            if states.count(state) != num_pages:
+                raise self._fault(pages, state)
+            return slice(first, end)
+        ascending = ids.astype(np.intp)
+        ascending.sort()
         if (
             ascending[0] < 0
             or ascending[-1] >= self._num_pages
-            or (num_pages > 1 and b"\1" in (ascending[1:] == ascending[:-1]).tobytes())
+            or b"\1" in (ascending[1:] == ascending[:-1]).tobytes()
             or self._state[ascending].tobytes().count(state) != num_pages
         ):
             raise self._fault(pages, state)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.errors import check_laws
-from prefixkv.paging import Index
+from prefixkv.paging import Index, Where
 
 # With fewer runs in one call a loop over them is faster than the vector operations.
 _LOOP_BELOW_RUNS = 8
@@ -102,6 +102,20 @@ class FreeRuns:
         pages.sort()
         return pages
 
+    def take_run(self, num_pages: int) -> int | None:
+        """As `take` where one run has them all: returns their first page. None: no run is so long,
+        and nothing was taken."""
+        lengths = self._lengths
+        at = bisect_left(lengths, num_pages)
+        if at == len(lengths):
+            return None
+        length = lengths[at]
+        (start,) = self._pop(length, 1)
+        if length > num_pages:
+            self._put(start + num_pages, length - num_pages)
+        self._from[start] = self._to[start + num_pages] = 0
+        return start
+
     def _pop(self, length: int, most: int) -> list[int]:
         """Take up to `most` runs of this length out of the file; returns their first pages. Both
         arrays still have the length at their ends: the caller clears these."""
@@ -120,12 +134,12 @@ class FreeRuns:
 
     # --- back -------------------------------------------------------------------------------------
 
-    def add(self, pages: Index) -> None:
-        """Take back `pages`: ascending, no two alike, at least one. About 0.3 us a run."""
-        first, last = int(pages[0]), int(pages[-1])
-        if last - first == len(pages) - 1:
-            self._add_run(first, last + 1)
+    def add(self, pages: Where) -> None:
+        """Take back `pages`, at least one. About 0.3 us a run."""
+        if type(pages) is slice:
+            self._add_run(pages.start, pages.stop)
             return
+        first, last = int(pages[0]), int(pages[-1])
         (breaks,) = (pages[1:] - pages[:-1] != 1).nonzero()
         num_runs = len(breaks) + 1
         starts = np.empty(num_runs, np.intp)

@@ -24,7 +24,7 @@ import numpy as np
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.cache.results import MatchResult, PrefixLock, page_ids
+from prefixkv.cache.results import NO_PAGES, MatchResult, PrefixLock, packed_path
 from prefixkv.errors import CapacityError, InternalError, OutOfPagesError, UserErrors
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.table import PageTable
@@ -149,19 +149,14 @@ class PageManager:
             self.table.free_row(row)
             self._unlock(lock)
             raise
-        num_locked = lock.prefix_len // self.page_size if lock is not None else 0
-        parts = [new]
-        num_joined = 0
-        if joined is not None:
-            theirs = self.table.pages(joined.row)[num_locked:joined_end]
-            num_joined = len(theirs)
-            parts.insert(0, theirs)
-        if lock is not None and num_locked:
-            parts.insert(0, page_ids(lock.node, num_locked))
+        num_locked: int = 0
+        path: list[bytes | bytearray] = []
+        if lock is not None and lock.prefix_len:
+            num_locked, path = lock.prefix_len // self.page_size, packed_path(lock.node)
+        theirs = NO_PAGES if joined is None else self.table.pages(joined.row)[num_locked:joined_end]
+        num_pages = self.table.fill(row, num_locked, path, theirs, new)
         slot = int(self.slots.alloc(1)[0]) if self.slots is not None else -1
-        return RequestPages(
-            row, lock, num_locked, num_joined, self.table.fill(row, *parts), self.epoch, slot
-        )
+        return RequestPages(row, lock, num_locked, len(theirs), num_pages, self.epoch, slot)
 
     def lock_joined(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
         """What the request joined has gone to the tree: from now on its lock holds that too.
@@ -218,13 +213,13 @@ class PageManager:
         # Looked at here, once: what is owned is in the pool, named once, and not in the tree.
         owned = self.allocator.owned(own)
         result = self.cache.insert(
-            key, own, priority=priority, now_s=now_s, lock=pages.lock, checked=True
+            key, own, priority=priority, now_s=now_s, lock=pages.lock, checked=owned
         )
         lock = self.cache.lock(result, now_s=now_s)
         num_there = result.prefix_len // self.page_size
         num_duplicates = num_there - pages.num_locked
         if not num_duplicates:
-            self.allocator.cache_owned(owned)
+            self.allocator.cache_owned(owned, len(own))
         else:
             published = own[num_duplicates:]
             duplicates = own[:num_duplicates].copy()
@@ -259,6 +254,15 @@ class PageManager:
         """Tell the eviction policy whether the conversation will go on."""
         if pages.lock is not None and pages.epoch == self.epoch:
             self.cache.hint(pages.lock.node, continues=continues)
+
+    def want(self, match: MatchResult) -> int:
+        """A request waits for pages: what is matched of its tokens, and what will be, is evicted
+        last. Returns a number for `unwant`."""
+        return self.cache.want(match)
+
+    def unwant(self, number: int) -> None:
+        """The request waits no longer."""
+        self.cache.unwant(number)
 
     def drop(self, pages: RequestPages) -> None:
         """The request ends and no peer can write its own pages: they are freed."""

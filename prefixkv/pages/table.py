@@ -23,7 +23,7 @@ from prefixkv.paging import MAX_INDEX, PageIds, Pages, as_pages
 from prefixkv.settings import check_whole
 
 UNUSED: Final = -1
-_LE_INT32: Final = np.dtype("<i4")
+_BYTES: Final = 4  # an id
 _NO_ROW: Final = -1  # in `_lengths`: the row is not in use
 
 
@@ -41,6 +41,8 @@ class PageTable:
         self.array = np.full((max_requests, max_pages_per_request), UNUSED, np.int32)
         self._lengths = np.full(max_requests, _NO_ROW, np.int32)
         self._length = self._lengths.data  # the same memory, faster for single rows
+        # And for ids that are packed: little-endian, as every machine has them that NIXL is for.
+        self._packed = self.array.data.cast("B")
         self._free_rows = list(range(max_requests - 1, -1, -1))  # the lowest comes first
 
     @property
@@ -80,20 +82,29 @@ class PageTable:
         length = self.length(row)
         if not 0 <= start_page <= end_page <= length:
             raise CallerError(f"pages {start_page} to {end_page} of row {row}, which has {length}")
-        return self.array[row, start_page:end_page].astype(_LE_INT32, copy=False).tobytes()
+        at = row * self.array.shape[1]
+        return self._packed[_BYTES * (at + start_page) : _BYTES * (at + end_page)].tobytes()
 
-    def fill(self, row: int, *parts: Pages) -> int:
-        """Give a row that has no pages these, one part after the other; returns how many that are.
+    def fill(
+        self, row: int, num_packed: int, packed: Sequence[bytes | bytearray], *parts: Pages
+    ) -> int:
+        """Give a row that has no pages these: `num_packed` whose packed ids are these runs, the
+        last run first, and behind them one part after the other; returns how many that are.
 
         The ids are not looked at: they come from the allocator and the tree. Raises RequestError,
         with nothing changed, when they reach beyond the row's end.
         """
-        num_pages = sum(map(len, parts))
-        if num_pages > self.array.shape[1]:
-            raise RequestError(
-                f"row {row} would have {num_pages} pages, the limit is {self.array.shape[1]}"
-            )
-        target, end = self.array[row], 0
+        num_pages, columns = num_packed, self.array.shape[1]
+        for part in parts:
+            num_pages += len(part)
+        if num_pages > columns:
+            raise RequestError(f"row {row} would have {num_pages} pages, the limit is {columns}")
+        end = _BYTES * (row * columns + num_packed)
+        for run in packed:
+            start = end - len(run)
+            self._packed[start:end] = run
+            end = start
+        target, end = self.array[row], num_packed
         for part in parts:
             start, end = end, end + len(part)
             target[start:end] = part

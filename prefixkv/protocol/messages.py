@@ -48,6 +48,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Short = Annotated[str, msgspec.Meta(max_length=1024)]
 Metadata = Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
+ShmOffer = Annotated[bytes, msgspec.Meta(max_length=1024)]
 Tensors = Annotated[tuple[StateTensor, ...], msgspec.Meta(max_length=4096)]
 Stages = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Endpoints = Annotated[tuple[Short, ...], msgspec.Meta(max_length=MAX_RANKS)]
@@ -132,7 +133,8 @@ class Hello(Body, frozen=True, tag="hello"):
     the ranks of one worker name the same. `staging` is where slices may be staged, `state` where
     the extra state that `digest` lists is kept. `nonce` is that of the last HelloWanted, `known`
     the life that is known at this address. `life` is None where the kernel has no such thing, or it
-    is not to be said.
+    is not to be said. `agent_metadata` is NIXL's, empty where it is not written by that; `shm` is
+    for prefill workers of this host that map the memory, empty where it is not shared.
     """
 
     digest: ModelDigest
@@ -147,6 +149,7 @@ class Hello(Body, frozen=True, tag="hello"):
     nonce: U64 = 0
     known: U64 = 0
     life: ProcessLife | None = None
+    shm: ShmOffer = b""
 
 
 class HelloReply(Body, frozen=True, tag="hello-reply"):

@@ -357,7 +357,7 @@ class SenderMachine:
         peer = self._promise.peer.name if self._promise is not None else "?"
         what = f"decode worker {peer!r}: {self._wait.limit} passed in {self.poll.name}"
         if self._promise is None:
-            what = "no decode worker has promised pages"
+            what = f"decode worker {self.key.decode!r} has promised no pages"
         elif not self.added:
             what = f"decode worker {peer!r} has promised pages, the request never came"
         return self._fail(Fail(TransferTimeoutError(what)), now_s)

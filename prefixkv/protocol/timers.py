@@ -1,7 +1,8 @@
 """When to look at something again: `Timers` wakes what waits, `Backoff` paces what is said again,
 `Wait` says when a wait for a peer is over.
 
-`Timers` is a heap with lazy deletion, so that a wait costs O(log waits) and no scan.
+`Timers` is a heap with lazy deletion, so that a wait costs O(log waits) and no scan. Once most of
+its entries are stale it is made anew, so that it holds no key for long that was forgotten.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
+_FEW = 64  # stale entries that are never worth making the heap anew
 
 
 class Timers(Generic[K]):
@@ -38,10 +40,15 @@ class Timers(Generic[K]):
             self._wake_s[key] = when_s
             self._pushes += 1  # a tie-breaker: keys need no order
             heapq.heappush(self._heap, (when_s, self._pushes, key))
+            self._tidy()
 
     def forget(self, key: K) -> None:
-        """No wake-up for `key`. Unknown: no-op."""
-        self._wake_s.pop(key, None)
+        """No wake-up for `key`. Unknown: no-op.
+
+        The key itself is let go by the time that as many others were forgotten as wait, and 64.
+        """
+        if self._wake_s.pop(key, None) is not None:
+            self._tidy()
 
     def due(self, now_s: float) -> list[K]:
         """The keys whose time has come, each once; each has to ask again for another, which comes
@@ -66,6 +73,16 @@ class Timers(Generic[K]):
                 for later in keys[number + 1 :]:
                     self.wake(later, now_s)
                 raise
+
+    def _tidy(self) -> None:
+        """Drop what is stale once that is most: O(log waits) a call in the long run."""
+        if len(self._heap) <= 2 * len(self._wake_s) + _FEW:
+            return
+        first: dict[K, tuple[float, int, K]] = {}
+        for entry in sorted(self._heap):
+            if self._wake_s.get(entry[2]) == entry[0]:
+                first.setdefault(entry[2], entry)
+        self._heap = list(first.values())  # sorted, so a heap
 
     def _stale(self) -> bool:
         when_s, _, key = self._heap[0]

@@ -94,6 +94,18 @@ class Hinted(_Op, frozen=True, tag="hint"):
     continues: bool
 
 
+class Wanted(_Op, frozen=True, tag="want"):
+    """A request with these tokens waits for pages; this is the want of this number."""
+
+    number: int
+    tokens: bytes
+    namespace: Any
+
+
+class Unwanted(_Op, frozen=True, tag="unwant"):
+    number: int
+
+
 class Dropped(_Op, frozen=True, tag="drop"):
     row: int
 
@@ -116,7 +128,7 @@ class Flushed(_Op, frozen=True, tag="flush"):
 
 
 RowOp = Opened | JoinedLocked | Grown | Cached | Hinted | Dropped | Held
-AnyOp = RowOp | Refused | Released | Quarantined | Flushed
+AnyOp = RowOp | Refused | Wanted | Unwanted | Released | Quarantined | Flushed
 
 encode_op: Callable[[AnyOp], bytes] = msgspec.msgpack.Encoder().encode
 decode_op: Callable[[bytes], AnyOp] = msgspec.msgpack.Decoder(AnyOp).decode
@@ -194,6 +206,15 @@ class ReplicatedPageManager(PageManager):
     def hint(self, pages: RequestPages, continues: bool) -> None:
         super().hint(pages, continues)
         self._publish(Hinted(pages.row, continues))
+
+    def want(self, match: MatchResult) -> int:
+        number = super().want(match)
+        self._publish(Wanted(number, match.data, match.namespace))
+        return number
+
+    def unwant(self, number: int) -> None:
+        super().unwant(number)
+        self._publish(Unwanted(number))
 
     def drop(self, pages: RequestPages) -> None:
         row = pages.row
@@ -288,6 +309,11 @@ class Replica:
                 self._compare(op.pages, _packed(books, pages), op)
             case Hinted():
                 books.hint(requests[op.row][1], op.continues)
+            case Wanted():
+                number = books.want(books.cache.match_prefix(_key(op)))
+                self._compare(op.number, number, op)
+            case Unwanted():
+                books.unwant(op.number)
             case Dropped():
                 books.drop(requests.pop(op.row)[1])
             case Held():
@@ -313,7 +339,7 @@ def _packed(books: PageManager, pages: RequestPages) -> bytes:
     return books.pages(pages).astype("<i4").tobytes()
 
 
-def _key(op: Opened | Refused) -> RadixKey:
+def _key(op: Opened | Refused | Wanted) -> RadixKey:
     return RadixKey(np.frombuffer(op.tokens, "<i4"), _as_sent(op.namespace))
 
 

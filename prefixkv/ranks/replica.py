@@ -22,10 +22,12 @@ counts, which cost nothing, and some carry digests of the whole state.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from dataclasses import asdict, is_dataclass, replace
+from typing import Any, cast
 
 import msgspec
 
+from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig
 from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError
 from prefixkv.pages.allocator import PageState
@@ -60,6 +62,7 @@ def sizes(books: PageManager) -> dict[str, int]:
         "free_runs": pages.num_free_runs, "free_rows": books.table.free_rows,
         "evictable": cache.evictable_pages, "protected": cache.protected_pages,
         "nodes": cache.num_nodes, "uses": cache.tick, "epoch": books.epoch,
+        "wants": cache.num_wants,
         "slots": books.slots.free_pages if books.slots is not None else 0,
     }  # fmt: skip
 
@@ -89,9 +92,14 @@ def _settings(books: PageManager) -> dict[str, int | str | bool]:
     return {
         "num_pages": books.num_pages, "page_size": books.page_size, "max_running": max_requests,
         "max_pages_per_request": max_pages, "cache": books.caching,
-        "policy": books.cache.policy.name, "evict_reserve_pages": books.evict_reserve_pages,
+        "policy": _described(books.cache.policy), "evict_reserve_pages": books.evict_reserve_pages,
         "num_slots": books.slots.num_pages if books.slots is not None else 0,
     }  # fmt: skip
+
+
+def _described(policy: Policy) -> str:
+    """Its name, and its settings if it says them."""
+    return f"{policy.name} {asdict(policy)}" if is_dataclass(policy) else policy.name
 
 
 class RankLog:
@@ -152,7 +160,10 @@ class DecodeReplica:
         self, num_pages: int, page_size: int, config: DecodeConfig, num_slots: int = 0
     ) -> None:
         sizes = num_pages, page_size, config.max_running
-        self.books = PageManager(*sizes, **config.for_books(num_pages, num_slots))
+        settings = config.for_books(num_pages, num_slots)
+        if is_dataclass(config.policy):  # an object serves one cache: another like it
+            settings["policy"] = replace(cast("Any", config.policy))
+        self.books = PageManager(*sizes, **settings)
         self.num_batches = 0
         self._replica = Replica(self.books)
         self._broken: InternalError | None = None

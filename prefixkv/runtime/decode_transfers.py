@@ -12,7 +12,7 @@ from prefixkv.config import DecodeConfig
 from prefixkv.control.decode import DecodeControl
 from prefixkv.control.rooms import LostPeers
 from prefixkv.digest import check_digest
-from prefixkv.errors import RequestError
+from prefixkv.errors import ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -45,6 +45,7 @@ from prefixkv.runtime.transfers import (
     secret_number,
 )
 from prefixkv.transport.interfaces import check_interface
+from prefixkv.transport.offers import split_offers
 
 
 class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
@@ -84,11 +85,17 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
 
         def control(metadata: bytes) -> DecodeControl:
             secret = token_bytes(SECRET_BYTES)
-            hello = place.hello(metadata, secret, worker or me, memory.area, prover.life)
+            offers = split_offers(metadata)
+            if transport is None and config.transport.backend == "shm" and not offers.shm:
+                raise ConfigError(
+                    'backend is "shm", and the pool, or the state, is not memory that a peer may '
+                    "map: make it with shared=True"
+                )
+            hello = place.hello(offers, secret, worker or me, memory.area, prover.life)
             return DecodeControl(me, hello, config.control)
 
         def check(address: str) -> None:
-            if transport is None:
+            if transport is None and config.transport.backend != "shm":
                 what = f"prefill is {address!r}"
                 check_interface(config.transport.interface, what, is_loopback(address))
 
@@ -124,6 +131,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         prefill: str,
         digest: bytes,
         state_slot: int = -1,
+        ticket: int | None = None,
     ) -> None:
         """Promise pages to a prefill worker, for the KV of tokens `prefix_len` to `num_tokens`.
 
@@ -138,6 +146,8 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                 `PrefillTransfers.add`: `prompt_digest(tokens, namespace)`, or what else both sides
                 agree on. Where they differ nothing is sent, and both get a PromptMismatchError.
             state_slot: of extra state, -1 where there is none.
+            ticket: which promise this is, below 2**63. Of several ranks each gives the same, drawn
+                at random for this call; None: drawn here.
         Raises:
             RequestError: a number or the digest out of range, a room that is open or not drained
                 yet, a prefix that is not whole pages of the prompt, or another number of pages than
@@ -147,6 +157,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         num_tokens = whole_number("num_tokens", num_tokens, 0, 2**31)
         prefix_len = whole_number("prefix_len", prefix_len, 0, num_tokens + 1)
         state_slot = whole_number("state_slot", state_slot, -1, 2**31)
+        ticket = None if ticket is None else whole_number("ticket", ticket, 1, 2**63)
         digest = check_digest(digest)
         ids = as_pages(pages)
         if prefix_len % self._page_size:
@@ -159,7 +170,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         if len(ids):
             checked_pages(ids, self._num_pages, "promised")
         self._begin(key)
-        raw, ticket = ids.astype("<i4").tobytes(), secret_number()
+        raw, ticket = ids.astype("<i4").tobytes(), ticket or secret_number()
         promise = Promise(*key.numbers, num_tokens, prefix_len, raw, ticket, state_slot)
         self.submit(OpenRoom(promise, prefill, digest))
 
@@ -167,14 +178,23 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         """End a room; its pages come back with RoomDrained. Unknown or ended: no-op."""
         self.submit(AbortRoom(room_key(room, generation), reason))
 
-    def refuse(self, room: int, generation: int, prefill: str, reason: str = "refused") -> None:
+    def refuse(
+        self,
+        room: int,
+        generation: int,
+        prefill: str,
+        reason: str = "refused",
+        ticket: int | None = None,
+    ) -> None:
         """Tell prefill at once that this room will not be opened here. RoomDrained follows.
+        `ticket` as for `open`.
 
         Raises RequestError for a room that is open or not drained yet.
         """
         key = room_key(room, generation)
+        ticket = secret_number() if ticket is None else whole_number("ticket", ticket, 1, 2**63)
         self._begin(key)
-        self.submit(RefuseRoom(key, secret_number(), prefill, reason))
+        self.submit(RefuseRoom(key, ticket, prefill, reason))
 
     def _begin(self, key: RoomKey) -> None:
         if key in self._keys:

@@ -17,7 +17,7 @@ REPEAT_S: Final = 60.0
 LINES: Final = 100
 WINDOW_S: Final = 10.0
 _MAX_KEYS: Final = 4096
-_CALM: Final = {"met", "heard", "forgotten"}
+_CALM: Final = {"met", "heard", "left", "forgotten"}
 
 _log = logging.getLogger("prefixkv.peers")
 

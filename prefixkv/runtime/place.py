@@ -16,6 +16,7 @@ from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, ModelDigest, ProcessLife, Topology
 from prefixkv.settings import check_kind, check_whole
+from prefixkv.transport.offers import Offers
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
@@ -95,7 +96,7 @@ class Place:
 
     def hello(
         self,
-        metadata: bytes,
+        offers: Offers,
         secret: bytes,
         worker: PeerId,
         area: StagingArea | None,
@@ -106,11 +107,12 @@ class Place:
             self.digest,
             self.topology,
             self.layout,
-            metadata,
+            offers.nixl,
             secret,
             self.rank,
             worker,
             area,
             self.state_layout,
             life=life,
+            shm=offers.shm,
         )

@@ -101,6 +101,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self._last: dict[tuple[str, int], RoomKey] = {}
         memory = Memory(pool, place, me, config.transport, transport)
         sizes = config.transport
+        tries = transport is None and sizes.backend != "shm"  # shm loads nothing of a peer's
         slots: StagingSlots | None = None
         if memory.area is not None:
             num_slots = sizes.staging_bytes // sizes.lease_bytes
@@ -109,13 +110,14 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         def control(metadata: bytes) -> PrefillControl:
             what = place.digest, place.topology, config.control, ("", *endpoints), rank, slots
             secret = token_bytes(SECRET_BYTES)
-            tries = transport is None
-            return PrefillControl(me, *what, tries=tries, secret=secret, life=prover.life)
+            return PrefillControl(
+                me, *what, tries=tries, secret=secret, life=prover.life, backend=sizes.backend
+            )
 
         def channel(fd: int) -> RouterChannel:
             self._router = RouterChannel(config.bind, config.control, fd)
             try:
-                if transport is None:
+                if transport is None and sizes.backend != "shm":
                     what = f"bind is {config.bind!r}"
                     check_interface(sizes.interface, what, is_loopback(config.bind))
             except ConfigError:
@@ -133,7 +135,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             control,
             channel,
             memory.copies,
-            trial if transport is None else None,
+            trial if tries else None,
             prover,
         )
 

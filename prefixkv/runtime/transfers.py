@@ -34,8 +34,8 @@ from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.control_thread import ControlFailed, ControlThread
 from prefixkv.runtime.copies import CopyPool, CopySink, StagingCopies
 from prefixkv.runtime.place import Place
+from prefixkv.transport.auto import make_transport
 from prefixkv.transport.base import Sink, Transport
-from prefixkv.transport.sharded import make_transport
 
 C = TypeVar("C")
 E = TypeVar("E", bound=RoomEvent)
@@ -44,8 +44,8 @@ E = TypeVar("E", bound=RoomEvent)
 MakeTransport = Callable[
     [PeerId, KVLayout, Sink, TransportConfig, StagingArea | None, StateLayout | None], Transport
 ]
-"""How a rank's transport is made: NIXL's (`transport.sharded.make_transport`), or a fabric's of
-`prefixkv.testing`."""
+"""How a rank's transport is made: that of `TransportConfig.backend`
+(`transport.auto.make_transport`), or a fabric's of `prefixkv.testing`."""
 
 
 SECRET_BYTES: Final = 32
@@ -80,7 +80,12 @@ class Memory:
         self._state = place.state_layout
         self._buffer: StagingBuffer | None = None
         if config.staging_bytes:
-            self._buffer = StagingBuffer(config.staging_bytes, config.lease_bytes, pool.device)
+            self._buffer = StagingBuffer(
+                config.staging_bytes,
+                config.lease_bytes,
+                pool.device,
+                shared=config.backend != "nixl" and pool.device == "cpu",
+            )
 
     @property
     def area(self) -> StagingArea | None:

@@ -33,6 +33,7 @@ from nixl import _bindings as nixl_errors  # noqa: E402  # pyright: ignore[repor
 
 logging.raiseExceptions = _raise_exceptions  # nixl's logging turns it off for the whole process
 
+_UCX: Final = "UCX"
 BINDINGS_FILE: Final[str] = nixl_errors.__file__
 _MIN_RESTS: Final = 50
 FORGOTTEN: Final = nixl_errors.nixlNotFoundError  # NIXL does not know the peer (any more)
@@ -62,9 +63,10 @@ class NixlAgent:
 
     def __init__(
         self, name: str, layout: KVLayout, staging: StagingArea | None = None,
-        state: StateLayout | None = None, interface: str = "",
+        state: StateLayout | None = None, interface: str = "", backends: tuple[str, ...] = (_UCX,),
     ) -> None:  # fmt: skip
-        """Staging area and state are on the layout's device; `interface` as in TransportConfig.
+        """Staging area and state are on the layout's device; `interface` and `backends` as in
+        TransportConfig. The memory is registered with UCX, which also brings the notifications.
         Raises what NIXL raises."""
         self.name = name
         self._memory_type = memory_type_of(layout)
@@ -77,14 +79,16 @@ class NixlAgent:
             ),
         )
         with ucx_options(interface) as options:
-            self.api.create_backend("UCX", options)
+            self.api.create_backend(_UCX, options)
+        for backend in backends[1:]:
+            self.api.create_backend(backend, {})
         ranges = [*layout.regions]
         if staging is not None:
             ranges.append((staging.base, staging.num_bytes))
         if state is not None:
             ranges += state.regions
         regions = [(address, num_bytes, layout.device_id, "") for address, num_bytes in ranges]
-        self.api.register_memory(regions, self._memory_type, backends=["UCX"])
+        self.api.register_memory(regions, self._memory_type, backends=list(backends))
         self.metadata = bytes(self.api.get_agent_metadata())
         self.lists: list[Any] = []
         self.unproven: set[int] = set()

@@ -56,6 +56,10 @@ from prefixkv.transport.wait import Inbox
 _log = logging.getLogger("prefixkv.transport")
 
 _PATIENCE_S: Final = 2e-3  # of empty polls, before sleeps become long
+_QUIET_PART: Final = (
+    1 / 32
+)  # of the quiet so far is the longest sleep, so what comes is seen 3% late
+_LONGEST_IDLE: Final = 5  # times `idle_sleep_s`; a poll costs 1 us, the sleep before it 20
 _LINGER_S: Final = 5e-3  # a notification may still sit in UCX's buffers when its write is DONE
 _COMMANDS_A_TURN: Final = 64  # then the posts get theirs
 _POLL_GAP_S: Final = 2e-3  # more than this between two polls does not count as polling
@@ -64,6 +68,26 @@ _REST_S: Final = 0.1  # between the last error of an agent and its end
 _RENEW_S: Final = 0.25  # between two renewals, each of which holds it for 70 ms
 
 Command = Callable[["NixlLoop"], None]  # run by the thread
+
+
+def pause_s(config: TransportConfig, quiet_s: float, sending: bool) -> float:
+    """How long to sleep between two polls, the last `quiet_s` of which were empty.
+
+    A side that only receives may wait for a prefill that takes seconds, so its sleeps grow with the
+    quiet. One that writes has to make progress for what it has posted.
+
+    >>> config = TransportConfig()
+    >>> [pause_s(config, quiet_s, sending=False) for quiet_s in (0.0, 1e-3, 5e-3, 16e-3, 2.0)]
+    [0.0, 3e-05, 0.0002, 0.0005, 0.001]
+    """
+    if quiet_s < config.spin_s:
+        return 0.0
+    if quiet_s < _PATIENCE_S:
+        return config.sleep_s
+    if sending:
+        return config.idle_sleep_s
+    longest_s = _LONGEST_IDLE * config.idle_sleep_s
+    return min(longest_s, max(config.idle_sleep_s, quiet_s * _QUIET_PART))
 
 
 class NixlLoop:
@@ -144,9 +168,7 @@ class NixlLoop:
         ):
             return None
         quiet_s = 0.0 if quiet_since is None else now - quiet_since
-        if quiet_s < self._config.spin_s:
-            return 0.0
-        return self._config.sleep_s if quiet_s < _PATIENCE_S else self._config.idle_sleep_s
+        return pause_s(self._config, quiet_s, bool(self._jobs) or renewing)
 
     def _progress(self) -> bool:
         """One post for each peer, one check of each post, one poll. Whether anything moved."""
@@ -377,7 +399,9 @@ class NixlLoop:
         return [self._agent] if self._former_agent is None else [self._agent, self._former_agent]
 
     def _new_agent(self, name: str) -> NixlAgent:
-        return NixlAgent(name, self._layout, self._staging, self._state, self._config.interface)
+        config = self._config
+        where = config.interface, config.nixl_backends
+        return NixlAgent(name, self._layout, self._staging, self._state, *where)
 
     def _renew(self) -> None:
         """Another agent posts from now on. If none can be made, the present one goes on, and

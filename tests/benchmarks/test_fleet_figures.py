@@ -39,7 +39,7 @@ def fleet_table() -> list[str]:
 
 def publishing_table() -> list[str]:
     """Behind its mark in docs/fleet.md."""
-    rows = result("sched_events")["rows"]
+    rows = [row for row in result("sched_events")["rows"] if not row.get("cold")]
 
     def told(what: str, name: str, full: bool) -> str:
         without, with_it = (

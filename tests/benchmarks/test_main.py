@@ -56,6 +56,8 @@ def test_an_unknown_one_is_one_line_and_status_2(capfd: pytest.CaptureFixture[st
         ("gpu --device cuda:77", "--device is cuda:77"),
         ("gpu --device cpu --json no/x", "there is no such folder"),
         ("env tensorrt", "tensorrt"),
+        ("vllm --python no/such", "--python is 'no/such'"),
+        ("vllm --python /bin/sh --systems theirs", "--systems has theirs"),
         ("env vllm --folder .", "is there and is no virtual environment"),
     ],
 )

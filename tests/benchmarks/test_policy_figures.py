@@ -1,4 +1,4 @@
-"""The tables of eviction policies, in the README and docs/policies.md, are those of
+"""The tables of eviction policies, in docs/policies.md, are those of
 benchmarks/results/replay.json, rounded. After another run of the benchmark this writes them anew:
 
     python -m tests.benchmarks.test_policy_figures
@@ -19,7 +19,7 @@ from prefixkv.cache.eviction.policy import DEFAULT_POLICY, make_policy, policy_n
 from tests.benchmarks.test_figures import fixed, head, line, share
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "policies.md"]
+DOCUMENT = ROOT / "docs" / "policies.md"
 
 CONVERSATION, AGENTS = "mooncake_conversation", "coding_agents"
 BOTH = f"{CONVERSATION}+{AGENTS}"
@@ -151,24 +151,7 @@ def times_table() -> list[str]:
     ]
 
 
-def short_table() -> list[str]:
-    """For the README."""
-    traces, sizes = (CONVERSATION, AGENTS), (1000, 3000, 6000, 20_000)
-    return [
-        *head("", *(f"{RECORDED[trace]}, {size:,}" for trace in traces for size in sizes)),
-        *(
-            line(
-                named(policy),
-                *(share(ratios(trace)[policy, size], 3)
-                  for trace in traces for size in sizes),
-            )
-            for policy in (*COMPARED, OPTIMUM)
-        ),
-    ]  # fmt: skip
-
-
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "replay-short": short_table,
     "replay-conversation": whole_table(CONVERSATION),
     "replay-agents": whole_table(AGENTS),
     "replay-both": whole_table(BOTH),
@@ -182,8 +165,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 @pytest.mark.parametrize("mark", TABLES)
 def test_a_table_of_policies_is_its_result_file(mark: str) -> None:
     table = f"<!-- {mark} -->\n" + "\n".join(TABLES[mark]()) + "\n\n"
-    found = [path.name for path in DOCUMENTS if table in path.read_text(encoding="utf-8")]
-    assert len(found) == 1, f"{mark}: run python -m tests.benchmarks.test_policy_figures"
+    assert DOCUMENT.read_text(encoding="utf-8").count(table) == 1, (
+        f"{mark}: run python -m tests.benchmarks.test_policy_figures"
+    )
 
 
 def test_the_result_is_of_todays_policies_and_default() -> None:
@@ -193,7 +177,7 @@ def test_the_result_is_of_todays_policies_and_default() -> None:
 
 
 def test_every_policy_has_a_row_that_says_where_it_wins_and_loses() -> None:
-    text = DOCUMENTS[1].read_text(encoding="utf-8")
+    text = DOCUMENT.read_text(encoding="utf-8")
     table = text.partition("| policy | wins on | loses on |\n")[2].partition("\n\n")[0]
     listed = [
         name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split(" | ")[0])
@@ -203,7 +187,7 @@ def test_every_policy_has_a_row_that_says_where_it_wins_and_loses() -> None:
 
 def test_the_figures_of_the_text_are_the_results() -> None:
     """ "A against B of `lru`" at so many blocks, and one alone."""
-    text = DOCUMENTS[1].read_text(encoding="utf-8")
+    text = DOCUMENT.read_text(encoding="utf-8")
     for trace, policy, size in (
         ("retrieval", "aged", 3000), ("retrieval", "slru", 20_000), (CONVERSATION, "fifo", 20_000),
     ):  # fmt: skip
@@ -234,12 +218,11 @@ def test_hints_are_worth_what_they_have_to_be() -> None:
 
 def write() -> None:
     """Put the tables behind their marks."""
-    for path in DOCUMENTS:
-        text = path.read_text(encoding="utf-8")
-        for mark, table in TABLES.items():
-            new = f"<!-- {mark} -->\n" + "\n".join(table()) + "\n\n"
-            text = re.sub(rf"<!-- {mark} -->\n(?:\|.*\n)*\n?", lambda _, new=new: new, text)
-        path.write_text(text, encoding="utf-8")
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for mark, table in TABLES.items():
+        new = f"<!-- {mark} -->\n" + "\n".join(table()) + "\n\n"
+        text = re.sub(rf"<!-- {mark} -->\n(?:\|.*\n)*\n?", lambda _, new=new: new, text)
+    DOCUMENT.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import sched
+from benchmarks import samples, sched
 from benchmarks.__main__ import run
 
 
@@ -88,3 +88,24 @@ def _one_sample():
     samples = sched.Samples()
     samples.take(lambda: None)
     return samples
+
+
+def test_a_cold_call_comes_after_a_copy_and_has_no_aim(monkeypatch):
+    monkeypatch.setattr(sched.Bench, "_rounds", lambda self, many: 20)
+    rows = []
+    bench = sched.Bench(0, True, "lru", rows.append)
+    source, target = samples.Samples._copied
+    assert len(source) == samples.COLD_BYTES
+    bench.abort()
+    bench.allocator()
+    target[:] = 0
+    with samples.Samples.all_cold():
+        bench.abort()
+        assert target.all()
+        bench.allocator()
+    target[:] = 0
+    bench.yardstick()
+    assert not target.any()
+    assert [row["cold"] for row in rows] == [False, False, True, True, False, False]
+    assert ["target_us_p50" in row for row in rows[:4]] == [False, True, False, False]
+    assert [row["samples"] for row in rows[:2]] == [row["samples"] for row in rows[2:4]]

@@ -13,7 +13,7 @@ def small():
     cache.insert([1, 1, 2, 2, 4, 4], [0, 1, 9], namespace=None)
     cache.lock(cache.match_prefix([1, 1, 2, 2]))
     cache.insert([5, 5], [20], namespace="[red]lora")
-    cache.wanted([5, 5, 6, 6], +1, namespace="[red]lora")
+    cache.want(cache.match_prefix([5, 5, 6, 6], namespace="[red]lora"))
     return cache
 
 

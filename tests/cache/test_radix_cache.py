@@ -181,16 +181,25 @@ def test_wrong_page_ids_change_nothing(pages, error):
     fails_unchanged(cache, error, cache.insert, [1, 2, 3, 4], pages)
 
 
-@pytest.mark.parametrize("num_pages", [0, 1, 4])
+@pytest.mark.parametrize("num_pages", [0, 1, 3, 4])
 def test_pages_that_the_caller_has_looked_at_are_counted(num_pages):
     cache = RadixCache(page_size=2, pool_pages=100)
     cache.insert([9, 9], [42])
     ids = np.arange(num_pages, dtype=np.int32)
-    fails_unchanged(cache, PageStateError, cache.insert, [1, 2, 3, 4], ids, checked=True)
-    cache.insert([1, 2, 3, 4], np.array([7, 3], np.int32), checked=True)
+    fails_unchanged(cache, PageStateError, cache.insert, [1, 2, 3, 4], ids, checked=slice(3, 5))
+    cache.insert([1, 2, 3, 4], np.array([7, 3], np.int32), checked=np.array([3, 7]))
     assert cache.match_prefix([1, 2, 3, 4]).pages.tolist() == [7, 3]
     fails_unchanged(cache, PageStateError, cache.insert, [1, 5], [7])
     cache.check_invariants()
+
+
+def test_of_pages_that_the_caller_has_looked_at_those_that_were_there_stay_its_own():
+    cache = RadixCache(page_size=2, pool_pages=100)
+    cache.insert([1, 2, 3, 4], [7, 3])
+    cache.insert([1, 2, 5, 6], np.array([8, 9], np.int32), checked=slice(8, 10))
+    cache.check_invariants()
+    cache.insert([9, 9], [8])
+    assert cache.match_prefix([1, 2, 5, 6]).pages.tolist() == [7, 9]
 
 
 def test_the_partial_pages_id_is_ignored():
@@ -355,6 +364,26 @@ def test_locking_stops_at_the_first_node_that_is_held():
     assert cache.num_nodes == 1
 
 
+def test_reset_that_forgets_locks_gives_everything_back():
+    """Also what a lock held through an earlier reset."""
+    cache = filled("abcd", "q")
+    before = cache.lock(cache.match_prefix(tokens("ab")))
+    assert sorted(cache.reset().tolist()) == [2, 3, 4]
+    cache.insert(tokens("abc"), [10, 11, 12])
+    after = cache.lock(cache.match_prefix(tokens("abc")))
+    want = cache.want(cache.match_prefix(tokens("ab")))
+    assert sorted(cache.reset(forget_locks=True).tolist()) == [0, 1, 10, 11, 12]
+    cache.check_invariants()
+    assert (cache.num_pages, cache.orphan_pages, cache.stats().num_locks) == (0, 0, 0)
+    for lock in (before, after):
+        assert not lock.held
+        with pytest.raises(LockError, match="was unlocked before"):
+            cache.unlock(lock)
+    cache.insert(tokens("abc"), [10, 11, 12])  # their pages may come back
+    cache.unwant(want)
+    cache.check_invariants()
+
+
 def test_reset_under_locks():
     cache = filled("abcd", "abxy", "q")
     one, two = (
@@ -455,7 +484,7 @@ def test_a_broken_law_is_reported_with_the_state():
 
 def test_what_somebody_waits_for_goes_last():
     cache = filled("abc", "xyz", "mno")
-    cache.wanted(tokens("ab!"), +1)
+    number = cache.want(cache.match_prefix(tokens("ab!")))
     assert sorted(cache.evict(7).tolist()) == [2, 3, 4, 5, 6, 7, 8]
     assert cached(cache, "ab") == 2
     assert cache.evict(1).tolist() == [1]  # soft
@@ -463,10 +492,10 @@ def test_what_somebody_waits_for_goes_last():
     cache.insert(tokens("pq"), [30, 31])
     assert sorted(cache.evict(2).tolist()) == [30, 31]
     cache.insert(tokens("pq"), [30, 31])
-    cache.wanted(tokens("ab!"), -1)
+    cache.unwant(number)
     assert sorted(cache.evict(3).tolist()) == [0, 20, 21]
-    fails_unchanged(cache, CallerError, cache.wanted, tokens("ab!"), -1)
-    fails_unchanged(cache, CallerError, cache.wanted, tokens("ab!"), 2)
+    fails_unchanged(cache, CallerError, cache.unwant, number)
+    fails_unchanged(cache, LockError, cache.want, filled("abc").match_prefix(tokens("a")))
 
 
 def test_a_listener_that_comes_late_or_falls_behind_gets_the_tree_as_it_is(monkeypatch):

@@ -161,3 +161,47 @@ def test_a_key_of_a_key_need_not_be_checked_again(monkeypatch):
 def test_a_key_of_a_key_that_was_not_checked_is_checked():
     with pytest.raises(TokenError):
         RadixKey(RadixKey(np.array([1, -1], np.int32))).check()
+
+
+def test_wider_arrays_are_checked_as_they_are_packed_and_not_again(monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(
+        "prefixkv.cache.radix_key.check_packed", lambda *given: looked_at.append(given)
+    )
+    key = RadixKey(np.arange(10))
+    key.extend(array.array("q", range(10)))
+    key.check()
+    assert looked_at == []
+    key.extend(np.arange(3, dtype=np.int32))
+    assert len(looked_at) == 1
+    key.check()
+    assert len(looked_at) == 1
+
+
+@pytest.mark.parametrize("bad", [-1, -(2**31), -(2**40), 2**31, 2**32, 2**62])
+def test_one_value_in_many_that_is_no_token_is_found(bad):
+    values = np.arange(1000)
+    values[700] = bad
+    with pytest.raises(TokenError, match=f"token {bad} at 700 "):
+        RadixKey(values)
+    key = RadixKey([1])
+    with pytest.raises(TokenError, match=f"token {bad} at 700 "):
+        key.extend(array.array("q", values.tolist()))
+    assert len(key) == 1
+
+
+def test_what_the_caller_has_packed_and_checked_is_taken_as_it_is(monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(
+        "prefixkv.cache.radix_key.check_packed", lambda *given: looked_at.append(given)
+    )
+    key = RadixKey.of_packed(PACKED, "lora")
+    key.extend_packed(PACKED)
+    key.check()
+    assert looked_at == []
+    assert key.tokens().tolist() == TOKENS * 2
+    assert key.namespace == "lora"
+    unchecked = RadixKey(np.array([1], np.int32))
+    unchecked.extend_packed(PACKED)
+    unchecked.check()
+    assert len(looked_at) == 1  # what came before was not looked at yet

@@ -124,8 +124,8 @@ def test_books_stay_right_under_a_policy_that_raises(seed: int, kind: str) -> No
                 with suppress(OutOfPagesError):
                     books.grow_many([rng.choice(live)[0]], float(step))
             case "wait":
-                books.cache.wanted(wanted := [1] * rng.randrange(2, 9), 1)
-                books.cache.wanted(wanted, -1)
+                match = books.cache.match_prefix([1] * rng.randrange(2, 9))
+                books.cache.unwant(books.cache.want(match))
             case "flush" if rng.random() < 0.1:
                 books.flush()
         books.check_invariants()

@@ -15,8 +15,8 @@ import pytest
 from tests.models.patience import PATIENCE_S
 
 SMALL = (
-    "--conversations 3 --turns 3 --layers 2 --kv-heads 2 --head-dim 16 --system-tokens 40 "
-    "--user-tokens 20 "
+    "--no-model --conversations 3 --turns 3 --layers 2 --kv-heads 2 --head-dim 16 "
+    "--system-tokens 40 --user-tokens 20 "
     "--output-tokens 6 --step-ms 1 --prefill-pages 200 --decode-pages 200"
 )
 WHOLE_TIMEOUT_S = 5 * PATIENCE_S

@@ -146,6 +146,7 @@ def test_an_address_that_answers_no_more_names_what_answered_there() -> None:
     peer.on(Unreached(ADDRESS, "nobody answers"))
     [ended] = of(peer.pass_time(TIMING.connect_timeout_s + 0.5), RoomEnded)
     assert (ended.key.room, ended.error.peer) == (8, PREFILL)
+    assert ADDRESS in str(ended.error)
 
 
 def test_a_lost_peer_is_named_on_every_rank() -> None:
@@ -183,6 +184,17 @@ def test_an_error_of_an_address_where_nothing_was_ever_met_names_none() -> None:
     [ended] = of(peer.pass_time(TIMING.connect_timeout_s + 0.5), RoomEnded)
     assert isinstance(ended.error, PeerLostError)
     assert ended.error.peer is None
+    assert ADDRESS in str(ended.error)
+
+
+def test_decode_says_that_a_peer_has_left() -> None:
+    peer = PrefillPeer().opened()
+    peer.control.news.take()
+    ended = peer.say(Fenced())
+    assert [str(one.error) for one in ended if isinstance(one, RoomEnded)] == [
+        f"{PREFILL} has left"
+    ]
+    assert peer.control.news.take() == [PeerNews("left", PREFILL, "has left")]
 
 
 # --- prefill --------------------------------------------------------------------------------------
@@ -195,7 +207,7 @@ def test_prefill_says_whom_it_meets_and_what_takes_its_place() -> None:
     peer.say(HELLO, newer(DECODE))
     assert news(peer) == [("over", DECODE), ("met", newer(DECODE))]
     peer.say(Fenced(), newer(DECODE))
-    assert peer.control.news.take() == [PeerNews("over", newer(DECODE), "has left")]
+    assert peer.control.news.take() == [PeerNews("left", newer(DECODE), "has left")]
 
 
 def test_prefill_says_what_it_refuses_and_why() -> None:

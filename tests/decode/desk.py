@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.scheduler import DecodeScheduler
@@ -35,9 +36,12 @@ class Desk:
         rows: int = 8,
         caching: bool = True,
         num_slots: int = 0,
+        policy: str = DEFAULT_POLICY,
         **settings: Any,
     ) -> None:
-        self.books = PageManager(num_pages, PAGE_SIZE, rows, caching=caching, num_slots=num_slots)
+        self.books = PageManager(
+            num_pages, PAGE_SIZE, rows, caching=caching, num_slots=num_slots, policy=policy
+        )
         settings = {"reserve_tokens": 0, **settings}
         self.scheduler = DecodeScheduler(self.books, **settings)
         self.now_s = 0.0
@@ -114,6 +118,10 @@ class Desk:
         for _ in range(outputs):
             self.token(req)
         return req
+
+    def prefix_of(self, req: DecodeRequest) -> int:
+        """Tokens of a request that the tree has now."""
+        return self.books.cache.match_prefix(req.key).prefix_len
 
     def carry_out_aborts(self) -> None:
         """What the control plane does with an abort: the room fails, and is drained some time

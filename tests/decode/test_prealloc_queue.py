@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.decode.request import DecodeState
+from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.paging import pages_for
 from prefixkv.protocol.messages import Promise
 from tests.decode.desk import PAGE_SIZE, Desk, OpenRoom
@@ -179,6 +180,95 @@ def test_the_reserve_keeps_room_for_those_admitted_before() -> None:
     assert desk.states() == {"OWNED": 1, "FREE": 4}, "kept back, not taken"
 
 
+# --- what waits is evicted last -------------------------------------------------------------------
+
+
+def waiting_behind_a_hog(admission: str, protect: bool = True) -> tuple[Desk, DecodeRequest]:
+    """8 pages: "a" and then "b" left 2 each in the tree, a hog has 3, and "a" has come again, with
+    more than there is room for."""
+    desk = Desk(8, policy="lru", admission=admission, protect_waiting=protect)
+    for rid in "ab":
+        desk.finish(desk.start(rid, 8, max_new=1))
+    desk.start("H", 11, max_new=1)
+    waits = desk.add("a again", 24, max_new=1)
+    assert desk.admit() == []
+    return desk, waits
+
+
+@pytest.mark.parametrize("admission", ["hit_aware", "fifo", "priority"])
+def test_what_a_waiting_request_has_cached_is_evicted_last(admission: str) -> None:
+    desk, waits = waiting_behind_a_hog(admission)
+    assert desk.books.cache.num_wants == 1
+    desk.books.cache.evict(2)  # as another's growth would
+    assert desk.prefix_of(waits) == 8
+    desk.books.cache.evict(1)
+    assert desk.prefix_of(waits) == 4, "softly: nothing else was left"
+
+
+def test_without_protection_the_policy_alone_decides() -> None:
+    desk, waits = waiting_behind_a_hog("hit_aware", protect=False)
+    assert desk.books.cache.num_wants == 0
+    desk.books.cache.evict(2)
+    assert desk.prefix_of(waits) == 0
+
+
+def test_what_comes_in_the_same_pass_is_protected_from_its_evictions() -> None:
+    desk = Desk(8, policy="lru", admission="fifo")
+    for rid in "ab":
+        desk.finish(desk.start(rid, 8, max_new=1))
+    desk.add("new", 23, max_new=1)  # takes 6 pages: 4 are free
+    waits = desk.add("a again", 12, max_new=1)
+    assert desk.admit() == ["new"]
+    assert desk.prefix_of(waits) == 8
+
+
+@pytest.mark.parametrize("end", ["admitted", "aborted", "flushed"])
+def test_a_request_that_waits_no_longer_protects_nothing(end: str) -> None:
+    desk, waits = waiting_behind_a_hog("hit_aware")
+    hog = next(iter(desk.scheduler.requests.values()))
+    if end == "aborted":
+        desk.abort(waits)
+    elif end == "admitted":
+        desk.finish(hog)
+        assert desk.admit() == ["a again"]
+    else:
+        desk.scheduler.flush()
+        assert desk.books.cache.num_wants == 1, "it waits still"
+        desk.abort(waits)
+    assert desk.books.cache.num_wants == 0
+
+
+def test_a_request_admitted_from_free_pages_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(16)
+    said: list[Any] = []
+    monkeypatch.setattr(desk.books, "want", said.append)
+    desk.finish(desk.start("a", 12))
+    desk.finish(desk.start("a again", 20))
+    assert said == []
+
+
+def test_so_many_are_told_in_a_pass_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixkv.decode.prealloc_queue.MAX_WANTS", 2)
+    desk = Desk(8)
+    desk.start("H", 27, max_new=1)
+    for number in range(5):
+        desk.add(f"{number}", 8, max_new=1)
+    wants = []
+    for _ in range(4):
+        desk.admit()
+        wants.append(desk.books.cache.num_wants)
+    assert wants == [2, 4, 5, 5]
+
+
+@pytest.mark.parametrize("how", ["uncacheable", "no cache"])
+def test_what_is_not_cached_is_not_wanted(how: str) -> None:
+    desk = Desk(8, caching=how != "no cache")
+    desk.start("H", 27, max_new=1)
+    desk.add("a", 8, max_new=1, cacheable=how != "uncacheable")
+    assert desk.admit() == []
+    assert desk.books.cache.num_wants == 0
+
+
 @given(
     st.integers(4, 14), st.sampled_from([0, 3]),
     st.lists(
@@ -217,3 +307,18 @@ def test_what_is_admitted_fits_as_the_match_said(
         desk.abort(req)
     desk.carry_out_aborts()
     desk.at_rest()
+
+
+@pytest.mark.parametrize("deadline_s", [None, 500.0])
+def test_a_request_that_has_ended_is_not_held_until_its_deadline_would_have_come(
+    deadline_s: float | None,
+) -> None:
+    """It holds its prompt, and a service has many in the ten minutes of `longest_wait_s`."""
+    desk = Desk(waiting_timeout_s=600.0)
+    for number in range(300):
+        req = desk.start(f"ended {deadline_s} {number}", max_new=1, deadline_s=deadline_s)
+        desk.finish(req)
+        desk.commands()
+    gc.collect()
+    held = [one for one in gc.get_objects() if type(one) is DecodeRequest]
+    assert sum(one.rid.startswith(f"ended {deadline_s} ") for one in held) < 100

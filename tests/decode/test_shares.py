@@ -48,6 +48,18 @@ def test_what_came_back_by_success_counts_no_more() -> None:
     assert d.scheduler.shares.pages("a") == 3
 
 
+def test_what_waits_for_its_share_is_looked_at_as_soon_as_some_of_it_is_back() -> None:
+    d = desk()
+    first, _, _ = (d.add(rid, 12, 4, prefill="a") for rid in "uvw")
+    d.add("x", 4, 4, prefill="b")
+    assert sorted(d.admit()) == ["u", "v", "x"]
+    assert d.admit() == []
+    version = d.books.version
+    d.succeed(first.room_key)
+    assert d.books.version == version, "no page has become free"
+    assert d.admit() == ["w"]
+
+
 def test_alone_a_worker_may_have_all() -> None:
     ready = ["a", "a's second rank"]
     d = desk(ready)
@@ -62,8 +74,11 @@ def test_alone_a_worker_may_have_all() -> None:
 
 def test_a_request_larger_than_the_share_is_admitted_where_nothing_else_is_held() -> None:
     d = desk(most=2)
+    d.add("x", 4, 4, prefill="b")
     d.add("u", 12, 4, prefill="a")
-    assert d.admit() == ["u"]
+    assert d.admit() == ["x", "u"]
+    d.add("v", 4, 4, prefill="a")
+    assert d.admit() == []
 
 
 def test_what_waits_for_its_share_fails_in_time() -> None:

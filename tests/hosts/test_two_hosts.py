@@ -200,7 +200,9 @@ def test_prefill_dies_and_another_takes_its_place(two_hosts: TwoHosts) -> None:
     two_hosts.start_prefill()
     until(lambda: two_hosts.ended("in the middle"))
     assert two_hosts.decode.call("get", "ended")["in the middle"].startswith("PeerLostError")
+    time.sleep(1.0)  # looks enough at a process, were it one of decode's host
     assert two_hosts.stats("pages_held") == BIG_PAGES
+    assert two_hosts.stats("peers_proved_dead") == 0, "of another host nothing proves that"
     two_hosts.decode.call("fence", lost.peer_id.name, lost.peer_id.incarnation)
     until(lambda: two_hosts.stats("pages_held") == 0)
     here = (two_hosts.prefill.peer_id, "ready")

@@ -17,7 +17,11 @@ from tests.models.ghost_model import GhostModel
 from tests.models.gittins_model import LONG_PAGES, PERIOD, TINY_PAGES, TRUST, smooth
 from tests.models.radix_model import ModelPage, ModelUse, Place, Prefix, visits
 
-Kind = tuple[int, int]  # class of the use count, class of how much was new
+HALF_LIFE_S = 20.0
+
+Kind = tuple[int, ...]  # class of the use count, class of how much was new; or of a trunk
+
+NO_TRUNK = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,14 @@ class Known:
     turn: int
     path: int  # 0: it brought nothing of its own
     now_s: float
+    trunk: tuple[int, int]  # pages, how often paths parted there
+
+
+@dataclass(frozen=True)
+class End:
+    kind: Kind
+    start_s: float
+    age_s: float
 
 
 class AdaptiveModel(GhostModel):
@@ -35,10 +47,10 @@ class AdaptiveModel(GhostModel):
 
     def forget_all(self) -> None:
         super().forget_all()
-        self.starts: list[tuple[float, Kind]] = []
-        self.snapshots: list[int] = []  # before which starts it was written down how many
-        self.returns: list[tuple[Kind, float]] = []
-        self.losses: list[tuple[Kind, float]] = []
+        self.starts: list[tuple[float, list[Kind]]] = []
+        self.times_s: list[float] = []  # starts are told apart by the last of these before them
+        self.returns: list[End] = []
+        self.losses: list[End] = []
         self.worths = self.work_out()
 
     # --- uses -------------------------------------------------------------------------------------
@@ -49,7 +61,7 @@ class AdaptiveModel(GhostModel):
         if not use.visit and before is not None:
             was = before.known
             path = use.covers if was.path or use.brings else 0
-            use.known = Known(was.size, was.turn, path, use.now_s)
+            use.known = Known(was.size, was.turn, path, use.now_s, was.trunk)
         else:
             known = old
             last: Known | None = before.known if before is not None else None
@@ -74,59 +86,75 @@ class AdaptiveModel(GhostModel):
 
     def first_use(self, use: ModelUse, last: Known | None, known: int, new: int) -> None:
         goes_on = last is not None and last.path == known
-        turn = 1
+        turn, trunk = 1, NO_TRUNK
         if goes_on and last is not None:
-            turn = last.turn + 1
-            self.returns += [(kind, use.now_s - last.now_s) for kind in counted(last)]
-        size = 0 if new <= TINY_PAGES else 1 if new <= LONG_PAGES else 2
+            turn, trunk = last.turn + 1, last.trunk
+            self.returns += [
+                End(kind, last.now_s, use.now_s - last.now_s) for kind in counted(last)
+            ]
+        elif known and new:
+            times = 1
+            if last is not None and known <= last.trunk[0]:
+                times = last.trunk[1] + 1
+                self.returns.append(End(trunk_kind(last.trunk), last.now_s, use.now_s - last.now_s))
+            trunk = known, times
+            self.start(use.now_s, [trunk_kind(trunk)])
         has_end = goes_on or new > 0
-        use.known = Known(size, turn, use.covers if has_end else 0, use.now_s)
-        for kind in counted(use.known) if has_end else ():
-            if not self.snapshots or use.now_s - self.starts[self.snapshots[-1]][0] >= 1.0:
-                self.snapshots.append(len(self.starts))
-            self.starts.append((use.now_s, kind))
-            if len(self.starts) % PERIOD == 0:
-                self.thin_out()
-                self.worths = self.work_out()
+        path = use.covers if has_end else 0
+        use.known = Known(size_class(new), turn, path, use.now_s, trunk)
+        if has_end:
+            self.start(use.now_s, counted(use.known))
+
+    def start(self, now_s: float, kinds: list[Kind]) -> None:
+        if not self.times_s or now_s - self.times_s[-1] >= 1.0:
+            self.times_s.append(now_s)
+        self.starts.append((now_s, kinds))
+        if len(self.starts) % PERIOD == 0:
+            self.thin_out()
+            self.worths = self.work_out()
 
     def gone(self, place: Place, page: ModelPage) -> None:
         known = (visits(page), page.last.known)
         for depth, (_, last) in self.remember(place, page.last.known.path, known):
             if depth == last.path:
                 age_s = self.starts[-1][0] - last.now_s
-                self.losses += [(kind, age_s) for kind in counted(last)]
+                self.losses += [End(kind, last.now_s, age_s) for kind in counted(last)]
 
     # --- what it is worth -------------------------------------------------------------------------
 
     def thin_out(self) -> None:
-        kept: list[int] = []
-        for number in self.snapshots:
-            age_s = self.starts[-1][0] - self.starts[number][0]
-            if not kept or (
-                self.starts[number][0] - self.starts[kept[-1]][0] >= RESOLUTION * age_s
-            ):
-                kept.append(number)
-        self.snapshots = kept
+        kept: list[float] = []
+        for time_s in self.times_s:
+            if not kept or time_s - kept[-1] >= RESOLUTION * (self.starts[-1][0] - time_s):
+                kept.append(time_s)
+        self.times_s = kept
 
-    def counts(self, kinds: list[Kind]) -> list[tuple[int, int]]:
+    def counts(self, kinds: list[Kind]) -> list[tuple[float, float]]:
         """(entered, returned) for each bin, of these classes together."""
+        now_s = self.starts[-1][0] if self.starts else 0.0
+
+        def weight(start_s: float) -> float:
+            return 0.5 ** max(0, now_s // HALF_LIFE_S - start_s // HALF_LIFE_S)  # type: ignore[no-any-return]
+
+        def old_enough(start_s: float, at: int) -> bool:
+            return max(one for one in self.times_s if one <= start_s) <= now_s - BEGINS_S[at]
+
         rows = []
         for at in range(NUM_BINS):
-            entered = returned = 0
+            entered = returned = 0.0
             for kind in kinds:
-                old_enough = self.starts
-                if at:
-                    limit_s = self.starts[-1][0] - BEGINS_S[at] if self.starts else 0.0
-                    until = [n for n in self.snapshots if self.starts[n][0] <= limit_s]
-                    old_enough = self.starts[: until[-1]] if until else []
-                started = sum(other == kind for _, other in old_enough)
-                ended = sum(
-                    other == kind and age_s < BEGINS_S[at]
-                    for other, age_s in self.returns + self.losses
+                ends = [end for end in self.returns + self.losses if end.kind == kind]
+                out = sum(
+                    weight(s) for s, others in self.starts if kind in others and old_enough(s, at)
                 )
-                here = sum(other == kind and in_bin(age_s) == at for other, age_s in self.returns)
-                entered += max(started - ended, here)
-                returned += here
+                out -= sum(weight(end.start_s) for end in ends if old_enough(end.start_s, at))
+                entered += max(0.0, out)
+                entered += sum(weight(end.start_s) for end in ends if in_bin(end.age_s) >= at)
+                returned += sum(
+                    weight(end.start_s)
+                    for end in self.returns
+                    if end.kind == kind and in_bin(end.age_s) == at
+                )
             rows.append((entered, returned))
         return rows
 
@@ -137,13 +165,15 @@ class AdaptiveModel(GhostModel):
             self.counts([(count, size) for count in counts for size in sizes]), UNTAUGHT, 5 * TRUST
         )
         worths = {}
-        for count in counts:
-            alike = smooth(self.counts([(count, size) for size in sizes]), common, TRUST)
-            for size in sizes:
-                own = smooth(self.counts([(count, size)]), alike, TRUST)
+        groups: list[list[Kind]] = [[(count, size) for size in sizes] for count in counts]
+        groups += [[(0, length, times) for times in range(3)] for length in sizes]
+        for group in groups:
+            alike = smooth(self.counts(group), common, TRUST)
+            for kind in group:
+                own = smooth(self.counts([kind]), alike, TRUST)
                 index = [best_ratio(own, at) for at in range(NUM_BINS)]
                 peak = index.index(max(index))
-                worths[count, size] = (
+                worths[kind] = (
                     peak,
                     [
                         max(index[: at + 1]) if at < peak else max(index[at:])
@@ -152,15 +182,19 @@ class AdaptiveModel(GhostModel):
                 )
         return worths
 
-    def kind(self, page: ModelPage) -> Kind:
+    def kind(self, place: Place) -> Kind:
+        page = self.pages[place]
         times, last = visits(page), page.last.known
+        if self.whole(place[1]) <= last.trunk[0]:
+            return trunk_kind(last.trunk)
         if times == 1 and last.turn > 1:
             times = 2
         return count_class(times), last.size
 
-    def rank(self, page: ModelPage, now_s: float) -> tuple[float, int, int]:
-        last, age_s = page.last, now_s - page.last.now_s
-        peak, worth = self.worths[self.kind(page)]
+    def rank(self, place: Place, now_s: float) -> tuple[float, int, int]:
+        last = self.pages[place].last
+        age_s = now_s - last.now_s
+        peak, worth = self.worths[self.kind(place)]
         at = in_bin(age_s)
         if now_s and at < peak:
             return worth[at], 1, -last.tick
@@ -168,12 +202,12 @@ class AdaptiveModel(GhostModel):
 
     def choose(self, unwanted: list[Place], now_s: float, likely: set[int]) -> Place:
         """Where rounding may decide between two classes, the one that is likely."""
-        ranks = {place: self.rank(self.pages[place], now_s) for place in unwanted}
+        ranks = {place: self.rank(place, now_s) for place in unwanted}
         least = min(unwanted, key=lambda place: ranks[place])
         near = [
             place
             for place in unwanted
-            if self.kind(self.pages[place]) != self.kind(self.pages[least])
+            if self.kind(place) != self.kind(least)
             and ranks[place][0] <= ranks[least][0] * (1 + 1e-9)
         ]
         return next((place for place in near if self.pages[place].page_id in likely), least)
@@ -181,6 +215,15 @@ class AdaptiveModel(GhostModel):
 
 def count_class(times: int) -> int:
     return times if times < 4 else 4 if times < 6 else 5
+
+
+def size_class(pages: int) -> int:
+    return 0 if pages <= TINY_PAGES else 1 if pages <= LONG_PAGES else 2
+
+
+def trunk_kind(trunk: tuple[int, int]) -> Kind:
+    pages, times = trunk
+    return 0, size_class(pages), 0 if times < 3 else 1 if times < 6 else 2
 
 
 def counted(known: Known) -> list[Kind]:

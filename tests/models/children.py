@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.forkserver import _forkserver
 from typing import Any
 
+from tests.models import wires
 from tests.models.patience import PATIENCE_S
 
 _context = multiprocessing.get_context("forkserver")
@@ -23,6 +24,8 @@ _context.set_forkserver_preload(
     ["prefixkv.runtime.nodes", "tests.models.node_pair", "tests.models.transport_pools"]
 )
 _PR_SET_PDEATHSIG = 1
+INHERITED = ("UCX_TLS", wires.VARIABLE)
+"""Set by a test after the server was forked."""
 
 
 class Child:
@@ -30,7 +33,7 @@ class Child:
 
     def __init__(self, serve: Callable[..., None], *args: Any) -> None:
         self._pipe, theirs = _context.Pipe()
-        env = {name: os.environ[name] for name in ("UCX_TLS",) if name in os.environ}
+        env = {name: os.environ[name] for name in INHERITED if name in os.environ}
         _forkserver.ensure_running()
         self.process = _context.Process(
             target=_run, args=(_forkserver._forkserver_pid, env, serve, theirs, args), daemon=True
@@ -72,7 +75,11 @@ class Child:
 
     def _receive(self) -> Any:
         assert self._pipe.poll(PATIENCE_S), "the child does not answer"
-        return self._pipe.recv()
+        try:
+            return self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self.process.join(PATIENCE_S)
+            raise EOFError(f"the child ended, code {self.process.exitcode}") from None
 
 
 def answer(pipe: Any, served: Any) -> None:

@@ -49,10 +49,11 @@ class MeshPair:
     ) -> None:  # fmt: skip
         """`prefill_more` and `decode_more` are for the groups; `opaque` is the tag of all pools."""
         self.chunk = chunk
+        shared = decode_config is not None and decode_config.transport.backend != "nixl"
         prefill_pools, self.decode_pools = (
             make_pools(
                 side, num_pages, page_size, head_dim,
-                attention=attention, order=order, device=device,
+                attention=attention, order=order, device=device, shared=shared,
             )
             for side, page_size, order in zip((prefill, decode), page_sizes, orders, strict=True)
         )  # fmt: skip

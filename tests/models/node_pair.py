@@ -29,6 +29,7 @@ from prefixkv.testing.pattern import pattern_in
 from tests.models.auditor import assert_at_rest
 from tests.models.devices import DEVICE
 from tests.models.patience import PATIENCE_S
+from tests.models.wires import is_shm
 
 Tokens = npt.NDArray[np.int32]
 SALT = 99
@@ -43,7 +44,7 @@ def tokens_of(seed: int, count: int) -> Tokens:
 
 def make_pool(num_pages: int = 64, page_size: int = 4, **options: Any) -> KVPool:
     sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "device": DEVICE} | options
-    return KVPool.create(num_pages, page_size, **sizes)
+    return KVPool.create(num_pages, page_size, shared=is_shm(), **sizes)
 
 
 def first_token(tokens: Tokens) -> int:

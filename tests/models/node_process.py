@@ -48,6 +48,7 @@ class _Served:
     def __init__(self, side: str, pool: dict[str, Any], config: Any) -> None:
         from prefixkv.runtime.nodes import DecodeNode, PrefillNode
         from tests.models.node_pair import DecodeDriver, PrefillDriver, make_pool
+        from tests.models.wires import wired
 
         self.node: Any
         self.driver: Any
@@ -55,10 +56,10 @@ class _Served:
         self.clock = SkippableClock()
         self.clock.install()
         if side == "prefill":
-            self.node = PrefillNode(make_pool(**pool), config)
+            self.node = PrefillNode(make_pool(**pool), wired(config))
             self.driver = PrefillDriver(self.node)
         else:
-            self.node = DecodeNode(make_pool(**pool), config)
+            self.node = DecodeNode(make_pool(**pool), wired(config))
             self.driver = DecodeDriver(self.node, lambda *ask: None)  # the test tells prefill
 
     def late(self) -> None:

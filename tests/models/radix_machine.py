@@ -23,7 +23,7 @@ from prefixkv.cache.eviction.plain import ByPriority
 from prefixkv.cache.eviction.policy import make_policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from tests.models.adaptive_model import AdaptiveModel
+from tests.models.adaptive_model import HALF_LIFE_S, AdaptiveModel
 from tests.models.gated_model import FRESH_S, KNOWN_S, SHORT_PAGES, GatedModel
 from tests.models.ghost_model import BLOCK_PAGES, GHOST_PAGES, STRIDE_PAGES
 from tests.models.gittins_model import (
@@ -60,7 +60,8 @@ def make_pair(policy: str, page_size: int) -> tuple[RadixCache, RadixModel]:
     elif policy == "adaptive":
         chosen = Adaptive(
             short_tokens=TINY_PAGES * page_size,
-            long_tokens=LONG_PAGES * page_size, trust=TRUST, period=PERIOD, **ghosts,
+            long_tokens=LONG_PAGES * page_size, trust=TRUST, period=PERIOD,
+            half_life_s=HALF_LIFE_S, **ghosts,
         )  # fmt: skip
     elif policy == "gated":
         chosen = Gated(
@@ -93,6 +94,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.cache, self.model = make_pair(self.policy, self.page_size)
         self.free = set(range(POOL_PAGES))
         self.locks: list[tuple[Any, Any]] = []
+        self.wants: list[int] = []
         self.now_s = 0.0
         self.stored: set[tuple[Any, bytes]] = set()
         self.listens = data.draw(st.booleans(), label="listens")
@@ -265,21 +267,33 @@ class RadixMachine(RuleBasedStateMachine):
     @rule(key=keys)
     def begin_to_wait(self, key: Any) -> None:
         tokens, namespace = key
-        self.cache.wanted(tokens, +1, namespace)
-        self.model.wants.append((namespace, self.model.cut(tokens, self.model.whole(tokens))))
+        number = self.cache.want(self.cache.match_prefix(tokens, namespace))
+        self._want(number, (namespace, self.model.cut(tokens, self.model.whole(tokens))))
+
+    @rule(result=results)
+    def begin_to_wait_for_what_was_found(self, result: Any) -> None:
+        found, (tokens, namespace), _ = result
+        whole = (namespace, self.model.cut(tokens, self.model.whole(tokens)))
+        self._want(self.cache.want(found), whole)
+
+    def _want(self, number: int, place: Any) -> None:
+        self.wants.append(number)
+        self.model.wants.append(place)
 
     @precondition(lambda self: self.model.wants)
     @rule(data=st.data())
     def wait_no_longer(self, data: st.DataObject) -> None:
-        namespace, tokens = self.model.wants.pop(
-            data.draw(st.integers(0, len(self.model.wants) - 1))
-        )
-        self.cache.wanted(tokens, -1, namespace)
+        at = data.draw(st.integers(0, len(self.wants) - 1))
+        self.model.wants.pop(at)
+        self.cache.unwant(self.wants.pop(at))
 
     @rule(result=results, continues=st.sampled_from([True, False, None]))
     def hint(self, result: Any, continues: bool | None) -> None:
         found, (tokens, namespace), _ = result
         _, depth = self.cache.locate(found)
+        use = self.model.before(tokens, namespace, depth)
+        if use is not None and use.covers > depth:
+            return  # it left a mark here on its way; a hint is about a use that ended here
         self.cache.hint(found, continues)
         if continues is not None and depth:
             self.model.hint(tokens, namespace, depth, continues)

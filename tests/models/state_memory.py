@@ -10,6 +10,7 @@ import numpy as np
 
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateEntry, StateLayout, StateTensor
+from tests.models.transport_pools import Zeros
 
 GUARD = 64
 CANARY = 0xCA
@@ -28,8 +29,9 @@ class StateMemory:
     """What one rank holds. `owner` of the state is a number, a hash of its tokens, say."""
 
     def __init__(
-        self, tensors: Sequence[StateTensor], num_slots: int, mesh: Mesh, rank: int = 0
-    ) -> None:
+        self, tensors: Sequence[StateTensor], num_slots: int, mesh: Mesh, rank: int = 0,
+        zeros: Zeros = np.zeros,
+    ) -> None:  # fmt: skip
         self.tensors, self.mesh, self.rank = tuple(tensors), mesh, rank
         self.held = [
             (i, shard)
@@ -37,7 +39,9 @@ class StateMemory:
             if (shard := tensor.shard(mesh, rank)) is not None
         ]
         sizes = [tensors[i].head_bytes * shard.num_heads for i, shard in self.held]
-        self.raw = [np.full((num_slots, GUARD + size + GUARD), CANARY, np.uint8) for size in sizes]
+        self.raw = [zeros((num_slots, GUARD + size + GUARD), np.uint8) for size in sizes]
+        for raw in self.raw:
+            raw[:] = CANARY
         self.slots = [raw[:, GUARD:-GUARD] for raw in self.raw]
         entries = tuple(
             StateEntry(slots.ctypes.data, raw.strides[0], size)

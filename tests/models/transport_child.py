@@ -11,23 +11,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from prefixkv.protocol.ids import PeerId
+from prefixkv.transport.base import Arrived
 from tests.models import children as processes
 from tests.models.patience import PATIENCE_S
-from tests.models.transport_pools import Shape, make_pool
+from tests.models.transport_pools import Shape, make_pool, shared_zeros
 
 # 1 MiB a page: large enough to be caught in the middle of a write
 BIG = Shape(num_layers=4, page_size=16, num_kv_heads=8, head_dim=1024)
 
 
 class _Served:
-    def __init__(self, pipe: Any, pool: Any) -> None:
-        self._pipe, self._pool = pipe, pool
+    def __init__(self, pipe: Any, pool: Any, arrived: list[bytes]) -> None:
+        self._pipe, self._pool, self._arrived = pipe, pool, arrived
         self.closing = False
 
     def pages(self) -> list[bytes]:
         pages: list[bytes] = self._pool.pages()
         return pages
+
+    def tags(self) -> list[bytes]:
+        return self._arrived
 
     def cut_connections(self) -> int:
         return cut_connections(self._pipe.fileno())
@@ -36,14 +42,28 @@ class _Served:
         self.closing = True
 
 
-def serve(pipe: Any, me: PeerId, num_pages: int, shape: Shape) -> None:
+def _transport(pool: Any, me: PeerId, arrived: list[bytes], shm: bool) -> Any:
+    def sink(event: Any) -> None:
+        if isinstance(event, Arrived):
+            arrived.append(event.tag)
+
+    if shm:
+        from prefixkv.transport.shm import ShmTransport
+
+        return ShmTransport(me, pool.layout, sink)
     from prefixkv.transport.nixl import NixlTransport
 
-    pool = make_pool("page_major", num_pages, shape)
-    transport = NixlTransport(me, pool.layout, lambda event: None)
+    return NixlTransport(me, pool.layout, sink)
+
+
+def serve(pipe: Any, me: PeerId, num_pages: int, shape: Shape, shm: bool) -> None:
+    zeros = shared_zeros if shm else np.zeros
+    pool = make_pool("page_major", num_pages, shape, zeros=zeros)
+    arrived: list[bytes] = []
+    transport = _transport(pool, me, arrived, shm)
     transport.expect(1)
     pipe.send((transport.metadata, pool.layout))
-    served = _Served(pipe, pool)
+    served = _Served(pipe, pool, arrived)
     while not served.closing:
         processes.answer(pipe, served)
     transport.close()
@@ -69,14 +89,20 @@ def cut_connections(spared: int) -> int:
 class Child(processes.Child):
     """What the test has of the process. `stop`, `resume` and `kill` send it signals."""
 
-    def __init__(self, me: PeerId, num_pages: int = 4, shape: Shape = BIG) -> None:
-        super().__init__(serve, me, num_pages, shape)
+    def __init__(
+        self, me: PeerId, num_pages: int = 4, shape: Shape = BIG, shm: bool = False
+    ) -> None:
+        super().__init__(serve, me, num_pages, shape, shm)
         self.me = me
         self.metadata, self.layout = self.hello
 
     def pages(self) -> list[bytes]:
         pages: list[bytes] = self.call("pages")
         return pages
+
+    def tags(self) -> list[bytes]:
+        tags: list[bytes] = self.call("tags")
+        return tags
 
     def cut_connections(self) -> int:
         return int(self.call("cut_connections"))
@@ -97,6 +123,8 @@ class Child(processes.Child):
 
 
 @contextmanager
-def children(*names: PeerId, num_pages: int = 4, shape: Shape = BIG) -> Iterator[list[Child]]:
+def children(
+    *names: PeerId, num_pages: int = 4, shape: Shape = BIG, shm: bool = False
+) -> Iterator[list[Child]]:
     with processes.children(Child) as start:
-        yield [start(name, num_pages, shape) for name in names]
+        yield [start(name, num_pages, shape, shm) for name in names]

@@ -30,7 +30,7 @@ from prefixkv.transport.base import (
 )
 from tests.models.patience import PATIENCE_S
 from tests.models.state_memory import StateMemory
-from tests.models.transport_pools import NumpyPool, make_pool
+from tests.models.transport_pools import NumpyPool, Zeros, make_pool, shared_zeros
 
 NUM_PAGES = 24
 NUM_BLOCKS = 20  # of a staging area
@@ -41,10 +41,9 @@ _seeds = itertools.count()
 class Staging:
     """A staging area with a block of canaries on either side."""
 
-    def __init__(self, num_blocks: int, seed: int) -> None:
-        self.memory = np.random.default_rng(seed).integers(
-            1, 256, (num_blocks + 2, BLOCK_BYTES), np.uint8
-        )
+    def __init__(self, num_blocks: int, seed: int, zeros: Zeros = np.zeros) -> None:
+        self.memory = zeros((num_blocks + 2, BLOCK_BYTES), np.uint8)
+        self.memory[:] = np.random.default_rng(seed).integers(1, 256, self.memory.shape, np.uint8)
         num_bytes = num_blocks * BLOCK_BYTES
         self.area = StagingArea(self.memory[1:].ctypes.data, num_bytes, lease_bytes=num_bytes)
 
@@ -111,7 +110,10 @@ class Node:
 
 
 class Driver:
-    """Makes nodes, and waits until something is true."""
+    """Makes nodes, and waits until something is true. `zeros` makes the memory that is written
+    to."""
+
+    zeros: Zeros = staticmethod(np.zeros)
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -125,11 +127,18 @@ class Driver:
         **pool: Any,
     ) -> Node:
         blocks, state = pool.pop("num_blocks", 0), pool.pop("state", None)
-        memory = make_pool(order, pool.pop("num_pages", NUM_PAGES), **pool)
+        memory = make_pool(order, pool.pop("num_pages", NUM_PAGES), zeros=self.zeros, **pool)
         memory.fill(next(_seeds))
-        return self.node_of(
-            name, memory, config, Staging(blocks, next(_seeds)) if blocks else None, state
-        )
+        return self.node_of(name, memory, config, self.staging(blocks) if blocks else None, state)
+
+    def own(self, memory: Any) -> Any:
+        """The same bytes where this driver's transports can write them."""
+        owned = self.zeros(memory.shape, memory.dtype)
+        owned[:] = memory
+        return owned
+
+    def staging(self, num_blocks: int) -> Staging:
+        return Staging(num_blocks, next(_seeds), self.zeros)
 
     def node_of(
         self, name: str, pool: Any, config: TransportConfig | None = None,
@@ -204,6 +213,32 @@ class NixlDriver(Driver):
             assert self._changed.wait_for(condition, timeout=PATIENCE_S), [
                 node.events for node in self.nodes
             ]
+
+
+class ShmDriver(NixlDriver):
+    """Pools in memory that is shared, and the transport that maps it."""
+
+    zeros = staticmethod(shared_zeros)
+
+    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
+        from prefixkv.transport.shm import ShmTransport
+
+        return ShmTransport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
+
+
+class AutoDriver(NixlDriver):
+    """Both transports, of which each peer is written by one: by shm, or (`shared` False) by
+    NIXL."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        if shared:
+            self.zeros = shared_zeros
+
+    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
+        from prefixkv.transport.auto import AutoTransport
+
+        return AutoTransport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
 
 
 class Gate:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,8 +53,23 @@ class NumpyPool:
         return [self.page(p) for p in range(self.layout.num_pages)]
 
 
+Zeros = Callable[[tuple[int, ...], Any], npt.NDArray[np.uint8]]
+
+
+def shared_zeros(shape: tuple[int, ...], dtype: Any = np.uint8) -> npt.NDArray[np.uint8]:
+    """As np.zeros, in memory that another process may map."""
+    from prefixkv.memory.shared import shared_bytes
+
+    array: npt.NDArray[np.uint8] = shared_bytes(prod(shape)).numpy().view(dtype).reshape(shape)
+    return array
+
+
 def make_pool(
-    order: str, num_pages: int, shape: Shape = Shape(), dtype: str = "uint8"
+    order: str,
+    num_pages: int,
+    shape: Shape = Shape(),
+    dtype: str = "uint8",
+    zeros: Zeros = np.zeros,
 ) -> NumpyPool:
     """A zeroed pool.
 
@@ -64,22 +82,22 @@ def make_pool(
     per_layer = slabs // layers
     pages, tokens, heads, dim = num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim
     if order == "page_major":
-        memory = [np.zeros((pages, slabs, tokens, heads, dim), np.uint8)]
+        memory = [zeros((pages, slabs, tokens, heads, dim), np.uint8)]
         views = [memory[0][:, s] for s in range(slabs)]
     elif order == "layer_major":
-        memory = [np.zeros((pages, tokens, heads, dim), np.uint8) for _ in range(slabs)]
+        memory = [zeros((pages, tokens, heads, dim), np.uint8) for _ in range(slabs)]
         views = list(memory)
     elif order == "heads_first":
-        memory = [np.zeros((pages, heads, tokens, dim), np.uint8) for _ in range(slabs)]
+        memory = [zeros((pages, heads, tokens, dim), np.uint8) for _ in range(slabs)]
         views = [m.transpose(0, 2, 1, 3) for m in memory]
     elif order == "page_kv":
-        memory = [np.zeros((pages, per_layer, tokens, heads, dim), np.uint8) for _ in range(layers)]
+        memory = [zeros((pages, per_layer, tokens, heads, dim), np.uint8) for _ in range(layers)]
         views = [memory[s // per_layer][:, s % per_layer] for s in range(slabs)]
     elif order == "padded":
-        memory = [np.zeros((pages, tokens + 1, heads, dim), np.uint8) for _ in range(slabs)]
+        memory = [zeros((pages, tokens + 1, heads, dim), np.uint8) for _ in range(slabs)]
         views = [m[:, :tokens] for m in memory]
     elif order == "tokens_outer":
-        memory = [np.zeros((tokens, pages, heads, dim), np.uint8) for _ in range(slabs)]
+        memory = [zeros((tokens, pages, heads, dim), np.uint8) for _ in range(slabs)]
         views = [m.transpose(1, 0, 2, 3) for m in memory]
     else:
         raise ValueError(order)

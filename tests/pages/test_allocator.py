@@ -172,3 +172,29 @@ def test_runs_that_merge_leave_nothing_behind() -> None:
         runs.add(np.arange(1, num_pages, 2, dtype=np.int32))
     runs.check_invariants(np.ones(num_pages, bool))
     assert runs._by_length == {num_pages: {0: None}}
+
+
+@pytest.mark.parametrize(
+    ("pages", "fault"),
+    [
+        ([-3, -2], "page -3 is not in"),  # a slice would take them from the end
+        ([6, 7, 8], "page 8 is not in"),
+        ([3, 3, 5], "page 3 is named twice"),  # spans as many as it names
+    ],
+)
+def test_what_looks_like_a_run_and_is_none(pages: list[int], fault: str) -> None:
+    allocator = PageAllocator(8)
+    allocator.alloc(8)
+    for call in (allocator.free, allocator.cache, allocator.owned):
+        with pytest.raises(PageStateError, match=fault):
+            call(pages)
+    allocator.check_invariants()
+    assert allocator.owned_pages == 8
+
+
+def test_rising_pages_with_a_gap_leave_what_lies_in_it() -> None:
+    allocator = PageAllocator(8)
+    allocator.alloc(8)
+    allocator.free([3, 5])
+    assert allocator.pages_in(PageState.FREE).tolist() == [3, 5]
+    allocator.check_invariants()

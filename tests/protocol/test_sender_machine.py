@@ -24,7 +24,7 @@ from prefixkv.errors import (
 )
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
-from prefixkv.protocol.ids import KVPoll, PeerId
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Drained, Outcome, PromiseAck
 from prefixkv.protocol.sender_events import (
     AbortSaid,
@@ -486,7 +486,6 @@ def test_every_waiting_state_has_its_deadline(script: str, deadline_s: float) ->
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("added", "no decode worker has promised pages"),
         ("parked", f"decode worker '{DECODE.name}' has promised pages, the request never came"),
         ("waiting", f"decode worker '{DECODE.name}': the deadline passed in WAITING_FOR_INPUT"),
     ],
@@ -495,6 +494,14 @@ def test_a_timeout_names_the_decode_worker(script: str, said: str) -> None:
     laws = run(SCRIPTS[script])
     laws.on(Tick(), laws.machine.wake_s - laws.now_s)
     assert str(laws.machine.error) == said
+
+
+def test_a_timeout_names_the_decode_worker_that_the_request_names() -> None:
+    key = RoomKey(7, 0, "d3")
+    machine = SenderMachine(key, 2, PAGE_SIZE, count(1).__next__, TIMING, 0.0)
+    machine.on(Added(18, PROMPT), 0.0)
+    machine.on(Tick(), TIMING.bootstrap_timeout_s)
+    assert str(machine.error) == "decode worker 'd3' has promised no pages"
 
 
 @pytest.mark.parametrize("script", ["success", "failed by a write refused at post"])

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import prefixkv.protocol.timers
 from prefixkv.protocol.timers import Backoff, Timers, Wait
 
 _STEPS = st.lists(
@@ -18,10 +24,16 @@ _STEPS = st.lists(
 )
 
 
-@given(_STEPS)
+@pytest.mark.parametrize("few", [0, 64], ids=["always tidy", "as it is"])
+@given(steps=_STEPS)
 def test_timers_wake_each_key_once_and_never_late(
-    steps: list[tuple[str, str | None, int | None]],
+    steps: list[tuple[str, str | None, int | None]], few: int
 ) -> None:
+    with patch.object(prefixkv.protocol.timers, "_FEW", few):
+        _against_a_dict(steps)
+
+
+def _against_a_dict(steps: list[tuple[str, str | None, int | None]]) -> None:
     timers: Timers[str] = Timers()
     model: dict[str, int] = {}
     now_s = 0
@@ -41,6 +53,42 @@ def test_timers_wake_each_key_once_and_never_late(
         assert timers.next_s <= min(model.values(), default=float("inf")), (
             "a wake-up would come late"
         )
+
+
+@pytest.mark.parametrize("waiting", [1, 500])
+def test_keys_that_are_forgotten_are_let_go_long_before_their_time(waiting: int) -> None:
+    """Most waits end long before their deadlines: what waited is not to be held until then."""
+    timers: Timers[Any] = Timers()
+    keys = [_Key() for _ in range(2000)]
+    for key in range(waiting):
+        timers.wake(key, 100.0 + key)
+    for key in keys:
+        timers.wake(key, 600.0)
+        timers.forget(key)
+        timers.wake(0, 100.0 - key.number / 100)
+    refs = [weakref.ref(key) for key in keys]
+    del key, keys
+    assert sum(ref() is not None for ref in refs) <= 64 + 2 * waiting
+    assert timers.due(1000.0) == list(range(waiting))
+
+
+def test_what_is_dropped_is_what_was_forgotten_not_what_was_asked_for_since() -> None:
+    timers: Timers[int] = Timers()
+    for when_s in (3.0, 5.0):
+        timers.forget(-1)
+        timers.wake(-1, when_s)
+    for key in range(200):
+        timers.wake(key, 600.0)
+        timers.forget(key)
+    assert timers.next_s == 5.0, "it has been made anew"
+    assert (timers.due(3.0), timers.due(5.0)) == ([], [-1])
+
+
+class _Key:
+    numbers = count()
+
+    def __init__(self) -> None:
+        self.number = next(self.numbers)
 
 
 def test_a_key_that_asks_for_now_again_comes_with_the_next_call() -> None:

@@ -88,5 +88,38 @@ def test_a_replica_that_drifts_raises() -> None:
         replica.apply(log[-1])
 
 
+def test_what_waits_goes_last_on_every_rank() -> None:
+    log: list[AnyOp] = []
+    leader = ReplicatedPageManager(log.append, 8, 4, 2, policy="lru")
+    replica = Replica(PageManager(8, 4, 2, policy="lru"))
+
+    def follow() -> None:
+        for op in log:
+            replica.apply(decode_op(encode_op(op)))
+        log.clear()
+
+    for begin in (0, 100):
+        key = RadixKey(range(begin, begin + 8), ("lora", 1))
+        leader.cache_finished(leader.open(key, leader.match(key), 2, 0.0), key, 0.0)
+    old = RadixKey(range(13), ("lora", 1))  # its last page is not whole
+    match = leader.match(old)
+    assert match is not None
+    number = leader.want(match)
+    new = RadixKey(range(200, 224))
+    pages = leader.open(new, leader.match(new), 6, 1.0)
+    follow()
+    _assert_equal(leader, replica.books)
+    assert replica.books.cache.match_prefix(old).prefix_len == 8
+    leader.drop(pages)
+    leader.unwant(number)
+    follow()
+    assert replica.books.cache.num_wants == 0
+    replica.books.want(match_of := replica.books.cache.match_prefix(old))  # as rank 0 did not
+    assert match_of.prefix_len == 8
+    leader.want(match)
+    with pytest.raises(InternalError, match="this rank came to 3 where rank 0 has 2"):
+        follow()
+
+
 def test_scheduler_logs_nothing_without_a_log() -> None:
     assert type(DecodeScheduler(PageManager(4, 4, 1)).books) is PageManager

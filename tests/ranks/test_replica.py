@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from prefixkv.cache.eviction.adaptive import Adaptive
 from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
@@ -206,6 +207,21 @@ def test_a_rank_of_other_settings_is_refused(
     ranks = Ranks()
     with pytest.raises(ConfigError, match=name):
         replica().apply(ranks.log.take(ranks.books))
+
+
+def test_a_policy_object_stands_for_one_of_each_rank() -> None:
+    log = RankLog(1)
+    config = DecodeConfig(max_running=4, policy=Adaptive(half_life_s=60.0))
+    sizes_of = 16, PAGE_SIZE, 4
+    books = ReplicatedPageManager(log.append, *sizes_of, **config.for_books(16))
+    message = log.take(books)
+    replicas = [DecodeReplica(16, PAGE_SIZE, config) for _ in range(2)]
+    for replica in replicas:
+        assert replica.books.cache.policy.half_life_s == 60.0  # type: ignore[attr-defined]
+        replica.apply(message)
+    other = DecodeConfig(max_running=4, policy=Adaptive(half_life_s=61.0))
+    with pytest.raises(ConfigError, match=r"'half_life_s': 61\.0.*'half_life_s': 60\.0"):
+        DecodeReplica(16, PAGE_SIZE, other).apply(message)
 
 
 def test_what_rank_0_could_not_get_counts_as_a_use_everywhere() -> None:

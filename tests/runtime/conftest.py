@@ -12,9 +12,9 @@ import pytest
 
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
-from tests.models.devices import TCP
 from tests.models.node_pair import NodePair, make_pool
 from tests.models.patience import NEVER_S, SkippableClock
+from tests.models.wires import WIRES, choose, wired
 
 # What is said again is said soon; no deadline comes by itself, however slow the machine: see
 # SkippableClock.
@@ -35,12 +35,17 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.fixture(params=["shared memory", "tcp"])
+@pytest.fixture(params=WIRES[:2])
 def _wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both of UCX's ways between two agents: copies inside the post, and writes that go on after
     it."""
-    if request.param == "tcp":
-        monkeypatch.setenv("UCX_TLS", TCP)  # read when an agent is created
+    choose(request.param, monkeypatch)
+
+
+@pytest.fixture(params=WIRES)
+def _any_wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shm transport too: for tests whose nodes are all made by `make_pair`, or are `wired`."""
+    choose(request.param, monkeypatch)
 
 
 @pytest.fixture
@@ -72,11 +77,10 @@ def make_pair() -> Iterator[MakePair]:
     ) -> NodePair:
         untried = TransportConfig(trial_peers=False)  # no process to start: half a second a test
         options = {"control": control, "transport": untried} | (prefill or {})
-        prefill_node = PrefillNode(make_pool(**(pool or {})), PrefillConfig(**options))
+        prefill_node = PrefillNode(make_pool(**(pool or {})), wired(PrefillConfig(**options)))
         try:
-            decode_node = DecodeNode(
-                make_pool(**(pool or {})), DecodeConfig(**{"control": control} | (decode or {}))
-            )
+            config = DecodeConfig(**{"control": control} | (decode or {}))
+            decode_node = DecodeNode(make_pool(**(pool or {})), wired(config))
         except BaseException:
             prefill_node.close()
             raise

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import AbortedError
 from prefixkv.memory.mesh import Mesh
 from tests.models.mesh_workers import MeshPair
@@ -25,6 +25,14 @@ def mesh(tp: int, pp: int = 1, attention: str = "mha", stages: tuple[int, ...] =
 
 def staging(num_bytes: int) -> dict[str, object]:
     transport = TransportConfig(staging_bytes=num_bytes, lease_bytes=LEASE)
+    return {
+        "prefill_config": PrefillConfig(transport=transport),
+        "decode_config": DecodeConfig(transport=transport),
+    }
+
+
+def backend(name: Backend, num_bytes: int = 0) -> dict[str, object]:
+    transport = TransportConfig(backend=name, staging_bytes=num_bytes, lease_bytes=LEASE)
     return {
         "prefill_config": PrefillConfig(transport=transport),
         "decode_config": DecodeConfig(transport=transport),
@@ -58,7 +66,7 @@ def serve(pair: MeshPair, turns: int = 2, rooms: int = 3) -> None:
 SIZES = [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (1, 4)]
 
 
-@pytest.mark.parametrize("mode", ["sliced", "staged", "staged, 1.5 leases"])
+@pytest.mark.parametrize("mode", ["sliced", "staged", "staged, 1.5 leases", "shm"])
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 @pytest.mark.parametrize("sizes", SIZES, ids=[f"{p}x{d}" for p, d in SIZES])
 def test_every_byte_arrives_on_every_rank(
@@ -69,21 +77,36 @@ def test_every_byte_arrives_on_every_rank(
         "sliced": {},
         "staged": staging(8 * LEASE),
         "staged, 1.5 leases": staging(LEASE * 3 // 2),
+        "shm": backend("shm", 8 * LEASE),  # which has no use for the staging memory
     }[mode]
     prefill, decode = (mesh(size, attention=attention) for size in sizes)
     with MeshPair(prefill, decode, attention=attention, orders=orders, **options) as pair:  # type: ignore[arg-type]
         serve(pair)
-        staged = attention == "mha" and sizes[0] != sizes[1] and mode != "sliced"
+        staged = attention == "mha" and sizes[0] != sizes[1] and mode.startswith("staged")
         assert (pair.prefill.stats()["staging_pieces_written"] > 0) == staged
 
 
-@pytest.mark.parametrize("mode", ["sliced", "staged"])
+@pytest.mark.parametrize("num_bytes", [0, 8 * LEASE], ids=["sliced", "staged"])
+def test_auto_takes_shm_on_every_rank_staged_or_not(num_bytes: int) -> None:
+    """The staging memory is shared too."""
+    with MeshPair(mesh(4), mesh(1), **backend("auto", num_bytes)) as pair:  # type: ignore[arg-type]
+        serve(pair)
+        assert (pair.prefill.stats()["staging_pieces_written"] > 0) == bool(num_bytes)
+        ways = {
+            peer.way
+            for node in pair.prefill.nodes
+            for peer in node.transfers.thread.transport._peers.values()
+        }
+        assert ways == {"shm"}
+
+
+@pytest.mark.parametrize("mode", ["sliced", "staged", "shm"])
 @pytest.mark.parametrize("page_sizes", [(4, 16), (16, 4)])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (2, 4)], ids=str)
 def test_page_sizes_may_differ_by_a_whole_factor(
     sizes: tuple[int, int], page_sizes: tuple[int, int], mode: str
 ) -> None:
-    options = staging(8 * LEASE) if mode == "staged" else {}
+    options = {"sliced": {}, "staged": staging(8 * LEASE), "shm": backend("shm")}[mode]
     with MeshPair(
         mesh(sizes[0]), mesh(sizes[1]), page_sizes=page_sizes, chunk=32, num_pages=128, **options
     ) as pair:  # type: ignore[arg-type]

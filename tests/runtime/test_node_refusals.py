@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prefixkv.config import ModelConfig
+from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import (
     DrainingError,
     HandshakeError,
@@ -18,10 +18,11 @@ from prefixkv.errors import (
 )
 from prefixkv.memory.mesh import Mesh
 from prefixkv.request import Request
+from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.mesh_workers import MeshPair
-from tests.models.node_pair import NodePair, tokens_of
+from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import until
-from tests.runtime.conftest import MakePair
+from tests.runtime.conftest import QUICK, MakePair
 
 PROMPT = tokens_of(1, 30)
 
@@ -133,6 +134,27 @@ def test_a_prefill_worker_that_was_fenced_and_lives_is_told(
     assert pair.prefill.stats()["refused_by_peers"] == 1
     until(lambda: logged(caplog, "prefill-0: refused: decode-0 life", "was fenced"))
     until(lambda: logged(caplog, "decode-0: over: prefill-0 life", "was fenced"))
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_worker_that_is_closed_is_no_reason_to_warn(
+    first: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "prefixkv")
+    untried = TransportConfig(trial_peers=False)
+    with (
+        PrefillNode(make_pool(), PrefillConfig(control=QUICK, transport=untried)) as prefill,
+        DecodeNode(make_pool(), DecodeConfig(control=QUICK)) as decode,
+    ):
+        pair = NodePair(decode, prefill)
+        pair.submit("r", PROMPT)
+        pair.run("r")
+        until(lambda: logged(caplog, "prefill-0: met: decode-0 life"))
+        leaves, stays = (prefill, decode) if first == "prefill" else (decode, prefill)
+        leaves.close()
+        left = f"{stays.peer_id.name}: left: {leaves.peer_id}"
+        until(lambda: logged(caplog, left, "has left"))
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 class _Raises(logging.Handler):

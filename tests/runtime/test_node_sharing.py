@@ -50,7 +50,7 @@ def go_on(pair: NodePair) -> None:
     pair.run(*RIDS)
 
 
-@pytest.mark.usefixtures("_wire")
+@pytest.mark.usefixtures("_any_wire")
 def test_the_system_prompt_is_sent_once(burst: NodePair) -> None:
     go_on(burst)
     assert all(burst.d.ended[rid] is None for rid in RIDS)
@@ -63,7 +63,7 @@ def test_the_system_prompt_is_sent_once(burst: NodePair) -> None:
     )
 
 
-@pytest.mark.usefixtures("_wire")
+@pytest.mark.usefixtures("_any_wire")
 def test_and_once_if_the_first_is_aborted_on_its_way(burst: NodePair) -> None:
     assert burst.decode.abort("r0")
     burst.until(lambda: "r0" in burst.d.ended)
@@ -79,7 +79,7 @@ def test_and_once_if_the_first_is_aborted_on_its_way(burst: NodePair) -> None:
     burst.run("r0 again")
 
 
-@pytest.mark.usefixtures("_wire")
+@pytest.mark.usefixtures("_any_wire")
 def test_if_the_first_fails_another_brings_what_all_lack(burst: NodePair) -> None:
     assert burst.prefill.abort("r0")
     prefill_has_heard(burst, RIDS)

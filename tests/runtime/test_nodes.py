@@ -38,6 +38,7 @@ from tests.models.node_pair import (
 )
 from tests.models.node_stages import Gate
 from tests.models.patience import NEVER_S, SkippableClock, until
+from tests.models.wires import wired
 from tests.runtime.conftest import QUICK, MakePair
 
 PAGE_SIZE = 4
@@ -51,7 +52,7 @@ def page_bytes(pair: NodePair, pages: int) -> int:
     return pages * pair.prefill.pool.layout.page_bytes
 
 
-@pytest.mark.usefixtures("_wire")
+@pytest.mark.usefixtures("_any_wire")
 def test_a_miss_a_partial_hit_and_a_full_hit(pair: NodePair) -> None:
     """Bytes are sent for what decode lacks only; for a full hit of whole pages, none and no write
     at all."""
@@ -122,8 +123,8 @@ def test_turns_of_a_conversation(
 @pytest.mark.parametrize("orders", [("layer_major", "page_major"), ("page_major", "layer_major")])
 def test_pools_of_two_layouts_work_together(orders: tuple[str, str]) -> None:
     with (
-        PrefillNode(make_pool(order=orders[0]), PrefillConfig(control=QUICK)) as prefill,
-        DecodeNode(make_pool(order=orders[1]), DecodeConfig(control=QUICK)) as decode,
+        PrefillNode(make_pool(order=orders[0]), wired(PrefillConfig(control=QUICK))) as prefill,
+        DecodeNode(make_pool(order=orders[1]), wired(DecodeConfig(control=QUICK))) as decode,
     ):
         pair = NodePair(decode, prefill)
         pair.submit("r", tokens_of(1, 33))
@@ -131,7 +132,7 @@ def test_pools_of_two_layouts_work_together(orders: tuple[str, str]) -> None:
         pair.check_at_rest()
 
 
-@pytest.mark.usefixtures("_wire")
+@pytest.mark.usefixtures("_any_wire")
 def test_many_at_once_in_a_small_pool(make_pair: MakePair) -> None:
     """More requests than the pool holds: admission waits, cached pages are evicted, runners are
     retracted."""
@@ -256,7 +257,7 @@ def test_aux_beyond_the_limit_is_refused_and_may_be_sent_smaller(pair: NodePair)
 # --- device events --------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_wire")
+@pytest.mark.usefixtures("_any_wire")
 def test_nothing_is_sent_before_it_is_ready(pair: NodePair) -> None:
     """What is in the pages when `ready` says so is what arrives, not what was there before."""
     gate = Gate()

@@ -29,12 +29,13 @@ from tests.models.node_process import Never, NodeProcess, node_processes
 from tests.models.node_stages import Gate
 from tests.models.patience import NEVER_S, SkippableClock, lasting_address, until
 from tests.models.transport_child import cut_connections
+from tests.models.wires import is_shm, wired
 from tests.runtime.conftest import QUICK, node_threads
 
 POOL = {"num_pages": 160, "num_layers": 4, "head_dim": 64}  # 4 KiB a page: 128 KiB a chunk
 NUM_TOKENS = 126  # of each request here: 32 pages, four chunks
 
-pytestmark = pytest.mark.usefixtures("_wire")
+pytestmark = pytest.mark.usefixtures("_any_wire")
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ class WithPrefillChild:
         self._config = PrefillConfig(control=control, bind=lasting_address())
         self.child = start("prefill", self._config, POOL)
         config = DecodeConfig(control=control)
-        self.node = stack.enter_context(DecodeNode(make_pool(**POOL), config))
+        self.node = stack.enter_context(DecodeNode(make_pool(**POOL), wired(config)))
         self.d = DecodeDriver(self.node, lambda *ask: self.child.call("add", *ask))
         self.child.call("set", chunk=32)
         self.run("warm-up", seed=0)
@@ -92,7 +93,9 @@ class WithPrefillChild:
 
 
 @pytest.mark.parametrize(
-    ("_wire", "restarts_first"), [("tcp", False), ("shared memory", True)], indirect=["_wire"]
+    ("_any_wire", "restarts_first"),
+    [("tcp", False), ("shared memory", True), ("shm", False)],
+    indirect=["_any_wire"],
 )
 def test_prefill_is_killed(
     start: Any, stack: ExitStack, clock: SkippableClock, restarts_first: bool
@@ -175,7 +178,7 @@ def test_prefill_stands_still_past_every_deadline_and_goes_on(
     there.child.call("check_at_rest")
 
 
-@pytest.mark.parametrize("_wire", ["tcp"], indirect=True)
+@pytest.mark.parametrize("_any_wire", ["tcp"], indirect=True)
 def test_a_data_plane_that_is_cut_costs_a_request_and_no_page(start: Any, stack: ExitStack) -> None:
     """Both processes live on. What failed to be written is proved to be over by prefill itself:
     nobody is fenced."""
@@ -217,7 +220,7 @@ def test_prefill_leaves_in_the_middle_and_another_takes_its_place(
     assert there.node.stats().get("quarantined_pages", 0) == 0
     for rid in ("half", "none"):
         assert isinstance(there.d.ended[rid], TransferError)
-        assert "fenced" in str(there.d.ended[rid])
+        assert "has left" in str(there.d.ended[rid])
     there.restart()
     there.run("again", 1)
     there.check_at_rest()
@@ -258,7 +261,9 @@ def test_decode_is_killed(start: Any, stack: ExitStack) -> None:
     control = replace(QUICK, prove_death=False)
     config = DecodeConfig(control=control, reserve_tokens=0)  # four of these have room at once
     child = start("decode", config, POOL)
-    node = stack.enter_context(PrefillNode(make_pool(**POOL), PrefillConfig(control=control)))
+    node = stack.enter_context(
+        PrefillNode(make_pool(**POOL), wired(PrefillConfig(control=control)))
+    )
     p = PrefillDriver(node, chunk=32)
 
     def submit(child: NodeProcess, rid: str, seed: int) -> None:
@@ -282,7 +287,8 @@ def test_decode_is_killed(start: Any, stack: ExitStack) -> None:
     child.kill()
     gate.open = True
     drive_until(lambda: {"1", "2", "3"} <= p.failed.keys(), [p])
-    assert all(type(error).__module__.startswith("nixl") for error in p.failed.values()), p.failed
+    source = "prefixkv.errors" if is_shm() else "nixl"
+    assert all(type(error).__module__.startswith(source) for error in p.failed.values()), p.failed
 
     other = start("decode", config, POOL)
     submit(other, "9", 9)  # another life of the same name: what is meant for the old one fails

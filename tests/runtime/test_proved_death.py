@@ -35,10 +35,11 @@ from tests.models.node_pair import (
 from tests.models.node_process import NodeProcess, node_processes
 from tests.models.node_stages import Gate
 from tests.models.patience import NEVER_S, SkippableClock, lasting_address, until
+from tests.models.wires import wired
 from tests.runtime.conftest import QUICK, node_threads
 from tests.runtime.test_processes import NUM_TOKENS, POOL, WithPrefillChild
 
-pytestmark = pytest.mark.usefixtures("_wire")
+pytestmark = pytest.mark.usefixtures("_any_wire")
 Start = Callable[..., NodeProcess]
 
 
@@ -168,7 +169,7 @@ def test_decode_is_killed(start: Start, stack: ExitStack) -> None:
     """A write to it fails; so does the request that is still being computed, which no write has
     met, and its pages are free."""
     child = start("decode", DecodeConfig(control=QUICK, reserve_tokens=0), POOL)
-    node = stack.enter_context(PrefillNode(make_pool(**POOL), PrefillConfig(control=QUICK)))
+    node = stack.enter_context(PrefillNode(make_pool(**POOL), wired(PrefillConfig(control=QUICK))))
     p = PrefillDriver(node, chunk=32)
 
     def submit(rid: str, seed: int) -> None:

@@ -1,5 +1,5 @@
-"""The contract suite runs on each of these: the fake, NIXL in shared memory, over TCP, and with
-more threads."""
+"""The contract suite runs on each of these: the fake, shared memory, NIXL over CMA, over TCP, and
+with more threads."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from collections.abc import Iterator
 import pytest
 
 from tests.models.devices import TCP
-from tests.models.transport_driver import Driver, FakeDriver, NixlDriver
+from tests.models.transport_driver import AutoDriver, Driver, FakeDriver, NixlDriver, ShmDriver
 
 
-@pytest.fixture(params=["fake", "nixl", "nixl-tcp", "nixl-3-threads"])
+@pytest.fixture(
+    params=["fake", "shm", "auto-shared", "auto-private", "nixl", "nixl-tcp", "nixl-3-threads"]
+)
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     if request.param == "nixl-tcp":
         monkeypatch.setenv("UCX_TLS", TCP)  # read when an agent is created
-    made = (
-        FakeDriver()
-        if request.param == "fake"
-        else NixlDriver(3 if "threads" in request.param else 1)
-    )
+    made: Driver
+    if request.param == "fake":
+        made = FakeDriver()
+    elif request.param == "shm":
+        made = ShmDriver()
+    elif request.param.startswith("auto"):
+        made = AutoDriver(shared=request.param == "auto-shared")
+    else:
+        made = NixlDriver(3 if "threads" in request.param else 1)
     try:
         yield made
     finally:

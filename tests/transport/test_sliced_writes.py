@@ -24,6 +24,7 @@ CONFIG = TransportConfig(post_bytes=64)
 
 def ranks(driver: Driver, name: str, side: Side) -> list[Node]:
     """A node a rank, whose pool is that rank's memory."""
+    side.memory[:] = [driver.own(memory) for memory in side.memory]
     return [
         driver.node_of(
             f"{name}-{rank}",

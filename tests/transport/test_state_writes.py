@@ -40,10 +40,14 @@ def test_all_writers_together_fill_the_slot_and_nothing_else(
     driver: Driver, sizes: tuple[int, int]
 ) -> None:
     writers, readers = Mesh(2, 4, sizes[0]), Mesh(2, 4, sizes[1])
-    sources = [driver.node(f"p{rank}", config=CONFIG, state=StateMemory(TENSORS, 3, writers, rank))
-               for rank in range(sizes[0])]  # fmt: skip
+    sources = [
+        driver.node(
+            f"p{rank}", config=CONFIG, state=StateMemory(TENSORS, 3, writers, rank, driver.zeros)
+        )
+        for rank in range(sizes[0])
+    ]
     targets = [
-        driver.node(f"d{rank}", state=StateMemory(TENSORS, 5, readers, rank))
+        driver.node(f"d{rank}", state=StateMemory(TENSORS, 5, readers, rank, driver.zeros))
         for rank in range(sizes[1])
     ]
     for target in targets:
@@ -74,7 +78,8 @@ def test_all_writers_together_fill_the_slot_and_nothing_else(
 def pair(driver: Driver) -> tuple[Node, Node]:
     one = Mesh(2, 4)
     writer, target = (
-        driver.node(name, config=CONFIG, state=StateMemory(TENSORS, 4, one)) for name in ("p", "d")
+        driver.node(name, config=CONFIG, state=StateMemory(TENSORS, 4, one, zeros=driver.zeros))
+        for name in ("p", "d")
     )
     writer.add(target, state=link(one, 0, one, 0, target))
     return writer, target

@@ -11,6 +11,10 @@ one class the least is the oldest or the newest.
 What is counted are uses, not blocks, at the end of their path only, in the class of the new pages
 and, from the third turn on, in that of the pages before them, which share its fate: O(1) a use.
 
+Pages that paths part from, such as a document that many prompts share, are the end of no path. They
+have classes of their own, by how many there are and how often paths have parted there, and it is
+counted after what time that happens again.
+
 Among chats, where few return, this keeps what was seen twice and lets the newest go first, like
 `gated`; among agents, where nearly all return, and in a large pool it behaves like `lru`; and in
 a pool for fewer sessions than are active it keeps some whole, which `lru` does not.
@@ -25,9 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import sub
-from typing import NamedTuple
+from typing import TypeAlias
 
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy, staircase
 from prefixkv.cache.eviction.hazards import Hazards
@@ -43,7 +46,12 @@ COUNTS = (0, 0, 1, 2, 3, 3, 4)
 SIZES = 3
 """How many classes of a use count there are, by how much was new."""
 
-NUM_KINDS = (COUNTS[-1] + 1) * SIZES
+TRUNK_COUNTS = (0, 0, 0, 1, 1, 1, 2)
+"""The class of pages that paths have parted from so often: up to 2, 3 to 5, 6 and more times."""
+
+NUM_OWN = (COUNTS[-1] + 1) * SIZES
+NUM_KINDS = NUM_OWN + (TRUNK_COUNTS[-1] + 1) * SIZES
+"""Classes of the pages of one conversation come first, then those of trunks."""
 
 MOST_TURNS = len(COUNTS) - 1
 
@@ -53,22 +61,22 @@ NO_END = 0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traits:
-    """What a use was like; equal ones are one object (`traits`)."""
+    """What a use was like; equal ones are one object (`TRAITS`)."""
 
-    size: int  # which class of how much was new
+    number: int  # of the row it is counted in
     turn: int  # of its conversation, at most `MOST_TURNS`
-    kinds: tuple[int, ...]  # it is counted in: that of its new pages, that of those before them
+    kinds: tuple[int, ...]  # that of its new pages, that of those before them: what the row is for
     classes: tuple[int, ...]  # of pages of which it is the last use, by visits, at most 6
 
 
-@cache
-def traits(size: int, turn: int) -> Traits:
+def _traits(size: int, turn: int) -> Traits:
+    turn = min(turn, MOST_TURNS)
     new = kind_of(min(turn, 2), size)
     classes = [kind_of(visits, size) for visits in range(len(COUNTS))]
     if turn > 1:
         classes[1] = classes[2]  # the new end of a next turn
     kinds = (new, kind_of(turn, size)) if turn > 2 else (new,)
-    return Traits(size, turn, kinds, tuple(classes))
+    return Traits(size * MOST_TURNS + turn - 1, turn, kinds, tuple(classes))
 
 
 def kind_of(visits: int, size: int) -> int:
@@ -76,25 +84,47 @@ def kind_of(visits: int, size: int) -> int:
     return COUNTS[min(visits, MOST_TURNS)] * SIZES + size
 
 
-class Seen(NamedTuple):
-    """A mark. All but the visits are the last use's; visits add up, and are negative where others
-    are taken off."""
+TRAITS = [[_traits(size, turn) for size in range(SIZES)] for turn in range(MOST_TURNS + 1)]
+"""By turn, then by size. Row 0 is not used."""
 
-    tick: int
-    visits: int
-    now_s: float
-    path_pages: int
-    traits: Traits
+TRAITS += TRAITS[-1:]  # the turn after the last is the last again
 
+Trunk: TypeAlias = tuple[int, int, int, int]
+"""(pages, times, row, class): the first pages of a path, where it parted from others, and how often
+paths have parted there, at most `MOST_TURNS`."""
 
-_new = tuple.__new__
-"""Makes a `Seen` of a tuple in a third of the time that `Seen` takes."""
+NO_TRUNK: Trunk = (0, 0, 0, 0)
 
 
-def class_of(history: Seen) -> int:
-    """The class of a page."""
-    visits = history[1]
-    return history[4].classes[visits if visits < MOST_TURNS else MOST_TURNS]
+def trunk_of(pages: int, length: int, times: int) -> Trunk:
+    """`length`: which class of how many pages."""
+    kind = NUM_OWN + SIZES * length + TRUNK_COUNTS[times]
+    return pages, times, SIZES * MOST_TURNS + kind - NUM_OWN, kind
+
+
+ROWS = [
+    *(TRAITS[turn][size].kinds for size in range(SIZES) for turn in range(1, MOST_TURNS + 1)),
+    *((kind,) for kind in range(NUM_OWN, NUM_KINDS)),
+]
+"""By `Traits.number`."""
+
+NO_GHOSTS: list[Ghost] = []
+"""Never written to."""
+
+
+Seen: TypeAlias = tuple[int, int, float, Traits, int, Trunk]
+"""A mark: (tick, visits, now_s, traits, path_pages, trunk). All but the visits are the last use's;
+visits add up, and are negative where others are taken off. A plain tuple: marks are made all the
+time.
+"""
+
+
+def class_of(leaf: Node) -> int:
+    """The class of a leaf's last page."""
+    _, visits, _, of_use, _, trunk = leaf.mark
+    if leaf.end <= trunk[0]:
+        return trunk[3]  # type: ignore[no-any-return]
+    return of_use.classes[visits if visits < MOST_TURNS else MOST_TURNS]  # type: ignore[no-any-return]
 
 
 @register
@@ -105,26 +135,26 @@ class Adaptive(GhostPolicy):
     Args:
         short_tokens, long_tokens: the two bounds between the three classes of how much was new.
         ghosts, block_tokens, stride_blocks, promise_s: see `GhostPolicy`.
-        trust, period: see `Hazards`.
+        trust, period, half_life_s: see `Hazards`.
     Raises:
         ConfigError: a setting below its bound.
     """
 
     name = "adaptive"
 
-    ghosts: float = 6.0
     short_tokens: int = 4 * 512
     long_tokens: int = 16 * 512
-    trust: float = 60.0
-    period: int = 200
+    trust: float = 20.0
+    period: int = 100
+    half_life_s: float = 900.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(0, short_tokens=self.short_tokens)
         at_least(self.short_tokens, long_tokens=self.long_tokens)
-        at_least(1, trust=self.trust, period=self.period)
+        at_least(1, trust=self.trust, period=self.period, half_life_s=self.half_life_s)
         groups = [list(range(first, first + SIZES)) for first in range(0, NUM_KINDS, SIZES)]
-        self.hazards = Hazards(groups, self.trust, self.period)
+        self.hazards = Hazards(groups, self.trust, self.period, self.half_life_s, ROWS, NUM_OWN)
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:
         super().bind(page_size, pool_pages)
@@ -134,50 +164,72 @@ class Adaptive(GhostPolicy):
     # --- uses -------------------------------------------------------------------------------------
 
     def mark(self, use: Use) -> Seen:
-        end, kinds = self._begin(use, None)
-        return _new(Seen, (use.tick, 1 if use.visit else 0, use.now_s, end, kinds))
+        of_use, end, trunk = self._begin(use, None)
+        return use.tick, 1 if use.visit else 0, use.now_s, of_use, end, trunk
 
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Seen]]:
-        end, kinds = self._begin(use, found)
+        of_use, end, trunk = self._begin(use, found)
         tick, now_s = use.tick, use.now_s
         if not found:
-            above = _new(Seen, (tick, 0 if use.visit else -1, now_s, end, kinds))
-            return (use.old_pages, above), (use.num_pages, _new(Seen, (tick, 1, now_s, end, kinds)))
-        totals = [(ghost.depth, ghost.history.visits + 1) for ghost in found]
+            above = (tick, 0 if use.visit else -1, now_s, of_use, end, trunk)
+            return (use.old_pages, above), (use.num_pages, (tick, 1, now_s, of_use, end, trunk))
+        totals = [(depth, history[1] + 1) for history, depth, *_ in found]
         return [
-            (depth, _new(Seen, (tick, visits, now_s, end, kinds)))
+            (depth, (tick, visits, now_s, of_use, end, trunk))
             for depth, visits in staircase(use, totals, 1, 0, sub)
         ]
 
-    def _begin(self, use: Use, found: list[Ghost] | None) -> tuple[int, Traits]:
-        """Where the use's path ends, and its traits; counts it if it is the first of its request.
-        `found` are the ghosts beyond its old pages, None: not looked up."""
+    def _begin(self, use: Use, found: list[Ghost] | None) -> tuple[Traits, int, Trunk]:
+        """The traits of a use, where its path ends, and its trunk; counts it if it is the first of
+        its request. `found` are the ghosts beyond its old pages, None: not looked up."""
         before: Seen | None = use.before
-        if not use.visit and before is not None:
-            has_end = before.path_pages != NO_END or use.num_pages > use.old_pages
-            return use.num_pages if has_end else NO_END, before.traits
+        old_pages, now_s = use.old_pages, use.now_s
+        if before is not None:
+            if not use.visit:
+                has_end = before[4] != NO_END or use.num_pages > old_pages
+                return before[3], use.num_pages if has_end else NO_END, before[5]
+            if before[4] == old_pages and found is None:
+                # What lies beyond the end of the last path that held these pages is new.
+                self.remembered.none_beyond(use.data, old_pages)
+                found = NO_GHOSTS
         if found is None:
-            found = self.remembered.find(use.data, use.old_pages)
+            found = self.remembered.find(use.data, old_pages)
         last, new_pages = self.goes_on(use, found)
         size = (new_pages > self._short_pages) + (new_pages > self._long_pages)
-        turn = 1
+        hazards, turn, trunk = self.hazards, 1, NO_TRUNK
         if last is not None:
-            turn = min(last.traits.turn + 1, MOST_TURNS)
-            for kind in last.traits.kinds:
-                self.hazards.returned(kind, use.now_s - last.now_s)
-        of_use = traits(size, turn)
-        if last is None and not new_pages:
-            return NO_END, of_use
-        for kind in of_use.kinds:
-            self.hazards.start(kind, use.now_s)
-        return use.num_pages, of_use
+            was: Traits = last[3]
+            hazards.returned(was.number, last[2], now_s)
+            turn, trunk = was.turn + 1, last[5]
+        elif not new_pages:
+            return TRAITS[1][size], NO_END, NO_TRUNK
+        elif known := len(use.data) // self._page_bytes - new_pages:
+            trunk = self._parts(found[-1][0] if found else before, known, now_s)
+        of_use = TRAITS[turn][size]
+        hazards.start(of_use.number, now_s)
+        return of_use, use.num_pages, trunk
+
+    def _parts(self, history: Seen | None, known: int, now_s: float) -> Trunk:
+        """A path parts from others after its known pages, the last of which has this history. No
+        path ends there, so the trunk is counted by itself."""
+        times = 1
+        if history is not None and known <= history[5][0]:
+            times = min(history[5][1] + 1, MOST_TURNS)
+            self.hazards.returned(history[5][2], history[2], now_s)
+        length = (known > self._short_pages) + (known > self._long_pages)
+        trunk = trunk_of(known, length, times)
+        self.hazards.start(trunk[2], now_s)
+        return trunk
 
     def fold(self, upper: Seen, lower: Seen) -> Seen:
-        last = upper if upper[0] > lower[0] else lower
-        return _new(Seen, (last[0], upper[1] + lower[1], last[2], last[3], last[4]))
+        if upper[0] > lower[0]:
+            tick, visits, now_s, of_use, end, trunk = upper
+            return tick, visits + lower[1], now_s, of_use, end, trunk
+        tick, visits, now_s, of_use, end, trunk = lower
+        return tick, upper[1] + visits, now_s, of_use, end, trunk
 
     def describe(self, history: Mark) -> str:
-        return f", class {class_of(history)}, {history.visits} visits"
+        return f", turn {history[3].turn}, {history[1]} visits"
 
     # --- evictions --------------------------------------------------------------------------------
 
@@ -185,12 +237,14 @@ class Adaptive(GhostPolicy):
         return LeastWorth(self.hazards, class_of)
 
     def floor(self, steps: Sequence[tuple[int, Seen]], mark: Seen, low: int) -> int | None:
-        tick, visits, classes = mark[0], mark[1], mark[4].classes
-        kind = class_of(mark)
+        tick, visits, _, of_use, _, (trunk_pages, *_) = mark
+        classes = of_use.classes
+        kind = classes[visits if visits < MOST_TURNS else MOST_TURNS]
         for depth, above in reversed(steps):
             visits += above[1]
             if (
                 above[0] > tick
+                or depth <= trunk_pages
                 or classes[visits if visits < MOST_TURNS else MOST_TURNS] != kind
                 or depth <= low
             ):
@@ -200,9 +254,8 @@ class Adaptive(GhostPolicy):
     def evicted(self, node: Node, num_pages: int) -> None:
         hazards = self.hazards
         for ghost in self.remember(node, num_pages):
-            last: Seen = ghost.history
-            for kind in last.traits.kinds:
-                hazards.lost(kind, hazards.now_s - last.now_s)
+            last: Seen = ghost[0]
+            hazards.lost(last[3].number, last[2])
 
     def reset(self) -> None:
         super().reset()

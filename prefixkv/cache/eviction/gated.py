@@ -91,7 +91,7 @@ class Gated(GhostPolicy):
 
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Seen]]:
         kind = self._kind(use, found)
-        totals = [(ghost.depth, ghost.history.visits + 1) for ghost in found]
+        totals = [(depth, history[1] + 1) for history, depth, *_ in found]
         return [
             (depth, Seen(use.tick, visits, use.now_s, kind, use.num_pages))
             for depth, visits in staircase(use, totals, 1, 0, sub)
@@ -156,7 +156,8 @@ class _TwoLevels(LeafOrders):
             return known
         return (self.head(_NEWEST_FRESH) if now_s > 0 else fresh) or known
 
-    def rank_at(self, history: Seen, now_s: float) -> Rank:
+    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+        history: Seen = leaf.mark
         tick, _, used_s, _, _ = history
         known = level(history)
         overdue_s = now_s - used_s - (self._known_s if known else self._fresh_s)

@@ -17,7 +17,7 @@ from abc import abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.node import Fold, Mark, Node
@@ -27,6 +27,9 @@ from prefixkv.settings import at_least, check_types
 Worth: TypeAlias = Any
 """Whatever a policy counts of a page's uses: it compares with `<` and adds up."""
 
+PATH = 4
+"""Where a mark has how many pages its use covered."""
+
 NAME_BYTES = 16 * TOKEN_BYTES
 """A ghost's name holds the last page before it, and at least this much."""
 
@@ -34,17 +37,14 @@ SEGMENT_BYTES = 8 * TOKEN_BYTES
 """A segment's name holds this much before its begin."""
 
 
-class Ghost(NamedTuple):
-    history: Mark  # of the page, as its policy keeps it
-    depth: int  # pages from the root to its end
-    stands_for: int  # pages
-    name: int
-    segment: int | None  # name of the segment that it ends, None: it lies at a stride
-    is_end: bool  # of the path that its page was last part of, to the block
+Ghost: TypeAlias = tuple[Mark, int, int, int, int | None, bool]
+"""(history, depth, stands for, name, segment, is end): the history of its page, as its policy keeps
+it; pages from the root to its end; how many pages it stands for; the name of the segment that it
+ends, None if it lies at a stride; whether it is the end, to the block, of the path that its page
+was last part of.
 
-
-_new = tuple.__new__
-"""Makes a `Ghost` of a tuple in a third of the time that `Ghost` takes."""
+A plain tuple: making ghosts is most of what an eviction costs.
+"""
 
 
 class Ghosts:
@@ -96,26 +96,37 @@ class Ghosts:
         low = end - num_pages
         self._last = None
         last = path_pages - path_pages % self.block_pages
-        history, steps = node.mark, node.steps or ()
-        at = len(steps) - 1
-        if low < last <= end and last % stride:
-            while at >= 0 and steps[at][0] >= last:
-                history = fold(steps[at][1], history)
-                at -= 1
-            begin = last - last % stride or self.block_pages
-            segment = self._name_in_tree(node, begin, SEGMENT_BYTES)
-            self._ends[segment] = self._ends.get(segment, 0) + 1
-            name = self._name_in_tree(node, last, self._name_bytes)
-            self._add(_new(Ghost, (history, last, last % stride, name, segment, True)))
-        # The loop below is most of what a large eviction costs: it calls little.
+        history, steps = node.mark, node.steps
+        at = len(steps) - 1 if steps is not None else -1
         ghosts, size, page_bytes = self._ghosts, self._name_bytes, self._page_bytes
         key = node.key
         bytes_above = end * page_bytes - len(key)
         cut = max(0, low * page_bytes - bytes_above - size)
         tail, bytes_above = bytes(key[cut:]), bytes_above + cut
+        num_pages = self.num_pages
+        if low < last <= end and (over := last % stride):
+            while at >= 0 and steps[at][0] >= last:  # type: ignore[index]
+                history = fold(steps[at][1], history)  # type: ignore[index]
+                at -= 1
+            begin = last - over or self.block_pages
+            at_byte = begin * page_bytes - bytes_above
+            if at_byte >= SEGMENT_BYTES:
+                segment = hash((begin, tail[at_byte - SEGMENT_BYTES : at_byte]))
+            else:
+                segment = self._name_in_tree(node, begin, SEGMENT_BYTES)
+            at_byte = last * page_bytes - bytes_above
+            if at_byte >= size:
+                name = hash((last, tail[at_byte - size : at_byte]))
+            else:
+                name = self._name_in_tree(node, last, size)
+            if name in ghosts:
+                num_pages -= self._forget(ghosts[name])
+            self._ends[segment] = self._ends.get(segment, 0) + 1
+            ghosts[name] = (history, last, over, name, segment, True)
+            num_pages += over
         for depth in range(end - end % stride, low, -stride):
-            while at >= 0 and steps[at][0] >= depth:
-                history = fold(steps[at][1], history)
+            while at >= 0 and steps[at][0] >= depth:  # type: ignore[index]
+                history = fold(steps[at][1], history)  # type: ignore[index]
                 at -= 1
             at_byte = depth * page_bytes - bytes_above
             if at_byte >= size:
@@ -123,22 +134,19 @@ class Ghosts:
             else:
                 name = self._name_in_tree(node, depth, size)
             if name in ghosts:
-                self._forget(ghosts[name])
-            ghosts[name] = _new(Ghost, (history, depth, stride, name, None, depth == last))
-            self.num_pages += stride
+                num_pages -= self._forget(ghosts[name])
+            ghosts[name] = (history, depth, stride, name, None, depth == last)
+            num_pages += stride
         forgotten: list[Ghost] = []
-        while self.num_pages > limit_pages:
-            _, ghost = self._ghosts.popitem(last=False)
-            self.num_pages -= ghost[2]
-            if ghost[4] is not None:
-                self._leave_segment(ghost[4])
+        while num_pages > limit_pages:
+            _, ghost = ghosts.popitem(last=False)
+            num_pages -= ghost[2]
             if ghost[5]:
+                if ghost[4] is not None:
+                    self._leave_segment(ghost[4])
                 forgotten.append(ghost)
+        self.num_pages = num_pages
         return forgotten
-
-    def whole_blocks(self, num_pages: int) -> int:
-        """`num_pages`, down to the end of a block."""
-        return num_pages - num_pages % self.block_pages
 
     def find(self, data: bytes, old_pages: int) -> list[Ghost]:
         """Those of a packed path beyond its `old_pages`, rising in depth. O(found + stride)."""
@@ -146,63 +154,69 @@ class Ghosts:
             return []
         if (known := self._last) is not None and known[0] is data and known[1] == old_pages:
             return known[2]
-        get, name, size = self._ghosts.get, self._name, self._name_bytes
-        end = len(data) // self._page_bytes
+        get, size, page_bytes = self._ghosts.get, self._name_bytes, self._page_bytes
+        end = len(data) // page_bytes
         block, stride = self.block_pages, self.stride_pages
         found: list[Ghost] = []
         depth = old_pages - old_pages % stride + stride
-        while depth <= end and (ghost := get(name(data, depth, size))) is not None:
+        while depth <= end:
+            at = depth * page_bytes
+            ghost = get(hash((depth, data[at - size if at > size else 0 : at])))
+            if ghost is None:
+                break
             found.append(ghost)
             depth += stride
         # The end of the path is less than a stride further.
         begin = depth - stride
         low = old_pages if old_pages > begin else begin
         high = min(depth - block, end - end % block)
-        if high > low and name(data, begin or block, SEGMENT_BYTES) in self._ends:
+        if high > low and self._name(data, begin or block, SEGMENT_BYTES) in self._ends:
             for last in range(high, low, -block):
-                if (ghost := get(name(data, last, size))) is not None:
+                if (ghost := get(self._name(data, last, size))) is not None:
                     found.append(ghost)
                     break
         self._last = data, old_pages, found
         return found
 
+    def none_beyond(self, data: bytes, old_pages: int) -> None:
+        """The next look-up of this path finds nothing."""
+        self._last = data, old_pages, []
+
     def come_back(self, found: list[Ghost]) -> None:
         """The pages of these ghosts, just found, are in the tree again."""
-        for ghost in found:
-            self._forget(ghost)
         if found:
+            ghosts, num_pages = self._ghosts, self.num_pages
+            for _, _, stands_for, name, segment, _ in found:
+                del ghosts[name]
+                num_pages -= stands_for
+                if segment is not None:
+                    self._leave_segment(segment)
+            self.num_pages = num_pages
             self._last = None
 
     def broken_laws(self) -> list[str]:
         """Every law that does not hold; for tests. O(ghosts)."""
         ghosts = self._ghosts
-        ends = Counter(ghost.segment for ghost in ghosts.values() if ghost.segment is not None)
+        ends = Counter(ghost[4] for ghost in ghosts.values() if ghost[4] is not None)
         laws = {
-            "a ghost is found by its name": all(
-                name == ghost.name for name, ghost in ghosts.items()
-            ),
+            "a ghost is found by its name": all(name == ghost[3] for name, ghost in ghosts.items()),
             "the pages that ghosts stand for are counted": self.num_pages
-            == sum(ghost.stands_for for ghost in ghosts.values()),
+            == sum(ghost[2] for ghost in ghosts.values()),
             "ghosts of path ends are counted by segment": self._ends == dict(ends),
             "ghosts lie at whole blocks, those at strides end no segment": all(
-                not ghost.depth % self.block_pages
-                and (ghost.segment is None) == (not ghost.depth % self.stride_pages)
-                for ghost in ghosts.values()
+                not depth % self.block_pages
+                and (segment is None) == (not depth % self.stride_pages)
+                for _, depth, _, _, segment, _ in ghosts.values()
             ),
         }
         return [law for law, holds in laws.items() if not holds]
 
-    def _add(self, ghost: Ghost) -> None:
-        if (old := self._ghosts.get(ghost.name)) is not None:
-            self._forget(old)
-        self._ghosts[ghost.name] = ghost
-        self.num_pages += ghost.stands_for
-
-    def _forget(self, ghost: Ghost) -> None:
-        del self._ghosts[ghost.name]
-        self.num_pages -= ghost.stands_for
-        if ghost.segment is not None:
-            self._leave_segment(ghost.segment)
+    def _forget(self, ghost: Ghost) -> int:
+        """Returns how many pages it stood for."""
+        del self._ghosts[ghost[3]]
+        if ghost[4] is not None:
+            self._leave_segment(ghost[4])
+        return ghost[2]
 
     def _leave_segment(self, segment: int) -> None:
         if self._ends[segment] == 1:
@@ -234,8 +248,8 @@ class Ghosts:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GhostPolicy(Policy):
-    """The base of policies that remember evicted pages. A mark of theirs has `tick`, that of its
-    use, and `path_pages`, how many pages its use covered.
+    """The base of policies that remember evicted pages. A mark of theirs is a tuple; it begins with
+    the tick of its use, and has at `PATH` how many pages its use covered.
 
     Args:
         ghosts: how many pages the ghosts may stand for, as a multiple of the pool (or of the tree,
@@ -286,11 +300,13 @@ class GhostPolicy(Policy):
         new_pages = len(use.data) // self._page_bytes - known
         if last is None:
             return None, new_pages
-        end = self.remembered.whole_blocks(last.path_pages) if found else last.path_pages
+        end: int = last[PATH]
+        if found:
+            end -= end % self.ghost_pages
         return last if end == known else None, new_pages
 
     def last_tick(self, history: Mark) -> int:
-        return history.tick  # type: ignore[no-any-return]
+        return history[0]  # type: ignore[no-any-return]
 
     def evicted(self, node: Node, num_pages: int) -> None:
         self.remember(node, num_pages)
@@ -298,8 +314,8 @@ class GhostPolicy(Policy):
     def remember(self, node: Node, num_pages: int) -> list[Ghost]:
         """Leave ghosts of evicted pages; returns the ends of paths that are forgotten for them."""
         limit_pages = int(self.ghosts * self._capacity_pages)
-        end = node.mark.path_pages
-        return self.remembered.remember(node, num_pages, end, limit_pages, self.fold)
+        path_pages = node.mark[PATH]
+        return self.remembered.remember(node, num_pages, path_pages, limit_pages, self.fold)
 
     def reset(self) -> None:
         self.remembered.clear()

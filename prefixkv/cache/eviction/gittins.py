@@ -140,7 +140,7 @@ class Gittins(GhostPolicy):
 
     def evicted(self, node: Node, num_pages: int) -> None:
         for ghost in self.remember(node, num_pages):
-            last: LastUse = ghost.history
+            last: LastUse = ghost[0]
             self.tables.lost(last.kind, self.tables.now_s - last.now_s)
 
     def reset(self) -> None:
@@ -164,13 +164,13 @@ class _LeastWorth(LeafOrders):
         for order, heap in enumerate(self._heaps):
             leaf = self.head(order) if heap else None
             if leaf is not None:
-                rank = self.rank_at(leaf.mark, now_s)
+                rank = self.rank_at(leaf, now_s)
                 if least is None or rank < least:
                     least, chosen = rank, leaf
         return chosen
 
-    def rank_at(self, history: LastUse, now_s: float) -> Rank:
-        tick, used_s, kind, _, _ = history
+    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+        tick, used_s, kind, _, _ = leaf.mark
         tables = self._tables
         place = bin_of(now_s - used_s)
         # Where worth rises with age the newest is worth least. Without a clock nothing has an age,

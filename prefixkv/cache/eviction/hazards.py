@@ -2,8 +2,9 @@
 
 A start is a use that left pages behind. It ends in a return (the next use goes on where it ended)
 or in a loss (its ghost was forgotten). For each class and age bin are counted the starts that
-reached the bin, and those that returned in it. A class of which little was seen is taken to be like
-its group, a group like all, and all like `UNTAUGHT`, whose worth falls with age: the order of LRU.
+reached the bin, and those that returned in it. Traffic changes, so all counts are halved now and
+then. A class of which little was seen is taken to be like its group, a group like all, and all like
+`UNTAUGHT`, whose worth falls with age: the order of LRU.
 
 Worth is the Gittins index: of all times that a page might be kept from now on, the best ratio of
 expected uses to expected seconds of residence. Bins are of equal ratio and reach from seconds to
@@ -17,8 +18,9 @@ seconds, both summed up from age 0, the index is the steepest slope from an age 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf, ldexp
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -46,69 +48,151 @@ UNTAUGHT = tuple(
 """How likely a return in each bin is taken to be before anything was seen."""
 
 RESOLUTION = 0.05
-"""Starts are counted to this share of their age."""
+"""Starts that are out are counted to this share of their age."""
 
 _UNTAUGHT, _LENGTHS_S = np.array(UNTAUGHT), np.array(LENGTHS_S)
+_EDGES_S, _BEGINS_S = np.array(EDGES_S), np.array(BEGINS_S)
 _LATER = np.arange(NUM_BINS)[:, None] < np.arange(NUM_BINS + 1)
 """[age, later age]"""
 
 Table: TypeAlias = npt.NDArray[Any]
-Counts = list[int]
 Chances = list[float]
 
 
 class Hazards:
     """Counts, and the worths worked out from them now and then. Deterministic; it reads no clock.
 
-    Memory O(classes), and some 300 snapshots of the starts. A start, a return and a loss cost
-    O(log bins), working out the worths O(classes x bins).
+    Starts and ends are only written down as they happen, and counted all at once before the counts
+    are needed. Memory O(rows x 300). A start, a return and a loss cost O(1) and their share of
+    that; working out the worths O(classes x bins squared), in numpy.
 
     Args:
         groups: classes that are alike, one list each; all classes occur once.
         trust: how many observations the chances of its group count as in a class, and the chances
             of all classes in a group. In all classes together `UNTAUGHT` counts five times as many.
         period: after how many starts worths are worked out anew.
+        half_life_s: all counts are halved as often. A start counts for its return or loss what it
+            counts by then itself, so that this favours neither.
+        rows: of each row, the classes that its starts count in; by default a row a class.
+        num_common: how many classes, the first, say how all are; by default all.
     """
 
-    def __init__(self, groups: list[list[int]], trust: float, period: int) -> None:
-        self._groups = groups
+    def __init__(
+        self,
+        groups: list[list[int]],
+        trust: float,
+        period: int,
+        half_life_s: float,
+        rows: Sequence[Sequence[int]] = (),
+        num_common: int | None = None,
+    ) -> None:
         self._trust = trust
         self._period = period
+        self._half_life_s = half_life_s
+        num_classes = sum(map(len, groups))
+        rows = rows or [[kind] for kind in range(num_classes)]
+        self._num_rows = len(rows)
+        self._by_class = _Sums(
+            [
+                [row for row, kinds in enumerate(rows) if kind in kinds]
+                for kind in range(num_classes)
+            ]
+        )
+        self._by_group = _Sums(groups)
+        self._num_common = num_common or num_classes
+        self._group_of = [
+            next(at for at, kinds in enumerate(groups) if kind in kinds)
+            for kind in range(num_classes)
+        ]
         self.reset()
 
     def reset(self) -> None:
         """Forget all that was seen."""
-        num_classes = sum(map(len, self._groups))
+        num_rows = self._num_rows
         self.now_s = 0.0
-        self._num_starts = 0
-        self._started = [0] * num_classes
-        self._snapshots: list[tuple[float, Counts]] = []  # (time, starts before it), rising
-        self._returns = [[0] * NUM_BINS for _ in range(num_classes)]
-        self._losses = [[0] * NUM_BINS for _ in range(num_classes)]
+        self._halves_s = self._half_life_s  # when next
+        self._num_halved = 0  # how often
+        self._due = self._period  # starts to come until worths are worked out
+        # Not counted yet: (row, when), and (row, when it began, age).
+        self._started: list[tuple[int, float]] = []
+        self._returned: list[tuple[int, float, float]] = []
+        self._lost: list[tuple[int, float, float]] = []
+        # Starts that have not ended, by row, from each of these times to the next; rising.
+        self._times_s: list[float] = []
+        self._out: Table = np.zeros((0, num_rows))
+        self._returns: Table = np.zeros((num_rows, NUM_BINS))
+        self._losses: Table = np.zeros((num_rows, NUM_BINS))
         self._work_out()
 
     # --- what happens -----------------------------------------------------------------------------
 
-    def start(self, kind: int, now_s: float) -> None:
-        if not self._snapshots or now_s - self._snapshots[-1][0] >= 1.0:
-            self._snapshots.append((now_s, self._started.copy()))
-        self._started[kind] += 1
+    def start(self, row: int, now_s: float) -> None:
+        if now_s >= self._halves_s:
+            self._halve(int(now_s // self._half_life_s))
         self.now_s = now_s
-        self._num_starts += 1
-        if self._num_starts % self._period == 0:
+        self._started.append((row, now_s))
+        self._due -= 1
+        if not self._due:
+            self._due = self._period
+            self._count()
             self._thin_out()
             self._work_out()
 
-    def returned(self, kind: int, age_s: float) -> None:
-        self._returns[kind][bisect_right(EDGES_S, age_s)] += 1
+    def returned(self, row: int, start_s: float, now_s: float) -> None:
+        """A start of then was followed by a return."""
+        self._returned.append((row, start_s, now_s - start_s))
 
-    def lost(self, kind: int, age_s: float) -> None:
-        self._losses[kind][bisect_right(EDGES_S, age_s)] += 1
+    def lost(self, row: int, start_s: float) -> None:
+        self._lost.append((row, start_s, self.now_s - start_s))
+
+    def _count(self) -> None:
+        """Count what was written down since the last time."""
+        if self._started:
+            times_s, slots = self._times_s, []
+            last_s = times_s[-1] if times_s else -inf
+            for _, now_s in self._started:
+                if now_s - last_s >= 1.0:
+                    times_s.append(now_s)
+                    last_s = now_s
+                slots.append(len(times_s) - 1)
+            out = np.zeros((len(times_s), self._out.shape[1]))
+            out[: len(self._out)] = self._out
+            rows = np.array([row for row, _ in self._started])
+            np.add.at(out, (np.array(slots), rows), 1.0)
+            self._out = out
+            self._started = []
+        for ends, table in ((self._returned, self._returns), (self._lost, self._losses)):
+            if not ends:
+                continue
+            found = np.array(ends)
+            rows, starts_s = found[:, 0].astype(np.intp), found[:, 1]
+            # A start's time is that of the last use, which may be in the next half-life.
+            halved = np.minimum(starts_s // self._half_life_s - self._num_halved, 0.0)
+            counts = np.ldexp(1.0, halved.astype(np.intc))
+            np.add.at(table, (rows, np.searchsorted(_EDGES_S, found[:, 2], "right")), counts)
+            begun = np.searchsorted(self._times_s, starts_s, "right") - 1
+            np.subtract.at(self._out, (begun, rows), counts)
+            ends.clear()
+
+    def _halve(self, times: int) -> None:
+        """Halve all counts, so that they have been this often."""
+        self._count()
+        share = ldexp(1.0, self._num_halved - times)
+        self._num_halved = times
+        self._halves_s = (times + 1) * self._half_life_s
+        for table in (self._out, self._returns, self._losses):
+            table *= share
+
+    def counts(self) -> tuple[Table, Table, Table]:
+        """float [classes, bins]: how many starts of each class reached each bin, how many returned
+        in it, and how many were lost in it."""
+        self._count()
+        return self._entered(), self._by_class(self._returns), self._by_class(self._losses)
 
     def broken_laws(self) -> list[str]:
-        """Every law that does not hold; for tests. O(classes x bins + snapshots)."""
-        times_s = [time_s for time_s, _ in self._snapshots]
-        counts = [*(before for _, before in self._snapshots), self._started]
+        """Every law that does not hold; for tests. O(classes x bins)."""
+        self._count()
+        tables = {"returned": self._returns, "lost": self._losses}
         laws = {
             "worth rises up to its peak, and falls from there": all(
                 worth[:peak] == sorted(worth[:peak])
@@ -116,59 +200,74 @@ class Hazards:
                 and worth[peak] == max(worth)
                 for worth, peak in zip(self.worth, self.peak, strict=True)
             ),
-            "snapshots rise in time and in every class": times_s == sorted(times_s)
-            and all(
-                early <= late
-                for first, second in pairwise(counts)
-                for early, late in zip(first, second, strict=True)
-            ),
-            "starts are counted once, in one class": sum(self._started) == self._num_starts,
+            "times rise": self._times_s == sorted(set(self._times_s)),
+            "every time has its starts": len(self._times_s) == len(self._out),
+            **{
+                f"no fewer than none are {what}": bool((table >= 0).all())
+                for what, table in tables.items()
+            },
         }
         return [law for law, holds in laws.items() if not holds]
 
     # --- what it says -----------------------------------------------------------------------------
 
     def _thin_out(self) -> None:
-        """Drop snapshots that lie closer together than their age asks for."""
-        kept: list[tuple[float, Counts]] = []
-        for snapshot in self._snapshots:
-            age_s = self.now_s - snapshot[0]
-            if not kept or snapshot[0] - kept[-1][0] >= RESOLUTION * age_s:
-                kept.append(snapshot)
-        self._snapshots = kept
+        """Put starts together that lie closer than their age asks for."""
+        kept_s: list[float] = []
+        firsts: list[int] = []
+        for at, time_s in enumerate(self._times_s):
+            if not kept_s or time_s - kept_s[-1] >= RESOLUTION * (self.now_s - time_s):
+                kept_s.append(time_s)
+                firsts.append(at)
+        if len(firsts) < len(self._times_s):
+            self._out = np.add.reduceat(self._out, firsts)
+            self._times_s = kept_s
 
     def _work_out(self) -> None:
         """`worth[kind][bin]`, which rises up to `peak[kind]` and falls from there: a class's least
         is at an end. Both are new lists."""
-        entered = self._entered()
-        returns = np.array(self._returns)
-        common = _chances(entered.sum(0), returns.sum(0), _UNTAUGHT, 5 * self._trust)
-        before = np.empty(entered.shape)
-        for group in self._groups:
-            before[group] = _chances(
-                entered[group].sum(0), returns[group].sum(0), common, self._trust
-            )
-        indices = gittins_indices(_chances(entered, returns, before, self._trust))
-        self.peak = indices.argmax(1).tolist()
-        self.worth: list[Chances] = [
-            rise_and_fall(index, peak)
-            for index, peak in zip(indices.tolist(), self.peak, strict=True)
-        ]
+        entered, returns = self._entered(), self._by_class(self._returns)
+        of_all = slice(self._num_common)
+        common = _chances(
+            entered[of_all].sum(0), returns[of_all].sum(0), _UNTAUGHT, 5 * self._trust
+        )
+        in_group = self._by_group
+        alike = _chances(in_group(entered), in_group(returns), common, self._trust)
+        own = _chances(entered, returns, alike[self._group_of], self._trust)
+        indices = gittins_indices(own)
+        peaks = indices.argmax(1)
+        self.peak: list[int] = peaks.tolist()
+        self.worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
 
     def _entered(self) -> Table:
-        """int [classes, bins]: how many starts of each class reached each bin."""
-        times_s = [time_s for time_s, _ in self._snapshots]
-        old_enough = [self._started]
-        for begin_s in EDGES_S:
-            at = bisect_right(times_s, self.now_s - begin_s)
-            old_enough.append(self._snapshots[at - 1][1] if at else [0] * len(self._started))
-        returns = np.array(self._returns)
-        ended = np.zeros_like(returns)
-        np.cumsum((returns + self._losses)[:, :-1], 1, out=ended[:, 1:])
-        # Starts are counted to a share of their age, so the difference may be too small; at least
-        # those that returned in a bin had reached it.
-        entered: Table = np.maximum(np.array(old_enough).T - ended, returns)
+        """float [classes, bins]: how many starts of each class reached each bin: those that ended
+        in it or later, and those that are out and old enough."""
+        ended = self._by_class(self._returns + self._losses)
+        entered: Table = ended[:, ::-1].cumsum(1)[:, ::-1]
+        if self._times_s:
+            until = np.searchsorted(self._times_s, self.now_s - _BEGINS_S, "right")
+            out = np.zeros((len(self._out) + 1, self._out.shape[1]))
+            self._out.cumsum(0, out=out[1:])
+            # A request's last use may be later than its first, which is its start, and two prefixes
+            # may be taken for one: so the difference may be too small by a few.
+            entered = entered + np.maximum(self._by_class(out[until].T), 0.0)
         return entered
+
+
+class _Sums:
+    """Sums of rows of a table, added in their order: the same on every machine, as those of a
+    matrix product may not be.
+
+    Args:
+        rows: of each sum, at least one.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self._rows = np.array([row for together in rows for row in together])
+        self._firsts = np.array([0, *accumulate(len(together) for together in rows[:-1])])
+
+    def __call__(self, table: Table) -> Table:
+        return np.add.reduceat(table[self._rows], self._firsts)
 
 
 def _chances(entered: Table, returns: Table, before: Table, trust: float) -> Table:
@@ -200,7 +299,12 @@ def gittins_indices(chances: Table) -> Table:
     return ratios.max(2)  # type: ignore[no-any-return]
 
 
-def rise_and_fall(values: Chances, peak: int) -> Chances:
-    """Lift what dips on the way up to the peak and on the way down from it."""
-    down_reversed = list(accumulate(values[:peak:-1], max))
-    return [*accumulate(values[:peak], max), values[peak], *down_reversed[::-1]]
+def rise_and_fall(values: Table, peaks: Table) -> Table:
+    """Lift what dips on the way up to the peak of each row and on the way down from it.
+
+    >>> rise_and_fall(np.array([[2, 1, 5, 3, 4]]), np.array([2])).tolist()
+    [[2, 2, 5, 4, 4]]
+    """
+    rising = np.maximum.accumulate(values, 1)
+    falling = np.maximum.accumulate(values[:, ::-1], 1)[:, ::-1]
+    return np.where(np.arange(values.shape[1]) <= peaks[:, None], rising, falling)

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from prefixkv.cache.eviction.hazards import EDGES_S, Hazards
 from prefixkv.cache.eviction.queues import LeafOrders, Rank, forget
-from prefixkv.cache.node import Mark, Node
+from prefixkv.cache.node import Node
 
 Entry: TypeAlias = tuple[int, Node, "LeastWorth", int]
 """(tick, leaf, queue, class)."""
@@ -56,6 +56,16 @@ class Line:
 
     def first(self) -> Entry | None:
         """The oldest; drops what is dead before it."""
+        if not self.oldest:  # as a rule
+            in_order = self.in_order
+            while in_order:
+                entry = in_order[0]
+                node = entry[1]
+                if node.entry is entry and not node.lock_ref and not node.children:
+                    break
+                _stands(entry)
+                in_order.popleft()
+            return in_order[0] if in_order else None
         while (in_order := self.in_order) and not _stands(in_order[0]):
             in_order.popleft()
         while (heap := self.oldest) and not _stands(heap[0]):
@@ -66,6 +76,16 @@ class Line:
 
     def last(self) -> Entry | None:
         """The newest; drops what is dead behind it."""
+        if not self.newest:  # as a rule
+            in_order = self.in_order
+            while in_order:
+                entry = in_order[-1]
+                node = entry[1]
+                if node.entry is entry and not node.lock_ref and not node.children:
+                    break
+                _stands(entry)
+                in_order.pop()
+            return in_order[-1] if in_order else None
         while (in_order := self.in_order) and not _stands(in_order[-1]):
             in_order.pop()
         while (heap := self.newest) and not _stands(heap[0][1]):
@@ -99,10 +119,10 @@ class LeastWorth(LeafOrders):
     """See the module's text. A mark is (tick, anything, now_s, ...).
 
     Args:
-        class_of: the class of a page with this history.
+        class_of: the class of a leaf.
     """
 
-    def __init__(self, hazards: Hazards, class_of: Callable[[Mark], int]) -> None:
+    def __init__(self, hazards: Hazards, class_of: Callable[[Node], int]) -> None:
         super().__init__(0)
         num_kinds = len(hazards.worth)
         self._hazards = hazards
@@ -114,13 +134,13 @@ class LeastWorth(LeafOrders):
             (inf, True, 0, kind) for kind in range(num_kinds)
         ]
         self._offered: list[Entry | None] = [None] * num_kinds
+        self._least = [inf] * num_kinds  # the worths of the offers
         self._holds_s = [inf] * num_kinds  # until when
         self._all_hold_s = inf
 
     def add(self, leaf: Node) -> None:
         mark = leaf.mark
-        kind, tick = self._class_of(mark), mark[0]
-        old = leaf.entry
+        kind, tick, old = self._class_of(leaf), mark[0], leaf.entry
         if old is not None:
             if old[2] is self and old[0] == tick and old[3] == kind:
                 return
@@ -133,26 +153,36 @@ class LeastWorth(LeafOrders):
         if offered is None or offered[0] > tick or self._hazards.peak[kind]:
             self._holds_s[kind] = self._all_hold_s = AT_ONCE
         if self._batch_s is not None:
-            heappush(self._late, (self.rank_at(mark, self._batch_s), leaf, entry))
+            heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
 
     def choose(self, now_s: float) -> Node | None:
         if self._hazards.worth is not self._worth:
             self._worth = self._hazards.worth
             self._holds_s = [AT_ONCE] * len(self._lines)
             self._all_hold_s = AT_ONCE
-        if now_s >= self._all_hold_s:
+        all_hold_s = self._all_hold_s
+        if now_s >= all_hold_s:
             for kind, holds_s in enumerate(self._holds_s):
                 if now_s >= holds_s:
                     self._look(kind, now_s)
-            self._all_hold_s = min(self._holds_s)
-        while (entry := self._offered[(kind := min(self._offers)[3])]) is not None:
+            all_hold_s = min(self._holds_s)
+        worths, offered = self._least, self._offered
+        while True:
+            least = min(worths)
+            # Equal ones are rare, but as long as nothing was learnt.
+            kind = worths.index(least) if worths.count(least) == 1 else min(self._offers)[3]
+            entry = offered[kind]
+            if entry is None:
+                node = None
+                break
             node = entry[1]
             if node.entry is entry and not node.lock_ref and not node.children:
-                return node
+                break
             self._look(kind, now_s)
-            if self._holds_s[kind] < self._all_hold_s:
-                self._all_hold_s = self._holds_s[kind]
-        return None
+            if self._holds_s[kind] < all_hold_s:
+                all_hold_s = self._holds_s[kind]
+        self._all_hold_s = all_hold_s
+        return node
 
     def _look(self, kind: int, now_s: float) -> None:
         """Work out what a class offers."""
@@ -160,31 +190,35 @@ class LeastWorth(LeafOrders):
         oldest = line.first()
         if oldest is None:
             self._offers[kind] = (inf, True, 0, kind)
+            self._least[kind] = self._holds_s[kind] = inf
             self._offered[kind] = None
-            self._holds_s[kind] = inf
             return
         worth, peak = self._worth[kind], self._hazards.peak[kind]
         used_s: float = oldest[1].mark[2]
         place = bisect_right(EDGES_S, now_s - used_s)
-        offered, offer = oldest, (worth[place], False, oldest[0], kind)
         holds_s = used_s + ENDS_S[place]
+        offered, least, is_newest, key = oldest, worth[place], False, oldest[0]
         if peak and now_s > 0:
             newest = line.last()
             assert newest is not None
-            used_s = newest[1].mark[2]
-            at = bisect_right(EDGES_S, now_s - used_s)
-            if used_s + ENDS_S[at] < holds_s:
-                holds_s = used_s + ENDS_S[at]
-            if at < peak and (place < peak or worth[at] < worth[place]):
-                offered, offer = newest, (worth[at], True, -newest[0], kind)
-        self._offers[kind] = offer
+            if newest is not oldest:
+                used_s = newest[1].mark[2]
+                at = bisect_right(EDGES_S, now_s - used_s)
+                if used_s + ENDS_S[at] < holds_s:
+                    holds_s = used_s + ENDS_S[at]
+            else:
+                at = place
+            if at < peak and (place < peak or worth[at] < least):
+                offered, least, is_newest, key = newest, worth[at], True, -newest[0]
+        self._offers[kind] = (least, is_newest, key, kind)
+        self._least[kind] = least
         self._offered[kind] = offered
         # Without a clock the oldest goes, and ages count from the first time that is given.
         self._holds_s[kind] = holds_s - MARGIN_S if now_s > 0 else WITH_A_CLOCK
 
-    def rank_at(self, history: Mark, now_s: float) -> Rank:
-        tick, _, used_s, *_ = history
-        kind, hazards = self._class_of(history), self._hazards
+    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+        tick, _, used_s, *_ = leaf.mark
+        kind, hazards = self._class_of(leaf), self._hazards
         place = bisect_right(EDGES_S, now_s - used_s)
         # Where worth rises with age the newest is worth least. Without a clock nothing has an age,
         # so the oldest goes.

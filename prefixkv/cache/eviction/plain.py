@@ -169,6 +169,7 @@ class _ExpiringQueue(LeafOrders):
             return oldest
         return self.head(1)
 
-    def rank_at(self, history: Mark, now_s: float) -> Rank:
+    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+        history = leaf.mark
         expired = now_s - history[2] > self._ttl_s
         return (0, 0, history[1]) if expired else (1, *history[:2])

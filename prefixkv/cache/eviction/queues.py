@@ -160,7 +160,7 @@ class LeafOrders:
         """The leaf that goes first, by the heads of the orders."""
         raise NotImplementedError
 
-    def rank_at(self, history: Mark, now_s: float) -> Rank:
+    def rank_at(self, leaf: Node, now_s: float) -> Rank:
         """The same as one rank, the least of which goes first; it holds at this time only."""
         raise NotImplementedError
 
@@ -177,7 +177,7 @@ class LeafOrders:
         if second is not None:
             heappush(self._heaps[second[0]], (second[1], entry))
         if self._batch_s is not None:
-            heappush(self._late, (self.rank_at(leaf.mark, self._batch_s), leaf, entry))
+            heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
 
     def first(self, now_s: float) -> Node | None:
         if self._batch_s is None:
@@ -223,7 +223,7 @@ class LeafOrders:
         if num_leaves > 64 and 4 * num_leaves > self._num_entries:
             rank_at = self.rank_at
             self._run = [
-                (rank_at(entry[1].mark, now_s), entry[1], entry)
+                (rank_at(entry[1], now_s), entry[1], entry)
                 for entry in self._entries()
                 if entry is entry[1].entry
             ]

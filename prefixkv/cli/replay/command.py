@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
 from prefixkv.cli.outputs import check_writable, write_text, writing
+from prefixkv.cli.policies import policy_of
 from prefixkv.cli.replay.curves import (
     amount,
     best,
@@ -47,7 +48,10 @@ class _Runs:
     ) -> ReplayResult:
         if policy == OPTIMUM:
             return replay_optimum(trace, capacity, self.warm)
-        return replay_policy(trace, policy, capacity, self.warm, self.queue, step, said)
+        result = replay_policy(
+            trace, policy_of(policy), capacity, self.warm, self.queue, step, said
+        )
+        return replace(result, policy=policy)
 
     def said(self, trace: Trace) -> list[bool | None] | None:
         return None if self.hints is None else client_hints(trace, self.hints, self.hints_wrong)
@@ -62,7 +66,11 @@ def replay(
         ),
     ],
     policy: Annotated[
-        str, typer.Option(help="Names, by commas; all: every registered one and the optimum.")
+        str,
+        typer.Option(
+            help="Names, by commas, with settings if any (adaptive:half_life_s=600:trust=30); all: "
+            "every registered one and the optimum."
+        ),
     ] = "all",
     capacity: Annotated[
         str, typer.Option(help="Blocks, by commas; by default from 1/64 of the trace's own to all.")
@@ -202,8 +210,10 @@ def _policies(names: str) -> list[str]:
     chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     known = [*policy_names(), OPTIMUM]
     for name in chosen:
-        if name not in known:
+        if name.partition(":")[0] not in known:
             raise ConfigError(f"--policy {name!r} is not one of {', '.join(known)}")
+        if name != OPTIMUM:
+            policy_of(name)  # a setting that is wrong is refused before anything is replayed
     if not chosen:
         raise ConfigError("--policy names no policy")
     return chosen

@@ -70,15 +70,24 @@ class FlatPool:
         first = pages.astype(np.int64) * self.page_rows
         return torch.from_numpy(np.stack([first + self.k_row, first + self.v_row]))
 
+    def room(self, num_rows: int) -> torch.Tensor:
+        """Memory for copies of so many rows of pages: [num_rows, page_size * heads * dim]. It is
+        the same each time, until more is asked for."""
+        width = self.pages[0].shape[1]
+        if self._buffer.numel() < num_rows * width:
+            self._buffer = self.pages[0].new_empty(num_rows * width)
+        return self._buffer[: num_rows * width].view(num_rows, width)
+
     def gather(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """A copy of these rows of pages: [rows, page_size * heads * dim], valid until the next
         call."""
-        source = self.pages[layer]
-        size = len(rows) * source.shape[1]
-        if self._buffer.numel() < size:
-            self._buffer = source.new_empty(size)
-        out = self._buffer[:size].view(len(rows), -1)
-        return torch.index_select(source, 0, rows, out=out)
+        return torch.index_select(self.pages[layer], 0, rows, out=self.room(len(rows)))
+
+    def kv(self, copies: torch.Tensor, num: int) -> torch.Tensor:
+        """K and V of `num` sequences of as many pages each, whose rows were copied there, K then
+        V: [2, num, heads, tokens, dim]."""
+        heads, dim = self.layout.num_kv_heads, self.layout.head_dim
+        return copies.view(2, num, -1, heads, dim).transpose(2, 3)
 
 
 class _Part(NamedTuple):
@@ -89,6 +98,16 @@ class _Part(NamedTuple):
     start: int  # and have the positions from `start` on in the sequence
     rows: torch.Tensor  # of the pages that hold all its KV, K then V: [2 * pages]
     masks: list[torch.Tensor | None]  # for each block of queries; None: plainly causal, or all
+
+
+class _Step(NamedTuple):
+    """Of a forward that has one new token of each sequence, one sequence. The views are made once,
+    not in each layer."""
+
+    rows: torch.Tensor  # of the pages that hold all its KV, K then V: [2 * pages]
+    copies: torch.Tensor  # where they are gathered to
+    k: torch.Tensor  # there: [1, heads, tokens, dim]
+    v: torch.Tensor
 
 
 class Plan:
@@ -128,8 +147,12 @@ class Plan:
         used = [row[: pages_for(end, size)] for row, end in zip(rows, ends, strict=True)]
         self._table: torch.Tensor | None = None
         self._parts: list[_Part] = []
-        if max(lens) == 1 and torch.device(device).type in BATCHED:
-            self._plan_table(used, device)
+        self._steps: list[_Step] = []
+        if max(lens) == 1:
+            if torch.device(device).type in BATCHED:
+                self._plan_table(used, device)
+            else:
+                self._plan_steps(used, device)
             return
         for row, start, num, end in zip(used, starts, lens, behind.tolist(), strict=True):
             masks = _masks(start, num, device)
@@ -143,6 +166,16 @@ class Plan:
         width = table.shape[1] * self.flat.layout.page_size
         lens = torch.tensor(self.ends, device=device)
         self._mask = (torch.arange(width, device=device) < lens[:, None])[:, None, None]
+
+    def _plan_steps(self, rows: Sequence[Pages], device: torch.device | str) -> None:
+        """One new token a sequence, on a device that takes them one after the other."""
+        flat = self.flat
+        flat.room(2 * max(map(len, rows)))  # all share the memory of the longest
+        for row, end in zip(rows, self.ends, strict=True):
+            page_rows = flat.rows(row).flatten().to(device)
+            copies = flat.room(len(page_rows))
+            k, v = flat.kv(copies, 1)[..., :end, :]
+            self._steps.append(_Step(page_rows, copies, k, v))
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the new tokens' KV into their pages. key, value: [1, heads, N, dim]."""
@@ -164,29 +197,35 @@ class Plan:
         """
         if self._table is not None:
             return self._attend_batch(layer, query, scale)
+        if self._steps:
+            return self._attend_steps(layer, query, scale)
         outs = []
         for part in self._parts:
             new = slice(part.first, part.last)
             if part.start == 0:
                 k, v = key[:, :, new], value[:, :, new]
             else:
-                k, v = self._gathered(layer, part.rows, 1)
+                k, v = self.flat.kv(self.flat.gather(layer, part.rows), 1)
             outs.append(_attend_one(query[:, :, new], k, v, part, scale))
         return torch.cat(outs, 1)
 
     def _attend_batch(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
         assert self._table is not None
         num = query.shape[2]
-        k, v = self._gathered(layer, self._table, num)
+        k, v = self.flat.kv(self.flat.gather(layer, self._table), num)
         q = query[0].transpose(0, 1).reshape(num, k.shape[1], -1, k.shape[3])  # a group together
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, scale=scale)
         return out.reshape(1, num, -1, out.shape[-1])
 
-    def _gathered(self, layer: int, rows: torch.Tensor, num: int) -> torch.Tensor:
-        """K and V of `num` sequences of as many pages each: [2, num, heads, tokens, dim]."""
-        layout = self.flat.layout
-        found = self.flat.gather(layer, rows)
-        return found.view(2, num, -1, layout.num_kv_heads, layout.head_dim).transpose(2, 3)
+    def _attend_steps(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        source, num, dim = self.flat.pages[layer], query.shape[2], query.shape[3]
+        # The heads of a group side by side as queries, so that K is read once.
+        grouped = query[0].transpose(0, 1).reshape(num, 1, self.flat.layout.num_kv_heads, -1, dim)
+        outs = []
+        for q, step in zip(grouped.unbind(0), self._steps, strict=True):
+            torch.index_select(source, 0, step.rows, out=step.copies)
+            outs.append(F.scaled_dot_product_attention(q, step.k, step.v, scale=scale))
+        return torch.cat(outs).view(1, num, -1, dim)
 
 
 def _masks(start: int, num: int, device: torch.device | str) -> list[torch.Tensor | None]:

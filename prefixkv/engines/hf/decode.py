@@ -17,7 +17,7 @@ from prefixkv.config import DecodeConfig
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.models import PagedModel
-from prefixkv.engines.hf.requests import Finish, Generate, Output, PrefillJob, unpack_token
+from prefixkv.engines.hf.requests import Finish, Generate, Output, PrefillJob, unpack_first
 from prefixkv.engines.hf.sampling import Choice, Sampling, choose
 from prefixkv.engines.hf.text import AnswerText
 from prefixkv.errors import OutOfPagesError, PrefixKVError, RequestError
@@ -44,6 +44,7 @@ class _Answer:
     text: AnswerText | None
     aborted: bool = False  # by its client
     error: Exception | None = None  # that was found here
+    prefill_hit_tokens: int = 0
 
 
 class DecodeEngine:
@@ -165,11 +166,15 @@ class DecodeEngine:
         """Its KV is here, all but the newest token's."""
         if not req.resumed:  # else it goes on from its newest token
             try:
-                self._sampled.append((req, unpack_token(req.aux, self.model.vocab_size)))
+                answer = self._answers[req.rid]
+                token, answer.prefill_hit_tokens = unpack_first(
+                    req.aux, self.model.vocab_size, req.prompt_len
+                )
             except ValueError as error:
-                self._answers[req.rid].error = error
+                answer.error = error
                 self.node.abort(req.rid)
                 return
+            self._sampled.append((req, token))
         self._running.append(req)
 
     def _forward(self, reqs: list[DecodeRequest]) -> list[tuple[DecodeRequest, int]]:
@@ -275,7 +280,10 @@ class DecodeEngine:
     ) -> None:  # fmt: skip
         """To be told at the end of the step."""
         rid, hit_tokens = answer.ask.rid, answer.req.hit_tokens
-        output = Output(rid, answer.sample, position, token, finish, error, hit_tokens, text)
+        output = Output(
+            rid, answer.sample, position, token, finish, error, hit_tokens, text,
+            answer.prefill_hit_tokens, answer.req.shared_tokens,
+        )  # fmt: skip
         outputs.append((answer.on_output, output))
 
     def _forget(self, name: str, answer: _Answer) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from prefixkv.config import PrefillConfig
 from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.models import PagedModel
-from prefixkv.engines.hf.requests import PrefillJob, pack_token
+from prefixkv.engines.hf.requests import PrefillJob, pack_first
 from prefixkv.engines.hf.sampling import choose
 from prefixkv.errors import RequestError
 from prefixkv.memory.kv_pool import KVPool
@@ -29,11 +29,12 @@ _IDLE_S: Final = 0.1  # deadlines are looked at
 
 @dataclass(slots=True, eq=False)
 class _Computing:
-    """A prompt whose KV is there up to token `done`."""
+    """A prompt whose KV is there up to token `done`; it was up to `hit_tokens` when it began."""
 
     req: PrefillRequest
     job: PrefillJob
     done: int
+    hit_tokens: int
 
 
 class PrefillEngine:
@@ -95,7 +96,9 @@ class PrefillEngine:
         # Called at every pass: what is computed goes to the cache there. What is not begun yet
         # holds no pages, and may find more in the cache later.
         for req in node.pop_bootstrapped(0 if waiting >= self.chunk_tokens else _AT_ONCE):
-            self._computing[req] = _Computing(req, self._jobs[req.rid], req.prefix_len)
+            self._computing[req] = _Computing(
+                req, self._jobs[req.rid], req.prefix_len, req.prefix_len
+            )
         # What was launched for those that failed has ended with this event.
         for req in [*node.pop_failed(self.model.event()), *node.pop_sent()]:
             self._computing.pop(req, None)
@@ -134,7 +137,7 @@ class PrefillEngine:
         self._counters["forwards"] += 1
         for i, (one, end) in enumerate(parts):
             last = end == one.req.num_tokens
-            aux = pack_token(tokens[i]) if i in tokens else b""
+            aux = pack_first(tokens[i], one.hit_tokens) if i in tokens else b""
             self._counters["computed_tokens"] += end - one.done
             self.node.send_chunk(one.req, end, last, aux, ready)
             one.done = end

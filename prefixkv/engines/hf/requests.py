@@ -13,7 +13,7 @@ import numpy.typing as npt
 from prefixkv.engines.hf.sampling import Choice, Sampling
 from prefixkv.request import Request
 
-_TOKEN: Final = struct.Struct("<i")
+_FIRST: Final = struct.Struct("<ii")
 
 Finish = Literal["stop", "length", "abort", "error"]
 
@@ -50,7 +50,9 @@ class Output:
 
     `position` counts the answer's tokens from 0. `token` is None where it ends by "abort" (its
     client's) or "error"; why is in `error`. With "stop" the token is the one that stopped it.
-    `hit_tokens` of the prompt had their KV on the decode worker. `text` is what this token makes
+    `hit_tokens` of the prompt had their KV on the decode worker, the next `shared_tokens` were on
+    their way there for another request, and the rest was sent; `prefill_hit_tokens` had theirs on
+    the prefill worker, which computed the rest. `text` is what this token makes
     certain of the answer's text, where the engine has a tokenizer: often nothing, sometimes what
     earlier ones began. A stop token and a stop string are not in it.
     """
@@ -63,6 +65,8 @@ class Output:
     error: Exception | None = None
     hit_tokens: int = 0
     text: str = ""
+    prefill_hit_tokens: int = 0
+    shared_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +93,19 @@ class PrefillJob:
         )  # fmt: skip
 
 
-def pack_token(token: int) -> bytes:
-    """The first token as `aux` carries it: 4 bytes."""
-    return _TOKEN.pack(token)
+def pack_first(token: int, hit_tokens: int) -> bytes:
+    """What `aux` carries: the first token, and how many of the prompt's had their KV on prefill."""
+    return _FIRST.pack(token, hit_tokens)
 
 
-def unpack_token(aux: bytes, vocab_size: int) -> int:
-    """The token in `aux`. Raises ValueError where it is none of the vocabulary."""
-    if len(aux) != _TOKEN.size:
-        raise ValueError(f"aux of {len(aux)} bytes, a token has {_TOKEN.size}")
-    token: int = _TOKEN.unpack(aux)[0]
+def unpack_first(aux: bytes, vocab_size: int, prompt_len: int) -> tuple[int, int]:
+    """The token, and the hit. Raises ValueError where they are none of this vocabulary and
+    prompt."""
+    if len(aux) != _FIRST.size:
+        raise ValueError(f"aux of {len(aux)} bytes, a token and a hit have {_FIRST.size}")
+    token, hit_tokens = _FIRST.unpack(aux)
     if not 0 <= token < vocab_size:
         raise ValueError(f"token {token} is not in [0, {vocab_size})")
-    return token
+    if not 0 <= hit_tokens <= prompt_len:
+        raise ValueError(f"{hit_tokens} tokens were hit, the prompt has {prompt_len}")
+    return token, hit_tokens

@@ -9,14 +9,25 @@ from bisect import bisect_right
 import numpy as np
 import pytest
 
-from prefixkv.cache.eviction.adaptive import Adaptive, class_of, kind_of, traits
+from prefixkv.cache.eviction.adaptive import (
+    NO_TRUNK,
+    NUM_OWN,
+    ROWS,
+    TRAITS,
+    Adaptive,
+    class_of,
+    kind_of,
+    trunk_of,
+)
 from prefixkv.cache.eviction.hazards import (
     BEGINS_S,
     EDGES_S,
     LENGTHS_S,
     NUM_BINS,
+    UNTAUGHT,
     Hazards,
     gittins_indices,
+    rise_and_fall,
 )
 from prefixkv.cache.eviction.least_worth import LeastWorth
 from prefixkv.cache.node import Node
@@ -48,17 +59,46 @@ def test_what_returns_is_kept_whatever_was_new():
 
 
 def test_a_return_is_counted_for_the_new_end_and_for_what_was_before_it():
-    assert traits(1, 1).kinds == (kind_of(1, 1),)
-    assert traits(1, 2).kinds == (kind_of(2, 1),)
-    assert traits(0, 5).kinds == (kind_of(2, 0), kind_of(5, 0))
+    assert TRAITS[1][1].kinds == (kind_of(1, 1),)
+    assert TRAITS[2][1].kinds == (kind_of(2, 1),)
+    assert TRAITS[5][0].kinds == (kind_of(2, 0), kind_of(5, 0))
+    assert TRAITS[7] is TRAITS[6], "the turns after the sixth are like it"
+    assert all(ROWS[one.number] == one.kinds for row in TRAITS[1:] for one in row)
     cache = adaptive()
     for turn in range(1, 5):
         cache.insert([1] * turn, range(turn), now_s=10.0 * turn)
-    returns = cache.policy.hazards._returns
+    _, returns, _ = cache.policy.hazards.counts()
     counted = {kind: sum(row) for kind, row in enumerate(returns) if sum(row)}
     assert counted == {kind_of(1, 0): 1, kind_of(2, 0): 2, kind_of(3, 0): 1}
+    assert sum(row[bisect_right(EDGES_S, 10.0)] for row in returns) == 4, "each after 10 s"
     (node,) = cache.nodes()
-    assert class_of(node.mark) == kind_of(2, 0)  # the new end of a next turn
+    assert class_of(node) == kind_of(2, 0)  # the new end of a next turn
+    cache.evict(4, 41.0)
+    cache.insert([1] * 9, range(9), now_s=52.0)  # from its ghost
+    _, returns, _ = cache.policy.hazards.counts()
+    assert sum(row[bisect_right(EDGES_S, 12.0)] for row in returns) == 6
+
+
+def test_of_shared_pages_it_is_counted_how_soon_paths_part_from_them_again():
+    """A document of five pages, asked about every 40 s. No path ends with it, so no end tells of
+    it; and a question that goes on is no parting."""
+    cache = adaptive()
+    document = [7, 8, 9, 7, 8]
+    for at in range(1, 8):
+        cache.insert([*document, 100 + at], [*range(5), 100 + at], now_s=40.0 * at)
+    cache.insert([*document, 107, 1], [*range(5), 107, 108], now_s=285.0)
+    _, returns, _ = cache.policy.hazards.counts()
+    longest = NUM_OWN + 2 * 3  # more than three pages
+    counted = {kind: sum(row) for kind, row in enumerate(returns) if sum(row)}
+    # Of six partings each but the last was followed by one.
+    assert counted == {longest: 2, longest + 1: 3, kind_of(1, 0): 1}
+    assert sum(row[bisect_right(EDGES_S, 40.0)] for row in returns) == 5
+    cache.evict(8, 290.0)  # the questions
+    (node,) = cache.nodes()
+    assert (node.end, class_of(node)) == (5, longest + 2)
+    cache.evict(5, 291.0)
+    cache.insert([*document, 200], [*range(5), 200], now_s=300.0)  # from its ghosts
+    assert sum(cache.policy.hazards.counts()[1][longest + 2]) == 1
 
 
 def test_returns_are_seen_though_the_pages_are_gone_until_ghosts_are_forgotten():
@@ -68,10 +108,10 @@ def test_returns_are_seen_though_the_pages_are_gone_until_ghosts_are_forgotten()
         cache.evict(6, 1.0)
         cache.insert([1] * 6 + [2], range(7), now_s=20.0)
         hazards = cache.policy.hazards
-        assert sum(map(sum, hazards._returns)) == came_back
-        assert sum(map(sum, hazards._losses)) == 1 - came_back
+        _, returns, losses = hazards.counts()
+        assert (returns.sum(), losses.sum()) == (came_back, 1 - came_back)
         cache.reset()
-        assert sum(map(sum, hazards._returns)) == sum(map(sum, hazards._losses)) == 0
+        assert [table.sum() for table in hazards.counts()] == [0, 0, 0]
 
 
 def test_without_a_clock_the_oldest_goes():
@@ -97,12 +137,12 @@ def test_what_stays_inherits_the_uses_of_pages_that_went_together():
     with cache.lock(cache.match_prefix([1] * 3), visit=False):
         assert sorted(cache.evict(3).tolist()) == [3, 4, 5]
         (held,) = cache.nodes()
-        assert held.mark.visits == 9
+        assert held.mark[1] == 9
 
 
 def test_a_line_knows_its_oldest_and_its_newest_in_whatever_order_leaves_come():
     rng = random.Random(3)
-    queue = LeastWorth(Hazards([[0]], trust=1.0, period=1), lambda mark: 0)
+    queue = LeastWorth(Hazards([[0]], trust=1.0, period=1, half_life_s=1e9), lambda mark: 0)
     (line,) = queue._lines
     ticks = list(range(600))
     for start in range(0, 600, 20):  # by and large in order
@@ -124,6 +164,18 @@ def test_a_line_knows_its_oldest_and_its_newest_in_whatever_order_leaves_come():
         assert queue.broken_laws() == []
 
 
+@pytest.mark.parametrize(("fresh", "goes"), [(1.0, "newest"), (2.5, "oldest")])
+def test_of_a_fresh_leaf_and_one_past_the_peak_the_one_worth_less_goes(fresh, goes):
+    hazards = Hazards([[0]], trust=1.0, period=1, half_life_s=1e9)
+    hazards.worth, hazards.peak = [[fresh, 3.0, *[2.0] * (NUM_BINS - 2)]], [1]
+    queue = LeastWorth(hazards, lambda mark: 0)
+    leaves = {"oldest": Node(b"", b"", 0, None), "newest": Node(b"", b"", 0, None)}
+    leaves["oldest"].mark, leaves["newest"].mark = (1, 1, 0.0), (2, 1, 99.5)
+    for leaf in leaves.values():
+        queue.add(leaf)
+    assert queue.first(100.0) is leaves[goes]
+
+
 # --- the tables -----------------------------------------------------------------------------------
 
 
@@ -141,48 +193,99 @@ def test_the_index_is_the_best_ratio_over_all_times_to_keep():
 
 
 def test_an_untaught_cache_ranks_as_lru():
-    hazards = Hazards([[0]], trust=60.0, period=10)
+    hazards = Hazards([[0]], trust=60.0, period=10, half_life_s=1e9)
     assert hazards.peak == [0]
     assert hazards.worth[0] == sorted(hazards.worth[0], reverse=True)
 
 
+def test_a_class_of_which_nothing_was_seen_is_like_all_and_all_like_the_untaught_at_first():
+    hazards = Hazards([[0], [1]], trust=10.0, period=100, half_life_s=1e9)
+    for at in range(100):
+        if at:
+            hazards.returned(0, at * 10.0 - 10.0, at * 10.0 - 3.0)
+        hazards.start(0, at * 10.0)
+    entered, returns = (table.sum(0) for table in hazards.counts()[:2])
+    common = (returns + 50.0 * np.array(UNTAUGHT)) / (entered + 50.0)
+    index = gittins_indices(common[None])
+    (worth,) = rise_and_fall(index, index.argmax(1))
+    assert hazards.worth[1] == pytest.approx(worth)
+
+
 def test_ages_of_hours_are_told_apart():
     """Sessions return after one hour and never after two: what is kept for longer is worth less."""
-    hazards = Hazards([[0]], trust=1.0, period=10)
+    hazards = Hazards([[0]], trust=1.0, period=10, half_life_s=1e9)
     for at in range(400):
         hazards.start(0, at * 60.0)
         if at >= 60:
-            hazards.returned(0, 3600.0)
+            hazards.returned(0, at * 60.0 - 3600.0, at * 60.0)
     worth = hazards.worth[0]
     assert worth[bisect_right(EDGES_S, 1800.0)] > 10 * worth[bisect_right(EDGES_S, 9000.0)]
 
 
 def test_those_still_out_count_as_not_having_returned():
-    hazards = Hazards([[0]], trust=1.0, period=1000)
+    hazards = Hazards([[0]], trust=1.0, period=1000, half_life_s=1e9)
     for at in range(100):
         hazards.start(0, at * 10.0)
-    for _ in range(5):
-        hazards.returned(0, 3.0)
-    hazards.lost(0, 100.0)
-    (entered,) = hazards._entered()
+    for at in range(5):
+        hazards.returned(0, 10.0 * at, 10.0 * at + 3.0)
+    hazards.lost(0, 890.0)
+    (entered,), _, _ = hazards.counts()
     assert entered[0] == 100
     place = bisect_right(EDGES_S, 500.0)
-    old_enough = sum(990.0 - at * 10.0 > BEGINS_S[place] for at in range(100))
-    assert entered[place] == pytest.approx(old_enough - 6, abs=1)
+    old_enough = sum(990.0 - at * 10.0 >= BEGINS_S[place] for at in range(100))
+    assert entered[place] == old_enough - 5, "the young that ended say nothing of old ages"
     assert entered[-1] == 0
 
 
+def test_what_was_learnt_fades_and_favours_neither_returns_nor_those_still_out():
+    hazards = Hazards([[0]], trust=1.0, period=10_000, half_life_s=1000.0)
+    for at in range(100):
+        hazards.start(0, at * 10.0)
+        if at % 2:
+            hazards.returned(0, at * 10.0, at * 10.0 + 5.0)
+    (entered,), (returns,), _ = hazards.counts()
+    assert (entered[0], returns.sum()) == (100, 50)
+    hazards.start(0, 3000.0)
+    (entered,), (returns,), _ = hazards.counts()
+    assert (entered[0], returns.sum()) == (100 / 8 + 1, 50 / 8)
+    place = bisect_right(EDGES_S, 5.0)
+    assert returns[place] / entered[place] == pytest.approx(0.5, abs=0.01)
+    hazards.returned(0, 20.0, 3000.0)
+    assert hazards.counts()[1].sum() == 51 / 8, "it counts what its start does"
+    hazards.start(0, 1e9)
+    assert hazards.counts()[0].sum() == 1
+
+
+def test_counts_are_halved_as_soon_as_a_half_life_is_over():
+    hazards = Hazards([[0]], trust=1.0, period=10_000, half_life_s=1000.0)
+    hazards.start(0, 999.0)
+    for now_s, entered in ((999.5, 2.0), (1000.0, 2.0), (1999.0, 3.0), (2000.0, 2.5)):
+        hazards.start(0, now_s)
+        assert hazards.counts()[0][0][0] == entered
+
+
+def test_after_a_change_of_the_workload_the_worths_follow():
+    """First all return within a second, then none does: worth falls again within the hour."""
+    hazards = Hazards([[0]], trust=20.0, period=100, half_life_s=900.0)
+    for at in range(3600):
+        hazards.start(0, 1.0 * at)
+        hazards.returned(0, 1.0 * at, at + 0.5)
+    good = hazards.worth[0][0]
+    for at in range(3600, 7200):
+        hazards.start(0, 1.0 * at)
+    assert hazards.worth[0][0] < 0.1 * good
+
+
 def test_what_is_remembered_is_bounded():
-    hazards = Hazards([[0]], trust=1.0, period=50)
+    hazards = Hazards([[0]], trust=1.0, period=50, half_life_s=900.0)
     for at in range(100_000):
         hazards.start(0, at * 1.0)
-    assert len(hazards._snapshots) < 400
+    assert len(hazards._out) < 400
     cache = adaptive(ghosts=0.01, period=50)
     for at in range(3000):
         cache.insert([at, *range(10)], range(11), now_s=at * 1.0)
         cache.evict(11, at * 1.0)
     assert cache.policy.remembered.num_pages <= 100
-    assert traits.cache_info().currsize <= 18
 
 
 def test_the_books_of_a_long_run_stay_bounded():
@@ -225,5 +328,19 @@ def test_the_books_of_a_long_run_stay_bounded():
     assert 0 < policy.remembered.num_pages <= 2 * 600
     # A ghost stands for a page at least, one at a stride for four.
     assert 100 < most["ghosts"] <= 2 * 600
-    assert len(policy.hazards._snapshots) < 400
-    assert traits.cache_info().currsize <= 18
+    assert len(policy.hazards._out) < 400
+
+
+def test_pages_that_are_evicted_together_end_where_the_trunk_does():
+    """What lies before is of another class, though the same use was the last there."""
+    policy = adaptive().policy
+
+    def seen(trunk):
+        return 5, 1, 0.0, TRAITS[1][0], 8, trunk
+
+    def above(trunk):
+        return 5, 0, 0.0, TRAITS[1][0], 8, trunk
+
+    for trunk, ends in ((NO_TRUNK, None), (trunk_of(4, 0, 1), 4), (trunk_of(5, 0, 1), 4)):
+        steps = [(depth, above(trunk)) for depth in (2, 4, 6)]
+        assert policy.floor(steps, seen(trunk), 0) == ends

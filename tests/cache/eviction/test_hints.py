@@ -88,6 +88,19 @@ def test_a_path_that_two_sessions_share_is_judged_by_its_last_use(policy):
     assert sorted(cache.evict(3, 4.0).tolist()) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("policy", ["lfu", "fifo", "gated", "gittins", "adaptive"])
+def test_a_hint_at_a_page_on_the_way_of_a_use_reaches_the_leaf_that_it_ended_with(policy):
+    """Under these an insertion leaves a mark where its new pages begin too, so a hint there is of
+    its session."""
+    cache = RadixCache(page_size=1, policy=policy)
+    cache.insert([5, 5], [5, 6], now_s=1.0)
+    cache.insert([1, 1], [0, 1], now_s=2.0)
+    with cache.lock(cache.match_prefix([1, 1]), now_s=3.0):
+        cache.insert([1, 1, 2, 2], [0, 1, 2, 3], now_s=3.0)
+    cache.hint(cache.match_prefix([1, 1]), continues=False)
+    assert sorted(cache.evict(2, 4.0).tolist()) == [2, 3]
+
+
 def test_a_reset_forgets_what_was_said():
     cache, results = make("lru", 2)
     cache.hint(results[1], continues=False)

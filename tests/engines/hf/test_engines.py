@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prefixkv.engines.hf import Generate, PagedModel, Sampling, make_model
-from prefixkv.engines.hf.requests import pack_token, unpack_token
+from prefixkv.engines.hf.requests import pack_first, unpack_first
 from prefixkv.errors import AbortedError, DrainingError, OutOfPagesError, RequestError
 from tests.models.hf_world import TINY, Answer, Reference, World
 from tests.models.patience import until
@@ -79,20 +79,30 @@ def test_an_abort_at_prefill_is_an_error_at_decode(model: PagedModel) -> None:
 def test_a_first_token_that_is_none_ends_the_answer(
     model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixkv.engines.hf.prefill.pack_token", lambda token: b"no token")
+    monkeypatch.setattr("prefixkv.engines.hf.prefill.pack_first", lambda token, hit: b"no")
     with World(model) as world:
         answer = world.ask("r", range(20))
         world.run()
         assert answer.ends[0].finish == "error"
-        assert "aux of 8 bytes" in str(answer.ends[0].error)
+        assert "aux of 2 bytes" in str(answer.ends[0].error)
         world.at_rest()
 
 
-def test_a_token_travels_in_four_bytes() -> None:
-    assert unpack_token(pack_token(300), 301) == 300
-    for wrong in (pack_token(301), pack_token(-1), b"", b"12345"):
-        with pytest.raises(ValueError, match=r"aux of|is not in"):
-            unpack_token(wrong, 301)
+def test_a_token_travels_with_prefills_hit() -> None:
+    assert unpack_first(pack_first(300, 16), 301, 16) == (300, 16)
+    wrong = (pack_first(301, 0), pack_first(-1, 0), pack_first(1, 17), pack_first(1, -1), b"", b"1")
+    for aux in wrong:
+        with pytest.raises(ValueError, match=r"aux of|is not in|were hit"):
+            unpack_first(aux, 301, 16)
+
+
+def test_an_output_says_what_prefill_had(model: PagedModel) -> None:
+    with World(model, decode={"cache": False}) as world:
+        for hits in (0, 32):
+            answer = world.ask(f"after {hits}", range(40), max_new_tokens=3)
+            world.run()
+            assert answer.ends[0].prefill_hit_tokens == hits
+            assert answer.ends[0].hit_tokens == 0
 
 
 def test_sampled_tokens_are_kept_while_pages_are_held_elsewhere(

@@ -383,6 +383,8 @@ class Actors:
         self._after: dict[tuple[int, Any], tuple[int, tuple[Any, ...]]] = {}
         self._passed: dict[tuple[int, float, frozenset[PeerId]], int] = {}
         self._talks: dict[int, dict[Any, bool]] = {}
+        self._known: dict[int, frozenset[PeerId]] = {}
+        self._same: dict[frozenset[PeerId], frozenset[PeerId]] = {}
         self._left: dict[int, dict[str, Any]] = {}
 
     def __len__(self) -> int:
@@ -442,6 +444,16 @@ class Actors:
             if isinstance(control, DecodeControl):
                 found |= {link.address: link.ready for link in control._links.all()}
             self._talks[number] = found
+        return found
+
+    def known(self, number: int) -> frozenset[PeerId]:
+        """The lives that it has taken a frame of. Equal ones are one object."""
+        found = self._known.get(number)
+        if found is None:
+            control, _ = self.load(number)
+            heard = (peer for peer, live in lives(control) if peer is not None and live.in_seq)
+            lives_heard = frozenset(heard)
+            found = self._known[number] = self._same.setdefault(lives_heard, lives_heard)
         return found
 
     def wake_s(self, number: int) -> float | None:

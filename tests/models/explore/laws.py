@@ -13,6 +13,7 @@ checked by what schedulers are told and transports are asked.
 
 from __future__ import annotations
 
+from operator import attrgetter, getitem
 from typing import Any
 
 from prefixkv.protocol.ids import PeerId
@@ -37,13 +38,17 @@ from tests.models.explore.state import (
     put,
 )  # fmt: skip
 
+_parts_of = attrgetter(*State._fields)  # of a draft or a state
+
 
 class Laws:
     """Ranks have slots: prefill's from 0, then decode's."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, table: Actors | None = None) -> None:
+        """`table`: of another world of the same ranks and uses, which has worked some of it
+        out."""
         self.config = config
-        self.table = Actors()
+        self.table = table or Actors()
         # Of each field of a state: its values, and the number of each.
         self._parts: list[list[Any]] = [[] for _ in State._fields]
         self._numbers: list[dict[Any, int]] = [{} for _ in State._fields]
@@ -112,19 +117,19 @@ class Laws:
     def pack(self, made: Draft | State, before: State, packed: Packed) -> Packed:
         """A state as a few numbers, those of its parts; `packed` are those of the one before."""
         numbers = list(packed)
-        for i, name in enumerate(State._fields):
-            part = getattr(made, name)
-            if part is not before[i]:
+        for i, (part, former) in enumerate(zip(_parts_of(made), before, strict=True)):
+            if part is not former:
                 numbers[i] = self._number(i, part)
         return tuple(numbers)
 
     def unpack(self, packed: Packed) -> State:
-        return State(*(parts[number] for parts, number in zip(self._parts, packed, strict=True)))
+        return State._make(map(getitem, self._parts, packed))
 
     def _number(self, field: int, part: Any) -> int:
-        known, parts = self._numbers[field], self._parts[field]
-        number = known.setdefault(part, len(parts))
-        if number == len(parts):
+        number = self._numbers[field].get(part)
+        if number is None:
+            parts = self._parts[field]
+            number = self._numbers[field][part] = len(parts)
             parts.append(part)
         return number
 
@@ -156,13 +161,26 @@ class Laws:
         tried: PeerId | None = None,
     ) -> None:
         """`adding` is the use that the input adds, `tried` the life that it says is well."""
-        actor, said = self.table.take(draft.actors[slot], name, build)
+        before = draft.actors[slot]
+        actor, said = self.table.take(before, name, build)
         draft.actors = put(draft.actors, slot, actor)
+        if actor != before and self._lives_stay(draft):
+            was, known = self.table.known(before), self.table.known(actor)
+            if was is not known:
+                alive = (self._me(draft, other) for other in range(self.num_slots))
+                forgets = (was - known).intersection(alive)
+                assert_law(not forgets, f"{forgets} live, and are forgotten")
         for word in said:
             if slot < self.num_writers:
                 self._prefill_says(draft, slot, word, adding, tried)
             else:
                 self._decode_says(draft, slot, word)
+
+    def _lives_stay(self, draft: Draft) -> bool:
+        """Whether no life ends any more, so that none that was heard is forgotten; only asked
+        in brief configurations."""
+        stay = self.config.brief and not self.config.tries and not draft.budget.restart
+        return stay and not draft.dead and not draft.fences
 
     def _decode_says(self, draft: Draft, slot: int, word: Any) -> None:
         match word:

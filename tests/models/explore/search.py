@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.models.explore.actors import ControlError
+from tests.models.explore.actors import Actors, ControlError
 from tests.models.explore.state import Config, LawError, Move, Packed, State
 from tests.models.explore.world import World
 
@@ -36,8 +36,8 @@ class Found:
 class Search:
     """Breadth first, so that a trace is a shortest one."""
 
-    def __init__(self, config: Config) -> None:
-        self.world = World(config)
+    def __init__(self, config: Config, table: Actors | None = None) -> None:
+        self.world = World(config, table)
         self.states: list[Packed] = []
         self._numbers: dict[Packed, int] = {}
         self._parents = array("I")
@@ -134,5 +134,5 @@ class Search:
             raise self._broken(int(np.argmin(seen)), LawError("from here nothing leads to rest"))
 
 
-def explore(config: Config, **bounds: Any) -> Found:
-    return Search(config).run(**bounds)
+def explore(config: Config, table: Actors | None = None, **bounds: Any) -> Found:
+    return Search(config, table).run(**bounds)

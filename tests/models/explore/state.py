@@ -37,7 +37,9 @@ class Config:
     decode that are over. `retry`: request 1 is another attempt at
     request 0, which decode makes once that has failed there, and then asks prefill for.
     `successor`: request 1 uses the number of request 0, once that has ended on both sides.
-    `heard`: heartbeats come, from what lives; else silence ends each wait.
+    `heard`: heartbeats come, from what lives; else silence ends each wait. `brief`: a copy of a
+    frame is gone at once where its receiver has heard of that life, and no life ends any more: in
+    configurations that are not brief it is shown that such a copy does nothing.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Config:
     fenced: bool = False
     retry: bool = False
     heard: bool = False
+    brief: bool = False
 
 
 # A use on a decode rank.

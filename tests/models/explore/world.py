@@ -180,7 +180,19 @@ class World(Laws):
         act, *args = move
         draft = Draft(state)
         act(draft, *args)
+        if draft.held is not None and draft.held[2] and self._lives_stay(draft):
+            self._forget_copy(draft, *draft.held[:2])
         return draft
+
+    def _forget_copy(self, draft: Draft, wire: int, frame: int) -> None:
+        writer, reader, to_prefill = self._ends(wire)
+        slot, other = (writer, reader) if to_prefill else (reader, writer)
+        sender, actor = self.table.frames.sender(frame), draft.actors[slot]
+        if sender != self._me(draft, other) or sender not in self.table.known(actor):
+            return
+        after, said = self.table.take(actor, *self._frame_input(wire, frame, stale=True))
+        if after == actor and not said:
+            draft.held = None
 
     def name(self, state: State, move: Move) -> str:
         """For traces."""
@@ -262,13 +274,19 @@ class World(Laws):
 
     def _hand_over(self, draft: Draft, wire: int, frame: int, stale: bool) -> None:
         writer, reader, to_prefill = self._ends(wire)
+        slot = writer if to_prefill else reader
+        self._take(draft, slot, *self._frame_input(wire, frame, stale))
+
+    def _frame_input(self, wire: int, frame: int, stale: bool) -> tuple[Any, Any]:
+        """What stands for the arrival of a frame, and what makes it."""
+        writer, _, to_prefill = self._ends(wire)
+        source: Any = actors.address(writer)
         if to_prefill:
-            slot, source = writer, actors.route(self.table.frames.sender(frame))
-        else:
-            slot, source = reader, actors.address(writer)  # type: ignore[assignment]
+            source = actors.route(self.table.frames.sender(frame))
         raw = self.table.frames.raw
-        build = lambda: effects.FrameReceived(source, raw(frame, stale))  # noqa: E731
-        self._take(draft, slot, ("frame", source, frame, stale), build)
+        return ("frame", source, frame, stale), lambda: effects.FrameReceived(
+            source, raw(frame, stale)
+        )
 
     def _lose(self, draft: Draft, wire: int) -> None:
         draft.spend("lose")

@@ -1,0 +1,225 @@
+"""`python -m benchmarks sglang`: prefixkv's tree beside SGLang's own, as its scheduler calls them.
+
+Run by an interpreter that has SGLang's wheel: `python -m benchmarks env sglang-trees`. Both sides
+run in one process, turn about, on SGLang's own pools and allocator and through its own functions
+(`match_kv_cache`, `release_kv_cache`), the collector off. SGLang's side is `UnifiedRadixCache` with
+its compiled core, as its server has it. Figures are medians, microseconds of the thread's CPU time:
+nothing here waits, and what others do on the machine is left out but for its traces in the caches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Final
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.yardsticks import no_collector
+from prefixkv.errors import ConfigError
+
+SIDES: Final = ("prefixkv", "unified-rust")
+PAGE_SIZE: Final = 16
+SIZES: Final = (8_192, 32_768)
+OUTPUTS: Final = 24
+TURN: Final = 512
+IN_A_ROW: Final = 3
+SETTLING_BYTES: Final = 1 << 16
+GOALS: Final = {"match and indices": 1.0, "checkpoint and release": 0.5}
+
+Row = dict[str, Any]
+
+
+class Side:
+    """One tree with its pools, half full of conversations that begin alike."""
+
+    def __init__(self, desk_module: Any, kind: str, num_tokens: int) -> None:
+        self._request = desk_module.Request
+        self._checkpoint = desk_module.checkpoint_kv_cache
+        pool_tokens = 400_000 + 16 * num_tokens
+        self.desk = desk_module.Desk(
+            kind, PAGE_SIZE, pool_tokens // PAGE_SIZE * PAGE_SIZE, keep_kv=False,
+            context_len=num_tokens + 64, policy="adaptive",
+        )  # fmt: skip
+        rng = np.random.default_rng(1)
+        system = rng.integers(0, 150_000, 1024)
+        for number in range(150):
+            turn = rng.integers(0, 150_000, 1024)
+            self.serve(f"old-{number}", np.concatenate([system, turn]))
+
+    def request(self, rid: str, tokens: Any) -> Any:
+        return self._request(rid, array("q", tokens.tolist()))
+
+    def serve(self, rid: str, tokens: Any) -> None:
+        req = self.request(rid, tokens)
+        assert self.desk.admit(req)
+        self.desk.checkpoint(req)
+        self.desk.finish(req)
+
+    def look(self, rid: str, cached: Any) -> dict[str, float]:
+        """Microseconds of the calls for a waiting request; all of its prompt is in the tree."""
+        desk, took = self.desk, {}
+        req = self.request(rid, cached)
+        req.refresh_fill_ids()
+        for name in ("match", "match again"):
+            took[name] = _us(lambda: desk.match(req))
+            assert req.prefix_len == len(cached) - PAGE_SIZE
+        took["indices"] = _us(lambda: desk.cache.prefix_device_indices(req))
+        took["match and indices"] = took["match"] + took["indices"]
+        took["lock"] = _us(lambda: setattr(req, "lock", desk.cache.lock(req.last_node)))
+        took["unlock"] = _us(lambda: desk.cache.unlock(req.lock))
+        return took
+
+    def serve_timed(self, rid: str, prompt: Any) -> dict[str, float]:
+        """Microseconds of what hands a request's KV to the tree: when all of it is there, and at
+        its end."""
+        desk, took = self.desk, {}
+        req = self.request(rid, prompt)
+        assert desk.admit(req)
+        took["checkpoint"] = _us(lambda: self._checkpoint(req, desk.cache))
+        for token in range(OUTPUTS):
+            assert desk.decode(req, token)
+        took["release"] = _us(lambda: desk.finish(req))
+        took["checkpoint and release"] = took["checkpoint"] + took["release"]
+        return took
+
+
+def _us(call: Callable[[], Any]) -> float:
+    bytearray(SETTLING_BYTES)  # malloc sorts what was freed before, and not on this call's time
+    begin = time.thread_time_ns()
+    call()
+    return (time.thread_time_ns() - begin) / 1e3
+
+
+def measure(desk_module: Any, num_tokens: int, rounds: int) -> list[Row]:
+    rng = np.random.default_rng(num_tokens)
+    sides = {kind: Side(desk_module, kind, num_tokens) for kind in SIDES}
+    cached = rng.integers(0, 150_000, num_tokens)
+    took: dict[str, dict[tuple[str, str], list[float]]] = {kind: {} for kind in SIDES}
+    for side in sides.values():
+        side.serve("cached", cached)
+    with no_collector():
+        for number in range(rounds):
+            prompts = rng.integers(0, 150_000, (2 * IN_A_ROW, num_tokens))
+            prompts[IN_A_ROW:, :-TURN] = cached[:-TURN]
+            for kind in SIDES if number % 2 else SIDES[::-1]:
+                for what, calls in _round(sides[kind], number, cached, prompts):
+                    for name, us in calls.items():
+                        took[kind].setdefault((what, name), []).append(us)
+    rows = []
+    for (what, name), values in took[SIDES[0]].items():
+        us, theirs = median(values), median(took[SIDES[1]][what, name])
+        row: Row = {
+            "what": what, "name": name, "tokens": num_tokens, "us": round(us, 1),
+            "peer_us": round(theirs, 1), "ratio_to_peer": round(us / theirs, 3),
+            "least_us": round(min(values), 1),
+            "peer_least_us": round(min(took[SIDES[1]][what, name]), 1),
+        }  # fmt: skip
+        if (goal := GOALS.get(name)) is not None:
+            row |= {"goal": goal, "met": us <= goal * theirs}
+        rows.append(row)
+    return rows
+
+
+def _round(
+    side: Side, number: int, cached: Any, prompts: Any
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """All that is measured of one side in a round, each several times in a row."""
+    for at in range(IN_A_ROW):
+        yield "a waiting request", side.look(f"look-{number}-{at}", cached)
+    for at, prompt in enumerate(prompts):
+        what = "a new prompt" if at < IN_A_ROW else "the next turn"
+        yield what, side.serve_timed(f"{number}-{at}", prompt)
+    for _ in range(IN_A_ROW):
+        yield "eviction", {"evict 256 tokens": _us(lambda: side.desk.evict(256))}
+    side.desk.evict(IN_A_ROW * len(cached))  # the next round finds the pool as this one did
+    side.serve(f"again-{number}", cached)
+
+
+def _desk() -> Any:
+    """The tests' desk over SGLang's own modules, or ConfigError."""
+    try:
+        import_module("tests.engines.sglang.stubs").install()
+        return import_module("tests.engines.sglang.inside.desk")
+    except Exception as error:  # whatever another project's import may raise
+        raise ConfigError(
+            f"SGLang's trees cannot be imported by {sys.executable}: {error!r}; "
+            "`python -m benchmarks env sglang-trees` builds an environment that can"
+        ) from error
+
+
+def sglang(
+    rounds: Annotated[int, typer.Option(min=3, help="Of each size, both sides in each.")] = 60,
+    serve: Annotated[
+        Path | None, typer.Option(help="Run servers instead; a folder for model and logs.")
+    ] = None,
+    transfers: Annotated[
+        Path | None,
+        typer.Option(help="Run servers for bursts, aborts and kills instead; a folder."),
+    ] = None,
+    kills: Annotated[int, typer.Option(min=0, help="Of prefill, with --transfers.")] = 10,
+    out: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
+) -> None:
+    """What SGLang's scheduler pays for prefixkv's tree, beside its own; or servers with each."""
+    if serve is not None:
+        from benchmarks import sglang_serve
+
+        result = {"commit": _commit(), **sglang_serve.serve(serve)}
+        Console().print(result)
+        if out is not None:
+            _write(out, {"servers": result})
+        return
+    if transfers is not None:
+        from benchmarks import sglang_transfers
+
+        found = sglang_transfers.measure(transfers, kills, min(kills, 2), aborts=6)
+        result = {"commit": _commit(), "load": round(os.getloadavg()[0], 1), **found}
+        Console().print(result)
+        if out is not None:
+            _write(out, {"transfers": result})
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    sys.dont_write_bytecode = True
+    desk = _desk()
+    rows = [row for num_tokens in SIZES for row in measure(desk, num_tokens, rounds)]
+    columns = ("what", "name", "tokens", "us", "peer_us", "ratio_to_peer", "goal")
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(str(row.get(column, "")) for column in columns))
+    Console().print(table)
+    if out is not None:
+        recipe = {
+            "command": "python -m benchmarks sglang", "rounds": rounds, "page_size": PAGE_SIZE,
+            "statistic": "median", "in_a_row": IN_A_ROW, "clock": "CPU time of the thread",
+            "peer": "SGLang 0.5.23, UnifiedRadixCache, compiled core",
+            "policy": "adaptive, against LRU", "commit": _commit(), "cpus": os.cpu_count(),
+            "machine": platform.machine(), "load": round(os.getloadavg()[0], 1),
+            "python": platform.python_version(), "torch": str(torch.__version__),
+        }  # fmt: skip
+        _write(out, {"recipe": recipe, "trees": rows})
+
+
+def _write(out: Path, found: dict[str, Any]) -> None:
+    """Into a result's file; its other parts stay."""
+    whole = json.loads(out.read_text()) if out.is_file() else {}
+    out.write_text(json.dumps({**whole, **found}, indent=1) + "\n")
+
+
+def _commit() -> str:
+    return subprocess.check_output(
+        ["git", "describe", "--always", "--dirty"], text=True, cwd=Path(__file__).parent
+    ).strip()

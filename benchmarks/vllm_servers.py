@@ -1,0 +1,222 @@
+"""Real vLLM servers as processes, and what a proxy would ask of them over HTTP: for the benchmark
+`vllm` and for tests/engines/vllm."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from prefixkv.runtime.closing import Closing
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+START_S = 600.0
+"""Three imports of vLLM, one after the other, on a busy machine."""
+ANSWER_S = 300.0
+MODEL = "m"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a Llama with random weights."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """K and V of so many tokens."""
+        itemsize = {"float32": 4, "bfloat16": 2}[self.dtype]
+        return 2 * self.layers * self.kv_heads * self.head_dim * num_tokens * itemsize
+
+
+TINY = Sizes(128, 2, 4, 2, 32, "float32")
+
+
+def make_model(python: str, folder: Path, sizes: Sizes) -> Path:
+    """A model made from a seed, with the interpreter that has transformers."""
+    maker = str(Path(__file__).with_name("vllm_model.py"))
+    command = [python, maker, str(folder), *map(str, astuple(sizes))]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    return folder
+
+
+class NotStartedError(Exception):
+    """The server did not come up: its environment's fault, not ours."""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Server(Closing):
+    """`python -m vllm.entrypoints.openai.api_server`, with our connector. A process group of its
+    own: the API server, the engine and the worker are three processes."""
+
+    def __init__(
+        self,
+        python: str,
+        model: Path,
+        log: Path,
+        transfer: dict[str, Any] | None = None,
+        *,
+        blocks: int = 256,
+        block_size: int = 32,
+        chunk: int = 256,
+        dtype: str = "float32",
+        environment: dict[str, str] | None = None,
+        more: Sequence[str] = (),
+    ) -> None:
+        self.port, self.log, self.model = free_port(), log, model
+        command = [
+            python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+            "--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL,
+            "--dtype", dtype, "--enforce-eager", "--max-model-len", "4096",
+            "--max-num-seqs", "16", "--max-num-batched-tokens", str(chunk),
+            "--block-size", str(block_size), "--num-gpu-blocks-override", str(blocks),
+            "--seed", "0", "--api-server-count", "1",
+        ]  # fmt: skip
+        command += more
+        if transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        around = {
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # one import of vLLM less
+            **(environment or {}),
+        }
+        if shutil.which("setpriv"):  # no servers are left where this process is killed
+            command = ["setpriv", "--pdeathsig", "KILL", *command]
+        self._file = log.open("wb")
+        self.process = subprocess.Popen(
+            command,
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            env=around,
+            cwd=log.parent,
+            start_new_session=True,
+        )
+
+    def wait(self, patience_s: float = START_S) -> None:
+        """Until it answers. Raises NotStartedError, with the end of its log."""
+        end_s = time.monotonic() + patience_s
+        while True:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=10):
+                    return
+            except OSError:
+                if self.process.poll() is not None or time.monotonic() > end_s:
+                    raise NotStartedError(self.log.read_text()[-4000:]) from None
+                time.sleep(0.5)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def processes(self) -> list[int]:
+        """All of its process group that live."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                except OSError:
+                    continue
+                if int(fields[2]) == self.process.pid and fields[0] != "Z":
+                    found.append(int(entry.name))
+        return found
+
+    def signal(self, what: signal.Signals) -> None:
+        """To all its processes at once."""
+        os.killpg(self.process.pid, what)
+
+    def kill(self) -> None:
+        if self.process.poll() is None or self.processes():
+            self.signal(signal.SIGKILL)
+        self.process.wait()
+        self._file.close()
+
+    def close(self) -> None:
+        self.kill()
+
+    # --- HTTP -------------------------------------------------------------------------------------
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = ANSWER_S) -> Any:
+        """The answer, as JSON. Raises urllib.error.HTTPError."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            text = answer.read()
+            return json.loads(text) if text else None
+
+    def complete(
+        self,
+        prompt: list[int],
+        num_tokens: int,
+        params: dict[str, Any] | None = None,
+        timeout_s: float = ANSWER_S,
+        **more: Any,
+    ) -> Any:
+        """The tokens that follow, greedily, and what else the answer says."""
+        body = {
+            "model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0,
+            "ignore_eos": True, "return_token_ids": True, **more,
+        }  # fmt: skip
+        if params is not None:
+            body["kv_transfer_params"] = params
+        return self.post("/v1/completions", body, timeout_s)
+
+    def metrics(self) -> dict[str, float]:
+        """By name, summed over labels."""
+        found: dict[str, float] = {}
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            for line in answer.read().decode().splitlines():
+                if line and not line.startswith("#"):
+                    name, _, value = line.rpartition(" ")
+                    name = name.partition("{")[0]
+                    found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def counter(self, name: str) -> int:
+        """Of ours, by the end of its name."""
+        return int(self.metrics().get(f"vllm:prefixkv_{name}_total", 0))
+
+
+def transfer_config(
+    role: str, name: str, kv_port: int, failure: str = "recompute", **extra: Any
+) -> dict[str, Any]:
+    """`--kv-transfer-config` of a server."""
+    return {
+        "kv_connector": "PrefixKVConnector",
+        "kv_connector_module_path": "prefixkv.engines.vllm",
+        "kv_role": role,
+        "kv_port": kv_port,
+        "kv_load_failure_policy": failure,
+        "kv_connector_extra_config": {"name": name, **extra},
+    }
+
+
+def token_ids(answer: Any) -> list[int]:
+    return list(answer["choices"][0]["token_ids"])

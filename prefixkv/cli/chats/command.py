@@ -1,0 +1,183 @@
+"""The demo's chats with a model: makes it, starts its workers, plays a workload with decode's cache
+on and off, and compares every answer with what transformers says by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from prefixkv.cli.report import CACHE_NAMES, machine
+from prefixkv.cli.workload import Workload, chat
+
+if TYPE_CHECKING:
+    from prefixkv.cli.chats.play import Words
+    from prefixkv.cli.chats.report import ChatsReport
+    from prefixkv.cli.chats.workers import ModelWorkers
+    from prefixkv.engines.hf.reference import Reference
+
+Say = Callable[[str], object]
+
+# A Llama of 6.7 million parameters; its KV is 32 KiB a token.
+SIZES: Final = {
+    "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+CHATS: Final = {
+    "conversations": 6, "turns": 5, "system_tokens": 384, "user_tokens": 40, "output_tokens": 20,
+}  # fmt: skip
+SETTINGS: Final = {"page_size": 16, "num_pages": 640}
+_MIN_TOKENS: Final = 16  # of the requests that come before any that is counted
+
+_DEFINITIONS: Final = {
+    "cache_off": "decode's prefix cache is off; prefill's own stays on",
+    "ttft_s": "from when a turn is sent to its first token, by the client; a turn is sent as soon "
+    "as the one before it is answered, all conversations at once",
+    "token_hit_rate": "sum of hit_tokens / sum of prompt tokens",
+    "computed_tokens": "of prompts, by prefill: those that it did not have in its own cache",
+    "sent_tokens": "of prompts, to decode: those that were not in its cache, nor on their way "
+    "there for another request",
+    "last_conversation": "ranges of tokens of each prompt, half-open",
+    "bytes_sent": "KV bytes of writes that ended, on prefill",
+    "answers_wrong": "answers that are not, token for token, what transformers' generate() says "
+    "to the same prompt in the same precision, float32",
+}
+
+
+def missing() -> str:
+    """Why the model part cannot be run, in one line; empty where it can."""
+    from prefixkv.serving import check_extra
+
+    try:
+        check_extra()
+    except ImportError as error:
+        return f"the model part is left out: {error}"
+    return ""
+
+
+def run_chats(
+    seed: int, caches: Sequence[bool], say: Say, chats: Mapping[str, int] = CHATS
+) -> ChatsReport:
+    """The whole part.
+
+    Args:
+        seed: of the model's weights and of the workload.
+        caches: which passes are run: decode's cache on, off.
+        say: hears what is being done, a line each.
+        chats: sizes of the workload, as of `chat`.
+    Raises: ModelWorkerError, WorkerFailedError.
+    """
+    from prefixkv.engines.hf.reference import Reference
+    from prefixkv.engines.hf.small import small_model, small_tokenizer
+
+    model = small_model(seed, **SIZES, trial=False)
+    reference = Reference(model)
+    parameters = sum(one.numel() for one in model.model.parameters())
+    kv_bytes = model.make_pool(1, 1).layout.kv_bytes_per_token
+    workload = chat(seed, **chats)
+    with tempfile.TemporaryDirectory(prefix="prefixkv-demo-") as folder:
+        path = Path(folder)
+        reference.save(path)
+        small_tokenizer().save(str(path / "tokenizer.json"))
+        say(
+            f"a Llama of {parameters / 1e6:.1f} million random parameters, seed {seed}, "
+            f"{kv_bytes // 1024} KiB of KV a token: starting its workers"
+        )
+        report = asyncio.run(_played(path, caches, workload, say))
+    report.recipe = {
+        "command": "prefixkv demo",
+        "seed": seed,
+        **machine(),
+        "model": {"kind": "llama", "parameters": parameters, **SIZES, "dtype": "float32"},
+        "kv_bytes_per_token": kv_bytes,
+        "workload": {**chats, "requests": workload.num_requests},
+        "workers": {**SETTINGS, "torch_threads": 1},
+        "definitions": _DEFINITIONS,
+    }
+    report.recipe["versions"]["transformers"] = version("transformers")
+    say("comparing every answer with transformers' generate()")
+    compare(report, reference)
+    return report
+
+
+async def _played(
+    folder: Path, caches: Sequence[bool], workload: Workload, say: Say
+) -> ChatsReport:
+    from prefixkv.cli.chats.play import play
+    from prefixkv.cli.chats.report import ChatsReport
+    from prefixkv.cli.chats.workers import PREFILL, ModelWorkers
+
+    report = ChatsReport({})
+    spell = small_words()
+    decode = {_name(on): {**SETTINGS, "cache": on} for on in caches}
+    async with ModelWorkers(folder, SETTINGS, decode) as workers:
+        for name in decode:  # so that no pass has the two nodes' wire-up in it
+            await workers.ask(name, "first", [*range(_MIN_TOKENS)], 2, f"first {name}")
+        for on in caches:
+            title = CACHE_NAMES[on].replace("_", " ")
+            say(f"{workload.num_requests} turns of {len(workload.sessions)} chats, {title}")
+            before, _ = await workers.settled(PREFILL)
+            report.played[on] = await play(workers, _name(on), workload, spell, CACHE_NAMES[on])
+            report.left += await _left(workers, PREFILL, title)
+            report.left += await _left(workers, _name(on), title)
+            after = await workers.figures(PREFILL)
+            report.bytes_sent[on] = int(_sent(after) - _sent(before))
+        if workers.retried:
+            report.left.append(f"chats: {workers.retried} requests were not answered at first")
+    return report
+
+
+def small_words() -> Words:
+    """The vocabulary of `small_tokenizer`."""
+    from prefixkv.cli.chats.play import Words
+    from prefixkv.engines.hf.small import WORDS, small_tokenizer
+
+    ids = small_tokenizer().get_vocab()
+    marks = (ids[f"<|{name}|>"] for name in ("system", "user", "assistant", "end"))
+    return Words(WORDS.start, WORDS.stop, *marks)
+
+
+def _name(on: bool) -> str:
+    """Of the decode worker with its cache on, and of that with it off."""
+    return "decode-0" if on else "decode-1"
+
+
+async def _left(workers: ModelWorkers, name: str, title: str) -> list[str]:
+    _, pages = await workers.settled(name)
+    return [f"chats, {title}: {num} pages left {state} on {name}" for state, num in pages.items()]
+
+
+def _sent(figures: dict[str, float]) -> float:
+    return figures['prefixkv_sent_bytes_total{node="prefill"}']
+
+
+def compare(report: ChatsReport, reference: Reference) -> None:
+    """Count in `report.wrong` the answers that are not the reference's."""
+
+    @cache  # most prompts are those of both passes
+    def expected(prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
+        return reference.answer(prompt, max_new_tokens)
+
+    for cached, played in report.played.items():
+        report.wrong[cached] = sum(
+            answer.tokens != expected(tuple(answer.prompt), answer.max_new_tokens)
+            for answer in played.all()
+        )
+
+
+def show(report: ChatsReport, print_it: Callable[[Any], object]) -> None:
+    """Both tables, and the ratios in a line."""
+    from prefixkv.engines.hf.small import small_tokenizer
+
+    print_it(report.table())
+    ratios = report.as_json()["ratios"]
+    if ratios["ttft_p50"] is not None:
+        print_it(
+            f"cache on against off: {ratios['ttft_p50']:.2f} times lower TTFT P50, "
+            f"{ratios['bytes_sent']:.2f} times fewer bytes sent"
+        )
+    print_it(report.conversation(small_tokenizer().decode))

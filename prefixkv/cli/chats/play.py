@@ -1,0 +1,104 @@
+"""Conversations with a model: each prompt is all that was said before and the turn's own text, so
+it is known once the turn before has been answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from prefixkv.cli.chats.workers import Answer, ModelWorkers
+from prefixkv.cli.workload import Run, Seconds, Turn, Workload
+
+Spell = Callable[[Turn, bool], list[int]]
+"""The tokens of a turn's text; and whether it is the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One pass over a workload: the answers of each conversation, turn by turn."""
+
+    answers: tuple[tuple[Answer, ...], ...]
+    duration_s: float  # from the first turn's arrival to the last answer's end
+
+    def all(self) -> list[Answer]:
+        return [answer for conversation in self.answers for answer in conversation]
+
+
+class Words:
+    """Texts of a chat in a vocabulary that has its words at [first, end), and marks.
+
+    Args:
+        first, end: ids of the words.
+        system, user, assistant, stop: ids of the marks that begin and end what each says.
+    """
+
+    def __init__(
+        self, first: int, end: int, system: int, user: int, assistant: int, stop: int
+    ) -> None:
+        self._first, self._num = first, end - first
+        self._marks: Final = system, user, assistant, stop
+
+    def __call__(self, turn: Turn, is_first: bool) -> list[int]:
+        """The prompt of a turn that follows an answer, up to where the model is to speak. The first
+        run of the first turn is the system's."""
+        system, user, assistant, stop = self._marks
+        said: list[int] = []
+        runs = list(turn.text)
+        if is_first:
+            said += [system, *self._words(runs.pop(0)), stop]
+        return [*said, user, *(word for run in runs for word in self._words(run)), stop, assistant]
+
+    def _words(self, run: Run) -> list[int]:
+        return [int(token) % self._num + self._first for token in run.tokens()]
+
+
+async def play(
+    workers: ModelWorkers,
+    decode: str,
+    workload: Workload,
+    spell: Spell,
+    salt: str,
+    due: Sequence[Seconds] | None = None,
+    ignore_end: bool = False,
+    heard: Callable[[], object] = lambda: None,
+) -> Played:
+    """Play all conversations at once against one decode worker.
+
+    A turn arrives at its due time, or when the turn before it has been answered if that is later;
+    its `ttft_s` counts from there.
+
+    Args:
+        due: as of `arrival_times`; None: as soon as the turn before is answered.
+        salt: of all requests; passes of different salts share nothing.
+        heard: called at the end of each answer.
+    Raises: ModelWorkerError; the other conversations are ended.
+    """
+    begun_s = time.perf_counter()
+
+    async def converse(number: int, turns: Sequence[Turn]) -> tuple[Answer, ...]:
+        said: list[int] = []
+        answers: list[Answer] = []
+        for at, turn in enumerate(turns):
+            said += spell(turn, at == 0)
+            if due is not None:
+                await asyncio.sleep(begun_s + float(due[number][at]) - time.perf_counter())
+            rid = f"{salt}.{number}.{at}"
+            answer = await workers.ask(decode, rid, said, turn.output_len, salt, ignore_end)
+            answers.append(answer)
+            said += answer.tokens
+            heard()
+        return tuple(answers)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(converse(number, turns))
+                for number, turns in enumerate(workload.sessions)
+            ]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    answers = tuple(task.result() for task in tasks)
+    return Played(answers, time.perf_counter() - begun_s)

@@ -1,0 +1,155 @@
+"""What the chats with a model found: figures, their tables, and one conversation turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from prefixkv.cli.chats.play import Played
+from prefixkv.cli.chats.workers import Answer
+from prefixkv.cli.report import CACHE_NAMES, less, milliseconds, percent, quantiles, ratio
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_SHOWN_CHARACTERS: Final = 14  # of an answer
+
+
+@dataclass(slots=True)
+class ChatsReport:
+    """Passes by whether decode's cache was on, and what they have to answer for.
+
+    `bytes_sent` is KV that prefill wrote in each pass; `wrong` how many of its answers are not what
+    transformers says; `left` what was not given back at its end, a line each.
+    """
+
+    recipe: dict[str, Any]
+    played: dict[bool, Played] = field(default_factory=dict)
+    bytes_sent: dict[bool, int] = field(default_factory=dict)
+    wrong: dict[bool, int] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    def complaints(self) -> list[str]:
+        """One line for each kind of thing that must not be."""
+        wrong = (
+            f"chats, {CACHE_NAMES[cache]}: {num} answers are not what generate() says"
+            for cache, num in self.wrong.items()
+            if num
+        )
+        return [*wrong, *self.left]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`. `ratios` are cache_off / cache_on, None unless both were run."""
+        runs = {CACHE_NAMES[cache]: self._figures(cache) for cache in self.played}
+        return {
+            "recipe": self.recipe,
+            "runs": runs,
+            "ratios": {
+                "ttft_p50": less(runs, lambda run: run["ttft_s"]["p50"]),
+                "bytes_sent": less(runs, lambda run: run["bytes_sent"]),
+            },
+            "last_conversation": [_of_turn(answer) for answer in self.last_conversation()],
+        }
+
+    def _figures(self, cache: bool) -> dict[str, Any]:
+        played = self.played[cache]
+        answers = played.all()
+
+        def total(of: Callable[[Answer], int]) -> int:
+            return sum(map(of, answers))
+
+        prompt_tokens = total(lambda answer: len(answer.prompt))
+        hit_tokens = total(lambda answer: answer.hit_tokens)
+        prefill_hit_tokens = total(lambda answer: answer.prefill_hit_tokens)
+        return {
+            "requests": len(answers),
+            "answers_wrong": self.wrong.get(cache),
+            "prompt_tokens": prompt_tokens,
+            "answer_tokens": total(lambda answer: len(answer.tokens)),
+            "hit_tokens": hit_tokens,
+            "token_hit_rate": ratio(hit_tokens, prompt_tokens),
+            "prefill_hit_rate": ratio(prefill_hit_tokens, prompt_tokens),
+            "computed_tokens": total(lambda answer: answer.computed_tokens),
+            "sent_tokens": total(lambda answer: answer.sent_tokens),
+            "bytes_sent": self.bytes_sent[cache],
+            "ttft_s": quantiles([answer.ttft_s for answer in answers], 50, 90, 99),
+            "itl_s": quantiles([one for answer in answers for one in answer.itl_s], 50, 99),
+            "duration_s": played.duration_s,
+            "requests_per_s": ratio(len(answers), played.duration_s),
+        }
+
+    def last_conversation(self) -> Sequence[Answer]:
+        """Its turns, with the cache on where that was run."""
+        played = self.played.get(True) or next(iter(self.played.values()))
+        return played.answers[-1]
+
+    def table(self) -> Table:
+        """The figures for a terminal, one column a pass."""
+        from rich.table import Table
+
+        table = Table(title="chats with a model, over two processes")
+        table.add_column("")
+        rows = [[label] for label, _ in _ROWS]
+        for name, figures in self.as_json()["runs"].items():
+            table.add_column(name.replace("_", " "), justify="right")
+            for row, (_, show) in zip(rows, _ROWS, strict=True):
+                row.append(show(figures))
+        for row in rows:
+            table.add_row(*row)
+        return table
+
+    def conversation(self, text_of: Callable[[list[int]], str]) -> Table:
+        """The last conversation, a line a turn. `text_of` an answer's tokens."""
+        from rich.table import Table
+
+        cache = "cache on" if True in self.played else "cache off"
+        title = f"the last conversation, {cache}: which tokens of each prompt were"
+        table = Table(title=title, box=None)
+        for name in _OF_TURN:
+            table.add_column(name.replace("_", " "), justify="right")
+        table.add_column("the answer", no_wrap=True)
+        for number, answer in enumerate(self.last_conversation(), 1):
+            told = _of_turn(answer)
+            text = text_of(answer.tokens).strip()[:_SHOWN_CHARACTERS]
+            row = (_range(*told[name]) for name in _OF_TURN[1:])
+            table.add_row(str(number), *row, f"{text.rpartition(' ')[0] or text} ...")
+        return table
+
+
+_OF_TURN: Final = (
+    "turn", "prompt", "hit_on_decode", "on_the_way", "sent", "hit_on_prefill", "computed",
+)  # fmt: skip
+
+
+def _of_turn(answer: Answer) -> dict[str, tuple[int, int]]:
+    """Ranges of tokens, half-open: of where a prompt's KV on decode came from, and on prefill."""
+    end, hit = len(answer.prompt), answer.hit_tokens
+    joined = hit + answer.shared_tokens
+    own = answer.prefill_hit_tokens
+    return dict(
+        zip(
+            _OF_TURN[1:],
+            ((0, end), (0, hit), (hit, joined), (joined, end), (0, own), (own, end)),
+            strict=True,
+        )
+    )
+
+
+def _range(start: int, end: int) -> str:
+    return f"{start}:{end}" if start < end else "-"
+
+
+_ROWS: Final[tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]] = (
+    ("answers", lambda run: f"{run['requests']:,}"),
+    ("not what generate() says", lambda run: f"{run['answers_wrong']:,}"),
+    ("hit rate, decode", lambda run: percent(run["token_hit_rate"])),
+    ("hit rate, prefill", lambda run: percent(run["prefill_hit_rate"])),
+    ("prompt tokens", lambda run: f"{run['prompt_tokens']:,}"),
+    ("computed by prefill", lambda run: f"{run['computed_tokens']:,}"),
+    ("MiB of KV sent", lambda run: f"{run['bytes_sent'] / 2**20:,.0f}"),
+    ("TTFT P50 (ms)", lambda run: milliseconds(run["ttft_s"]["p50"])),
+    ("TTFT P90 (ms)", lambda run: milliseconds(run["ttft_s"]["p90"])),
+    ("between tokens P50 (ms)", lambda run: milliseconds(run["itl_s"]["p50"])),
+    ("answers/s", lambda run: f"{run['requests_per_s']:.1f}"),
+)

@@ -1,0 +1,198 @@
+"""A prefill worker and decode workers with one model, each a process as `prefixkv worker` runs it,
+and requests to them. None outlives this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+from prefixkv.errors import PrefixKVError
+from prefixkv.serving.config import KINDS
+from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.http import ApiError
+from prefixkv.serving.launch import Child
+from prefixkv.serving.settings import PREFIX, as_environ, settings_of
+from prefixkv.serving.wire import Ask, How, WorkerInfo
+
+PREFILL: Final = "prefill"  # the name of the prefill worker
+_END_S: Final = 15.0
+_START_S: Final = 300.0
+_SETTLE_S: Final = 10.0
+_ANSWER_S: Final = 5.0  # for a page of metrics
+_BUSY: Final = ("owned", "held", "quarantined")  # pages of these states are not at rest
+
+
+class ModelWorkerError(PrefixKVError):
+    """A worker did not start, or did not answer to the end."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of one request. Of its prompt, the KV of the first `hit_tokens` was on decode, that
+    of the next `shared_tokens` on its way there for another request; that of the first
+    `prefill_hit_tokens` was on prefill, which computed the rest."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    hit_tokens: int = 0
+    prefill_hit_tokens: int = 0
+    shared_tokens: int = 0
+    ttft_s: float = 0.0  # from when it was sent to its first token
+    itl_s: list[float] = field(default_factory=list)  # between two of its tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Of the prompt, by prefill."""
+        return len(self.prompt) - self.prefill_hit_tokens
+
+    @property
+    def sent_tokens(self) -> int:
+        """Those of the prompt whose KV prefill sent."""
+        return len(self.prompt) - self.hit_tokens - self.shared_tokens
+
+
+class ModelWorkers:
+    """Use as an asynchronous context; entering waits for all, leaving ends them.
+
+    Args:
+        folder: the model, as `prefixkv worker --model` takes it.
+        prefill: settings of the prefill worker by name, see `prefixkv worker prefill --help`.
+        decode: those of each decode worker, by its name. A request says by name where it goes.
+        prefill_within: a command that runs the prefill worker's in its place, see `Child`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        prefill: Mapping[str, Any],
+        decode: Mapping[str, Mapping[str, Any]],
+        prefill_within: Sequence[str] = (),
+    ) -> None:
+        self._folder = folder
+        self._settings = {PREFILL: dict(prefill), **{name: dict(of) for name, of in decode.items()}}
+        self._within = {PREFILL: prefill_within}
+        self._key = secrets.token_urlsafe(24)
+        self._fleets = {name: Fleet(self._key) for name in decode}
+        self._children: list[Child] = []
+        self._infos: dict[str, WorkerInfo] = {}
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._children += [self._start(name) for name in self._settings]
+            async with asyncio.timeout(_START_S):
+                await asyncio.gather(*(child.ready for child in self._children))
+        except BaseException as error:
+            await self.__aexit__(type(error))
+            raise
+        return self
+
+    async def __aexit__(self, *failed: Any) -> None:
+        for fleet in self._fleets.values():
+            await fleet.close()
+        grace_s = 0 if any(failed) else _END_S
+        await asyncio.gather(*(child.end(grace_s) for child in self._children))
+
+    def _start(self, name: str) -> Child:
+        role = PREFILL if name == PREFILL else "decode"
+        settings = {
+            "name": name, "model": str(self._folder), "threads": 1, "api_key": self._key,
+            "parent": os.getpid(), **self._settings[name],
+        }  # fmt: skip
+        known = {setting.name: setting for setting in settings_of(KINDS[role])}
+        others = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
+        environ = others | as_environ(settings, known)
+        fleets = [
+            fleet for decode, fleet in self._fleets.items() if role == PREFILL or decode == name
+        ]
+
+        def ready(info: WorkerInfo) -> None:
+            self._infos[name] = info
+            for fleet in fleets:
+                fleet.add(info)
+
+        def gone(info: WorkerInfo) -> None:
+            for fleet in fleets:
+                fleet.remove(info.name, info.life)
+
+        return Child(role, environ, ready, gone, self._within.get(name, ()))
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    async def ask(
+        self, decode: str, rid: str, prompt: Sequence[int], max_new_tokens: int, salt: str = "",
+        ignore_end: bool = False,
+    ) -> Answer:  # fmt: skip
+        """One request to that decode worker, the likeliest token each time.
+
+        Args:
+            rid: unique among those under way.
+            salt: requests of different salts share nothing.
+            ignore_end: whether the model's end tokens do not end the answer.
+        Raises: ModelWorkerError where it does not end as it should.
+        """
+        answer = Answer(list(prompt), max_new_tokens)
+        how = How(ignore_end=ignore_end)
+        ask = Ask(rid, answer.prompt, "", "", max_new_tokens, sampling=how, salt=salt)
+        last_s = time.perf_counter()
+        try:
+            async with aclosing(self._fleets[decode].generate(ask)) as stream:
+                async for said in stream:
+                    now_s = time.perf_counter()
+                    if said.finish in ("abort", "error") or said.token is None:
+                        raise ModelWorkerError(f"request {rid}: {said.error or said.finish}")
+                    if answer.tokens:
+                        answer.itl_s.append(now_s - last_s)
+                    else:
+                        answer.ttft_s = now_s - last_s
+                    last_s = now_s
+                    answer.tokens.append(said.token)
+                    answer.hit_tokens = said.hit_tokens
+                    answer.prefill_hit_tokens = said.prefill_hit_tokens
+                    answer.shared_tokens = said.shared_tokens
+        except ApiError as error:
+            raise ModelWorkerError(f"request {rid}: {error}") from None
+        return answer
+
+    @property
+    def retried(self) -> int:
+        """Requests that a worker did not answer at first."""
+        return sum(fleet.retried for fleet in self._fleets.values())
+
+    # --- figures ----------------------------------------------------------------------------------
+
+    async def figures(self, name: str) -> dict[str, float]:
+        """A worker's metrics now, by name and labels."""
+        text = await asyncio.to_thread(_get, f"{self._infos[name].status_url}/metrics", self._key)
+        lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+        return {what: float(number) for what, _, number in lines}
+
+    async def settled(self, name: str) -> tuple[dict[str, float], dict[str, int]]:
+        """A worker's metrics once no request has pages there any more, or as they are after some
+        seconds; and what is left then, by state of the pages."""
+        end_s = time.monotonic() + _SETTLE_S
+        while True:
+            figures = await self.figures(name)
+            pages = {
+                state: int(figures[f'prefixkv_pages{{node="{name}",state="{state}"}}'])
+                for state in _BUSY
+            }
+            if not any(pages.values()) or time.monotonic() > end_s:
+                return figures, {state: num for state, num in pages.items() if num}
+            await asyncio.sleep(0.05)
+
+
+def _get(url: str, key: str) -> str:
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=_ANSWER_S) as answer:
+        text: str = answer.read().decode()
+        return text

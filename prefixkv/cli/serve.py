@@ -1,0 +1,155 @@
+"""`prefixkv worker`, `prefixkv serve` and `prefixkv proxy`: their options are the settings of
+`prefixkv.serving`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from prefixkv.errors import ConfigError
+from prefixkv.serving import check_extra, is_there
+from prefixkv.serving.config import KINDS, ProxyConfig, ServeConfig, ServerAt
+from prefixkv.serving.settings import (
+    Setting,
+    flatten,
+    load,
+    read_toml,
+    settings_of,
+)
+
+TABLE: Final = "workers"
+"""Of a file for `serve`: [workers.prefill] and [workers.decode] have what a worker's file has."""
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add them to the application."""
+    workers = typer.Typer(help="One prefill or decode worker, with a model of Hugging Face's.")
+    for role, kind in KINDS.items():
+        workers.command(role)(_command(_worker(role), settings_of(kind), _doc(role)))
+    app.add_typer(workers, name="worker")
+    model = Annotated[str | None, typer.Argument(help=_help_of("model", ServeConfig))]
+    settings = [one for one in settings_of(ServeConfig) if one.name != "model"]
+    app.command("serve")(_command(_serve, settings, _serve.__doc__ or "", model=model))
+    servers = {
+        role: Annotated[
+            list[str] | None,
+            typer.Option(f"--{role}", metavar=f"URL={what}", help=f"A {role} server; repeat it."),
+        ]
+        for role, what in (("prefill", "ADDRESS"), ("decode", "NAME"))
+    }
+    settings = settings_of(ProxyConfig)
+    app.command("proxy")(_command(_proxy, settings, _proxy.__doc__ or "", **servers))
+
+
+def _doc(role: str) -> str:
+    return (
+        f"One {role} worker as a process. Every setting is an option here, in the file, and a "
+        "variable PREFIXKV_... of the environment. It drains on SIGTERM; a second one ends it."
+    )
+
+
+def _worker(role: str) -> Callable[..., int]:
+    def run(config: Path | None, **options: Any) -> int:
+        _check_extra()
+        loaded: Any = load(KINDS[role], config, os.environ, options)
+        from prefixkv.serving.process import run_worker
+
+        return run_worker(loaded)
+
+    return run
+
+
+def _serve(config: Path | None, **options: Any) -> int:
+    """Prefill and decode workers and an OpenAI-compatible server on this machine.
+
+    Without MODEL a small model made from a seed answers, in words of no language.
+    """
+    _check_extra()
+    tables: dict[str, dict[str, Any]] = {}
+    for role, table in (read_toml(config).get(TABLE, {}) if config else {}).items():
+        if role not in KINDS or not isinstance(table, dict):
+            raise ConfigError(f"{config}: there is no setting {TABLE}.{role}")
+        known = {one.name: one for one in settings_of(KINDS[role])}
+        tables[role] = flatten(table, known, f"{config}: {TABLE}.{role}")
+    loaded = load(ServeConfig, config, os.environ, options, but=(TABLE,))
+    if loaded.ray and not is_there("ray"):
+        raise ConfigError("--ray needs ray: pip install 'prefixkv[ray]'")
+    from prefixkv.serving.launch import run_serve
+
+    if loaded.ray:
+        from prefixkv.serving.cluster import RayLaunch
+
+        return run_serve(loaded, tables, RayLaunch)
+    return run_serve(loaded, tables)
+
+
+def _proxy(
+    config: Path | None, prefill: list[str] | None, decode: list[str] | None, **options: Any
+) -> int:
+    """An OpenAI-compatible server before prefill and decode servers of vLLM's with prefixkv's
+    connector.
+
+    A prefill server is its URL and the address at which its connector listens, a decode server its
+    URL and its connector's name: http://127.0.0.1:8100=tcp://127.0.0.1:14579,
+    http://127.0.0.1:8200=decode-0. In a file they are the lists `prefill` and `decode`.
+    """
+    _check_extra(with_model=False)
+    tables = read_toml(config) if config else {}
+    given = {"prefill": prefill, "decode": decode}
+    servers = {
+        role: [ServerAt.of(text) for text in named or _texts(tables.get(role, []), role)]
+        for role, named in given.items()
+    }
+    loaded = load(ProxyConfig, config, os.environ, options, but=tuple(given))
+    from prefixkv.serving.proxy import run_proxy
+
+    return run_proxy(loaded, servers["prefill"], servers["decode"])
+
+
+def _texts(value: Any, where: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ConfigError(f"{where} is {value!r}, a list of strings is needed")
+    return value
+
+
+def _check_extra(*, with_model: bool = True) -> None:
+    try:
+        check_extra(with_model=with_model)
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _command(
+    run: Callable[..., int], settings: list[Setting], doc: str, **arguments: Any
+) -> Callable[..., int]:
+    """`run` with an option for each setting."""
+
+    def command(**given: Any) -> int:
+        return run(**given)
+
+    file = typer.Option("--config", metavar="FILE", help="TOML.")
+    parameters = [_parameter(name, kind) for name, kind in arguments.items()]
+    parameters.append(_parameter("config", Annotated[Path | None, file]))
+    for one in settings:
+        if one.kind is dict:
+            continue  # in files only
+        shown = str(one.default) if one.default not in (None, "") else False
+        flags = f"{one.option}/--no-{one.option[2:]}" if one.kind is bool else one.option
+        option = typer.Option(flags, help=one.help, show_default=shown)
+        parameters.append(_parameter(one.name, Annotated[one.kind | None, option]))
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__doc__ = doc
+    return command
+
+
+def _parameter(name: str, kind: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+
+
+def _help_of(name: str, kind: type) -> str:
+    return next(one.help for one in settings_of(kind) if one.name == name)

@@ -1,0 +1,74 @@
+"""A small model and its tokenizer, made here from a seed: to try everything with nothing
+downloaded.
+
+Its answers are words of no language. All its tokens are whole words, so that an answer's text
+becomes the same tokens again in the next turn of a chat, as with the models it stands for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any, Final
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+NAME: Final = "small"
+
+CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_SYLLABLES: Final = (
+    "ka", "ri", "to", "mu", "ne", "so", "li", "va", "pe", "du", "ga", "hi", "no", "ze", "bo", "ty",
+)  # fmt: skip
+_SPECIAL: Final = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+_BYTES: Final = 256
+WORDS: Final = range(_BYTES, _BYTES + len(_SYLLABLES) ** 2)
+"""Ids of the words."""
+_SHARPNESS: Final = 4.0  # logits of what it never says are 0, those of words spread by about 4
+
+
+def small_tokenizer() -> Tokenizer:
+    """256 bytes, 256 words of two syllables, and the marks of a chat; any text becomes tokens, and
+    is the same again."""
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces += ["Ġ" + "".join(both) for both in product(_SYLLABLES, repeat=2)]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], ignore_merges=True
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in _SPECIAL])
+    return tokenizer
+
+
+def small_model(seed: int = 0, **options: Any) -> Any:
+    """A `PagedModel` for that tokenizer, the same for the same seed (and version of torch). It says
+    words, and sometimes ends.
+
+    Args:
+        seed: of its weights.
+        options: as of `make_model`.
+    Raises: ConfigError.
+    """
+    import torch
+
+    from prefixkv.engines.hf.models import PagedModel, make_model
+
+    tokenizer = small_tokenizer()
+    end = tokenizer.get_vocab()[_SPECIAL[0]]
+    made = make_model(
+        "llama", seed, vocab_size=tokenizer.get_vocab_size(), eos_token_id=end,
+        **{**options, "trial": False},
+    )  # fmt: skip
+    head = made.model.lm_head.weight
+    with torch.no_grad():
+        head[:_BYTES] = 0
+        head[end + 1 :] = 0
+        head *= _SHARPNESS
+    identity = replace(made.identity, model=f"{NAME} model made from seed {seed}")
+    return PagedModel(made.model, made.context, identity, bool(options.get("trial", True)))

@@ -1,0 +1,92 @@
+"""All that is taken from SGLang: its classes, and the names of what is hooked.
+
+Of a request are read: `origin_input_ids`, `full_untruncated_fill_ids`, `extra_key`, `cache_salt`,
+`priority`, `last_node`, `lock`, `finished()`, and of its `kv` record `req_pool_idx`,
+`cache_protected_len` and `cache_inserted_len`. Besides: the allocator's `free_segment`,
+`free_page_ids`, `size`, `page_size` and `device`, and the pool's `req_to_token` and `write`.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
+from sglang.srt.disaggregation.kv_events import (
+    BlockRemoved,
+    BlockStored,
+    StorageMedium,
+    kv_event_namespace_seed,
+    namespaced_block_hash,
+)
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+    TreeLock,
+)
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
+from sglang.srt.mem_cache.registry import (
+    TreeCacheBuildContext,
+    get_radix_cache_factory,
+    register_radix_cache_backend,
+)
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_disagg, get_memory
+
+RECEIVER_BROADCAST = (
+    "sglang.srt.managers.scheduler_components.request_receiver."
+    "SchedulerRequestReceiver._broadcast_reqs_across_ranks"
+)
+POP_PREALLOCATED = "sglang.srt.disaggregation.decode.DecodePreallocQueue.pop_preallocated"
+CALC_PRIORITY = "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority"
+NIXL_MEMORY_KINDS = "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds"
+
+# Of the transfer backend; its classes are in `internals_transfer.py`, imported when they are asked
+# for, since they import much of SGLang themselves.
+TRANSFER_UTILS = "sglang.srt.disaggregation.utils"  # TransferBackend, an Enum
+GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
+CREATE_SENDER = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
+CREATE_RECEIVER = (
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
+)
+
+__all__ = [
+    "CALC_PRIORITY",
+    "CREATE_RECEIVER",
+    "CREATE_SENDER",
+    "GET_KV_CLASS",
+    "NIXL_MEMORY_KINDS",
+    "POP_PREALLOCATED",
+    "RECEIVER_BROADCAST",
+    "TRANSFER_UTILS",
+    "BasePrefixCache",
+    "BlockRemoved",
+    "BlockStored",
+    "DecLockRefParams",
+    "DecLockRefResult",
+    "EvictParams",
+    "EvictResult",
+    "HookRegistry",
+    "HookType",
+    "IncLockRefResult",
+    "InsertParams",
+    "InsertResult",
+    "KVCacheEventRecorder",
+    "MatchPrefixParams",
+    "MatchResult",
+    "StorageMedium",
+    "TreeCacheBuildContext",
+    "TreeLock",
+    "add_disagg_transfer_backend_choices",
+    "get_disagg",
+    "get_memory",
+    "get_radix_cache_factory",
+    "kv_event_namespace_seed",
+    "namespaced_block_hash",
+    "register_radix_cache_backend",
+]

@@ -1,0 +1,43 @@
+"""All that the transfer backend takes from SGLang, besides what `internals.py` names.
+
+Of SGLang's own classes that are derived from, these are called or set besides their methods: of a
+manager `kv_args`, `server_socket`, `local_ip`, `request_status`, `failure_records`,
+`prefill_info_table`, `attn_tp_size`, `enable_deferred_decode_kv_release`; of a sender
+`_early_send_wait_event`, `num_kv_indices`, `curr_idx`, `aux_index`; of a receiver
+`bootstrap_infos`, `prefill_info`, `init_time`. Of a request: `origin_input_ids`, `output_ids`,
+`cache_salt`, `pd_rebootstrap_in_progress`. Of decode's transfer queue: `enable_deferred_kv_release`
+and `deferred_kv_release_timeout`.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+    web,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_device, get_parallel, get_serving
+from sglang.srt.utils.network import get_local_ip_auto
+
+__all__ = [
+    "CommonKVBootstrapServer",
+    "CommonKVManager",
+    "CommonKVReceiver",
+    "CommonKVSender",
+    "DisaggregationMode",
+    "KVArgs",
+    "KVClassType",
+    "KVPoll",
+    "KVTransferDestination",
+    "envs",
+    "get_device",
+    "get_local_ip_auto",
+    "get_parallel",
+    "get_serving",
+    "web",
+]

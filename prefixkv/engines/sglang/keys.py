@@ -1,0 +1,139 @@
+"""SGLang's token ids, packed for prefixkv's tree.
+
+SGLang has a request's tokens in an `array('q')` that grows. They are packed once, and what is added
+is packed when it is asked for. With EAGLE, SGLang keys its tree by pairs of neighbouring tokens:
+such a pair is two words here, and a page of the tree has twice as many words as a page has tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.cache.radix_key import TOKEN_LIMIT, RadixKey
+from prefixkv.errors import TokenError
+
+_LE_INT32 = np.dtype("<i4")
+
+
+def namespace_of(extra_key: str | None, cache_salt: str | None) -> Hashable:
+    """What keeps requests apart that have equal tokens; None is the common namespace.
+
+    >>> namespace_of("lora", "")
+    ('lora', None)
+    """
+    salt = cache_salt or None
+    return None if extra_key is None and salt is None else (extra_key, salt)
+
+
+class Packer:
+    """Turns SGLang's tokens into keys. Memory that it works in is kept: fresh memory costs more
+    than what is done with it.
+
+    Args:
+        bigram: whether the tree is keyed by pairs.
+    """
+
+    def __init__(self, bigram: bool) -> None:
+        self.bigram = bigram
+        self._words = np.empty(0, _LE_INT32)
+        self._differs = np.empty(0, np.bool_)
+
+    def pack(self, token_ids: Any, num_tokens: int, namespace: Hashable) -> RadixKey:
+        """The key of the first `num_tokens`.
+
+        Raises:
+            TokenError: one that is not in [0, 2**31).
+        """
+        return RadixKey.of_packed(self.words(token_ids, 0, num_tokens), namespace)
+
+    def words(self, token_ids: Any, start: int, end: int) -> bytes:
+        """What stands for tokens `start` to `end` in a key: little-endian int32.
+
+        Raises:
+            TokenError: one that is not in [0, 2**31).
+        """
+        ids = ids_of(token_ids)[start:end]
+        if not 0 <= int(np.bitwise_or.reduce(ids)) < TOKEN_LIMIT:
+            bad = ids[(ids < 0) | (ids >= TOKEN_LIMIT)][0]
+            raise TokenError(f"token {bad} is not in [0, {TOKEN_LIMIT})")
+        num_words = 2 * max(len(ids) - 1, 0) if self.bigram else len(ids)
+        if num_words > len(self._words):
+            self._words = np.empty(2 * num_words, _LE_INT32)
+        words = self._words[:num_words]
+        if not self.bigram:
+            words[:] = ids
+        elif num_words:
+            words[::2] = ids[:-1]
+            words[1::2] = ids[1:]
+        return words.tobytes()
+
+    def equal(self, token_ids: Any, other: Any, num_tokens: int) -> bool:
+        """Whether the first `num_tokens` of both are the same."""
+        if min(len(token_ids), len(other)) < num_tokens:
+            return False
+        if num_tokens > len(self._differs):
+            self._differs = np.empty(2 * num_tokens, np.bool_)
+        differs = self._differs[:num_tokens]
+        np.not_equal(ids_of(token_ids)[:num_tokens], ids_of(other)[:num_tokens], out=differs)
+        return not differs.any()
+
+
+def ids_of(token_ids: Any) -> npt.NDArray[Any]:
+    """SGLang's tokens as an integer array; an `array('q')` is not copied.
+
+    An array must not be kept: while it is there, the other cannot grow.
+    """
+    if isinstance(token_ids, array):
+        return np.frombuffer(token_ids, np.int64) if len(token_ids) else np.empty(0, np.int64)
+    return np.asarray(token_ids, np.int64)
+
+
+class RequestKey:
+    """The key of one request, which grows with it.
+
+    Args:
+        namespace: `namespace_of`.
+        packer: of the tree.
+    """
+
+    __slots__ = ("_ids", "_key", "_num_tokens", "_packer", "namespace", "seen")
+
+    def __init__(self, namespace: Hashable, packer: Packer) -> None:
+        self.namespace = namespace
+        self.seen = False  # whether a use of the tree was this request's before
+        self._packer = packer
+        self._ids: Any = ()  # what was packed
+        self._key = RadixKey((), namespace)
+        self._num_tokens = 0
+
+    def cover(self, token_ids: Any, num_tokens: int) -> RadixKey:
+        """The key of the first of its tokens; do not change it. O(those not packed before).
+
+        Args:
+            token_ids: an array that only ever grows, as SGLang's do. In another object than the
+                last time all tokens are compared.
+            num_tokens: how many of them, at most; fewer where there are fewer.
+        Raises:
+            TokenError: one that is not in [0, 2**31). Nothing was changed.
+        """
+        packer, bigram = self._packer, self._packer.bigram
+        num_tokens = min(num_tokens, len(token_ids))
+        if token_ids is not self._ids:
+            if not self._num_tokens or not packer.equal(token_ids, self._ids, self._num_tokens):
+                self._key = packer.pack(token_ids, num_tokens, self.namespace)
+                self._num_tokens = num_tokens
+            self._ids = token_ids
+        if num_tokens > self._num_tokens:
+            # The last pair of before ended with the token that the next begins with.
+            start = max(self._num_tokens - bigram, 0)
+            self._key.extend_packed(packer.words(token_ids, start, num_tokens))
+            self._num_tokens = num_tokens
+        elif num_tokens < self._num_tokens:
+            words = 2 * max(num_tokens - 1, 0) if bigram else num_tokens
+            return self._key.prefix(words)
+        return self._key

@@ -1,0 +1,234 @@
+"""What SGLang loads in each of its processes (entry point group `sglang.srt.plugins`).
+
+Settings are environment variables, for SGLang's command line takes no options of a plug-in:
+
+    PREFIXKV_POLICY     eviction policy, by name; else `--radix-eviction-policy` where that is not
+                        `lru`, SGLang's default; else prefixkv's default
+    PREFIXKV_HINTS      0: the tree is not told which prefixes are waited for
+    PREFIXKV_ADMISSION  fifo: SGLang's order of the decode queue; hit_aware (default)
+    PREFIXKV_PATIENCE_S how long hit_aware lets others pass, seconds
+    PREFIXKV_CPU_NIXL   1: KV is in host memory, for SGLang's NIXL backend on a CPU
+    PREFIXKV_TRANSFER   JSON, of the transfer backend: `transfer_options.py`
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from importlib import import_module
+from typing import Any
+
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
+from prefixkv.engines.sglang import NAME, TESTED
+from prefixkv.errors import ConfigError
+
+_log = logging.getLogger("prefixkv.sglang")
+
+
+def load() -> None:
+    """Make the backend known, and hook what it needs; with another version of SGLang, nothing."""
+    from importlib.metadata import version
+
+    found = version("sglang")
+    if found != TESTED:
+        _log.warning(
+            "prefixkv is for SGLang %s and stands down under %s: --radix-cache-backend %s and "
+            "--disaggregation-transfer-backend %s are not there", TESTED, found, NAME, NAME,
+        )  # fmt: skip
+        return
+    from prefixkv.engines.sglang import internals as sgl
+
+    if sgl.get_radix_cache_factory(NAME) is None:
+        sgl.register_radix_cache_backend(NAME, build)
+        sgl.HookRegistry.register(sgl.RECEIVER_BROADCAST, _with_time, sgl.HookType.AROUND)
+        if _number("PREFIXKV_HINTS", 1) or _admission() == "hit_aware":
+            sgl.HookRegistry.register(sgl.POP_PREALLOCATED, _around_pop, sgl.HookType.AROUND)
+        if _number("PREFIXKV_HINTS", 1):
+            sgl.HookRegistry.register(sgl.CALC_PRIORITY, _after_priority, sgl.HookType.AFTER)
+        if _number("PREFIXKV_CPU_NIXL", 0):
+            sgl.HookRegistry.register(sgl.NIXL_MEMORY_KINDS, _in_host_memory, sgl.HookType.AROUND)
+        _add_transfer_backend(sgl)
+
+
+def build(context: Any) -> Any:
+    """The cache that `--radix-cache-backend prefixkv` asks for.
+
+    Raises:
+        ConfigError: an option or a model that it does not serve, by name.
+    """
+    from prefixkv.engines.sglang.cache import PrefixKVCache
+
+    for reason in _refusals(context):
+        raise ConfigError(f"--radix-cache-backend {NAME}: {reason}")
+    policy = policy_name(os.environ.get("PREFIXKV_POLICY"), context.params.eviction_policy)
+    cache = PrefixKVCache(context.params, policy)
+    _log.info("prefixkv's tree: policy %s, %s pages", policy, cache.tree.pool_pages)
+    return cache
+
+
+def policy_name(chosen: str | None, sglang_policy: str) -> str:
+    """Raises ConfigError for a name that no policy has.
+
+    >>> policy_name(None, "fifo"), policy_name(None, "lru")
+    ('fifo', 'adaptive')
+    """
+    default = DEFAULT_POLICY if sglang_policy.lower() == "lru" else sglang_policy.lower()
+    name = chosen or default
+    if name not in policy_names():
+        option = "PREFIXKV_POLICY" if chosen else "--radix-eviction-policy"
+        raise ConfigError(f"{option} is {name!r}, not one of {', '.join(policy_names())}")
+    return name
+
+
+def _refusals(context: Any) -> list[str]:
+    """Why this server cannot have the backend, each by the option to leave out."""
+    from prefixkv.engines.sglang import internals as sgl
+
+    memory, disagg, params = sgl.get_memory(), sgl.get_disagg(), context.params
+    allocator = params.token_to_kv_pool_allocator
+    found = {
+        "models with sliding windows keep KV that it does not know; --disable-hybrid-swa-memory "
+        "gives them one pool": context.is_hybrid_swa,
+        "models with Mamba state are not served": context.is_hybrid_ssm,
+        "it has no host tier: leave out --enable-hierarchical-cache":
+            context.enable_hierarchical_cache,
+        "leave out --enable-lmcache": memory.enable_lmcache,
+        "leave out --enable-flexkv": memory.enable_flexkv,
+        "leave out --enable-unified-cache-external-linker":
+            memory.enable_unified_cache_external_linker,
+        "leave out --enable-hisparse": memory.enable_hisparse,
+        "leave out --enable-session-radix-cache": params.enable_session_radix_cache,
+        "leave out --disaggregation-decode-enable-offload-kvcache":
+            disagg.disaggregation_decode_enable_offload_kvcache,
+        "retraction to its host pool is SGLang's tree's: "
+        "--disaggregation-decode-retraction-backup cpu_tensor":
+            disagg.disaggregation_mode == "decode"
+            and disagg.disaggregation_decode_retraction_backup == "host_pool",
+        f"the allocator's page size is {allocator.page_size}, the tree's {params.page_size}: leave "
+        "out --dcp-size": allocator.page_size != params.page_size,
+    }  # fmt: skip
+    return [reason for reason, refused in found.items() if refused]
+
+
+def _add_transfer_backend(sgl: Any) -> None:
+    """`--disaggregation-transfer-backend prefixkv`. SGLang's list of names is open, its enumeration
+    of backends is not: it gets a member of ours."""
+    kinds = import_module(sgl.TRANSFER_UTILS).TransferBackend
+    backend = object.__new__(kinds)
+    backend._name_, backend._value_ = NAME.upper(), NAME
+    kinds._value2member_map_[NAME] = kinds._member_map_[NAME.upper()] = backend
+    sgl.add_disagg_transfer_backend_choices([NAME])
+
+    def kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
+        if transfer_backend is not backend:
+            return original(transfer_backend, class_type)
+        from prefixkv.engines.sglang.transfer import CLASSES
+
+        return CLASSES[class_type]
+
+    sgl.HookRegistry.register(sgl.GET_KV_CLASS, kv_class, sgl.HookType.AROUND)
+    sgl.HookRegistry.register(sgl.CREATE_SENDER, _after_sender, sgl.HookType.AFTER)
+    sgl.HookRegistry.register(sgl.CREATE_RECEIVER, _after_receiver, sgl.HookType.AFTER)
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+def _with_time(
+    original: Any, receiver: Any, recv_reqs: list[Any] | None, *rest: Any, **named: Any
+) -> list[Any]:
+    """Rank 0 sends the time along with the requests; see `clock.py`."""
+    from prefixkv.engines.sglang.clock import CLOCK
+
+    if recv_reqs is not None:
+        recv_reqs = CLOCK.mark(recv_reqs, time.monotonic())
+    return CLOCK.take(original(receiver, recv_reqs, *rest, **named))
+
+
+def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
+    """Decode's queue: what it waits for, and in what order."""
+    from prefixkv.engines.sglang.clock import CLOCK
+    from prefixkv.engines.sglang.waiting import NewPagesFirst
+
+    cache = _ours(queue.tree_cache)
+    if cache is None:
+        return original(queue, *args, **named)
+    if _admission() == "hit_aware" and not queue.scheduler.enable_priority_scheduling:
+        order = queue.__dict__.get("prefixkv_order")
+        if order is None:
+            patience_s = _number("PREFIXKV_PATIENCE_S", 5.0)
+            order = NewPagesFirst(cache.tree, cache.key_of_waiting, patience_s)
+            queue.prefixkv_order = order
+        order.order(queue.queue, _request, CLOCK.now_s)
+    hints = _number("PREFIXKV_HINTS", 1)
+    if hints:
+        _follow(queue, cache, [item.req for item in queue.queue])
+    popped = original(queue, *args, **named)
+    if hints:
+        _follow(queue, cache, [item.req for item in queue.queue])
+    return popped
+
+
+def _after_priority(
+    _result: Any, policy: Any, waiting_queue: list[Any], *_args: Any, **_named: Any
+) -> None:
+    cache = _ours(policy.tree_cache)
+    if cache is not None:
+        _follow(policy, cache, waiting_queue)
+
+
+def _after_sender(is_made: bool, _queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
+    """A sender of ours is told its request."""
+    begin = getattr(req.disagg_kv_sender, "prefixkv_begin", None) if is_made else None
+    if begin is not None:
+        begin(req)
+
+
+def _after_receiver(item: Any, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
+    """A receiver of ours is told its request; no timeout gives pages back that prefill may still
+    write."""
+    begin = getattr(item.kv_receiver, "prefixkv_begin", None)
+    if begin is not None:
+        begin(req)
+        queue.transfer_queue.enable_deferred_kv_release = True
+        queue.transfer_queue.deferred_kv_release_timeout = float("inf")
+
+
+def _in_host_memory(_original: Any, _kinds: Any, expected_len: int) -> list[str]:
+    """SGLang's NIXL backend takes KV for VRAM; on a CPU it is DRAM."""
+    return ["DRAM"] * expected_len
+
+
+def _follow(owner: Any, cache: Any, requests: list[Any]) -> None:
+    from prefixkv.engines.sglang.waiting import WaitingPrefixes
+
+    waiting = owner.__dict__.get("prefixkv_waiting")
+    if waiting is None:
+        waiting = owner.prefixkv_waiting = WaitingPrefixes(cache.tree, cache.key_of_waiting)
+    waiting.follow(requests)
+
+
+def _ours(cache: Any) -> Any:
+    from prefixkv.engines.sglang.cache import PrefixKVCache
+
+    return cache if isinstance(cache, PrefixKVCache) and not cache.disable else None
+
+
+def _request(item: Any) -> Any:
+    return item.req
+
+
+def _admission() -> str:
+    name = os.environ.get("PREFIXKV_ADMISSION", "hit_aware")
+    if name not in ("fifo", "hit_aware"):
+        raise ConfigError(f"PREFIXKV_ADMISSION is {name!r}, not one of fifo, hit_aware")
+    return name
+
+
+def _number(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, a number is needed") from None

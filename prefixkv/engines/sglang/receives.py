@@ -1,0 +1,119 @@
+"""Decode's rooms as SGLang asks for them: polled, and held until nothing writes their pages."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from prefixkv.errors import InternalError, PrefixKVError
+from prefixkv.paging import PageIds
+from prefixkv.transfer import DecodeTransfers, KVPoll, RoomDrained, RoomEnded, RoomOverdue
+
+_log = logging.getLogger("prefixkv.sglang")
+
+
+@dataclass(slots=True, eq=False)
+class Receive:
+    """A request's room. `held`: a peer may still write its pages."""
+
+    room: int
+    num_pages: int = 0
+    outcome: KVPoll | None = None
+    error: str = ""
+    aux: bytes = b""
+    held: bool = False
+
+    def fail(self, reason: str) -> None:
+        if self.outcome is None:
+            self.outcome, self.error = KVPoll.FAILED, reason
+
+
+class Receives:
+    """All rooms of a decode rank. One thread's: SGLang's scheduler.
+
+    Args:
+        transfers: the caller's, to close.
+        page_size: tokens a page.
+    """
+
+    def __init__(self, transfers: DecodeTransfers, page_size: int) -> None:
+        self.transfers = transfers
+        self._page_size = page_size
+        self._rooms: dict[int, Receive] = {}  # that are held
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def is_held(self, room: int) -> bool:
+        """Whether a peer may still write pages that were promised for it."""
+        return room in self._rooms
+
+    def open(
+        self,
+        room: int,
+        prefill: str,
+        num_pages: int,
+        prefix_len: int,
+        pages: PageIds,
+        digest: bytes,
+    ) -> Receive:
+        """Promise pages for a prompt of `num_pages`, all behind its first `prefix_len` tokens. One
+        that cannot be promised has failed, and is not held."""
+        receive = Receive(room, len(pages))
+        try:
+            self.transfers.open(
+                room, 0, num_pages * self._page_size, prefix_len, pages, prefill, digest
+            )
+        except PrefixKVError as error:
+            receive.fail(str(error))
+            self.refuse(room, prefill, str(error))
+            return receive
+        receive.held = True
+        self._rooms[room] = receive
+        return receive
+
+    def refuse(self, room: int, prefill: str, reason: str) -> None:
+        """No pages will be promised for it: prefill is told."""
+        try:
+            self.transfers.refuse(room, 0, prefill, reason)
+        except PrefixKVError as error:
+            _log.warning("room %d was not refused: %s", room, error)
+
+    def abort(self, receive: Receive, reason: str) -> None:
+        """End a room; it is held until it is drained. Over: no-op."""
+        receive.fail(reason)
+        if receive.held:
+            self.transfers.abort(receive.room, 0, reason)
+
+    def pump(self) -> None:
+        """Take what became of rooms. Cheap where nothing did."""
+        try:
+            events = self.transfers.take_events()
+        except InternalError as error:  # the control thread lives on, and so do other rooms
+            _log.error("prefixkv: %s", error)
+            return
+        for event in events:
+            receive = self._rooms.get(event.key.room)
+            if receive is None:
+                continue  # of a room that was refused
+            what = receive.room, receive.num_pages
+            match event:
+                case RoomEnded(poll=KVPoll.SUCCESS):
+                    if receive.outcome is None:
+                        receive.outcome, receive.aux = KVPoll.SUCCESS, event.aux
+                    self._settle(receive)
+                case RoomEnded():
+                    receive.fail(f"{type(event.error).__name__}: {event.error}")
+                    _log.info("room %d failed; its %d pages are held until it is drained", *what)
+                case RoomDrained():
+                    _log.info("room %d is drained, its %d pages are free", *what)
+                    self._settle(receive)
+                case RoomOverdue():
+                    _log.warning(
+                        "room %d failed and is not drained in time: its %d pages stay held until "
+                        "prefill, or its death, proves that nothing writes them", *what,
+                    )  # fmt: skip
+
+    def _settle(self, receive: Receive) -> None:
+        receive.held = False
+        del self._rooms[receive.room]

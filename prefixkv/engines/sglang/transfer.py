@@ -1,0 +1,424 @@
+"""`--disaggregation-transfer-backend prefixkv`: SGLang's manager, sender, receiver and bootstrap
+server over `prefixkv.transfer`.
+
+A prefill rank registers its endpoint with SGLang's bootstrap server, beside its address there. A
+decode rank announces itself to the rank's own socket by its name, and promises pages at the
+endpoint. Each rank of a tensor-parallel server is a worker of its own, paired with that of the same
+number; SGLang makes their polls agree. All calls come from SGLang's scheduler thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import time
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any, Final
+
+import numpy as np
+import zmq
+
+from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv.engines.sglang import NAME
+from prefixkv.engines.sglang import internals_transfer as sgl
+from prefixkv.engines.sglang.memory import Rows, pool_of
+from prefixkv.engines.sglang.receives import Receive, Receives
+from prefixkv.engines.sglang.sends import Send, Sends
+from prefixkv.engines.sglang.transfer_options import VARIABLE, TransferOptions
+from prefixkv.errors import ConfigError, PrefixKVError
+from prefixkv.paging import pages_for
+from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
+
+_log = logging.getLogger("prefixkv.sglang")
+
+TAG: Final = b"PREFIXKV"
+"""Begins the message by which a decode rank announces itself: this, the room, its name."""
+FIELD: Final = "prefixkv"
+"""Of a row of the bootstrap server: the rank's endpoint."""
+
+POLLS: Final = {
+    KVPoll.BOOTSTRAPPING: sgl.KVPoll.Bootstrapping,
+    KVPoll.WAITING_FOR_INPUT: sgl.KVPoll.WaitingForInput,
+    KVPoll.TRANSFERRING: sgl.KVPoll.Transferring,
+    KVPoll.SUCCESS: sgl.KVPoll.Success,
+    KVPoll.FAILED: sgl.KVPoll.Failed,
+}
+
+
+def prompt_of(req: Any) -> tuple[bytes, int]:
+    """What names a request's prompt on both servers, 32 bytes, and its tokens.
+
+    Adapters are named by numbers that each server draws: they are not part of it.
+    """
+    tokens = req.origin_input_ids
+    if getattr(req, "pd_rebootstrap_in_progress", False):  # decode asks for its output's KV too
+        tokens = [*tokens, *req.output_ids]
+    digest = blake2b(np.asarray(tokens, "<i8").tobytes(), digest_size=32)
+    digest.update((req.cache_salt or "").encode())
+    return digest.digest(), len(tokens)
+
+
+def refusals(args: sgl.KVArgs, server_args: Any) -> list[str]:
+    """Why this server cannot have the backend, each by what to leave out."""
+    parallel = sgl.get_parallel()
+    states = ", ".join(state.value for state in args.state_types)
+    found = {
+        f"the model keeps state besides its KV ({states}), which is not sent": bool(states),
+        "leave out --pp-size": parallel.pp_size > 1,
+        "leave out --attn-cp-size": parallel.attn_cp_size > 1,
+        "leave out --dcp-size": parallel.attn_dcp_size > 1,
+        "leave out --enable-memory-saver": server_args.enable_memory_saver,
+        "leave out --enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
+        "leave out --enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
+        "SGLANG_RUST_SERVER's registry does not tell where a rank listens":
+            sgl.envs.SGLANG_RUST_SERVER.get(),
+        "SGLANG_DISAGG_STAGING_BUFFER is SGLang's own backends'":
+            sgl.envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
+    }  # fmt: skip
+    return [reason for reason, refused in found.items() if refused]
+
+
+class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
+    """A rank's transfers, and what SGLang asks of a manager."""
+
+    supports_deferred_decode_kv_release = True
+    supports_host_destination = False
+
+    def __init__(
+        self,
+        args: sgl.KVArgs,
+        disaggregation_mode: sgl.DisaggregationMode,
+        server_args: Any,
+        is_mla_backend: bool = False,
+    ) -> None:
+        """Raises ConfigError for a server that it does not serve, by the option."""
+        for reason in refusals(args, server_args):
+            raise ConfigError(f"--disaggregation-transfer-backend {NAME}: {reason}")
+        self.sends: Sends | None = None
+        self.receives: Receives | None = None
+        self.rows = Rows(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
+        self.page_size = args.page_size
+        device = sgl.get_device().device
+        device = device if device == "cpu" else f"{device}:{args.gpu_id}"
+        # All that the bytes of a page and of a row depend on.
+        tag = (
+            f"sglang {args.kv_cache_dtype_str} {args.kv_layout or 'plain'}, "
+            f"{args.num_draft_entries} of a draft, rows of {[*args.aux_item_lens]}"
+        )
+        self._pool = pool_of(
+            args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens,
+            page_size=args.page_size, device=device, tag=tag,
+        )  # fmt: skip
+        self._options = TransferOptions.of(os.environ.get(VARIABLE, ""))
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        if disaggregation_mode == sgl.DisaggregationMode.DECODE:
+            # Pages of a request that failed are held until its room is drained, always.
+            self.enable_deferred_decode_kv_release = True
+            self._open_decode()
+            self._start_heartbeat_checker_thread()
+        atexit.register(self.close)
+
+    # --- both sides -------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The rank's, as a worker of its own."""
+        server = self._options.name or f"{self.local_ip}:{sgl.get_serving().port}"
+        rank = f"dp{self.system_dp_rank or self.attn_dp_rank}-tp{self.attn_tp_rank}"
+        return f"{server}-{self.disaggregation_mode.value}-{rank}"
+
+    def _common(self) -> dict[str, Any]:
+        served = self._options.model or str(self.server_args.served_model_name)
+        waits_s = (
+            sgl.envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
+            sgl.envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
+        )
+        control = self._options.control
+        # SGLang's own timeouts end a wait for a peer that lives.
+        control = replace(
+            control,
+            max_aux_bytes=max(control.max_aux_bytes, self.rows.row_bytes),
+            parked_timeout_s=max(control.parked_timeout_s, *waits_s),
+            longest_wait_s=max(control.longest_wait_s, sum(waits_s)),
+        )
+        model = ModelConfig(model=self._options.model or os.path.basename(served.rstrip("/")))
+        return {"model": model, "control": control, "transport": self._options.transport}
+
+    def pump(self) -> None:
+        """Take what came since the last call."""
+        if self.receives is not None:
+            self.receives.pump()
+        if self.sends is not None:
+            self._read_announcements(self.sends)
+            self.sends.pump()
+
+    def close(self) -> None:
+        """Tell the peers; join the threads."""
+        for side in (self.sends, self.receives):
+            if side is not None and not side.transfers.closed:
+                side.transfers.close()
+
+    # --- prefill ----------------------------------------------------------------------------------
+
+    def register_to_bootstrap(self) -> None:
+        """SGLang calls this on prefill, when it knows the ranks."""
+        bind = self._options.address(self.local_ip)
+        config = PrefillConfig(self.name, bind, **self._common())
+        transfers = PrefillTransfers(self._pool, config)
+        self.sends = Sends(transfers, self.page_size)
+        self.endpoint = transfers.endpoint.replace("//0.0.0.0:", f"//{self.local_ip}:")
+        _log.info("prefixkv's transfers: %s listens at %s", self.name, self.endpoint)
+        super().register_to_bootstrap()
+
+    def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
+        super()._register_topology_row(url, {**payload, FIELD: self.endpoint})
+
+    def _read_announcements(self, sends: Sends) -> None:
+        while True:
+            try:
+                tag, room, name = self.server_socket.recv_multipart(zmq.NOBLOCK)
+                if tag != TAG:
+                    raise ValueError(f"a message of {tag!r}")
+                sends.announce(int(room), name.decode())
+            except zmq.Again:
+                return
+            except ValueError as error:
+                _log.warning("not the announcement of a decode worker: %s", error)
+
+    # --- decode -----------------------------------------------------------------------------------
+
+    def _open_decode(self) -> None:
+        config = DecodeConfig(self.name, **self._common())
+        self.receives = Receives(DecodeTransfers(self._pool, config), self.page_size)
+        _log.info("prefixkv's transfers: %s", self.name)
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether nothing writes the room's pages any more."""
+        assert self.receives is not None
+        self.receives.pump()
+        return not self.receives.is_held(bootstrap_room)
+
+
+class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
+    """A prefill request's room."""
+
+    kv_mgr: PrefixKVManager
+    _early_send_wait_event: Any
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self._send: Send | None = None
+        super().__init__(*args, **named)
+        if self.kv_mgr.request_status.get(self.bootstrap_room) == sgl.KVPoll.Failed:
+            self.conclude_state = sgl.KVPoll.Failed  # on another rank's word
+
+    @property
+    def sends(self) -> Sends:
+        assert self.kv_mgr.sends is not None
+        return self.kv_mgr.sends
+
+    def prefixkv_begin(self, req: Any) -> None:
+        """The request that this is for; called by hook, before all others."""
+        if self.conclude_state is None:
+            digest, num_tokens = prompt_of(req)
+            num_pages = pages_for(num_tokens, self.kv_mgr.page_size)
+            self._send = self.sends.begin(self.bootstrap_room, digest, num_pages)
+
+    def pop_decode_prefix_len(self) -> int:
+        return 0 if self._send is None else self._send.prefix_pages * self.kv_mgr.page_size
+
+    def send(
+        self,
+        kv_indices: Any,
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+        indices_event: object | None = None,
+    ) -> None:
+        ready, self._early_send_wait_event = self._early_send_wait_event, None
+        if self.conclude_state is not None or self._send is None:
+            return
+        self.curr_idx += len(kv_indices)
+        last = self.curr_idx == self.num_kv_indices
+        aux = self.kv_mgr.rows.read(self.aux_index) if last else b""
+        self.sends.send(self._send, kv_indices, last=last, aux=aux, ready=ready)
+        self._record_transfer_indices(kv_indices, None)
+
+    def poll(self) -> int:
+        self.kv_mgr.pump()
+        send = self._send
+        if self.conclude_state is not None:
+            return int(self.conclude_state)
+        if send is None:
+            return int(sgl.KVPoll.Bootstrapping)
+        status: int = POLLS[send.poll]
+        if status == sgl.KVPoll.Bootstrapping and self._check_bootstrap_timeout() is not None:
+            self.sends.abort(send, self.kv_mgr.failure_records[self.bootstrap_room])
+            status = POLLS[send.poll]
+        if status == sgl.KVPoll.Failed:
+            self.kv_mgr.record_failure(self.bootstrap_room, send.error)
+        if status in (sgl.KVPoll.Failed, sgl.KVPoll.Success):
+            self.conclude_state = status
+        return status
+
+    poll_pp_consensus = poll
+
+    def abort(self) -> None:
+        """It polls Failed once no write reads the request's pages."""
+        if self._send is not None:
+            self.sends.abort(self._send, "Aborted by AbortReq.")
+
+
+class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
+    """A decode request's room."""
+
+    kv_mgr: PrefixKVManager
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self.bootstrap_infos: list[dict[str, Any]] | None = None
+        self._receive: Receive | None = None
+        self._aux_index = -1
+        self._req: Any = None
+        super().__init__(*args, **named)
+
+    @property
+    def receives(self) -> Receives:
+        assert self.kv_mgr.receives is not None
+        return self.kv_mgr.receives
+
+    def prefixkv_begin(self, req: Any) -> None:
+        """The request that this is for; called by hook, before all others."""
+        self._req = req
+
+    def _fail(self, reason: str) -> None:
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, sgl.KVPoll.Failed)
+        self.conclude_state = sgl.KVPoll.Failed
+
+    def _register_kv_args(self) -> bool:
+        """What the bootstrap server said has to be of a server that this can receive from."""
+        info, size = self.prefill_info, self.kv_mgr.attn_tp_size
+        infos = self.bootstrap_infos or []
+        if (info.attn_tp_size, info.attn_cp_size, info.pp_size) != (size, 1, 1):
+            self._fail(
+                f"prefill has attention TP {info.attn_tp_size}, CP {info.attn_cp_size} and PP "
+                f"{info.pp_size}: the transfer backend {NAME} needs the TP of decode, {size}, and 1"
+            )
+        elif len(infos) != 1 or not infos[0].get(FIELD):
+            self._fail(f"prefill at {self.bootstrap_addr} has not the transfer backend {NAME}")
+        if self.conclude_state is not None:
+            self.bootstrap_infos = None  # nothing there would understand what follows
+        return self.conclude_state is None
+
+    def _announce(self) -> str:
+        """Tell prefill for which decode worker the room is; the endpoint for what follows. Raises
+        zmq.ZMQError where too much waits to be read there."""
+        assert self.bootstrap_infos, "`_register_kv_args` has seen it"
+        (info,) = self.bootstrap_infos
+        socket, lock = self._connect_to_bootstrap_server(info)
+        message = [TAG, str(self.bootstrap_room).encode(), self.kv_mgr.name.encode()]
+        with lock:
+            socket.send_multipart(message, zmq.NOBLOCK)
+        return str(info[FIELD])
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: Any = sgl.KVTransferDestination.DEVICE,
+        device_kv_indices: Any = None,
+    ) -> None:
+        if self.conclude_state is not None:
+            return
+        digest, num_tokens = prompt_of(self._req)
+        self._aux_index = -1 if aux_index is None else aux_index
+        num_pages = pages_for(num_tokens, self.kv_mgr.page_size)
+        try:
+            prefill = self._announce()
+        except zmq.ZMQError as error:
+            self._fail(f"prefill at {self.bootstrap_addr} takes no announcement: {error}")
+            return
+        pages = np.asarray(kv_indices, np.int32)
+        prefix_len = decode_prefix_len or 0
+        self._receive = self.receives.open(
+            self.bootstrap_room, prefill, num_pages, prefix_len, pages, digest
+        )
+        self.init_time = time.time()  # SGLang's own timeout begins
+
+    def poll(self) -> int:
+        if self.conclude_state is None:
+            self.receives.pump()
+            self._conclude()
+        status: int = super().poll()
+        return status
+
+    def _conclude(self) -> None:
+        receive = self._receive
+        if receive is None or receive.outcome is None:
+            return
+        if receive.outcome is KVPoll.SUCCESS:
+            try:
+                self.kv_mgr.rows.write(self._aux_index, receive.aux)
+            except PrefixKVError as error:
+                self._fail(str(error))
+                return
+            self.kv_mgr.update_status(self.bootstrap_room, sgl.KVPoll.Success)
+        else:
+            self._fail(receive.error)
+            # Prefill may be another process by now, at another endpoint: the next request asks.
+            self.invalidate_cached_bootstrap_infos()
+
+    def clear(self) -> None:
+        if self._receive is None and self.bootstrap_infos and self.conclude_state is not None:
+            self.ensure_abort_notified()  # prefill waits for pages that it will not get
+        super().clear()
+
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:
+        """End the room, or say that it will not be opened. SGLang calls this once."""
+        reason = "Aborted by decode."
+        if self._receive is not None:
+            self.receives.abort(self._receive, reason)
+        elif self.bootstrap_infos:
+            try:
+                self.receives.refuse(self.bootstrap_room, self._announce(), reason)
+            except zmq.ZMQError as error:
+                _log.warning("prefill at %s was not told: %s", self.bootstrap_addr, error)
+
+
+class PrefixKVBootstrapServer(sgl.CommonKVBootstrapServer):  # type: ignore[misc]
+    """SGLang's registry of prefill ranks, whose rows have an endpoint besides."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self._endpoints: dict[tuple[int, ...], str] = {}
+        super().__init__(*args, **named)
+
+    async def _handle_route_put(self, request: sgl.web.Request) -> sgl.web.Response:
+        answer: sgl.web.Response = await super()._handle_route_put(request)
+        row = await request.json()
+        if answer.status == 200 and FIELD in row:
+            dp_rank = "attn_dp_rank" if row["system_dp_size"] == 1 else "system_dp_rank"
+            keys = dp_rank, "attn_cp_rank", "attn_tp_rank", "pp_rank"
+            self._endpoints[tuple(int(row[key]) for key in keys)] = str(row[FIELD])
+        return answer
+
+    async def _handle_route_get(self, request: sgl.web.Request) -> sgl.web.Response:
+        answer: sgl.web.Response = await super()._handle_route_get(request)
+        if answer.status != 200:
+            return answer
+        keys = "prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"
+        endpoint = self._endpoints.get(tuple(int(request.query[key]) for key in keys))
+        if endpoint is None:
+            return answer
+        return sgl.web.json_response({**json.loads(answer.text or "{}"), FIELD: endpoint})
+
+
+CLASSES: Final = {
+    sgl.KVClassType.KVARGS: sgl.KVArgs,
+    sgl.KVClassType.MANAGER: PrefixKVManager,
+    sgl.KVClassType.SENDER: PrefixKVSender,
+    sgl.KVClassType.RECEIVER: PrefixKVReceiver,
+    sgl.KVClassType.BOOTSTRAP_SERVER: PrefixKVBootstrapServer,
+}

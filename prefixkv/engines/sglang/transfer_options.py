@@ -1,0 +1,62 @@
+"""What `PREFIXKV_TRANSFER` may say: SGLang's command line takes no options of a plug-in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Final
+
+from prefixkv.config import ControlConfig, TransportConfig
+from prefixkv.engines.options import made
+from prefixkv.errors import ConfigError
+from prefixkv.settings import check_kind, check_types
+
+VARIABLE: Final = "PREFIXKV_TRANSFER"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """Settings of the transfer backend, as JSON in an environment variable.
+
+    `name` is the server's, one of its own, the same after a restart; "": its address and port.
+    `bind` is where each rank of a prefill server listens, with a port of `*`; "": the loopback
+    interface, or the machine's address where keys are set or `allow_remote_without_keys`. `model`
+    is what both servers have to agree on; "": the last part of the model's served name. `control`
+    and `transport` are the fields of `ControlConfig` and `TransportConfig`.
+    """
+
+    name: str = ""
+    bind: str = ""
+    model: str = ""
+    control: ControlConfig = field(default_factory=ControlConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_kind("control", self.control, ControlConfig)
+        check_kind("transport", self.transport, TransportConfig)
+
+    @classmethod
+    def of(cls, text: str) -> TransferOptions:
+        """Raises ConfigError, with its name, for what is unknown or out of range.
+
+        >>> TransferOptions.of('{"transport": {"interface": "eth0"}}').transport.interface
+        'eth0'
+        """
+        try:
+            said = json.loads(text or "{}")
+        except ValueError as error:
+            raise ConfigError(f"{VARIABLE} is no JSON: {error}") from None
+        return made(cls, VARIABLE, said)
+
+    def address(self, local_ip: str) -> str:
+        """Where a rank binds, on a machine with that address.
+
+        >>> TransferOptions().address("10.0.0.5")
+        'tcp://127.0.0.1:*'
+        """
+        if self.bind:
+            return self.bind
+        remote = self.control.curve is not None or self.control.allow_remote_without_keys
+        host = local_ip if remote else "127.0.0.1"
+        return f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"

@@ -1,0 +1,136 @@
+"""The tree's changes as SGLang's events.
+
+The hash of a page is SGLang's: SHA-256 of the hash before it and the page's tokens, which prefixkv
+has packed as SGLang packs them for this. The first page of a salted request follows a hash of the
+salt.
+
+Source: SGLang 0.5.23 `mem_cache/utils.py`, `mem_cache/cpp_utils/hash_binding.cpp`,
+`mem_cache/events.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from hashlib import sha256
+from typing import Any, assert_never
+
+import numpy as np
+
+from prefixkv.cache.events import (
+    NO_PARENT,
+    Change,
+    Cleared,
+    Inserted,
+    PagePaths,
+    Place,
+    TakenOut,
+)
+from prefixkv.engines.sglang.internals import (
+    BlockRemoved,
+    BlockStored,
+    KVCacheEventRecorder,
+    StorageMedium,
+    kv_event_namespace_seed,
+    namespaced_block_hash,
+)
+
+_HASH_BYTES = 8
+
+
+def hash_page(before: bytes, page_tokens: bytes) -> bytes:
+    return sha256(before + page_tokens).digest()
+
+
+def before_first(namespace: Hashable) -> bytes:
+    _, salt = _parts(namespace)
+    if salt is None:
+        return NO_PARENT
+    return sha256(b"sglang-cache-salt-v1\0" + salt.encode()).digest()
+
+
+def _parts(namespace: Hashable) -> tuple[str | None, str | None]:
+    """Extra key and salt, of what `keys.namespace_of` made."""
+    return namespace if isinstance(namespace, tuple) else (None, None)
+
+
+class Words:
+    """Turns changes into events and hands them to SGLang's recorder, which joins neighbours.
+
+    Args:
+        recorder: takes the events.
+        page_size: tokens a page.
+        bigram: whether the tree is keyed by pairs.
+    """
+
+    def __init__(self, recorder: KVCacheEventRecorder, page_size: int, bigram: bool) -> None:
+        self._recorder = recorder
+        self._page_size = page_size
+        self._bigram = bigram
+        self._paths = PagePaths(
+            page_size * (2 if bigram else 1),
+            keep_tokens=True, hash_page=hash_page, before_first=before_first,
+        )  # fmt: skip
+
+    def tell(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            match change:
+                case Inserted():
+                    self._stored(self._paths.inserted(change))
+                case TakenOut():
+                    for run in self._paths.taken_out(change):
+                        self._removed(run)
+                case Cleared():
+                    self._paths.clear()
+                    self._recorder.record_all_cleared()
+                case _:
+                    assert_never(change)
+
+    def _stored(self, run: list[Place]) -> None:
+        extra_key, salt = _parts(run[0].namespace)
+        names = self._recorder.lora_names
+        dynamo = self._recorder.dynamo_format
+        lora = names.resolve(extra_key) if dynamo else names.get(extra_key)
+        seed = self._seed(run[0].namespace)
+        parent = None if run[0].parent == NO_PARENT else self._block(run[0].parent, seed)
+        for place in run:
+            block = self._block(place.key, seed)
+            self._recorder.enqueue(
+                BlockStored(
+                    block_hashes=[block],
+                    parent_block_hash=parent,
+                    token_ids=self._tokens(place.tokens),
+                    block_size=self._page_size,
+                    lora_id=None,
+                    medium=StorageMedium.GPU,
+                    cache_salt=salt,
+                    session_id=None,
+                    lora_name=lora,
+                )
+            )
+            parent = block
+
+    def _removed(self, run: list[Place]) -> None:
+        seed = self._seed(run[0].namespace)
+        blocks = [self._block(place.key, seed) for place in run]
+        self._recorder.enqueue(BlockRemoved(block_hashes=blocks, medium=StorageMedium.GPU))
+
+    def _seed(self, namespace: Hashable) -> bytes | None:
+        extra_key, salt = _parts(namespace)
+        seed: bytes | None
+        if self._recorder.dynamo_format:
+            seed = kv_event_namespace_seed(extra_key=extra_key, cache_salt=salt)
+        else:
+            named = extra_key if self._recorder.lora_names.get(extra_key) is not None else None
+            seed = kv_event_namespace_seed(extra_key=named, cache_salt=None)
+        return seed
+
+    def _block(self, key: bytes, seed: bytes | None) -> int:
+        cut = int.from_bytes(key[:_HASH_BYTES], "big", signed=True)
+        block: int = namespaced_block_hash(cut, namespace_seed=seed)
+        return block
+
+    def _tokens(self, packed: bytes) -> list[Any]:
+        words = np.frombuffer(packed, "<i4")
+        if not self._bigram:
+            return words.tolist()  # type: ignore[no-any-return]
+        return [tuple(pair) for pair in words.reshape(-1, 2).tolist()]

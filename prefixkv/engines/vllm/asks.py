@@ -1,0 +1,88 @@
+"""What the `kv_transfer_params` of a request ask for, and what names its prompt on both servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from prefixkv.digest import prompt_digest
+from prefixkv.errors import RequestError
+from prefixkv.request import whole_number
+
+MAX_NAME_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAsk:
+    """Decode: the KV comes from the prefill server at the address `prefill`."""
+
+    room: int
+    prefill: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendAsk:
+    """Prefill: the KV goes to the decode server of the name `decode`."""
+
+    room: int
+    decode: str
+
+
+def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> LoadAsk | SendAsk | None:
+    """What a request asks for; None: nothing.
+
+        {"do_remote_prefill": true, "room": 7, "prefill": "tcp://10.0.0.1:14579"}
+        {"do_remote_decode": true, "room": 7, "decode": "decode-0"}
+
+    Raises RequestError for what cannot be meant, or not here.
+    """
+    if params is None:
+        return None
+    if not isinstance(params, Mapping):
+        raise RequestError(f"kv_transfer_params is {params!r}, an object is needed")
+    loads, sends = bool(params.get("do_remote_prefill")), bool(params.get("do_remote_decode"))
+    if not loads and not sends:
+        return None
+    if loads and sends:
+        raise RequestError("kv_transfer_params has do_remote_prefill and do_remote_decode")
+    what, key = ("do_remote_prefill", "prefill") if loads else ("do_remote_decode", "decode")
+    if not (is_consumer if loads else is_producer):
+        role = "kv_consumer" if loads else "kv_producer"
+        raise RequestError(f"kv_transfer_params has {what}; this server is no {role}")
+    if "room" not in params:
+        raise RequestError("kv_transfer_params has no room")
+    room = whole_number("room", params["room"], 0, 2**64)
+    where = params.get(key)
+    if not isinstance(where, str) or not 1 <= len(where) <= MAX_NAME_CHARS:
+        raise RequestError(
+            f"{key} in kv_transfer_params is {where!r}, a string of 1 to {MAX_NAME_CHARS} "
+            "characters is needed"
+        )
+    return LoadAsk(room, where) if loads else SendAsk(room, where)
+
+
+def digest_of(request: Any) -> bytes:
+    """What both servers have to agree on: the prompt's tokens, and all else that vLLM keys its own
+    blocks by: LoRA adapter, cache salt, and the content and place of images.
+
+    Raises RequestError for a prompt that cannot be named so.
+    """
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        raise RequestError("a prompt of embeddings cannot be transferred")
+    if request.resumable:
+        raise RequestError("a prompt that goes on cannot be transferred")
+    return prompt_digest(np.asarray(request.prompt_token_ids, np.int32), namespace_of(request))
+
+
+def namespace_of(request: Any) -> tuple[Any, ...] | None:
+    """LoRA adapter by name, salt, and (hash, offset, length) of each image."""
+    lora = request.lora_request.lora_name if request.lora_request else None
+    media = tuple(
+        (str(one.identifier), int(one.mm_position.offset), int(one.mm_position.length))
+        for one in request.mm_features
+    )
+    salt = request.cache_salt or None
+    return (lora, salt, media) if lora is not None or salt is not None or media else None

@@ -1,0 +1,208 @@
+"""`PrefixKVConnector`, what vLLM calls: each hook goes to the side that it is for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from prefixkv.config import ModelConfig
+from prefixkv.engines.vllm import compat
+from prefixkv.engines.vllm.block_queue import GovernedQueue
+from prefixkv.engines.vllm.layout import is_plain, pool_of
+from prefixkv.engines.vllm.metrics import PrefixKVMetrics, PrefixKVStats
+from prefixkv.engines.vllm.options import Options
+from prefixkv.engines.vllm.orders import News, Orders
+from prefixkv.engines.vllm.scheduler import SchedulerSide
+from prefixkv.engines.vllm.shadow import Shadow
+from prefixkv.engines.vllm.worker import WorkerSide
+
+KVConnectorMetadata.register(Orders)
+KVConnectorWorkerMetadata.register(News)
+
+
+class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """One in vLLM's scheduler, one in each worker. See docs/vllm.md.
+
+    Raises ConfigError, by name, for options that are wrong and for what cannot be transferred.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        compat.check_version()
+        super().__init__(vllm_config, role, kv_cache_config)
+        compat.check_engine(vllm_config, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._options = Options.of(transfer.kv_connector_extra_config, transfer.kv_port)
+        self._roles = {
+            "is_producer": transfer.is_kv_producer,
+            "is_consumer": transfer.is_kv_consumer,
+        }
+        self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        if role is KVConnectorRole.SCHEDULER:
+            (group,) = kv_cache_config.kv_cache_groups
+            self._scheduler = SchedulerSide(
+                self._options,
+                group.kv_cache_spec.block_size,
+                hash_size=kv_cache_config.hash_block_size,
+                num_ranks=self._num_ranks,
+                **self._roles,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: the blocks of a request that is preempted are held until they are sent."""
+        return False
+
+    # --- in the scheduler -------------------------------------------------------------------------
+
+    @property
+    def scheduler(self) -> SchedulerSide:
+        assert self._scheduler is not None, "the scheduler's connector"
+        return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        shadow: Shadow | None = None
+        if self._options.policy and compat.can_govern(gpu_block_pool):
+            size = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            shadow = Shadow(size, self._options.policy, time.monotonic)
+            GovernedQueue.install(gpu_block_pool, shadow, self.scheduler.counters)
+        self.scheduler.bind(gpu_block_pool, shadow)
+
+    def on_new_request(self, request: Any) -> None:
+        self.scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self.scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        (pages,) = blocks.get_block_ids()
+        self.scheduler.allocated(request, pages, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return self.scheduler.orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self.scheduler.heard(
+            connector_output.kv_connector_worker_meta, connector_output.finished_recving or ()
+        )
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, self.scheduler.finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler.busy
+
+    def reset_cache(self) -> bool:
+        self.scheduler.flush()
+        return True
+
+    def take_events(self) -> Iterable[Any]:
+        """None: blocks that arrive are cached by vLLM's own pool, which says so itself."""
+        return ()
+
+    # --- in a worker ------------------------------------------------------------------------------
+
+    @property
+    def worker(self) -> WorkerSide:
+        assert self._worker is not None, "a worker's connector, with its KV memory"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        config, kv_cache = self._vllm_config, self._kv_cache_config
+        options = self._options
+        model = ModelConfig(
+            model=options.model or str(config.model_config.model),
+            weights_version=options.weights_version,
+            kv_scales=str(config.cache_config.cache_dtype),
+        )
+        self._kv_caches = kv_caches
+        self._worker = WorkerSide(
+            options,
+            model,
+            rank=compat.tensor_parallel_rank(),
+            num_ranks=self._num_ranks,
+            num_kv_heads=compat.num_kv_heads(config, kv_cache),
+            gather=compat.gather if self._num_ranks > 1 else None,
+            **self._roles,
+        )
+        backends = compat.backends_of(config, kv_cache)
+        tag = compat.block_format(config, kv_cache, backends)
+        plain = is_plain(kv_cache.kv_cache_groups[0].kv_cache_spec, backends)
+        self._worker.register(pool_of(kv_caches, kv_cache, tag, plain=plain))
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Before the forward: `start_load_kv` comes after it where nothing is loaded in step."""
+        super().bind_connector_metadata(connector_metadata)
+        self.worker.before_forward(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        orders = self._get_connector_metadata()
+        if orders.chunks:
+            self.worker.after_forward(orders, compat.event_on(self._kv_caches))
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = self.worker.take_results()
+        return KVConnectorTransferResults(
+            finished_recving=results.received, failed_recving=results.failed
+        )
+
+    def build_connector_worker_meta(self) -> Any:
+        return self.worker.take_news()
+
+    # --- in both, and in the API server -----------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> PrefixKVStats | None:
+        side = self._scheduler or self._worker
+        counts = {} if side is None else side.take_counts()
+        return PrefixKVStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixKVStats:
+        return PrefixKVStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PrefixKVMetrics:
+        return PrefixKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()

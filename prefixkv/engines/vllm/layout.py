@@ -1,0 +1,147 @@
+"""vLLM's KV tensors as a pool of opaque pages, and the refusal of what is not such a pool.
+
+vLLM gives a view [block, head, token, content] of each layer. Where the kernels are known to keep
+K and V (or a latent vector) there as they are, the pool says so, and servers may differ in block
+size and tensor parallelism. Otherwise what `content` is, and how kernels pack a block, is theirs to
+know, so a block travels whole: one run of bytes a layer. The tag then names all that the bytes
+depend on; servers whose tags, block sizes or shares of heads differ refuse each other in the
+handshake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any, Final
+
+import torch
+
+from prefixkv.errors import ConfigError
+from prefixkv.memory.kv_layout import ITEMSIZE
+from prefixkv.memory.kv_pool import KVPool
+
+SPECS: Final = ("FullAttentionSpec", "MLAAttentionSpec")
+"""Of these every token's KV stays in its block until the request ends."""
+
+PLAIN: Final = (
+    "FLASH_ATTN", "FLEX_ATTENTION", "TRITON_ATTN",
+    "CUTLASS_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA",
+)  # fmt: skip
+"""Kernels of vLLM 0.32.0 that read `content` as K and then V of a head, or as the latent vector."""
+
+_PARALLEL: Final = {
+    "pipeline_parallel_size": "pipeline stages",
+    "data_parallel_size": "data parallel ranks: start one server for each",
+    "decode_context_parallel_size": "decode context parallel ranks",
+    "prefill_context_parallel_size": "prefill context parallel ranks",
+}
+
+
+def check_config(parallel: Any, kv_cache: Any) -> None:
+    """Raises ConfigError, by name, for a vLLM `ParallelConfig` or `KVCacheConfig` whose KV cannot
+    be transferred here."""
+    for name, what in _PARALLEL.items():
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise ConfigError(f"{name} is {size}, must be 1: prefixkv's connector has no {what}")
+    groups = kv_cache.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise ConfigError(
+            f"the model has {len(groups)} KV cache groups ({kinds}), must have 1: prefixkv's "
+            "connector sends one block table"
+        )
+    (group,) = groups
+    kind = type(group.kv_cache_spec).__name__
+    if kind not in SPECS:
+        raise ConfigError(f"the KV cache is a {kind}, must be one of {', '.join(SPECS)}")
+    if group.host_resident or not group.enable_kv_transfer:
+        raise ConfigError(f"the KV cache group of {kind} is not on the device, or not to be sent")
+
+
+def is_plain(spec: Any, backends: Iterable[str]) -> bool:
+    """Whether these kernels keep a cache of this spec as `PLAIN` says."""
+    return (
+        {*backends} <= {*PLAIN}
+        and spec.kv_quant_mode.name in ("NONE", "FP8_PER_TENSOR")
+        and spec.state_content_bytes is None
+        and spec.num_head_slots is None
+        and spec.head_size_v in (0, spec.head_size)
+    )
+
+
+def pool_of(
+    kv_caches: Mapping[str, torch.Tensor], kv_cache: Any, tag: str, *, plain: bool = False
+) -> KVPool:
+    """The pool whose page numbers are vLLM's block numbers.
+
+    Args:
+        kv_caches: by layer name, [kernel block, head, token, content]. A block of the manager is
+            one or more kernel blocks, one behind the other.
+        kv_cache: vLLM's `KVCacheConfig`, that `check_config` has seen.
+        tag: names what the bytes of a block depend on.
+        plain: what `is_plain` said. Kernel blocks that are not one array of tokens are opaque all
+            the same.
+    Raises:
+        ConfigError: a block that is not one run of bytes a layer.
+    """
+    (group,) = kv_cache.kv_cache_groups
+    spec, num_blocks = group.kv_cache_spec, kv_cache.num_blocks
+    names = [name for name in group.layer_names if name in kv_caches]
+    seen = {kv_caches[name].data_ptr(): name for name in reversed(names)}  # layers may share one
+    names = [name for name in names if name in seen.values()]
+    # Of MLA each rank has the whole latent vector; vLLM calls its one head by other numbers.
+    heads = 1 if type(spec).__name__ == "MLAAttentionSpec" else spec.num_kv_heads
+    if plain and (views := [_tokens(kv_caches[name], num_blocks) for name in names])[0] is not None:
+        whole = [view for view in views if view is not None]
+        if heads == 1 and type(spec).__name__ == "MLAAttentionSpec":
+            latent = [view.squeeze(1) for view in whole]
+            return KVPool.from_tensors(latent, page_size=spec.block_size)
+        k_and_v = [view.view(*view.shape[:3], 2, spec.head_size) for view in whole]
+        axes = "page", "head", "token", "kv", "dim"
+        said = {"num_kv_heads": heads, "head_dim": spec.head_size}
+        return KVPool.from_tensors(k_and_v, page_size=spec.block_size, axes=axes, **said)
+    return KVPool.from_tensors(
+        [_blocks(name, kv_caches[name], num_blocks) for name in names],
+        page_size=spec.block_size,
+        axes=("page", "packed"),
+        num_kv_heads=heads,
+        opaque=tag,
+    )
+
+
+def _tokens(cache: torch.Tensor, num_blocks: int) -> torch.Tensor | None:
+    """[num_blocks, head, token of the block, content], a view; None where the kernel blocks of a
+    block have their tokens not one behind the other."""
+    cache = _named(cache)
+    parts, (_, heads, tokens, content) = cache.shape[0] // num_blocks, cache.shape
+    step, *inner = cache.stride()
+    if parts > 1 and step != tokens * inner[1]:
+        return None
+    return cache.as_strided((num_blocks, heads, parts * tokens, content), (parts * step, *inner))
+
+
+def _blocks(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """[num_blocks, elements of a block], a view. Raises ConfigError, by the layer's name."""
+    parts, rest = divmod(cache.shape[0], num_blocks)
+    if rest:
+        raise ConfigError(f"{name} has {cache.shape[0]} kernel blocks for {num_blocks} blocks")
+    cache = _named(cache)
+    shape, strides = (parts, *cache.shape[1:]), cache.stride()
+    dims = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1)
+    run = 1
+    for stride, size in dims:
+        if stride != run:
+            raise ConfigError(
+                f"{name} has strides {tuple(strides)} for a shape of {tuple(cache.shape)}: a block "
+                "is not one run of bytes. Choose a layout whose blocks are, as LBHNC "
+                "(VLLM_KV_CACHE_LAYOUT)"
+            )
+        run *= size
+    return cache.as_strided((num_blocks, prod(shape)), (parts * strides[0], 1))
+
+
+def _named(cache: torch.Tensor) -> torch.Tensor:
+    """An element type that a layout has no name for moves as bytes."""
+    known = str(cache.dtype).removeprefix("torch.") in ITEMSIZE
+    return cache if known else cache.view(torch.uint8)

@@ -1,0 +1,56 @@
+"""The connector's counters as vLLM carries them from its processes to log and Prometheus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from prefixkv.engines.vllm.stats import METRICS, added
+
+
+class PrefixKVStats(KVConnectorStats):
+    """Counts of an interval, by the names of `stats.METRICS`."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        self.data = added(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class PrefixKVMetrics(KVConnectorPromMetrics):
+    """A counter `vllm:prefixkv_..._total` for each."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(
+                name=f"vllm:prefixkv_{name}", documentation=text, labelnames=labelnames
+            )
+            for name, text in METRICS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, number in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name].labels(*labels).inc(number)

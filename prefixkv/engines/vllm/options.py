@@ -1,0 +1,59 @@
+"""What `kv_connector_extra_config` may say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefixkv.config import ControlConfig, TransportConfig
+from prefixkv.engines.options import made
+from prefixkv.errors import ConfigError
+from prefixkv.settings import at_least, check_kind, check_types
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Settings of the connector; each is a key of `kv_connector_extra_config`.
+
+    `name` is this server's name, one of its own, the same after a restart: prefill requests name
+    the decode server by it. `bind` is where a prefill server listens; "": the loopback interface,
+    port `kv_port` of vLLM's configuration. `model` is what both servers have to agree on; "": the
+    model as vLLM was given it. `weights_version` likewise.
+
+    A request on decode waits for another that loads the same blocks (`join_flights`), and computes
+    what it lacks itself where that is at most `recompute_below` tokens.
+
+    `policy` names the rule by which cached blocks are evicted (docs/policies.md); "": vLLM's own.
+    `control` and `transport` are the fields of `ControlConfig` and `TransportConfig`.
+    """
+
+    name: str
+    bind: str = ""
+    model: str = ""
+    weights_version: str = "0"
+    join_flights: bool = True
+    recompute_below: int = 0
+    policy: str = ""
+    control: ControlConfig = field(default_factory=ControlConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_kind("control", self.control, ControlConfig)
+        check_kind("transport", self.transport, TransportConfig)
+        at_least(0, recompute_below=self.recompute_below)
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any], kv_port: int) -> Options:
+        """The options that `extra` says. Raises ConfigError, with its name, for one that is unknown
+        or out of range, and where there is no name."""
+        said = dict(extra)
+        if not said.get("name"):
+            raise ConfigError(
+                'kv_connector_extra_config has no "name": give each server one of its own, which '
+                "it keeps when it is restarted"
+            )
+        if not said.get("bind"):
+            said["bind"] = f"tcp://127.0.0.1:{kv_port}"
+        return made(cls, "kv_connector_extra_config", said)

@@ -1,0 +1,108 @@
+"""What the two sides of the connector tell each other, once a step of the engine. Plain data: it
+is pickled, since they are in different processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Decode: promise `pages` for tokens `prefix_len` to `num_tokens` of a prompt. `ticket` is the
+    same on all workers, and never used again."""
+
+    rid: str
+    room: int
+    prefill: str
+    num_tokens: int
+    prefix_len: int
+    pages: tuple[int, ...]
+    digest: bytes
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Decode: this room will not be opened here."""
+
+    room: int
+    prefill: str
+    reason: str
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Prefill: the prompt of this room is here."""
+
+    rid: str
+    room: int
+    decode: str
+    num_tokens: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Prefill: this step computes the prompt up to token `end`, whole pages but for the last chunk.
+    `pages` are the request's pages
+    from its page number `first_page` on."""
+
+    rid: str
+    first_page: int
+    pages: tuple[int, ...]
+    end: int
+    last: bool
+
+
+@dataclass(slots=True)
+class Orders:
+    """From the scheduler to every worker. `abort_loads` and `abort_sends` are request ids, with
+    the reason."""
+
+    opens: list[Open] = field(default_factory=list)
+    refusals: list[Refuse] = field(default_factory=list)
+    adds: list[Add] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    abort_loads: dict[str, str] = field(default_factory=dict)
+    abort_sends: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.opens
+            or self.refusals
+            or self.adds
+            or self.chunks
+            or self.abort_loads
+            or self.abort_sends
+        )
+
+
+@dataclass(slots=True)
+class News:
+    """From the workers to the scheduler, by request id; each worker says each thing once.
+
+    `failed`: loads that did not arrive, and why. `settled`: loads whose pages no peer writes any
+    more. `overdue`: loads that are not settled in time. `unsent`: sends that failed, and why.
+    `freed`: sends whose pages no write reads any more.
+    """
+
+    failed: dict[str, str] = field(default_factory=dict)
+    settled: list[str] = field(default_factory=list)
+    overdue: list[str] = field(default_factory=list)
+    unsent: dict[str, str] = field(default_factory=dict)
+    freed: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.failed or self.settled or self.overdue or self.unsent or self.freed)
+
+    def aggregate(self, other: Self) -> Self:
+        """What two workers say, as vLLM asks for it."""
+        return type(self)(
+            {**other.failed, **self.failed},
+            self.settled + other.settled,
+            self.overdue + other.overdue,
+            {**other.unsent, **self.unsent},
+            self.freed + other.freed,
+        )

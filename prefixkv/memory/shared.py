@@ -1,0 +1,94 @@
+"""Memory of this process that a peer's process may map: what the shm transport writes into.
+
+A block is a memfd, sealed so that it can neither shrink nor grow: whoever maps it, and has seen the
+seals, can touch all of it without SIGBUS. Small pages, or what the kernel makes of MADV_HUGEPAGE
+(`/sys/kernel/mm/transparent_hugepage/shmem_enabled`). Not MFD_HUGETLB: a hole that its owner
+punches into such a file kills the peer that touches it, where the kernel has no huge page left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+import torch
+
+from prefixkv.errors import CapacityError, ConfigError
+
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+_blocks: weakref.WeakValueDictionary[int, _Mapping] = weakref.WeakValueDictionary()  # by address
+
+
+class SharedBlock(NamedTuple):
+    """Memory from `address` on, which is a whole file, and the file's descriptor."""
+
+    address: int
+    num_bytes: int
+    fd: int
+
+
+class _Mapping(mmap.mmap):
+    """Lives as long as a tensor of it, and its descriptor with it."""
+
+    block: SharedBlock
+
+
+def shared_bytes(num_bytes: int) -> torch.Tensor:
+    """Zeros that a peer may map, uint8 [num_bytes], from a multiple of 4096 on. O(bytes).
+
+    For an engine that makes its tensors itself: views of it go to `KVPool.from_tensors`, or
+    `StatePool`. It is shared with forks of this process too.
+
+    Raises: ConfigError where the system has no such memory (it is Linux's), or for `num_bytes`
+    below 1; CapacityError where there is not enough.
+    """
+    if num_bytes < 1:
+        raise ConfigError(f"num_bytes is {num_bytes}, must be at least 1")
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("memory that a peer may map is made by memfd_create, of Linux")
+    size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        fd = os.memfd_create("prefixkv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise CapacityError(f"no shared memory of {size} bytes: {error}") from error
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        mapping = _Mapping(fd, size)
+        with suppress(OSError, AttributeError):  # a kernel that has none for such memory
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        os.close(fd)
+        raise CapacityError(f"no shared memory of {size} bytes: {error}") from error
+    weakref.finalize(mapping, os.close, fd)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    whole.zero_()  # touches each page: later timings include no page faults
+    mapping.block = SharedBlock(whole.data_ptr(), size, fd)
+    _blocks[mapping.block.address] = mapping
+    return whole[:num_bytes]
+
+
+def block_of(address: int, num_bytes: int) -> SharedBlock | None:
+    """The block that this memory lies in, None if it is not shared."""
+    for mapping in list(_blocks.values()):
+        block = mapping.block
+        if block.address <= address and address + num_bytes <= block.address + block.num_bytes:
+            return block
+    return None
+
+
+def blocks_of(ranges: Iterable[tuple[int, int]]) -> list[SharedBlock] | None:
+    """The blocks that these ranges lie in, each once, by address; None if one is not shared."""
+    found = set()
+    for address, num_bytes in ranges:
+        block = block_of(address, num_bytes)
+        if block is None:
+            return None
+        found.add(block)
+    return sorted(found)

@@ -1,0 +1,38 @@
+"""Workers and fronts as processes: what `prefixkv worker`, `prefixkv serve` and `prefixkv
+proxy` run. The extra `serve`.
+
+- `settings`: a worker's and a front's settings, from a file, the environment and options.
+- `http`: what every HTTP server here has in common: bounds, time-outs, a key, errors in OpenAI's
+  form.
+- `openai`: requests and answers of OpenAI's interface as plain values.
+- `wire`: what a front, a decode worker and a prefill worker say to each other.
+- `worker`: one process with one node; `fleet`: the workers as a front sees them; `front`: the
+  OpenAI interface over a fleet; `launch`: all of it as processes of this machine.
+- `proxy`: the OpenAI interface over prefill and decode servers of another engine.
+- `actors`, `cluster`: the workers as actors of a Ray cluster (the extra `ray`).
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Final
+
+EXTRA: Final = ("httpx", "jinja2", "prometheus_client", "starlette", "uvicorn")
+
+
+def check_extra(*, with_model: bool = True) -> None:
+    """Raises ImportError, of one line, where a package of the extra is missing; without
+    `with_model` those that a model needs may be."""
+    from prefixkv.engines import hf
+
+    needed = (*EXTRA, *hf.EXTRA) if with_model else EXTRA
+    if missing := [name for name in needed if not is_there(name)]:
+        raise ImportError(f"serving needs {', '.join(missing)}: pip install 'prefixkv[serve]'")
+
+
+def is_there(name: str) -> bool:
+    """Whether a package is installed."""
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # taken out of sys.modules' keeping by None
+        return False

@@ -1,0 +1,362 @@
+"""The workers as a front sees them: which there are, where a request goes, and what comes back.
+
+A front adds and removes workers as it is told by what has started them (`launch`, a cluster's
+scheduler), not by time-outs. Each kind of worker is chosen by a `BoundedAffinityRouter` of its own,
+which hears the cache events of each. The stream of these events is also the sign that a worker
+lives: while it is silent, requests go elsewhere. Used on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, Collection
+from typing import Final
+
+import httpx
+import msgspec
+
+from prefixkv.cache.events import page_keys
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.errors import ConfigError, ProtocolError
+from prefixkv.routing import BoundedAffinityRouter, Route
+from prefixkv.serving.feed import batches_of
+from prefixkv.serving.http import ApiError
+from prefixkv.serving.wire import SILENCE_S, Ask, Fence, Lost, Said, WorkerInfo, namespace_of
+
+logger = logging.getLogger("prefixkv.fleet")
+
+_ATTEMPTS: Final = 3  # of a request that has said nothing yet
+_AGAIN_S: Final = 1.0  # before a worker's events are asked for again
+_CONNECT_S: Final = 5.0
+_TICK_S: Final = 0.5
+_QUIET_TICKS: Final = 10  # of a worker that then is silent: it has missed two signs of life
+
+_said = msgspec.json.Decoder(Said)
+
+
+class WorkerLostError(Exception):
+    """A worker did not answer to the end."""
+
+
+class _Member:
+    """A worker that is here.
+
+    How long it has said nothing is counted in ticks of the event loop: if this process, or the
+    whole machine, stands still, that is no silence of the worker's.
+    """
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self.info = info
+        self.tasks: tuple[asyncio.Task[None], ...] = ()
+        self.silent = False
+        self.waiting: set[asyncio.Timeout] = (
+            set()
+        )  # for its first word; these end when it is silent
+        self._quiet_ticks = 0
+
+    async def heard(self, pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+        """The pieces; each is a sign of life."""
+        async for piece in pieces:
+            self._quiet_ticks = 0
+            if self.silent:
+                self.silent = False
+                logger.warning("%s answers again", self.info.name)
+            yield piece
+
+    async def watch(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._quiet_ticks += 1
+            if self._quiet_ticks < _QUIET_TICKS or self.silent:
+                continue
+            self.silent = True
+            logger.warning("%s is silent: requests go elsewhere", self.info.name)
+            for patience in self.waiting:
+                if not patience.expired():
+                    patience.reschedule(asyncio.get_running_loop().time())
+
+
+class _Place:
+    """Where one attempt of a request is, until `end`."""
+
+    def __init__(self, fleet: Fleet, decode: Route, prefill: Route) -> None:
+        self._fleet, self._routes = fleet, (decode, prefill)
+        self.decode = fleet.workers[decode.worker]
+        self.prefill = fleet.workers[prefill.worker]
+        self._members = [fleet.members[info.name] for info in (self.decode, self.prefill)]
+
+    async def first(self, stream: AsyncGenerator[Said, None]) -> Said:
+        """What comes first. Raises WorkerLostError where one of the two becomes silent before."""
+        try:
+            async with asyncio.timeout(None) as patience:
+                for member in self._members:
+                    member.waiting.add(patience)
+                try:
+                    return await anext(stream)
+                finally:
+                    for member in self._members:
+                        member.waiting.discard(patience)
+        except TimeoutError:
+            silent = [member.info.name for member in self._members if member.silent]
+            raise WorkerLostError(f"{' and '.join(silent)} did not answer") from None
+
+    def end(self) -> None:
+        now_s = time.monotonic()
+        for router, route in zip(self._fleet.routers.values(), self._routes, strict=True):
+            router.ended(route, now_s)
+
+
+class Fleet:
+    """See the module's text.
+
+    Args:
+        api_key: what workers want to hear.
+    """
+
+    def __init__(self, api_key: str = "") -> None:
+        self.workers: dict[str, WorkerInfo] = {}
+        self.routers = {role: BoundedAffinityRouter() for role in ("decode", "prefill")}
+        self.members: dict[str, _Member] = {}  # by name, those in `workers`
+        self._closed = False
+        self._fenced: list[Fence] = []
+        self._any_fenced = asyncio.Condition()
+        self.retried = 0
+        self._client = httpx.AsyncClient(
+            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(SILENCE_S, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,
+        )
+
+    # --- which there are --------------------------------------------------------------------------
+
+    def add(self, info: WorkerInfo) -> None:
+        """Requests may go there from now on. One under a name that is known takes its place.
+
+        Raises ConfigError for one that cannot work with those that are here; nothing has changed.
+        After `close`: no-op.
+        """
+        if self._closed:
+            return
+        for other in self.workers.values():
+            if other.name == info.name:
+                continue
+            if other.identity != info.identity:
+                raise ConfigError(
+                    f"{info.name} has {info.identity!r}, {other.name} {other.identity!r}"
+                )
+            if other.role == info.role and other.page_size != info.page_size:
+                raise ConfigError(
+                    f"{info.name} has pages of {info.page_size} tokens, {other.name} of "
+                    f"{other.page_size}"
+                )
+        self.remove(info.name)
+        self.workers[info.name] = info
+        self.routers[info.role].add_worker(info.name)
+        member = self.members[info.name] = _Member(info)
+        member.tasks = (
+            asyncio.create_task(self._follow(member)),
+            asyncio.create_task(member.watch()),
+            asyncio.create_task(self._tell_of_fenced(info)),
+        )
+
+    def remove(self, name: str, life: str = "") -> bool:
+        """No request goes there any more; those that are there end by themselves. With `life` only
+        if it is that one. False if it is not here."""
+        info = self.workers.get(name)
+        if info is None or (life and info.life != life):
+            return False
+        del self.workers[name]
+        for task in self.members.pop(name).tasks:
+            task.cancel()
+        self.routers[info.role].remove_worker(name)
+        return True
+
+    async def _follow(self, member: _Member) -> None:
+        """Tell the router what the worker's cache does, as long as it is here."""
+        info = member.info
+        router = self.routers[info.role]
+        while True:
+            with contextlib.suppress(httpx.HTTPError, ProtocolError):
+                async with self._client.stream("GET", f"{info.url}/events") as answer:
+                    if answer.status_code == 200:
+                        async for batch in batches_of(member.heard(answer.aiter_raw()), info.name):
+                            if not router.apply(batch):
+                                break  # something is missing: begin anew
+            await asyncio.sleep(_AGAIN_S)
+
+    # --- lives that are over ----------------------------------------------------------------------
+
+    async def fence(self, name: str, life: str) -> None:
+        """That life of a worker is dead, for certain: every worker that is here, or comes, is told
+        so, as often as it takes. What was held for it is used again then: one that still writes
+        writes into other requests' pages."""
+        async with self._any_fenced:
+            self._fenced.append(Fence(name, life))
+            self._any_fenced.notify_all()
+
+    async def _tell_of_fenced(self, info: WorkerInfo) -> None:
+        num_told = 0
+        while True:
+            async with self._any_fenced:
+                while num_told == len(self._fenced):
+                    await self._any_fenced.wait()
+            body = msgspec.json.encode(self._fenced[num_told])
+            told = False
+            with contextlib.suppress(httpx.HTTPError):
+                answer = await self._client.post(f"{info.url}/fence", content=body)
+                told = answer.status_code == 202
+            if told:
+                num_told += 1
+            else:
+                await asyncio.sleep(_AGAIN_S)
+
+    async def lost(self) -> dict[str, list[Lost]]:
+        """By worker, the peers that it has lost and holds something for. Workers that do not answer
+        are left out."""
+        found: dict[str, list[Lost]] = {}
+
+        async def ask(info: WorkerInfo) -> None:
+            with contextlib.suppress(httpx.HTTPError, msgspec.DecodeError):
+                answer = await self._client.get(f"{info.url}/lost")
+                if answer.status_code == 200:
+                    found[info.name] = msgspec.json.decode(answer.content, type=list[Lost])
+
+        await asyncio.gather(*(ask(info) for info in list(self.workers.values())))
+        return found
+
+    @property
+    def ready(self) -> bool:
+        """There is a worker of each kind that is not silent."""
+        return all(self._answering(role) for role in self.routers)
+
+    @property
+    def silent(self) -> list[str]:
+        """Workers that are here and do not answer."""
+        return [name for name, member in self.members.items() if member.silent]
+
+    def _answering(self, role: str) -> list[str]:
+        return [
+            name for name, member in self.members.items()
+            if member.info.role == role and not member.silent
+        ]  # fmt: skip
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a request that every worker takes; 0 where there is none."""
+        return min((info.context for info in self.workers.values()), default=0)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are below it on every worker; 0 where there is none."""
+        return min((info.vocab_size for info in self.workers.values()), default=0)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    async def generate(self, ask: Ask) -> AsyncGenerator[Said, None]:
+        """What comes of a request, to the ends of all its answers. `prefill` and `prefill_url` of
+        the `Ask` are chosen here. Closing the generator aborts the request.
+
+        It is tried again elsewhere where it fails before it has said anything.
+
+        Raises: ApiError 400 for what a worker refuses; 503 where none takes it or it was lost.
+        """
+        lost: set[str] = set()
+        for attempt in range(_ATTEMPTS):
+            place = self._place(ask, lost)
+            begun = False
+            try:
+                async with contextlib.aclosing(self._stream(ask, place, attempt)) as stream:
+                    said = await place.first(stream)
+                    if said.finish == "error":
+                        raise WorkerLostError(said.error)
+                    begun = True
+                    yield said
+                    async for said in stream:
+                        yield said
+                return
+            except WorkerLostError as error:
+                if begun or attempt == _ATTEMPTS - 1:
+                    raise ApiError(503, str(error), "server_error", "worker_lost") from None
+                lost |= {place.decode.name, place.prefill.name}
+                self.retried += 1
+            finally:
+                place.end()
+
+    def _place(self, ask: Ask, lost: Collection[str]) -> _Place:
+        routes: list[Route] = []
+        now_s = time.monotonic()
+        data = RadixKey(ask.tokens).data
+        for role, router in self.routers.items():
+            among = self._answering(role)
+            if not among:
+                for one, route in zip(self.routers.values(), routes, strict=False):
+                    one.ended(route, now_s)
+                silent = "".join(
+                    f", {name} is silent" for name, member in self.members.items()
+                    if member.info.role == role
+                )  # fmt: skip
+                why = f"no {role} worker is ready{silent}"
+                raise ApiError(503, why, "server_error", "not_ready")
+            keys = page_keys(data, self.workers[among[0]].page_size)
+            others = [name for name in among if name not in lost]
+            namespace = namespace_of(ask.salt)
+            routes.append(router.route(keys, now_s, namespace=namespace, among=others or among))
+        return _Place(self, *routes)
+
+    async def _stream(self, ask: Ask, place: _Place, attempt: int) -> AsyncGenerator[Said, None]:
+        """Raises WorkerLostError, or ApiError for what the worker refuses."""
+        body = msgspec.json.encode(
+            msgspec.structs.replace(
+                ask, rid=f"{ask.rid}-{attempt}", prefill=place.prefill.endpoint,
+                prefill_url=place.prefill.url,
+            )
+        )  # fmt: skip
+        url, left = f"{place.decode.url}/generate", ask.num_samples
+        try:
+            async with self._client.stream("POST", url, content=body) as answer:
+                if answer.status_code != 200:
+                    raise _error_of(answer.status_code, await answer.aread())
+                rest = b""
+                async for piece in answer.aiter_raw():
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines:
+                        if line:
+                            said = _said.decode(line)
+                            left -= said.finish is not None
+                            yield said
+        except httpx.HTTPError as error:
+            why = f"{place.decode.name} was lost: {type(error).__name__} {error}".rstrip()
+            raise WorkerLostError(why) from None
+        if left:
+            raise WorkerLostError(f"{place.decode.name} ended before its answer did")
+
+    def stats(self) -> dict[str, int]:
+        """How many workers there are, and what the routers of each kind count."""
+        counts = {"retried": self.retried, "silent": len(self.silent)}
+        for role, router in self.routers.items():
+            router.expire(time.monotonic())
+            counts |= {f"{role}_{name}": number for name, number in router.stats().items()}
+        return counts
+
+    async def close(self) -> None:
+        """End what is under way. Again: no-op."""
+        self._closed = True
+        for name in list(self.workers):
+            self.remove(name)
+        await self._client.aclose()
+
+
+def _error_of(status: int, body: bytes) -> Exception:
+    """What a worker's refusal means to a client."""
+    try:
+        told = msgspec.json.decode(body)["error"]
+        message, code = str(told["message"]), told["code"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        message, code = body[:500].decode("utf-8", "replace"), None
+    if status == 400:
+        return ApiError(400, message, code=code)
+    return WorkerLostError(f"the decode worker said {status}: {message}")

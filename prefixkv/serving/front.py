@@ -1,0 +1,321 @@
+"""OpenAI's interface over a fleet of workers.
+
+It turns text into tokens, has the fleet answer, and turns what comes into bodies or server-sent
+events. What was not said when a client left is not computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Final, TypeVar
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from prefixkv.errors import PrefixKVError
+from prefixkv.serving.config import ListenSettings
+from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.http import (
+    ApiError,
+    Stream,
+    json_response,
+    make_app,
+    read_body,
+    unless_gone,
+)
+from prefixkv.serving.openai import (
+    DONE,
+    Answers,
+    ChatAsked,
+    CompletionAsked,
+    Usage,
+    event,
+    model,
+    models,
+    parse,
+    refused,
+    too_long,
+    unknown_model,
+)
+from prefixkv.serving.page import page_route
+from prefixkv.serving.status import bind, status_app
+from prefixkv.serving.text import TextError, Texts
+from prefixkv.serving.wire import Ask, Said
+
+_SHORT: Final = 4096  # characters that become tokens at once, in the event loop
+
+T = TypeVar("T")
+
+
+class Front:
+    """See the module's text. Used on one event loop.
+
+    Args:
+        fleet: its workers.
+        texts: the tokenizer of their model.
+        name: what clients call the model.
+        listen: where it serves.
+        answer_tokens: the most of a chat's answer whose request says nothing of it; 0: all there is
+            room for.
+        routes: beside its own, of Starlette; `open_paths` of them need no key. `status_routes` are
+            on the status port.
+    Raises: ConfigError where an address cannot be bound.
+    """
+
+    def __init__(
+        self, fleet: Fleet, texts: Texts, name: str, listen: ListenSettings,
+        answer_tokens: int = 0, routes: Sequence[BaseRoute] = (), open_paths: Sequence[str] = (),
+        status_routes: Sequence[BaseRoute] = (),
+    ) -> None:  # fmt: skip
+        self.fleet, self.texts, self.name = fleet, texts, name
+        self.draining = False
+        self._limits, self._answer_tokens = listen.limits, answer_tokens
+        self._created = int(time.time())
+        self._encoding = asyncio.Lock()
+        self._prefix, self._num = secrets.token_hex(8), 0
+        self.metrics = _Metrics(fleet)
+        everything = [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._complete, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            page_route("/"),
+            *routes,
+        ]
+        most = listen.limits.max_requests_per_client
+        app = make_app(everything, listen.api_key, ("/", *open_paths), most)
+        status = status_app(self.health, (), listen, self.metrics.collectors, status_routes)
+        self.server, self.status = bind(app, status, listen)
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Whether it takes requests, and its workers."""
+        ok = self.fleet.ready and not self.draining
+        silent = self.fleet.silent
+        state = (
+            "draining" if self.draining
+            else "ok" if ok
+            else "silent" if silent
+            else "starting"
+        )  # fmt: skip
+        workers = {
+            info.name: {
+                "url": info.url, "status_url": info.status_url, "pid": info.pid,
+                "silent": info.name in silent,
+            }
+            for info in self.fleet.workers.values()
+        }  # fmt: skip
+        return ok, {"status": state, "model": self.name, "workers": workers}
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more requests; those under way have `grace_s` to end."""
+        self.draining = True
+        await self.server.stop(grace_s)
+        await self.status.stop()
+        await self.fleet.close()
+
+    # --- what is asked ----------------------------------------------------------------------------
+
+    async def _models(self, _: Request) -> Response:
+        return json_response(models(self.name, self._created, self.fleet.context))
+
+    async def _model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.name:
+            raise unknown_model(request.path_params["name"])
+        return json_response(model(self.name, self._created, self.fleet.context))
+
+    async def _chat(self, request: Request) -> Response:
+        asked = parse(await read_body(request, self._limits), ChatAsked)
+        self._check(asked.model)
+        if not asked.messages:
+            raise refused("messages", "is empty")
+        messages = [message.plain() for message in asked.messages]
+        size = sum(len(message["content"]) for message in messages)
+        try:
+            tokens = await self._tokens(self.texts.chat, messages, size, "messages")
+        except TextError as error:
+            raise refused("messages", f"is refused: {error}") from None
+        return await self._answer(request, asked, tokens, "messages")
+
+    async def _complete(self, request: Request) -> Response:
+        asked = parse(await read_body(request, self._limits), CompletionAsked)
+        self._check(asked.model)
+        if isinstance(asked.prompt, str):
+            size = len(asked.prompt)
+            tokens = await self._tokens(self.texts.plain, asked.prompt, size, "prompt")
+        else:
+            tokens, num = asked.prompt, self.fleet.vocab_size
+            if tokens and not 0 <= min(tokens) <= max(tokens) < num:
+                raise refused("prompt", f"has tokens that are not in [0, {num})")
+        return await self._answer(request, asked, tokens, "prompt")
+
+    async def _tokens(
+        self, encode: Callable[[T], list[int]], text: T, size: int, param: str
+    ) -> list[int]:
+        """The tokens of a text of `size` characters. A long one takes time, and a hundred bytes a
+        character: it becomes tokens in a thread, one at a time, unless it cannot have room."""
+        if size <= _SHORT:
+            return encode(text)
+        context = self.fleet.context
+        if size > context * self.texts.longest:
+            least = -(-size // self.texts.longest)
+            raise too_long(least, 0, context, param, at_least=True)
+        async with self._encoding:
+            return await asyncio.to_thread(encode, text)
+
+    def _check(self, name: str) -> None:
+        if name != self.name:
+            raise unknown_model(name)
+        if self.draining or not self.fleet.ready:
+            silent = ", ".join(self.fleet.silent)
+            why = (
+                "the server is ending" if self.draining
+                else f"workers are missing or silent: {silent}" if silent
+                else "workers are missing"
+            )  # fmt: skip
+            raise ApiError(503, why, "server_error", "not_ready")
+
+    async def _answer(
+        self, request: Request, asked: ChatAsked | CompletionAsked, tokens: list[int], param: str
+    ) -> Response:
+        if not tokens:
+            raise refused(param, "has no tokens")
+        most = asked.most_tokens
+        room = self.fleet.context - len(tokens)
+        if room < 1 or (most or 0) > room:
+            raise too_long(len(tokens), most or 0, self.fleet.context, param)
+        if most is None:
+            most = min(room, self._answer_tokens or room)
+        self._num += 1
+        rid = f"{self._prefix}-{self._num}"
+        ask = Ask(rid, tokens, "", "", most, asked.num_samples, asked.how(), asked.cache_salt or "")
+        answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatAsked))
+        run = _Run(self, ask, answers, asked.streams_usage)
+        return await unless_gone(request, run.stream() if asked.streams else run.whole())
+
+
+class _Run:
+    """One request that is being answered."""
+
+    def __init__(self, front: Front, ask: Ask, answers: Answers, tells_usage: bool) -> None:
+        self._limits, self._metrics = front._limits, front.metrics
+        self._answers, self._tells_usage = answers, tells_usage
+        self._num = ask.num_samples
+        self._usage = Usage(len(ask.tokens))
+        self._begun_s = time.monotonic()
+        self._said = self._measured(front.fleet.generate(ask))
+
+    async def whole(self) -> Response:
+        """The answer in one body."""
+        texts: list[list[str]] = [[] for _ in range(self._num)]
+        finishes: list[str | None] = [None] * self._num
+        async with contextlib.aclosing(self._said):
+            async for said in self._said:
+                _raise_error(said)
+                texts[said.sample].append(said.text)
+                finishes[said.sample] = said.finish
+        joined = ["".join(text) for text in texts]
+        return json_response(self._answers.whole(joined, finishes, self._usage))
+
+    async def stream(self) -> Response:
+        """The answer as events, once there is any: what fails before is an error by itself."""
+        try:
+            first = await anext(self._said)
+            _raise_error(first)
+        except BaseException:
+            await self._said.aclose()
+            raise
+        return Stream(self._events(first), self._limits, "text/event-stream", end=self._said.aclose)
+
+    async def _events(self, first: Said) -> AsyncGenerator[bytes, None]:
+        begun: set[int] = set()
+        async with contextlib.aclosing(self._said):
+            try:
+                yield self._event(first, begun)
+                async for said in self._said:
+                    _raise_error(said)
+                    if piece := self._event(said, begun):
+                        yield piece
+            except ApiError as error:
+                yield event(error.body())
+                return
+        if self._tells_usage:
+            yield self._answers.usage(self._usage)
+        yield DONE
+
+    def _event(self, said: Said, begun: set[int]) -> bytes:
+        opening = b"" if said.sample in begun else self._answers.begin(said.sample)
+        begun.add(said.sample)
+        if not said.text and said.finish is None:
+            return opening
+        return opening + self._answers.piece(said.sample, said.text, said.finish)
+
+    async def _measured(self, stream: AsyncGenerator[Said, None]) -> AsyncGenerator[Said, None]:
+        """What comes, counted."""
+        usage, metrics, outcome = self._usage, self._metrics, "aborted"
+        try:
+            async with contextlib.aclosing(stream):
+                async for said in stream:
+                    if said.token is not None:
+                        if not usage.completion_tokens:
+                            metrics.ttft.observe(time.monotonic() - self._begun_s)
+                        usage.completion_tokens += 1
+                    if said.sample == 0:
+                        usage.decode_hit_tokens = said.hit_tokens
+                        usage.prefill_hit_tokens = said.prefill_hit_tokens
+                        usage.shared_tokens = said.shared_tokens
+                    if said.finish == "error":
+                        outcome = "failed"
+                    yield said
+            outcome = "finished" if outcome == "aborted" else outcome
+        except (ApiError, PrefixKVError):
+            outcome = "failed"
+            raise
+        finally:
+            metrics.requests.labels(outcome).inc()
+            metrics.count(usage)
+
+
+def _raise_error(said: Said) -> None:
+    if said.finish in ("error", "abort"):
+        raise ApiError(503, said.error or "the answer was ended", "server_error", "worker_lost")
+
+
+class _Metrics:
+    """Of the front."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.requests = Counter(
+            "prefixkv_front_requests", "Requests by how they ended.", ["outcome"], registry=None
+        )
+        self.ttft = Histogram(
+            "prefixkv_front_ttft_seconds", "From a request to its first token.", registry=None
+        )
+        self._tokens = Counter(
+            "prefixkv_front_tokens",
+            "Tokens: of prompts, those of them that were hit on decode and on prefill, of answers.",
+            ["kind"], registry=None,
+        )  # fmt: skip
+        self.collectors = [self.requests, self.ttft, self._tokens, self]
+
+    def count(self, usage: Usage) -> None:
+        for kind, number in (
+            ("prompt", usage.prompt_tokens), ("answer", usage.completion_tokens),
+            ("decode_hit", usage.decode_hit_tokens), ("prefill_hit", usage.prefill_hit_tokens),
+        ):  # fmt: skip
+            self._tokens.labels(kind).inc(number)
+
+    def collect(self) -> list[Metric]:
+        family = GaugeMetricFamily(
+            "prefixkv_front_routing", "What the routers count, by worker's kind.", labels=["what"]
+        )
+        for name, number in self._fleet.stats().items():
+            family.add_metric([name], number)
+        return [family]

@@ -1,0 +1,441 @@
+"""What every HTTP server of prefixkv has in common: it bounds bodies and times, and answers every
+error in OpenAI's form.
+
+A handler takes a Starlette `Request` and returns a `Response`. `read_body` reads what was sent,
+`Stream` sends what comes piece by piece, `unless_gone` computes an answer that is not streamed; the
+last two end what they wait for when the client leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import resource
+import socket
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from http import HTTPStatus
+from typing import Any, Final, TypeVar
+
+import h11
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from prefixkv.errors import ConfigError
+from prefixkv.serving.config import Limits, is_loopback
+
+logger = logging.getLogger("prefixkv.http")
+
+_DISCARDED_BYTES: Final = 256 << 20  # of a body that is too large, so that its sender hears why
+_HEAD_BYTES: Final = 64 << 10
+_OPEN_FILES: Final = 65_536
+
+T = TypeVar("T")
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+class ApiError(Exception):
+    """An answer that is an error, in OpenAI's form.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong, for a person.
+        kind: OpenAI's `type`.
+        code, param: as OpenAI's, where there is one.
+    """
+
+    def __init__(
+        self, status: int, message: str, kind: str = "invalid_request_error",
+        code: str | None = None, param: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.kind = status, message, kind
+        self.code, self.param = code, param
+
+    def body(self) -> dict[str, Any]:
+        """What is sent: {"error": {...}}."""
+        return {
+            "error": {
+                "message": self.message, "type": self.kind, "param": self.param, "code": self.code,
+            }
+        }  # fmt: skip
+
+    def response(self) -> Response:
+        headers = {}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if self.status in (429, 503):
+            headers["retry-after"] = "1"
+        if self.status in (408, 413):  # what is still to come is not read
+            headers["connection"] = "close"
+        return json_response(self.body(), self.status, headers)
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Any value of msgspec's as JSON."""
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+async def _on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    messages = {404: f"{what}: there is no such path", 405: f"{what}: the path has other methods"}
+    message = messages.get(error.status_code, error.detail)
+    response = ApiError(error.status_code, message).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_failure(_: Request, error: Exception) -> Response:
+    logger.error("a request failed", exc_info=error)
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+    return ApiError(status, "the server failed; its log says why", "server_error").response()
+
+
+# --- applications ---------------------------------------------------------------------------------
+
+
+def make_app(
+    routes: Sequence[BaseRoute], api_key: str = "", open_paths: Sequence[str] = (),
+    max_requests_per_client: int = 0,
+) -> ASGIApp:  # fmt: skip
+    """An application whose errors have OpenAI's form.
+
+    Args:
+        routes: of Starlette.
+        api_key: what `Authorization: Bearer ...` has to say; "": nothing, and it answers programs
+            of this machine alone and pages of its own.
+        open_paths: those for which it need not.
+        max_requests_per_client: as of `Limits`.
+    """
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_failure,
+        },
+    )  # fmt: skip
+    app.router.redirect_slashes = False
+    counted = _Counted(app, max_requests_per_client) if max_requests_per_client else app
+    return _Keyed(counted, api_key, frozenset(open_paths)) if api_key else _Local(counted)
+
+
+class _Counted:
+    """An application that answers so many requests of one client at once, and refuses more."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app, self._most = app, most
+        self._num: Counter[str] = Counter()  # under way, by the client's address
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        client = (scope.get("client") or ("",))[0]
+        if self._num[client] >= self._most:
+            why = f"{self._most} requests of this client are being answered: no more at once"
+            error = ApiError(429, why, "rate_limit_error", "rate_limit_exceeded")
+            await error.response()(scope, receive, send)
+            return
+        self._num[client] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num[client] -= 1
+            if not self._num[client]:
+                del self._num[client]
+
+
+class _Local:
+    """An application without a key, which is on a loopback address. Browsers of this machine show
+    pages of others: one may not use it under its own name that it has let lead here (DNS rebinding:
+    `Host` says so), nor from its own place (`Origin` says so)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = dict(reversed(scope["headers"]))
+            host = headers.get(b"host", b"").decode("latin-1")
+            origin = headers.get(b"origin", b"").decode("latin-1")
+            error = None
+            if host and not is_loopback(_name_of(host)):
+                why = f"the server has no API key, so it is not to be reached as {host!r}"
+                error = ApiError(403, why, code="host_not_allowed")
+            elif origin and origin != f"http://{host}":
+                why = f"the server has no API key, so a page of {origin!r} may not use it"
+                error = ApiError(403, why, code="origin_not_allowed")
+            if error is not None:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _name_of(host: str) -> str:
+    """A `Host` without its port.
+
+    >>> _name_of("localhost:8000"), _name_of("[::1]:8000"), _name_of("[::1]"), _name_of("::1")
+    ('localhost', '::1', '::1', '')
+    """
+    if host.startswith("["):
+        name, _, rest = host[1:].partition("]")
+        return name if not rest or rest.startswith(":") else ""
+    name, _, port = host.partition(":")
+    return "" if ":" in port else name.lower()
+
+
+class _Keyed:
+    """An application behind a key."""
+
+    def __init__(self, app: ASGIApp, api_key: str, open_paths: frozenset[str]) -> None:
+        self._app, self._open_paths = app, open_paths
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            said = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+            if not hmac.compare_digest(said, self._expected):
+                error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body. Raises ApiError: 413 where it is too large, 408 where it does not come, 400 where
+    its sender leaves.
+
+    A body that is too large is read to its end, and forgotten: a client that is still sending would
+    not hear the answer.
+    """
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            async for piece in request.stream():
+                size += len(piece)
+                if size <= limits.max_body_bytes:
+                    pieces.append(piece)
+                elif pieces:
+                    pieces.clear()
+                if size > _DISCARDED_BYTES + limits.max_body_bytes:
+                    break
+    except ClientDisconnect:  # that nobody reads the answer is no failure of ours
+        raise ApiError(400, "the body did not come to its end") from None
+    except TimeoutError:
+        if size <= limits.max_body_bytes:
+            why = f"the body did not come within {limits.body_timeout_s:g} s"
+            raise ApiError(408, why, code="request_timeout") from None
+    if size > limits.max_body_bytes:
+        why = f"the body is larger than {limits.max_body_bytes} bytes"
+        raise ApiError(413, why, code="request_too_large")
+    return b"".join(pieces)
+
+
+def decode_body(body: bytes, kind: type[T]) -> T:
+    """The body as a value. Raises ApiError 400, which says where it is wrong."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        why, _, where = str(error).partition(" - at `$")
+        param = where.rstrip("`").lstrip(".") or None
+        raise ApiError(400, f"{param or 'the body'}: {why}", param=param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from None
+
+
+class Stream(Response):
+    """An answer sent piece by piece. When the client leaves, or does not read, the generator ends
+    at its `yield` or `await` with CancelledError.
+
+    Args:
+        pieces: of the body.
+        limits: how long one may take to be read.
+        media_type: of HTTP.
+        end: gives back what the pieces need; called once at the end, also where the client has left
+            before the generator had begun, and so has no `finally`.
+    """
+
+    def __init__(
+        self, pieces: AsyncGenerator[bytes, None], limits: Limits, media_type: str,
+        end: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:  # fmt: skip
+        self.status_code, self.background, self.media_type = 200, None, media_type
+        self._pieces, self._limits, self._end = pieces, limits, end
+        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _first_of(asyncio.create_task(self._send(send)), receive)
+        finally:
+            if self._end is not None:
+                await self._end()
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        async with contextlib.aclosing(self._pieces):
+            await send(start)
+            async for piece in self._pieces:
+                async with asyncio.timeout(self._limits.write_timeout_s):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """What `work` returns; if the client leaves first, it ends by CancelledError."""
+    task = asyncio.create_task(work)
+    return await _first_of(task, request.receive) or Response(status_code=499)
+
+
+async def _first_of(task: asyncio.Task[T], receive: Receive) -> T | None:
+    """The task's result; None, with the task ended, if the client left before."""
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    leaving = asyncio.create_task(leave())
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for one in (task, leaving):
+            one.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+# --- servers --------------------------------------------------------------------------------------
+
+
+class HttpServer:
+    """One socket, served in a task of the running loop.
+
+    Args:
+        app: as `make_app` makes it.
+        host, port: where it binds; port 0: a free one.
+        limits: of its clients.
+
+    Raises: ConfigError where the address cannot be bound.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, port: int, limits: Limits) -> None:
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.create_server((host, port), family=family, backlog=2048)
+        except OSError as error:
+            raise ConfigError(f"{host}:{port} cannot be bound: {error}") from None
+        self.host, self.port = host, int(self._socket.getsockname()[1])
+        protocol = type("Protocol", (_Protocol,), {"head_timeout_s": limits.head_timeout_s})
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False,
+                server_header=False, proxy_headers=False,
+                timeout_keep_alive=limits.idle_timeout_s,  # type: ignore[arg-type]
+                h11_max_incomplete_event_size=_HEAD_BYTES,
+            )
+        )  # fmt: skip
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    async def start(self) -> None:
+        """Begin to serve; returns when it does."""
+        allow_connections()
+        self._task = asyncio.create_task(self._server.serve([self._socket]))
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+            await asyncio.sleep(0.005)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Take no more connections, and wait for what is being answered, `grace_s` at most. Again:
+        a shorter wait."""
+        if self._task is None:
+            self.close()
+            return
+        self._server.should_exit = True
+        await asyncio.wait((self._task,), timeout=grace_s)
+        if not self._task.done():
+            self._server.cut()
+            await asyncio.wait((self._task,))
+
+    def close(self) -> None:
+        """Give the address back, of one that was never started."""
+        self._socket.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to the process that it is in."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def cut(self) -> None:
+        """End every connection and every answer now."""
+        self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        for task in list(self.server_state.tasks):
+            task.cancel()
+
+
+class _Protocol(H11Protocol):
+    """Closes a connection whose request's head does not come."""
+
+    head_timeout_s = 10.0
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self._late is None and self.conn.trailing_data[0]:
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self._late = self.loop.call_later(self.head_timeout_s, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def allow_connections() -> None:
+    """Let this process open as many files as it may, up to 65,536: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,279 @@
+"""`prefixkv serve`: workers as child processes, a fleet of them, and a front, on this machine.
+
+A worker that dies is started anew. None outlives this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from starlette.routing import BaseRoute
+
+from prefixkv.errors import PrefixKVError
+from prefixkv.serving.config import KINDS, ServeConfig
+from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.front import Front
+from prefixkv.serving.process import READY, log_to_stderr
+from prefixkv.serving.settings import as_environ, settings_of
+from prefixkv.serving.text import load_texts
+from prefixkv.serving.wire import WorkerInfo
+
+logger = logging.getLogger("prefixkv.serve")
+
+_LINE_BYTES: Final = 1 << 20
+_FIRST_PAUSE_S: Final = (
+    0.5  # before a worker that has died is started anew; twice as long each time
+)
+_LONGEST_PAUSE_S: Final = 30.0
+_END_S: Final = 15.0  # for a worker that has nothing left to do
+
+
+class WorkerFailedError(PrefixKVError):
+    """A worker that does not start; what it said is on stderr."""
+
+
+class Child:
+    """One worker as a child process, kept alive until `end`. Used on one event loop.
+
+    Args:
+        role: "prefill" or "decode".
+        environ: its whole environment; its settings are in it.
+        on_ready, on_gone: called with its `WorkerInfo` each time that it is there, and is not.
+        within: a command that runs the one behind it in its place: "ip netns exec NAME", say.
+    """
+
+    def __init__(
+        self, role: str, environ: Mapping[str, str], on_ready: Callable[[WorkerInfo], object],
+        on_gone: Callable[[WorkerInfo], object], within: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.role, self._environ, self._within = role, dict(environ), within
+        self._on_ready, self._on_gone = on_ready, on_gone
+        self._process: Process | None = None
+        self._ending = False
+        self.ready: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._keep())
+
+    async def _keep(self) -> None:
+        try:
+            await self._live_on()
+        except Exception as error:
+            if not self.ready.done():
+                self.ready.set_exception(error)
+            elif not self._ending:
+                logger.exception("a %s worker is given up", self.role)
+
+    async def _live_on(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while not self._ending:
+            info = await self._live()
+            if info is None and not self.ready.done():
+                why = f"a {self.role} worker did not start"
+                self.ready.set_exception(WorkerFailedError(why))
+                return
+            if self._ending:
+                return
+            pause_s = _FIRST_PAUSE_S if info is not None else min(2 * pause_s, _LONGEST_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    async def _live(self) -> WorkerInfo | None:
+        """One life of it. What it was, or None if it was never ready."""
+        process = self._process = await asyncio.create_subprocess_exec(
+            *self._within, sys.executable, "-m", "prefixkv.cli.main", "worker", self.role,
+            env=self._environ, stdin=DEVNULL, stdout=PIPE, start_new_session=True,
+            limit=_LINE_BYTES,
+        )  # fmt: skip
+        info = None
+        assert process.stdout is not None
+        try:
+            async for line in process.stdout:
+                text = line.decode("utf-8", "replace")
+                if info is None and text.startswith(READY):
+                    info = msgspec.json.decode(text[len(READY) :], type=WorkerInfo)
+                    self._on_ready(info)
+                    if not self.ready.done():
+                        self.ready.set_result(info)
+                else:
+                    sys.stderr.write(text)
+            status = await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            if info is not None:
+                self._on_gone(info)
+        if not self._ending:
+            name = info.name if info is not None else f"a {self.role} worker"
+            logger.warning("%s has ended with status %d", name, status)
+        return info
+
+    async def end(self, grace_s: float) -> None:
+        """Drain it, and kill it after `grace_s`. Again: a shorter wait."""
+        self._ending = True
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM if grace_s else signal.SIGKILL)
+        done, _ = await asyncio.wait((self._task,), timeout=grace_s)
+        if not done:
+            if self._process is not None and self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+            else:  # none was started, or it waits to start one anew
+                self._task.cancel()
+            # What is killed is waited for: its pipe must not outlive the event loop.
+            await asyncio.wait((self._task,))
+
+
+class Launch:
+    """`prefixkv serve`. Used on one event loop.
+
+    Args:
+        config: its settings.
+        tables: settings of each kind of worker, by name, that the configuration does not have.
+        say: hears a line for a person.
+    """
+
+    def __init__(
+        self, config: ServeConfig, tables: Mapping[str, Mapping[str, Any]] | None = None,
+        say: Callable[[str], object] = print,
+    ) -> None:  # fmt: skip
+        self.config, self._tables, self._say = config, tables or {}, say
+        self._key = secrets.token_urlsafe(24)
+        self._stop = asyncio.Event()
+        self._at_once = asyncio.Event()
+        self._children: list[Any] = []
+
+    def stop(self) -> None:
+        """Drain and end. Again: end at once."""
+        if self._stop.is_set():
+            self._at_once.set()
+        self._stop.set()
+
+    def heed_signals(self) -> None:
+        """SIGTERM and SIGINT are `stop`. On the event loop of the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop)
+
+    async def run(self) -> int:
+        """Serve until `stop`. Returns the exit status. Raises ConfigError, WorkerFailedError."""
+        config = self.config
+        models, listen = config.models, config.listen
+        texts = await asyncio.to_thread(load_texts, models.model)
+        name = config.served_name or (
+            Path(models.model).resolve().name if models.model else "small"
+        )
+        fleet = Fleet(self._key)
+        try:
+            front = Front(
+                fleet, texts, name, listen, config.answer_tokens, status_routes=self._routes(fleet)
+            )
+        except BaseException:
+            await fleet.close()
+            raise
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await front.status.start()
+            await self._open(name)
+            for role, num in (("prefill", config.prefill), ("decode", config.decode)):
+                for i in range(num):
+                    self._children.append(self._child(role, i, fleet))
+            ready = asyncio.gather(*(child.ready for child in self._children))
+            await asyncio.wait(
+                (ready, stopping), return_when=asyncio.FIRST_COMPLETED,
+                timeout=config.start_timeout_s,
+            )  # fmt: skip
+            if stopping.done():
+                ready.cancel()
+                return 0
+            if not ready.done():
+                ready.cancel()
+                raise WorkerFailedError(f"no workers after {config.start_timeout_s:g} s")
+            ready.result()
+            await front.server.start()
+            self._say(f"{name}: {front.server.url}/v1 (health and metrics: {front.status.url})")
+            await stopping
+            self._say("draining; a second signal ends at once")
+            return 0
+        finally:
+            stopping.cancel()
+            ending = asyncio.create_task(self._end(front))
+            at_once = asyncio.create_task(self._at_once.wait())
+            await asyncio.wait((ending, at_once), return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                ending.cancel()
+                await asyncio.wait((ending,))
+                await asyncio.gather(*(child.end(0) for child in self._children))
+            at_once.cancel()
+            await self._close()
+
+    async def _end(self, front: Front) -> None:
+        await front.stop(self.config.listen.drain_timeout_s if self._stop.is_set() else 0)
+        await asyncio.gather(*(child.end(_END_S) for child in self._children))
+
+    # --- what another kind of launch does otherwise -----------------------------------------------
+
+    def _routes(self, fleet: Fleet) -> list[BaseRoute]:
+        """More of the front's status port."""
+        return []
+
+    async def _open(self, name: str) -> None:
+        """Before the first worker. `name` is what clients call the model."""
+
+    def _child(self, role: str, number: int, fleet: Fleet) -> Any:
+        """A worker, with `ready` and `end` as a `Child` has them."""
+        return Child(role, self._environ(role, number), fleet.add, _forget(fleet))
+
+    async def _close(self) -> None:
+        """After the last."""
+
+    def _environ(self, role: str, number: int) -> dict[str, str]:
+        """Of one worker. What was set for this process goes to its workers as well, but for what is
+        a front's alone."""
+        config, models = self.config, self.config.models
+        threads = models.threads or self._threads()
+        settings: dict[str, Any] = {
+            **self._tables.get(role, {}),
+            "name": f"{role}-{number}", "model": models.model, "seed": models.seed,
+            "dtype": models.dtype, "device": models.device, "context": models.context,
+            "threads": threads, "page_size": config.page_size,
+            "num_pages": config.prefill_pages if role == "prefill" else config.decode_pages,
+            "host": "127.0.0.1", "port": 0, "status_host": "127.0.0.1", "status_port": 0,
+            "api_key": self._key, "parent": os.getpid(),
+        }  # fmt: skip
+        if role == "prefill":
+            settings["chunk_tokens"] = config.chunk_tokens
+        known = {setting.name: setting for setting in settings_of(KINDS[role])}
+        return {**os.environ, **as_environ(settings, known)}
+
+    def _threads(self) -> int:
+        """Of a worker's torch."""
+        return max(1, (os.cpu_count() or 1) // (self.config.prefill + self.config.decode))
+
+
+def _forget(fleet: Fleet) -> Callable[[WorkerInfo], object]:
+    return lambda info: fleet.remove(info.name, info.life)
+
+
+def run_serve(
+    config: ServeConfig, tables: Mapping[str, Mapping[str, Any]] | None = None,
+    kind: type[Launch] = Launch,
+) -> int:  # fmt: skip
+    """Serve until SIGTERM or SIGINT. Returns the exit status."""
+    log_to_stderr()
+
+    async def main() -> int:
+        launch = kind(config, tables, lambda line: print(line, flush=True))
+        launch.heed_signals()
+        return await launch.run()
+
+    return asyncio.run(main())

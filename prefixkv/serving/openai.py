@@ -1,0 +1,318 @@
+"""OpenAI's interface as plain values: what may be asked, and what is answered.
+
+A parameter that is not known is an error that names it; so is one that is known, and asks for what
+is not done here. `seed`, `stop`, `n` and the like mean what they mean there; `top_k`, `ignore_eos`
+and `cache_salt` are those of other engines.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from prefixkv.serving.http import ApiError, decode_body
+from prefixkv.serving.wire import How
+
+MAX_SAMPLES: Final = 128
+_MAX_STOPS: Final = 16
+_DEFAULT_TOKENS: Final = 16  # of an answer of /v1/completions
+
+# What is taken where it asks for nothing, by its values that do not. None always does not.
+_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("none",),
+    "functions": ([],), "logit_bias": ({},), "logprobs": (False,), "metadata": ({},),
+    "min_p": (0,), "modalities": (["text"],), "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"), "store": (False,), "suffix": ("",),
+    "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
+}  # fmt: skip
+
+T = TypeVar("T", bound="_Asked")
+
+
+# --- what is asked --------------------------------------------------------------------------------
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of request have."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def streams_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of the answer; None: as many as there is room for."""
+        return self.max_tokens
+
+    def how(self) -> How:
+        """How its tokens are chosen."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return How(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=0 if self.top_k in (None, -1) else self.top_k,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=None if self.seed is None else self.seed % 2**64,
+            ignore_end=bool(self.ignore_eos),
+            stop=tuple(stop),
+        )
+
+    def check(self) -> None:
+        """Raises ApiError, 400 with its name, for a parameter out of its range."""
+        for name, least, most in (
+            ("max_tokens", 1, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1),
+            ("n", 1, MAX_SAMPLES), ("temperature", 0, 100), ("top_p", 0, 1),
+            ("top_k", -1, 2**31 - 1), ("seed", -(2**63), 2**64 - 1),
+        ):  # fmt: skip
+            value = getattr(self, name, None)
+            if value is not None and not least <= value <= most:
+                raise refused(name, f"is {value}, must be in [{least}, {most}]")
+        if self.top_p == 0:
+            raise refused("top_p", "is 0, must be above")
+        stop = self.stop if isinstance(self.stop, list) else ["-"]
+        if "" in (self.stop, *stop):
+            raise refused("stop", "has a string that is empty")
+        if len(stop) > _MAX_STOPS:
+            raise refused("stop", f"has {len(stop)} strings, at most {_MAX_STOPS} are taken")
+        if self.cache_salt == "":
+            raise refused("cache_salt", "is empty")
+        if self.stream_options is not None and not self.streams:
+            raise refused("stream_options", "is for streams: stream is not set")
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A part of a message; only text is taken."""
+
+    type: str
+    text: str = ""
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it. Raises ApiError for a part that is no text."""
+        content = self.content
+        if not isinstance(content, str):
+            for part in content:
+                if part.type != "text":
+                    raise refused(
+                        "messages", f"has a part of type {part.type!r}, only text is taken"
+                    )
+            content = "".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content}
+
+
+class ChatAsked(_Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A body of /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionAsked(_Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A body of /v1/completions. A prompt is a text or its tokens; several are not taken."""
+
+    prompt: str | list[int]
+
+    @property
+    def most_tokens(self) -> int | None:
+        return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+def parse(body: bytes, kind: type[T]) -> T:
+    """What is asked. Raises ApiError 400, which names the parameter that is wrong."""
+    asked = decode_body(body, dict[str, Any])
+    known = {field.name: field for field in msgspec.structs.fields(kind)}
+    for name, value in list(asked.items()):
+        if name in known:
+            continue
+        if name not in _NEUTRAL:
+            raise ApiError(
+                400, f"there is no parameter {name}", code="unknown_parameter", param=name
+            )
+        if value is not None and value not in _NEUTRAL[name]:
+            raise ApiError(
+                400, f"{name} is not served here", code="unsupported_parameter", param=name
+            )
+        del asked[name]
+    for name, field in known.items():
+        if field.required and name not in asked:
+            raise ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
+    try:
+        made = msgspec.convert(asked, kind)
+    except msgspec.ValidationError as error:
+        why, _, where = str(error).partition(" - at `$.")
+        param = where.rstrip("`") or None
+        raise ApiError(400, f"{param}: {why}" if param else why, param=param) from None
+    made.check()
+    return made
+
+
+def refused(name: str, why: str) -> ApiError:
+    """A parameter that is not as it has to be."""
+    return ApiError(400, f"{name} {why}", code="invalid_value", param=name)
+
+
+def too_long(
+    num_prompt: int, num_answer: int, context: int, param: str, at_least: bool = False
+) -> ApiError:
+    """A prompt, with its answer, that the model has no room for. `at_least` so many tokens, where
+    they were not counted."""
+    asked = f"{'at least ' * at_least}{num_prompt} tokens" + (
+        f" and {num_answer} of an answer" if num_answer else ""
+    )
+    return ApiError(
+        400, f"the prompt has {asked}, the model takes {context} together",
+        code="context_length_exceeded", param=param,
+    )  # fmt: skip
+
+
+def unknown_model(name: str) -> ApiError:
+    return ApiError(404, f"there is no model {name!r}", code="model_not_found", param="model")
+
+
+# --- what is answered -----------------------------------------------------------------------------
+
+
+class Usage(msgspec.Struct):
+    """Tokens of a request, all its answers. Where the prompt's KV came from: `decode_hit_tokens`
+    were on the decode worker, `shared_tokens` on their way there for another request, the other
+    `sent_tokens` were sent there; `prefill_hit_tokens` were on the prefill worker, which computed
+    the other `computed_tokens`."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    decode_hit_tokens: int = 0
+    shared_tokens: int = 0
+    prefill_hit_tokens: int = 0
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI's `usage`, and `prefixkv` beside it."""
+        prompt = self.prompt_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": prompt + self.completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": max(self.decode_hit_tokens, self.prefill_hit_tokens)
+            },
+            "prefixkv": {
+                "decode_hit_tokens": self.decode_hit_tokens,
+                "shared_tokens": self.shared_tokens,
+                "prefill_hit_tokens": self.prefill_hit_tokens,
+                "computed_tokens": prompt - self.prefill_hit_tokens,
+                "sent_tokens": prompt - self.decode_hit_tokens - self.shared_tokens,
+            },
+        }
+
+
+class Answers:
+    """The bodies of one request's answer, whole or piece by piece.
+
+    Args:
+        rid: the request's, without OpenAI's prefix.
+        model: as the client named it.
+        created: seconds since 1970.
+        chat: of /v1/chat/completions, or of /v1/completions.
+    """
+
+    def __init__(self, rid: str, model: str, created: int, chat: bool) -> None:
+        self.chat = chat
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{rid}", "created": created, "model": model,
+        }  # fmt: skip
+
+    def whole(self, texts: list[str], finishes: list[str | None], usage: Usage) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        choices = []
+        for i, (text, finish) in enumerate(zip(texts, finishes, strict=True)):
+            said: dict[str, Any] = (
+                {"message": {"role": "assistant", "content": text, "refusal": None}}
+                if self.chat
+                else {"text": text}
+            )
+            choices.append({"index": i, **said, "logprobs": None, "finish_reason": finish})
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": usage.body()}
+
+    def begin(self, sample: int) -> bytes:
+        """The event that opens an answer; nothing for /v1/completions."""
+        if not self.chat:
+            return b""
+        return self._event([self._choice(sample, {"role": "assistant", "content": ""}, None)])
+
+    def piece(self, sample: int, text: str, finish: str | None) -> bytes:
+        """An event with the text that has come."""
+        return self._event([self._choice(sample, {"content": text} if text else {}, finish)])
+
+    def usage(self, usage: Usage) -> bytes:
+        """The event that `include_usage` asks for."""
+        return self._event([], usage=usage.body())
+
+    def _choice(self, sample: int, delta: dict[str, str], finish: str | None) -> dict[str, Any]:
+        said: dict[str, Any] = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
+        return {"index": sample, **said, "logprobs": None, "finish_reason": finish}
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return event({**self._head, "object": kind, "choices": choices, **more})
+
+
+DONE: Final = b"data: [DONE]\n\n"
+
+
+def event(body: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def models(name: str, created: int, context: int) -> dict[str, Any]:
+    """The body of /v1/models."""
+    return {"object": "list", "data": [model(name, created, context)]}
+
+
+def model(name: str, created: int, context: int) -> dict[str, Any]:
+    return {
+        "id": name, "object": "model", "created": created, "owned_by": "prefixkv",
+        "max_model_len": context,
+    }  # fmt: skip

@@ -1,0 +1,69 @@
+"""Health and metrics of a process, on a port of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from prefixkv.serving.config import Limits, ListenSettings, is_loopback
+from prefixkv.serving.http import HttpServer, json_response, make_app
+
+Health = Callable[[], tuple[bool, dict[str, Any]]]
+
+
+def status_app(
+    health: Health, nodes: Sequence[Any], listen: ListenSettings, collectors: Sequence[Any] = (),
+    routes: Sequence[BaseRoute] = (),
+) -> ASGIApp:  # fmt: skip
+    """/health (200, or 503 where it takes nothing) and /metrics.
+
+    Args:
+        health: whether it takes what is asked, and what to tell.
+        nodes: whose metrics are shown.
+        collectors: others, of prometheus_client.
+        routes: others, of Starlette.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    if nodes:
+        from prefixkv.runtime.metrics import NodeCollector
+
+        registry.register(NodeCollector(*nodes))
+    for collector in collectors:
+        registry.register(collector)
+
+    async def show_health(_: Request) -> Response:
+        ok, told = health()
+        return json_response(told, 200 if ok else 503)
+
+    def show_metrics(_: Request) -> Response:  # not async: Starlette gives it a thread
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    everything = [Route("/health", show_health), Route("/metrics", show_metrics), *routes]
+    key = "" if is_loopback(listen.status_host) else listen.api_key
+    return make_app(everything, key, open_paths=["/health"])
+
+
+def bind(
+    app: ASGIApp, status: ASGIApp, listen: ListenSettings, limits: Limits | None = None
+) -> tuple[HttpServer, HttpServer]:
+    """The server of what a process is asked, and that of its status, on its two ports.
+
+    Args:
+        app, status: what each serves.
+        listen: the addresses.
+        limits: of those who ask; none: those of `listen`.
+    Raises: ConfigError where an address cannot be bound, with neither left open.
+    """
+    asked = HttpServer(app, listen.host, listen.port, limits or listen.limits)
+    try:
+        return asked, HttpServer(status, listen.status_host, listen.status_port, listen.limits)
+    except BaseException:
+        asked.close()
+        raise

@@ -1,0 +1,104 @@
+"""Text to tokens: a model's tokenizer and its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from prefixkv.errors import CallerError, ConfigError
+
+# For a model without a template of its own.
+PLAIN_TEMPLATE: Final = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+_TOKENS_OF_TEMPLATES: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class TextError(CallerError):
+    """Messages that the model's chat template refuses."""
+
+
+class Texts:
+    """A tokenizer, and how it writes a chat. Any thread may call; none changes it.
+
+    Args:
+        tokenizer: of the package tokenizers.
+        template: of Jinja; it runs in a sandbox.
+        tokens: what templates name: "bos_token" and the like.
+
+    `longest`: the characters of its longest token. A text of n characters has n / longest tokens or
+    more, but for blanks that some tokenizers leave out.
+    """
+
+    def __init__(
+        self, tokenizer: Any, template: str = PLAIN_TEMPLATE, tokens: dict[str, str] | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.longest = max(map(len, tokenizer.get_vocab()), default=1)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals.update(raise_exception=_refuse, **(tokens or {}))
+        try:
+            self._template = environment.from_string(template)
+        except TemplateError as error:
+            raise ConfigError(f"the chat template is not read: {error}") from None
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The tokens of a chat, up to where the answer begins. Raises TextError."""
+        try:
+            text = self._template.render(messages=messages, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise TextError(f"the model's chat template refuses it: {error}") from None
+        return self._ids(text, False)
+
+    def plain(self, text: str) -> list[int]:
+        """The tokens of a text, with those that the model wants before it."""
+        return self._ids(text, True)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
+
+
+def load_texts(folder: str) -> Texts:
+    """Those of a model's folder; of the small model, where there is none. Raises ConfigError."""
+    from prefixkv.engines.hf.text import load_tokenizer
+
+    if not folder:
+        from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
+
+        return Texts(small_tokenizer(), CHAT_TEMPLATE)
+    tokenizer = load_tokenizer(folder)
+    path = Path(folder)
+    try:
+        file = path / "tokenizer_config.json"
+        config = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        file = path / "chat_template.jinja"
+        template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is not read: {error}") from None
+    if isinstance(template, list):  # several, by name
+        named = {one["name"]: one["template"] for one in template}
+        template = named.get("default")
+    tokens = {}
+    for name in _TOKENS_OF_TEMPLATES:
+        token = config.get(name)
+        tokens[name] = token.get("content", "") if isinstance(token, dict) else token or ""
+    return Texts(tokenizer, template or PLAIN_TEMPLATE, tokens)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, **options)
+
+
+def _refuse(why: str) -> NoReturn:
+    raise TemplateError(why)

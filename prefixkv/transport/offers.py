@@ -1,0 +1,59 @@
+"""What a decode rank offers prefill to write by: the metadata of its NIXL agent, the offer of its
+shm transport, or both. Pure.
+
+Each travels in a field of its own of the Hello, so that a peer that knows NIXL alone reads what it
+has always read. A transport has them in one: `Transport.metadata`, and what `add_peer` takes.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from prefixkv.config import Backend
+from prefixkv.errors import HandshakeError
+
+SHM: Final = b"pkvshm1|"  # an offer of shm begins so
+_BOTH: Final = b"pkvboth|"
+_LENGTH_BYTES: Final = 4
+
+
+class Offers(NamedTuple):
+    """b"" where there is none."""
+
+    nixl: bytes
+    shm: bytes
+
+    def join(self) -> bytes:
+        """In one; one alone is as it is."""
+        if not (self.nixl and self.shm):
+            return self.nixl or self.shm
+        return _BOTH + len(self.nixl).to_bytes(_LENGTH_BYTES, "little") + self.nixl + self.shm
+
+
+def split_offers(metadata: bytes) -> Offers:
+    """The inverse of `Offers.join`.
+
+    >>> split_offers(Offers(b"nixlSerDes|...", b"pkvshm1|...").join())
+    Offers(nixl=b'nixlSerDes|...', shm=b'pkvshm1|...')
+    """
+    if metadata.startswith(SHM):
+        return Offers(b"", metadata)
+    if not metadata.startswith(_BOTH):
+        return Offers(metadata, b"")
+    start = len(_BOTH) + _LENGTH_BYTES
+    end = start + int.from_bytes(metadata[len(_BOTH) : start], "little")
+    return Offers(metadata[start:end], metadata[end:])
+
+
+def usable(backend: Backend, offers: Offers) -> bytes:
+    """What a prefill rank with this `TransportConfig.backend` takes of a decode rank's offers.
+    Raises HandshakeError where that is nothing."""
+    taken = {
+        "nixl": Offers(offers.nixl, b""),
+        "shm": Offers(b"", offers.shm),
+        "auto": offers,
+    }[backend]
+    if not (taken.nixl or taken.shm):
+        theirs = "shm" if offers.shm else "nixl" if offers.nixl else "none"
+        raise HandshakeError("transport backend", backend, theirs)
+    return taken.join()

@@ -1,0 +1,268 @@
+"""How the shm transport copies: from addresses of ours to addresses of a peer's memory that is
+mapped here, one pass over the bytes where blocks are large.
+
+The sequence of a job's blocks is cut into parts as for NIXL, but its order is another: where runs
+lie inside each other's pages (the tokens of a slice of heads), a page's blocks come one after the
+other, so that what is read and written stays near. Large blocks, and those that touch on both
+sides, are moved by memmove, without the GIL. Small ones that lie equally far apart, as those of a
+page's slice do, are one strided copy of numpy's. What is left is gathered into a buffer that stays
+in the processor's cache, and scattered from there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.errors import HandshakeError
+from prefixkv.paging import Pages
+from prefixkv.transport.parts import Part
+from prefixkv.transport.runs import Positions, RunGroup, Runs, RunTable
+
+Int64s = npt.NDArray[np.int64]
+
+_MOVED_BYTES: Final = 6 << 10  # from this mean length on memmove is the faster one
+_ROWS_A_MOVE: Final = 32  # rows cost as much as one call of memmove
+_STRIDED_BLOCKS: Final = 8  # of a bundle, at least
+_SCRATCH_BYTES: Final = 256 << 10
+
+_move = ctypes.memmove
+
+
+class Mapped(NamedTuple):
+    """Memory of a peer's, mapped here: `address` is the peer's, `here` ours."""
+
+    address: int
+    num_bytes: int
+    here: int
+
+
+def moved(table: RunTable, mapped: Sequence[Mapped]) -> RunTable:
+    """The peer's run table with our addresses. Raises HandshakeError for a row that is not inside
+    what is mapped."""
+    if not len(table):
+        return table
+    blocks = sorted(mapped)
+    firsts = np.array([block.address for block in blocks], dtype=np.int64)
+    ends = firsts + np.array([block.num_bytes for block in blocks], dtype=np.int64)
+    shifts = np.array([block.here - block.address for block in blocks], dtype=np.int64)
+    rows = table.astype(np.int64)
+    last = rows[:, 0] + (rows[:, 4] - 1) * rows[:, 3] + rows[:, 1]
+    at = np.searchsorted(firsts, rows[:, 0], side="right") - 1
+    inside = at >= 0
+    inside[inside] &= last[inside] <= ends[at[inside]]
+    if not np.all(inside):
+        row = int(np.flatnonzero(~inside)[0])
+        where = f"[{rows[row, 0]:#x}, {last[row]:#x})"
+        raise HandshakeError("shared memory", where, None, "is not in what the peer handed over")
+    rows[:, 0] += shifts[at]
+    return rows.astype(np.uint64)
+
+
+class _Side(NamedTuple):
+    """One side of a group: where block [run, row] of position 0 lies, and the next ones, in units.
+    `rows` flat memory as numpy takes it, `base` its address."""
+
+    first: Int64s
+    stride: Int64s
+    positions: Positions
+    base: int
+    rows: Any
+
+    def places(self, first_run: int, num_runs: int, units: Pages) -> Int64s:
+        """[unit pages, runs]: the place of each block, in units from `base`."""
+        runs = slice(first_run, first_run + num_runs)
+        at = self.positions.of(units).astype(np.int64)[:, None]
+        first, stride = self.first[runs].T, self.stride[runs].T  # [rows, runs]
+        if len(first) == 1:
+            found: Int64s = first + stride * at
+            return found
+        row, at = np.divmod(at, self.positions.num_positions // len(first))
+        return first[row[:, 0]] + stride[row[:, 0]] * at
+
+    def thinned(self, step: int) -> _Side:
+        """Of each `step` runs the first."""
+        return self._replace(first=self.first[::step], stride=self.stride[::step])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _GroupPlan:
+    """`bundle`: so many runs lie inside each other's pages, and go together. A block has
+    `num_units` of `unit` bytes. `steps`: units from block to block of a bundle on both sides,
+    where they are the same all over the group; then `heads` is the plan of its first blocks."""
+
+    unit: int
+    num_units: int
+    bundle: int
+    src: _Side
+    dst: _Side
+    steps: tuple[int, int] | None = None
+    heads: _GroupPlan | None = None
+
+
+class CopyPlan:
+    """How each part of a job to one peer is copied. Addresses are this process's, and stay valid as
+    long as both pools do."""
+
+    def __init__(self, runs: Runs, dst: RunTable) -> None:
+        """`dst`: that of `runs` with addresses of this process (`moved`)."""
+        self._first_run = [group.first_run for group in runs.groups]
+        self._plans = [
+            _plan(group, _rows(runs.src, runs), _rows(dst, runs), runs) for group in runs.groups
+        ]
+        self._scratch: dict[int, Any] = {}
+
+    def copy(self, part: Part, src_pages: Pages, dst_pages: Pages) -> None:
+        """Blocks `part.start` to `part.stop` of its group. The pages are checked."""
+        plan = self._plans[self._first_run.index(part.group.first_run)]
+        if plan.heads is not None:
+            self._by_strides(plan, plan.heads, part, src_pages, dst_pages)
+            return
+        src, dst = _places(plan, part, src_pages, dst_pages)
+        step = plan.num_units
+        breaks = (np.diff(src) != step) | (np.diff(dst) != step)
+        starts = np.flatnonzero(np.concatenate(([True], breaks)))
+        mean_bytes = part.num_bytes // len(starts)
+        if mean_bytes >= _MOVED_BYTES or plan.num_units > _ROWS_A_MOVE:
+            self._move(plan, src[starts], dst[starts], np.diff(starts, append=len(src)))
+        else:
+            self._by_rows(plan, src, dst)
+
+    def _move(self, plan: _GroupPlan, src: Int64s, dst: Int64s, counts: Int64s) -> None:
+        here = (src * plan.unit + plan.src.base).tolist()
+        there = (dst * plan.unit + plan.dst.base).tolist()
+        lengths = (counts * (plan.unit * plan.num_units)).tolist()
+        for target, source, num_bytes in zip(there, here, lengths, strict=True):
+            _move(target, source, num_bytes)
+
+    def _by_strides(
+        self, plan: _GroupPlan, heads: _GroupPlan, part: Part, src_pages: Pages, dst_pages: Pages
+    ) -> None:
+        """A strided copy for each page, or for pages that go on in the same steps."""
+        assert plan.steps is not None
+        size, (src_step, dst_step) = plan.bundle, plan.steps
+        first, end = part.start // size, (part.stop - 1) // size + 1
+        whole = Part(part.group, first, end)
+        src, dst = _places(heads, whole, src_pages, dst_pages)
+        breaks = (np.diff(src) != size * src_step) | (np.diff(dst) != size * dst_step)
+        starts = np.flatnonzero(np.concatenate(([True], breaks)))
+        counts = np.diff(starts, append=len(src)) * size
+        src, dst = src[starts], dst[starts]
+        before = part.start - first * size  # blocks of the first bundle that are not the part's
+        src[0] += before * src_step
+        dst[0] += before * dst_step
+        counts[0] -= before
+        counts[-1] -= end * size - part.stop
+        src_ends, dst_ends = src + (counts - 1) * src_step + 1, dst + (counts - 1) * dst_step + 1
+        sources, targets = plan.src.rows, plan.dst.rows
+        for s, s_end, d, d_end in zip(
+            src.tolist(), src_ends.tolist(), dst.tolist(), dst_ends.tolist(), strict=True
+        ):
+            targets[d:d_end:dst_step] = sources[s:s_end:src_step]
+
+    def _by_rows(self, plan: _GroupPlan, src: Int64s, dst: Int64s) -> None:
+        if plan.num_units > 1:
+            inner = np.arange(plan.num_units, dtype=np.int64)
+            src, dst = (src[:, None] + inner).ravel(), (dst[:, None] + inner).ravel()
+        scratch = self._scratch.get(plan.unit)
+        if scratch is None:
+            count = max(1, _SCRATCH_BYTES // plan.unit)
+            scratch = self._scratch[plan.unit] = np.empty(count, plan.src.rows.dtype)
+        sources, targets = plan.src.rows, plan.dst.rows
+        for start in range(0, len(src), len(scratch)):
+            stop = min(start + len(scratch), len(src))
+            some = scratch[: stop - start]
+            # "wrap" and no error: indices were checked as pages; a buffer less is written.
+            np.take(sources, src[start:stop], out=some, mode="wrap")
+            targets[dst[start:stop]] = some
+
+
+def _rows(table: RunTable, runs: Runs) -> Int64s:
+    """[runs, rows of each, 5]"""
+    rows: Int64s = table.astype(np.int64).reshape(runs.num_runs, -1, 5)
+    return rows
+
+
+def _plan(group: RunGroup, src: Int64s, dst: Int64s, runs: Runs) -> _GroupPlan:
+    mine = slice(group.first_run, group.first_run + group.num_runs)
+    src, dst = src[mine], dst[mine]
+    bases = int(src[:, :, 0].min()), int(dst[:, :, 0].min())
+    unit = group.block_bytes
+    for table, base in zip((src, dst), bases, strict=True):
+        unit = gcd(unit, *np.unique(table[:, :, 0] - base).tolist())
+        unit = gcd(unit, *np.unique(table[:, :, 3]).tolist())
+    mine_at = _side(src, bases[0], unit, runs.src_positions)
+    theirs_at = _side(dst, bases[1], unit, runs.dst_positions)
+    bundle = _bundle(group, src)
+    plan = _GroupPlan(unit, group.block_bytes // unit, bundle, mine_at, theirs_at)
+    steps = _step(mine_at, bundle), _step(theirs_at, bundle)
+    if plan.num_units > 1 or bundle < _STRIDED_BLOCKS or min(steps) < 1:
+        return plan
+    heads = replace(plan, bundle=1, src=mine_at.thinned(bundle), dst=theirs_at.thinned(bundle))
+    return replace(plan, steps=steps, heads=heads)
+
+
+def _step(side: _Side, bundle: int) -> int:
+    """Units from each run of a bundle to the next, where it is the same everywhere; else 0."""
+    if bundle < 2:
+        return 0
+    bundles = side.first.reshape(-1, bundle, side.first.shape[1])
+    steps, strides = np.diff(bundles, axis=1), side.stride.reshape(bundles.shape)
+    same = bool(np.all(steps == steps.flat[0]) and np.all(strides == strides[:, :1]))
+    return int(steps.flat[0]) if same else 0
+
+
+def _side(table: Int64s, base: int, unit: int, positions: Positions) -> _Side:
+    ends = table[:, :, 0] + (table[:, :, 4] - 1) * table[:, :, 3] + table[:, :, 1]
+    num_bytes = (int(ends.max()) - base) // unit * unit
+    memory = (ctypes.c_char * num_bytes).from_address(base)
+    rows = np.frombuffer(memoryview(memory).cast("B"), dtype=f"V{unit}")
+    return _Side((table[:, :, 0] - base) // unit, table[:, :, 3] // unit, positions, base, rows)
+
+
+def _bundle(group: RunGroup, src: Int64s) -> int:
+    """How many neighbouring runs begin within one stride of the first of them, if it is as many all
+    over the group; else 1."""
+    if group.dense:
+        return 1
+    firsts, strides = src[:, 0, 0], src[:, 0, 3]
+    beyond = np.flatnonzero(firsts - firsts[0] >= strides[0])
+    size = int(beyond[0]) if len(beyond) else len(firsts)
+    if size < 2 or len(firsts) % size:
+        return 1
+    bundles = firsts.reshape(-1, size)
+    near = bundles.max(axis=1) - bundles.min(axis=1) < strides.reshape(-1, size)[:, 0]
+    return size if bool(np.all(near)) else 1
+
+
+def _places(
+    plan: _GroupPlan, part: Part, src_pages: Pages, dst_pages: Pages
+) -> tuple[Int64s, Int64s]:
+    """Where the part's blocks lie on both sides, in units: bundle by bundle, in it page by page."""
+    size, num_pages = plan.bundle, len(src_pages)
+    a_bundle = size * num_pages
+    first, last = part.start // a_bundle, (part.stop - 1) // a_bundle
+    start, stop = part.start - first * a_bundle, part.stop - first * a_bundle
+    if first == last:
+        pages = slice(start // size, (stop - 1) // size + 1)
+        cut = slice(start - pages.start * size, stop - pages.start * size)
+        return (
+            plan.src.places(first * size, size, src_pages[pages]).ravel()[cut],
+            plan.dst.places(first * size, size, dst_pages[pages]).ravel()[cut],
+        )
+    num_runs = (last + 1 - first) * size
+
+    def ordered(places: Int64s) -> Int64s:
+        """From [page, bundle, run] to [bundle, page, run]."""
+        return places.reshape(num_pages, -1, size).swapaxes(0, 1).ravel()[start:stop]
+
+    return (
+        ordered(plan.src.places(first * size, num_runs, src_pages)),
+        ordered(plan.dst.places(first * size, num_runs, dst_pages)),
+    )

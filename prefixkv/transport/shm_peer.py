@@ -1,0 +1,199 @@
+"""A peer as the writing side of the shm transport knows it: the connection, and its memory, mapped
+here. Owned by the transport's thread."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import select
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Final
+
+from prefixkv.errors import HandshakeError, PeerLostError
+from prefixkv.memory.shared import SharedBlock
+from prefixkv.protocol.ids import PeerId
+from prefixkv.transport.jobs import Outbox
+from prefixkv.transport.routes import PeerMemory, Routes
+from prefixkv.transport.shm_copy import CopyPlan, Mapped, moved
+from prefixkv.transport.shm_wire import (
+    MAGIC,
+    MAX_OTHER_RANGES,
+    TAGS_A_PACKET,
+    close_all,
+    connect,
+    read_offer,
+    take,
+)
+
+GREETING_S: Final = 10.0  # in which a peer's thread has to answer
+_POPULATED_BYTES: Final = 32 << 20  # a turn: 10 ms where memory is there
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_MAX_UNSENT_TAGS: Final = 1 << 16  # beyond them tags are lost, as NIXL's may be
+
+_log = logging.getLogger("prefixkv.transport")
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Link:
+    """One connection to a peer's door, from the greeting on."""
+
+    def __init__(self, peer: PeerId, offer: bytes, memory: PeerMemory, epoll: select.epoll) -> None:
+        """Say the token. Raises HandshakeError, OSError."""
+        found = read_offer(offer, peer)
+        self._peer = peer
+        self._epoll = epoll
+        # The Hello names all of them but staging and state that this rank does not write to.
+        self._max_ranges = len(memory.layout.regions) + MAX_OTHER_RANGES
+        self._maps: list[mmap.mmap] = []
+        self.mapped: list[Mapped] = []
+        self._unpopulated: deque[tuple[int, int]] = deque()
+        self._unsent: deque[bytes] = deque()
+        self._has_lost_tags = False
+        self.answered = False
+        self.until_s = time.monotonic() + GREETING_S
+        self.socket = connect(found.door)
+        try:
+            self.socket.send(MAGIC + found.token)
+            self.fd = self.socket.fileno()
+            epoll.register(self.fd, select.EPOLLIN | select.EPOLLRDHUP)
+        except BaseException:
+            self.socket.close()
+            raise
+
+    @property
+    def is_whole(self) -> bool:
+        """The memory is here, every page of it."""
+        return self.answered and not self._unpopulated
+
+    def on_ready(self, events: int) -> None:
+        """Something came. Raises BlockingIOError (nothing), HandshakeError, PeerLostError."""
+        if self.answered and not events & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
+            if events & select.EPOLLOUT:
+                self._flush()
+            return
+        if self.answered:
+            raise PeerLostError(f"{self._peer.name} has closed, or is dead")
+        handed = take(self.socket, self._max_ranges)
+        try:
+            shifts = [(block.address, self._map(block)) for block in sorted(handed.blocks)]
+        finally:
+            close_all(block.fd for block in handed.blocks)
+        firsts = [address for address, _ in shifts]
+        for address, num_bytes in handed.ranges:
+            shift = shifts[bisect_right(firsts, address) - 1][1]
+            self.mapped.append(Mapped(address, num_bytes, address + shift))
+        self.answered = True
+        self._watch(0)
+
+    def _map(self, block: SharedBlock) -> int:
+        """Returns how far from the peer's addresses ours are."""
+        try:
+            memory = mmap.mmap(block.fd, block.num_bytes, mmap.MAP_SHARED)
+        except (OSError, ValueError, OverflowError) as error:
+            raise HandshakeError("shm block", block.num_bytes, str(error)) from None
+        for advice in ("MADV_DONTFORK", "MADV_DONTDUMP", "MADV_HUGEPAGE"):
+            with suppress(OSError, AttributeError):  # what the kernel has of them
+                memory.madvise(getattr(mmap, advice))
+        here = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._maps.append(memory)
+        self._unpopulated.append((here, block.num_bytes))
+        return here - block.address
+
+    def populate(self) -> None:
+        """Bring some of the peer's pages into this process's page table, so that no copy waits for
+        that later. Raises HandshakeError where its memory cannot be had."""
+        if not self._unpopulated:
+            return
+        address, num_bytes = self._unpopulated.popleft()
+        some = min(num_bytes, _POPULATED_BYTES)
+        if _libc.madvise(address, -(-some // mmap.PAGESIZE) * mmap.PAGESIZE, _MADV_POPULATE_WRITE):
+            number = ctypes.get_errno()
+            if number == errno.EINVAL:  # a kernel before it
+                self._unpopulated.clear()
+                return
+            if number != errno.EINTR and number != errno.EAGAIN:
+                raise HandshakeError("shm pages", num_bytes, errno.errorcode.get(number, number))
+            some = 0
+        if some < num_bytes:
+            self._unpopulated.appendleft((address + some, num_bytes - some))
+
+    def plans(self, routes: Routes) -> dict[str, CopyPlan]:
+        """How to copy, by route. Raises HandshakeError where the peer has handed over less than it
+        has named."""
+        return {
+            route: CopyPlan(runs, moved(runs.dst, self.mapped))
+            for route, runs in routes._asdict().items()
+            if runs is not None and runs.num_runs
+        }
+
+    # --- tags -------------------------------------------------------------------------------------
+
+    def tell(self, tag: bytes) -> None:
+        """Send a tag, now or once the peer reads again. Raises PeerLostError."""
+        if len(self._unsent) >= _MAX_UNSENT_TAGS:
+            if not self._has_lost_tags:
+                self._has_lost_tags = True
+                _log.warning("%s does not read: tags for it are lost", self._peer)
+            return
+        self._unsent.append(tag)
+        if len(self._unsent) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                some = min(len(self._unsent), TAGS_A_PACKET)
+                self.socket.send(b"".join(self._first(some)))
+                for _ in range(some):
+                    self._unsent.popleft()
+        except BlockingIOError:
+            self._watch(select.EPOLLOUT)
+            return
+        except OSError as error:
+            raise PeerLostError(f"{self._peer.name} is gone: {error}") from None
+        self._watch(0)
+
+    def _first(self, count: int) -> Iterable[bytes]:
+        return (self._unsent[at] for at in range(count))
+
+    def _watch(self, more: int) -> None:
+        # Not for what it says: it has nothing to say any more.
+        self._epoll.modify(self.fd, select.EPOLLRDHUP | more)
+
+    def close(self) -> None:
+        """The memory is unmapped as soon as no plan is left."""
+        with suppress(OSError):
+            self._epoll.unregister(self.fd)
+        self.socket.close()
+        self._maps.clear()
+        self.mapped.clear()
+
+
+class Peer:
+    """`routes` None: to be connected before its next copy."""
+
+    def __init__(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
+        self.peer = peer
+        self.metadata = metadata
+        self.memory = memory
+        self.link: Link | None = None
+        self.routes: Routes | None = None
+        self.plans: dict[str, CopyPlan] = {}
+        self.outbox = Outbox()
+        self.retry_at = 0.0
+        self.removed = False
+
+    def part(self) -> None:
+        """Give the connection and the memory back."""
+        self.routes = None
+        self.plans.clear()
+        link, self.link = self.link, None
+        if link is not None:
+            link.close()

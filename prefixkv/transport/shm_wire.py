@@ -1,0 +1,241 @@
+"""What two shm transports say to each other: the offer that travels in Hello, and the packets of
+the connection between them.
+
+Decode's side listens on an abstract unix socket. The offer names it, with a token that only the
+control plane carries. Prefill connects, says the token, and gets descriptors of the memory
+(SCM_RIGHTS) with the addresses that decode knows it by. From then on prefill sends tags, and the
+end of the connection says that a side is gone.
+
+Why a socket, and not /proc/PID/fd/N: the kernel names the other end's user to both sides, a
+descriptor is handed over and not looked up (a process id may be another process's by then), it
+works between pid namespaces, and what arrives needs a way in any case.
+
+What is believed of a peer: that it runs as the same user (SO_PEERCRED), on this boot and in this
+network namespace (else there is no such socket). Everything else is checked: sizes, counts, and
+that each file is sealed against shrinking, so that no access to it can end this process.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import mmap
+import os
+import pathlib
+import socket
+import struct
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+
+from prefixkv.errors import HandshakeError
+from prefixkv.memory.kv_layout import ADDRESS_END
+from prefixkv.memory.shared import SharedBlock
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.tags import TAG_BYTES
+from prefixkv.transport.offers import SHM
+
+MAGIC: Final = SHM
+TOKEN_BYTES: Final = 32
+MAX_BLOCKS: Final = 64  # of a peer; a pool of ours is one
+MAX_OTHER_RANGES: Final = 8193  # a staging area's, and the regions of a state
+MAX_RANGES: Final = 8192 + MAX_OTHER_RANGES
+MAX_PACKET_BYTES: Final = 16 << 10
+_MAX_ANSWER_BYTES: Final = 1 << 20
+TAGS_A_PACKET: Final = 256
+_DOOR: Final = "\0prefixkv-shm-"
+_CREDENTIALS: Final = struct.Struct("3i")
+_BOOT: Final = pathlib.Path("/proc/sys/kernel/random/boot_id")
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer needs to come to the door. `name` and `incarnation` of the agent, `boot` of the
+    kernel, `door` names the abstract socket."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    incarnation: Annotated[int, msgspec.Meta(ge=0)]
+    boot: Annotated[str, msgspec.Meta(max_length=64)]
+    door: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+
+
+_Address = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_END - 1)]
+_NumBytes = Annotated[int, msgspec.Meta(ge=1, le=ADDRESS_END - 1)]
+_Range = tuple[_Address, _NumBytes]
+
+
+class _Memory(msgspec.Struct, frozen=True, array_like=True):
+    """`blocks` belong to the descriptors that come with this, in their order; `ranges` of them may
+    be written."""
+
+    blocks: Annotated[tuple[_Range, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
+    ranges: Annotated[tuple[_Range, ...], msgspec.Meta(max_length=MAX_RANGES)]
+
+
+class Handed(NamedTuple):
+    """What a peer has handed over. The descriptors are the receiver's to close."""
+
+    blocks: list[SharedBlock]
+    ranges: tuple[tuple[int, int], ...]
+
+
+def pack_offer(offer: Offer) -> bytes:
+    return MAGIC + msgspec.msgpack.encode(offer)
+
+
+def read_offer(raw: bytes, peer: PeerId) -> Offer:
+    """Raises HandshakeError for bytes that are no offer, or that of another peer, or of
+    another machine."""
+    if not raw.startswith(MAGIC):
+        raise HandshakeError("shm offer", MAGIC, raw[: len(MAGIC)])
+    try:
+        offer = msgspec.msgpack.decode(raw[len(MAGIC) :], type=Offer)
+    except msgspec.DecodeError as error:
+        raise HandshakeError("shm offer", "an offer", str(error)) from None
+    if (offer.name, offer.incarnation) != peer:
+        raise HandshakeError("shm offer", peer, (offer.name, offer.incarnation), "is of another")
+    if offer.boot != (ours := boot_id()):
+        raise HandshakeError("boot", ours, offer.boot, "is another machine: shm reaches this one")
+    return offer
+
+
+def boot_id() -> str:
+    """ "" where the kernel does not say."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return ""
+
+
+# --- sockets --------------------------------------------------------------------------------------
+
+
+def listen(door: str) -> socket.socket:
+    """Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        listener.bind(_DOOR + door)
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def connect(door: str) -> socket.socket:
+    """Raises OSError where nobody listens; HandshakeError where it is another user."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        link.connect(_DOOR + door)
+        check_user(link)
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def check_user(link: socket.socket) -> None:
+    """Raises HandshakeError unless the process at the other end runs, or ran when it connected or
+    began to listen, as this one's user."""
+    raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(raw)
+    if user != os.geteuid():
+        raise HandshakeError("user", os.geteuid(), user, "is another: shm is within one user")
+
+
+def hand_over(
+    link: socket.socket, blocks: Sequence[SharedBlock], ranges: Sequence[tuple[int, int]]
+) -> None:
+    """Say which memory may be written, and where it is. Raises OSError."""
+    words = _Memory(tuple(block[:2] for block in blocks), tuple(ranges))
+    fds = array.array("i", [block.fd for block in blocks])
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, fds.tobytes())
+    link.sendmsg([MAGIC + msgspec.msgpack.encode(words)], [rights])
+
+
+def take(link: socket.socket, max_ranges: int) -> Handed:
+    """What `hand_over` gave.
+
+    Args:
+        max_ranges: that the peer has named; it may hand over no more of them, nor more blocks.
+    Raises: BlockingIOError where nothing has come yet; HandshakeError, with all descriptors closed,
+    for what is not as it has to be.
+    """
+    size = array.array("i").itemsize
+    most = min(MAX_BLOCKS, max_ranges)
+    raw, ancillary, flags, _ = link.recvmsg(
+        _MAX_ANSWER_BYTES, socket.CMSG_SPACE(most * size), socket.MSG_CMSG_CLOEXEC
+    )
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % size])
+    try:
+        if not raw:
+            raise HandshakeError("shm", "memory", "the end", "is what the peer answered")
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not raw.startswith(MAGIC):
+            raise HandshakeError("shm", MAGIC, raw[: len(MAGIC)], "is what the peer answered")
+        try:
+            memory = msgspec.msgpack.decode(raw[len(MAGIC) :], type=_Memory)
+        except msgspec.DecodeError as error:
+            raise HandshakeError("shm memory", "blocks and ranges", str(error)) from None
+        if len(memory.blocks) != len(fds) or not fds:
+            raise HandshakeError("shm descriptors", len(memory.blocks), len(fds))
+        if len(memory.ranges) > max_ranges:
+            raise HandshakeError("shm ranges", max_ranges, len(memory.ranges), "are too many")
+        blocks = [SharedBlock(*block, fd) for block, fd in zip(memory.blocks, fds, strict=True)]
+        for block in blocks:
+            check_file(block)
+        _check_places(blocks, memory.ranges)
+    except BaseException:
+        close_all(fds)
+        raise
+    return Handed(blocks, memory.ranges)
+
+
+def check_file(block: SharedBlock) -> None:
+    """Raises HandshakeError unless the file is as long as is said and can never become shorter."""
+    try:
+        seals = fcntl.fcntl(block.fd, fcntl.F_GET_SEALS)
+        size, page = os.fstat(block.fd).st_size, os.fstatvfs(block.fd).f_bsize
+    except OSError as error:  # no memfd, say
+        raise HandshakeError("shm file", "a sealed memfd", str(error)) from None
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise HandshakeError("shm seals", fcntl.F_SEAL_SHRINK, seals, "lack that against shrinking")
+    if size < block.num_bytes:
+        raise HandshakeError("shm file bytes", block.num_bytes, size, "are fewer than was said")
+    if page != mmap.PAGESIZE:  # of hugetlbfs: see `memory/shared.py`
+        raise HandshakeError(
+            "shm file's pages", mmap.PAGESIZE, page, "may fail where there is a hole"
+        )
+
+
+def _check_places(blocks: Iterable[SharedBlock], ranges: Iterable[tuple[int, int]]) -> None:
+    """Raises HandshakeError for blocks that overlap, or a range that is not inside one."""
+    ends: dict[int, int] = {}
+    end = 0
+    for block in sorted(blocks):
+        if block.address < end or block.address + block.num_bytes >= ADDRESS_END:
+            raise HandshakeError("shm block", end, block.address, "overlaps another")
+        ends[block.address] = end = block.address + block.num_bytes
+    firsts = list(ends)
+    for address, num_bytes in ranges:
+        at = bisect_right(firsts, address) - 1
+        if at < 0 or address + num_bytes > ends[firsts[at]]:
+            raise HandshakeError("shm range", address, num_bytes, "is in no block")
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def tags_of(packet: bytes) -> list[bytes]:
+    """Raises HandshakeError for what is no packet of tags."""
+    if not packet or len(packet) % TAG_BYTES:
+        raise HandshakeError("bytes of tags", TAG_BYTES, len(packet), "is no whole number of them")
+    return [packet[at : at + TAG_BYTES] for at in range(0, len(packet), TAG_BYTES)]

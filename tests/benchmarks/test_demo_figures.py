@@ -1,0 +1,138 @@
+"""The tables and sentences on `prefixkv demo`, in the README and docs/benchmarks.md, are those of
+benchmarks/results/demo*.json, rounded. After another run this writes them anew:
+
+    python -m tests.benchmarks.test_demo_figures
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.benchmarks.test_figures import MIB, fixed, head, line, ms, result
+
+ROOT = Path(__file__).parents[2]
+
+
+def demo_table() -> list[str]:
+    demo = result("demo")
+    runs, saturated, ratios = demo["runs"], demo["saturated"], demo["ratios"]
+    on, off = runs["cache_on"], runs["cache_off"]
+    full, none = saturated["cache_on"], saturated["cache_off"]
+    chats = demo["chats"]
+    chat_on, chat_off = chats["runs"]["cache_on"], chats["runs"]["cache_off"]
+    lower, fewer = chats["ratios"]["ttft_p50"], chats["ratios"]["bytes_sent"]
+
+    def ttft(run: dict[str, Any], mark: str = "") -> str:
+        p50, p99 = run["ttft_s"]["p50"], run["ttft_s"]["p99"]
+        return f"{mark}{ms(p50)}{mark} / {ms(p99)}"
+
+    def right(run: dict[str, Any]) -> str:
+        return f"{run['requests'] - run['answers_wrong']} of {run['requests']}"
+
+    return [
+        line("`prefixkv demo`, defaults, seed 1", "cache on", "cache off", ""),
+        "| --- | --- | --- | --- |",
+        line("**chats with a model**: answers that are what `generate()` says",
+             f"**{right(chat_on)}**", right(chat_off), "token for token"),
+        line("hit rate on decode, tokens", f"{chat_on['token_hit_rate']:.1%}",
+             fixed(chat_off["token_hit_rate"]), ""),
+        line("KV sent", f"**{fixed(chat_on['bytes_sent'] / MIB)} MiB**",
+             f"{fixed(chat_off['bytes_sent'] / MIB)} MiB", f"{fixed(fewer, 1)} times less"),
+        line("TTFT P50", ms(chat_on["ttft_s"]["p50"]), ms(chat_off["ttft_s"]["p50"]),
+             f"{fixed(lower, 1)} times lower"),
+        line("**a stand-in engine**: TTFT P50 / P99 at 0.7 of what cache-off sustains",
+             ttft(on, "**"), ttft(off), f"{fixed(ratios['ttft_p50'], 1)} times lower P50"),
+        line("TTFT P50 / P99, saturated", ttft(full, "**"), ttft(none),
+             f"{fixed(ratios['ttft_p50_saturated'])} times lower P50"),
+        line("requests a second, saturated", f"**{fixed(full['requests_per_s'])}**",
+             fixed(none["requests_per_s"]), f"{fixed(ratios['requests_per_s'], 1)} times higher"),
+        line("KV sent", f"**{fixed(on['bytes_sent'] / MIB)} MiB**",
+             f"{fixed(off['bytes_sent'] / MIB)} MiB", f"{fixed(ratios['bytes_sent'])} times less"),
+        line("hit rate on decode, tokens", f"{on['token_hit_rate']:.1%}",
+             fixed(off["token_hit_rate"]), ""),
+        line("pages verified / wrong", f"{on['pages_verified']:,} / **{on['pages_mismatched']}**",
+             f"{off['pages_verified']:,} / {off['pages_mismatched']}",
+             "every byte of every page a request holds"),
+    ]  # fmt: skip
+
+
+def demos_table() -> list[str]:
+    rows = []
+    for name, what in {
+        "demo": "16 layers, 64 KiB a token",
+        "demo_layers32": "32 layers, 128 KiB a token",
+        "demo_trace": "500 requests of a trace that hardly repeats, 64 KiB a token",
+    }.items():
+        demo = result(name)
+        on, off = demo["runs"]["cache_on"], demo["runs"]["cache_off"]
+        rows.append(line(
+            what, f"`{name}.json`", f"{on['token_hit_rate']:.1%}",
+            f"{ms(on['ttft_s']['p50'])} / {ms(off['ttft_s']['p50'])}",
+            fixed(demo['ratios']['ttft_p50'], 1), fixed(demo['ratios']['requests_per_s'], 1),
+            fixed(demo['ratios']['bytes_sent'], 1),
+        ))  # fmt: skip
+    return [
+        *head(
+            "demo",
+            "file",
+            "hit rate",
+            "TTFT P50, cache on / off",
+            "times lower",
+            "saturated rate, times higher",
+            "KV sent, times less",
+        ),
+        *rows,
+    ]
+
+
+def sentences() -> list[str]:
+    """Of the README, below its table."""
+    demo = result("demo")
+    recipe, chats = demo["recipe"], demo["chats"]["recipe"]
+    sizes, options = chats["workload"], recipe["options"]
+    return [
+        f"{sizes['requests']} turns of {sizes['conversations']} conversations with a Llama of "
+        f"{fixed(chats['model']['parameters'] / 1e6, 1)} million random parameters, "
+        f"{chats['kv_bytes_per_token'] // 1024} KiB of KV a token.",
+        f"{recipe['workload']['requests']} requests of {options['conversations']} conversations of "
+        f"{options['turns']} turns, {recipe['kv_bytes_per_token'] // 1024} KiB of KV a token",
+    ]
+
+
+TABLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
+    "demo-table": ("README.md", demo_table),
+    "demos-table": ("docs/benchmarks.md", demos_table),
+}
+
+
+@pytest.mark.parametrize("mark", TABLES)
+def test_a_table_is_its_result_files(mark: str) -> None:
+    name, table = TABLES[mark]
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert f"<!-- {mark} -->\n{chr(10).join(table())}\n\n" in text
+
+
+def test_the_sentences_are_their_result_file() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert [one for one in sentences() if one not in text] == []
+
+
+def write() -> None:
+    """The tables anew; the sentences are written by hand."""
+    for mark, (name, table) in TABLES.items():
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        lines = "\n".join(table())
+        pattern = rf"(<!-- {mark} -->\n)(?:\|.*\n)+"
+        text, num = re.subn(pattern, lambda found, lines=lines: f"{found[1]}{lines}\n", text)
+        assert num == 1, f"{name} has no table {mark}"
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

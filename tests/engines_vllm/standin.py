@@ -1,0 +1,336 @@
+"""A stand-in of vLLM around both sides of the connector: an engine that calls the hooks in vLLM's
+order, with a block pool and a prefix cache of vLLM's laws. It has no model: the KV of a token
+follows from all tokens before it, so that every block can be looked at.
+
+What it imitates was recorded from vLLM 0.32.0 (`recorded.json`, see `test_recorded.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from prefixkv.config import ControlConfig, ModelConfig, TransportConfig
+from prefixkv.engines.vllm.layout import pool_of
+from prefixkv.engines.vllm.options import Options
+from prefixkv.engines.vllm.scheduler import SchedulerSide
+from prefixkv.engines.vllm.worker import WorkerSide
+
+BLOCK = 4  # tokens
+HEADS, CONTENT, LAYERS = 2, 8, 2
+
+
+class FullAttentionSpec:
+    """Its name counts."""
+
+    def __init__(self, block_size: int = BLOCK, num_kv_heads: int = HEADS) -> None:
+        self.block_size, self.num_kv_heads = block_size, num_kv_heads
+        self.head_size = self.head_size_v = CONTENT // 2
+        self.kv_quant_mode = SimpleNamespace(name="NONE")
+        self.state_content_bytes = self.num_head_slots = None
+
+
+def kv_cache_config(num_blocks: int, block_size: int = BLOCK, num_kv_heads: int = HEADS) -> Any:
+    group = SimpleNamespace(
+        layer_names=[f"layer.{i}" for i in range(LAYERS)],
+        kv_cache_spec=FullAttentionSpec(block_size, num_kv_heads),
+        host_resident=False,
+        enable_kv_transfer=True,
+    )
+    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[group])
+
+
+class Block:
+    def __init__(self, block_id: int) -> None:
+        self.block_id, self.ref_cnt = block_id, 0
+        self.block_hash: int | None = None
+
+
+class BlockPool:
+    """vLLM's: a block is free where nobody has a reference, and cached where it has a hash."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.free: list[Block] = list(self.blocks)
+        self.cached: dict[int, Block] = {}
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self.free.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
+        for block in ordered_blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0
+            if block.ref_cnt == 0:
+                self.free.append(block)
+
+    def new_blocks(self, number: int) -> list[Block] | None:
+        if number > len(self.free):
+            return None
+        taken, self.free = self.free[:number], self.free[number:]
+        for block in taken:
+            if block.block_hash is not None:
+                del self.cached[block.block_hash]
+                block.block_hash = None
+            block.ref_cnt = 1
+        return taken
+
+    def cache(self, block: Block, block_hash: int) -> None:
+        if block.block_hash is None and block_hash not in self.cached:
+            block.block_hash = block_hash
+            self.cached[block_hash] = block
+
+
+def prefix_hashes(tokens: Sequence[int]) -> list[int]:
+    """Of the tokens up to each: below 2**20, so that float32 has them exactly."""
+    found, last = [], 0
+    for token in tokens:
+        last = (last * 31 + token + 7) % 1_000_003
+        found.append(last)
+    return found
+
+
+class Request:
+    """The attributes of vLLM's that the connector reads, and those of the stand-in."""
+
+    def __init__(self, rid: str, tokens: Sequence[int], params: Any = None, **more: Any) -> None:
+        self.request_id = rid
+        self.prompt_token_ids: list[int] | None = list(tokens)
+        self.num_prompt_tokens = len(tokens)
+        self.prompt_embeds = None
+        self.resumable = self.abort_immediately = False
+        self.kv_transfer_params = params
+        self.lora_request: Any = None
+        self.cache_salt: str | None = None
+        self.num_computed_tokens = 0
+        self.mm_features: list[Any] = []
+        vars(self).update(more)
+        salt = hash((self.cache_salt, self.lora_request and self.lora_request.lora_name))
+        chain = prefix_hashes(tokens)
+        self.block_hashes = [
+            hash((salt, tuple(tokens[: end + 1]))) for end in range(BLOCK - 1, len(tokens), BLOCK)
+        ]
+        self.chain, self.all_token_ids = chain, list(tokens)
+        self.blocks: list[Block] = []
+        self.computed = 0
+        self.status = "waiting"
+        self.answer: dict[str, Any] | None = None
+        self.recomputed = False
+        self.loaded_from: int | None = None  # tokens that were cached when it was loaded
+
+
+def options(name: str, **more: Any) -> Options:
+    said: dict[str, Any] = {
+        "control": ControlConfig(heartbeat_s=0.1, resend_s=0.05, fence_settle_s=0.05),
+        "transport": TransportConfig(trial_peers=False),
+    }
+    return Options(name, **({"bind": "tcp://127.0.0.1:*"} | said | more))
+
+
+class Engine:
+    """One server: scheduler, one worker, memory. `step` is a step of vLLM's engine."""
+
+    CHUNK = 7  # tokens a step of one request: no whole blocks
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        producer: bool = False,
+        consumer: bool = False,
+        num_blocks: int = 64,
+        block_size: int = BLOCK,
+        tag: str = "stand-in",
+        policy: str = "recompute",
+        caching: bool = True,
+        **more: Any,
+    ) -> None:
+        self.caching = caching
+        self.options = options(name, **more)
+        roles = {"is_producer": producer, "is_consumer": consumer}
+        self.pool, self.policy = BlockPool(num_blocks), policy
+        self.scheduler = SchedulerSide(self.options, block_size, **roles)
+        self.scheduler.bind(self.pool)
+        self.worker = WorkerSide(self.options, ModelConfig(model="m"), **roles)
+        shape = num_blocks, HEADS, block_size, CONTENT
+        self.memory = torch.zeros(LAYERS, *shape)
+        self.caches = {f"layer.{i}": self.memory[i] for i in range(LAYERS)}
+        self.worker.register(pool_of(self.caches, kv_cache_config(num_blocks, block_size), tag))
+        self.waiting: list[Request] = []
+        self.loading: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.orders: list[Any] = []
+        self.outputs: dict[str, Request] = {}  # that have ended
+        self.left: dict[str, Request] = {}  # aborted while they were loading
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+        self.scheduler.on_new_request(request)
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        scheduled: dict[str, tuple[int, int]] = {}  # computed, and how many now
+        for request in self.running:
+            self._schedule(request, request.computed, scheduled)
+        for request in list(self.waiting):
+            self._admit(request, scheduled)
+        tables = {
+            request.request_id: [block.block_id for block in request.blocks]
+            for request in self.running
+        }
+        orders = self.scheduler.orders(
+            SimpleNamespace(
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=rid, num_computed_tokens=computed)
+                    for rid, (computed, _) in scheduled.items()
+                ],
+                scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+                num_scheduled_tokens={rid: count for rid, (_, count) in scheduled.items()},
+                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda rid: (tables[rid],)),
+            )
+        )
+        self.orders.append(orders)
+        self.worker.before_forward(orders)
+        for request in self.running:
+            if request.request_id in scheduled:
+                start, count = scheduled[request.request_id]
+                self._forward(request, start, start + count)
+        self.worker.after_forward(orders)
+        results, news = self.worker.take_results(), self.worker.take_news()
+        self._update(results, news)
+        self.scheduler.check_invariants()
+
+    def _admit(self, request: Request, scheduled: dict[str, tuple[int, int]]) -> None:
+        cached = self._cached(request)
+        matched, _ = self.scheduler.matched(request, len(cached) * BLOCK)
+        if matched is None:
+            return
+        self.pool.touch(cached)
+        new = self.pool.new_blocks(-(-request.num_prompt_tokens // BLOCK) - len(cached))
+        if new is None:
+            self.pool.free_blocks(reversed(cached))
+            return
+        self.waiting.remove(request)
+        request.blocks = [*cached, *new]
+        request.computed = len(cached) * BLOCK
+        self.scheduler.allocated(request, [block.block_id for block in request.blocks], matched)
+        if matched:
+            request.loaded_from = request.computed
+            request.status = "loading"
+            self.loading[request.request_id] = request
+        else:
+            self.running.append(request)
+            self._schedule(request, request.computed, scheduled)
+
+    def _cached(self, request: Request) -> list[Block]:
+        found = []
+        for block_hash in request.block_hashes[: (request.num_prompt_tokens - 1) // BLOCK]:
+            if block_hash not in self.pool.cached or not self.caching:
+                break
+            found.append(self.pool.cached[block_hash])
+        return found
+
+    def _schedule(
+        self, request: Request, computed: int, scheduled: dict[str, tuple[int, int]]
+    ) -> None:
+        count = min(self.CHUNK, request.num_prompt_tokens - computed)
+        if count:
+            scheduled[request.request_id] = computed, count
+
+    def _forward(self, request: Request, start: int, end: int) -> None:
+        """Writes the tokens' KV. The rest was written before, or loaded: it is looked at."""
+        assert self.wrong_tokens(request, start) == 0
+        for token in range(start, end):
+            block = request.blocks[token // BLOCK].block_id
+            assert request.blocks[token // BLOCK].ref_cnt >= 1
+            self.memory[:, block, :, token % BLOCK] = float(request.chain[token])
+        request.computed = end
+        self._cache(request)
+
+    def _cache(self, request: Request) -> None:
+        for i in range(request.computed // BLOCK):
+            self.pool.cache(request.blocks[i], request.block_hashes[i])
+
+    def wrong_tokens(self, request: Request, end: int) -> int:
+        """Of the first `end` tokens, how many have other KV than they should."""
+        wrong = 0
+        for token in range(end):
+            block = request.blocks[token // BLOCK].block_id
+            kv = self.memory[:, block, :, token % BLOCK]
+            wrong += not bool((kv == float(request.chain[token])).all())
+        return wrong
+
+    def _update(self, results: Any, news: Any) -> None:
+        for rid in results.failed:
+            if rid in self.loading and self.policy == "fail":
+                request = self.loading.pop(rid)
+                self.left[rid] = request
+                self._end(request, "error", free=False)
+        for request in list(self.running):
+            if request.computed == request.num_prompt_tokens:
+                self.running.remove(request)
+                self._end(request, "done")
+        self.scheduler.heard(news, results.received)
+        for rid in results.received:
+            if rid in self.left:
+                request = self.left.pop(rid)
+                self.pool.free_blocks(reversed(request.blocks))
+                continue
+            request = self.loading.pop(rid)
+            if rid in results.failed:
+                request.recomputed = True
+                self.pool.free_blocks(reversed(request.blocks))
+                request.blocks, request.computed = [], 0
+                self.waiting.insert(0, request)
+            else:
+                request.computed = request.num_prompt_tokens
+                self._cache(request)
+                self.running.append(request)
+
+    def _end(self, request: Request, status: str, *, free: bool = True) -> None:
+        request.status = status
+        request.answer = self.scheduler.finished(
+            request, [block.block_id for block in request.blocks]
+        )
+        self.outputs[request.request_id] = request
+        if free:
+            self.pool.free_blocks(reversed(request.blocks))
+
+    # --- what happens to requests -----------------------------------------------------------------
+
+    def abort(self, rid: str) -> None:
+        """Its client has left."""
+        for queue in (self.waiting, self.running):
+            for request in list(queue):
+                if request.request_id == rid:
+                    queue.remove(request)
+                    self._end(request, "aborted")
+        if rid in self.loading:
+            request = self.left[rid] = self.loading.pop(rid)
+            self._end(request, "aborted", free=False)
+
+    def preempt(self, rid: str) -> None:
+        """Its blocks are another's; it begins anew."""
+        (request,) = [one for one in self.running if one.request_id == rid]
+        self.running.remove(request)
+        self.pool.free_blocks(reversed(request.blocks))
+        request.blocks, request.computed = [], 0
+        self.waiting.insert(0, request)
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.running or self.loading or self.scheduler.busy)
+
+    @property
+    def num_used(self) -> int:
+        return len(self.pool.blocks) - len(self.pool.free)

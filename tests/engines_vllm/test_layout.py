@@ -1,0 +1,206 @@
+"""vLLM's KV tensors as pools: every layout of its `KVCacheLayout`, as `create_kv_cache_views` of
+0.32.0 makes them (stand-ins of the same strides), and refusals by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from prefixkv.engines.vllm.layout import PLAIN, check_config, is_plain, pool_of
+from prefixkv.errors import ConfigError
+from tests.engines_vllm.standin import FullAttentionSpec, kv_cache_config
+
+L, B, H, N, C = 3, 8, 2, 4, 6  # layers, blocks, heads, tokens, content
+ORDERS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class MambaSpec(FullAttentionSpec):
+    pass
+
+
+def caches(order: str, dtype: torch.dtype = torch.bfloat16, parts: int = 1) -> dict[str, Any]:
+    """One allocation; a view [block, head, token, content] of each layer. Of `parts` kernel blocks
+    a block."""
+    sizes = L, B * parts, H, N // parts, C
+    permutation = ORDERS[order]
+    memory = torch.zeros([sizes[dim] for dim in permutation], dtype=torch.float32).to(dtype)
+    whole = memory.permute([permutation.index(dim) for dim in range(5)])
+    return {f"layer.{i}": whole[i] for i in range(L)}
+
+
+def config(spec: Any = None, **more: Any) -> Any:
+    made = kv_cache_config(B, N)
+    made.kv_cache_groups[0].layer_names = [f"layer.{i}" for i in range(L)]
+    if spec is not None:
+        made.kv_cache_groups[0].kv_cache_spec = spec
+    vars(made.kv_cache_groups[0]).update(more)
+    return made
+
+
+PARALLEL = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
+
+
+@pytest.mark.parametrize(
+    ("order", "parts"),
+    # Kernel blocks of a block lie behind each other only where no other layer's are between.
+    [("LBHNC", 1), ("LBNHC", 1), ("BLHNC", 1), ("BLNHC", 1), ("LBHNC", 2), ("LBNHC", 2)],
+)
+def test_a_block_is_one_page(order: str, parts: int) -> None:
+    views = caches(order, parts=parts)
+    pool = pool_of(views, config(), "tag")
+    layout = pool.layout
+    assert (layout.num_pages, layout.page_size, layout.num_layers) == (B, N, L)
+    assert (layout.opaque, layout.attention, layout.num_kv_heads) == ("tag", "fused", H)
+    assert layout.slab_page_bytes == H * N * C * 2
+    for i, view in enumerate(views.values()):
+        view[5 * parts : 6 * parts] = i + 1
+    written = pool.read_pages([5]).view(torch.bfloat16).flatten(2)
+    assert written.shape[:2] == (1, L)
+    for i in range(L):
+        assert (written[0, i] == i + 1).all()
+    assert (pool.read_pages([0, 4, 6, 7]) == 0).all()
+
+
+@pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
+def test_blocks_that_are_not_one_run_are_refused(order: str) -> None:
+    with pytest.raises(ConfigError, match=r"layer\.0 has strides .* not one run"):
+        pool_of(caches(order), config(), "tag")
+
+
+def test_element_types_without_a_name_move_as_bytes() -> None:
+    pool = pool_of(caches("LBHNC", torch.float8_e5m2), config(), "tag")
+    assert pool.layout.dtype == "uint8"
+    assert pool.layout.slab_page_bytes == H * N * C
+
+
+def test_latent_vectors_have_one_head_on_every_rank() -> None:
+    views = {name: view[:, :1] for name, view in caches("LBNHC").items()}
+    views = {name: view.contiguous() for name, view in views.items()}
+    pool = pool_of(views, config(MLAAttentionSpec(N)), "tag")
+    assert (pool.layout.num_kv_heads, pool.layout.head_dim) == (1, C)
+
+
+def test_layers_that_share_a_cache_are_one() -> None:
+    views = caches("LBHNC")
+    views["layer.2"] = views["layer.0"]
+    assert pool_of(views, config(), "tag").layout.num_layers == 2
+
+
+def test_blocks_that_are_padded_are_stepped_over() -> None:
+    wide = torch.zeros(L, B, H * N * C + 8)
+    views = {
+        f"layer.{i}": wide[i].as_strided(
+            (B, H, N, C), (H * N * C + 8, N * C, C, 1), i * wide[0].numel()
+        )
+        for i in range(L)
+    }
+    pool = pool_of(views, config(), "tag")
+    views["layer.1"][3] = 7.0
+    assert (pool.read_pages([3]).view(torch.float32)[0, 1] == 7.0).all()
+
+
+@pytest.mark.parametrize("order", [*ORDERS])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_plain_blocks_are_k_and_v_of_tokens(order: str, parts: int) -> None:
+    """As the kernels read them: K and V are the halves of the content."""
+    views = caches(order, parts=parts)
+    made = config()
+    made.kv_cache_groups[0].kv_cache_spec.head_size = C // 2
+    one_array = parts == 1 or order in ("LBNHC", "LHBNC")
+    if not one_array and order != "LBHNC":
+        with pytest.raises(ConfigError, match="not one run"):
+            pool_of(views, made, "tag", plain=True)
+        return
+    pool = pool_of(views, made, "tag", plain=True)
+    layout = pool.layout
+    assert (layout.opaque, layout.attention) == (("", "mha") if one_array else ("tag", "fused"))
+    if not one_array:
+        return
+    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (L, H, C // 2)
+    token, tokens = 3, N // parts
+    kernel_block, slot = 5 * parts + token // tokens, token % tokens
+    views["layer.2"][kernel_block, 1, slot] = torch.arange(C).to(torch.bfloat16)
+    assert pool.k(2)[5, token, 1].tolist() == [0, 1, 2]
+    assert pool.v(2)[5, token, 1].tolist() == [3, 4, 5]
+    assert sum(int(slab.count_nonzero()) for slab in (pool.k(2), pool.v(2))) == C - 1
+
+
+def test_plain_latent_vectors() -> None:
+    views = {name: view[:, :1].contiguous() for name, view in caches("LBNHC").items()}
+    pool = pool_of(views, config(MLAAttentionSpec(N)), "tag", plain=True)
+    assert (pool.layout.attention, pool.layout.head_dim, pool.layout.opaque) == ("mla", C, "")
+    views["layer.1"][5, 0, 3] = 7.0
+    assert (pool.latent(1)[5, 3] == 7.0).all()
+    assert int(pool.latent(1).count_nonzero()) == C
+
+
+@pytest.mark.parametrize(
+    ("changed", "backends", "plain"),
+    [
+        ({}, ["FLASH_ATTN"], True),
+        ({}, [*PLAIN], True),
+        ({"head_size_v": 0}, ["TRITON_MLA"], True),
+        ({"kv_quant_mode": SimpleNamespace(name="FP8_PER_TENSOR")}, ["FLASH_ATTN"], True),
+        ({}, ["CPU_ATTN"], False),
+        ({}, ["FLASH_ATTN", "CPU_ATTN"], False),
+        ({"kv_quant_mode": SimpleNamespace(name="NVFP4")}, ["FLASH_ATTN"], False),
+        ({"kv_quant_mode": SimpleNamespace(name="INT8_PER_TOKEN_HEAD")}, ["TRITON_ATTN"], False),
+        ({"state_content_bytes": 656}, ["FLASHMLA"], False),
+        ({"num_head_slots": 3}, ["FLASH_ATTN"], False),
+        ({"head_size_v": 3}, ["FLASH_ATTN"], False),
+    ],
+)
+def test_which_blocks_are_plain(changed: dict[str, Any], backends: list[str], plain: bool) -> None:
+    spec = FullAttentionSpec(N)
+    vars(spec).update(changed)
+    assert is_plain(spec, backends) is plain
+
+
+def test_what_can_be_sent_is_not_refused() -> None:
+    check_config(PARALLEL, config())
+    check_config(PARALLEL, config(MLAAttentionSpec(N)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"kv_cache_groups": []}, "0 KV cache groups"),
+        ({"kv_cache_groups": config().kv_cache_groups * 2}, "2 KV cache groups"),
+        ({"kv_cache_groups": config(MambaSpec(N)).kv_cache_groups}, "MambaSpec"),
+        ({"kv_cache_groups": config(host_resident=True).kv_cache_groups}, "not on the device"),
+        ({"kv_cache_groups": config(enable_kv_transfer=False).kv_cache_groups}, "not to be sent"),
+    ],
+)
+def test_caches_are_refused_by_name(changed: dict[str, Any], words: str) -> None:
+    made = config()
+    vars(made).update(changed)
+    with pytest.raises(ConfigError, match=words):
+        check_config(PARALLEL, made)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ],
+)
+def test_parallel_sizes_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 2"):
+        check_config(SimpleNamespace(**{**vars(PARALLEL), name: 2}), config())

@@ -1,0 +1,65 @@
+"""What `kv_connector_extra_config` may say, and what it may not."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixkv.engines.vllm.options import Options
+from prefixkv.engines.vllm.stats import METRICS
+from prefixkv.errors import ConfigError
+
+
+def test_what_is_said_is_what_is_meant() -> None:
+    made = Options.of(
+        {
+            "name": "decode-3",
+            "join_flights": False,
+            "recompute_below": 64,
+            "policy": "gated",
+            "control": {
+                "transfer_timeout_s": 5,
+                "curve": {"public_key": "p" * 40, "secret_key": "s" * 40},
+            },
+            "transport": {"interface": "eth0"},
+        },
+        14579,
+    )
+    assert made.bind == "tcp://127.0.0.1:14579"
+    assert (made.name, made.join_flights, made.recompute_below) == ("decode-3", False, 64)
+    assert made.control.transfer_timeout_s == 5
+    assert made.control.curve is not None
+    assert made.control.curve.public_key == "p" * 40
+    assert made.transport.interface == "eth0"
+    assert Options.of({"name": "p", "bind": "tcp://10.0.0.1:7"}, 1).bind == "tcp://10.0.0.1:7"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({}, 'no "name"'),
+        ({"name": ""}, 'no "name"'),
+        ({"name": "d", "polcy": "gated"}, "has polcy; known are"),
+        ({"name": "d", "recompute_below": -1}, "recompute_below is -1"),
+        ({"name": "d", "join_flights": "yes"}, "join_flights is 'yes'"),
+        ({"name": "d", "control": 5}, "control is 5"),
+        ({"name": "d", "control": {"hartbeat_s": 1}}, "control has hartbeat_s"),
+        ({"name": "d", "control": {"heartbeat_s": 0}}, "heartbeat_s is 0"),
+        ({"name": "d", "transport": {"window": 0}}, "window is 0"),
+        ({"name": "d", "control": {"curve": {"public_key": "p"}}}, "secret_key"),
+    ],
+)
+def test_mistakes_are_named(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Options.of(said, 1)
+
+
+def test_the_document_has_every_option_and_every_metric() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    for one in fields(Options):
+        assert f"| `{one.name}` |" in text
+    for name in METRICS:
+        assert f"`{name}`" in text

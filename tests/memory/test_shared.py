@@ -1,0 +1,129 @@
+"""Memory that a peer may map: sealed, zero, freed with its last tensor."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import mmap
+import os
+
+import pytest
+import torch
+
+from prefixkv.errors import CapacityError, ConfigError
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.shared import SEALS, block_of, blocks_of, shared_bytes
+from prefixkv.memory.staging_buffer import StagingBuffer
+from prefixkv.memory.state_layout import StateTensor
+from prefixkv.memory.state_pool import StatePool
+
+SIZES = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8}
+
+
+def test_a_block_is_zero_and_whole_pages_long() -> None:
+    memory = shared_bytes(5000)
+    assert memory.shape == (5000,)
+    assert not memory.any()
+    assert memory.data_ptr() % mmap.PAGESIZE == 0
+    block = block_of(memory.data_ptr(), 5000)
+    assert block is not None
+    assert block[:2] == (memory.data_ptr(), 2 * mmap.PAGESIZE)
+
+
+def test_a_block_can_neither_shrink_nor_grow() -> None:
+    memory = shared_bytes(2 * mmap.PAGESIZE)
+    block = block_of(memory.data_ptr(), 1)
+    assert block is not None
+    assert fcntl.fcntl(block.fd, fcntl.F_GET_SEALS) == SEALS
+    for size in (0, mmap.PAGESIZE, 3 * mmap.PAGESIZE):
+        with pytest.raises(PermissionError) as caught:
+            os.ftruncate(block.fd, size)
+        assert caught.value.errno == errno.EPERM
+
+
+def test_who_maps_the_descriptor_sees_the_same_bytes() -> None:
+    memory = shared_bytes(100)
+    block = block_of(memory.data_ptr(), 100)
+    assert block is not None
+    with mmap.mmap(block.fd, block.num_bytes) as theirs:
+        theirs[7:10] = b"abc"
+        memory[10] = ord("d")
+        assert theirs[7:11] == b"abcd" == bytes(memory[7:11].tolist())
+
+
+def test_memory_and_descriptor_go_with_the_last_tensor() -> None:
+    memory = shared_bytes(100)
+    block = block_of(memory.data_ptr(), 100)
+    assert block is not None
+    view = memory[3:5].view(1, 2)
+    del memory
+    gc.collect()
+    os.fstat(block.fd)
+    assert block_of(block.address, 1) == block
+    del view
+    gc.collect()
+    assert block_of(block.address, 1) is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(block.fd)
+
+
+def test_only_ranges_inside_one_block_are_found() -> None:
+    memory = shared_bytes(mmap.PAGESIZE)
+    at = memory.data_ptr()
+    assert block_of(at, mmap.PAGESIZE) is not None
+    assert block_of(at, mmap.PAGESIZE + 1) is None
+    assert block_of(at - 1, 1) is None
+    private = torch.zeros(10)
+    assert blocks_of([(at, 1), (at + 5, 5)]) == [block_of(at, 1)]
+    assert blocks_of([(at, 1), (private.data_ptr(), 4)]) is None
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1])
+def test_a_size_below_one_is_refused(num_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="num_bytes"):
+        shared_bytes(num_bytes)
+
+
+def test_more_than_there_is_is_a_capacity_error() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CapacityError, match="shared memory of"):
+        shared_bytes(1 << 60)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("order", ["layer_major", "page_major"])
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+def test_a_shared_pool_is_as_another_and_lies_in_one_block(order: str, attention: str) -> None:
+    sizes = SIZES | ({"num_kv_heads": 1} if attention == "mla" else {})
+    options = {"order": order, "attention": attention, **sizes}
+    pool, other = KVPool.create(7, 4, shared=True, **options), KVPool.create(7, 4, **options)
+    assert pool.layout.page_bytes == other.layout.page_bytes
+    assert [bytes_ for _, bytes_ in pool.layout.regions] == [b for _, b in other.layout.regions]
+    blocks = blocks_of(pool.layout.regions)
+    assert blocks is not None
+    assert len(blocks) == 1
+    assert blocks_of(other.layout.regions) is None
+    data = torch.randint(0, 256, pool.read_pages([0, 3]).shape, dtype=torch.uint8)
+    pool.write_pages([2, 5], data)
+    assert torch.equal(pool.read_pages([2, 5]), data)
+    assert not pool.read_pages([0, 1, 3, 4, 6]).any()
+
+
+def test_an_engines_own_tensors_may_be_shared() -> None:
+    raw = shared_bytes(2 * 6 * 4 * 2 * 8)
+    k, v = raw.view(2, 6, 4, 2, 8)
+    pool = KVPool.from_tensors([k], [v], page_size=4)
+    assert blocks_of(pool.layout.regions) == [block_of(raw.data_ptr(), 1)]
+
+
+def test_state_and_staging_may_be_shared() -> None:
+    state = StatePool.create([StateTensor("conv", 0, 2, (3,))], 4, shared=True)
+    staging = StagingBuffer(8192, 4096, shared=True)
+    assert blocks_of(state.layout.regions) is not None
+    assert block_of(staging.area.base, staging.area.num_bytes) is not None
+
+
+def test_shared_memory_is_on_the_cpu() -> None:
+    with pytest.raises(ConfigError, match="cpu"):
+        KVPool.create(4, 4, **SIZES, device="cuda", shared=True)

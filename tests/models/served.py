@@ -1,0 +1,176 @@
+"""`prefixkv serve` and `prefixkv worker` as processes, and what they should answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any, Self
+from urllib.error import HTTPError
+
+import openai
+import torch
+
+from prefixkv.engines.hf.models import copy_of
+from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_model, small_tokenizer
+from prefixkv.serving.text import Texts
+from tests.models.patience import PATIENCE_S, until
+
+ROOT = Path(__file__).parents[2]
+
+
+class Served:
+    """A process of the command line, its output as it comes. Leaving the context kills it."""
+
+    python = sys.executable
+
+    def __init__(self, *arguments: str, **environ: str) -> None:
+        clean = {name: text for name, text in os.environ.items() if not name.startswith("PREFIXKV")}
+        self.process = subprocess.Popen(
+            [self.python, "-m", "prefixkv.cli.main", *arguments],
+            cwd=ROOT, env={**clean, "PYTHONPATH": str(ROOT), **environ}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self._readers: list[threading.Thread] = []
+        self.out: list[str] = []
+        self.err: list[str] = []
+        for stream, lines in ((self.process.stdout, self.out), (self.process.stderr, self.err)):
+            reader = threading.Thread(target=self._read, args=(stream, lines))
+            reader.start()
+            self._readers.append(reader)
+
+    @staticmethod
+    def _read(stream: Any, lines: list[str]) -> None:
+        with stream:
+            for line in stream:
+                lines.append(line)
+
+    def line(self, beginning: str = "") -> str:
+        """The first line of its output that begins so; waits for it."""
+
+        def found() -> str | None:
+            alive = self.process.poll() is None
+            line = next((one for one in self.out if one.startswith(beginning)), None)
+            assert line or alive, f"it ended: {self.out} {self.err}"
+            return line
+
+        until(found)
+        return found() or ""
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def ended(self) -> int:
+        """Its exit status; waits for it."""
+        return self.process.wait(PATIENCE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for reader in self._readers:
+            reader.join(PATIENCE_S)
+
+
+class Serve(Served):
+    """`prefixkv serve` on free ports; `url` and `status` are there once it is ready."""
+
+    def __init__(self, *arguments: str, **environ: str) -> None:
+        super().__init__(
+            "serve", "--port", "0", "--status-port", "0", "--threads", "1", *arguments, **environ
+        )
+        words = self.line("small: ").split()
+        self.url, self.status = words[1], words[-1].rstrip(")")
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        _, told = get(f"{self.status}/health")
+        found: dict[str, dict[str, Any]] = told["workers"]
+        return found
+
+    def audit(self, worker: str) -> None:
+        """Raises HTTPError where a law of the worker's node does not hold."""
+        info = self.workers()[worker]
+        environ = Path(f"/proc/{info['pid']}/environ").read_bytes().decode().split("\0")
+        name = "PREFIXKV_API_KEY="
+        key = next(one for one in environ if one.startswith(name)).removeprefix(name)
+        asked = urllib.request.Request(
+            f"{info['url']}/audit", method="POST", headers={"authorization": f"Bearer {key}"}
+        )
+        with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
+            assert answer.status == 204
+
+    def figures(self, worker: str = "") -> dict[str, float]:
+        """The metrics of a worker, or of the front."""
+        status = self.workers()[worker]["status_url"] if worker else self.status
+        return figures_of(status)
+
+
+def figures_of(status: str) -> dict[str, float]:
+    """The metrics that a process shows at its status port."""
+    with urllib.request.urlopen(f"{status}/metrics", timeout=PATIENCE_S) as answer:
+        lines = answer.read().decode().splitlines()
+    return {
+        name: float(number)
+        for name, _, number in (line.rpartition(" ") for line in lines if line[:1] != "#")
+    }
+
+
+def at_rest(serve: Serve) -> None:
+    """No worker holds anything for a request, and each finds its books in order."""
+    for worker in serve.workers():
+
+        def idle(worker: str = worker) -> bool:
+            figures = serve.figures(worker)
+            held = [
+                figures[f'prefixkv_pages{{node="{worker}",state="{state}"}}']
+                for state in ("owned", "held", "quarantined")
+            ]
+            queued = [n for name, n in figures.items() if name.startswith("prefixkv_queue")]
+            return not any(held) and not any(queued)
+
+        until(idle)
+        serve.audit(worker)
+
+
+def client_of(serve: Serve, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=serve.url, api_key=key, timeout=PATIENCE_S, max_retries=0)
+
+
+def get(url: str) -> tuple[int, Any]:
+    """Status and JSON of what is there."""
+    try:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as error:
+        return error.code, json.load(error)
+
+
+class Expected:
+    """What the small model says by itself."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._model = copy_of(small_model(seed, trial=False))
+        self.texts = Texts(small_tokenizer(), CHAT_TEMPLATE)
+
+    def tokens(self, prompt: list[int], num: int) -> list[int]:
+        """Its greedy answer to these tokens."""
+        with torch.inference_mode():
+            out = self._model.generate(
+                torch.tensor([prompt]), max_new_tokens=num, do_sample=False, pad_token_id=0
+            )
+        return out[0, len(prompt) :].tolist()
+
+    def chat(self, messages: list[dict[str, str]], num: int) -> str:
+        """Its greedy answer to a chat, as text."""
+        return self.text(self.tokens(self.texts.chat(messages), num))
+
+    def text(self, tokens: list[int]) -> str:
+        text: str = self.texts.tokenizer.decode(tokens)
+        return text

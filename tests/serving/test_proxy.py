@@ -1,0 +1,454 @@
+"""The proxy, over real sockets, before servers that do on command what vLLM's do by chance: fail,
+say nothing, die in the middle. With real ones: tests/engines/vllm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from prefixkv.errors import ConfigError
+from prefixkv.serving.config import Limits, ListenSettings, ProxyConfig, ServerAt
+from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
+from prefixkv.serving.proxy import Proxy
+from tests.models.patience import NEVER_S, PATIENCE_S
+
+LIMITS = Limits(1 << 20, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
+Say = Callable[["Engine", dict[str, Any]], Awaitable[Response]]
+
+
+class Engine:
+    """A server of one role. `say` is what it does with a request, `asked` what was asked."""
+
+    def __init__(self, name: str, say: Say) -> None:
+        self.name, self.say = name, say
+        self.asked: list[dict[str, Any]] = []
+        self.under_way = 0
+        routes = [
+            Route("/v1/completions", self._take, methods=["POST"]),
+            Route("/v1/chat/completions", self._take, methods=["POST"]),
+            Route("/v1/models", self._models),
+        ]
+        self.server = HttpServer(make_app(routes), "127.0.0.1", 0, LIMITS)
+
+    async def _take(self, request: Request) -> Response:
+        body = json.loads(await request.body())
+        self.asked.append(body)
+        self.under_way += 1
+        work = asyncio.create_task(self._leave_with(request, body))
+        try:
+            return await work
+        finally:
+            self.under_way -= 1
+
+    async def _leave_with(self, request: Request, body: dict[str, Any]) -> Response:
+        saying = asyncio.ensure_future(self.say(self, body))
+        leaving = asyncio.ensure_future(request.receive())
+        await asyncio.wait((saying, leaving), return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if not saying.done():
+            saying.cancel()
+            return Response(status_code=499)
+        return saying.result()
+
+    async def _models(self, _: Request) -> Response:
+        return json_response({"data": [self.name]})
+
+    @property
+    def at(self) -> ServerAt:
+        return ServerAt(self.server.url, self.name)
+
+
+async def well(engine: Engine, body: dict[str, Any]) -> Response:
+    return json_response({"from": engine.name, "asked": body})
+
+
+async def never(engine: Engine, body: dict[str, Any]) -> Response:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def refusing(status: int, message: str = "no") -> Say:
+    async def say(engine: Engine, body: dict[str, Any]) -> Response:
+        raise ApiError(status, message)
+
+    return say
+
+
+class Stage:
+    """A proxy, its servers, and a client."""
+
+    def __init__(self, prefill: list[Say], decode: list[Say], config: ProxyConfig) -> None:
+        self.prefill = [Engine(f"prefill-{i}", say) for i, say in enumerate(prefill)]
+        self.decode = [Engine(f"decode-{i}", say) for i, say in enumerate(decode)]
+        self.proxy = Proxy(
+            config, [one.at for one in self.prefill], [one.at for one in self.decode]
+        )
+        self.client = httpx.AsyncClient(
+            base_url=self.proxy.server.url, timeout=PATIENCE_S, trust_env=False
+        )
+
+    async def complete(self, prompt: Any = "hello", **more: Any) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"prompt": prompt, **more})
+
+    async def counter(self, name: str) -> float:
+        answer = await self.client.get(f"{self.proxy.status.url}/metrics")
+        (line,) = [line for line in answer.text.splitlines() if line.startswith(f"{name} ")]
+        return float(line.split()[1])
+
+
+def run(
+    scene: Callable[[Stage], Awaitable[None]], prefill: list[Say] | None = None,
+    decode: list[Say] | None = None, api_key: str = "", limits: Limits = LIMITS,
+) -> None:  # fmt: skip
+    async def main() -> None:
+        config = ProxyConfig(listen=ListenSettings(api_key=api_key, limits=limits))
+        stage = Stage(prefill or [well], decode or [well], config)
+        async with AsyncExitStack() as stack:
+            for engine in (*stage.prefill, *stage.decode):
+                await engine.server.start()
+                stack.push_async_callback(engine.server.stop)
+            await stage.proxy.start()
+            stack.push_async_callback(stage.proxy.stop)
+            stack.push_async_callback(stage.client.aclose)
+            await asyncio.wait_for(scene(stage), PATIENCE_S)
+
+    asyncio.run(main())
+
+
+async def until(true: Callable[[], object]) -> None:
+    while not true():
+        await asyncio.sleep(0.005)
+
+
+def test_a_client_with_as_many_requests_as_it_may_have_is_refused() -> None:
+    async def scene(stage: Stage) -> None:
+        asking = asyncio.create_task(stage.complete())
+        await until(lambda: stage.decode[0].under_way)
+        refused = await stage.complete()
+        assert refused.status_code == 429
+        assert "rate_limit" in refused.text
+        asking.cancel()
+
+    run(scene, decode=[never], limits=replace(LIMITS, max_requests_per_client=1))
+
+
+def test_both_servers_are_asked_at_once_with_one_room() -> None:
+    async def scene(stage: Stage) -> None:
+        (prefill,), (decode,) = stage.prefill, stage.decode
+        asked = asyncio.create_task(
+            stage.complete(max_tokens=9, temperature=0, min_tokens=5, logprobs=1)
+        )
+        await until(lambda: prefill.asked and decode.asked)  # neither has answered
+        send, load = prefill.asked[0], decode.asked[0]
+        room = load["kv_transfer_params"]["room"]
+        assert load["kv_transfer_params"] == {
+            "do_remote_prefill": True, "room": room, "prefill": "prefill-0",
+        }  # fmt: skip
+        assert send["kv_transfer_params"] == {
+            "do_remote_decode": True, "room": room, "decode": "decode-0",
+        }  # fmt: skip
+        assert (load["max_tokens"], send["max_tokens"], send["stream"]) == (9, 1, False)
+        assert load["min_tokens"] == 5
+        assert not {"min_tokens", "logprobs"} & send.keys()
+        assert send["temperature"] == 0
+        asked.cancel()
+
+    run(scene, [never], [never])
+
+
+def test_what_decode_answers_is_passed_on_as_it_is() -> None:
+    async def scene(stage: Stage) -> None:
+        answer = await stage.complete(user="me")
+        assert answer.status_code == 200
+        told = answer.json()
+        assert (told["from"], told["asked"]["user"]) == ("decode-0", "me")
+        rooms = {engine.asked[0]["kv_transfer_params"]["room"] for engine in stage.decode}
+        await stage.complete()
+        rooms.add(stage.decode[0].asked[1]["kv_transfer_params"]["room"])
+        assert len(rooms) == 2  # each request has a room of its own
+        assert (await stage.client.get("/v1/models")).json() == {"data": ["decode-0"]}
+
+    run(scene)
+
+
+def test_a_stream_is_passed_on_piece_by_piece() -> None:
+    go_on = asyncio.Event()
+
+    async def stream(engine: Engine, body: dict[str, Any]) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            yield b"data: one\n\n"
+            await go_on.wait()
+            yield b"data: [DONE]\n\n"
+
+        assert body["stream"] is True
+        return Stream(pieces(), LIMITS, "text/event-stream")
+
+    async def scene(stage: Stage) -> None:
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+        async with stage.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            pieces = answer.aiter_raw()
+            assert await anext(pieces) == b"data: one\n\n"
+            go_on.set()
+            assert b"".join([piece async for piece in pieces]) == b"data: [DONE]\n\n"
+        send = stage.prefill[0].asked[0]
+        assert (send["max_tokens"], send["max_completion_tokens"]) == (1, 1)
+
+    run(scene, None, [stream])
+
+
+def test_a_client_that_leaves_ends_its_request_on_both() -> None:
+    async def scene(stage: Stage) -> None:
+        asked = asyncio.create_task(stage.complete())
+        engines = [*stage.prefill, *stage.decode]
+        await until(lambda: all(engine.under_way for engine in engines))
+        asked.cancel()
+        await until(lambda: not any(engine.under_way for engine in engines))
+
+    run(scene, [never], [never])
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_it_on_both() -> None:
+    ended: list[str] = []
+
+    async def stream(engine: Engine, body: dict[str, Any]) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            try:
+                yield b"data: one\n\n"
+                await asyncio.Event().wait()
+            finally:
+                ended.append(engine.name)
+
+        return Stream(pieces(), LIMITS, "text/event-stream")
+
+    async def scene(stage: Stage) -> None:
+        body = {"prompt": "hello", "stream": True}
+        async with stage.client.stream("POST", "/v1/completions", json=body) as answer:
+            await anext(answer.aiter_raw())
+            assert stage.prefill[0].under_way
+        await until(lambda: ended and not stage.prefill[0].under_way)
+
+    run(scene, [never], [stream])
+
+
+def test_a_prefill_server_that_fails_is_replaced_before_the_first_token() -> None:
+    async def scene(stage: Stage) -> None:
+        first, second = stage.prefill
+        answer = await stage.complete("a" * 5000)
+        assert answer.status_code == 200
+        broken, other = (first, second) if first.say is not well else (second, first)
+        (decode,) = stage.decode
+        if broken.asked:  # it was the first choice
+            rooms = [body["kv_transfer_params"]["room"] for body in decode.asked]
+            assert len(set(rooms)) == len(rooms) == 2
+            assert decode.asked[1]["kv_transfer_params"]["prefill"] == other.name
+            assert await stage.counter("prefixkv_proxy_retried_total") == 1
+        assert [body["kv_transfer_params"]["room"] for body in other.asked] == [
+            decode.asked[-1]["kv_transfer_params"]["room"]
+        ]
+        await until(lambda: decode.under_way == 0)
+
+    for order in ([refusing(500), well], [well, refusing(500)]):
+        run(scene, order, [_waits_for_prefill(order)])
+
+
+def _waits_for_prefill(order: list[Say]) -> Say:
+    """As decode does whose KV comes from a server that fails: nothing, till it is given up."""
+
+    async def say(engine: Engine, body: dict[str, Any]) -> Response:
+        params = body.get("kv_transfer_params")
+        if params and order[int(params["prefill"][-1])] is not well:
+            return await never(engine, body)
+        await asyncio.sleep(0.05)
+        return await well(engine, body)
+
+    return say
+
+
+def test_without_a_prefill_server_decode_computes_the_prompt() -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.prefill[0].server.stop()
+        answer = await stage.complete()
+        assert answer.status_code == 200
+        assert "kv_transfer_params" not in answer.json()["asked"]
+        assert await stage.counter("prefixkv_proxy_recomputed_total") == 1
+        health = (await stage.client.get(f"{stage.proxy.status.url}/health")).json()
+        assert list(health["prefill"].values()) == ["avoided"]
+
+    run(scene, [well], [_waits_for_prefill([never])])
+
+
+def test_what_prefill_says_of_a_clients_error_is_told() -> None:
+    async def scene(stage: Stage) -> None:
+        answer = await stage.complete()
+        assert answer.status_code == 400
+        assert "too long" in answer.json()["error"]["message"]
+        await until(lambda: stage.decode[0].under_way == 0)
+
+    run(scene, [refusing(400, "too long")], [never])
+
+
+def test_what_decode_says_of_a_clients_error_is_passed_on() -> None:
+    async def scene(stage: Stage) -> None:
+        answer = await stage.complete()
+        assert (answer.status_code, answer.json()["error"]["message"]) == (422, "odd")
+        await until(lambda: stage.prefill[0].under_way == 0)
+
+    run(scene, [never], [refusing(422, "odd")])
+
+
+def test_a_decode_server_that_is_gone_is_replaced() -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.decode[0].server.stop()
+        for _ in range(3):
+            answer = await stage.complete()
+            assert (answer.status_code, answer.json()["from"]) == (200, "decode-1")
+        await stage.decode[1].server.stop()
+        answer = await stage.complete()
+        assert answer.status_code == 503
+        health = await stage.client.get(f"{stage.proxy.status.url}/health")
+        assert health.status_code == 503
+
+    run(scene, None, [well, well])
+
+
+def test_an_error_of_decode_is_told_when_all_attempts_are_made() -> None:
+    async def scene(stage: Stage) -> None:
+        answer = await stage.complete()
+        assert answer.status_code == 502
+        assert "broken" in answer.json()["error"]["message"]
+        assert "kv_transfer_params" not in stage.decode[0].asked[-1]
+
+    run(scene, None, [refusing(500, "broken")])
+
+
+def test_a_stream_whose_server_dies_ends_with_an_error() -> None:
+    async def dies(engine: Engine, body: dict[str, Any]) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            yield b"data: one\n\n"
+            await asyncio.sleep(0.05)
+            engine.server._server.cut()
+
+        return Stream(pieces(), LIMITS, "text/event-stream")
+
+    async def scene(stage: Stage) -> None:
+        answer = await stage.complete(stream=True)
+        assert answer.text.startswith("data: one\n\n")
+        assert json.loads(answer.text.split("data: ")[2])["error"]["code"] == "worker_lost"
+        assert "[DONE]" not in answer.text
+
+    run(scene, None, [dies])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_samples", "brought"),
+    [
+        (["a", "b"], 1, ["a", "b"]),
+        ([[1, 2], [3]], 1, [[1, 2], [3]]),
+        ("a", 3, ["a"]),
+        ([1, 2], 1, None),
+    ],
+)
+def test_several_answers_or_prompts_are_brought_each_by_itself(
+    prompt: Any, num_samples: int, brought: list[Any] | None
+) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.complete(prompt, n=num_samples, max_tokens=4)
+        *before, last = stage.decode[0].asked
+        assert (last["prompt"], last["n"], last["max_tokens"]) == (prompt, num_samples, 4)
+        if brought is None:
+            assert before == []
+            assert "kv_transfer_params" in last
+            return
+        assert "kv_transfer_params" not in last
+        assert sorted(map(str, (body["prompt"] for body in before))) == sorted(map(str, brought))
+        assert all(body["n"] == body["max_tokens"] == 1 for body in before)
+        rooms = [body["kv_transfer_params"]["room"] for body in before]
+        assert len(set(rooms)) == len(brought)
+        sent = [body["kv_transfer_params"]["room"] for body in stage.prefill[0].asked]
+        assert sorted(sent) == sorted(rooms)
+
+    run(scene)
+
+
+def test_where_one_of_several_prompts_is_refused_the_others_end() -> None:
+    async def say(engine: Engine, body: dict[str, Any]) -> Response:
+        if body["prompt"] != "bad":
+            return await never(engine, body)
+        await until(lambda: len(engine.asked) == 3)
+        raise ApiError(400, "bad")
+
+    async def scene(stage: Stage) -> None:
+        answer = await stage.complete(["a", "bad", "b"])
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "bad")
+        await until(lambda: not any(one.under_way for one in (*stage.prefill, *stage.decode)))
+
+    run(scene, [say], [never])
+
+
+def test_the_next_turn_goes_where_the_first_went() -> None:
+    async def scene(stage: Stage) -> None:
+        chats = [[{"role": "user", "content": f"{i} {i}" * 1000}] for i in range(4)]
+        homes: dict[int, str] = {}
+        for turn in range(3):
+            for i, chat in enumerate(chats):
+                answer = await stage.client.post("/v1/chat/completions", json={"messages": chat})
+                assert homes.setdefault(i, answer.json()["from"]) == answer.json()["from"], turn
+                chat += [
+                    {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"}
+                ]  # fmt: skip
+        assert len(set(homes.values())) == 2
+
+    run(scene, None, [well, well])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "a", "kv_transfer_params": {"room": 1}}, "kv_transfer_params"),
+        ({"messages": []}, "prompt"),
+        ({"prompt": "a", "n": "two"}, "n"),
+        ({"prompt": "a", "stream": "yes"}, "stream"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+    ],
+)
+def test_what_the_proxy_refuses_itself(body: dict[str, Any], param: str) -> None:
+    async def scene(stage: Stage) -> None:
+        answer = await stage.client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert not stage.prefill[0].asked
+        assert not stage.decode[0].asked
+
+    run(scene)
+
+
+def test_a_key_is_demanded() -> None:
+    async def scene(stage: Stage) -> None:
+        assert (await stage.complete()).status_code == 401
+        stage.client.headers["authorization"] = "Bearer k"
+        assert (await stage.complete()).status_code == 200
+
+    run(scene, api_key="k")
+
+
+def test_servers_as_they_are_named() -> None:
+    one = ServerAt.of("http://127.0.0.1:8100/=tcp://127.0.0.1:14579")
+    assert one == ServerAt("http://127.0.0.1:8100", "tcp://127.0.0.1:14579")
+    for text in ("http://127.0.0.1:8100", "127.0.0.1:8100=a", "http://h=", "=", ""):
+        with pytest.raises(ConfigError, match="is no server"):
+            ServerAt.of(text)
+    config = ProxyConfig(listen=ListenSettings())
+    with pytest.raises(ConfigError, match="no prefill server"):
+        Proxy(config, [], [one])
+    with pytest.raises(ConfigError, match="named twice"):
+        Proxy(config, [one], [one, one])

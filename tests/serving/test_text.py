@@ -1,0 +1,77 @@
+"""Text to tokens, and chats as models' templates write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prefixkv.engines.hf.small import small_tokenizer
+from prefixkv.errors import ConfigError
+from prefixkv.serving.text import TextError, Texts, load_texts
+
+CHAT = [
+    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüß Gott, 世界"},
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    small_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def text_of(texts: Texts, tokens: list[int]) -> str:
+    return texts.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def test_the_small_models_words_become_the_same_tokens_again() -> None:
+    texts = load_texts("")
+    words = [*range(256, 512), *range(511, 255, -3)]
+    assert texts.plain(texts.tokenizer.decode(words)) == words
+    assert texts.tokenizer.decode(texts.plain("Grüß Gott,\n 世界\t!")) == "Grüß Gott,\n 世界\t!"
+    chat = "<|system|>Be brief.<|end|><|user|>Grüß Gott, 世界<|end|><|assistant|>"
+    assert text_of(texts, texts.chat(CHAT)) == chat
+    assert len(texts.chat(CHAT)) < len(chat)  # marks are one token each
+
+
+def test_a_folder_without_a_template_has_a_plain_one(folder: Path) -> None:
+    texts = load_texts(str(folder))
+    said = "system: Be brief.\nuser: Grüß Gott, 世界\nassistant:"
+    assert text_of(texts, texts.chat(CHAT)) == said
+
+
+def test_a_folders_own_template_is_used(folder: Path) -> None:
+    one = "{{ bos_token }}{{ messages[0].content }}{{ {'ü': 1} | tojson }}"
+    config = {"bos_token": {"content": "<s>"}, "chat_template": one}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    texts = load_texts(str(folder))
+    assert text_of(texts, texts.chat(CHAT)) == '<s>Be brief.{"ü": 1}'
+    config["chat_template"] = [
+        {"name": "tools", "template": "x"},
+        {"name": "default", "template": one},
+    ]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert text_of(texts, load_texts(str(folder)).chat(CHAT)) == '<s>Be brief.{"ü": 1}'
+    (folder / "chat_template.jinja").write_text("from the file")
+    assert text_of(texts, load_texts(str(folder)).chat(CHAT)) == "from the file"
+
+
+def test_what_a_template_refuses_or_must_not_do_is_an_error() -> None:
+    refusing = Texts(small_tokenizer(), "{{ raise_exception('users first') }}")
+    with pytest.raises(TextError, match="users first"):
+        refusing.chat(CHAT)
+    for escaping in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"):
+        with pytest.raises(TextError):
+            Texts(small_tokenizer(), escaping).chat(CHAT)
+    with pytest.raises(ConfigError, match="template"):
+        Texts(small_tokenizer(), "{% if %}")
+
+
+def test_a_folder_that_is_not_read_is_named(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is not read"):
+        load_texts(str(folder))
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        load_texts(str(tmp_path / "none"))

@@ -1,0 +1,219 @@
+"""What the backend for SGLang does without SGLang: keys that grow, slots, order, time, waiting.
+
+The rest runs on SGLang's own pools: `tests/engines/sglang`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixkv.cache.events import NO_PARENT, Inserted, PagePaths
+from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.engines.sglang.clock import RankClock, TimeMark
+from prefixkv.engines.sglang.keys import Packer, RequestKey, namespace_of
+from prefixkv.engines.sglang.order import weight_order
+from prefixkv.engines.sglang.slots import SlotTable
+from prefixkv.engines.sglang.waiting import NewPagesFirst, WaitingPrefixes
+from prefixkv.errors import TokenError
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+def words(tokens: list[int], bigram: bool) -> list[int]:
+    if not bigram:
+        return tokens
+    return [word for pair in pairwise(tokens) for word in pair]
+
+
+@given(
+    bigram=st.booleans(),
+    steps=st.lists(st.tuples(st.sampled_from("agn"), st.integers(0, 9)), max_size=12),
+)
+def test_a_key_that_grows_is_the_key_of_what_it_covers(
+    bigram: bool, steps: list[tuple[str, int]]
+) -> None:
+    """Asked for more, for less, of an array that grew and of another array."""
+    key, ids = RequestKey("lora", Packer(bigram)), array("q", [7, 8])
+    for what, number in steps:
+        if what == "g":
+            ids.extend(range(number))
+        elif what == "n":
+            ids = ids[:number]
+        else:
+            number += 3
+        covered = key.cover(ids, number)
+        assert covered.tokens().tolist() == words(list(ids[:number]), bigram)
+        assert covered.namespace == "lora"
+        ids.append(5)  # nothing of the key still holds the array's memory
+
+
+def test_only_what_was_added_is_packed_and_other_tokens_are_packed_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed: list[tuple[int, int]] = []
+    words_of = Packer.words
+    monkeypatch.setattr(
+        Packer,
+        "words",
+        lambda packer, ids, *ends: (packed.append(ends), words_of(packer, ids, *ends))[1],
+    )
+    key, ids = RequestKey(None, Packer(False)), array("q", range(1000))
+    for _ in range(3):
+        key.cover(ids, 999)
+    ids.extend(range(5))
+    key.cover(ids, 1005)
+    key.cover(ids, 100)
+    longer = ids + array("q", [7])  # SGLang puts the prompt and what came after it together
+    key.cover(longer, 1006)
+    assert packed == [(0, 999), (999, 1005), (1005, 1006)]
+    longer = longer[:]
+    longer[500] = 3
+    assert key.cover(longer, 1006).tokens()[500] == 3
+    assert packed[3:] == [(0, 1006)]
+
+
+def test_tokens_that_no_int32_holds_are_refused_and_the_key_stays() -> None:
+    key, ids = RequestKey(None, Packer(False)), array("q", [1, 2])
+    key.cover(ids, 2)
+    for bad in (-1, 1 << 31, 1 << 40):
+        ids.append(bad)
+        with pytest.raises(TokenError, match=str(bad)):
+            key.cover(ids, 3)
+        ids.pop()
+        assert key.cover(ids, 2).tokens().tolist() == [1, 2]
+
+
+def test_extra_keys_and_salts_make_namespaces() -> None:
+    names = [namespace_of(key, salt) for key in (None, "", "a") for salt in (None, "b")]
+    assert len(set(names)) == 6
+    assert namespace_of(None, "") is None
+
+
+# --- slots ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_pages_become_slots_and_slots_pages(page_size: int) -> None:
+    table = SlotTable(50, page_size, "cpu")
+    pages = np.array([49, 0, 7], np.int32)
+    slots = table.slots(pages)
+    assert slots.dtype == torch.int64
+    assert slots.tolist() == [p * page_size + i for p in (49, 0, 7) for i in range(page_size)]
+    assert table.pages(slots.to(torch.int32)).tolist() == [49, 0, 7]
+    slots += 1  # the caller's
+    assert table.slots(pages)[0] == 49 * page_size
+    assert len(table.slots(pages[:0])) == 0
+    assert table.on_device(pages).tolist() == [49, 0, 7]
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+def test_the_branch_that_most_are_on_comes_first_and_equals_stay_in_order() -> None:
+    tree = RadixCache(page_size=1)
+    prompts = [[1, 10], [2, 20], [2, 21], [3, 30], [1, 11], [2, 20, 5], [4]]
+    for page, prompt in enumerate(prompts):
+        tree.insert(prompt, range(10 * page, 10 * page + len(prompt)))
+    ends = [tree.match_prefix(prompt).node for prompt in prompts]
+    assert weight_order([*ends, None]) == [1, 5, 2, 0, 4, 3, 6, 7]
+    assert weight_order([]) == []
+    assert weight_order([None, None]) == [0, 1]
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def test_time_is_sent_with_requests_and_now_and_then_without() -> None:
+    clock = RankClock()
+    assert clock.mark(["a"], 1.0) == ["a", TimeMark(1.0)]
+    assert clock.mark([], 1.01) == []
+    assert clock.mark([], 1.06) == [TimeMark(1.06)]
+    assert clock.now_s == 0.0  # until it has come back
+    assert clock.take([TimeMark(3.0), "b", TimeMark(2.0)]) == ["b"]
+    assert clock.now_s == 3.0
+    clock.take([TimeMark(2.5)])
+    assert clock.now_s == 3.0
+
+
+# --- waiting --------------------------------------------------------------------------------------
+
+
+def ask(*tokens: int) -> SimpleNamespace:
+    return SimpleNamespace(key=RadixKey(tokens))
+
+
+def test_each_request_that_waits_is_told_once_and_taken_back_once() -> None:
+    tree = RadixCache(page_size=1)
+    waiting = WaitingPrefixes(tree, lambda request: request.key)
+    first, second = ask(1, 2), ask(1, 2)
+    waiting.follow([first, second])
+    waiting.follow([first, second])
+    assert tree.stats().num_wants == 2
+    first.key.append(3)  # a request's key grows once it runs
+    waiting.follow([second])
+    assert tree.stats().num_wants == 1
+    waiting.follow([])
+    assert tree.stats().num_wants == 0
+
+
+def test_prompts_are_matched_again_only_when_pages_came_or_went() -> None:
+    tree = RadixCache(page_size=1)
+    asked: list[object] = []
+
+    def key_of(request: SimpleNamespace) -> RadixKey:
+        asked.append(request)
+        return request.key
+
+    order = NewPagesFirst(tree, key_of, patience_s=5.0)
+    long, short = ask(1, 2, 3, 4), ask(9, 9)
+    queue = [long, short]
+    for _ in range(3):
+        order.order(queue, lambda item: item, 0.0)
+    assert queue == [short, long]
+    assert len(asked) == 2
+    tree.insert([1, 2, 3, 4], range(4))
+    order.order(queue, lambda item: item, 4.9)
+    assert queue == [long, short]
+    assert len(asked) == 4
+    late = ask(7)
+    queue.append(late)
+    order.order(queue, lambda item: item, 5.0)
+    assert queue == [long, short, late]
+    queue.remove(long)
+    order.order(queue, lambda item: item, 5.0)
+    queue.append(long)  # as another would that has its place in memory
+    order.order(queue, lambda item: item, 6.0)
+    assert queue == [short, long, late]
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+def test_pages_are_hashed_as_the_listener_says_and_runs_are_still_runs() -> None:
+    """Two namespaces whose first pages follow another hash; parents stay prefixkv's own."""
+    tree = RadixCache(page_size=2)
+    tree.drain_changes()
+    tree.insert([1, 2, 3, 4], [0, 1], namespace="s")
+    tree.insert([1, 2, 3, 4], [2, 3])
+    paths = PagePaths(
+        2,
+        hash_page=lambda before, tokens: before + bytes(tokens[::4]),
+        before_first=lambda namespace: b"" if namespace is None else b"salt",
+    )
+    for change in tree.drain_changes():
+        assert isinstance(change, Inserted)
+        paths.inserted(change)
+    told = [[(place.parent, place.key) for place in run] for run in paths.runs()]
+    assert told == [
+        [(NO_PARENT, b"salt\1\2"), (b"salt\1\2", b"salt\1\2\3\4")],
+        [(NO_PARENT, b"\1\2"), (b"\1\2", b"\1\2\3\4")],
+    ]
