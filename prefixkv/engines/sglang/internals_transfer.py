@@ -2,7 +2,8 @@
 
 Of SGLang's own classes that are derived from, these are called or set besides their methods: of a
 manager `kv_args`, `server_socket`, `local_ip`, `request_status`, `failure_records`,
-`prefill_info_table`, `attn_tp_size`, `enable_deferred_decode_kv_release`; of a sender
+`prefill_info_table`, `connection_pool`, `connection_lock`, `attn_tp_size`,
+`enable_deferred_decode_kv_release`; of a sender
 `_early_send_wait_event`, `num_kv_indices`, `curr_idx`, `aux_index`; of a receiver
 `bootstrap_infos`, `prefill_info`, `init_time`. Of a request: `origin_input_ids`, `output_ids`,
 `cache_salt`, `pd_rebootstrap_in_progress`. Of decode's transfer queue: `enable_deferred_kv_release`

@@ -48,6 +48,10 @@ class Receives:
         """Whether a peer may still write pages that were promised for it."""
         return room in self._rooms
 
+    def answers(self, prefill: str) -> bool:
+        """Whether the worker at this address was greeted, and is not silent."""
+        return self.transfers.peers().get(prefill, (None, ""))[1] == "ready"
+
     def open(
         self,
         room: int,

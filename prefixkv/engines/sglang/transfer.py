@@ -24,6 +24,7 @@ import zmq
 from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
 from prefixkv.engines.sglang import NAME
 from prefixkv.engines.sglang import internals_transfer as sgl
+from prefixkv.engines.sglang.fences import FenceFolder
 from prefixkv.engines.sglang.memory import Rows, pool_of
 from prefixkv.engines.sglang.receives import Receive, Receives
 from prefixkv.engines.sglang.sends import Send, Sends
@@ -38,6 +39,9 @@ TAG: Final = b"PREFIXKV"
 """Begins the message by which a decode rank announces itself: this, the room, its name."""
 FIELD: Final = "prefixkv"
 """Of a row of the bootstrap server: the rank's endpoint."""
+ASK_AGAIN_S: Final = 10.0
+"""How often the bootstrap server is asked anew for a rank that does not answer. SGLang asks on its
+scheduler's thread, and waits up to five seconds where that machine is gone."""
 
 POLLS: Final = {
     KVPoll.BOOTSTRAPPING: sgl.KVPoll.Bootstrapping,
@@ -113,7 +117,11 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
             page_size=args.page_size, device=device, tag=tag,
         )  # fmt: skip
         self._options = TransferOptions.of(os.environ.get(VARIABLE, ""))
+        self._fences: FenceFolder | None = None
+        self._asked_s: dict[str, float] = {}  # by SGLang's key of a prefill rank
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        if self._options.fence_folder:
+            self._fences = FenceFolder(self._options.fence_folder, self.name)
         if disaggregation_mode == sgl.DisaggregationMode.DECODE:
             # Pages of a request that failed are held until its room is drained, always.
             self.enable_deferred_decode_kv_release = True
@@ -148,12 +156,15 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         return {"model": model, "control": control, "transport": self._options.transport}
 
     def pump(self) -> None:
-        """Take what came since the last call."""
+        """Take what came since the last call, and what the operator says."""
         if self.receives is not None:
             self.receives.pump()
         if self.sends is not None:
             self._read_announcements(self.sends)
             self.sends.pump()
+        side = self.sends if self.receives is None else self.receives
+        if self._fences is not None and side is not None:
+            self._fences.look(side.transfers)
 
     def close(self) -> None:
         """Tell the peers; join the threads."""
@@ -195,10 +206,24 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         self.receives = Receives(DecodeTransfers(self._pool, config), self.page_size)
         _log.info("prefixkv's transfers: %s", self.name)
 
+    def forget_lost(self, bootstrap_addr: str) -> None:
+        """SGLang keeps what the bootstrap server said of a rank until some heartbeats have failed.
+        A rank that does not answer may be another process by now, at another endpoint."""
+        assert self.receives is not None
+        now_s = time.monotonic()
+        with self.connection_lock:
+            for key, infos in [*self.connection_pool.items()]:
+                if not key.startswith(f"{bootstrap_addr}_"):
+                    continue
+                answers = all(self.receives.answers(info[FIELD]) for info in infos)
+                if not answers and now_s - self._asked_s.get(key, -ASK_AGAIN_S) >= ASK_AGAIN_S:
+                    self._asked_s[key] = now_s
+                    del self.connection_pool[key]
+
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nothing writes the room's pages any more."""
         assert self.receives is not None
-        self.receives.pump()
+        self.pump()
         return not self.receives.is_held(bootstrap_room)
 
 
@@ -296,6 +321,10 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.update_status(self.bootstrap_room, sgl.KVPoll.Failed)
         self.conclude_state = sgl.KVPoll.Failed
 
+    def _setup_bootstrap_infos(self) -> None:
+        self.kv_mgr.forget_lost(self.bootstrap_addr)
+        super()._setup_bootstrap_infos()
+
     def _register_kv_args(self) -> bool:
         """What the bootstrap server said has to be of a server that this can receive from."""
         info, size = self.prefill_info, self.kv_mgr.attn_tp_size
@@ -350,7 +379,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
 
     def poll(self) -> int:
         if self.conclude_state is None:
-            self.receives.pump()
+            self.kv_mgr.pump()
             self._conclude()
         status: int = super().poll()
         return status

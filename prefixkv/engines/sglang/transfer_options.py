@@ -21,13 +21,15 @@ class TransferOptions:
     `name` is the server's, one of its own, the same after a restart; "": its address and port.
     `bind` is where each rank of a prefill server listens, with a port of `*`; "": the loopback
     interface, or the machine's address where keys are set or `allow_remote_without_keys`. `model`
-    is what both servers have to agree on; "": the last part of the model's served name. `control`
-    and `transport` are the fields of `ControlConfig` and `TransportConfig`.
+    is what both servers have to agree on; "": the last part of the model's served name.
+    `fence_folder` is where an operator says which peers are dead (`fences.py`); "": nobody does.
+    `control` and `transport` are the fields of `ControlConfig` and `TransportConfig`.
     """
 
     name: str = ""
     bind: str = ""
     model: str = ""
+    fence_folder: str = ""
     control: ControlConfig = field(default_factory=ControlConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
 

@@ -3,9 +3,11 @@ the queue that holds what failed."""
 
 from __future__ import annotations
 
+import json
 import pkgutil
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +26,7 @@ from sglang.srt.disaggregation.utils import (
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from prefixkv.engines.sglang import internals as sgl
-from prefixkv.engines.sglang import plugin
+from prefixkv.engines.sglang import plugin, transfer
 from prefixkv.engines.sglang.transfer import CLASSES, prompt_of
 from prefixkv.errors import ConfigError
 from tests.engines.sglang.inside.desk import Desk, Request
@@ -166,6 +168,68 @@ def test_prefill_that_was_started_again_is_found_at_its_new_endpoint(pair: Pair)
     sender, receiver = pair.sender(request(9)), pair.receiver(request(9))
     receiver.send_metadata([1, 2, 3, 4, 5, 6], 0, [], decode_prefix_len=0)
     pair.until_polls(sender, KVPoll.WaitingForInput)
+
+
+def test_prefill_that_was_replaced_meanwhile_serves_the_first_request(pair: Pair) -> None:
+    """Between two requests, before SGLang's heartbeats have failed."""
+    sender, receiver = pair.sender(request(8)), pair.receiver(request(8))
+    receiver.send_metadata([1, 2, 3, 4, 5, 6], 0, [], decode_prefix_len=0)
+    pair.until_polls(sender, KVPoll.WaitingForInput)
+    sender.init(6, 0)
+    pair.write_row(0, room=8, token=1)
+    sender.send([1, 2, 3, 4, 5, 6])
+    pair.until_polls(receiver, KVPoll.Success)
+    endpoint = pair.prefill.endpoint
+    asked, (known,) = pair.receiver(request(20)), pair.decode.connection_pool.values()
+    assert asked.bootstrap_infos[0] is known[0]  # while it answers, nobody asks again
+    pair.prefill.close()
+    pair.prefill = CLASSES[KVClassType.MANAGER](
+        pair.source.args, DisaggregationMode.PREFILL, SERVER
+    )
+    assert pair.prefill.endpoint != endpoint
+    until(lambda: not pair.decode.receives.answers(endpoint))
+    assert pair.decode.connection_pool
+    sender, receiver = pair.sender(request(9)), pair.receiver(request(9))
+    receiver.send_metadata([1, 2, 3, 4, 5, 6], 0, [], decode_prefix_len=0)
+    pair.until_polls(sender, KVPoll.WaitingForInput)
+
+
+def test_a_prefill_that_does_not_answer_is_asked_for_again_only_now_and_then(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's scheduler stands still while it asks."""
+    monkeypatch.setattr(pair.decode.receives, "answers", lambda prefill: False)
+    first = pair.receiver(request(1)).bootstrap_infos[0]
+    second = pair.receiver(request(2)).bootstrap_infos[0]
+    third = pair.receiver(request(3)).bootstrap_infos[0]
+    assert first is not second
+    assert second is third
+    for key in pair.decode._asked_s:
+        pair.decode._asked_s[key] -= transfer.ASK_AGAIN_S
+    assert pair.receiver(request(4)).bootstrap_infos[0] is not third
+
+
+def test_an_operators_folder_is_read_as_the_rank_is_polled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv("PREFIXKV_TRANSFER", json.dumps({"fence_folder": str(tmp_path)}))
+    with pytest.raises(ConfigError, match=r"fence_folder .* has mode 755"):
+        CLASSES[KVClassType.MANAGER](Rank(filled=False).args, DisaggregationMode.DECODE, SERVER)
+    tmp_path.chmod(0o700)
+    pair = Pair()
+    sender, receiver = pair.sender(request(9)), pair.receiver(request(9))
+    receiver.send_metadata([1, 2, 3, 4, 5, 6], 0, [], decode_prefix_len=0)
+    pair.until_polls(sender, KVPoll.WaitingForInput)
+    told = sorted(path.name for path in tmp_path.iterdir())
+    assert told == [f"{pair.decode.name}.lost", f"{pair.prefill.name}.lost"]
+    prefill = pair.prefill.sends.transfers.peer_id
+    (tmp_path / "fences").write_text(f"{prefill.name} {prefill.incarnation:x}\n")
+    until(lambda: pair.decode.is_abort_release_safe(9, 1))  # of a request that has failed
+    assert receiver.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError, match="was fenced"):
+        receiver.failure_exception()
+    pair.close()
 
 
 def test_prefill_with_another_tensor_parallelism_is_refused_by_name(pair: Pair) -> None:

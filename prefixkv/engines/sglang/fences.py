@@ -1,0 +1,133 @@
+"""A folder in which a server tells which peers it has lost, and an operator says which are dead.
+
+SGLang has no call that a plug-in could answer: its routes are its own. So each rank writes what it
+holds for peers that are silent or over to `RANK.lost`, and reads `fences`, a line for each process
+that is dead: its name and its life, as `RANK.lost` and the log have them. Whoever can write there
+decides whose pages are used again: the folder has to be its owner's alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Final, Protocol
+
+from prefixkv.errors import ConfigError
+from prefixkv.protocol.ids import PeerId
+
+_log = logging.getLogger("prefixkv.sglang")
+
+FENCES: Final = "fences"
+LOOK_EVERY_S: Final = 1.0
+MAX_BYTES: Final = 1 << 20
+"""Of `fences` that are read; lines behind them are not."""
+
+
+class Transfers(Protocol):
+    """Of `DecodeTransfers` and `PrefillTransfers`, what is used here."""
+
+    def fence(self, peer: str, incarnation: int) -> None: ...
+
+    def lost_peers(self) -> dict[PeerId, tuple[str, int]]: ...
+
+
+class FenceFolder:
+    """A rank's. One thread's: SGLang's scheduler.
+
+    Args:
+        folder: shared by all ranks, and by any number of servers of one user.
+        rank: this one's name.
+    Raises:
+        ConfigError: a folder that is not there, or that others than its owner, this process's user,
+            may use.
+    """
+
+    def __init__(self, folder: str, rank: str) -> None:
+        self._folder = Path(folder)
+        if why := _open_to_others(self._folder, folder=True):
+            raise ConfigError(f"fence_folder {folder!r} {why}")
+        self._tells = self._folder / f"{rank.replace('/', '_')}.lost"
+        self._told: str | None = None
+        self._read: tuple[int, ...] = ()  # which version of `fences`
+        self._fenced: set[PeerId] = set()
+        self._next_s = float("-inf")
+
+    def look(self, transfers: Transfers) -> None:
+        """Fence what the operator has named, and tell what is lost. Cheap: once a second."""
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + LOOK_EVERY_S
+        try:
+            for peer in self._named():
+                if peer not in self._fenced:
+                    self._fenced.add(peer)
+                    _log.warning("%s is fenced, as %s says", peer, self._folder / FENCES)
+                    transfers.fence(*peer)
+            self._tell(transfers.lost_peers())
+        except OSError as error:  # the folder is not what it was; rooms go on
+            _log.warning("fence_folder: %s", error)
+
+    def _named(self) -> list[PeerId]:
+        """Whom `fences` names, if it has changed."""
+        path = self._folder / FENCES
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            self._read = ()
+            return []
+        version = found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode, found.st_uid
+        if version == self._read:
+            return []
+        self._read = version
+        why = _open_to_others(self._folder, folder=True) or _open_to_others(path, folder=False)
+        if why:
+            _log.warning("%s is not read: it, or its folder, %s", path, why)
+            return []
+        peers = []
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES)
+        for line in text.decode(errors="replace").splitlines():
+            if not line.strip() or line.startswith("#"):
+                continue
+            name, _, life = line.strip().rpartition(" ")
+            try:
+                peers.append(PeerId(name.strip(), int(life, 16)))
+            except ValueError:
+                name = ""
+            if not name:
+                _log.warning("%s: %r is no name and life", path, line[:200])
+        return [peer for peer in peers if peer.name]
+
+    def _tell(self, lost: dict[PeerId, tuple[str, int]]) -> None:
+        told = json.dumps(
+            [
+                {"peer": peer.name, "life": f"{peer.incarnation:x}", "why": why, "held": held}
+                for peer, (why, held) in sorted(lost.items())
+            ]
+        )
+        if told == self._told:
+            return
+        whole = self._tells.with_suffix(".lost.new")
+        whole.write_text(told + "\n")
+        whole.replace(self._tells)
+        self._told = told
+
+
+def _open_to_others(path: Path, *, folder: bool) -> str:
+    """Why others than this user and root could change it; "": they could not."""
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        return f"cannot be looked at: {error.strerror}"
+    if not (stat.S_ISDIR if folder else stat.S_ISREG)(found.st_mode):
+        return f"is no {'folder' if folder else 'file'}"
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {found.st_uid}, not to this process's, {os.geteuid()}"
+    if found.st_mode & (0o077 if folder else 0o022):
+        return f"has mode {stat.S_IMODE(found.st_mode):o}: it has to be its owner's alone"
+    return ""
