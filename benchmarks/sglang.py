@@ -169,6 +169,14 @@ def sglang(
         Path | None,
         typer.Option(help="Run servers for bursts, aborts and kills instead; a folder."),
     ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(help="Run servers for a --part of the table instead; a folder."),
+    ] = None,
+    part: Annotated[str, typer.Option(help="agents, chat or queue.")] = "queue",
+    side: Annotated[
+        list[str] | None, typer.Option(help="Only these of the part, in this order.")
+    ] = None,
     kills: Annotated[int, typer.Option(min=0, help="Of prefill, with --transfers.")] = 10,
     out: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
 ) -> None:
@@ -190,6 +198,18 @@ def sglang(
         if out is not None:
             _write(out, {"transfers": result})
         return
+    if table is not None:
+        from benchmarks import sglang_table
+
+        sides = side or list(sglang_table.PARTS.get(part, ()))
+        load = round(os.getloadavg()[0], 1)
+        of_sides = sglang_table.measure(table, part, sides)
+        told = {one: {"commit": _commit(), "load": load, **row} for one, row in of_sides.items()}
+        Console().print(told)
+        if out is not None:
+            before = json.loads(out.read_text()).get("table", {}) if out.is_file() else {}
+            _write(out, {"table": {**before, part: {**before.get(part, {}), **told}}})
+        return
     import torch
 
     torch.set_num_threads(1)
@@ -197,10 +217,10 @@ def sglang(
     desk = _desk()
     rows = [row for num_tokens in SIZES for row in measure(desk, num_tokens, rounds)]
     columns = ("what", "name", "tokens", "us", "peer_us", "ratio_to_peer", "goal")
-    table = Table(*columns)
+    shown = Table(*columns)
     for row in rows:
-        table.add_row(*(str(row.get(column, "")) for column in columns))
-    Console().print(table)
+        shown.add_row(*(str(row.get(column, "")) for column in columns))
+    Console().print(shown)
     if out is not None:
         recipe = {
             "command": "python -m benchmarks sglang", "rounds": rounds, "page_size": PAGE_SIZE,

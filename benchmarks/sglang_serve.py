@@ -76,7 +76,7 @@ class Pair:
 
     Args:
         more: options of both.
-        decode_tokens: of decode's pool.
+        decode_tokens, prefill_tokens: of their pools.
         on_prefill: options of prefill alone.
     """
 
@@ -87,12 +87,13 @@ class Pair:
         logs: Path,
         decode_tokens: int = DECODE_TOKENS,
         on_prefill: Sequence[str] = (),
+        prefill_tokens: int = 16384,
     ) -> None:
         self.ports = {"prefill": _free_port(), "decode": _free_port()}
         self.bootstrap = _free_port()
         sides = {
             "prefill": [
-                "--max-total-tokens", "16384",
+                "--max-total-tokens", str(prefill_tokens),
                 "--disaggregation-bootstrap-port", str(self.bootstrap), *on_prefill,
             ],
             "decode": [
@@ -158,11 +159,11 @@ class Pair:
     def told(self, side: str) -> str:
         return self.logs[side].read_text(errors="replace")
 
-    def body(self, ids: list[int], room: int) -> dict[str, Any]:
+    def body(self, ids: list[int], room: int, output: int = OUTPUT) -> dict[str, Any]:
         return {
             "input_ids": ids, "bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap,
             "bootstrap_room": room, "rid": f"request-{room}",
-            "sampling_params": {"temperature": 0, "max_new_tokens": OUTPUT, "ignore_eos": True},
+            "sampling_params": {"temperature": 0, "max_new_tokens": output, "ignore_eos": True},
         }  # fmt: skip
 
     def generate(self, ids: list[int], room: int) -> list[int]:

@@ -10,6 +10,7 @@ import json
 import random
 import re
 import statistics
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -18,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.sglang_serve import SIDES, VOCABULARY, Pair, make_model, post
+from benchmarks.sglang_serve import OUTPUT, SIDES, VOCABULARY, Pair, make_model, post
 
 BURSTS, REQUESTS, PROMPT = 3, 16, 1024
 LONG: Final = 4096
@@ -62,40 +63,55 @@ class Run:
         self._rng = random.Random(11)
         self._room = 0
         self._pool = ThreadPoolExecutor(2 * REQUESTS)
+        self._lock = threading.Lock()
         self.check()
 
-    def _prompt(self, length: int) -> list[int]:
+    def prompt(self, length: int) -> list[int]:
         return [self._rng.randrange(3, VOCABULARY) for _ in range(length)]
 
     def check(self) -> None:
         """Both serve, and say the same of the same prompt, new and cached."""
-        prompt = self._prompt(300)
-        answers = []
-        for _ in range(2):
-            self._room += 1
-            answers.append(self._pair.generate(prompt, self._room))
-        assert answers[0] == answers[1]
+        prompt = self.prompt(300)
+        assert self.ask(prompt) == self.ask(prompt)
+
+    def ask(self, prompt: list[int]) -> list[int]:
+        """What decode answers."""
+        self._room += 1
+        return self._pair.generate(prompt, self._room)
 
     # --- a burst ----------------------------------------------------------------------------------
 
     def bursts(self) -> dict[str, Any]:
-        before, waits = self._sent_mb(), []
+        before, waits = self.sent_mib(), []
         for _ in range(BURSTS):
-            prompt = self._prompt(PROMPT)
+            prompt = self.prompt(PROMPT)
             self._room += REQUESTS
             rooms = range(self._room - REQUESTS + 1, self._room + 1)
             waits += list(self._pool.map(lambda room, ids=prompt: self._ttft_s(ids, room), rooms))
-        sent_mb = self._sent_mb() - before
+        sent_mib = self.sent_mib() - before
         cuts = statistics.quantiles(waits, n=20)
         return {
             "ttft_p50_ms": round(1e3 * statistics.median(waits)),
             "ttft_p95_ms": round(1e3 * cuts[18]), "requests": len(waits),
-            "sent_mib": round(sent_mb, 1),
+            "sent_mib": round(sent_mib, 1),
         }  # fmt: skip
 
-    def _ttft_s(self, ids: list[int], room: int) -> float:
+    def stream(self, ids: list[int], output: int, begun: threading.Event | None = None) -> float:
+        """As `_ttft_s`, of a request of its own; it has `begun` when the first token is here."""
+        with self._lock:
+            self._room += 1
+            room = self._room
+        return self._ttft_s(ids, room, output, begun)
+
+    def _ttft_s(
+        self,
+        ids: list[int],
+        room: int,
+        output: int = OUTPUT,
+        begun: threading.Event | None = None,
+    ) -> float:
         """Until decode has streamed the first token; both are asked at once."""
-        body = self._pair.body(ids, room)
+        body = self._pair.body(ids, room, output)
         prefill = ThreadPoolExecutor(1)
         asked = prefill.submit(post, f"{self._pair.url('prefill')}/generate", body)
         request = urllib.request.Request(
@@ -106,6 +122,8 @@ class Run:
         with urllib.request.urlopen(request, timeout=600) as answer:
             answer.readline()
             wait_s = time.perf_counter() - began
+            if begun is not None:
+                begun.set()
             answer.read()
         asked.result()
         prefill.shutdown()
@@ -117,7 +135,7 @@ class Run:
         """A long request of which prefill has begun that many chunks, and what becomes of it on
         prefill and decode."""
         self._room += 1
-        body, before = self._pair.body(self._prompt(length), self._room), self._batches()
+        body, before = self._pair.body(self.prompt(length), self._room), self._batches()
         ended = [self._pool.submit(self._ask, side, body) for side in self._pair.ports]
         while self._batches() < before + chunks:
             time.sleep(0.005)
@@ -187,7 +205,7 @@ class Run:
         found = re.findall(rf'^{HELD}{{.*outcome="(\w+)".*}} (\S+)$', self._metrics("decode"), re.M)
         return {outcome: int(float(count)) for outcome, count in found}
 
-    def _sent_mb(self) -> float:
+    def sent_mib(self) -> float:
         said = re.findall(
             r"^sglang:kv_transfer_total_mb_sum{.*} (\S+)$", self._metrics("prefill"), re.M
         )

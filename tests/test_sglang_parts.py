@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from prefixkv.cache.events import NO_PARENT, Inserted, PagePaths
 from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
 from prefixkv.engines.sglang.clock import RankClock, TimeMark
+from prefixkv.engines.sglang.joins import Joins
 from prefixkv.engines.sglang.keys import Packer, RequestKey, namespace_of
 from prefixkv.engines.sglang.order import weight_order
 from prefixkv.engines.sglang.slots import SlotTable
-from prefixkv.engines.sglang.waiting import NewPagesFirst, WaitingPrefixes
+from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst, WaitingPrefixes
 from prefixkv.errors import TokenError
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def test_prompts_are_matched_again_only_when_pages_came_or_went() -> None:
         asked.append(request)
         return request.key
 
-    order = NewPagesFirst(tree, key_of, patience_s=5.0)
+    order = NewPagesFirst(Depths(tree, key_of), patience_s=5.0)
     long, short = ask(1, 2, 3, 4), ask(9, 9)
     queue = [long, short]
     for _ in range(3):
@@ -193,6 +194,121 @@ def test_prompts_are_matched_again_only_when_pages_came_or_went() -> None:
     queue.append(long)  # as another would that has its place in memory
     order.order(queue, lambda item: item, 6.0)
     assert queue == [short, long, late]
+
+
+class Queue:
+    """Requests by name, a letter a page of their prompt; `come` puts one's prompt into the tree."""
+
+    def __init__(self) -> None:
+        self.tree = RadixCache(page_size=2)
+        self.asked = 0
+        self.requests: dict[str, SimpleNamespace] = {}
+        self.joins = Joins(Depths(self.tree, self._key_of), 2 * TOKEN_BYTES)
+        self.coming: list[SimpleNamespace] = []
+
+    def _key_of(self, request: SimpleNamespace) -> RadixKey:
+        self.asked += 1
+        return request.key
+
+    def add(self, name: str, pages: str, namespace: str = "", rest: int = 0) -> None:
+        tokens = [ord(page) for page in pages for _ in range(2)] + [0] * rest
+        self.requests[name] = SimpleNamespace(key=RadixKey(tokens, namespace or None))
+
+    def held(self, *names: str) -> list[str]:
+        held = self.joins.held([self.requests[name] for name in names], self.coming)
+        return [name for name in names if id(self.requests[name]) in held]
+
+    def admit(self, *names: str) -> None:
+        admitted = [self.requests[name] for name in names]
+        self.joins.begin(admitted)
+        self.coming += admitted
+
+    def come(self, name: str) -> None:
+        key = self.requests[name].key
+        whole = len(key) // 2 * 2
+        start = self.tree.num_pages
+        matched = self.tree.match_prefix(key)
+        new = range(start, start + whole // 2 - matched.depth)
+        self.tree.insert(key, [*matched.pages, *new])
+        self.fail(name)
+
+    def fail(self, name: str) -> None:
+        self.coming.remove(self.requests[name])
+
+
+def test_what_another_request_brings_is_waited_for() -> None:
+    queue = Queue()
+    for name in ("first", "second", "third"):
+        queue.add(name, "abcdef", rest=1)
+    queue.add("other", "xbcdef")
+    queue.add("salted", "abcdef", namespace="salt")
+    assert queue.held("first", "second", "other", "third", "salted") == ["second", "third"]
+    queue.admit("first")
+    assert queue.held("second", "third", "other") == ["second", "third"]
+    queue.come("first")
+    assert queue.held("second", "third") == []
+    assert queue.joins.num_joined == 2
+
+
+def test_when_what_was_to_bring_it_fails_the_next_one_does() -> None:
+    queue = Queue()
+    for name in ("first", "second", "third"):
+        queue.add(name, "abcdef")
+    queue.admit("first")
+    assert queue.held("second", "third") == ["second", "third"]
+    queue.fail("first")
+    assert queue.held("second", "third") == ["third"]
+    assert queue.held("third") == []  # nobody brings it
+
+
+def test_a_small_part_is_not_waited_for() -> None:
+    """Of pages that are not in the tree; half of them is enough."""
+    queue = Queue()
+    queue.add("known", "st")
+    queue.coming.append(queue.requests["known"])
+    queue.come("known")
+    queue.add("first", "stabcd")
+    queue.add("less", "stabcdwxyz12345")
+    queue.add("half", "stabcdwxyz")
+    queue.add("one page", "stauvw")
+    queue.add("shorter", "stab")
+    queue.add("cached", "st")
+    queue.admit("first")
+    assert queue.held("less", "half", "one page", "shorter", "cached") == ["half", "shorter"]
+
+
+def test_prompts_that_begin_alike_are_told_apart() -> None:
+    """Two that go on differently behind the same page lead, each those that go on as it does."""
+    queue = Queue()
+    for name, pages in {
+        "a": "pqabcdef",
+        "b": "pqABCDEF",
+        "a2": "pqabcdef",
+        "b2": "pqABCDEF",
+    }.items():
+        queue.add(name, pages)
+    assert queue.held("a", "b", "b2", "a2") == ["b2", "a2"]
+    for name in ("pq", "zq"):
+        queue.add(name, name)
+        queue.coming.append(queue.requests[name])
+        queue.come(name)
+    queue.add("same page, other path", "zqabcdef")
+    queue.admit("a")
+    assert queue.held("same page, other path", "a2") == ["a2"]
+
+
+def test_nothing_is_looked_at_again_where_nothing_changed() -> None:
+    queue = Queue()
+    for name in ("first", "second", "third"):
+        queue.add(name, "abcd")
+    queue.admit("first")
+    for _ in range(3):
+        assert queue.held("second", "third") == ["second", "third"]
+    assert queue.asked == 3
+    assert queue.held("third", "second") == ["third", "second"]
+    queue.requests["fourth"] = SimpleNamespace(key=RadixKey([9, 9]))
+    assert queue.held("third", "fourth") == ["third"]
+    assert queue.joins.num_joined == 2
 
 
 # --- events ---------------------------------------------------------------------------------------

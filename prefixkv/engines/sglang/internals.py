@@ -2,7 +2,9 @@
 
 Of a request are read: `origin_input_ids`, `full_untruncated_fill_ids`, `extra_key`, `cache_salt`,
 `priority`, `last_node`, `lock`, `finished()`, and of its `kv` record `req_pool_idx`,
-`cache_protected_len` and `cache_inserted_len`. Besides: the allocator's `free_segment`,
+`cache_protected_len` and `cache_inserted_len`; of decode's queue `queue`, whose items have
+`req`, `waiting_for_input` and `is_rebootstrap`, `transfer_queue.queue` and
+`scheduler.waiting_queue`. Besides: the allocator's `free_segment`,
 `free_page_ids`, `size`, `page_size` and `device`, and the pool's `req_to_token` and `write`.
 """
 
@@ -43,6 +45,7 @@ RECEIVER_BROADCAST = (
     "SchedulerRequestReceiver._broadcast_reqs_across_ranks"
 )
 POP_PREALLOCATED = "sglang.srt.disaggregation.decode.DecodePreallocQueue.pop_preallocated"
+UPDATE_HANDSHAKES = "sglang.srt.disaggregation.decode.DecodePreallocQueue._update_handshake_waiters"
 CALC_PRIORITY = "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority"
 NIXL_MEMORY_KINDS = "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds"
 
@@ -64,6 +67,7 @@ __all__ = [
     "POP_PREALLOCATED",
     "RECEIVER_BROADCAST",
     "TRANSFER_UTILS",
+    "UPDATE_HANDSHAKES",
     "BasePrefixCache",
     "BlockRemoved",
     "BlockStored",

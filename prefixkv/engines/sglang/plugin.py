@@ -7,6 +7,8 @@ Settings are environment variables, for SGLang's command line takes no options o
     PREFIXKV_HINTS      0: the tree is not told which prefixes are waited for
     PREFIXKV_ADMISSION  fifo: SGLang's order of the decode queue; hit_aware (default)
     PREFIXKV_PATIENCE_S how long hit_aware lets others pass, seconds
+    PREFIXKV_JOIN       0: each request of decode's queue has all that it lacks sent, even where
+                        another brings it
     PREFIXKV_CPU_NIXL   1: KV is in host memory, for SGLang's NIXL backend on a CPU
     PREFIXKV_TRANSFER   JSON, of the transfer backend: `transfer_options.py`
 """
@@ -17,9 +19,11 @@ import logging
 import os
 import time
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
+from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.engines.sglang import NAME, TESTED
 from prefixkv.errors import ConfigError
 
@@ -42,8 +46,11 @@ def load() -> None:
     if sgl.get_radix_cache_factory(NAME) is None:
         sgl.register_radix_cache_backend(NAME, build)
         sgl.HookRegistry.register(sgl.RECEIVER_BROADCAST, _with_time, sgl.HookType.AROUND)
-        if _number("PREFIXKV_HINTS", 1) or _admission() == "hit_aware":
+        joins = _number("PREFIXKV_JOIN", 1)
+        if _number("PREFIXKV_HINTS", 1) or joins or _admission() == "hit_aware":
             sgl.HookRegistry.register(sgl.POP_PREALLOCATED, _around_pop, sgl.HookType.AROUND)
+        if joins:
+            sgl.HookRegistry.register(sgl.UPDATE_HANDSHAKES, _after_handshakes, sgl.HookType.AFTER)
         if _number("PREFIXKV_HINTS", 1):
             sgl.HookRegistry.register(sgl.CALC_PRIORITY, _after_priority, sgl.HookType.AFTER)
         if _number("PREFIXKV_CPU_NIXL", 0):
@@ -147,27 +154,58 @@ def _with_time(
 
 
 def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    """Decode's queue: what it waits for, and in what order."""
+    """Decode's queue: what it waits for, in what order, and what comes with another."""
     from prefixkv.engines.sglang.clock import CLOCK
-    from prefixkv.engines.sglang.waiting import NewPagesFirst
 
     cache = _ours(queue.tree_cache)
     if cache is None:
         return original(queue, *args, **named)
+    desk = _desk(queue, cache)
     if _admission() == "hit_aware" and not queue.scheduler.enable_priority_scheduling:
-        order = queue.__dict__.get("prefixkv_order")
-        if order is None:
-            patience_s = _number("PREFIXKV_PATIENCE_S", 5.0)
-            order = NewPagesFirst(cache.tree, cache.key_of_waiting, patience_s)
-            queue.prefixkv_order = order
-        order.order(queue.queue, _request, CLOCK.now_s)
+        desk.order.order(queue.queue, _request, CLOCK.now_s)
     hints = _number("PREFIXKV_HINTS", 1)
     if hints:
         _follow(queue, cache, [item.req for item in queue.queue])
     popped = original(queue, *args, **named)
     if hints:
         _follow(queue, cache, [item.req for item in queue.queue])
+    if _number("PREFIXKV_JOIN", 1):
+        desk.joins.begin(item.req for item in popped[0] if not item.is_rebootstrap)
     return popped
+
+
+def _after_handshakes(_result: Any, queue: Any, *_args: Any, **_named: Any) -> None:
+    """SGLang has just found out which requests could be admitted, and tries them next: those that
+    join another are not ready yet."""
+    cache = _ours(queue.tree_cache)
+    if cache is None:
+        return
+    ready = [
+        item for item in queue.queue
+        if item.waiting_for_input and not item.is_rebootstrap and not item.req.finished()
+    ]  # fmt: skip
+    coming = [item.req for item in queue.transfer_queue.queue] + queue.scheduler.waiting_queue
+    joins = _desk(queue, cache).joins
+    held = joins.held([item.req for item in ready], coming)
+    cache.counters["joined_requests"] = joins.num_joined
+    for item in ready:
+        if id(item.req) in held:
+            item.waiting_for_input = False
+
+
+def _desk(queue: Any, cache: Any) -> Any:
+    """What is kept of decode's queue, on the queue."""
+    desk = queue.__dict__.get("prefixkv_desk")
+    if desk is None:
+        from prefixkv.engines.sglang.joins import Joins
+        from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst
+
+        depths = Depths(cache.tree, cache.key_of_waiting)
+        desk = queue.prefixkv_desk = SimpleNamespace(
+            order=NewPagesFirst(depths, _number("PREFIXKV_PATIENCE_S", 5.0)),
+            joins=Joins(depths, cache.tree.page_size * TOKEN_BYTES),
+        )
+    return desk
 
 
 def _after_priority(

@@ -134,6 +134,7 @@ def test_hooks_are_where_sglang_has_what_they_hook() -> None:
     hooked = {target: [kind for kind, *_ in found] for target, found in HookRegistry._hooks.items()}
     assert hooked[sgl.RECEIVER_BROADCAST] == [HookType.AROUND]
     assert hooked[sgl.POP_PREALLOCATED] == [HookType.AROUND]
+    assert hooked[sgl.UPDATE_HANDSHAKES] == [HookType.AFTER]
     assert hooked[sgl.CALC_PRIORITY] == [HookType.AFTER]
     assert sgl.NIXL_MEMORY_KINDS not in hooked
 
@@ -175,20 +176,25 @@ def test_the_time_goes_with_the_requests_from_the_rank_that_receives() -> None:
 
 
 def decode_queue(desk: Desk, prompts: dict[str, Any]) -> Any:
-    items = [SimpleNamespace(req=request(rid, tokens)) for rid, tokens in prompts.items()]
+    items = [queued(rid, tokens) for rid, tokens in prompts.items()]
     return SimpleNamespace(
-        tree_cache=desk.cache, queue=items,
-        scheduler=SimpleNamespace(enable_priority_scheduling=False),
+        tree_cache=desk.cache, queue=items, transfer_queue=SimpleNamespace(queue=[]),
+        scheduler=SimpleNamespace(enable_priority_scheduling=False, waiting_queue=[]),
     )  # fmt: skip
+
+
+def queued(rid: str, tokens: Any) -> Any:
+    return SimpleNamespace(req=request(rid, tokens), waiting_for_input=False, is_rebootstrap=False)
 
 
 def pop(queue: Any, take: int = 0) -> list[str]:
     """SGLang's own pop, hooked: what it sees, and that it takes the first."""
     seen: list[str] = []
 
-    def original(queue: Any) -> None:
+    def original(queue: Any) -> tuple[list[Any], list[Any]]:
         seen.extend(item.req.rid for item in queue.queue)
-        del queue.queue[:take]
+        taken, queue.queue[:take] = queue.queue[:take], []
+        return taken, []
 
     plugin._around_pop(original, queue)
     return seen
@@ -205,7 +211,7 @@ def test_decodes_queue_is_tried_by_new_pages_until_patience_is_over(
     monkeypatch.setattr(CLOCK, "now_s", 1000.0)
     assert pop(queue) == ["hit", "small", "cold"]
     monkeypatch.setattr(CLOCK, "now_s", 1004.9)
-    queue.queue.insert(0, SimpleNamespace(req=request("newest", range(600, 608))))
+    queue.queue.insert(0, queued("newest", range(600, 608)))
     assert pop(queue) == ["hit", "newest", "small", "cold"]
     desk.evict(4096)
     assert pop(queue) == ["newest", "small", "cold", "hit"]
@@ -228,6 +234,54 @@ def test_sglangs_order_stays_where_it_is_asked_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PREFIXKV_ADMISSION", "newest")
     with pytest.raises(ConfigError, match="PREFIXKV_ADMISSION"):
         pop(decode_queue(desk, prompts))
+
+
+def test_requests_with_one_new_prompt_have_it_sent_once() -> None:
+    """As SGLang's `pop_preallocated` goes: polls say who is ready, the others are passed over."""
+    desk = Desk("prefixkv", 4, 4096)
+    prompt = range(100, 140)
+    queue = decode_queue(desk, {"first": prompt, "again": prompt, "other": range(41)})
+    rebootstrapped = queued("rebootstrapped", prompt)
+    rebootstrapped.is_rebootstrap = True
+    queue.queue.append(rebootstrapped)
+
+    def tick() -> list[str]:
+        def original(queue: Any) -> tuple[list[Any], list[Any]]:
+            for item in queue.queue:
+                item.waiting_for_input = True
+            plugin._after_handshakes(None, queue)
+            taken = [item for item in queue.queue if item.waiting_for_input]
+            queue.queue = [item for item in queue.queue if not item.waiting_for_input]
+            for item in taken:
+                assert item is rebootstrapped or desk.admit(item.req)
+            return taken, []
+
+        popped, _ = plugin._around_pop(original, queue)
+        queue.transfer_queue.queue += popped
+        return [item.req.rid for item in popped]
+
+    assert tick() == ["first", "other", "rebootstrapped"]
+    assert tick() == []
+    first = queue.transfer_queue.queue.pop(0)
+    queue.scheduler.waiting_queue.append(first.req)
+    assert tick() == []
+    queue.scheduler.waiting_queue.clear()
+    desk.checkpoint(first.req)
+    (item,) = queue.queue
+    assert tick() == ["again"]
+    assert item.req.prefix_len == 36  # SGLang computes its last token
+    assert desk.cache.counters["joined_requests"] == 1
+    queue.queue = [queued("aborted", range(300, 341)), queued("a", range(300, 341))]
+    queue.queue[0].req.finished_reason = "abort"
+    for item in queue.queue:
+        item.waiting_for_input = True
+    plugin._after_handshakes(None, queue)
+    assert [item.waiting_for_input for item in queue.queue] == [True, True]
+    stock = decode_queue(Desk("unified-rust", 4, 4096), {"first": prompt, "again": prompt})
+    for item in stock.queue:
+        item.waiting_for_input = True
+    plugin._after_handshakes(None, stock)
+    assert all(item.waiting_for_input for item in stock.queue)
 
 
 def test_a_prefix_that_is_waited_for_is_evicted_last() -> None:
