@@ -2,9 +2,9 @@
 `--disaggregation-transfer-backend prefixkv`, its transfers.
 
 SGLang finds `plugin.load` by the entry point group `sglang.srt.plugins`. What is taken from SGLang
-is in `internals.py` and `internals_transfer.py`. Of the tree, `keys.py`, `slots.py`, `order.py` and
-`clock.py` know nothing of it; of the transfers, `memory.py`, `sends.py`, `receives.py` and
-`transfer_options.py`.
+is in `internals.py` and `internals_transfer.py`. Of the tree, `keys.py`, `slots.py`, `order.py`,
+`clock.py`, `waiting.py` and `joins.py` know nothing of it; of the transfers, `memory.py`,
+`sends.py`, `receives.py`, `fences.py` and `transfer_options.py`.
 """
 
 TESTED = "0.5.23"

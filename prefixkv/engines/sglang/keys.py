@@ -108,7 +108,7 @@ class RequestKey:
         self.seen = False  # whether a use of the tree was this request's before
         self._packer = packer
         self._ids: Any = ()  # what was packed
-        self._key = RadixKey((), namespace)
+        self._key = RadixKey.of_packed(b"", namespace)
         self._num_tokens = 0
 
     def cover(self, token_ids: Any, num_tokens: int) -> RadixKey:

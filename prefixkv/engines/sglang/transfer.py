@@ -74,6 +74,8 @@ def refusals(args: sgl.KVArgs, server_args: Any) -> list[str]:
         "leave out --pp-size": parallel.pp_size > 1,
         "leave out --attn-cp-size": parallel.attn_cp_size > 1,
         "leave out --dcp-size": parallel.attn_dcp_size > 1,
+        "leave out --dp-size and --enable-dp-attention, which were not run":
+            parallel.num_dp_ranks > 1,
         "leave out --enable-memory-saver": server_args.enable_memory_saver,
         "leave out --enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
         "leave out --enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,

@@ -29,15 +29,16 @@ SERVER = SimpleNamespace(served_model_name="models/tiny", enable_memory_saver=Fa
 class Rank:
     """Its KV buffers, its metadata rows, and the arguments that SGLang makes of them."""
 
-    def __init__(self, *, filled: bool) -> None:
+    def __init__(self, *, filled: bool, number: int = 0) -> None:
         self.buffers = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(BUFFERS)]
         if filled:
-            rng = np.random.default_rng(3)
+            rng = np.random.default_rng(3 + number)
             for buffer in self.buffers:
                 buffer[:] = rng.integers(1, 255, buffer.shape)
         self.metadata = MetadataBuffers(ROWS, 16, torch.float32, 16)
         args = self.args = KVArgs()
-        args.engine_rank = args.pp_rank = args.gpu_id = args.num_draft_entries = 0
+        args.engine_rank = number
+        args.pp_rank = args.gpu_id = args.num_draft_entries = 0
         args.system_dp_rank, args.rust_http_port = 0, None
         args.kv_data_ptrs = [buffer.ctypes.data for buffer in self.buffers]
         args.kv_data_lens = [buffer.nbytes for buffer in self.buffers]
@@ -50,21 +51,32 @@ class Rank:
 
 
 class Pair:
-    """Closed by `close`. `server` makes the registry: the backend's, where not another."""
+    """Closed by `close`. `server` makes the registry: the backend's, where not another. Of several
+    tensor-parallel ranks each is a pair, the later ones `beside` the first."""
 
-    def __init__(self, server: Any = None) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        CONTEXT.disagg.disaggregation_bootstrap_port = port
-        self.address = f"127.0.0.1:{port}"
-        server = server or CLASSES[KVClassType.BOOTSTRAP_SERVER]
-        self.registry = server(host="127.0.0.1", port=port)
-        until(self._answers)
-        self.source, self.target = Rank(filled=True), Rank(filled=False)
-        made = CLASSES[KVClassType.MANAGER]
+    def __init__(
+        self, server: Any = None, beside: Pair | None = None, rank: int = 0, size: int = 1
+    ) -> None:
+        self._owns_registry = beside is None
+        if beside is None:
+            with socket.socket() as sock:
+                sock.bind(("127.0.0.1", 0))
+                port = sock.getsockname()[1]
+            CONTEXT.disagg.disaggregation_bootstrap_port = port
+            self.address = f"127.0.0.1:{port}"
+            server = server or CLASSES[KVClassType.BOOTSTRAP_SERVER]
+            self.registry = server(host="127.0.0.1", port=port)
+            until(self._answers)
+        else:
+            self.address, self.registry = beside.address, beside.registry
+        self.source, self.target = Rank(filled=True, number=rank), Rank(filled=False, number=rank)
+        made, sizes = CLASSES[KVClassType.MANAGER], vars(CONTEXT.parallel).copy()
+        vars(CONTEXT.parallel).update(
+            tp_size=size, tp_rank=rank, attn_tp_size=size, attn_tp_rank=rank
+        )
         self.prefill = made(self.source.args, DisaggregationMode.PREFILL, SERVER)
         self.decode = made(self.target.args, DisaggregationMode.DECODE, SERVER)
+        vars(CONTEXT.parallel).update(sizes)
         # What `DecodePreallocQueue` has, of what the hook reads.
         self.transfer_queue = SimpleNamespace(
             enable_deferred_kv_release=False, deferred_kv_release_timeout=30.0
@@ -121,7 +133,8 @@ class Pair:
         self.prefill.close()
         self.decode.close()
         self.decode._heartbeat_shutdown.set()
-        self.registry.close()
+        if self._owns_registry:
+            self.registry.close()
 
 
 def request(room: int, num_tokens: int = 90, **more: Any) -> Any:
