@@ -180,7 +180,7 @@ def test_a_client_that_leaves_while_decode_waits(pair: Pair) -> None:
     client.request("POST", "/v1/completions", json.dumps(body), headers)
     until(lambda: pair.decode.metrics()["vllm:kv_cache_usage_perc"] > 0)
     client.close()
-    # The blocks come back with prefill's word that it will not write: from there on its room is one that was left.
+    # The blocks come back with prefill's word that it will not write: from then on it knows.
     until(lambda: pair.decode.metrics()["vllm:kv_cache_usage_perc"] == 0)
     failed = pair.prefill.counter("sends_failed")
     pair.prefill.complete(prompt, 1, send)
