@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,14 +11,24 @@ import msgspec
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import AbortedError, ConfigError, HandshakeError
-from prefixkv.transport import nixl_agent
-from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed
+from prefixkv.errors import (
+    AbortedError,
+    CallerError,
+    ClosedError,
+    ConfigError,
+    HandshakeError,
+    PeerLostError,
+)
+from prefixkv.memory.mesh import Shard
+from prefixkv.protocol.ids import PeerId
+from prefixkv.transport import auto, nixl_agent
+from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteFailed
 from prefixkv.transport.offers import Offers, split_offers, usable
 from prefixkv.transport.shm_copy import CopyPlan
 from prefixkv.transport.shm_wire import MAGIC, Offer, pack_offer
 from tests.models.patience import until
 from tests.models.transport_driver import AutoDriver, NixlDriver, Node
+from tests.models.transport_pools import make_pool
 
 NIXL, SHM = b"nixlSerDes|x", MAGIC + b"y"
 
@@ -109,6 +121,175 @@ def test_a_job_that_waits_for_the_way_can_be_cancelled(driver: AutoDriver) -> No
     met(*held[0])
     driver.until(lambda: writer.ends(2))
     assert target.pool.pages() == [*before[:2], writer.pool.page(2), *before[3:]]
+
+
+@pytest.fixture
+def unmet(driver: AutoDriver) -> tuple[Node, Node, list[Any], Any]:
+    """Writer, target, and what shm has to say of the target, which the writer is told only by a
+    call of the last."""
+    writer, target = driver.node("prefill"), driver.node("decode")
+    met, held = writer.transport._met, []
+    writer.transport._shm._loop._met = lambda *what: held.append(what) or False
+    writer.add(target)
+    return writer, target, held, met
+
+
+def test_a_job_that_waits_for_the_way_ends_with_its_peer(
+    driver: AutoDriver, unmet: tuple[Node, Node, list[Any], Any]
+) -> None:
+    writer, target, held, met = unmet
+    before = target.pool.pages()
+    until(lambda: held)
+    writer.transport.write(writer.job(1, target, [1], [1]))
+    writer.transport.remove_peer(target.me)
+    driver.until(lambda: writer.ends(1))
+    assert [(type(end.error), end.drained) for end in writer.ends(1)] == [(AbortedError, True)]
+    assert met(*held[0]) is False
+    assert target.pool.pages() == before
+
+
+def test_a_job_that_waits_for_the_way_fails_where_the_memory_is_another(
+    driver: AutoDriver, unmet: tuple[Node, Node, list[Any], Any]
+) -> None:
+    writer, target, held, met = unmet
+    until(lambda: held)
+    writer.transport.write(writer.job(1, target, [1], [1]))
+    half = Shard(0, 1, 0, 2)
+    writer.add(target, parts=(half, half))
+    driver.until(lambda: writer.ends(1))
+    assert [(type(end.error), end.drained) for end in writer.ends(1)] == [(PeerLostError, True)]
+    until(lambda: len(held) == 2)
+    met(*held[1])
+    writer.transport.write(writer.job(2, target, [1], [1]))
+    driver.until(lambda: writer.ends(2))
+    assert writer.ends(2) == [WriteDone(2, writer.pool.layout.page_bytes // 2)]
+
+
+def test_a_job_that_waits_for_the_way_goes_on_with_new_metadata(
+    driver: AutoDriver, unmet: tuple[Node, Node, list[Any], Any]
+) -> None:
+    writer, target, held, met = unmet
+    target.transport.expect(1)  # NIXL's own connection needs both sides to be at it
+    writer.transport.write(writer.job(1, target, [1], [1]))
+    until(lambda: held)
+    writer.transport.add_peer(target.me, changed(target, door="nobody"), target.pool.layout)
+    until(lambda: len(held) == 2)
+    assert not writer.ends()
+    assert met(*held[1]) is True
+    driver.until(lambda: writer.ends(1))
+    assert writer.ends(1) == [WriteDone(1, writer.pool.layout.page_bytes)]
+    assert target.pool.page(1) == writer.pool.page(1)
+
+
+def test_a_job_that_waits_for_the_way_ends_with_the_transport(
+    unmet: tuple[Node, Node, list[Any], Any],
+) -> None:
+    writer, target, _, _ = unmet
+    writer.transport.write(writer.job(1, target, [1], [1]))
+    writer.transport.close()
+    assert [(type(end.error), end.drained) for end in writer.ends(1)] == [(ClosedError, True)]
+    assert not [t.name for t in threading.enumerate() if t.name.endswith(f"-{writer.me.name}")]
+
+
+def test_a_peer_stays_with_its_way(driver: AutoDriver, copies: list[int]) -> None:
+    writer, target = driver.node("prefill"), driver.node("decode")
+    target.transport.expect(1)
+    writer.transport.add_peer(target.me, changed(target, door="nobody"), target.pool.layout)
+    writer.transport.write(writer.job(1, target, [1], [1]))
+    driver.until(lambda: writer.ends(1))
+    assert not writer.transport._shm._loop._peers  # nor does shm try again
+    writer.add(target)
+    writer.transport.write(writer.job(2, target, [2], [2]))
+    driver.until(lambda: writer.ends(2))
+    assert isinstance(writer.ends(2)[0], WriteDone)
+    assert copies == []
+
+
+def test_settled_is_said_when_both_have(driver: AutoDriver) -> None:
+    target = driver.node("decode")
+    asked: list[str] = []
+    for name in ("_shm", "_nixl"):
+        transport = getattr(target.transport, name)
+        settle = transport.settle
+
+        def told(*args: Any, name: str = name, settle: Any = settle) -> None:
+            asked.append(name)
+            settle(*args)
+
+        transport.settle = told
+    began_s = time.monotonic()
+    target.transport.settle("a", 0.05)
+    driver.until(lambda: target.of(Settled))
+    assert target.of(Settled) == [Settled("a")]
+    assert time.monotonic() - began_s >= 0.05  # what NIXL has to poll for
+    assert asked == ["_shm", "_nixl"]
+
+
+def test_the_sink_is_called_by_one_thread_at_a_time(driver: AutoDriver) -> None:
+    target = driver.node("decode")
+    inside, twice = threading.Lock(), []
+
+    def sink(event: Any) -> None:
+        if not inside.acquire(blocking=False):
+            twice.append(event)
+            return
+        time.sleep(1e-4)
+        inside.release()
+        target.events.append(event)
+
+    target.transport._sink = sink
+    for number in range(200):
+        target.transport._shm.say(Settled(number))
+        target.transport._nixl.settle(number, 0.0)
+    until(lambda: len(target.events) + len(twice) == 400)
+    assert twice == []
+
+
+@pytest.mark.parametrize("by", ["_shm", "_nixl"])
+def test_close_from_the_sink_is_refused_and_the_transport_goes_on(
+    driver: AutoDriver, by: str
+) -> None:
+    writer, target = driver.pair()
+    sink, errors = writer.transport._sink, []
+
+    def closing(event: Any) -> None:
+        if event == Settled("x"):
+            try:
+                writer.transport.close()
+            except CallerError as error:
+                errors.append(error)
+        sink(event)
+
+    writer.transport._sink = closing
+    if by == "_shm":
+        writer.transport._shm.say(Settled("x"))
+    else:
+        writer.transport._nixl.settle("x", 0.0)
+    driver.until(lambda: writer.of(Settled))
+    assert len(errors) == 1
+    writer.transport.write(writer.job(1, target, [1], [1]))
+    driver.until(lambda: writer.ends(1))
+    assert isinstance(writer.ends(1)[0], WriteDone)
+
+
+def test_renew_is_nixls(driver: AutoDriver) -> None:
+    """No write of shm ends undrained."""
+    node, asked = driver.node("prefill"), []
+    node.transport._nixl.renew = lambda: asked.append("renew")
+    node.transport.renew()
+    assert asked == ["renew"]
+
+
+def test_where_shm_cannot_start_nixl_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoShm:
+        def __init__(self, *args: Any, **more: Any) -> None:
+            raise ConfigError("no such sockets")
+
+    monkeypatch.setattr(auto, "ShmTransport", NoShm)
+    pool = make_pool("layer_major", 4)
+    with pytest.raises(ConfigError, match="no such sockets"):
+        auto.AutoTransport(PeerId("unlucky", 1), pool.layout, lambda event: None)
+    assert not [t.name for t in threading.enumerate() if t.name.endswith("-unlucky")]
 
 
 # --- offers ---------------------------------------------------------------------------------------

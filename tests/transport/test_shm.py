@@ -3,16 +3,11 @@ writes that are cancelled half way, and peers that lie about their memory."""
 
 from __future__ import annotations
 
-import array
 import fcntl
-import gc
 import mmap
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,16 +15,16 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import AbortedError, CallerError, HandshakeError, PeerLostError
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.shared import SharedBlock, block_of
+from prefixkv.memory.shared import SharedBlock
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport import shm_wire
 from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed
 from prefixkv.transport.shm import ShmTransport
 from prefixkv.transport.shm_copy import CopyPlan
-from prefixkv.transport.shm_wire import MAGIC, TOKEN_BYTES, Offer, boot_id, listen, pack_offer
-from tests.models.patience import PATIENCE_S, until
+from prefixkv.transport.shm_wire import MAX_OTHER_RANGES, pack_offer
+from tests.models.patience import until
+from tests.models.shm_liar import Liar, a_liar, num_descriptors, num_mapped
 from tests.models.transport_child import BIG, Child, children
 from tests.models.transport_driver import Node, ShmDriver
 from tests.models.transport_pools import make_pool, shared_zeros
@@ -47,18 +42,6 @@ def driver() -> Iterator[ShmDriver]:
 def add_child(writer: Node, child: Child) -> Node:
     writer.transport.add_peer(child.me, child.metadata, child.layout)
     return Node(child.me, writer.pool, None)
-
-
-def num_mapped() -> int:
-    """How many blocks that are shared this process has mapped, its own and those of peers."""
-    gc.collect()
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return sum("memfd:prefixkv-pool" in line for line in lines)
-
-
-def num_descriptors() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
 
 
 # --- other processes ------------------------------------------------------------------------------
@@ -202,35 +185,10 @@ def test_memory_that_is_not_shared_is_not_offered() -> None:
 # --- a peer that lies about its memory ------------------------------------------------------------
 
 
-@dataclass
-class Liar:
-    """A door of the test's own, and the true memory behind it."""
-
-    me: PeerId
-    layout: KVLayout
-    block: SharedBlock
-    listener: socket.socket
-    offer: Offer
-
-    def answer(self, blocks: Any, ranges: Any, fds: list[int]) -> socket.socket:
-        self.listener.setblocking(True)
-        self.listener.settimeout(PATIENCE_S)
-        link, _ = self.listener.accept()
-        assert link.recv(100) == MAGIC + self.offer.token
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())
-        link.sendmsg([MAGIC + msgspec.msgpack.encode((blocks, ranges))], [rights] if fds else [])
-        return link
-
-
 @pytest.fixture
 def liar() -> Iterator[Liar]:
-    pool = make_pool("page_major", 6, zeros=shared_zeros)
-    block = block_of(*pool.layout.regions[0])
-    assert block is not None
-    door = f"liar-{os.getpid()}"
-    offer = Offer("liar", 7, boot_id(), door, bytes(TOKEN_BYTES))
-    with listen(door) as listener:
-        yield Liar(PeerId("liar", 7), pool.layout, block, listener, offer)
+    with a_liar() as made:
+        yield made
 
 
 def memfd(num_bytes: int, seals: int = 0, flags: int = 0) -> int:
@@ -270,6 +228,10 @@ LIES: dict[str, tuple[Any, Any, Fds, str]] = {
     "one too many": (None, None, lambda b: [os.dup(b.fd), os.dup(b.fd)], "shm descriptors"),
     "so many that they are cut off": (None, None, lambda b: [os.dup(b.fd)] * 100, "shm"),
     "nothing": ([], [], lambda b: [], "shm descriptors"),
+    "more ranges than a Hello has": (
+        None, lambda b: [(b.address, 1)] * (MAX_OTHER_RANGES + 2), lambda b: [os.dup(b.fd)],
+        "shm ranges",
+    ),
     "no words": ("what", 7, lambda b: [os.dup(b.fd)], "shm memory"),
     "a negative size": ([(4096, -1)], [], lambda b: [os.dup(b.fd)], "shm memory"),
     "an endless size": ([(4096, 2**63 - 1)], [], lambda b: [os.dup(b.fd)], "shm file bytes"),
@@ -315,7 +277,7 @@ def test_the_truth_from_the_same_door_is_taken(driver: ShmDriver, liar: Liar) ->
     """What the lies differ from."""
     writer = driver.node("prefill")
     writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
-    link = liar.answer([liar.block[:2]], [*liar.layout.regions], [liar.block.fd])
+    link = liar.answer_truly()
     to = Node(liar.me, writer.pool, None)
     writer.transport.write(writer.job(1, to, [3], [2]))
     driver.until(lambda: writer.ends(1))
@@ -327,7 +289,7 @@ def test_the_truth_from_the_same_door_is_taken(driver: ShmDriver, liar: Liar) ->
 def test_what_the_owner_punches_out_or_cuts_off_ends_nobody(driver: ShmDriver, liar: Liar) -> None:
     writer = driver.node("prefill")
     writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
-    link = liar.answer([liar.block[:2]], [*liar.layout.regions], [liar.block.fd])
+    link = liar.answer_truly()
     to = Node(liar.me, writer.pool, None)
     writer.transport.write(writer.job(1, to, [3], [2]))
     driver.until(lambda: writer.ends(1))
@@ -345,17 +307,25 @@ def test_what_the_owner_punches_out_or_cuts_off_ends_nobody(driver: ShmDriver, l
 
 @pytest.mark.parametrize(
     ("change", "field"),
-    [({"boot": "another"}, "boot"), ({"name": "other"}, "shm offer"), ({"door": "none"}, "")],
+    [
+        ({"boot": "another"}, "boot"),
+        ({"name": "other"}, "shm offer"),
+        ({"incarnation": 8}, "shm offer"),
+        ({"door": "none"}, ""),
+    ],
+    ids=str,
 )
 def test_an_offer_of_another_place_is_refused(
-    driver: ShmDriver, liar: Liar, change: dict[str, str], field: str
+    driver: ShmDriver, liar: Liar, change: dict[str, Any], field: str
 ) -> None:
     writer = driver.node("prefill")
+    before = num_descriptors()
     offer = msgspec.structs.replace(liar.offer, **change)
     writer.transport.add_peer(liar.me, pack_offer(offer), liar.layout)
     driver.until(lambda: writer.of(PeerUnreachable))
     (event,) = writer.of(PeerUnreachable)
     assert getattr(event.error, "field", "") == field
+    assert num_descriptors() == before
 
 
 def test_a_door_that_closes_instead_of_answering_is_a_refusal(
@@ -367,47 +337,6 @@ def test_a_door_that_closes_instead_of_answering_is_a_refusal(
     assert link is not None
     link.close()
     driver.until(lambda: writer.of(PeerUnreachable))
-
-
-def test_another_user_gets_nothing_and_is_given_nothing(
-    driver: ShmDriver, liar: Liar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer, target = driver.node("prefill"), driver.node("decode")
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    writer.add(target)
-    driver.until(lambda: writer.of(PeerUnreachable))
-    (event,) = writer.of(PeerUnreachable)
-    assert event.error.field == "user"
-    offer = msgspec.msgpack.decode(target.transport.metadata[len(MAGIC) :], type=Offer)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.settimeout(PATIENCE_S)
-        stranger.connect("\0prefixkv-shm-" + offer.door)
-        assert stranger.recv(10) == b""  # turned away before it said a word
-
-
-# --- writers that lie -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("words", [[b"\0" * 40], [b"x" * 5000], ["token", b"short"]])
-def test_a_writer_that_breaks_the_rules_is_dropped_and_others_go_on(
-    driver: ShmDriver, words: list[Any]
-) -> None:
-    writer, target = driver.pair()
-    writer.transport.write(writer.job(1, target, [0], [0]))
-    driver.until(lambda: writer.ends(1) and target.tags())
-    offer = msgspec.msgpack.decode(target.transport.metadata[len(MAGIC) :], type=Offer)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.settimeout(PATIENCE_S)
-        stranger.connect("\0prefixkv-shm-" + offer.door)
-        for word in words:
-            stranger.send(MAGIC + offer.token if word == "token" else word)
-            if word == "token":
-                assert stranger.recv(1 << 16).startswith(MAGIC)
-        assert stranger.recv(1 << 16) == b""
-    writer.transport.write(writer.job(2, target, [1], [1]))
-    driver.until(lambda: writer.ends(2) and len(target.tags()) >= 2)
-    assert isinstance(writer.ends(2)[0], WriteDone)
 
 
 def test_a_closed_target_fails_what_comes_then(driver: ShmDriver) -> None:

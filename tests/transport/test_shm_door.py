@@ -1,0 +1,227 @@
+"""Who gets in at the door of a shm transport, and what is left of one that does not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.memory.shared import block_of
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.transport import shm_door, shm_wire
+from prefixkv.transport.base import PeerUnreachable, WriteDone
+from prefixkv.transport.shm import ShmTransport
+from prefixkv.transport.shm_wire import MAGIC, TOKEN_BYTES, Offer, hand_over, read_offer, take
+from tests.models.patience import PATIENCE_S, until
+from tests.models.shm_liar import num_descriptors
+from tests.models.transport_driver import Node, ShmDriver
+from tests.models.transport_pools import make_pool, shared_zeros
+
+TAG = ChunkTag(incarnation=1, room=7, generation=0, rank=0, chunk=2).pack()
+
+
+@pytest.fixture
+def driver() -> Iterator[ShmDriver]:
+    made = ShmDriver()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def offer_of(target: Node) -> Offer:
+    return msgspec.msgpack.decode(target.transport.metadata[len(MAGIC) :], type=Offer)
+
+
+def stranger_at(target: Node) -> socket.socket:
+    """Has connected, and said nothing."""
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stranger.settimeout(PATIENCE_S)
+    stranger.connect("\0prefixkv-shm-" + offer_of(target).door)
+    return stranger
+
+
+def answer_to(stranger: socket.socket, *words: bytes) -> bytes:
+    """What comes back; b"": it was turned away."""
+    try:
+        for word in words:
+            stranger.send(word)
+        return stranger.recv(1 << 16)
+    except (BrokenPipeError, ConnectionResetError):
+        return b""
+
+
+def write_one(driver: ShmDriver, writer: Node, target: Node, number: int) -> None:
+    writer.transport.write(writer.job(number, target, [number], [number]))
+    driver.until(lambda: writer.ends(number) and len(target.tags()) >= number)
+    assert isinstance(writer.ends(number)[0], WriteDone)
+
+
+# --- who it is ------------------------------------------------------------------------------------
+
+
+def test_another_user_gets_nothing_and_is_given_nothing(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, target = driver.node("prefill"), driver.node("decode")
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    writer.add(target)
+    driver.until(lambda: writer.of(PeerUnreachable))
+    (event,) = writer.of(PeerUnreachable)
+    assert event.error.field == "user"
+    with stranger_at(target) as stranger:  # also one that has the token
+        assert answer_to(stranger, MAGIC + offer_of(target).token) == b""
+
+
+def test_tokens_are_drawn_and_those_of_others_are_no_good(driver: ShmDriver) -> None:
+    one, two = offer_of(driver.node("decode")), offer_of(driver.node("decode"))
+    assert len(one.token) == TOKEN_BYTES
+    assert len({one.token, two.token, bytes(TOKEN_BYTES)}) == 3
+    assert one.door != two.door
+
+
+WRONG: dict[str, Any] = {
+    "nothing like it": lambda token: [b"x" * 5000],
+    "another": lambda token: [MAGIC + bytes(TOKEN_BYTES)],
+    "the last byte": lambda token: [MAGIC + token[:-1] + bytes([token[-1] ^ 1])],
+    "the first byte": lambda token: [MAGIC + bytes([token[0] ^ 1]) + token[1:]],
+    "too short": lambda token: [MAGIC + token[:-1]],
+    "too long": lambda token: [MAGIC + token + b"x"],
+    "without the magic": lambda token: [token],
+    "tags": lambda token: [TAG],
+    "tags, then the token": lambda token: [TAG, MAGIC + token],
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_without_the_token_nothing_is_handed_out_and_others_go_on(
+    driver: ShmDriver, words: str
+) -> None:
+    writer, target = driver.pair()
+    write_one(driver, writer, target, 1)
+    before = num_descriptors()
+    with stranger_at(target) as stranger:
+        assert answer_to(stranger, *WRONG[words](offer_of(target).token)) == b""
+    until(lambda: num_descriptors() == before)
+    write_one(driver, writer, target, 2)
+    assert {tag.room for tag in target.tags()} == {1, 2}
+
+
+@pytest.mark.parametrize("words", [b"short", b"\0" * 40, TAG + b"\0"])
+def test_a_writer_whose_words_are_no_tags_is_dropped_and_others_go_on(
+    driver: ShmDriver, words: bytes
+) -> None:
+    writer, target = driver.pair()
+    write_one(driver, writer, target, 1)
+    with stranger_at(target) as stranger:
+        assert answer_to(stranger, MAGIC + offer_of(target).token).startswith(MAGIC)
+        assert answer_to(stranger, words) == b""
+    write_one(driver, writer, target, 2)
+
+
+# --- how many, and for how long -------------------------------------------------------------------
+
+
+def test_a_stranger_that_says_nothing_is_turned_out_and_a_writer_is_not(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_door, "_PATIENCE_S", 0.05)
+    writer, target = driver.pair()
+    write_one(driver, writer, target, 1)
+    link = writer.transport._loop._peers[target.me].link
+    with stranger_at(target) as stranger:
+        assert stranger.recv(10) == b""  # nothing else wakes the thread meanwhile
+    time.sleep(0.1)
+    with stranger_at(target) as stranger:
+        assert stranger.recv(10) == b""
+    write_one(driver, writer, target, 2)
+    assert writer.transport._loop._peers[target.me].link is link
+
+
+def test_only_so_many_strangers_are_waited_for(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_door, "_MAX_STRANGERS", 3)
+    target = driver.node("decode")
+    token = MAGIC + offer_of(target).token
+    with ExitStack() as opened:
+        known = [opened.enter_context(stranger_at(target)) for _ in range(3)]
+        with stranger_at(target) as one_too_many:
+            assert answer_to(one_too_many, token) == b""
+        assert answer_to(known[0], token).startswith(MAGIC)
+        another = opened.enter_context(stranger_at(target))  # there is room again
+        assert answer_to(another, token).startswith(MAGIC)
+
+
+def test_only_so_many_writers_are_let_in(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_door, "_MAX_LINKS", 2)
+    target = driver.node("decode")
+    token = MAGIC + offer_of(target).token
+    with ExitStack() as opened:
+        for _ in range(2):
+            assert answer_to(opened.enter_context(stranger_at(target)), token).startswith(MAGIC)
+        with stranger_at(target) as one_too_many:
+            assert answer_to(one_too_many, token) == b""
+
+
+# --- what stays open ------------------------------------------------------------------------------
+
+
+def refused() -> None:
+    raise OSError("there are none")
+
+
+@pytest.mark.parametrize("step", ["listen", "boot_id"])
+def test_a_transport_that_cannot_start_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    pool = make_pool("layer_major", 4, zeros=shared_zeros)
+    before = num_descriptors()
+    monkeypatch.setattr(shm_door, step, lambda *args: refused())
+    with pytest.raises(ConfigError, match="there are none") as caught:
+        ShmTransport(PeerId("d", 1), pool.layout, lambda event: None)
+    del caught
+    assert num_descriptors() == before
+
+
+def test_descriptors_do_not_go_to_programs_that_this_process_starts() -> None:
+    pool = make_pool("layer_major", 4, zeros=shared_zeros)
+    block = block_of(*pool.layout.regions[0])
+    assert block is not None
+    assert not os.get_inheritable(block.fd)
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ends[0], ends[1]:
+        hand_over(ends[0], [block], [block[:2]])
+        handed = take(ends[1], 7)
+    assert [fd.fd != block.fd for fd in handed.blocks] == [True]
+    assert not any(os.get_inheritable(taken.fd) for taken in handed.blocks)
+    shm_wire.close_all(taken.fd for taken in handed.blocks)
+
+
+# --- offers ---------------------------------------------------------------------------------------
+
+
+def test_the_boot_is_the_kernels() -> None:
+    said = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert said == shm_wire.boot_id() != ""
+
+
+def test_an_offer_of_another_version_is_refused(driver: ShmDriver) -> None:
+    target = driver.node("decode")
+    raw = target.transport.metadata
+    assert read_offer(raw, target.me) == offer_of(target)
+    assert raw.startswith(b"pkvshm1|")
+    with pytest.raises(HandshakeError, match="shm offer"):
+        read_offer(b"pkvshm2|" + raw[len(MAGIC) :], target.me)

@@ -1,0 +1,360 @@
+"""What the shm transport makes of its peers: in what order it copies and tells, and what becomes of
+jobs when a peer is another, does not answer, or does not read."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import logging
+import select
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+
+from prefixkv.config import TransportConfig
+from prefixkv.errors import HandshakeError, PeerLostError, TransferTimeoutError
+from prefixkv.memory.mesh import Shard
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.transport import shm_loop, shm_peer
+from prefixkv.transport.base import Arrived, PeerUnreachable, Settled, WriteDone, WriteFailed
+from prefixkv.transport.routes import PeerMemory
+from prefixkv.transport.shm import ShmTransport
+from prefixkv.transport.shm_copy import CopyPlan
+from prefixkv.transport.shm_peer import Link
+from prefixkv.transport.shm_wire import pack_offer, tags_of
+from tests.models.patience import until
+from tests.models.shm_liar import Liar, a_liar, num_descriptors
+from tests.models.transport_driver import Gate, Node, ShmDriver
+
+SMALL = TransportConfig(post_bytes=128)  # two blocks of 64 bytes a part
+
+
+@pytest.fixture
+def driver() -> Iterator[ShmDriver]:
+    made = ShmDriver()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def liar() -> Iterator[Liar]:
+    with a_liar() as made:
+        yield made
+
+
+def loop_of(node: Node) -> Any:
+    return node.transport._loop
+
+
+def link_to(writer: Node, target: Any) -> Any:
+    return loop_of(writer)._peers[target.me].link
+
+
+def is_connected(writer: Node, target: Node) -> bool:
+    peer = loop_of(writer)._peers.get(target.me)
+    return peer is not None and peer.routes is not None
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+def test_a_part_is_copied_then_told_and_the_job_ends_after_its_last_tag(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, target = driver.pair(config=SMALL)
+    steps: list[str] = []
+    copy, tell = CopyPlan.copy, Link.tell
+
+    def copied(plan: CopyPlan, *args: Any) -> None:
+        copy(plan, *args)
+        steps.append("copied")
+
+    def told(link: Link, tag: bytes) -> None:
+        tell(link, tag)
+        steps.append(f"told, {len(writer.ends())} ended")
+
+    monkeypatch.setattr(CopyPlan, "copy", copied)
+    monkeypatch.setattr(Link, "tell", told)
+    writer.transport.write(writer.job(1, target, [0, 2], [1, 5]))
+    driver.until(lambda: writer.ends(1))
+    assert steps == ["copied", "told, 0 ended"] * 4
+
+
+def test_peers_take_turns_part_by_part(driver: ShmDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, one = driver.pair(config=SMALL)
+    two = driver.node("decode-2")
+    writer.add(two)
+    until(lambda: is_connected(writer, one) and is_connected(writer, two))
+    gate = Gate(driver)
+    order: list[int] = []
+    tell = Link.tell
+
+    def told(link: Link, tag: bytes) -> None:
+        order.append(link.fd)
+        tell(link, tag)
+
+    monkeypatch.setattr(Link, "tell", told)
+    for number, target in enumerate((one, two)):
+        pages = list(range(20))
+        writer.transport.write(writer.job(number, target, pages, pages, ready=gate))
+    driver.until(lambda: gate.queries > 2)
+    gate.answer = True
+    driver.until(lambda: len(writer.ends()) == 2)
+    turns = order[1:-1]
+    assert len(set(turns)) == 2
+    assert all(first != second for first, second in itertools.pairwise(turns))
+
+
+def test_all_tags_that_were_sent_are_heard_before_settled(driver: ShmDriver) -> None:
+    """More of them than are read in a turn, while the target's thread is held up."""
+    held, go_on = threading.Event(), threading.Event()
+    writer, target = driver.pair(config=SMALL)
+    until(lambda: is_connected(writer, target))
+    sink = loop_of(target)._sink
+
+    def slow(event: Any) -> None:
+        if event == Settled("hold"):
+            held.set()
+            go_on.wait(60)
+        sink(event)
+
+    loop_of(target)._sink = slow
+    target.transport.settle("hold", 0.0)
+    assert held.wait(60)
+    for number in range(5):
+        pages = list(range(20))
+        writer.transport.write(writer.job(number, target, pages, pages))
+    driver.until(lambda: len(writer.ends()) == 5)
+    target.transport.settle("after", 0.0)
+    go_on.set()
+    driver.until(lambda: Settled("after") in target.events)
+    before = target.events[: target.events.index(Settled("after"))]
+    assert sum(isinstance(event, Arrived) for event in before) == 5 * 40
+
+
+def test_a_copy_that_fails_fails_its_job_drained_and_nothing_else(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, target = driver.pair()
+    writer.transport.write(writer.job(1, target, [0], [0]))
+    driver.until(lambda: writer.ends(1))
+    link = link_to(writer, target)
+
+    def broken(*args: Any) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CopyPlan, "copy", broken)
+        writer.transport.write(writer.job(2, target, [1], [1]))
+        driver.until(lambda: writer.ends(2))
+    (failed,) = writer.ends(2)
+    assert isinstance(failed, WriteFailed)
+    assert failed.drained
+    assert isinstance(failed.error, ZeroDivisionError)
+    writer.transport.write(writer.job(3, target, [1], [1]))
+    driver.until(lambda: writer.ends(3))
+    assert isinstance(writer.ends(3)[0], WriteDone)
+    assert link_to(writer, target) is link
+    assert not writer.of(PeerUnreachable)
+
+
+def test_a_sink_that_raises_hears_what_comes_later(driver: ShmDriver) -> None:
+    target = driver.node("decode")
+    sink = loop_of(target)._sink
+
+    def careless(event: Any) -> None:
+        if event == Settled("a"):
+            raise ZeroDivisionError("the caller's")
+        sink(event)
+
+    loop_of(target)._sink = careless
+    for token in "ab":
+        target.transport.settle(token, 0.0)
+    driver.until(lambda: target.of(Settled))
+    assert target.of(Settled) == [Settled("b")]
+
+
+# --- a peer that is added again -------------------------------------------------------------------
+
+
+def test_a_peer_that_is_added_again_as_it_is_keeps_its_connection(driver: ShmDriver) -> None:
+    writer, target = driver.pair()
+    until(lambda: is_connected(writer, target))
+    link = link_to(writer, target)
+    writer.add(target)
+    writer.transport.write(writer.job(1, target, [0], [0]))
+    driver.until(lambda: writer.ends(1))
+    assert link_to(writer, target) is link
+
+
+def test_jobs_for_another_memory_than_the_peer_has_now_fail(driver: ShmDriver) -> None:
+    writer, target = driver.pair()
+    before = target.pool.pages()
+    gate = Gate(driver)
+    writer.transport.write(writer.job(1, target, [0], [0], ready=gate))
+    driver.until(lambda: gate.queries)
+    half = Shard(0, 1, 0, 2)  # of two layers
+    writer.add(target, parts=(half, half))
+    driver.until(lambda: writer.ends(1))
+    gate.answer = True
+    (failed,) = writer.ends(1)
+    assert isinstance(failed, WriteFailed)
+    assert failed.drained
+    assert isinstance(failed.error, PeerLostError)
+    writer.transport.write(writer.job(2, target, [1], [1]))
+    driver.until(lambda: writer.ends(2))
+    assert writer.ends(2) == [WriteDone(2, writer.pool.layout.page_bytes // 2)]
+    assert target.pool.page(0) == before[0]
+
+
+def test_a_removed_peers_memory_is_given_back_with_its_job_waiting(driver: ShmDriver) -> None:
+    writer, target = driver.pair()
+    until(lambda: is_connected(writer, target))
+    gate, before = Gate(driver), num_descriptors()
+    writer.transport.write(writer.job(1, target, [0], [0], ready=gate))
+    driver.until(lambda: gate.queries)
+    writer.transport.remove_peer(target.me)
+    driver.until(lambda: writer.ends(1))
+    assert isinstance(writer.ends(1)[0], WriteFailed)
+    until(lambda: num_descriptors() == before - 3)  # the connection's ends, and the memory
+    assert not loop_of(writer)._peers
+
+
+# --- a peer that does not answer, or does not read ------------------------------------------------
+
+
+def test_a_door_that_does_not_answer_is_given_up(
+    driver: ShmDriver, liar: Liar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_peer, "GREETING_S", 0.05)
+    writer = driver.node("prefill")
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    with liar.accept():
+        driver.until(lambda: writer.of(PeerUnreachable))
+    (event,) = writer.of(PeerUnreachable)
+    assert isinstance(event.error, TransferTimeoutError)
+
+
+def test_a_door_that_is_shut_is_not_tried_at_every_write(
+    driver: ShmDriver, liar: Liar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[float] = []
+    connect = shm_peer.connect
+
+    def counted(door: str) -> Any:
+        tried.append(time.monotonic())
+        return connect(door)
+
+    monkeypatch.setattr(shm_peer, "connect", counted)
+    liar.listener.close()
+    writer = driver.node("prefill")
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    to = Node(liar.me, writer.pool, None)
+    for number in range(3):
+        writer.transport.write(writer.job(number, to, [0], [0]))
+        driver.until(lambda n=number: writer.ends(n))
+    assert all(isinstance(end, WriteFailed) and end.drained for end in writer.ends())
+    gaps = [later - sooner for sooner, later in itertools.pairwise(tried)]
+    assert gaps
+    assert min(gaps) >= shm_loop._RECONNECT_S
+
+
+def test_tags_that_nothing_reads_are_lost_beyond_a_bound(
+    driver: ShmDriver, liar: Liar, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(shm_peer, "_MAX_UNSENT_TAGS", 50)
+    writer = driver.node("prefill", config=SMALL)
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    link = liar.answer_truly()
+    to = Node(liar.me, writer.pool, None)
+    pages = list(range(5))
+    with caplog.at_level(logging.WARNING):
+        for number in range(200):
+            writer.transport.write(writer.job(number, to, pages, pages))
+        driver.until(lambda: len(writer.ends()) == 200)
+    assert all(isinstance(end, WriteDone) for end in writer.ends())
+    assert len(link_to(writer, liar)._unsent) == 50
+    assert sum("tags for it are lost" in record.message for record in caplog.records) == 1
+    link.setblocking(False)
+    read: list[bytes] = []
+
+    def all_read() -> bool:
+        with suppress(BlockingIOError):
+            while True:
+                read.append(link.recv(1 << 16))
+        return not link_to(writer, liar)._unsent
+
+    until(all_read)  # what waited is sent
+    tags = [ChunkTag.unpack(tag) for packet in read for tag in tags_of(packet)]
+    assert len(tags) > 50
+    assert len(set(tags)) == len(tags)
+    link.close()
+
+
+# --- memory that cannot be had --------------------------------------------------------------------
+
+
+def test_all_of_the_peers_pages_are_here_before_the_first_copy(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    populate, copy = Link.populate, CopyPlan.copy
+    monkeypatch.setattr(shm_peer, "_POPULATED_BYTES", 4096)
+    monkeypatch.setattr(Link, "populate", lambda link: (steps.append("page"), populate(link))[1])
+    monkeypatch.setattr(
+        CopyPlan, "copy", lambda plan, *args: (steps.append("copy"), copy(plan, *args))[1]
+    )
+    writer, target = driver.pair()
+    writer.transport.write(writer.job(1, target, [0], [0]))
+    driver.until(lambda: writer.ends(1))
+    num_bytes = sum(size for _, size in target.pool.layout.regions)
+    assert steps[: -(-num_bytes // 4096)] == ["page"] * -(-num_bytes // 4096)
+    assert "copy" in steps
+
+
+def test_memory_that_the_kernel_does_not_give_is_a_refusal(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kernel:
+        @staticmethod
+        def madvise(*args: Any) -> int:
+            ctypes.set_errno(errno.ENOMEM)
+            return -1
+
+    monkeypatch.setattr(shm_peer, "_libc", Kernel)
+    writer, target = driver.pair()
+    driver.until(lambda: writer.of(PeerUnreachable))
+    (event,) = writer.of(PeerUnreachable)
+    assert isinstance(event.error, HandshakeError)
+    assert event.error.field == "shm pages"
+    assert not writer.of(WriteDone)
+    assert link_to(writer, target) is None
+
+
+def test_only_pools_on_the_cpu_are_offered_and_written(driver: ShmDriver) -> None:
+    writer, target = driver.pair()
+    on_gpu = msgspec.structs.replace(target.pool.layout, device="cuda:0")
+    transport = ShmTransport(target.me, on_gpu, lambda event: None)
+    assert transport.metadata == b""
+    transport.close()
+    writer.transport.add_peer(target.me, target.transport.metadata, on_gpu)
+    driver.until(lambda: writer.of(PeerUnreachable))
+    (event,) = writer.of(PeerUnreachable)
+    assert "CPU" in str(event.error)
+
+
+def test_a_connection_that_cannot_be_watched_is_closed(liar: Liar) -> None:
+    before = num_descriptors()
+    epoll = select.epoll()
+    epoll.close()
+    with pytest.raises(ValueError, match="closed epoll"):
+        Link(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout, None, None, None), epoll)
+    assert num_descriptors() == before
