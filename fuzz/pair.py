@@ -2,7 +2,10 @@
 flushes, end with nothing lost, locked, owned or held; every KV byte read is the one computed; no
 write lands on another room's page.
 
-    python fuzz/pair.py --seconds 600 [--seed 1]
+    python fuzz/pair.py --seconds 600 [--seed 1] [--backend shm]
+
+On a fabric in memory, which stands for NIXL; or on real shm transports, whose threads' work is done
+in the simulation's order.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ from __future__ import annotations
 import pathlib
 import random
 import sys
+from functools import partial
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from fuzz.seeds import fuzz_seeds, parser
+from tests.models.shm_fabric import OverShm
 from tests.models.sim import storm_of
 from tests.models.sim_engines import PairSim
 
@@ -23,7 +28,11 @@ _STORM = {
 }  # fmt: skip
 
 
-def simulation(seed: int) -> PairSim:
+class ShmPairSim(OverShm, PairSim):
+    pass
+
+
+def simulation(seed: int, kind: type[PairSim] = PairSim) -> PairSim:
     """A simulation whose storms, pool sizes and policy follow from the seed."""
     chance = random.Random(seed)
     storm = storm_of(chance, _STORM)
@@ -31,7 +40,7 @@ def simulation(seed: int) -> PairSim:
         "decode_pages": chance.choice([13, 18, 40]), "prefill_pages": chance.choice([14, 32]),
         "failure_policy": chance.choice(["fail", "retry"]),
     }  # fmt: skip
-    return PairSim(seed, storm, **sizes)
+    return kind(seed, storm, **sizes)
 
 
 def _counted(sim: Any) -> dict[str, int]:
@@ -39,4 +48,8 @@ def _counted(sim: Any) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    fuzz_seeds("pair", parser(__doc__).parse_args(), simulation, _counted)
+    made = parser(__doc__)
+    made.add_argument("--backend", choices=["nixl", "shm"], default="nixl")
+    options = made.parse_args()
+    kind = ShmPairSim if options.backend == "shm" else PairSim
+    fuzz_seeds("pair", options, partial(simulation, kind=kind), _counted)

@@ -13,7 +13,7 @@ import logging
 import select
 import time
 import traceback
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Final
 
 from prefixkv.config import TransportConfig
@@ -83,17 +83,27 @@ class ShmLoop:
         self._epoll.register(inbox.fd, select.EPOLLIN)
         idle_since: float | None = None
         while True:
-            for fd, events in self._ready(idle_since):
-                if fd != inbox.fd:
-                    self._guarded(lambda fd=fd, events=events: self._on_ready(fd, events))  # type: ignore[misc]
-            for command in inbox.drain():
-                if command is None:
-                    return
-                self._guarded(lambda command=command: command(self))  # type: ignore[misc]
-            if self._guarded(self._progress):
+            ready = [what for what in self._ready(idle_since) if what[0] != inbox.fd]
+            moved = self.turn(ready, inbox.drain())
+            if moved is None:
+                return
+            if moved:
                 idle_since = None
             elif idle_since is None:
                 idle_since = time.monotonic()
+
+    def turn(
+        self, ready: Iterable[tuple[int, int]], commands: Iterable[Command | None]
+    ) -> bool | None:
+        """One round: what came at sockets, then commands, then a part for each peer. Whether
+        anything was to be done for peers; None: a command was to end."""
+        for fd, events in ready:
+            self._guarded(lambda fd=fd, events=events: self._on_ready(fd, events))  # type: ignore[misc]
+        for command in commands:
+            if command is None:
+                return None
+            self._guarded(lambda command=command: command(self))  # type: ignore[misc]
+        return bool(self._guarded(self._progress))
 
     def _guarded(self, step: Callable[[], bool | None]) -> bool | None:
         """What the step returns. An exception that comes this far is a bug of ours; the thread

@@ -2,8 +2,12 @@
 single ranks, and workers of several ranks with staging. The long profiles: `fuzz/pair.py`, and
 `fuzz/mesh_pair.py --schedulers`."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from tests.models.shm_fabric import OverShm
 from tests.models.sim import Storm
 from tests.models.sim_engines import STORMS, PairSim, simulation
 
@@ -58,3 +62,30 @@ def test_without_faults_ranks_have_every_byte(seed: int) -> None:
     sim.run()
     assert sim.finished == sim.decode.scheduler.counters["finished"] >= 10
     assert not sim.decode.scheduler.counters["transfers_failed"]
+
+
+class ShmPairSim(OverShm, PairSim):
+    """`fuzz/pair.py --backend shm`."""
+
+
+@pytest.mark.parametrize("seed", [3, 8])
+@pytest.mark.parametrize("policy", ["fail", "retry"])
+def test_pair_ends_with_nothing_lost_over_shm(seed: int, policy: str) -> None:
+    sim = ShmPairSim(seed, STORMS["everything"], decode_pages=18, failure_policy=policy)
+    sim.run()
+    assert sim.finished > 0
+    assert sim.fabric.steps > 100
+
+
+def test_a_write_to_pages_of_another_room_is_found_over_shm() -> None:
+    """The guard is asked before each copy: a job that is sent astray does not pass it."""
+    sim = ShmPairSim(3, STORMS["calm"], decode_pages=18)
+    show = sim.fabric.show
+
+    def astray(target: Any, job: Any) -> None:
+        job.job = replace(job.job, dst_pages=(job.job.dst_pages + 1) % 18)
+        show(target, job)
+
+    sim.fabric.show = astray
+    with pytest.raises(AssertionError):
+        sim.run()

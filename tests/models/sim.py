@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from prefixkv.config import TransportConfig
+from prefixkv.config import Backend, TransportConfig
 from prefixkv.memory.mesh import Mesh, sent_shares
 from prefixkv.memory.staging_area import BLOCK_BYTES, whole_blocks
 from prefixkv.memory.state_layout import StateTensor
@@ -29,6 +29,7 @@ from prefixkv.ranks.leader import RankLeader
 from prefixkv.testing.fabric import FakeFabric
 from prefixkv.testing.hashing import PrefixHasher
 from tests.models.sim_rank import DecodeRank, PrefillRank, Side, SimRank
+from tests.models.transport_pools import Zeros
 
 NewRandom = Callable[[int], random.Random]
 
@@ -166,6 +167,11 @@ class Sim:
     address = "tcp://prefill-{}"
     lingers = True  # `slow_writes` counts
     in_mesh = True  # what rank 0 of a mesh says in its Hello
+    make_fabric: ClassVar[Callable[..., Any]] = (
+        FakeFabric  # `shm_fabric.py` has one of real transports
+    )
+    zeros: ClassVar[Zeros] = staticmethod(np.zeros)  # all memory of the ranks
+    backend: ClassVar[Backend] = "nixl"
 
     def __post_init__(self) -> None:
         self.random = self.chance or self.new_random(self.seed)
@@ -175,7 +181,7 @@ class Sim:
         self.counters: Counter[str] = Counter()
         self.hasher = PrefixHasher()
         storm = self.storm
-        self.fabric = FakeFabric(
+        self.fabric = self.make_fabric(
             self.seed, fail_at_post=storm.fail_at_post, fail_at_check=storm.fail_at_check,
             lose_notification=storm.lose_notification, guard=self._guard,
             staging_guard=self._staging_guard, state_guard=self._state_guard,

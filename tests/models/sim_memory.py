@@ -12,6 +12,7 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.testing.pattern import KVPattern
 from tests.models.mesh_pools import mesh_layout, moved
+from tests.models.transport_pools import Zeros
 
 CANARY = 0xA5
 SALT = 7
@@ -29,11 +30,13 @@ class Memory:
         page_size: int,
         attention: str,
         head_bytes: int,
+        zeros: Zeros = np.zeros,
     ) -> None:
         shard = mesh.shard(rank)
         sizes = num_pages, page_size, shard.num_layers, shard.num_heads
         layout, num_bytes = mesh_layout(order, *sizes, attention, head_bytes)
-        self.bytes = np.full(num_bytes, CANARY, np.uint8)
+        self.bytes = zeros((num_bytes,), np.uint8)
+        self.bytes[:] = CANARY
         self.layout: KVLayout = moved(layout, self.bytes.ctypes.data)
         self._is_canary = np.ones(num_bytes, bool)
         for kv in self._slabs(self._is_canary):
@@ -72,8 +75,8 @@ class Buffer:
 
     device = "cpu"
 
-    def __init__(self, num_bytes: int, lease_bytes: int) -> None:
-        self._all = torch.full((num_bytes + 3 * BLOCK_BYTES,), CANARY, dtype=torch.uint8)
+    def __init__(self, num_bytes: int, lease_bytes: int, zeros: Zeros = np.zeros) -> None:
+        self._all = torch.from_numpy(zeros((num_bytes + 3 * BLOCK_BYTES,), np.uint8)).fill_(CANARY)
         self._first = BLOCK_BYTES + -self._all.data_ptr() % BLOCK_BYTES
         self.area = StagingArea(self._all.data_ptr() + self._first, num_bytes, lease_bytes)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from prefixkv.config import ControlConfig, TransportConfig
+from prefixkv.config import Backend, ControlConfig, TransportConfig
 from prefixkv.control import effects
 from prefixkv.control.decode import DecodeControl
 from prefixkv.control.prefill import PrefillControl
@@ -29,8 +29,10 @@ from prefixkv.staging.sender import Gather
 from prefixkv.testing.fabric import FakeFabric
 from prefixkv.testing.hashing import Words
 from prefixkv.transport.base import WriteJob
+from prefixkv.transport.offers import split_offers
 from tests.models.sim_memory import Buffer, Memory
 from tests.models.state_memory import StateMemory
+from tests.models.transport_pools import Zeros
 
 TIMING = ControlConfig(
     heartbeat_s=1.0, suspect_after_s=4.0, forget_after_s=50.0, resend_s=0.3,
@@ -44,6 +46,8 @@ class World(Protocol):
 
     now_s: float
     fabric: FakeFabric
+    zeros: Zeros
+    backend: Backend
 
     def send(self, source: SimRank, to: str | bytes, raw: bytes) -> None: ...
 
@@ -120,19 +124,20 @@ class SimRank:
         self.copies = Copies(self.inbox.append)
         self.scatters: dict[int, Scatter] = {}  # asked for, and not run
         sizes = side.num_pages, side.page_size
-        self.memory = Memory(side.mesh, rank, side.order, *sizes, side.attention, side.head_bytes)
+        what: Any = side.attention, side.head_bytes, world.zeros
+        self.memory = Memory(side.mesh, rank, side.order, *sizes, *what)
         self.state = None
         if side.num_slots:
-            self.state = StateMemory(side.tensors, side.num_slots, side.mesh, rank)
+            self.state = StateMemory(side.tensors, side.num_slots, side.mesh, rank, world.zeros)
         self.state_layout = None if self.state is None else self.state.layout
         config, layout = side.transport, self.memory.layout
         self.buffer = self.staging = self.area = None
         if config.staging_bytes:
-            self.buffer = Buffer(config.staging_bytes, config.lease_bytes)
+            self.buffer = Buffer(config.staging_bytes, config.lease_bytes, world.zeros)
             self.area = self.buffer.area
             buffer: Any = self.buffer
             self.staging = StagingCopies(layout, buffer, config.lease_bytes, self.copies)
-        what: Any = self.me, layout, self.inbox.append, config, self.area, self.state_layout
+        what = self.me, layout, self.inbox.append, config, self.area, self.state_layout
         memory = self.memory, self.state
         self.transport = world.fabric.transport(*what, memory=memory)
 
@@ -256,7 +261,8 @@ class PrefillRank(SimRank):
             slots = StagingSlots(num_slots, config.lease_bytes, config.staging_window)
         endpoints = addresses if rank == 0 else ()
         what = side.digest, side.topology, TIMING, endpoints, rank, slots
-        self.control = PrefillControl(self.me, *what, secret=secret_of(self.me))
+        more: Any = {"secret": secret_of(self.me), "backend": world.backend}
+        self.control = PrefillControl(self.me, *what, **more)
 
     def check(self) -> None:
         super().check()
@@ -297,10 +303,10 @@ class DecodeRank(SimRank):
         self.orders: deque[bytes] = deque()  # of rank 0
         self.news: deque[bytes] = deque()  # for rank 0
         self._num_news = 0
-        metadata = self.transport.metadata
-        memory = self.memory.layout, metadata, secret_of(self.me)
-        what = side.digest, side.topology, *memory, rank, worker
-        self.control = DecodeControl(self.me, Hello(*what, self.area, self.state_layout), TIMING)
+        offers = split_offers(self.transport.metadata)
+        memory = self.memory.layout, offers.nixl, secret_of(self.me)
+        what = side.digest, side.topology, *memory, rank, worker, self.area, self.state_layout
+        self.control = DecodeControl(self.me, Hello(*what, shm=offers.shm), TIMING)
 
     def take_news(self) -> None:
         """As `runtime.DecodeRank.take_news`."""
