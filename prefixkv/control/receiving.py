@@ -71,7 +71,7 @@ class ReceiverRooms:
     def on(self, room: Room, event: receiver.Event, now_s: float, out: list[DecodeEffect]) -> None:
         """Something happens to the room; it is dropped here once nothing more can."""
         machine = room.machine
-        expected = not machine.drained
+        expected = machine.is_written
         try:
             for action in machine.on(event, now_s):
                 if isinstance(action, Say):
@@ -83,7 +83,7 @@ class ReceiverRooms:
                 if isinstance(action, RoomOverdue):
                     room.tell_overdue(self._news)
         finally:
-            self.num_expected += (not machine.drained) - expected
+            self.num_expected += machine.is_written - expected
         if machine.over:
             self.drop(room)
         else:

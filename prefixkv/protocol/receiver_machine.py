@@ -98,6 +98,7 @@ class ReceiverMachine:
         self.key = promise.key
         self.promise = promise
         self.num_pages = len(promise.pages) // 4
+        self._has_target = bool(self.num_pages) or promise.state_slot >= 0
         self.poll = KVPoll.BOOTSTRAPPING
         self.error: Exception | None = None
         self._timing = timing
@@ -120,6 +121,12 @@ class ReceiverMachine:
     def drained(self) -> bool:
         """No write of the room can land any more (also before any peer knows its pages)."""
         return not self._undrained
+
+    @property
+    def is_written(self) -> bool:
+        """A peer may be writing: a promise without pages, of a full hit, lets nothing be
+        written."""
+        return bool(self._undrained) and self._has_target
 
     @property
     def undrained(self) -> frozenset[int]:

@@ -28,6 +28,7 @@ class RefusalMachine:
     """
 
     drained: ClassVar = True  # no peer ever knew its pages
+    is_written: ClassVar = False
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
     for machine in control.rooms():
         if machine.drained:
             continue
-        undrained += 1
+        undrained += machine.is_written
         flight = scheduler.transfers.get(machine.key)
         mine = set(machine.promise.page_ids().tolist())
         _audit_slot(scheduler, machine, slots)
