@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from prefixkv.memory.kv_layout import KVLayout as KVLayout
     from prefixkv.memory.kv_pool import KVPool as KVPool
     from prefixkv.memory.mesh import Mesh as Mesh
+    from prefixkv.memory.shared import shared_bytes as shared_bytes
     from prefixkv.memory.state_layout import StateTensor as StateTensor
     from prefixkv.memory.state_pool import StatePool as StatePool
     from prefixkv.pages.allocator import PageAllocator as PageAllocator
@@ -101,6 +102,7 @@ _HOME = {
     "page_table": "paging",
     "plan_sends": "prefill.send_plan",
     "prompt_digest": "digest",
+    "shared_bytes": "memory.shared",
     "slot_mapping": "paging",
 }
 # Public names that are another in their module.

@@ -1,0 +1,61 @@
+"""The table of docs/benchmarks.md on the shm transport is that of
+benchmarks/results/transfer_shm.json, rounded. After a run this writes it anew:
+
+    python -m benchmarks transfer --backend shm --json benchmarks/results/transfer_shm.json
+    python -m tests.benchmarks.test_shm_figures
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.test_figures import head, measured, result, told
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+MARK = "<!-- shm-table -->"
+PAGES = ("fresh", "aged", "random")
+WAYS = ("TP4 to TP1", "TP1 to TP4")
+
+
+def shm_table() -> list[str]:
+    rows = {one["case"]: one for one in result("transfer_shm")["claims"]}
+
+    def goodput(layout: str) -> list[dict[str, Any]]:
+        return [rows[f"{layout}, {pages} pages, of one raw write"] for pages in PAGES]
+
+    def slices(pages: str) -> list[dict[str, Any]]:
+        return [rows[f"{way}, {pages} pages, of equal TP's speed"] for way in WAYS]
+
+    return [
+        *head("shm", "measured", "aim", "met"),
+        *(
+            told(what, found, measured(found))
+            for what, found in {
+                "goodput by one raw NIXL write, `layer_major`: fresh / aged / random pages":
+                    goodput("layer_major"),
+                "the same, `page_major`": goodput("page_major"),
+                "unequal by equal TP's speed, both over shm, fresh pages: TP4 to TP1 / TP1 to TP4":
+                    slices("fresh"),
+                "the same, random pages": slices("random"),
+            }.items()
+        ),
+    ]  # fmt: skip
+
+
+def test_the_table_is_its_result_file() -> None:
+    lines = "\n".join([MARK, *shm_table()])
+    assert f"{lines}\n\n" in DOCUMENT.read_text(encoding="utf-8")
+
+
+def write() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    lines = "\n".join(shm_table())
+    text, num = re.subn(rf"({MARK}\n)(?:\|.*\n)+", lambda found: f"{found[1]}{lines}\n", text)
+    assert num == 1, f"{DOCUMENT.name} has no table {MARK}"
+    DOCUMENT.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
