@@ -284,8 +284,8 @@ class ControlThread(Generic[Command, To]):
             give_way()
         try:
             if now_s >= min(self.control.wake_s, self._tick_s):
-                self._tick_s = now_s + _TICK_S
                 self._tick(now_s)
+                self._tick_s = now_s + _TICK_S
         finally:
             self._answer(now_s)
             self._log_news(now_s)
