@@ -33,15 +33,6 @@ def clear(fd: int) -> int:
     return 0 if _libc.eventfd_read(fd, times) else times.value
 
 
-_sched_yield = ctypes.CDLL(None).sched_yield  # CDLL: without the GIL
-
-
-def give_way() -> None:
-    """Let a thread that was just notified run now, if it can: it needs the GIL, which the one that
-    notified it keeps until it waits itself."""
-    _sched_yield()
-
-
 class _PollFd(ctypes.Structure):
     _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
 

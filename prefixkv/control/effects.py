@@ -87,17 +87,10 @@ class AgentDestroyed(msgspec.Struct, frozen=True):
 
 
 class SendFrame(msgspec.Struct, Generic[To], frozen=True):
-    """Send to the prefill rank at this address, or to the decode rank behind this route.
-
-    `can_wait`: nothing there waits for it. It may go a millisecond later, or with the next frame
-    to the same peer; never behind that one. Where that is `about` the same, which says more, it
-    need not go at all.
-    """
+    """Send to the prefill rank at this address, or to the decode rank behind this route."""
 
     to: To
     raw: bytes
-    can_wait: bool = False
-    about: tuple[int, ...] | None = None
 
 
 class Connect(msgspec.Struct, frozen=True):

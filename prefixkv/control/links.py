@@ -17,7 +17,7 @@ from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
 from prefixkv.control.deaths import Deaths
 from prefixkv.control.effects import Connect, Disconnect, Reached, SendFrame, Unreached
-from prefixkv.control.liveness import Liveness, Stamper, send_frame
+from prefixkv.control.liveness import Liveness, Stamper
 from prefixkv.control.news import News
 from prefixkv.digest import prove
 from prefixkv.errors import FormerLifeError, PeerLostError
@@ -140,7 +140,7 @@ class Links:
 
     def send(self, link: Link, body: AnyBody, now_s: float) -> SendFrame[str]:
         link.live.sent_s = now_s
-        return send_frame(link.address, self._stamp.frame(body), body)
+        return SendFrame(link.address, self._stamp.frame(body))
 
     def heard_of(self, what: Reached | Unreached, now_s: float) -> None:
         """There is a connection to the address, or there is none."""

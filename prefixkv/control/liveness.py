@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from prefixkv.config import ControlConfig
-from prefixkv.control.effects import SendFrame, To
 from prefixkv.errors import ProtocolError
 from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.messages import AnyBody, Frame, Outcome, OutcomeAck, PromiseAck, encode
+from prefixkv.protocol.messages import AnyBody, Frame, encode
 
 
 class Stamper:
@@ -22,15 +21,6 @@ class Stamper:
 
     def frame(self, body: AnyBody) -> bytes:
         return encode(self.me, next(self._seq), body)
-
-
-def send_frame(to: To, raw: bytes, body: AnyBody) -> SendFrame[To]:
-    """An acknowledgement only keeps the other side from saying its word again, so it can wait; and
-    an outcome acknowledges the promise that it is of."""
-    about = None
-    if isinstance(body, PromiseAck | Outcome):
-        about = body.room, body.generation, body.rank, body.ticket
-    return SendFrame(to, raw, isinstance(body, PromiseAck | OutcomeAck), about)
 
 
 @dataclass(slots=True)

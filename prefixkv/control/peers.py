@@ -13,7 +13,7 @@ from prefixkv.control.budgets import PAGE_BYTES, Budget, Claimed, hello_bytes
 from prefixkv.control.deaths import Deaths
 from prefixkv.control.effects import RemovePeer, SendFrame
 from prefixkv.control.handshake import Accepted, OurSide
-from prefixkv.control.liveness import Liveness, Stamper, send_frame
+from prefixkv.control.liveness import Liveness, Stamper
 from prefixkv.control.lives import Lives, nonce
 from prefixkv.control.news import News
 from prefixkv.control.uses import PastUses
@@ -290,7 +290,7 @@ class Peers:
         if peer.gone:
             return []
         peer.live.sent_s = now_s
-        return [send_frame(peer.route, self._stamp.frame(body), body)]
+        return [SendFrame(peer.route, self._stamp.frame(body))]
 
     def farewell(self) -> list[SendFrame[bytes]]:
         """Tell every decode rank that our agent is gone."""

@@ -154,26 +154,20 @@ class RouterChannel(_Channel):
         if not self._poll(timeout_s):
             return frames
         taken: Counter[bytes] = Counter()
-        # Only frames that are not copied say who sent them; they cost more.
-        is_plain = self._is_local and self._config.curve is None
         for _ in range(_READS_A_POLL):
             if len(frames) == _FRAMES_A_POLL:
                 break
             try:
-                parts: list[Any] = self._sock.recv_multipart(zmq.DONTWAIT, copy=is_plain)
+                parts = self._sock.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 break
             if len(parts) != 2:
                 self.counters["frames_malformed"] += 1
                 continue
-            frame = parts[1]
-            route = parts[0] if is_plain else parts[0].bytes
+            route, frame = parts[0].bytes, parts[1]
             taken[route] += len(frame)
             if taken[route] > _BYTES_A_POLL:
                 self.counters["frames_over_budget"] += 1
-                continue
-            if is_plain:
-                frames.append(FrameReceived(route, frame, is_local=True))
                 continue
             what = self._credential(frame), self._is_local or is_loopback(_came_from(frame))
             frames.append(FrameReceived(route, frame.bytes, *what))

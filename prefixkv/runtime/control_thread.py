@@ -15,14 +15,12 @@ the scheduler hears of nothing else.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import chain
 from typing import Final, Generic, Protocol, TypeVar, assert_never
 
 from prefixkv.control.effects import (
@@ -67,13 +65,11 @@ from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import Sink, Transport, TransportEvent, WriteJob
 from prefixkv.transport.trial import Tell, Trial
-from prefixkv.wakeups import Inbox, give_way
+from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.control")
 
 _FAREWELL_S = 0.5  # how long the last frames of a node that closes may take to leave
-_ANSWER_S: Final = 0.5e-3  # that a frame which can wait does so, for one to go with
-_TICK_S: Final = 0.05  # what is parked has no wake-up of its own
 _STUMBLE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
 _EVENTS: Final = (RoomEnded, RoomDrained, RoomOverdue, Bootstrapped, SourceFree)
 
@@ -185,10 +181,6 @@ class ControlThread(Generic[Command, To]):
         self.num_errors = 0
         self.num_log_errors = 0  # what log handlers have raised
         self._peer_log = PeerLog(name)
-        self._answers: dict[To, list[SendFrame[To]]] = {}  # that can wait, by where they go
-        self._answers_s = math.inf  # by when they go alone
-        self._has_told = False  # the scheduler, in this step
-        self._tick_s = -math.inf
         self._stopping = False
         self._closed = False
         self._pid = os.getpid()
@@ -267,34 +259,22 @@ class ControlThread(Generic[Command, To]):
             self._log_news(time.monotonic())
         except Exception as error:
             self._close_error = self._close_error or error
-            self._answer(math.inf)
         finally:
             self.channel.close(linger_s=_FAREWELL_S)
 
     def _step(self, now_s: float) -> None:
-        frames = self.channel.poll(min(self.control.wake_s, self._answers_s) - now_s)
+        frames = self.channel.poll(self.control.wake_s - now_s)
         now_s = time.monotonic()
         for item in self.inbox.drain():
             if item is not None:
                 self._take(item, now_s)
         for frame in frames:
             self._take(frame, now_s)
-        if self._has_told:  # the scheduler goes on with that first, and not when this step is over
-            self._has_told = False
-            give_way()
-        try:
-            if now_s >= min(self.control.wake_s, self._tick_s):
-                self._tick(now_s)
-                self._tick_s = now_s + _TICK_S
-        finally:
-            self._answer(now_s)
-            self._log_news(now_s)
-
-    def _tick(self, now_s: float) -> None:
         try:
             self.control.on(Tick(), now_s)
         finally:
             self._carry_out(self.control.last_effects)
+            self._log_news(now_s)
 
     def _log_news(self, now_s: float) -> None:
         try:
@@ -328,49 +308,19 @@ class ControlThread(Generic[Command, To]):
             self._log_error(another, "nor can its room be ended")
 
     def _carry_out(self, effects: Sequence[Effect[To]]) -> None:
-        # First what a peer waits for: an outcome, with which prefill's scheduler has nothing left
-        # to do. Then what the scheduler waits for. A send wakes zmq's own thread and may cost
-        # 0.2 ms, so an answer that nothing waits for goes with the next frame.
+        # First what the scheduler waits for: a send wakes zmq's own thread and may cost 0.2 ms, and
+        # nothing that the scheduler does depends on it.
         rest: list[Effect[To]] = []
-        events: list[RoomEvent] = []
         for effect in effects:
             if isinstance(effect, _EVENTS):
-                events.append(effect)
-            elif isinstance(effect, SendFrame | Connect | Disconnect):  # in their order
-                self._try(effect)
+                self.events.put(effect)
             else:
                 rest.append(effect)
-        for event in events:
-            self.events.put(event)
-            self._has_told = True
         for effect in rest:
-            self._try(effect)
-
-    def _try(self, effect: Effect[To]) -> None:
-        try:
-            self._do(effect)
-        except Exception as error:
-            self._failed(error)
-
-    def _send(self, frame: SendFrame[To]) -> None:
-        """Now, behind the answers to the same peer that wait; or it waits itself."""
-        if not frame.can_wait:
-            for answer in self._answers.pop(frame.to, ()):
-                if answer.about is None or answer.about != frame.about:
-                    self.channel.send(answer.to, answer.raw)
-            self.channel.send(frame.to, frame.raw)
-            return
-        self._answers.setdefault(frame.to, []).append(frame)
-        if self._answers_s == math.inf:
-            self._answers_s = time.monotonic() + _ANSWER_S
-
-    def _answer(self, now_s: float) -> None:
-        """Send the answers that have waited long enough."""
-        if now_s < self._answers_s:
-            return
-        answers, self._answers, self._answers_s = self._answers, {}, math.inf
-        for answer in chain.from_iterable(answers.values()):
-            self._try(SendFrame(answer.to, answer.raw))
+            try:
+                self._do(effect)
+            except Exception as error:
+                self._failed(error)
 
     def _failed(self, error: Exception) -> None:
         self.num_errors += 1
@@ -379,7 +329,7 @@ class ControlThread(Generic[Command, To]):
     def _do(self, effect: Effect[To]) -> None:
         match effect:
             case SendFrame():
-                self._send(effect)
+                self.channel.send(effect.to, effect.raw)
             case WriteJob():
                 self.transport.write(effect)
             case Gather():

@@ -9,18 +9,10 @@ from typing import Any
 
 import pytest
 
-from prefixkv.control.effects import SendFrame, Tick
+from prefixkv.control.effects import Tick
 from prefixkv.errors import InternalError, ProtocolError
-from prefixkv.protocol import messages
 from prefixkv.protocol.events import RoomEnded
-from prefixkv.protocol.messages import (
-    Frame,
-    Hello,
-    HelloReply,
-    OutcomeAck,
-    PromiseAck,
-    RoomBody,
-)
+from prefixkv.protocol.messages import Hello, HelloReply, RoomBody
 from prefixkv.runtime import control_thread
 from prefixkv.runtime.control_thread import ControlFailed
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
@@ -252,36 +244,6 @@ def test_no_wait_misses_what_another_call_has_taken_in(pair: NodePair, how: str)
     quiet(pair.decode)
 
 
-@pytest.mark.parametrize("side", ["decode", "prefill"])
-def test_an_answer_that_nothing_waits_for_goes_with_the_next_frame_or_soon(
-    pair: NodePair, monkeypatch: pytest.MonkeyPatch, side: str
-) -> None:
-    """Prefill's of a promise, and decode's of an outcome: never behind a later frame to the same
-    peer, which would be taken for newer; and not left unsaid where no frame follows."""
-    said: list[Frame] = []
-    channel = getattr(pair, side).transfers.thread.channel
-    send = channel.send
-
-    def told(to: Any, raw: bytes) -> None:
-        said.append(messages.decode(raw))
-        send(to, raw)
-
-    monkeypatch.setattr(channel, "send", told)
-    pair.p.hold = True
-    pair.submit("r", tokens_of(1, 10))
-    kind: Any = PromiseAck if side == "prefill" else OutcomeAck
-    if side == "prefill":  # it says nothing else while the engine computes
-        pair.until(lambda: any(isinstance(frame.body, kind) for frame in said))
-    pair.p.hold = False
-    pair.run("r")
-    pair.until(lambda: any(isinstance(frame.body, kind) for frame in said))
-    pair.submit("again", tokens_of(1, 8))  # all of it is there
-    pair.run("again")
-    if side == "decode":
-        pair.until(lambda: sum(isinstance(frame.body, kind) for frame in said) >= 2)
-    assert [frame.seq for frame in said] == sorted(frame.seq for frame in said)
-
-
 def test_the_transport_expects_no_write_for_a_full_hit(
     pair: NodePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,31 +258,3 @@ def test_the_transport_expects_no_write_for_a_full_hit(
     pair.submit("longer", tokens_of(1, 12))
     pair.run("longer")
     assert expected == [1, 0]
-
-
-def test_an_outcome_is_the_answer_to_its_promise_and_to_no_other(
-    pair: NodePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not to one that another peer waits for, or of another room."""
-    thread = pair.prefill.transfers.thread
-    said: list[bytes] = []
-    frames = [
-        SendFrame(b"d", b"ack 7", True, (7, 0, 0, 1)),
-        SendFrame(b"d", b"ack 8", True, (8, 0, 0, 2)),
-        SendFrame(b"d", b"ack of an outcome", True),
-        SendFrame(b"e", b"ack 7 to another", True, (7, 0, 0, 1)),
-        SendFrame(b"d", b"outcome 7", False, (7, 0, 0, 1)),
-    ]
-    on = thread.control.on
-
-    def saying(what: Any, now_s: float) -> Any:
-        if what != "say":
-            return on(what, now_s)
-        thread.control.last_effects = frames
-        return frames
-
-    monkeypatch.setattr(thread.control, "on", saying)
-    monkeypatch.setattr(thread.channel, "send", lambda to, raw: said.append(raw))
-    thread.inbox.put("say")
-    until(lambda: b"ack 7 to another" in said)
-    assert said == [b"ack 8", b"ack of an outcome", b"outcome 7", b"ack 7 to another"]
