@@ -221,7 +221,7 @@ def test_settled_is_said_when_both_have(driver: AutoDriver) -> None:
     target.transport.settle("a", 0.05)
     driver.until(lambda: target.of(Settled))
     assert target.of(Settled) == [Settled("a")]
-    assert time.monotonic() - began_s >= 0.05  # what NIXL has to poll for
+    assert time.monotonic() - began_s >= 0.04  # what NIXL polls for, but for a gap before it
     assert asked == ["_shm", "_nixl"]
 
 
