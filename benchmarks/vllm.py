@@ -5,17 +5,24 @@
 
 Systems: `pull` (NixlConnector), `push` (NixlPushConnector), `ours`, `governed` (ours, with a policy
 that names decode's victims). A run starts a prefill and a decode server of one system, which is not
-counted, and puts each workload through them; the systems take turns, `--repeat` times. What is in
-the file already is not run again, so a run can be cut off and gone on with.
+counted, and puts one part through them; the systems take turns, `--repeat` times. What is in the
+file already is not run again, so it can be cut off and gone on with; `--minutes` begins no run
+after so long, and `--part` takes some parts alone.
 
-Workloads: `turns`, conversations whose prompts grow, one request at a time; `burst`, requests with
-one new prompt and a few tokens of their own, all at once.
+Parts:
+
+- `turns`: conversations whose prompts grow, one request at a time; then a burst: requests with one
+  new prompt and a few tokens of their own, all at once.
+- `long`: one prompt of 8,192 tokens at a time.
+- `steps`: decode's step time.
+- `live`, `pool`: working sets 1.5 times as large as decode's pool: the block hit ratio. `live` is
+  on two servers, as fast as they answer; `pool` is vLLM's block manager and our scheduler's side
+  without a model, on the workload's own clock; `recorded`, the same with recorded traces.
+- `kills`: prefill is killed.
 
 TTFT is from the first HTTP request to decode's first token. `after prefill` is TTFT less the time
 in which prefill had answered, from the same start: what the connector adds. Where the connector
-pushes while prefill computes it is near zero, or below. On CPUs NixlConnector moves its worker's
-thread to cores that the OMP binding leaves free, where prefill itself may run many times slower:
-then only `after prefill` compares.
+pushes while prefill computes it is near zero, or below.
 
 Tokens are greedy; in bfloat16 they may differ by the batch they were computed in, so `differ`
 counts answers that differ from the first system's, and is no error of itself.
@@ -23,229 +30,104 @@ counts answers that differ from the first system's, and is no error of itself.
 
 from __future__ import annotations
 
-import http.client
-import itertools
 import json
 import os
 import platform
-import random
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from benchmarks.vllm_servers import (
-    MODEL,
-    TINY,
-    NotStartedError,
-    Server,
-    Sizes,
-    free_port,
-    make_model,
-    transfer_config,
-)
+from benchmarks import vllm_kills, vllm_steps
+from benchmarks.vllm_pair import BLOCK, LARGE, POLICY, SYSTEMS, Pair, Shape
+from benchmarks.vllm_servers import REPOSITORY, TINY, NotStartedError, Sizes, make_model
+from benchmarks.vllm_sets import KINDS, drawn, pool_blocks, workload
 from prefixkv.errors import ConfigError
 
-SYSTEMS: Final = ("pull", "push", "ours", "governed")
-LARGE: Final = Sizes(1024, 12, 16, 8, 64, "bfloat16")  # 121 M parameters
-BLOCK: Final = 32
-VOCABULARY: Final = 2000
+POOL_POLICIES: Final = ("", "gated", POLICY)
+KILLS_A_RUN: Final = 4
+TURNS_S: Final = 240.0
+COUNTED_S: Final = 2.0
+"""Until the counters of a step can be read."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """The sizes of the workloads, in tokens where nothing else is said."""
+    """The sizes of the parts, in tokens where nothing else is said."""
 
-    conversations: int
-    turns: int
-    first: int
-    more: int
-    out: int
-    chunk: int
-    burst: int  # requests
-    head: int
-
-
-FULL: Final = Load(8, 5, 1000, 200, 16, 256, 16, 1024)
-QUICK: Final = Load(2, 2, 200, 64, 4, 64, 4, 128)
-
-
-@dataclass(frozen=True)
-class Answer:
-    tokens: list[int]
-    ttft_s: float
-    prefill_s: float
-
-
-class Pair:
-    """A prefill and a decode server of one system, and what a proxy does with them."""
-
-    def __init__(self, system: str, python: str, model: Path, sizes: Sizes, load: Load) -> None:
-        self.system = system
-        self._folder = tempfile.TemporaryDirectory()
-        self._threads = ThreadPoolExecutor(64)
-        self._rooms = itertools.count(1)
-        self._kv_port = free_port()
-
-        def server(name: str, transfer: dict[str, Any]) -> Server:
-            around = {
-                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-                "UCX_TLS": "sysv,posix,cma,tcp,self",
-                "UCX_NET_DEVICES": "lo",
-            }
-            log = Path(self._folder.name) / f"{name}.log"
-            return Server(
-                python, model, log, transfer, blocks=2048, block_size=BLOCK, chunk=load.chunk,
-                dtype=sizes.dtype, environment=around if system in ("pull", "push") else None,
-            )  # fmt: skip
-
-        self.prefill = server("prefill", self._transfer("kv_producer", "prefill-0"))
-        self.decode = server("decode", self._transfer("kv_consumer", "decode-0"))
-
-    def _transfer(self, role: str, name: str) -> dict[str, Any]:
-        if self.system in ("pull", "push"):
-            kind = "NixlConnector" if self.system == "pull" else "NixlPushConnector"
-            return {"kv_connector": kind, "kv_role": "kv_both", "kv_buffer_device": "cpu"}
-        port = self._kv_port if role == "kv_producer" else free_port()
-        policy = "gated" if (self.system, role) == ("governed", "kv_consumer") else ""
-        return transfer_config(role, name, port, policy=policy)
-
-    def __enter__(self) -> Pair:
-        try:
-            self.prefill.wait()
-            self.decode.wait()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self.decode.kill()
-        self.prefill.kill()
-        self._threads.shutdown(wait=False)
-        self._folder.cleanup()
-
-    # --- requests ---------------------------------------------------------------------------------
-
-    def ask(self, prompt: list[int], num_tokens: int) -> Future[Answer]:
-        ask = self._ask_nixl if self.system in ("pull", "push") else self._ask_ours
-        return self._threads.submit(ask, prompt, num_tokens)
-
-    def _ask_ours(self, prompt: list[int], num_tokens: int) -> Answer:
-        room, begun_s = next(self._rooms), time.perf_counter()
-        send = {"do_remote_decode": True, "room": room, "decode": "decode-0"}
-        where = f"tcp://127.0.0.1:{self._kv_port}"
-        load = {"do_remote_prefill": True, "room": room, "prefill": where}
-
-        def prefill() -> float:
-            self.prefill.complete(prompt, 1, send)
-            return time.perf_counter() - begun_s
-
-        answered = self._threads.submit(prefill)
-        tokens, ttft_s = streamed(self.decode, prompt, num_tokens, load, begun_s)
-        return Answer(tokens, ttft_s, answered.result())
-
-    def _ask_nixl(self, prompt: list[int], num_tokens: int) -> Answer:
-        name, begun_s = f"request-{next(self._rooms)}", time.perf_counter()
-        ask = {
-            "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
-            "remote_block_ids": None, "remote_host": None, "remote_port": None,
-        }  # fmt: skip
-        answer = self.prefill.complete(prompt, 1, ask, request_id=name)
-        prefill_s = time.perf_counter() - begun_s
-        params = answer["kv_transfer_params"]
-        tokens, ttft_s = streamed(self.decode, prompt, num_tokens, params, begun_s, request_id=name)
-        return Answer(tokens, ttft_s, prefill_s)
-
-    def bytes_moved(self) -> int:
-        """KV that came to decode since the servers started."""
-        if self.system in ("ours", "governed"):
-            return self.prefill.counter("bytes_sent")
-        name = "vllm:nixl_bytes_transferred_sum"
-        return int(sum(one.metrics().get(name, 0) for one in (self.prefill, self.decode)))
+    sizes: Sizes = LARGE
+    conversations: int = 8
+    turns: int = 5
+    first: int = 1000
+    more: int = 200
+    out: int = 16
+    chunk: int = 256
+    burst: int = 16  # requests
+    head: int = 1024
+    long: int = 8192
+    long_chunk: int = 512
+    long_prompts: int = 3
+    live_requests: int = 400
+    pool_requests: int = 4000
+    kills: int = 20
+    rounds: int = 8  # of step times
+    busy_rounds: int = 4
+    steps: int = 160
+    busy_steps: int = 100
 
 
-def streamed(
-    server: Server,
-    prompt: list[int],
-    num_tokens: int,
-    params: dict[str, Any],
-    begun_s: float,
-    **more: Any,
-) -> tuple[list[int], float]:
-    """The tokens, and when the first came."""
-    body = {
-        "model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0,
-        "stream": True, "ignore_eos": True, "return_token_ids": True,
-        "kv_transfer_params": params, **more,
-    }  # fmt: skip
-    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
-    headers = {"content-type": "application/json"}
-    client.request("POST", "/v1/completions", json.dumps(body), headers)
-    answer = client.getresponse()
-    if answer.status != 200:
-        raise RuntimeError(answer.read().decode())
-    tokens: list[int] = []
-    first_s = 0.0
-    for line in answer:
-        if line.startswith(b"data: {"):
-            said = json.loads(line[6:])
-            for choice in said.get("choices", ()):
-                tokens += choice.get("token_ids") or []
-                first_s = first_s or (time.perf_counter() - begun_s if tokens else 0.0)
-    client.close()
-    if len(tokens) != num_tokens:
-        raise RuntimeError(f"{len(tokens)} tokens of {num_tokens}")
-    return tokens, first_s
+QUICK: Final = Load(
+    TINY, 2, 2, 200, 64, 4, 64, 4, 128, 600, 128, 1, 60, 300, 4, 1, 1, 100, 100
+)  # fmt: skip
 
 
-# --- workloads ------------------------------------------------------------------------------------
-
-
-def tokens_of(seed: int, number: int) -> list[int]:
-    drawn = random.Random(seed)
-    return [drawn.randrange(10, VOCABULARY) for _ in range(number)]
+# --- parts ----------------------------------------------------------------------------------------
 
 
 def turns(pair: Pair, load: Load) -> dict[str, Any]:
-    prompts = [tokens_of(i, load.first) for i in range(load.conversations)]
+    """Cut off after TURNS_S, in which most systems are through many times over."""
+    prompts = [drawn(i, load.first) for i in range(load.conversations)]
     before, rows, answers = pair.bytes_moved(), [], []
-    for turn in range(load.turns):
-        for i, prompt in enumerate(prompts):
-            answer = pair.ask(prompt, load.out).result()
-            answers.append(answer.tokens)
-            rows.append((turn, answer.ttft_s, answer.ttft_s - answer.prefill_s))
-            prompts[i] = prompt + answer.tokens + tokens_of(1000 * turn + i + 100, load.more)
-    time.sleep(2.0)  # the counters come with a step
-    late = [row for row in rows if row[0]]
-    return {
-        "ttft_first_s": statistics.median(row[1] for row in rows if not row[0]),
-        "ttft_later_s": statistics.median(row[1] for row in late),
-        "after_prefill_first_s": statistics.median(row[2] for row in rows if not row[0]),
-        "after_prefill_later_s": statistics.median(row[2] for row in late),
-        "bytes": pair.bytes_moved() - before,
-        "answers": answers,
-    }
+    end_s = time.monotonic() + TURNS_S
+    for turn, i in product(range(load.turns), range(load.conversations)):
+        if time.monotonic() > end_s:
+            break
+        prompt = prompts[i]
+        answer = pair.ask(prompt, load.out).result()
+        answers.append(answer.tokens)
+        rows.append([turn, answer.ttft_s, answer.after_prefill_s])
+        prompts[i] = prompt + answer.tokens + drawn(1000 * turn + i + 100, load.more)
+    time.sleep(COUNTED_S)
+    figures: dict[str, Any] = {}
+    for name, of in (("", rows), ("_first", [row for row in rows if not row[0]])):
+        figures |= {
+            f"ttft{name}_s": statistics.median(row[1] for row in of),
+            f"after_prefill{name}_s": statistics.median(row[2] for row in of),
+            f"prefill{name}_s": statistics.median(row[1] - row[2] for row in of),
+        }
+    cut_off = len(rows) < load.turns * load.conversations
+    return figures | {
+        "bytes": pair.bytes_moved() - before, "requests": len(rows), "cut_off": cut_off,
+        "rows": rows, "answers": answers,
+    }  # fmt: skip
 
 
 def burst(pair: Pair, load: Load) -> dict[str, Any]:
-    head = tokens_of(50_000, load.head)
+    head = drawn(50_000, load.head)
     before, begun_s = pair.bytes_moved(), time.perf_counter()
-    asked = [pair.ask(head + tokens_of(60_000 + i, 20), load.out) for i in range(load.burst)]
+    asked = [pair.ask(head + drawn(60_000 + i, 20), load.out) for i in range(load.burst)]
     done = [one.result() for one in asked]
     took_s = time.perf_counter() - begun_s
-    time.sleep(2.0)
+    time.sleep(COUNTED_S)
     return {
         "all_s": took_s,
         "ttft_s": statistics.median(one.ttft_s for one in done),
@@ -254,49 +136,170 @@ def burst(pair: Pair, load: Load) -> dict[str, Any]:
     }
 
 
-WORKLOADS: Final[dict[str, Callable[[Pair, Load], dict[str, Any]]]] = {
-    "turns": turns,
-    "burst": burst,
+def long(pair: Pair, load: Load) -> dict[str, Any]:
+    done = [pair.ask(drawn(80_000 + i, load.long), 4).result() for i in range(load.long_prompts)]
+    return {
+        "ttft_s": statistics.median(one.ttft_s for one in done),
+        "prefill_s": statistics.median(one.prefill_s for one in done),
+        "after_prefill_s": statistics.median(one.after_prefill_s for one in done),
+        "answers": [one.tokens for one in done],
+    }
+
+
+def live(pair: Pair, kind: str, requests: int, seed: int) -> dict[str, Any]:
+    """The second half of the requests counts. A block that decode had is one not sent."""
+    asks = workload(kind, requests, seed)
+    asked, loaded, half = 0, 0, requests // 2
+    for i, ask in enumerate(asks):
+        if i == half:
+            time.sleep(COUNTED_S)
+            loaded = pair.bytes_moved()
+        asks.answered(ask, pair.ask(ask.prompt, ask.num_tokens).result().tokens)
+        asked += -(-len(ask.prompt) // BLOCK) if i >= half else 0
+    time.sleep(COUNTED_S)
+    sent = (pair.bytes_moved() - loaded) // pair.shape.sizes.kv_bytes(BLOCK)
+    return {
+        "blocks": pair.shape.decode_blocks, "asked": asked, "sent": sent,
+        "hit_ratio": 1 - sent / asked,
+    }  # fmt: skip
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+class Bench:
+    """What a run needs: an interpreter, models, sizes."""
+
+    def __init__(self, python: str, load: Load, folder: Path, traces: list[Path]) -> None:
+        self.python, self.load, self._folder, self._traces = python, load, folder, traces
+        self._models: dict[Sizes, Path] = {}
+
+    def pair(self, system: str, shape: Shape) -> Pair:
+        if shape.sizes not in self._models:
+            place = self._folder / f"model-{len(self._models)}"
+            self._models[shape.sizes] = make_model(self.python, place, shape.sizes)
+        return Pair(system, self.python, self._models[shape.sizes], shape)
+
+    def turns(self, system: str, number: int) -> dict[str, Any]:
+        load = self.load
+        with self.pair(system, Shape(load.sizes, load.chunk)) as pair:
+            pair.ask(drawn(70_000, 64), 2).result()  # the servers have met
+            return {"turns": turns(pair, load), "burst": burst(pair, load)}
+
+    def long(self, system: str, number: int) -> dict[str, Any]:
+        load = self.load
+        shape = Shape(load.sizes, load.long_chunk, max_len=load.long + 512)
+        with self.pair(system, shape) as pair:
+            pair.ask(drawn(70_000, 64), 2).result()
+            return {"long": long(pair, load)}
+
+    def live(self, system: str, number: int) -> dict[str, Any]:
+        """The kinds take turns with the runs."""
+        kind, load = [*KINDS][number % len(KINDS)], self.load
+        seed = number // len(KINDS)
+        blocks = pool_blocks(workload(kind, load.live_requests, seed), BLOCK)
+        shape = Shape(TINY, blocks=2048, decode_blocks=blocks + 1, max_len=16384)
+        with self.pair(system, shape) as pair:
+            return {f"live {kind}": live(pair, kind, load.live_requests, seed)}
+
+    def pool(self, system: str, number: int) -> dict[str, Any]:
+        """`system` is a policy. Each run has seeds of its own."""
+        requests = self.load.pool_requests
+        return {
+            f"pool {kind}": self._replay(kind, requests, BLOCK, number, system) for kind in KINDS
+        }
+
+    def recorded(self, system: str, number: int) -> dict[str, Any]:
+        return {
+            f"recorded {trace.stem}": self._replay(str(trace), 1 << 20, 16, 0, system)
+            for trace in self._traces
+        }
+
+    def _replay(self, kind: str, requests: int, block: int, seed: int, policy: str) -> Any:
+        command = [
+            self.python, "-m", "benchmarks.vllm_pool", kind, str(requests), str(block), str(seed),
+            "" if policy == "own" else policy,
+        ]  # fmt: skip
+        around = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        out = subprocess.check_output(command, env=around, cwd=REPOSITORY, text=True)
+        return json.loads(out.splitlines()[-1])
+
+    def kills(self, system: str, number: int) -> dict[str, Any]:
+        """Each run has its share of the moments."""
+        runs = max(1, self.load.kills // KILLS_A_RUN)
+        moments = [(number + runs * i + 0.5) / (runs * KILLS_A_RUN) for i in range(KILLS_A_RUN)]
+        with self.pair(system, Shape(TINY, chunk=64, blocks=512, decode_blocks=512)) as pair:
+            return {"kills": vllm_kills.kills(pair, moments, number)}
+
+    def steps(self, system: str, number: int) -> dict[str, Any]:
+        load = self.load
+        shape = Shape(load.sizes, decode_blocks=400)
+        if system == "idle":
+            with self.pair("ours", replace(shape, plain_prefill=True)) as pair:
+                return {"idle": vllm_steps.idle(pair, load.rounds, load.steps)}
+        with self.pair("ours", shape) as pair:
+            return {"busy": vllm_steps.busy(pair, load.busy_rounds, load.busy_steps)}
+
+
+@dataclass(frozen=True)
+class Part:
+    work: Callable[[Bench, str, int], dict[str, Any]]
+    systems: tuple[str, ...]
+    runs: Callable[[int, Load], int]  # of `--repeat`
+
+
+PARTS: Final = {
+    "turns": Part(Bench.turns, SYSTEMS, lambda repeat, load: repeat),
+    "long": Part(Bench.long, SYSTEMS, lambda repeat, load: repeat),
+    "steps": Part(Bench.steps, ("idle", "busy"), lambda repeat, load: repeat),
+    "live": Part(Bench.live, ("ours", "governed"), lambda repeat, load: len(KINDS) * repeat),
+    "pool": Part(Bench.pool, ("own", *POOL_POLICIES[1:]), lambda repeat, load: repeat),
+    "kills": Part(Bench.kills, SYSTEMS[:3], lambda repeat, load: max(1, load.kills // KILLS_A_RUN)),
 }
 
 
-# --- the run --------------------------------------------------------------------------------------
-
-
-def missing(found: dict[str, Any], systems: list[str], repeat: int) -> Iterator[tuple[int, str]]:
+def missing(
+    found: dict[str, Any], parts: list[str], systems: list[str], repeat: int, load: Load
+) -> Iterator[tuple[str, str, int]]:
     """What is still to be run, the systems turn about."""
-    for i in range(repeat):
-        for system in systems:
-            if f"{system} {i}" not in found:
-                yield i, system
+    for name in parts:
+        part = PARTS[name]
+        for i in range(part.runs(repeat, load)):
+            for system in part.systems:
+                known = f"{name} {system} {i}" in found
+                if not known and (system in systems or system not in SYSTEMS):
+                    yield name, system, i
 
 
 def summary(runs: dict[str, Any]) -> dict[str, Any]:
-    """By workload and system, the median over repetitions of each figure, and how many answers
-    differ from the first system's."""
+    """By workload and system, the median over runs of each figure, and how many answers differ from
+    the first system's."""
+    by: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for name, run in runs.items():
+        part, system, _ = name.split(" ")
+        if part in ("turns", "long", "live", "pool", "recorded"):
+            for workload_, figures in run.items():
+                by.setdefault(workload_, {}).setdefault(system, []).append(figures)
     out: dict[str, Any] = {}
-    for workload in WORKLOADS:
-        by_system: dict[str, list[dict[str, Any]]] = {}
-        for name, run in runs.items():
-            if workload in run:
-                by_system.setdefault(name.partition(" ")[0], []).append(run[workload])
-        if not by_system:
-            continue
-        first = next(iter(by_system.values()))[0]["answers"]
-        out[workload] = {
+    for workload_, by_system in by.items():
+        first = next(iter(by_system.values()))[0].get("answers", [])
+        out[workload_] = {
             system: {
                 **{
-                    key: statistics.median(run[key] for run in of)
-                    for key in of[0]
-                    if key != "answers"
+                    key: statistics.median(one[key] for one in of)
+                    for key, value in of[0].items()
+                    if isinstance(value, (int, float))
                 },
-                "differ": sum(
-                    a != b for run in of for a, b in zip(run["answers"], first, strict=True)
-                ),
+                "runs": len(of),
+                **({"differ": _differ(of, first)} if first else {}),
             }
             for system, of in by_system.items()
         }
     return out
+
+
+def _differ(of: list[dict[str, Any]], first: list[list[int]]) -> int:
+    return sum(a != b for run in of for a, b in zip(run["answers"], first, strict=False))
 
 
 def vllm(
@@ -305,36 +308,51 @@ def vllm(
         "vllm.json"
     ),
     systems: Annotated[str, typer.Option()] = ",".join(SYSTEMS),
+    part: Annotated[str, typer.Option(help="Of these parts alone.")] = ",".join(PARTS),
     repeat: Annotated[int, typer.Option()] = 3,
+    trace: Annotated[
+        list[Path] | None, typer.Option(help="Of requests, for `recorded`; more than once.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Begin no run after so long.")] = 1e9,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, to try it.")] = False,
 ) -> None:
-    """vLLM's own connectors and ours: TTFT, what comes after prefill, bytes."""
+    """vLLM's own connectors and ours: TTFT, bytes, hits, step times, and what a kill costs."""
     if not Path(python).is_file():
         raise ConfigError(f"--python is {python!r}, an interpreter that has vLLM is needed")
-    if unknown := set(systems.split(",")) - {*SYSTEMS}:
-        raise ConfigError(f"--systems has {', '.join(unknown)}; known are {', '.join(SYSTEMS)}")
-    load, sizes = (QUICK, TINY) if quick else (FULL, LARGE)
+    for option, said, known in (("systems", systems, SYSTEMS), ("part", part, PARTS)):
+        if unknown := set(said.split(",")) - {*known}:
+            raise ConfigError(f"--{option} has {', '.join(unknown)}; known: {', '.join(known)}")
+    load = QUICK if quick else Load()
     recipe = {
-        "command": " ".join(sys.argv[1:]),
-        "model": asdict(sizes),
+        "command": f"python -m benchmarks vllm --repeat {repeat}",
         "load": asdict(load),
+        "policy": POLICY,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "threads": "one to compute with in each server; every core allowed",
     }
     data: dict[str, Any] = {"recipe": recipe, "runs": {}}
     if out.exists():
         data = json.loads(out.read_text(encoding="utf-8"))
+    end_s = time.monotonic() + 60 * minutes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(python, Path(folder) / "model", sizes)
-        for i, system in missing(data["runs"], systems.split(","), repeat):
+        bench = Bench(str(Path(python).absolute()), load, Path(folder), trace or [])
+        parts = [one for one in part.split(",") if trace or one != "recorded"]
+        left = [*missing(data["runs"], parts, systems.split(","), repeat, load)]
+        for name, system, i in left:
+            if time.monotonic() > end_s:
+                break
+            before = os.getloadavg()[0]
             try:
-                with Pair(system, python, model, sizes, load) as pair:
-                    pair.ask(tokens_of(70_000, 64), 2).result()  # the servers have met
-                    run = {name: work(pair, load) for name, work in WORKLOADS.items()}
+                run = PARTS[name].work(bench, system, i)
             except NotStartedError as error:
                 print(f"{system} did not start: {error}", file=sys.stderr)
                 continue
-            data["runs"][f"{system} {i}"] = run
+            data["runs"][f"{name} {system} {i}"] = run
+            data.setdefault("load_average_before", {})[f"{name} {system} {i}"] = round(before, 2)
             data["summary"] = summary(data["runs"])
             out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-            shown = {name: data["summary"][name][system] for name in run}
-            print(system, i, json.dumps(shown), flush=True)
+            shown = {key: data["summary"].get(key, {}).get(system) for key in run}
+            print(name, system, i, json.dumps(shown), flush=True)
+        else:
+            print("nothing is left to run")

@@ -79,6 +79,7 @@ class Server(Closing):
         block_size: int = 32,
         chunk: int = 256,
         dtype: str = "float32",
+        max_len: int = 4096,
         environment: dict[str, str] | None = None,
         more: Sequence[str] = (),
     ) -> None:
@@ -86,7 +87,7 @@ class Server(Closing):
         command = [
             python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
             "--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL,
-            "--dtype", dtype, "--enforce-eager", "--max-model-len", "4096",
+            "--dtype", dtype, "--enforce-eager", "--max-model-len", str(max_len),
             "--max-num-seqs", "16", "--max-num-batched-tokens", str(chunk),
             "--block-size", str(block_size), "--num-gpu-blocks-override", str(blocks),
             "--seed", "0", "--api-server-count", "1",

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from prefixkv.cache.eviction.gated import Gated
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.shadow import Shadow
 from tests.engines_vllm.standin import BlockPool, Request, options
@@ -82,7 +83,7 @@ class ShadowedPool(RuleBasedStateMachine):
             return
         self.count += 1
         rid = str(self.count)
-        self.shadow.admitted(rid, tokens)
+        self.shadow.admitted(rid, tokens, blocks + new)
         self.requests[rid] = tokens, blocks + new
 
     @precondition(lambda self: self.requests)
@@ -131,6 +132,24 @@ def test_the_policy_decides() -> None:
     assert sorted(shadow.victims(4, lambda block: block != 3)) == [5, 7]
 
 
+def test_what_runs_beside_a_request_says_nothing_of_it() -> None:
+    """All begin with a system prompt. A long new prompt is a one-shot for `gated`, and goes first,
+    also where a short one, which goes on from the system prompt, was admitted while it ran."""
+    times = iter(range(1, 100))
+    shadow = Shadow(BLOCK, Gated(short_tokens=4 * BLOCK), lambda: float(next(times)))
+
+    def request(rid: str, tokens: list[int], first: int) -> tuple[str, list[int], list[int]]:
+        asked = rid, [1] * BLOCK + tokens, [0, *range(first, first + len(tokens) // BLOCK)]
+        shadow.admitted(*asked)
+        return asked
+
+    shadow.ended(*request("system", [], 1))
+    long = request("long", [7] * 8 * BLOCK, 10)
+    shadow.ended(*request("short", [5] * 2 * BLOCK, 1))
+    shadow.ended(*long)
+    assert sorted(shadow.victims(8, lambda _: True)) == [*range(10, 18)]
+
+
 def test_a_block_that_was_used_for_something_else_is_not_named() -> None:
     shadow = Shadow(BLOCK, "lru", lambda: 0.0)
     shadow.ended("1", [1, 1], [4])
@@ -168,6 +187,6 @@ def test_a_request_that_ends_leaves_its_cached_blocks_until_a_flush() -> None:
         side.allocated(request, pages, 0)
         side.finished(request, pages)
         if rid == "1":
-            assert sorted(shadow.victims(9, lambda _: True)) == pages[:2]
+            assert sorted(shadow.victims(9, side.holds.is_cached)) == pages[:2]
     side.flush()
     assert shadow.victims(9, lambda _: True) == []

@@ -186,7 +186,9 @@ class SchedulerSide:
         `num_external` prompt tokens is to be loaded."""
         rid = request.request_id
         if self._shadow is not None and request.prompt_token_ids is not None:
-            self._shadow.admitted(rid, request.prompt_token_ids, namespace_of(request))
+            tokens = request.prompt_token_ids
+            whole = pages[: len(tokens) // self._block_size]
+            self._shadow.admitted(rid, tokens, whole, namespace_of(request))
         wanted = self._wanted.pop(rid, None)
         self._followers.discard(rid)
         if rid in self._joined:

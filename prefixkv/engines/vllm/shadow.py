@@ -15,8 +15,9 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
+from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.cache.results import PrefixLock
+from prefixkv.cache.results import InsertResult, PrefixLock
 from prefixkv.errors import check_laws
 from prefixkv.paging import MAX_INDEX
 
@@ -29,13 +30,13 @@ class Shadow:
 
     Args:
         block_size: tokens of a block.
-        policy: a name of `policy_names()`.
+        policy: a name of `policy_names()`, or one that is made.
         clock: seconds, for policies that need the time.
     Raises:
         ConfigError: an unknown policy.
     """
 
-    def __init__(self, block_size: int, policy: str, clock: Callable[[], float]) -> None:
+    def __init__(self, block_size: int, policy: str | Policy, clock: Callable[[], float]) -> None:
         self._tree = RadixCache(block_size, policy)
         self._clock = clock
         self._locks: dict[str, PrefixLock] = {}
@@ -43,11 +44,27 @@ class Shadow:
         self._block_at: dict[int, int] = {}  # by place
         self._place_of: dict[int, int] = {}  # by block; the inverse
 
-    def admitted(self, rid: str, tokens: Sequence[int], namespace: Hashable = None) -> None:
-        """A request runs: what is known of its prompt is in use. Again, until it ends: no-op."""
-        if rid not in self._locks:
-            match = self._tree.match_prefix(np.asarray(tokens, np.int32), namespace)
-            self._locks[rid] = self._tree.lock(match, self._clock())
+    def admitted(
+        self,
+        rid: str,
+        tokens: Sequence[int],
+        blocks: Sequence[int] = (),
+        namespace: Hashable = None,
+    ) -> None:
+        """A request runs, and `blocks` are to hold the first of its `tokens`: they are in use.
+        Again, until it ends: no-op.
+
+        They are entered at once. A policy takes the entry of new pages for a part of the last use
+        of those before them, so no other request may come between."""
+        if rid in self._locks:
+            return
+        match = self._tree.match_prefix(np.asarray(tokens, np.int32), namespace)
+        seen = self._tree.lock(match, self._clock())
+        self._locks[rid] = seen
+        if blocks:
+            inserted = self._insert(tokens, blocks, namespace, visit=False)
+            self._locks[rid] = self._tree.lock(inserted, self._clock())
+            self._tree.unlock(seen)
 
     def ended(
         self, rid: str, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable = None
@@ -55,17 +72,23 @@ class Shadow:
         """A request ends. `blocks` are cached, and hold the KV of the first of its `tokens`."""
         lock = self._locks.pop(rid, None)
         if blocks:
-            num_tokens = len(blocks) * self._tree.page_size
-            places = np.arange(self._next_place, self._next_place + len(blocks), dtype=np.int32)
-            inserted = self._tree.insert(
-                np.asarray(tokens[:num_tokens], np.int32), places, namespace,
-                now_s=self._clock(), visit=lock is None,
-            )  # fmt: skip
-            self._next_place = (self._next_place + len(blocks)) % (MAX_INDEX // 2)
-            for place, block in zip(inserted.pages.tolist(), blocks, strict=True):
-                self._set(place, block)
+            self._insert(tokens, blocks, namespace, visit=lock is None)
         if lock is not None:
             self._tree.unlock(lock)
+
+    def _insert(
+        self, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable, *, visit: bool
+    ) -> InsertResult:
+        num_tokens = len(blocks) * self._tree.page_size
+        places = np.arange(self._next_place, self._next_place + len(blocks), dtype=np.int32)
+        inserted = self._tree.insert(
+            np.asarray(tokens[:num_tokens], np.int32), places, namespace,
+            now_s=self._clock(), visit=visit,
+        )  # fmt: skip
+        self._next_place = (self._next_place + len(blocks)) % (MAX_INDEX // 2)
+        for place, block in zip(inserted.pages.tolist(), blocks, strict=True):
+            self._set(place, block)
+        return inserted
 
     def _set(self, place: int, block: int) -> None:
         if self._block_at.get(place) != block:

@@ -26,9 +26,9 @@ def run(*policies: str) -> list[Any]:
 
 def test_conversations_among_prompts_that_are_seen_once_are_kept() -> None:
     """Four of them come back among so many others that vLLM's own order has often let them go. All
-    is from a seed: 800 blocks of 6,000 are found, 905 under `gated`."""
+    is from a seed: 800 blocks of 6,000 are found, 960 under `gated`."""
     own, lru, gated = run("", "lru", "gated")
     assert "evicted_by_policy" not in own
     assert gated["evicted_by_policy"] > 1000
     assert lru["hits"] == own["hits"]  # the same rule, in our words
-    assert gated["hits"] > 1.1 * own["hits"]
+    assert gated["hits"] > 1.15 * own["hits"]

@@ -1,0 +1,267 @@
+"""A prefill and a decode server of one system, and what a proxy does with them: for the benchmark
+`vllm`.
+
+Every server has one thread to compute with. NixlConnector moves its worker's main thread, the one
+that computes, to the last core of each NUMA node, and so the threads that NIXL makes after that, of
+which one turns without a pause. No setting of vLLM 0.32 prevents it. So when such a server has
+started, its threads are moved from outside, as `taskset -p` would: see `unpin`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.vllm_servers import MODEL, Server, Sizes, free_port, transfer_config
+
+SYSTEMS: Final = ("pull", "push", "ours", "governed")
+POLICY: Final = "adaptive"
+"""What `governed` lets name decode's victims."""
+BLOCK: Final = 32
+LARGE: Final = Sizes(1024, 12, 16, 8, 64, "bfloat16")  # 121 M parameters
+NOT_CONNECTED: Final = ""
+"""A server without a connector, as a system."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: list[int]
+    times_s: list[float]  # of each token, from when the request was sent
+    prefill_s: float = 0.0  # when prefill had answered
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times_s[0]
+
+    @property
+    def after_prefill_s(self) -> float:
+        return self.ttft_s - self.prefill_s
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the servers are started."""
+
+    sizes: Sizes
+    chunk: int = 256
+    blocks: int = 1024
+    decode_blocks: int = 1024
+    max_len: int = 4096
+    policy: str = POLICY
+    plain_prefill: bool = False  # it has no connector
+    pinned: bool = False  # leave NixlConnector's worker where it puts itself
+
+
+class Pair:
+    """Started when it is made; `with` waits until both answer. `patience_s`: after which an answer
+    that does not come is a TimeoutError."""
+
+    def __init__(self, system: str, python: str, model: Path, shape: Shape) -> None:
+        self.system, self.shape = system, shape
+        self.patience_s = 600.0
+        self._python, self._model = python, model
+        self._folder = tempfile.TemporaryDirectory()
+        self._threads = ThreadPoolExecutor(96)
+        self._rooms = itertools.count(1)
+        self._lives = itertools.count(1)
+        self._kv_port, self._side_port = free_port(), free_port()
+        self.prefill = self._start_prefill()
+        self.decode = self._server(
+            "decode", self._transfer("kv_consumer", "decode-0", free_port()), free_port(),
+            shape.decode_blocks,
+        )  # fmt: skip
+
+    def _server(
+        self, name: str, transfer: dict[str, Any] | None, side_port: int, blocks: int
+    ) -> Server:
+        around = {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
+            "UCX_TLS": "sysv,posix,cma,tcp,self",
+            "UCX_NET_DEVICES": "lo",
+        }
+        shape = self.shape
+        return Server(
+            self._python, self._model, Path(self._folder.name) / f"{name}.log", transfer,
+            blocks=blocks, block_size=BLOCK, chunk=shape.chunk, dtype=shape.sizes.dtype,
+            max_len=shape.max_len, environment=around if self.is_nixl else None,
+        )  # fmt: skip
+
+    def _start_prefill(self) -> Server:
+        life = next(self._lives)
+        transfer = self._transfer("kv_producer", "prefill-0", self._kv_port)
+        if self.shape.plain_prefill:
+            transfer = None
+        return self._server(f"prefill-{life}", transfer, self._side_port, self.shape.blocks)
+
+    @property
+    def is_nixl(self) -> bool:
+        return self.system in ("pull", "push")
+
+    def _transfer(self, role: str, name: str, port: int) -> dict[str, Any] | None:
+        if self.system == NOT_CONNECTED:
+            return None
+        if self.is_nixl:
+            kind = "NixlConnector" if self.system == "pull" else "NixlPushConnector"
+            return {
+                "kv_connector": kind, "kv_role": "kv_both", "kv_buffer_device": "cpu",
+                "kv_load_failure_policy": "recompute",
+            }  # fmt: skip
+        governed = (self.system, role) == ("governed", "kv_consumer")
+        return transfer_config(role, name, port, policy=self.shape.policy if governed else "")
+
+    def __enter__(self) -> Pair:
+        try:
+            self.wait(self.prefill)
+            self.wait(self.decode)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def wait(self, server: Server) -> None:
+        """Until it answers, and may use all cores."""
+        server.wait()
+        if self.is_nixl and not self.shape.pinned:
+            unpin(server, self.system)
+
+    def restart_prefill(self) -> None:
+        self.prefill.kill()
+        self.prefill = self._start_prefill()
+        self.wait(self.prefill)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.decode.kill()
+        self.prefill.kill()
+        self._threads.shutdown(wait=False)
+        self._folder.cleanup()
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def ask(self, prompt: list[int], num_tokens: int) -> Future[Answer]:
+        ask = self._ask_nixl if self.is_nixl else self._ask_ours
+        return self._threads.submit(ask, prompt, num_tokens)
+
+    def alone(self, prompt: list[int], num_tokens: int, salt: str = "") -> Answer:
+        """What decode says without prefill."""
+        more = {"cache_salt": salt} if salt else {}
+        return self.streamed(self.decode, prompt, num_tokens, None, time.perf_counter(), **more)
+
+    def _both(
+        self,
+        prompt: list[int],
+        num_tokens: int,
+        send: dict[str, Any],
+        load: dict[str, Any],
+        **more: Any,
+    ) -> Answer:
+        """Both servers are asked at once."""
+        begun_s = time.perf_counter()
+
+        def prefill() -> float:
+            with suppress(OSError, http.client.HTTPException):  # it may be killed
+                self.prefill.complete(prompt, 1, send, self.patience_s, **more)
+            return time.perf_counter() - begun_s
+
+        answered = self._threads.submit(prefill)
+        answer = self.streamed(self.decode, prompt, num_tokens, load, begun_s, **more)
+        return Answer(answer.tokens, answer.times_s, answered.result())
+
+    def _ask_ours(self, prompt: list[int], num_tokens: int) -> Answer:
+        room = next(self._rooms)
+        send = {"do_remote_decode": True, "room": room, "decode": "decode-0"}
+        where = f"tcp://127.0.0.1:{self._kv_port}"
+        load = {"do_remote_prefill": True, "room": room, "prefill": where}
+        return self._both(prompt, num_tokens, send, load)
+
+    _TO_PREFILL: Final = {
+        "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+        "remote_block_ids": None, "remote_host": None, "remote_port": None,
+    }  # fmt: skip
+
+    def _ask_nixl(self, prompt: list[int], num_tokens: int) -> Answer:
+        """Decode is asked with what prefill's answer says, in push as in pull, as vLLM's own
+        examples of a proxy do. Where prefill fails, decode is asked without."""
+        name, begun_s = f"request-{next(self._rooms)}", time.perf_counter()
+        params = None
+        with suppress(OSError, http.client.HTTPException):
+            params = self.prefill.complete(
+                prompt, 1, dict(self._TO_PREFILL), self.patience_s, request_id=name
+            )["kv_transfer_params"]
+        prefill_s = time.perf_counter() - begun_s
+        answer = self.streamed(self.decode, prompt, num_tokens, params, begun_s, request_id=name)
+        return Answer(answer.tokens, answer.times_s, prefill_s)
+
+    def streamed(
+        self,
+        server: Server,
+        prompt: Sequence[int],
+        num_tokens: int,
+        params: dict[str, Any] | None,
+        begun_s: float,
+        **more: Any,
+    ) -> Answer:
+        body = {
+            "model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0,
+            "stream": True, "ignore_eos": True, "return_token_ids": True, **more,
+        }  # fmt: skip
+        if params is not None:
+            body["kv_transfer_params"] = params
+        address = ("127.0.0.1", server.port)
+        client = http.client.HTTPConnection(*address, timeout=self.patience_s)
+        try:
+            headers = {"content-type": "application/json"}
+            client.request("POST", "/v1/completions", json.dumps(body), headers)
+            answer = client.getresponse()
+            if answer.status != 200:
+                raise RuntimeError(answer.read().decode())
+            tokens: list[int] = []
+            times_s: list[float] = []
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    said = json.loads(line[6:])
+                    new = [one for c in said.get("choices", ()) for one in c.get("token_ids") or []]
+                    tokens += new
+                    times_s += [time.perf_counter() - begun_s] * len(new)
+        finally:
+            client.close()
+        if len(tokens) != num_tokens:
+            raise RuntimeError(f"{len(tokens)} tokens of {num_tokens}")
+        return Answer(tokens, times_s)
+
+    def bytes_moved(self) -> int:
+        """KV that came to decode since the servers started."""
+        if self.is_nixl:
+            name = "vllm:nixl_bytes_transferred_sum"
+            return int(sum(one.metrics().get(name, 0) for one in (self.prefill, self.decode)))
+        return self.prefill.counter("bytes_sent")
+
+    def decode_usage(self) -> float:
+        """Of decode's blocks, the share that is in use."""
+        return self.decode.metrics()["vllm:kv_cache_usage_perc"]
+
+
+def unpin(server: Server, system: str) -> None:
+    """`pull`: what computes leaves the last core to NIXL's threads. `push`: all may run on every
+    core. Of what was tried, the best for each."""
+    last = (os.cpu_count() or 1) - 1
+    for pid in server.processes():
+        with suppress(ProcessLookupError):
+            if system == "push":
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    os.sched_setaffinity(int(thread.name), range(last + 1))
+            elif last and os.sched_getaffinity(pid) == {last}:
+                os.sched_setaffinity(pid, range(last))
