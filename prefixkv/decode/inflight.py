@@ -89,6 +89,11 @@ class InFlight:
         """In the order of their numbers."""
         return iter(self._flights)
 
+    def all(self) -> list[Flight]:
+        """In the order of their numbers. Any thread may ask: copied in one step, as `list(self)` is
+        not."""
+        return list(self._flights)
+
     def of(self, req: DecodeRequest) -> Flight | None:
         """The flight that brings this request's KV; None before and after."""
         return self._by_owner.get(req)

@@ -385,7 +385,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """What holds pages: request ids, and flights whose request has gone. Any thread may ask."""
-        orphans = [flight for flight in list(self.flights) if flight.owner is None]
+        orphans = [flight for flight in self.flights.all() if flight.owner is None]
         held = super().holders() + self._deferred.holders()
         return held + [(f"flight of room {one.room_key.room}", one.pages) for one in orphans]
 

@@ -93,7 +93,7 @@ def _pages(node: Node) -> Samples:
 
 def _decode_queues(node: DecodeNode) -> Samples:
     scheduler = node.scheduler
-    transfers, flights = scheduler.transfers, list(scheduler.flights)
+    transfers, flights = scheduler.transfers, scheduler.flights.all()
     is_open, complete = transfers.num_open, transfers.num_complete
     yield ("pages",), len(scheduler.waiting)
     yield ("transfer",), is_open

@@ -3,6 +3,8 @@ whom."""
 
 from __future__ import annotations
 
+import sys
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -321,3 +323,29 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
+
+
+def test_another_thread_may_ask_for_all_while_flights_come_and_go() -> None:
+    air, done = Air(), threading.Event()
+    failures: list[BaseException] = []
+
+    def look_on() -> None:
+        try:
+            while not done.is_set():
+                assert len(air.flights.all()) <= 3
+        except BaseException as error:
+            failures.append(error)
+
+    interval_s = sys.getswitchinterval()
+    looker = threading.Thread(target=look_on)
+    looker.start()
+    try:
+        sys.setswitchinterval(1e-6)
+        for _ in range(500):
+            for flight in [air.start(first * 4, check=False) for first in "abc"]:
+                air.flights.commit(flight)
+    finally:
+        sys.setswitchinterval(interval_s)
+        done.set()
+        looker.join()
+    assert failures == []

@@ -70,14 +70,15 @@ class SkippableClock:
             node.transfers.thread.inbox.put(None)
 
 
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 10
 _ports = itertools.count(os.getpid() * 7)
 
 
 def lasting_address() -> str:
     """A TCP address that stays ours while nobody listens there: not of the ports that the kernel
-    gives away."""
-    for number in itertools.islice(_ports, 10_000):
-        port = 10_000 + number % 20_000
+    gives away, and none of those that the other processes of this run of the tests take."""
+    for number in itertools.islice(_ports, 2_000):
+        port = 10_000 + 2_000 * _WORKER + number % 2_000
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return f"tcp://127.0.0.1:{port}"
