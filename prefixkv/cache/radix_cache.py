@@ -163,6 +163,7 @@ class RadixCache(RadixTree):
                 visit = type(result) is MatchResult
             use = self._next_use(result.data, node, depth, depth, visit, None, now_s)
             self._leave_mark(node, depth, use)
+            lock.mark = node.mark
         return lock
 
     def unlock(self, lock: PrefixLock) -> Pages:
@@ -298,6 +299,8 @@ class RadixCache(RadixTree):
         if visit is None:
             visit = not (old_pages and node.lock_ref)
         use = self._next_use(data, node, num_pages, old_pages, visit, priority, now_s)
+        if lock is not None and not visit and lock.mark is not None:
+            use.before = lock.mark  # others may have used these pages since
         if old_pages == num_pages:
             self._leave_mark(node, num_pages, use)
             if num_pages == node.end and not node.lock_ref and not node.children:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from prefixkv.cache.node import PAGE_ID_BYTES, Node, Packed
+from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Node, Packed
 from prefixkv.errors import PageStateError
 from prefixkv.paging import Pages, Where, as_pages
 
@@ -109,6 +109,8 @@ class PrefixLock:
     block.
 
     `node` ends where the lock ends, as long as it is held. `freed`: see `RadixCache.unlock`.
+    `mark` is the history of its last page when it was taken, None if it is empty: what this very
+    use was like, whoever uses the page later.
     """
 
     cache: Cache
@@ -118,6 +120,7 @@ class PrefixLock:
     taken_s: float  # by the caller's clock
     freed: Pages
     held: bool = True
+    mark: Mark = None
     _pages: Pages | None = None
 
     @property

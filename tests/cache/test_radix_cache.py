@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 
 from prefixkv.cache.events import Cleared, Inserted, TakenOut
-from prefixkv.cache.eviction.policy import policy_names
-from prefixkv.cache.node import PAGE_ID_BYTES
+from prefixkv.cache.eviction.plain import LeastRecentlyUsed
+from prefixkv.cache.eviction.policy import Use, policy_names
+from prefixkv.cache.node import PAGE_ID_BYTES, Mark
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import (
@@ -511,3 +514,28 @@ def test_a_listener_that_comes_late_or_falls_behind_gets_the_tree_as_it_is(monke
     first, *rest = cache.drain_changes()
     assert first == Cleared()
     assert sum(len(change.pages) for change in rest) == cache.num_pages * PAGE_ID_BYTES
+
+
+class Recorded(LeastRecentlyUsed):
+    """Takes down what insertions are said to go on from."""
+
+    def __init__(self) -> None:
+        self.went_on_from: list[object] = []
+
+    def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
+        self.went_on_from.append(use.before)
+        return super().insertion_marks(use)
+
+
+def test_what_a_request_adds_goes_on_from_its_own_lock() -> None:
+    """Others that use the same prefix meanwhile, or add to it, are not taken for it."""
+    policy = Recorded()
+    cache = RadixCache(page_size=1, policy=policy)
+    cache.insert([1, 2], [10, 11])  # use 1
+    first = cache.lock(cache.match_prefix([1, 2]))  # 2
+    second = cache.lock(cache.match_prefix([1, 2]))  # 3
+    with second, first:
+        cache.insert([1, 2, 3, 4], [12, 13], lock=first)
+        with cache.lock(cache.match_prefix([1, 2, 3])):  # 5, within what is inserted next
+            cache.insert([1, 2, 3, 9], [14, 15], lock=second)
+    assert policy.went_on_from == [None, 2, 3]

@@ -57,7 +57,7 @@ class AdaptiveModel(GhostModel):
 
     def look_up(self, use: ModelUse, tokens: Prefix, namespace: Hashable, old: int) -> list[int]:
         ghosts = self.find(tokens, old)
-        before = self.before(tokens, namespace, old)
+        before = use.goes_on_from or self.before(tokens, namespace, old)
         if not use.visit and before is not None:
             was = before.known
             path = use.covers if was.path or use.brings else 0

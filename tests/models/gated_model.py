@@ -17,7 +17,9 @@ class GatedModel(GhostModel):
         ghosts = self.find(tokens, old)
         found = [depth for depth, _ in ghosts]
         before = self.before(tokens, namespace, old)
-        if not use.visit and before is not None:
+        if use.goes_on_from is not None:
+            kind = use.goes_on_from.marks[use.goes_on_from.covers]
+        elif not use.visit and before is not None:
             kind = before.marks[old]
         else:
             known, path = old, before.covers if before is not None else -1

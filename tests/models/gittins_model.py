@@ -47,7 +47,7 @@ class GittinsModel(GhostModel):
 
     def look_up(self, use: ModelUse, tokens: Prefix, namespace: Hashable, old: int) -> list[int]:
         found = self.find(tokens, old)
-        before = self.before(tokens, namespace, old)
+        before = use.goes_on_from or self.before(tokens, namespace, old)
         if not use.visit and before is not None:
             kind, turn = before.known.kind, before.known.turn
             has_end = before.known.path > 0 or use.brings

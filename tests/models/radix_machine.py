@@ -190,15 +190,14 @@ class RadixMachine(RuleBasedStateMachine):
         assert result.pages.tolist() == self.model.page_ids(tokens, namespace, num_pages)
         return result, key, False
 
-    def insert_behind(self, key: Any, lock: Any) -> Any:
-        """As `insert`, of what is behind a lock of the key's beginning; for the model it is no
-        other call."""
+    def insert_behind(self, key: Any, lock: Any, twin: Any) -> Any:
+        """As `insert`, of what is behind a lock of the key's beginning."""
         tokens, namespace = key
         old, num_pages = self.model.match(tokens, namespace), len(tokens) // self.page_size
         ids = self.model.page_ids(tokens, namespace, old) + self._pages(num_pages - old)
         own = ids[lock.prefix_len // self.page_size :]
         result = self.cache.insert(list(tokens), own, namespace, 0, self.now_s, lock=lock)
-        assert self.model.insert(tokens, ids, namespace, self.now_s, 0) == old
+        assert self.model.insert(tokens, ids, namespace, self.now_s, 0, twin) == old
         self.free -= set(ids[old:])
         assert result.prefix_len == old * self.page_size
         assert result.pages.tolist() == ids
@@ -214,6 +213,7 @@ class RadixMachine(RuleBasedStateMachine):
             self.insert_behind(
                 (prefix + tuple(run for run in runs for _ in range(self.page_size)), namespace),
                 lock,
+                twin,
             )
 
     @rule(key=keys, more=st.lists(st.integers(0, 2), max_size=3), pauses=st.booleans())
@@ -223,7 +223,7 @@ class RadixMachine(RuleBasedStateMachine):
         tokens, namespace = key
         self.lock((self.cache.match_prefix(tokens, namespace), key, True))
         prefix = self.locks.pop()
-        inserted = self.insert_behind(key, prefix[0])
+        inserted = self.insert_behind(key, *prefix)
         self.lock(inserted)
         self._end(prefix)
         if pauses:

@@ -27,6 +27,7 @@ class ModelUse:
         default_factory=dict
     )  # depths at which it left something; what is for the policy
     known: Any = None  # to the policy
+    goes_on_from: ModelUse | None = None  # a lock of the same request
 
 
 @dataclass(eq=False)
@@ -47,6 +48,7 @@ class ModelLock:
     orphan: dict[Place, ModelPage] | None = (
         None  # after a reset: the pages it shares with other orphans
     )
+    use: ModelUse | None = None  # None: of nothing
 
 
 def visits(page: ModelPage) -> int:
@@ -144,7 +146,9 @@ class RadixModel:
         namespace: Hashable,
         now_s: float = 0.0,
         priority: int = 0,
+        lock: ModelLock | None = None,
     ) -> int:
+        """`lock`: the request's own, of the first of these tokens."""
         old = self.match(tokens, namespace)
         depth = self.whole(tokens)
         if not depth:
@@ -153,6 +157,8 @@ class RadixModel:
         self.tick += 1
         self.now_s = max(self.now_s, now_s)
         use = ModelUse(self.tick, now_s, visit, priority, depth > old, depth)
+        if lock is not None and not visit:
+            use.goes_on_from = lock.use
         bases = self.look_up(use, tokens, namespace, old)
         for at in range(old, depth):
             self.pages[namespace, self.cut(tokens, at + 1)] = ModelPage(
@@ -170,6 +176,8 @@ class RadixModel:
             self.look_up(use, tokens, namespace, depth)
             self.use(tokens, namespace, use)
         lock = ModelLock((namespace, self.cut(tokens, depth)))
+        if depth:
+            lock.use = use
         self.locks.append(lock)
         return lock
 

@@ -38,7 +38,8 @@ class Use:
             is seen once.
         priority: of an insertion; None for a lock.
         data: the packed tokens of the whole request, which may be more than the use covers.
-        before: the mark on the last of the old pages, None if no use ended there.
+        before: the mark on the last of the old pages, None if no use ended there; of an insertion
+            that goes on from a lock of its request, the mark as that lock found or left it.
         tree_pages: pages in the tree.
     """
 
