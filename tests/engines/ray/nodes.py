@@ -17,6 +17,7 @@ import tempfile
 from typing import Any
 
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 
 from prefixkv.serving.actors import Life
@@ -31,6 +32,8 @@ class Nodes:
 
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ray-")  # short, since sockets are in it
+        # Where Cluster notes its address, whatever `temp_dir` is; it does not make the folder.
+        os.makedirs(get_default_ray_temp_dir(), exist_ok=True)
         self._cluster = Cluster(
             initialize_head=True,
             head_node_args={
