@@ -21,14 +21,13 @@ from prefixkv.errors import (
     TransferTimeoutError,
 )
 from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLayout, StateLink
+from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.base import Sink, WriteJob
+from prefixkv.transport.base import Sink
 from prefixkv.transport.nixl_agent import bare, memory_type_of
 from prefixkv.transport.nixl_loop import Command, NixlLoop
-from prefixkv.transport.routes import PeerMemory
+from prefixkv.transport.queued import Queued
 from prefixkv.transport.wait import Inbox
 
 _DEFAULTS: Final = TransportConfig()
@@ -36,7 +35,7 @@ _START_TIMEOUT_S: Final = 120.0
 _CLOSE_TIMEOUT_S: Final = 120.0
 
 
-class NixlTransport:
+class NixlTransport(Queued[NixlLoop]):
     """Keeps the contract of `base.Transport` over a NIXL agent of its own.
 
     The owner creates and closes it; the other methods may be called from any thread, queue and
@@ -95,23 +94,6 @@ class NixlTransport:
     @property
     def metadata(self) -> bytes:
         return self._metadata
-
-    def add_peer(
-        self, peer: PeerId, metadata: bytes, layout: KVLayout,
-        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
-        state: StateLink | None = None,
-    ) -> None:  # fmt: skip
-        memory = PeerMemory(layout, parts, staging, state)
-        self._call(lambda loop: loop.add_peer(peer, metadata, memory))
-
-    def remove_peer(self, peer: PeerId) -> None:
-        self._call(lambda loop: loop.remove_peer(peer), or_raise=False)
-
-    def write(self, job: WriteJob) -> None:
-        self._call(lambda loop: loop.write(job))
-
-    def cancel(self, job_id: int) -> None:
-        self._call(lambda loop: loop.cancel(job_id), or_raise=False)
 
     def expect(self, num_rooms: int) -> None:
         self._call(lambda loop: loop.expect(num_rooms))

@@ -14,12 +14,11 @@ from typing import Final
 from prefixkv.config import TransportConfig
 from prefixkv.errors import CallerError, ClosedError, ConfigError, InternalError
 from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLayout, StateLink
+from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.base import Sink, TransportEvent, WriteJob
-from prefixkv.transport.routes import PeerMemory
+from prefixkv.transport.base import Sink, TransportEvent
+from prefixkv.transport.queued import Queued
 from prefixkv.transport.shm_loop import Command, Met, ShmLoop
 from prefixkv.wakeups import Inbox
 
@@ -27,7 +26,7 @@ _DEFAULTS: Final = TransportConfig()
 _CLOSE_TIMEOUT_S: Final = 120.0
 
 
-class ShmTransport:
+class ShmTransport(Queued[ShmLoop]):
     """Keeps the contract of `base.Transport`. Of the config `post_bytes` (of a part, between two of
     which a job can be cancelled) and the pauses count; `renew` is never needed."""
 
@@ -65,23 +64,6 @@ class ShmTransport:
             target=self._run, name=f"prefixkv-shm-{me.name}", daemon=True
         )
         self._thread.start()
-
-    def add_peer(
-        self, peer: PeerId, metadata: bytes, layout: KVLayout,
-        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
-        state: StateLink | None = None,
-    ) -> None:  # fmt: skip
-        memory = PeerMemory(layout, parts, staging, state)
-        self._call(lambda loop: loop.add_peer(peer, metadata, memory))
-
-    def remove_peer(self, peer: PeerId) -> None:
-        self._call(lambda loop: loop.remove_peer(peer), or_raise=False)
-
-    def write(self, job: WriteJob) -> None:
-        self._call(lambda loop: loop.write(job))
-
-    def cancel(self, job_id: int) -> None:
-        self._call(lambda loop: loop.cancel(job_id), or_raise=False)
 
     def expect(self, num_rooms: int) -> None:
         """Tags wake the thread by themselves: nothing to do."""

@@ -18,14 +18,13 @@ from unittest import mock
 from prefixkv.config import TransportConfig
 from prefixkv.errors import ClosedError, TransferError
 from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLayout, StateLink
+from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport import shm_door, shm_loop, shm_peer
-from prefixkv.transport.base import Sink, WriteJob
+from prefixkv.transport.base import Sink
 from prefixkv.transport.jobs import ActiveJob
-from prefixkv.transport.routes import PeerMemory
+from prefixkv.transport.queued import Queued
 from prefixkv.transport.shm_loop import Command, ShmLoop
 from prefixkv.transport.shm_peer import Peer
 from tests.models.sim import Sim
@@ -75,7 +74,7 @@ class _Loop(ShmLoop):
                 peer.plans[route] = plan
 
 
-class SteppedShm:
+class SteppedShm(Queued[ShmLoop]):
     """As `ShmTransport`, but what its thread would do is done by `turn`."""
 
     def __init__(self, fabric: ShmFabric, me: PeerId, sink: Sink, *what: Any) -> None:
@@ -89,23 +88,6 @@ class SteppedShm:
 
     def _tell(self, event: Any) -> None:
         self._sink(event)
-
-    def add_peer(
-        self, peer: PeerId, metadata: bytes, layout: KVLayout,
-        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
-        state: StateLink | None = None,
-    ) -> None:  # fmt: skip
-        memory = PeerMemory(layout, parts, staging, state)
-        self._call(lambda loop: loop.add_peer(peer, metadata, memory))
-
-    def remove_peer(self, peer: PeerId) -> None:
-        self._call(lambda loop: loop.remove_peer(peer), or_raise=False)
-
-    def write(self, job: WriteJob) -> None:
-        self._call(lambda loop: loop.write(job))
-
-    def cancel(self, job_id: int) -> None:
-        self._call(lambda loop: loop.cancel(job_id), or_raise=False)
 
     def expect(self, num_rooms: int) -> None:
         self._call(lambda loop: None)

@@ -1,0 +1,56 @@
+"""What any thread may ask of a transport whose one thread does all the work: each call is a command
+for that thread's loop, queued."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.state_layout import StateLink
+from prefixkv.protocol.ids import PeerId
+from prefixkv.transport.base import WriteJob
+from prefixkv.transport.routes import PeerMemory
+
+
+class Loop(Protocol):
+    """What the thread runs, as far as it is the same for all."""
+
+    def add_peer(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None: ...
+
+    def remove_peer(self, peer: PeerId) -> None: ...
+
+    def write(self, job: WriteJob) -> None: ...
+
+    def cancel(self, job_id: int) -> None: ...
+
+
+L = TypeVar("L", bound=Loop)
+
+
+class Queued(ABC, Generic[L]):
+    """The calls of `base.Transport` that every loop takes alike. Owns nothing."""
+
+    @abstractmethod
+    def _call(self, command: Callable[[L], None], or_raise: bool = True) -> None:
+        """Queue it, behind all before it. Closed: ClosedError, or nothing with `or_raise` false."""
+
+    def add_peer(
+        self, peer: PeerId, metadata: bytes, layout: KVLayout,
+        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
+        state: StateLink | None = None,
+    ) -> None:  # fmt: skip
+        memory = PeerMemory(layout, parts, staging, state)
+        self._call(lambda loop: loop.add_peer(peer, metadata, memory))
+
+    def remove_peer(self, peer: PeerId) -> None:
+        self._call(lambda loop: loop.remove_peer(peer), or_raise=False)
+
+    def write(self, job: WriteJob) -> None:
+        self._call(lambda loop: loop.write(job))
+
+    def cancel(self, job_id: int) -> None:
+        self._call(lambda loop: loop.cancel(job_id), or_raise=False)
