@@ -3,9 +3,10 @@
 Of a request are read: `origin_input_ids`, `full_untruncated_fill_ids`, `extra_key`, `cache_salt`,
 `priority`, `last_node`, `lock`, `finished()`, and of its `kv` record `req_pool_idx`,
 `cache_protected_len` and `cache_inserted_len`; of decode's queue `queue`, whose items have
-`req`, `waiting_for_input` and `is_rebootstrap`, `transfer_queue.queue` and
-`scheduler.waiting_queue`. Besides: the allocator's `free_segment`,
-`free_page_ids`, `size`, `page_size` and `device`, and the pool's `req_to_token` and `write`.
+`req`, `waiting_for_input` and `is_rebootstrap`, `transfer_queue.queue`,
+`scheduler.waiting_queue`, and the arithmetic of room that `blocked.py` calls. Besides: the
+allocator's `free_segment`, `free_page_ids`, `size`, `page_size` and `device`, and the pool's
+`req_to_token` and `write`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ Settings are environment variables, for SGLang's command line takes no options o
     PREFIXKV_PATIENCE_S how long hit_aware lets others pass, seconds
     PREFIXKV_JOIN       0: each request of decode's queue has all that it lacks sent, even where
                         another brings it
+    PREFIXKV_PEEK       0: the head of decode's queue is matched, locked and unlocked at each step,
+                        though it does not fit
     PREFIXKV_CPU_NIXL   1: KV is in host memory, for SGLang's NIXL backend on a CPU
     PREFIXKV_TRANSFER   JSON, of the transfer backend: `transfer_options.py`
 """
@@ -49,7 +51,7 @@ def load() -> None:
         joins = _number("PREFIXKV_JOIN", 1)
         if _number("PREFIXKV_HINTS", 1) or joins or _admission() == "hit_aware":
             sgl.HookRegistry.register(sgl.POP_PREALLOCATED, _around_pop, sgl.HookType.AROUND)
-        if joins:
+        if joins or _number("PREFIXKV_PEEK", 1):
             sgl.HookRegistry.register(sgl.UPDATE_HANDSHAKES, _after_handshakes, sgl.HookType.AFTER)
         if _number("PREFIXKV_HINTS", 1):
             sgl.HookRegistry.register(sgl.CALC_PRIORITY, _after_priority, sgl.HookType.AFTER)
@@ -174,23 +176,34 @@ def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
     return popped
 
 
-def _after_handshakes(_result: Any, queue: Any, *_args: Any, **_named: Any) -> None:
+def _after_handshakes(_result: Any, queue: Any, *some: Any, **named: Any) -> None:
     """SGLang has just found out which requests could be admitted, and tries them next: those that
-    join another are not ready yet."""
+    join another are not ready yet, and none is while the first of them does not fit."""
     cache = _ours(queue.tree_cache)
     if cache is None:
         return
-    ready = [
-        item for item in queue.queue
-        if item.waiting_for_input and not item.is_rebootstrap and not item.req.finished()
-    ]  # fmt: skip
-    coming = [item.req for item in queue.transfer_queue.queue] + queue.scheduler.waiting_queue
-    joins = _desk(queue, cache).joins
-    held = joins.held([item.req for item in ready], coming)
-    cache.counters["joined_requests"] = joins.num_joined
-    for item in ready:
-        if id(item.req) in held:
-            item.waiting_for_input = False
+    desk = _desk(queue, cache)
+    ready = [item for item in queue.queue if item.waiting_for_input and not item.req.finished()]
+    if _number("PREFIXKV_JOIN", 1):
+        coming = [item.req for item in queue.transfer_queue.queue] + queue.scheduler.waiting_queue
+        joining = [item.req for item in ready if not item.is_rebootstrap]
+        held = desk.joins.held(joining, coming)
+        cache.counters["joined_requests"] = desk.joins.num_joined
+        _not_ready([item for item in ready if id(item.req) in held])
+        ready = [item for item in ready if item.waiting_for_input]
+    all_are_tried = all(one is None for one in (*some, *named.values()))
+    if _number("PREFIXKV_PEEK", 1) and all_are_tried and ready and not ready[0].is_rebootstrap:
+        from prefixkv.engines.sglang.blocked import head_is_blocked
+
+        if head_is_blocked(queue, ready, desk.depths):
+            cache.counters["blocked_steps"] += 1
+            _not_ready(ready)
+
+
+def _not_ready(items: list[Any]) -> None:
+    """For this step: SGLang finds out anew at the next."""
+    for item in items:
+        item.waiting_for_input = False
 
 
 def _desk(queue: Any, cache: Any) -> Any:
@@ -202,6 +215,7 @@ def _desk(queue: Any, cache: Any) -> Any:
 
         depths = Depths(cache.tree, cache.key_of_waiting)
         desk = queue.prefixkv_desk = SimpleNamespace(
+            depths=depths,
             order=NewPagesFirst(depths, _number("PREFIXKV_PATIENCE_S", 5.0)),
             joins=Joins(depths, cache.tree.page_size * TOKEN_BYTES),
         )

@@ -65,6 +65,7 @@ CONTEXT = SimpleNamespace(
         disaggregation_mode="null",
         disaggregation_decode_retraction_backup="cpu_tensor",
         disaggregation_decode_enable_offload_kvcache=False,
+        disaggregation_decode_enable_radix_cache=True,
         disaggregation_decode_host_receive_threshold=1.0,
         disaggregation_decode_allocation_policy="early",
         disaggregation_enable_kv_checksum=False,

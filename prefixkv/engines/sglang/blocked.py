@@ -1,0 +1,50 @@
+"""Whether the head of decode's queue can be admitted at all, found out without holding its prefix.
+
+SGLang tries the head of the queue at each step: it matches, locks, sees that the request does not
+fit, and unlocks. To lock a prefix takes pages out of what could be evicted, so a request that does
+not fit before that does not fit after it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefixkv.engines.sglang import internals as sgl
+from prefixkv.engines.sglang.waiting import Depths
+from prefixkv.paging import pages_for
+
+
+def head_is_blocked(queue: Any, ready: list[Any], depths: Depths) -> bool:
+    """Whether SGLang would try the first of `ready` next, and not admit it: then it tries no other.
+
+    Args:
+        ready: items of the queue that are not kept back, in order.
+    """
+    if not ready or not _head_decides(queue):
+        return False
+    req, running = ready[0].req, queue.scheduler.running_batch.reqs
+    page_size = queue.token_to_kv_pool_allocator.page_size
+    pages = depths.of(req)[1]
+    missing = pages_for(queue._pre_alloc_fill_len(req), page_size) - pages
+    retractable = sum(len(one.origin_input_ids) + len(one.output_ids) for one in running)
+    needed = queue._required_admission_tokens(
+        req, missing * page_size, pages * page_size, retractable
+    )
+    room = queue._allocatable_token_budgets(retractable_tokens=retractable, count_retracted=True)
+    return not queue._prealloc_reservation_fits(
+        needed, 0, full_allocatable_tokens=room, swa_allocatable_tokens=None
+    )
+
+
+def _head_decides(queue: Any) -> bool:
+    """Not where SGLang passes over some requests, sorts the queue itself, or counts other room."""
+    scheduler, disagg = queue.scheduler, sgl.get_disagg()
+    return (
+        disagg.disaggregation_decode_enable_radix_cache
+        and disagg.disaggregation_decode_host_receive_threshold >= 1
+        and not scheduler.enable_lora
+        and not scheduler.enable_priority_scheduling
+        and not scheduler.enable_hisparse
+        and not scheduler.enable_decode_hicache
+        and not queue._uses_swa_reservation()
+    )
