@@ -1,5 +1,5 @@
-"""Makes a small Llama with random weights, and a tokenizer of whole words. Run with the
-interpreter that has transformers:
+"""Makes a small Llama with random weights, a tokenizer of whole words, and two LoRA adapters
+(`adapter-1`, `adapter-2`). Run with the interpreter that has transformers:
 
     python vllm_model.py FOLDER HIDDEN LAYERS HEADS KV_HEADS HEAD_DIM DTYPE
 """
@@ -10,6 +10,8 @@ import sys
 
 VOCABULARY = 2048
 SEED = 7
+ADAPTERS = (1, 2)
+LORA_RANK = 4
 
 
 def make(
@@ -42,6 +44,31 @@ def make(
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)
+    for number in ADAPTERS:
+        make_adapter(f"{folder}/adapter-{number}", number, hidden, layers, heads * head_dim)
+
+
+def make_adapter(folder: str, seed: int, hidden: int, layers: int, q_size: int) -> None:
+    """A LoRA adapter of the query projections."""
+    import json
+    from pathlib import Path
+
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    weights = {}
+    for layer in range(layers):
+        at = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{at}.lora_A.weight"] = torch.randn(LORA_RANK, hidden) * 0.3
+        weights[f"{at}.lora_B.weight"] = torch.randn(q_size, LORA_RANK) * 0.3
+    Path(folder).mkdir()
+    save_file(weights, f"{folder}/adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "r": LORA_RANK, "lora_alpha": LORA_RANK, "bias": "none",
+        "target_modules": ["q_proj"], "task_type": "CAUSAL_LM",
+    }  # fmt: skip
+    (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from benchmarks.vllm_servers import (
 from tests.engines.vllm.test_vllm import PYTHON, prompt_of, until
 
 OUT = 8
+BLOCK = 32  # tokens
+ADAPTERS = ("adapter-1", "adapter-2")
 SECONDS = {"control": {"connect_timeout_s": 2.0}}
 
 
@@ -45,6 +47,10 @@ class Both:
             Server(
                 PYTHON, model, folder / f"{i}.log",
                 transfer_config("kv_both", f"node-{i}", self.ports[i], "fail", **SECONDS), chunk=64,
+                more=[
+                    "--enable-lora", "--max-lora-rank", "8", "--lora-modules",
+                    *(f"{name}={model / name}" for name in ADAPTERS),
+                ],
             )
             for i in range(2)
         ]  # fmt: skip
@@ -59,14 +65,14 @@ class Both:
             {"do_remote_decode": True, "room": room, "decode": f"node-{1 - source}"},
         )
 
-    def ask(self, source: int, prompt: list[int]) -> list[int]:
+    def ask(self, source: int, prompt: list[int], **more: Any) -> list[int]:
         load, send = self.params(source)
-        self.threads.submit(self.servers[source].complete, prompt, 1, send)
-        return token_ids(self.servers[1 - source].complete(prompt, OUT, load))
+        self.threads.submit(self.servers[source].complete, prompt, 1, send, **more)
+        return token_ids(self.servers[1 - source].complete(prompt, OUT, load, **more))
 
-    def alone(self, source: int, prompt: list[int]) -> list[int]:
+    def alone(self, source: int, prompt: list[int], **more: Any) -> list[int]:
         salt = f"alone {next(self.rooms)}"
-        return token_ids(self.servers[source].complete(prompt, OUT, cache_salt=salt))
+        return token_ids(self.servers[source].complete(prompt, OUT, cache_salt=salt, **more))
 
     def settled(self) -> None:
         until(lambda: [one.metrics()["vllm:kv_cache_usage_perc"] for one in self.servers] == [0, 0])
@@ -102,6 +108,36 @@ def test_each_sends_to_the_other(both: Both) -> None:
         after = [one.counter("bytes_sent") for one in both.servers]
         assert after[1 - source] == before[1 - source]
     assert all(after), "each has sent"
+
+
+def test_an_adapter_has_blocks_of_its_own(both: Both) -> None:
+    """One prompt under the model and two LoRA adapters: nobody hits another's KV, on either side,
+    and each finds its own again."""
+    prompt = prompt_of(305, 10 * BLOCK + 3)
+    said = []
+    for name in (MODEL, *ADAPTERS):
+        expected = both.alone(0, prompt, model=name)
+        for blocks in (11, 1):  # the second time decode lacks the last, partial one
+            before = both.servers[0].counter("bytes_sent")
+            assert both.ask(0, prompt, model=name) == expected
+            both.settled()
+            sent = both.servers[0].counter("bytes_sent") - before
+            assert sent == blocks * TINY.kv_bytes(BLOCK)
+        said.append(expected)
+    assert said[0] != said[1] != said[2] != said[0]
+
+
+def test_prompts_of_two_adapters_are_not_one(both: Both) -> None:
+    """Prefill is asked for another adapter than decode: the digests differ, nothing is sent."""
+    load, send = both.params(0)
+    prompt = prompt_of(306, 200)
+    before = both.servers[0].counter("sends_failed")
+    asked = both.threads.submit(both.servers[0].complete, prompt, 1, send, model=ADAPTERS[0])
+    with pytest.raises(urllib.error.HTTPError):
+        both.servers[1].complete(prompt, OUT, load, model=ADAPTERS[1])
+    asked.result()
+    until(lambda: both.servers[0].counter("sends_failed") == before + 1)
+    both.settled()
 
 
 def test_a_load_that_fails_is_an_error(both: Both) -> None:
