@@ -36,6 +36,7 @@ from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.errors import ConfigError
 from prefixkv.routing import BoundedAffinityRouter
 from prefixkv.routing import Route as Place
+from prefixkv.serving.abandoned import Abandoned
 from prefixkv.serving.config import ProxyConfig, ServerAt
 from prefixkv.serving.http import (
     ApiError,
@@ -58,6 +59,7 @@ _HELD_S: Final = 1800.0  # a prompt counts as cached where it went
 _ATTEMPTS: Final = 3  # with prefill; then one more without
 _AVOIDED_S: Final = 5.0  # a server that could not be reached
 _CONNECT_S: Final = 5.0
+_KEPT_S: Final = 2.0  # an idle connection; servers close theirs after five seconds, and later
 _BATCH: Final = 128  # prompts of one request
 _PARAMS: Final = "kv_transfer_params"
 _NOT_FOR_PREFILL: Final = (
@@ -165,9 +167,12 @@ class Proxy:
         self._client = httpx.AsyncClient(
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(config.answer_timeout_s, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEPT_S
+            ),
             trust_env=False,
         )
+        self._abandoned = {name: Abandoned() for name in self.sides["decode"].servers}
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether it takes requests, and which servers it could not reach of late."""
@@ -184,6 +189,8 @@ class Proxy:
         """Take no more requests; those under way have `grace_s` to end."""
         self.draining = True
         await self.server.stop(grace_s)
+        for abandoned in self._abandoned.values():
+            await abandoned.stop()
         await self.status.stop()
         await self._client.aclose()
 
@@ -289,6 +296,11 @@ class Proxy:
                 first = await anext(rest, b"")
             return _Answer(response, first, rest, stack.pop_all())
 
+    def abandon(self, decode: ServerAt, room: int, prefill: str, model: Any) -> None:
+        """A request with this room was sent to decode, and the connection broke before it said
+        anything: if it never had it, prefill would hold the KV for a long time."""
+        self._abandoned[decode.name].add(self._client, decode, room, prefill, model)
+
 
 class _Run:
     """One request: its attempts, and what has to be ended with it."""
@@ -302,6 +314,7 @@ class _Run:
         self._whole = not body.get("stream")
         self._places: list[tuple[_Side, Place]] = []
         self._sending: asyncio.Task[_Answer] | None = None
+        self._broke: set[str] = set()  # decode servers whose connection broke once
 
     async def answer(self) -> _Answer:
         """What decode says, an error of the client's included. Raises ApiError 502, 503."""
@@ -365,7 +378,14 @@ class _Run:
         except httpx.HTTPError as error:
             if _is_unreached(error):
                 proxy.sides["decode"].avoid(decode.name)
-            raise LostError(f"{decode.name} was lost: {error!r}", decode.name) from None
+                self._broke.add(decode.name)
+            elif prefill is not None:
+                params = body[_PARAMS]
+                proxy.abandon(decode, params["room"], prefill.at, body.get("model"))
+            # A kept connection may break since it was idle for too long: once that is no loss.
+            names = [decode.name] if decode.name in self._broke else []
+            self._broke.add(decode.name)
+            raise LostError(f"{decode.name} was lost: {error!r}", *names) from None
         finally:
             if answer is None:  # also where it had just come
                 await _end(loading)

@@ -128,6 +128,25 @@ def test_a_client_that_left_before_its_request_came_is_known_by_its_notice(
     assert servers.prefill.scheduler.take_counts()["sends_failed"] == 1
 
 
+def test_a_request_that_never_came_to_decode_is_named_in_another(servers: Servers) -> None:
+    """Prefill has computed it and holds its blocks; the other request is served as any."""
+    _, send = servers.requests("1", PROMPT)
+    servers.prefill.add(send)
+    servers.until(lambda: "1" in servers.prefill.outputs)
+    assert servers.prefill.scheduler.gauges()["held_blocks"] > 0
+    load = servers.ask("2", PROMPT)
+    servers.until_ended("2")
+    told = {"abandoned": [[1, servers.address], [2, servers.address]]}
+    servers.decode.add(Request("notice", [0], told))
+    servers.until_ended("notice")
+    servers.settle()
+    assert not load.recomputed
+    assert servers.decode.outputs["notice"].answer is None
+    assert servers.decode.scheduler.take_counts()["loads_refused"] == 1, "not of room 2"
+    assert servers.prefill.scheduler.take_counts()["sends_failed"] == 1
+    assert servers.prefill.scheduler.gauges()["held_blocks"] == 0
+
+
 @pytest.mark.parametrize("of", ["decode", "prefill"])
 def test_the_notice_of_a_request_that_was_there_changes_nothing(servers: Servers, of: str) -> None:
     load = servers.ask("1", PROMPT)
@@ -274,6 +293,12 @@ def test_a_request_preempted_on_decode_is_not_loaded_again(servers: Servers) -> 
         ("decode", {"do_remote_decode": True, "room": 1, "decode": "d"}, "no kv_producer"),
         ("prefill", {"do_remote_decode": True, "room": 1, "decode": ""}, "decode in"),
         ("prefill", {"do_remote_decode": True, "do_remote_prefill": True}, "do_remote_prefill"),
+        ("prefill", {"abandoned": [[1, "tcp://a:1"]]}, "no kv_consumer"),
+        ("decode", {"abandoned": 7}, "pairs"),
+        ("decode", {"abandoned": [[1]]}, "pairs"),
+        ("decode", {"abandoned": [[1, "tcp://a:1"]] * 1025}, "1024 pairs"),
+        ("decode", {"abandoned": [[-1, "tcp://a:1"]]}, "room"),
+        ("decode", {"abandoned": [[1, 7]]}, "prefill in"),
     ],
 )
 def test_wrong_parameters_are_answered(

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prefixkv.errors import ConfigError
+from prefixkv.serving import abandoned
 from prefixkv.serving.config import Limits, ListenSettings, ProxyConfig, ServerAt
 from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
 from prefixkv.serving.proxy import Proxy
@@ -320,6 +321,75 @@ def test_a_decode_server_that_is_gone_is_replaced() -> None:
         assert health.status_code == 503
 
     run(scene, None, [well, well])
+
+
+def test_a_connection_that_breaks_before_an_answer_is_made_anew_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one does that was kept for too long. Whether decode had the request is not known, and
+    prefill has it: decode is told of its room when it is reached."""
+    monkeypatch.setattr(abandoned, "TELL_EACH_S", 0.02)
+    breaks = 1
+
+    async def broken(engine: Engine, body: dict[str, Any]) -> Response:
+        nonlocal breaks
+        if breaks:
+            breaks -= 1
+            for connection in list(engine.server._server.server_state.connections):
+                connection.transport.abort()
+            await asyncio.Event().wait()
+        return await well(engine, body)
+
+    async def scene(stage: Stage) -> None:
+        nonlocal breaks
+        (decode,) = stage.decode
+        answer = await stage.complete(model="m")
+        assert (answer.status_code, answer.json()["from"]) == (200, "decode-0")
+        rooms = [one["kv_transfer_params"]["room"] for one in decode.asked[:2]]
+        assert rooms[0] != rooms[1]
+        await until(lambda: len(decode.asked) == 3)
+        told = decode.asked[2]
+        assert told["kv_transfer_params"] == {"abandoned": [[rooms[0], stage.prefill[0].name]]}
+        assert (told["model"], told["max_tokens"]) == ("m", 1)
+        breaks = 2
+        answer = await stage.complete()
+        assert answer.status_code == 503, "the second time it is lost"
+        rooms = [one["kv_transfer_params"]["room"] for one in decode.asked[3:5]]
+        await until(lambda: len(decode.asked) == 6)
+        names = [[room, stage.prefill[0].name] for room in rooms]
+        assert decode.asked[5]["kv_transfer_params"] == {"abandoned": names}
+
+    run(scene, None, [broken])
+
+
+def test_what_was_abandoned_is_told_until_it_is_heard_or_too_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(abandoned, "TELL_EACH_S", 0.02)
+    monkeypatch.setattr(abandoned, "AT_ONCE", 2)
+    monkeypatch.setattr(abandoned, "MAX_ROOMS", 3)
+
+    async def scene(stage: Stage) -> None:
+        (decode,), client = stage.decode, stage.client
+        gone = Engine("gone", well)
+        of = abandoned.Abandoned()
+        of.add(client, gone.at, 1, "p", "m")  # never heard
+        monkeypatch.setattr(abandoned, "TELL_FOR_S", -1.0)
+        of.add(client, gone.at, 2, "p", "m")
+        assert of._telling is not None
+        await asyncio.sleep(0.1)
+        assert [*of._rooms] == [1]
+        await of.stop()
+        gone.server.close()
+        monkeypatch.setattr(abandoned, "TELL_FOR_S", 600.0)
+        of = abandoned.Abandoned()
+        for room in range(4):
+            of.add(client, decode.at, room, "p", "m")
+        await asyncio.wait((of._telling,))
+        told = [one["kv_transfer_params"]["abandoned"] for one in decode.asked]
+        assert told == [[[1, "p"], [2, "p"]], [[3, "p"]]]
+
+    run(scene)
 
 
 def test_an_error_of_decode_is_told_when_all_attempts_are_made() -> None:

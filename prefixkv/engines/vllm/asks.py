@@ -13,6 +13,7 @@ from prefixkv.errors import RequestError
 from prefixkv.request import whole_number
 
 MAX_NAME_CHARS = 256
+MAX_ABANDONED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,22 @@ class SendAsk:
     decode: str
 
 
-def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> LoadAsk | SendAsk | None:
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """Decode: requests with these loads were sent here and never arrived."""
+
+    loads: tuple[LoadAsk, ...]
+
+
+Ask = LoadAsk | SendAsk | Abandoned
+
+
+def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
     """What a request asks for; None: nothing.
 
         {"do_remote_prefill": true, "room": 7, "prefill": "tcp://10.0.0.1:14579"}
         {"do_remote_decode": true, "room": 7, "decode": "decode-0"}
+        {"abandoned": [[7, "tcp://10.0.0.1:14579"]]}
 
     Raises RequestError for what cannot be meant, or not here.
     """
@@ -43,6 +55,8 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> LoadAsk | SendA
         return None
     if not isinstance(params, Mapping):
         raise RequestError(f"kv_transfer_params is {params!r}, an object is needed")
+    if "abandoned" in params:
+        return _abandoned(params["abandoned"], is_consumer)
     loads, sends = bool(params.get("do_remote_prefill")), bool(params.get("do_remote_decode"))
     if not loads and not sends:
         return None
@@ -54,14 +68,33 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> LoadAsk | SendA
         raise RequestError(f"kv_transfer_params has {what}; this server is no {role}")
     if "room" not in params:
         raise RequestError("kv_transfer_params has no room")
-    room = whole_number("room", params["room"], 0, 2**64)
-    where = params.get(key)
+    room, where = _room(params["room"]), _name(key, params.get(key))
+    return LoadAsk(room, where) if loads else SendAsk(room, where)
+
+
+def _abandoned(rooms: Any, is_consumer: bool) -> Abandoned:
+    if not is_consumer:
+        raise RequestError("kv_transfer_params has abandoned rooms; this server is no kv_consumer")
+    pairs = rooms if isinstance(rooms, list) and len(rooms) <= MAX_ABANDONED else [None]
+    if not all(isinstance(one, list) and len(one) == 2 for one in pairs):
+        raise RequestError(
+            f"abandoned in kv_transfer_params is {str(rooms)[:200]}, at most {MAX_ABANDONED} pairs "
+            "of a room and a prefill server's address are needed"
+        )
+    return Abandoned(tuple(LoadAsk(_room(room), _name("prefill", at)) for room, at in pairs))
+
+
+def _room(room: Any) -> int:
+    return whole_number("room", room, 0, 2**64)
+
+
+def _name(key: str, where: Any) -> str:
     if not isinstance(where, str) or not 1 <= len(where) <= MAX_NAME_CHARS:
         raise RequestError(
             f"{key} in kv_transfer_params is {where!r}, a string of 1 to {MAX_NAME_CHARS} "
             "characters is needed"
         )
-    return LoadAsk(room, where) if loads else SendAsk(room, where)
+    return where
 
 
 def digest_of(request: Any) -> bytes:

@@ -20,7 +20,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Final
 
-from prefixkv.engines.vllm.asks import LoadAsk, SendAsk, ask_of, digest_of, namespace_of
+from prefixkv.engines.vllm.asks import (
+    Abandoned,
+    LoadAsk,
+    SendAsk,
+    ask_of,
+    digest_of,
+    namespace_of,
+)
 from prefixkv.engines.vllm.flights import Flights
 from prefixkv.engines.vllm.holds import BlockPool, Holds
 from prefixkv.engines.vllm.options import Options
@@ -117,12 +124,13 @@ class SchedulerSide:
             ask = ask_of(request.kv_transfer_params, *self._roles)
             if ask is None:
                 return
+            if isinstance(ask, Abandoned):
+                self._abandon(ask)
+                return
             room = ask.room if isinstance(ask, LoadAsk) else (ask.decode, ask.room)
             if request.abort_immediately and room in self._recent:
                 return  # what became of the room was seen to when the request itself ended
-            self._recent[room] = None
-            if len(self._recent) > RECENT_ROOMS:
-                del self._recent[next(iter(self._recent))]
+            self._seen(room)
             if rid in self._loads or rid in self._sends:
                 raise RequestError(f"a request of the id {rid!r} is still being transferred")
             digest = digest_of(request)
@@ -132,6 +140,19 @@ class SchedulerSide:
                 self._begin_send(request, ask, digest)
         except CallerError as error:
             self._say(rid, str(error))
+
+    def _seen(self, room: int | tuple[str, int]) -> None:
+        self._recent[room] = None
+        if len(self._recent) > RECENT_ROOMS:
+            del self._recent[next(iter(self._recent))]
+
+    def _abandon(self, ask: Abandoned) -> None:
+        """Prefill has these rooms and would wait for a request that is lost: it is told so. A room
+        that was seen here is seen to by its own request."""
+        for load in ask.loads:
+            if load.room not in self._recent:
+                self._seen(load.room)
+                self._order_refusal(load, "decode never had the request")
 
     def _begin_load(self, rid: str, ask: LoadAsk, digest: bytes) -> None:
         if self._rooms.get(ask.room) == digest:
@@ -212,6 +233,9 @@ class SchedulerSide:
 
     def _refuse(self, ask: LoadAsk, reason: str) -> None:
         del self._rooms[ask.room]
+        self._order_refusal(ask, reason)
+
+    def _order_refusal(self, ask: LoadAsk, reason: str) -> None:
         self._orders.refusals.append(Refuse(ask.room, ask.prefill, reason, self._draw()))
         self.counters.add("loads_refused")
 
