@@ -75,13 +75,13 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
 def _abandoned(rooms: Any, is_consumer: bool) -> Abandoned:
     if not is_consumer:
         raise RequestError("kv_transfer_params has abandoned rooms; this server is no kv_consumer")
-    pairs = rooms if isinstance(rooms, list) and len(rooms) <= MAX_ABANDONED else [None]
-    if not all(isinstance(one, list) and len(one) == 2 for one in pairs):
+    well = isinstance(rooms, list) and len(rooms) <= MAX_ABANDONED
+    if not well or not all(isinstance(one, list) and len(one) == 2 for one in rooms):
         raise RequestError(
             f"abandoned in kv_transfer_params is {str(rooms)[:200]}, at most {MAX_ABANDONED} pairs "
             "of a room and a prefill server's address are needed"
         )
-    return Abandoned(tuple(LoadAsk(_room(room), _name("prefill", at)) for room, at in pairs))
+    return Abandoned(tuple(LoadAsk(_room(room), _name("prefill", at)) for room, at in rooms))
 
 
 def _room(room: Any) -> int:
