@@ -165,6 +165,7 @@ def sglang(
     serve: Annotated[
         Path | None, typer.Option(help="Run servers instead; a folder for model and logs.")
     ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of each server, with --serve.")] = 1,
     transfers: Annotated[
         Path | None,
         typer.Option(help="Run servers for bursts, aborts and kills instead; a folder."),
@@ -184,10 +185,10 @@ def sglang(
     if serve is not None:
         from benchmarks import sglang_serve
 
-        result = {"commit": _commit(), **sglang_serve.serve(serve)}
+        result = {"commit": _commit(), **sglang_serve.serve(serve, tp)}
         Console().print(result)
         if out is not None:
-            _write(out, {"servers": result})
+            _write(out, {"servers" if tp == 1 else f"servers_tp{tp}": result})
         return
     if transfers is not None:
         from benchmarks import sglang_transfers

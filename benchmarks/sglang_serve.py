@@ -174,18 +174,20 @@ class Pair:
         return answer["output_ids"]  # type: ignore[no-any-return]
 
 
-def serve(folder: Path) -> dict[str, Any]:
-    """All pairs, one after the other; what they answered."""
+def serve(folder: Path, tp_size: int = 1) -> dict[str, Any]:
+    """All pairs, one after the other; what they answered. With several ranks, SGLang as it is has
+    them too: sums of floats depend on how they are shared out."""
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / "model"
     if not (model / "config.json").is_file():
         make_model(model)
     answers: dict[str, list[list[int]]] = {}
     seconds = {}
+    ranks = ["--tp-size", str(tp_size)] if tp_size > 1 else []
     for side, options in SIDES.items():
         logs = folder / side
         logs.mkdir(exist_ok=True)
-        with Pair(model, options, logs) as pair:
+        with Pair(model, options + ranks, logs) as pair:
             began = time.perf_counter()
             answers[side] = _workload(pair)
             seconds[side] = round(time.perf_counter() - began, 1)
@@ -202,7 +204,7 @@ def serve(folder: Path) -> dict[str, Any]:
         if side != "sglang"
     }
     return {
-        "requests": len(stock), "identical": same, "seconds": seconds,
+        "requests": len(stock), "tp_size": tp_size, "identical": same, "seconds": seconds,
         "decode_pool_tokens": DECODE_TOKENS,
         "workload": f"{CONVERSATIONS} conversations of {TURNS} turns, one request at a time",
     }  # fmt: skip
