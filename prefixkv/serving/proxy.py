@@ -297,8 +297,8 @@ class Proxy:
             return _Answer(response, first, rest, stack.pop_all())
 
     def abandon(self, decode: ServerAt, room: int, prefill: str, model: Any) -> None:
-        """A request with this room was sent to decode, and the connection broke before it said
-        anything: if it never had it, prefill would hold the KV for a long time."""
+        """A request with this room was for decode, which was not reached, or was lost before it
+        said anything: if it never had it, prefill would hold the KV for a long time."""
         self._abandoned[decode.name].add(self._client, decode, room, prefill, model)
 
 
@@ -379,7 +379,7 @@ class _Run:
             if _is_unreached(error):
                 proxy.sides["decode"].avoid(decode.name)
                 self._broke.add(decode.name)
-            elif prefill is not None:
+            if prefill is not None:
                 params = body[_PARAMS]
                 proxy.abandon(decode, params["room"], prefill.at, body.get("model"))
             # A kept connection may break since it was idle for too long: once that is no loss.

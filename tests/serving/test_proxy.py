@@ -30,7 +30,7 @@ Say = Callable[["Engine", dict[str, Any]], Awaitable[Response]]
 class Engine:
     """A server of one role. `say` is what it does with a request, `asked` what was asked."""
 
-    def __init__(self, name: str, say: Say) -> None:
+    def __init__(self, name: str, say: Say, port: int = 0) -> None:
         self.name, self.say = name, say
         self.asked: list[dict[str, Any]] = []
         self.under_way = 0
@@ -39,7 +39,7 @@ class Engine:
             Route("/v1/chat/completions", self._take, methods=["POST"]),
             Route("/v1/models", self._models),
         ]
-        self.server = HttpServer(make_app(routes), "127.0.0.1", 0, LIMITS)
+        self.server = HttpServer(make_app(routes), "127.0.0.1", port, LIMITS)
 
     async def _take(self, request: Request) -> Response:
         body = json.loads(await request.body())
@@ -360,6 +360,26 @@ def test_a_connection_that_breaks_before_an_answer_is_made_anew_once(
         assert decode.asked[5]["kv_transfer_params"] == {"abandoned": names}
 
     run(scene, None, [broken])
+
+
+def test_a_decode_server_that_was_not_reached_is_told_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(abandoned, "TELL_EACH_S", 0.02)
+
+    async def scene(stage: Stage) -> None:
+        (gone,), (prefill,) = stage.decode, stage.prefill
+        await gone.server.stop()
+        assert (await stage.complete()).status_code == 503
+        back = Engine("decode-0", well, int(gone.at.url.rpartition(":")[2]))
+        await back.server.start()
+        await until(lambda: back.asked)
+        room = prefill.asked[0]["kv_transfer_params"]["room"]
+        told = back.asked[0]["kv_transfer_params"]["abandoned"]
+        assert told == [[room, prefill.name]]
+        await back.server.stop()
+
+    run(scene)
 
 
 def test_what_was_abandoned_is_told_until_it_is_heard_or_too_old(
