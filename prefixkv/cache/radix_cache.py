@@ -241,6 +241,7 @@ class RadixCache(RadixTree):
         *,
         visit: bool | None = None,
         lock: PrefixLock | None = None,
+        extend_lock: bool = False,
         checked: Where | None = None,
     ) -> InsertResult:
         """Add what a request has computed. Counts as a use of all of it.
@@ -258,6 +259,8 @@ class RadixCache(RadixTree):
                 that was there already is held (by the request itself, then, which has been seen).
             lock: the caller's, of the first of these tokens, which are not looked at again; `pages`
                 are then those behind what it holds.
+            extend_lock: the lock holds all of it from then on, `prefix_len` included, by this same
+                use.
             checked: the same pages as an index, from a caller that has seen that `pages` is an
                 int32 array of ids below `pool_pages`, each named once and none in the tree: they
                 are only counted.
@@ -287,6 +290,7 @@ class RadixCache(RadixTree):
         ids = as_page_ids(pages, num_pages - held_pages, checked)
         if not num_pages:
             return InsertResult(self, data, key.namespace, node, 0, self.version, 0)
+        extended = lock if extend_lock else None
         matched = 0
         if node is not None:
             node, matched = self._walk(node, data, held_pages * self._page_bytes)
@@ -307,8 +311,24 @@ class RadixCache(RadixTree):
                 self._enqueue(node)
         else:
             new_key = data[matched : num_pages * self._page_bytes]
-            node = self._attach(node, old_pages, new_key, ids, None if new else checked, use)
+            where = None if new else checked
+            node = self._attach(node, old_pages, new_key, ids, where, use, extended)
+        if extended is not None:
+            self._extend(extended, node, num_pages, now_s)
         return InsertResult(self, data, key.namespace, node, num_pages, self.version, old_pages)
+
+    def _extend(self, lock: PrefixLock, node: Node, depth: int, now_s: float) -> None:
+        """Let a lock hold what lies below it down to `depth`, which is in `node`."""
+        before = lock.node
+        if node is not before:
+            if depth < node.end:
+                node = self._split(node, depth)
+            self._hold(node)
+            lock.node = node
+            self._release(before)
+            self._merge_if_idle(before)
+        lock.prefix_len, lock.taken_s = depth * self.page_size, now_s
+        lock.mark, lock._pages = node.mark, None
 
     # --- taking back -----------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from prefixkv.cache.eviction.policy import Policy, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Node, Packed, Root, Want
 from prefixkv.cache.radix_key import TOKEN_BYTES
-from prefixkv.cache.results import packed_ids
+from prefixkv.cache.results import PrefixLock, packed_ids
 from prefixkv.errors import PageStateError, UserErrors
 from prefixkv.paging import MAX_INDEX, Pages, Where
 from prefixkv.settings import check_whole
@@ -268,10 +268,18 @@ class RadixTree:
         return new
 
     def _attach(
-        self, node: Node, depth: int, key: bytes, ids: Pages, where: Where | None, use: Use
+        self,
+        node: Node,
+        depth: int,
+        key: bytes,
+        ids: Pages,
+        where: Where | None,
+        use: Use,
+        lock: PrefixLock | None,
     ) -> Node:
         """Put new pages at `depth` of `node`, and return the node that ends with them. `where`: the
-        same pages as an index, if the caller has one."""
+        same pages as an index, if the caller has one. `lock` will hold them; where nothing else
+        does, the node that it ends on grows."""
         fold, page_bytes = self._fold, self._page_bytes
         pages = ids.tobytes()
         *inner_marks, (_, mark) = self._marks(use)
@@ -280,7 +288,8 @@ class RadixTree:
         if inner_marks and inner_marks[0][0] == depth > 0:
             node.leave_mark(*inner_marks.pop(0), fold, False)  # what the old pages get
         parent, pages_above = node, node.pages[-PAGE_ID_BYTES:]
-        if node.parent is not None and not node.children and not node.lock_ref:
+        lock_ref = 1 if lock is not None and lock.node is node else 0
+        if node.parent is not None and not node.children and node.lock_ref == lock_ref:
             node.grow(key, pages, mark)  # a branch that goes on is the same branch
         else:
             node = Node(key, pages, depth + len(ids), parent)
@@ -298,8 +307,12 @@ class RadixTree:
                 whole = len(want.data) - len(want.data) % page_bytes
                 common = self._common_bytes(want.data, depth * page_bytes, whole, key)
                 wants.hang(want, node, depth + common // page_bytes)
-        self._enqueue(node)
-        self.evictable_pages += len(ids)
+        if node.lock_ref:
+            self.protected_pages += len(ids)
+        else:
+            self.evictable_pages += len(ids)
+            if lock is None:
+                self._enqueue(node)
         self._inserted_pages += len(ids)
         self.version += 1
         if self._in_tree is not None:

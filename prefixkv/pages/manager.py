@@ -208,14 +208,20 @@ class PageManager:
         num_whole = len(key) // self.page_size
         if pages.epoch != self.epoch or not self.caching or num_whole <= pages.num_locked:
             return
-        # The new lock before the old one is given up: in between nothing of it can be evicted.
         own = self.table.pages(pages.row)[pages.num_locked : num_whole]
         # Looked at here, once: what is owned is in the pool, named once, and not in the tree.
         owned = self.allocator.owned(own)
         result = self.cache.insert(
-            key, own, priority=priority, now_s=now_s, lock=pages.lock, checked=owned
+            key,
+            own,
+            priority=priority,
+            now_s=now_s,
+            lock=pages.lock,
+            extend_lock=True,
+            checked=owned,
         )
-        lock = self.cache.lock(result, now_s=now_s)
+        if pages.lock is None:
+            pages.lock = self.cache.lock(result, now_s=now_s)
         num_there = result.prefix_len // self.page_size
         num_duplicates = num_there - pages.num_locked
         if not num_duplicates:
@@ -230,8 +236,6 @@ class PageManager:
             else:
                 self.allocator.free(duplicates)
             self.allocator.cache(published)
-        self._unlock(pages.lock)
-        pages.lock = lock
         pages.num_locked = num_whole
         self.version += 1
 
