@@ -146,7 +146,8 @@ class PageTable:
             raise CallerError(f"{len(row_ids)} rows and {len(page_ids)} pages")
         if len(row_ids) == 0:
             return
-        for row in (row_ids.min(), row_ids.max()):
+        ordered = np.sort(row_ids)
+        for row in (ordered[0], ordered[-1]):
             if not 0 <= row < len(self._lengths):
                 raise CallerError(f"row {row} of the page table is not in use")
         lengths = self._lengths[row_ids]
@@ -160,7 +161,7 @@ class PageTable:
             )
         if page_ids.min() < 0:
             raise PageStateError(f"page {page_ids.min()} is negative")
-        if len(np.unique(row_ids)) < len(row_ids):
+        if b"\1" in (ordered[1:] == ordered[:-1]).tobytes():
             raise CallerError("a row is named twice")
         self.array[row_ids, lengths] = page_ids
         self._lengths[row_ids] = lengths + 1
