@@ -24,7 +24,7 @@ import numpy as np
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.cache.results import NO_PAGES, MatchResult, PrefixLock, packed_path
+from prefixkv.cache.results import MatchResult, PrefixLock, packed_path
 from prefixkv.errors import CapacityError, InternalError, OutOfPagesError, UserErrors
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.table import PageTable
@@ -149,14 +149,18 @@ class PageManager:
             self.table.free_row(row)
             self._unlock(lock)
             raise
-        num_locked: int = 0
-        path: list[bytes | bytearray] = []
+        num_locked = num_joined = 0
+        runs: list[bytes | bytearray | Pages] = []
         if lock is not None and lock.prefix_len:
-            num_locked, path = lock.prefix_len // self.page_size, packed_path(lock.node)
-        theirs = NO_PAGES if joined is None else self.table.pages(joined.row)[num_locked:joined_end]
-        num_pages = self.table.fill(row, num_locked, path, theirs, new)
+            num_locked = lock.prefix_len // self.page_size
+            runs += reversed(packed_path(lock.node))
+        if joined is not None:
+            runs.append(theirs := self.table.pages(joined.row)[num_locked:joined_end])
+            num_joined = len(theirs)
+        runs.append(new)
+        num_pages = self.table.fill(row, runs)
         slot = int(self.slots.alloc(1)[0]) if self.slots is not None else -1
-        return RequestPages(row, lock, num_locked, len(theirs), num_pages, self.epoch, slot)
+        return RequestPages(row, lock, num_locked, num_joined, num_pages, self.epoch, slot)
 
     def lock_joined(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
         """What the request joined has gone to the tree: from now on its lock holds that too.

@@ -6,7 +6,7 @@ A table only names pages; the allocator knows what holds them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -85,29 +85,19 @@ class PageTable:
         at = row * self.array.shape[1]
         return self._packed[_BYTES * (at + start_page) : _BYTES * (at + end_page)].tobytes()
 
-    def fill(
-        self, row: int, num_packed: int, packed: Sequence[bytes | bytearray], *parts: Pages
-    ) -> int:
-        """Give a row that has no pages these: `num_packed` whose packed ids are these runs, the
-        last run first, and behind them one part after the other; returns how many that are.
+    def fill(self, row: int, runs: Iterable[bytes | bytearray | Pages]) -> int:
+        """Give a row that has no pages these, one run after the other; returns how many that are.
 
         The ids are not looked at: they come from the allocator and the tree. Raises RequestError,
         with nothing changed, when they reach beyond the row's end.
         """
-        num_pages, columns = num_packed, self.array.shape[1]
-        for part in parts:
-            num_pages += len(part)
+        ids = b"".join(runs)  # type: ignore[arg-type]  # arrays are buffers, whatever the stubs say
+        columns = self.array.shape[1]
+        num_pages = len(ids) // _BYTES
         if num_pages > columns:
             raise RequestError(f"row {row} would have {num_pages} pages, the limit is {columns}")
-        end = _BYTES * (row * columns + num_packed)
-        for run in packed:
-            start = end - len(run)
-            self._packed[start:end] = run
-            end = start
-        target, end = self.array[row], num_packed
-        for part in parts:
-            start, end = end, end + len(part)
-            target[start:end] = part
+        start = _BYTES * row * columns
+        self._packed[start : start + len(ids)] = ids
         self._length[row] = num_pages
         return num_pages
 
