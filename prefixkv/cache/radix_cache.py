@@ -26,7 +26,7 @@ from prefixkv.cache import audit, dump, wants
 from prefixkv.cache.events import Change, EventLog
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
 from prefixkv.cache.eviction.queues import forget
-from prefixkv.cache.node import Node, Want
+from prefixkv.cache.node import PAGE_ID_BYTES, Node, Want
 from prefixkv.cache.radix_key import RadixKey, TokensLike
 from prefixkv.cache.results import (
     NO_PAGES,
@@ -37,7 +37,7 @@ from prefixkv.cache.results import (
     as_page_ids,
 )
 from prefixkv.cache.tree import RadixTree
-from prefixkv.errors import CallerError, LockError, UserErrors, check_laws
+from prefixkv.errors import CallerError, LockError, PageStateError, UserErrors, check_laws
 from prefixkv.paging import Pages, Where
 
 EVENT_LIMIT_PAGES = 1 << 20
@@ -261,9 +261,9 @@ class RadixCache(RadixTree):
                 are then those behind what it holds.
             extend_lock: the lock holds all of it from then on, `prefix_len` included, by this same
                 use.
-            checked: the same pages as an index, from a caller that has seen that `pages` is an
-                int32 array of ids below `pool_pages`, each named once and none in the tree: they
-                are only counted.
+            checked: the same pages as an index, from a caller that gives `pages` packed, as bytes,
+                and has seen that they are below `pool_pages`, each named once and none in the tree:
+                they are only counted.
         Raises:
             TokenError, PageStateError: see there. Nothing was changed.
             LockError: the lock is not held, or not a lock of what is in this tree.
@@ -287,7 +287,11 @@ class RadixCache(RadixTree):
                 raise LockError(
                     f"{lock!r} is not a lock of the first of {len(key)} tokens in this tree"
                 )
-        ids = as_page_ids(pages, num_pages - held_pages, checked)
+        if checked is None:
+            pages = as_page_ids(pages, num_pages - held_pages)
+        elif len(pages) != (num_pages - held_pages) * PAGE_ID_BYTES:
+            given = len(pages) / PAGE_ID_BYTES
+            raise PageStateError(f"{given} page ids for {num_pages - held_pages} whole pages")
         if not num_pages:
             return InsertResult(self, data, key.namespace, node, 0, self.version, 0)
         extended = lock if extend_lock else None
@@ -297,7 +301,10 @@ class RadixCache(RadixTree):
         old_pages = matched // self._page_bytes
         # This is the last call that may fail; from here on the tree changes.
         new = old_pages - held_pages
-        ids = self._new_pages(ids, new) if checked is None else ids[new:]
+        if checked is None:
+            packed = self._new_pages(pages, new).tobytes()
+        else:
+            packed = pages[new * PAGE_ID_BYTES :]
         if node is None:
             node = self._root(key.namespace)
         if visit is None:
@@ -312,7 +319,7 @@ class RadixCache(RadixTree):
         else:
             new_key = data[matched : num_pages * self._page_bytes]
             where = None if new else checked
-            node = self._attach(node, old_pages, new_key, ids, where, use, extended)
+            node = self._attach(node, old_pages, new_key, packed, where, use, extended)
         if extended is not None:
             self._extend(extended, node, num_pages, now_s)
         return InsertResult(self, data, key.namespace, node, num_pages, self.version, old_pages)

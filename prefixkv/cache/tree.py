@@ -272,7 +272,7 @@ class RadixTree:
         node: Node,
         depth: int,
         key: bytes,
-        ids: Pages,
+        pages: bytes,
         where: Where | None,
         use: Use,
         lock: PrefixLock | None,
@@ -280,8 +280,7 @@ class RadixTree:
         """Put new pages at `depth` of `node`, and return the node that ends with them. `where`: the
         same pages as an index, if the caller has one. `lock` will hold them; where nothing else
         does, the node that it ends on grows."""
-        fold, page_bytes = self._fold, self._page_bytes
-        pages = ids.tobytes()
+        fold, page_bytes, num_pages = self._fold, self._page_bytes, len(pages) // PAGE_ID_BYTES
         *inner_marks, (_, mark) = self._marks(use)
         if depth < node.end:
             node = self._split(node, depth)
@@ -292,7 +291,7 @@ class RadixTree:
         if node.parent is not None and not node.children and node.lock_ref == lock_ref:
             node.grow(key, pages, mark)  # a branch that goes on is the same branch
         else:
-            node = Node(key, pages, depth + len(ids), parent)
+            node = Node(key, pages, depth + num_pages, parent)
             node.mark = mark
             parent.adopt(key[:page_bytes], node)
             self.num_nodes += 1
@@ -308,15 +307,17 @@ class RadixTree:
                 common = self._common_bytes(want.data, depth * page_bytes, whole, key)
                 wants.hang(want, node, depth + common // page_bytes)
         if node.lock_ref:
-            self.protected_pages += len(ids)
+            self.protected_pages += num_pages
         else:
-            self.evictable_pages += len(ids)
+            self.evictable_pages += num_pages
             if lock is None:
                 self._enqueue(node)
-        self._inserted_pages += len(ids)
+        self._inserted_pages += num_pages
         self.version += 1
         if self._in_tree is not None:
-            self._in_tree[ids.astype(np.intp) if where is None else where] = True
+            if where is None:
+                where = np.frombuffer(pages, np.int32).astype(np.intp)
+            self._in_tree[where] = True
         if self._log is not None:
             self._log_stored(node, pages_above, key, pages)
         return node

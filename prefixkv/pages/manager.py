@@ -212,9 +212,9 @@ class PageManager:
         num_whole = len(key) // self.page_size
         if pages.epoch != self.epoch or not self.caching or num_whole <= pages.num_locked:
             return
-        own = self.table.pages(pages.row)[pages.num_locked : num_whole]
+        own = self.table.packed(pages.row, pages.num_locked, num_whole)
         # Looked at here, once: what is owned is in the pool, named once, and not in the tree.
-        owned = self.allocator.owned(own)
+        owned, num_own = self.allocator.owned(own)
         result = self.cache.insert(
             key,
             own,
@@ -229,10 +229,10 @@ class PageManager:
         num_there = result.prefix_len // self.page_size
         num_duplicates = num_there - pages.num_locked
         if not num_duplicates:
-            self.allocator.cache_owned(owned, len(own))
+            self.allocator.cache_owned(owned, num_own)
         else:
-            published = own[num_duplicates:]
-            duplicates = own[:num_duplicates].copy()
+            ids = np.frombuffer(own, np.int32)
+            duplicates, published = ids[:num_duplicates], ids[num_duplicates:]
             there = result.pages[pages.num_locked : num_there]
             self.table.write(pages.row, pages.num_locked, there)
             if being_read:
@@ -282,7 +282,7 @@ class PageManager:
         """The request ends while a peer may still write its own pages: `owner` holds them until
         `release`."""
         own = self._close(pages)
-        if len(own) or self.slots is not None:
+        if own or self.slots is not None:
             self.allocator.hold(own, owner)  # also no pages, so that both know the owner
         if self.slots is not None:
             self.slots.hold([pages.slot], owner)
@@ -349,10 +349,10 @@ class PageManager:
             self.evictions.observe(self.clock() - began_s)
         return evicted
 
-    def _close(self, pages: RequestPages) -> Pages:
-        """End the lock and the row; returns the request's own pages, for the caller to free or
-        hold."""
-        own = self.table.pages(pages.row)[pages.num_shared :].copy()
+    def _close(self, pages: RequestPages) -> bytes:
+        """End the lock and the row; returns the request's own pages, packed, for the caller to free
+        or hold."""
+        own = self.table.packed(pages.row, pages.num_shared, pages.num_pages)
         self.table.free_row(pages.row)
         self._unlock(pages.lock)
         pages.lock = None

@@ -207,9 +207,7 @@ class RadixMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.locks)
     @rule(data=st.data(), runs=st.lists(st.integers(0, 2), max_size=4), extend_lock=st.booleans())
-    def insert_behind_a_lock(
-        self, data: st.DataObject, runs: list[int], extend_lock: bool
-    ) -> None:
+    def insert_behind_a_lock(self, data: st.DataObject, runs: list[int], extend_lock: bool) -> None:
         """Whatever has happened since the lock was taken, but a reset."""
         lock, twin = self.locks[data.draw(st.integers(0, len(self.locks) - 1))]
         if lock.epoch == self.cache._epoch:
