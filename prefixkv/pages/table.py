@@ -24,6 +24,7 @@ from prefixkv.settings import check_whole
 
 UNUSED: Final = -1
 _BYTES: Final = 4  # an id
+_UNUSED_BYTE: Final = b"\xff"  # each of `UNUSED`
 _NO_ROW: Final = -1  # in `_lengths`: the row is not in use
 
 
@@ -60,7 +61,8 @@ class PageTable:
 
     def free_row(self, row: int) -> None:
         """Empty the row and take it back. Raises CallerError when it is not in use."""
-        self.array[row, : self.length(row)] = UNUSED
+        start, size = _BYTES * row * self.array.shape[1], _BYTES * self.length(row)
+        self._packed[start : start + size] = _UNUSED_BYTE * size
         self._length[row] = _NO_ROW
         self._free_rows.append(row)
 
