@@ -187,9 +187,9 @@ def test_what_looks_like_a_run_and_is_none(pages: list[int], fault: str) -> None
     allocator = PageAllocator(8)
     allocator.alloc(8)
     for call in (allocator.free, allocator.cache, allocator.owned):
-        for given in (pages, np.array(pages, np.int32).tobytes()):
+        for ids in (pages, np.array(pages, np.int32).tobytes()):
             with pytest.raises(PageStateError, match=fault):
-                call(given)
+                call(ids)
     allocator.check_invariants()
     assert allocator.owned_pages == 8
 
