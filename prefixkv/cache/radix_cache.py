@@ -26,7 +26,7 @@ from prefixkv.cache import audit, dump, wants
 from prefixkv.cache.events import Change, EventLog
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
 from prefixkv.cache.eviction.queues import forget
-from prefixkv.cache.node import Node, Want
+from prefixkv.cache.node import PAGE_ID_BYTES, Node, Want
 from prefixkv.cache.radix_key import RadixKey, TokensLike
 from prefixkv.cache.results import (
     NO_PAGES,
@@ -37,7 +37,7 @@ from prefixkv.cache.results import (
     as_page_ids,
 )
 from prefixkv.cache.tree import RadixTree
-from prefixkv.errors import CallerError, LockError, UserErrors, check_laws
+from prefixkv.errors import CallerError, LockError, PageStateError, UserErrors, check_laws
 from prefixkv.paging import Pages, Where
 
 EVENT_LIMIT_PAGES = 1 << 20
@@ -241,6 +241,7 @@ class RadixCache(RadixTree):
         *,
         visit: bool | None = None,
         lock: PrefixLock | None = None,
+        extend_lock: bool = False,
         checked: Where | None = None,
     ) -> InsertResult:
         """Add what a request has computed. Counts as a use of all of it.
@@ -258,9 +259,11 @@ class RadixCache(RadixTree):
                 that was there already is held (by the request itself, then, which has been seen).
             lock: the caller's, of the first of these tokens, which are not looked at again; `pages`
                 are then those behind what it holds.
-            checked: the same pages as an index, from a caller that has seen that `pages` is an
-                int32 array of ids below `pool_pages`, each named once and none in the tree: they
-                are only counted.
+            extend_lock: the lock holds all of it from then on, `prefix_len` included, by this same
+                use.
+            checked: the same pages as an index, from a caller that gives `pages` packed, as bytes,
+                and has seen that they are below `pool_pages`, each named once and none in the tree:
+                they are only counted.
         Raises:
             TokenError, PageStateError: see there. Nothing was changed.
             LockError: the lock is not held, or not a lock of what is in this tree.
@@ -284,16 +287,24 @@ class RadixCache(RadixTree):
                 raise LockError(
                     f"{lock!r} is not a lock of the first of {len(key)} tokens in this tree"
                 )
-        ids = as_page_ids(pages, num_pages - held_pages, checked)
+        if checked is None:
+            pages = as_page_ids(pages, num_pages - held_pages)
+        elif len(pages) != (num_pages - held_pages) * PAGE_ID_BYTES:
+            given = len(pages) / PAGE_ID_BYTES
+            raise PageStateError(f"{given} page ids for {num_pages - held_pages} whole pages")
         if not num_pages:
             return InsertResult(self, data, key.namespace, node, 0, self.version, 0)
+        extended = lock if extend_lock else None
         matched = 0
         if node is not None:
             node, matched = self._walk(node, data, held_pages * self._page_bytes)
         old_pages = matched // self._page_bytes
         # This is the last call that may fail; from here on the tree changes.
         new = old_pages - held_pages
-        ids = self._new_pages(ids, new) if checked is None else ids[new:]
+        if checked is None:
+            packed = self._new_pages(pages, new).tobytes()
+        else:
+            packed = pages[new * PAGE_ID_BYTES :]
         if node is None:
             node = self._root(key.namespace)
         if visit is None:
@@ -307,8 +318,24 @@ class RadixCache(RadixTree):
                 self._enqueue(node)
         else:
             new_key = data[matched : num_pages * self._page_bytes]
-            node = self._attach(node, old_pages, new_key, ids, None if new else checked, use)
+            where = None if new else checked
+            node = self._attach(node, old_pages, new_key, packed, where, use, extended)
+        if extended is not None:
+            self._extend(extended, node, num_pages, now_s)
         return InsertResult(self, data, key.namespace, node, num_pages, self.version, old_pages)
+
+    def _extend(self, lock: PrefixLock, node: Node, depth: int, now_s: float) -> None:
+        """Let a lock hold what lies below it down to `depth`, which is in `node`."""
+        before = lock.node
+        if node is not before:
+            if depth < node.end:
+                node = self._split(node, depth)
+            self._hold(node)
+            lock.node = node
+            self._release(before)
+            self._merge_if_idle(before)
+        lock.prefix_len, lock.taken_s = depth * self.page_size, now_s
+        lock.mark, lock._pages = node.mark, None
 
     # --- taking back -----------------------------------------------------------------------------
 

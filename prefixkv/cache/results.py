@@ -10,7 +10,7 @@ import numpy as np
 
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Node, Packed
 from prefixkv.errors import PageStateError
-from prefixkv.paging import Pages, Where, as_pages
+from prefixkv.paging import Pages, as_pages
 
 NO_PAGES: Pages = np.empty(0, np.int32)
 
@@ -167,19 +167,19 @@ def packed_ids(runs: Iterable[Packed]) -> Pages:
     return np.frombuffer(bytearray().join(runs), np.int32)
 
 
-def as_page_ids(pages: Any, num_pages: int, checked: Where | None = None) -> Pages:
+def as_page_ids(pages: Any, num_pages: int) -> Pages:
     """The first `num_pages` of what a caller gave as page ids, as int32 (maybe its own array: not
-    to be kept). `checked`: the caller has looked at all but their number, which is exact.
+    to be kept).
 
     Raises:
         PageStateError: not one-dimensional integers, fewer than `num_pages`, more than one more,
             negative, beyond int32, or an id twice.
     """
-    ids: Pages = as_pages(pages) if checked is None else pages
-    if not num_pages <= len(ids) <= num_pages + (checked is None):
+    ids: Pages = as_pages(pages)
+    if not num_pages <= len(ids) <= num_pages + 1:
         raise PageStateError(f"{len(ids)} page ids for {num_pages} whole pages")
     ids = ids[:num_pages]
-    if num_pages and checked is None:
+    if num_pages:
         # Ids mostly come in rising order, which is quick to see; bytes are searched in a fraction
         # of the time of `all`.
         in_order = np.sort(ids) if b"\1" in (ids[1:] <= ids[:-1]).tobytes() else ids

@@ -14,7 +14,7 @@ from prefixkv.cache.eviction.policy import Policy, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Node, Packed, Root, Want
 from prefixkv.cache.radix_key import TOKEN_BYTES
-from prefixkv.cache.results import packed_ids
+from prefixkv.cache.results import PrefixLock, packed_ids
 from prefixkv.errors import PageStateError, UserErrors
 from prefixkv.paging import MAX_INDEX, Pages, Where
 from prefixkv.settings import check_whole
@@ -268,22 +268,30 @@ class RadixTree:
         return new
 
     def _attach(
-        self, node: Node, depth: int, key: bytes, ids: Pages, where: Where | None, use: Use
+        self,
+        node: Node,
+        depth: int,
+        key: bytes,
+        pages: bytes,
+        where: Where | None,
+        use: Use,
+        lock: PrefixLock | None,
     ) -> Node:
         """Put new pages at `depth` of `node`, and return the node that ends with them. `where`: the
-        same pages as an index, if the caller has one."""
-        fold, page_bytes = self._fold, self._page_bytes
-        pages = ids.tobytes()
+        same pages as an index, if the caller has one. `lock` will hold them; where nothing else
+        does, the node that it ends on grows."""
+        fold, page_bytes, num_pages = self._fold, self._page_bytes, len(pages) // PAGE_ID_BYTES
         *inner_marks, (_, mark) = self._marks(use)
         if depth < node.end:
             node = self._split(node, depth)
         if inner_marks and inner_marks[0][0] == depth > 0:
             node.leave_mark(*inner_marks.pop(0), fold, False)  # what the old pages get
         parent, pages_above = node, node.pages[-PAGE_ID_BYTES:]
-        if node.parent is not None and not node.children and not node.lock_ref:
+        lock_ref = 1 if lock is not None and lock.node is node else 0
+        if node.parent is not None and not node.children and node.lock_ref == lock_ref:
             node.grow(key, pages, mark)  # a branch that goes on is the same branch
         else:
-            node = Node(key, pages, depth + len(ids), parent)
+            node = Node(key, pages, depth + num_pages, parent)
             node.mark = mark
             parent.adopt(key[:page_bytes], node)
             self.num_nodes += 1
@@ -298,12 +306,18 @@ class RadixTree:
                 whole = len(want.data) - len(want.data) % page_bytes
                 common = self._common_bytes(want.data, depth * page_bytes, whole, key)
                 wants.hang(want, node, depth + common // page_bytes)
-        self._enqueue(node)
-        self.evictable_pages += len(ids)
-        self._inserted_pages += len(ids)
+        if node.lock_ref:
+            self.protected_pages += num_pages
+        else:
+            self.evictable_pages += num_pages
+            if lock is None:
+                self._enqueue(node)
+        self._inserted_pages += num_pages
         self.version += 1
         if self._in_tree is not None:
-            self._in_tree[ids.astype(np.intp) if where is None else where] = True
+            if where is None:
+                where = np.frombuffer(pages, np.int32).astype(np.intp)
+            self._in_tree[where] = True
         if self._log is not None:
             self._log_stored(node, pages_above, key, pages)
         return node

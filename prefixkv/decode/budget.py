@@ -23,6 +23,7 @@ the two is constant while it runs, and a heap of these sums, with lazy deletion,
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 
 from prefixkv.errors import InternalError
@@ -38,7 +39,7 @@ class PreallocBudget:
     def __init__(self, reserve_pages: int) -> None:
         self.reserve_pages = reserve_pages
         self.private_pages = 0  # pages that retracting the running requests would free
-        self._private: dict[str, int] = {}  # of each admitted request
+        self._private: Counter[str] = Counter()  # of each admitted request
         # Remaining + private of each admitted request: constant while it runs.
         self._reach: dict[str, int] = {}
         # A heap of (-reach, rid), which also has entries of requests that have ended.
@@ -63,8 +64,7 @@ class PreallocBudget:
 
     def grow_many(self, rids: Sequence[str]) -> None:
         """Running requests took a page each. O(of them)."""
-        for rid in rids:
-            self._private[rid] += 1
+        self._private.update(rids)
         self.private_pages += len(rids)
 
     def stop(self, rid: str) -> None:

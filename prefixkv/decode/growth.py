@@ -18,22 +18,31 @@ def raise_output_limits(
     reqs: Sequence[DecodeRequest],
     running: Callable[[], Iterable[DecodeRequest]],
     now_s: float,
-) -> None:
-    """Check that each of these runs, and give each a page for one more token if it needs one.
+) -> bool:
+    """Check that each of these runs, and give each a page for one more token if it needs one; those
+    that were aborted are left out, and whether there are some is returned.
 
     `running` gives all that run, the oldest first. Raises as `DecodeScheduler.append_many` does.
     """
-    page_size, transferred = books.page_size, DecodeState.TRANSFERRED
+    page_size, started, aborted = books.page_size, DecodeState.RUNNING, DecodeState.ABORTED
     grows: list[RequestPages] = []
     growing: list[str] = []
+    new: list[DecodeRequest] = []  # their first token
+    any_aborted = False
     for req in reqs:
-        if req.state not in CAN_RUN:
-            raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
-        if len(req.output) >= req.max_new_tokens:
+        if req.state is not started:
+            if req.state is aborted:
+                any_aborted = True
+                continue
+            if req.state not in CAN_RUN:
+                raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
+            new.append(req)
+        num_tokens = len(req.output)
+        if num_tokens >= req.max_new_tokens:
             raise RequestError(f"request {req.rid!r} has its {req.max_new_tokens} tokens")
         pages = req.pages_held
         assert pages is not None
-        if req.prompt_len + len(req.output) >= pages.num_pages * page_size:
+        if req.prompt_len + num_tokens >= pages.num_pages * page_size:
             grows.append(pages)
             growing.append(req.rid)
     if len(grows) > books.available_pages:
@@ -42,11 +51,15 @@ def raise_output_limits(
     if grows:
         books.grow_many(grows, now_s)
         budget.grow_many(growing)
+    for req in new:
+        req.become(started)
+        journal.runs(req, now_s)
     for req in reqs:
-        if req.state is transferred:
-            req.become(DecodeState.RUNNING)
-            journal.runs(req, now_s)
-        req.output_limit = req.most_output
+        if req.state is started:
+            assert req.pages_held is not None
+            space = req.pages_held.num_pages * page_size - req.prompt_len
+            req.output_limit = space if space < req.max_new_tokens else req.max_new_tokens
+    return any_aborted
 
 
 def _best_to_retract(running: Iterable[DecodeRequest]) -> tuple[str, ...]:

@@ -197,17 +197,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # The whole batch passes here at every step, so all but a comparison is left to the few
         # requests that are at their limit.
         due = [req for req in reqs if len(req.output) >= req.output_limit]
-        if due:
+        if due and raise_output_limits(
+            self.books, self.budget, self.journal, due, self._running, now_s
+        ):
             aborted = DecodeState.ABORTED  # looked up once: that costs more than to compare
-            running = [req for req in due if req.state is not aborted]
-            raise_output_limits(
-                self.books, self.budget, self.journal, running, self._running, now_s
-            )
-            if len(running) < len(due):
-                for req, token in zip(reqs, tokens, strict=True):
-                    if req.state is not aborted:
-                        req.output.append(token)
-                return
+            for req, token in zip(reqs, tokens, strict=True):
+                if req.state is not aborted:
+                    req.output.append(token)
+            return
         for req, token in zip(reqs, tokens, strict=True):
             req.output.append(token)
 

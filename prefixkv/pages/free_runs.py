@@ -110,7 +110,11 @@ class FreeRuns:
         if at == len(lengths):
             return None
         length = lengths[at]
-        (start,) = self._pop(length, 1)
+        runs = self._by_length[length]
+        start, _ = runs.popitem()
+        if not runs:
+            self._drop_length(length)
+        self._num_runs -= 1
         if length > num_pages:
             self._put(start + num_pages, length - num_pages)
         self._from[start] = self._to[start + num_pages] = 0

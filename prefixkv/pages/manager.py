@@ -24,7 +24,7 @@ import numpy as np
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.cache.results import NO_PAGES, MatchResult, PrefixLock, packed_path
+from prefixkv.cache.results import MatchResult, PrefixLock, packed_path
 from prefixkv.errors import CapacityError, InternalError, OutOfPagesError, UserErrors
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.table import PageTable
@@ -149,14 +149,18 @@ class PageManager:
             self.table.free_row(row)
             self._unlock(lock)
             raise
-        num_locked: int = 0
-        path: list[bytes | bytearray] = []
+        num_locked = num_joined = 0
+        runs: list[bytes | bytearray | Pages] = []
         if lock is not None and lock.prefix_len:
-            num_locked, path = lock.prefix_len // self.page_size, packed_path(lock.node)
-        theirs = NO_PAGES if joined is None else self.table.pages(joined.row)[num_locked:joined_end]
-        num_pages = self.table.fill(row, num_locked, path, theirs, new)
+            num_locked = lock.prefix_len // self.page_size
+            runs += reversed(packed_path(lock.node))
+        if joined is not None:
+            runs.append(theirs := self.table.pages(joined.row)[num_locked:joined_end])
+            num_joined = len(theirs)
+        runs.append(new)
+        num_pages = self.table.fill(row, runs)
         slot = int(self.slots.alloc(1)[0]) if self.slots is not None else -1
-        return RequestPages(row, lock, num_locked, len(theirs), num_pages, self.epoch, slot)
+        return RequestPages(row, lock, num_locked, num_joined, num_pages, self.epoch, slot)
 
     def lock_joined(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
         """What the request joined has gone to the tree: from now on its lock holds that too.
@@ -208,21 +212,27 @@ class PageManager:
         num_whole = len(key) // self.page_size
         if pages.epoch != self.epoch or not self.caching or num_whole <= pages.num_locked:
             return
-        # The new lock before the old one is given up: in between nothing of it can be evicted.
-        own = self.table.pages(pages.row)[pages.num_locked : num_whole]
+        own = self.table.packed(pages.row, pages.num_locked, num_whole)
         # Looked at here, once: what is owned is in the pool, named once, and not in the tree.
-        owned = self.allocator.owned(own)
+        owned, num_own = self.allocator.owned(own)
         result = self.cache.insert(
-            key, own, priority=priority, now_s=now_s, lock=pages.lock, checked=owned
+            key,
+            own,
+            priority=priority,
+            now_s=now_s,
+            lock=pages.lock,
+            extend_lock=True,
+            checked=owned,
         )
-        lock = self.cache.lock(result, now_s=now_s)
+        if pages.lock is None:
+            pages.lock = self.cache.lock(result, now_s=now_s)
         num_there = result.prefix_len // self.page_size
         num_duplicates = num_there - pages.num_locked
         if not num_duplicates:
-            self.allocator.cache_owned(owned, len(own))
+            self.allocator.cache_owned(owned, num_own)
         else:
-            published = own[num_duplicates:]
-            duplicates = own[:num_duplicates].copy()
+            ids = np.frombuffer(own, np.int32)
+            duplicates, published = ids[:num_duplicates], ids[num_duplicates:]
             there = result.pages[pages.num_locked : num_there]
             self.table.write(pages.row, pages.num_locked, there)
             if being_read:
@@ -230,8 +240,6 @@ class PageManager:
             else:
                 self.allocator.free(duplicates)
             self.allocator.cache(published)
-        self._unlock(pages.lock)
-        pages.lock = lock
         pages.num_locked = num_whole
         self.version += 1
 
@@ -274,7 +282,7 @@ class PageManager:
         """The request ends while a peer may still write its own pages: `owner` holds them until
         `release`."""
         own = self._close(pages)
-        if len(own) or self.slots is not None:
+        if own or self.slots is not None:
             self.allocator.hold(own, owner)  # also no pages, so that both know the owner
         if self.slots is not None:
             self.slots.hold([pages.slot], owner)
@@ -341,10 +349,10 @@ class PageManager:
             self.evictions.observe(self.clock() - began_s)
         return evicted
 
-    def _close(self, pages: RequestPages) -> Pages:
-        """End the lock and the row; returns the request's own pages, for the caller to free or
-        hold."""
-        own = self.table.pages(pages.row)[pages.num_shared :].copy()
+    def _close(self, pages: RequestPages) -> bytes:
+        """End the lock and the row; returns the request's own pages, packed, for the caller to free
+        or hold."""
+        own = self.table.packed(pages.row, pages.num_shared, pages.num_pages)
         self.table.free_row(pages.row)
         self._unlock(pages.lock)
         pages.lock = None

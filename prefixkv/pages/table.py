@@ -6,7 +6,7 @@ A table only names pages; the allocator knows what holds them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -24,6 +24,7 @@ from prefixkv.settings import check_whole
 
 UNUSED: Final = -1
 _BYTES: Final = 4  # an id
+_UNUSED_BYTE: Final = b"\xff"  # each of `UNUSED`
 _NO_ROW: Final = -1  # in `_lengths`: the row is not in use
 
 
@@ -60,7 +61,8 @@ class PageTable:
 
     def free_row(self, row: int) -> None:
         """Empty the row and take it back. Raises CallerError when it is not in use."""
-        self.array[row, : self.length(row)] = UNUSED
+        start, size = _BYTES * row * self.array.shape[1], _BYTES * self.length(row)
+        self._packed[start : start + size] = _UNUSED_BYTE * size
         self._length[row] = _NO_ROW
         self._free_rows.append(row)
 
@@ -85,29 +87,19 @@ class PageTable:
         at = row * self.array.shape[1]
         return self._packed[_BYTES * (at + start_page) : _BYTES * (at + end_page)].tobytes()
 
-    def fill(
-        self, row: int, num_packed: int, packed: Sequence[bytes | bytearray], *parts: Pages
-    ) -> int:
-        """Give a row that has no pages these: `num_packed` whose packed ids are these runs, the
-        last run first, and behind them one part after the other; returns how many that are.
+    def fill(self, row: int, runs: Iterable[bytes | bytearray | Pages]) -> int:
+        """Give a row that has no pages these, one run after the other; returns how many that are.
 
         The ids are not looked at: they come from the allocator and the tree. Raises RequestError,
         with nothing changed, when they reach beyond the row's end.
         """
-        num_pages, columns = num_packed, self.array.shape[1]
-        for part in parts:
-            num_pages += len(part)
+        ids = b"".join(runs)  # type: ignore[arg-type]  # arrays are buffers, whatever the stubs say
+        columns = self.array.shape[1]
+        num_pages = len(ids) // _BYTES
         if num_pages > columns:
             raise RequestError(f"row {row} would have {num_pages} pages, the limit is {columns}")
-        end = _BYTES * (row * columns + num_packed)
-        for run in packed:
-            start = end - len(run)
-            self._packed[start:end] = run
-            end = start
-        target, end = self.array[row], num_packed
-        for part in parts:
-            start, end = end, end + len(part)
-            target[start:end] = part
+        start = _BYTES * row * columns
+        self._packed[start : start + len(ids)] = ids
         self._length[row] = num_pages
         return num_pages
 
@@ -146,7 +138,8 @@ class PageTable:
             raise CallerError(f"{len(row_ids)} rows and {len(page_ids)} pages")
         if len(row_ids) == 0:
             return
-        for row in (row_ids.min(), row_ids.max()):
+        ordered = np.sort(row_ids)
+        for row in (ordered[0], ordered[-1]):
             if not 0 <= row < len(self._lengths):
                 raise CallerError(f"row {row} of the page table is not in use")
         lengths = self._lengths[row_ids]
@@ -160,7 +153,7 @@ class PageTable:
             )
         if page_ids.min() < 0:
             raise PageStateError(f"page {page_ids.min()} is negative")
-        if len(np.unique(row_ids)) < len(row_ids):
+        if b"\1" in (ordered[1:] == ordered[:-1]).tobytes():
             raise CallerError("a row is named twice")
         self.array[row_ids, lengths] = page_ids
         self._lengths[row_ids] = lengths + 1

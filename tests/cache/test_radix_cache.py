@@ -188,9 +188,9 @@ def test_wrong_page_ids_change_nothing(pages, error):
 def test_pages_that_the_caller_has_looked_at_are_counted(num_pages):
     cache = RadixCache(page_size=2, pool_pages=100)
     cache.insert([9, 9], [42])
-    ids = np.arange(num_pages, dtype=np.int32)
+    ids = np.arange(num_pages, dtype=np.int32).tobytes()
     fails_unchanged(cache, PageStateError, cache.insert, [1, 2, 3, 4], ids, checked=slice(3, 5))
-    cache.insert([1, 2, 3, 4], np.array([7, 3], np.int32), checked=np.array([3, 7]))
+    cache.insert([1, 2, 3, 4], np.array([7, 3], np.int32).tobytes(), checked=np.array([3, 7]))
     assert cache.match_prefix([1, 2, 3, 4]).pages.tolist() == [7, 3]
     fails_unchanged(cache, PageStateError, cache.insert, [1, 5], [7])
     cache.check_invariants()
@@ -199,7 +199,7 @@ def test_pages_that_the_caller_has_looked_at_are_counted(num_pages):
 def test_of_pages_that_the_caller_has_looked_at_those_that_were_there_stay_its_own():
     cache = RadixCache(page_size=2, pool_pages=100)
     cache.insert([1, 2, 3, 4], [7, 3])
-    cache.insert([1, 2, 5, 6], np.array([8, 9], np.int32), checked=slice(8, 10))
+    cache.insert([1, 2, 5, 6], np.array([8, 9], np.int32).tobytes(), checked=slice(8, 10))
     cache.check_invariants()
     cache.insert([9, 9], [8])
     assert cache.match_prefix([1, 2, 5, 6]).pages.tolist() == [7, 9]
@@ -539,3 +539,29 @@ def test_what_a_request_adds_goes_on_from_its_own_lock() -> None:
         with cache.lock(cache.match_prefix([1, 2, 3])):  # 5, within what is inserted next
             cache.insert([1, 2, 3, 9], [14, 15], lock=second)
     assert policy.went_on_from == [None, 2, 3]
+
+
+def test_an_insertion_that_extends_its_lock_is_one_use_and_holds_what_it_brought() -> None:
+    policy = Recorded()
+    cache = RadixCache(page_size=1, policy=policy)
+    cache.insert([1, 2], [10, 11])  # use 1
+    lock = cache.lock(cache.match_prefix([1, 2]))  # 2
+    assert lock.pages.tolist() == [10, 11]
+    cache.insert([1, 2, 3], [12], lock=lock, extend_lock=True, now_s=5.0)  # 3
+    assert (lock.prefix_len, lock.pages.tolist(), lock.taken_s) == (3, [10, 11, 12], 5.0)
+    assert (cache.num_nodes, cache.protected_pages, cache.evict(9).tolist()) == (1, 3, [])
+    other = cache.lock(cache.match_prefix([1, 2, 3]))  # 4
+    cache.insert([1, 2, 3, 4], [13], lock=lock, extend_lock=True)  # 5
+    assert (cache.num_nodes, cache.stats().num_locks, cache.stats().uses) == (2, 2, 5)
+    assert policy.went_on_from == [None, 2, 3], "from its own use, not the other's"
+    cache.check_invariants()
+    cache.unlock(other)
+    assert cache.num_nodes == 1
+    cache.insert([1, 2, 3, 4, 5], [20, 21, 22, 23, 14])
+    cache.insert([1, 2, 3, 4], [], lock=lock, extend_lock=True)  # adds nothing
+    assert (cache.num_nodes, cache.protected_pages, cache.evictable_pages) == (2, 4, 1)
+    cache.insert([1, 2, 3, 4, 5], [15], lock=lock, extend_lock=True)  # nor this
+    assert (cache.num_nodes, cache.protected_pages, cache.evictable_pages) == (1, 5, 0)
+    cache.unlock(lock)
+    assert sorted(cache.evict(9).tolist()) == [10, 11, 12, 13, 14]
+    cache.check_invariants()

@@ -190,22 +190,24 @@ class RadixMachine(RuleBasedStateMachine):
         assert result.pages.tolist() == self.model.page_ids(tokens, namespace, num_pages)
         return result, key, False
 
-    def insert_behind(self, key: Any, lock: Any, twin: Any) -> Any:
+    def insert_behind(self, key: Any, lock: Any, twin: Any, extend_lock: bool) -> Any:
         """As `insert`, of what is behind a lock of the key's beginning."""
         tokens, namespace = key
         old, num_pages = self.model.match(tokens, namespace), len(tokens) // self.page_size
         ids = self.model.page_ids(tokens, namespace, old) + self._pages(num_pages - old)
         own = ids[lock.prefix_len // self.page_size :]
-        result = self.cache.insert(list(tokens), own, namespace, 0, self.now_s, lock=lock)
-        assert self.model.insert(tokens, ids, namespace, self.now_s, 0, twin) == old
+        more: Any = {"lock": lock, "extend_lock": extend_lock}
+        result = self.cache.insert(list(tokens), own, namespace, 0, self.now_s, **more)
+        assert self.model.insert(tokens, ids, namespace, self.now_s, 0, twin, extend_lock) == old
         self.free -= set(ids[old:])
         assert result.prefix_len == old * self.page_size
         assert result.pages.tolist() == ids
+        assert lock.pages.tolist() == ids[: len(twin.place[1]) // self.page_size]
         return result, key, False
 
     @precondition(lambda self: self.locks)
-    @rule(data=st.data(), runs=st.lists(st.integers(0, 2), max_size=4))
-    def insert_behind_a_lock(self, data: st.DataObject, runs: list[int]) -> None:
+    @rule(data=st.data(), runs=st.lists(st.integers(0, 2), max_size=4), extend_lock=st.booleans())
+    def insert_behind_a_lock(self, data: st.DataObject, runs: list[int], extend_lock: bool) -> None:
         """Whatever has happened since the lock was taken, but a reset."""
         lock, twin = self.locks[data.draw(st.integers(0, len(self.locks) - 1))]
         if lock.epoch == self.cache._epoch:
@@ -214,24 +216,33 @@ class RadixMachine(RuleBasedStateMachine):
                 (prefix + tuple(run for run in runs for _ in range(self.page_size)), namespace),
                 lock,
                 twin,
+                extend_lock,
             )
 
-    @rule(key=keys, more=st.lists(st.integers(0, 2), max_size=3), pauses=st.booleans())
-    def serve(self, key: Any, more: list[int], pauses: bool) -> None:
+    @rule(
+        key=keys, more=st.lists(st.integers(0, 2), max_size=3), pauses=st.booleans(),
+        extend_lock=st.booleans(),
+    )  # fmt: skip
+    def serve(self, key: Any, more: list[int], pauses: bool, extend_lock: bool = False) -> None:
         """A whole request, as an engine runs it: hold what is there, add the prompt, add the
         answer."""
         tokens, namespace = key
         self.lock((self.cache.match_prefix(tokens, namespace), key, True))
-        prefix = self.locks.pop()
-        inserted = self.insert_behind(key, *prefix)
-        self.lock(inserted)
-        self._end(prefix)
+        held = self.locks.pop()
+        inserted = self.insert_behind(key, *held, extend_lock)
+        if not extend_lock:
+            self.lock(inserted)
+            self._end(held)
+            held = self.locks.pop()
         if pauses:
             self.now_s += 7
         tokens = tokens[: len(tokens) // self.page_size * self.page_size]
         answer = tuple(run for run in more for _ in range(self.page_size))
-        self.insert((tokens + answer, namespace), 0)
-        self._end(self.locks.pop())
+        if extend_lock:
+            self.insert_behind((tokens + answer, namespace), *held, extend_lock)
+        else:
+            self.insert((tokens + answer, namespace), 0)
+        self._end(held)
 
     def _end(self, pair: Any) -> None:
         lock, twin = pair

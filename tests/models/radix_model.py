@@ -147,8 +147,10 @@ class RadixModel:
         now_s: float = 0.0,
         priority: int = 0,
         lock: ModelLock | None = None,
+        extend_lock: bool = False,
     ) -> int:
-        """`lock`: the request's own, of the first of these tokens."""
+        """`lock`: the request's own, of the first of these tokens; of all of them from then on, if
+        it is extended."""
         old = self.match(tokens, namespace)
         depth = self.whole(tokens)
         if not depth:
@@ -165,6 +167,8 @@ class RadixModel:
                 ids[at], self.tick, bases[at]
             )
         self.use(tokens, namespace, use)
+        if lock is not None and extend_lock:
+            lock.place, lock.use = (namespace, self.cut(tokens, depth)), use
         return old
 
     def lock(self, tokens: Prefix, namespace: Hashable, now_s: float, visit: bool) -> ModelLock:

@@ -54,6 +54,7 @@ def test_one_page_too_many(left: int) -> None:
         ([[0, 1]], "2 dimensions"),
         (3, "0 dimensions"),
         (["0"], "must be integers"),
+        (b"\0\0\0\0\1", "5 bytes are no packed page ids"),
     ],
 )
 def test_what_is_no_page_id(pages: object, message: str) -> None:
@@ -186,8 +187,9 @@ def test_what_looks_like_a_run_and_is_none(pages: list[int], fault: str) -> None
     allocator = PageAllocator(8)
     allocator.alloc(8)
     for call in (allocator.free, allocator.cache, allocator.owned):
-        with pytest.raises(PageStateError, match=fault):
-            call(pages)
+        for ids in (pages, np.array(pages, np.int32).tobytes()):
+            with pytest.raises(PageStateError, match=fault):
+                call(ids)
     allocator.check_invariants()
     assert allocator.owned_pages == 8
 

@@ -64,6 +64,7 @@ CALLS: dict[str, Callable[[PageAllocator], Any]] = {
     "alloc, of many": lambda pages: pages.alloc(17),
     "free, between two runs": lambda pages: pages.free([40, 44]),
     "free, scattered": lambda pages: pages.free([10, 13, 17, 20, 29, 47, 53, 55, 57, 59, 61, 63]),
+    "free, one run, packed": lambda pages: pages.free(np.array([16, 17], np.int32).tobytes()),
     "cache": lambda pages: pages.cache([13, 16]),
     "uncache": lambda pages: pages.uncache([4, 7]),
     "hold, a new owner": lambda pages: pages.hold([13, 16], "new"),

@@ -180,15 +180,16 @@ def test_check_invariants_sees(break_it: str) -> None:
         table.check_invariants()
 
 
-def test_a_row_is_filled_from_packed_runs_and_parts() -> None:
+def test_a_row_is_filled_from_packed_runs_and_arrays() -> None:
     table = PageTable(2, 5)
     row = table.alloc_row()
-    packed = [np.array(ids, np.int32).tobytes() for ids in ([9], [7, 5])]  # the last run first
-    assert table.fill(row, 3, packed, np.array([2], np.int32), np.array([4], np.int32)) == 5
+    runs = [np.array(ids, np.int32) for ids in ([7, 5], [9], [], [2, 4])]
+    packed = [runs[0].tobytes(), bytearray(runs[1])]
+    assert table.fill(row, [*packed, *runs[2:]]) == 5
     assert table.pages(row).tolist() == [7, 5, 9, 2, 4]
     other = table.alloc_row()
     before = snapshot(table)
     with pytest.raises(RequestError, match="would have 6 pages, the limit is 5"):
-        table.fill(other, 3, packed, np.array([1, 2, 3], np.int32))
+        table.fill(other, [*packed, np.array([1, 2, 3], np.int32)])
     assert snapshot(table) == before
     table.check_invariants()
