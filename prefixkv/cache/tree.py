@@ -237,7 +237,9 @@ class RadixTree:
         try:
             tick = self.policy.last_tick(mark)
             if self._hints is None:
-                hints = Hints(self.policy.promise_s)
+                hints = Hints(self.policy.promise_s, self.policy.tells_returns)
+                if self.policy.tells_returns:
+                    self.policy.came_back = hints.came_back
                 self._queue = HintedQueue(self.policy, hints, self._queue)
                 self._hints = hints
             self._hints.say(tick, continues, self._now_s)

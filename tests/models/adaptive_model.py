@@ -31,6 +31,7 @@ class Known:
     path: int  # 0: it brought nothing of its own
     now_s: float
     trunk: tuple[int, int]  # pages, how often paths parted there
+    tick: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class AdaptiveModel(GhostModel):
         if not use.visit and before is not None:
             was = before.known
             path = use.covers if was.path or use.brings else 0
-            use.known = Known(was.size, was.turn, path, use.now_s, was.trunk)
+            use.known = Known(was.size, was.turn, path, use.now_s, was.trunk, use.tick)
         else:
             known = old
             last: Known | None = before.known if before is not None else None
@@ -89,6 +90,7 @@ class AdaptiveModel(GhostModel):
         turn, trunk = 1, NO_TRUNK
         if goes_on and last is not None:
             turn, trunk = last.turn + 1, last.trunk
+            self.goes_on_after(last.tick)
             self.returns += [
                 End(kind, last.now_s, use.now_s - last.now_s) for kind in counted(last)
             ]
@@ -101,7 +103,7 @@ class AdaptiveModel(GhostModel):
             self.start(use.now_s, [trunk_kind(trunk)])
         has_end = goes_on or new > 0
         path = use.covers if has_end else 0
-        use.known = Known(size_class(new), turn, path, use.now_s, trunk)
+        use.known = Known(size_class(new), turn, path, use.now_s, trunk, use.tick)
         if has_end:
             self.start(use.now_s, counted(use.known))
 

@@ -22,9 +22,12 @@ class GatedModel(GhostModel):
         elif not use.visit and before is not None:
             kind = before.marks[old]
         else:
-            known, path = old, before.covers if before is not None else -1
+            known, last = old, before
             if found:
-                known, path = found[-1], ghosts[-1][1][1]
+                known, (_, last) = ghosts[-1]
+            path = last.covers if last is not None else -1
+            if last is not None and path == known:
+                self.goes_on_after(last.tick)
             if total - known > SHORT_PAGES:
                 kind = "long"
             else:
@@ -47,7 +50,7 @@ class GatedModel(GhostModel):
         return bases
 
     def gone(self, place: Place, page: ModelPage) -> None:
-        self.remember(place, page.last.covers, (visits(page), page.last.covers))
+        self.remember(place, page.last.covers, (visits(page), page.last))
 
     def choose(self, unwanted: list[Place], now_s: float, likely: set[int]) -> Place:
         levels: dict[str, list[Place]] = {"fresh": [], "known": []}

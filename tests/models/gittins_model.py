@@ -29,6 +29,7 @@ class Known:
     turn: int
     path: int  # 0: it brought nothing of its own
     now_s: float
+    tick: int
 
 
 class GittinsModel(GhostModel):
@@ -60,6 +61,7 @@ class GittinsModel(GhostModel):
             turn = last.turn + 1 if goes_on and last is not None else 1
             if goes_on and last is not None:
                 self.returns.append((last.kind, use.now_s - last.now_s))
+                self.goes_on_after(last.tick)
             new = self.whole(tokens) - known
             kind = (
                 min([turn, 4]) if turn < 6 else 5,
@@ -70,7 +72,7 @@ class GittinsModel(GhostModel):
                 self.starts.append((use.now_s, kind))
                 if len(self.starts) % PERIOD == 0:
                     self.worths = self.work_out()
-        use.known = Known(kind, turn, use.covers if has_end else 0, use.now_s)
+        use.known = Known(kind, turn, use.covers if has_end else 0, use.now_s, use.tick)
         use.marks = {use.covers: "unknown"}
         if use.brings:
             use.marks[old] = "unknown"

@@ -79,7 +79,13 @@ TTL_S = 25.0
 PROMISE_S = 25.0
 
 
+WORDS = 256
+"""After so many hints of a kind that turned out, all count half."""
+
+
 class RadixModel:
+    tells_returns = False
+
     def __init__(self, page_size: int, policy: str) -> None:
         self.page_size = page_size
         self.policy = policy
@@ -89,6 +95,8 @@ class RadixModel:
         self.tick = 0
         self.now_s = 0.0  # the latest
         self.said: dict[int, tuple[bool, float]] = {}  # of the use with this tick, and when
+        self.open: list[int] = []  # ticks of what was said, until it turned out right or wrong
+        self.turned_out: list[tuple[bool, bool]] = []  # what was said, whether it came back
 
     # --- prefixes --------------------------------------------------------------------------------
 
@@ -219,9 +227,29 @@ class RadixModel:
         unwanted = [place for place in leaves if not self.wanted(place)]
         if not unwanted:
             return min(leaves, key=lambda place: self.pages[place].last.tick, default=None)
-        first = min(self.group(place) for place in unwanted)
-        rest = [place for place in unwanted if self.group(place) == first]
-        return self.choose(rest, now_s, likely)
+        if self.words_count():
+            first = min(self.group(place) for place in unwanted)
+            unwanted = [place for place in unwanted if self.group(place) == first]
+        return self.choose(unwanted, now_s, likely)
+
+    def words_count(self) -> bool:
+        """Whether hints do: unless of what was said to be over more than half as much came back as
+        of what was said to go on."""
+        shares = {}
+        for continues, gone, came in ((False, 7.0, 1.0), (True, 1.0, 7.0)):
+            for said, came_back in self.turned_out:
+                if said == continues:
+                    gone, came = gone + (not came_back), came + came_back
+                    if gone + came > WORDS:
+                        gone, came = gone / 2, came / 2
+            shares[continues] = came / (gone + came)
+        return shares[False] <= shares[True] / 2
+
+    def goes_on_after(self, tick: int) -> None:
+        """For policies that tell returns: a use goes on from that one."""
+        if tick in self.open:
+            self.open.remove(tick)
+            self.turned_out.append((self.said[tick][0], True))
 
     def group(self, place: Place) -> int:
         """0: its session is over; 1: nothing was said of it; 2: it goes on."""
@@ -253,6 +281,8 @@ class RadixModel:
                 lock.orphan = self.pages
         self.pages = {}
         self.said.clear()
+        self.open.clear()
+        self.turned_out.clear()
         self.forget_all()
         return freed
 
@@ -263,3 +293,10 @@ class RadixModel:
         use = self.before(tokens, namespace, depth)
         if use is not None:
             self.said[use.tick] = (continues, self.now_s)
+            if self.tells_returns:
+                self.open = [tick for tick in self.open if tick != use.tick] + [use.tick]
+                for tick in self.open[:2]:
+                    said, since_s = self.said[tick]
+                    if self.now_s - since_s > PROMISE_S:
+                        self.open.remove(tick)
+                        self.turned_out.append((said, False))

@@ -144,7 +144,7 @@ class Adaptive(GhostPolicy):
 
     short_tokens: int = 4 * 512
     long_tokens: int = 16 * 512
-    trust: float = 20.0
+    trust: float = 10.0
     period: int = 100
     half_life_s: float = 900.0
 

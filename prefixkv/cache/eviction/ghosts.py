@@ -260,6 +260,8 @@ class GhostPolicy(Policy):
         ConfigError: a setting below its bound.
     """
 
+    tells_returns = True
+
     ghosts: float = 5.0
     block_tokens: int = 512
     stride_blocks: int = 8
@@ -303,7 +305,11 @@ class GhostPolicy(Policy):
         end: int = last[PATH]
         if found:
             end -= end % self.ghost_pages
-        return last if end == known else None, new_pages
+        if end != known:
+            return None, new_pages
+        if self.came_back is not None:
+            self.came_back(last[0])
+        return last, new_pages
 
     def last_tick(self, history: Mark) -> int:
         return history[0]  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, Rank
@@ -76,6 +76,13 @@ class Policy(ABC):
 
     promise_s: float = 600.0
     """How long a session that was said to go on is kept for (`hints.py`)."""
+
+    tells_returns = False
+    """Whether it calls `came_back` with the tick of a use that another goes on from, also if its
+    pages were evicted. Then hints count only while they come true (`hints.py`)."""
+
+    came_back: Callable[[int], None] | None = None
+    """The cache sets it at the first hint, if the policy `tells_returns`."""
 
     token_scale = 1
     """How many tokens one token of the cache stands for: several in a replay of block traces."""

@@ -29,6 +29,10 @@ class EvictionQueue(Protocol):
     def first(self, now_s: float) -> Node | None:
         """The leaf that goes first, still in the queue; None if there is none."""
 
+    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+        """Where a leaf in it stands: the least goes first. Asked only if the policy
+        `tells_returns`."""
+
     def take(self, leaf: Node) -> None:
         """Take out what `first` has just returned."""
 
@@ -99,6 +103,9 @@ class LeafHeap:
             else:
                 heappop(heap)
         return None
+
+    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+        return self._rank(leaf.mark)
 
     def take(self, leaf: Node) -> None:
         run = self._run

@@ -101,6 +101,60 @@ def test_a_hint_at_a_page_on_the_way_of_a_use_reaches_the_leaf_that_it_ended_wit
     assert sorted(cache.evict(2, 4.0).tolist()) == [2, 3]
 
 
+def come_back_whatever_was_said(policy):
+    """Two caches, one of which is told that a session is over and that another goes on, at each of
+    twelve turns. Then a use of both: (session, when, what is said)."""
+    caches = [RadixCache(page_size=1, policy=policy) for _ in range(2)]
+
+    def use(session, num_pages, now_s, continues):
+        for cache in caches:
+            first = 100 * session
+            inserted = cache.insert(
+                [session] * num_pages, range(first, first + num_pages), now_s=now_s
+            )
+            cache.hint(inserted, continues if cache is caches[0] else None)
+
+    for turn in range(1, 13):
+        use(1, turn, 10.0 * turn, False)
+        use(2, turn, 10.0 * turn + 1.0, True)
+    return use, *caches
+
+
+def sessions_as_they_go(cache, now_s):
+    return [page // 100 for _ in range(cache.num_pages) for page in cache.evict(1, now_s).tolist()]
+
+
+@pytest.mark.parametrize("policy", ["gated", "gittins", "adaptive"])
+@pytest.mark.parametrize("going_on", [3, 4])
+def test_hints_count_only_while_what_is_over_comes_back_less(policy, going_on):
+    use, hinted, plain = come_back_whatever_was_said(policy)
+    for session in (3, 4):
+        use(session, 4, 130.0 + session, session == going_on)
+    assert sessions_as_they_go(hinted, 140.0) == sessions_as_they_go(plain, 140.0)
+    for at in range(40):  # those do not come back
+        use(10 + at, 1, 200.0 + 100.0 * at, False)
+    for session in (3, 4):
+        use(session + 90, 4, 4300.0 + session, session == going_on)
+    assert sessions_as_they_go(hinted, 4310.0)[-4:] == [going_on + 90] * 4
+
+
+def test_where_a_policy_tells_no_returns_hints_count_always():
+    use, hinted, _ = come_back_whatever_was_said("lru")
+    use(3, 4, 133.0, True)
+    use(4, 4, 134.0, False)
+    assert sessions_as_they_go(hinted, 140.0)[-4:] == [3] * 4
+
+
+def test_a_return_from_what_was_evicted_is_counted():
+    """What is said to be over goes first, so most of its returns are of that kind."""
+    cache = RadixCache(page_size=512, policy="adaptive", pool_pages=20)
+    for turn in range(1, 13):
+        tokens = [1] * 512 * turn
+        cache.hint(cache.insert(tokens, range(turn), now_s=10.0 * turn), False)
+        cache.evict(turn, 10.0 * turn + 1.0)
+    assert not cache._hints.believed
+
+
 def test_a_reset_forgets_what_was_said():
     cache, results = make("lru", 2)
     cache.hint(results[1], continues=False)
@@ -125,8 +179,9 @@ def test_hints_go_on_after_everything_was_evicted(policy):
 
 def test_the_oldest_hints_are_forgotten(monkeypatch):
     monkeypatch.setattr(hints, "MOST_HINTS", 2)
-    said = Hints(promise_s=10.0)
+    said = Hints(promise_s=10.0, tells_returns=True)
     for tick in (1, 2, 1, 3):
         said.say(tick, True, float(tick))
     assert [said.group(tick, 5.0)[0] for tick in (1, 2, 3)] == [2, 1, 2]
     assert [said.group(tick, 12.0)[0] for tick in (1, 3)] == [0, 2]
+    assert list(said._open) == [1, 3]
