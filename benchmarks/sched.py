@@ -36,6 +36,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.samples import COLD_BYTES, Row, Samples
+from benchmarks.sched_prefill import CHUNK_TOKENS, chunks
 from benchmarks.yardsticks import LeastAdmission, no_collector, numpy_loop, python_loop
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY
@@ -211,6 +212,7 @@ class Bench:
         self.append()
         self.abort()
         self.allocator()
+        self.send_chunk()
         self.yardstick()
 
     def _add(
@@ -518,6 +520,15 @@ class Bench:
             for _ in range(self._rounds(5_000)):
                 runs.append(1 + int(np.count_nonzero(np.diff(times.take(there_and_back)) != 1)))
         self._add("alloc_free_100", times, 50.0, runs_a_request=round(float(np.mean(runs)), 1))
+
+
+    def send_chunk(self) -> None:
+        """On prefill; `sched_prefill.py`."""
+        prompt = np.random.default_rng(self._seed).integers(0, VOCABULARY, PROMPT_TOKENS)
+        with no_collector():
+            found = chunks(prompt, CACHED_TOKENS, PAGE_SIZE, self._rounds(200))
+        for which, times in found.items():
+            self._add("send_chunk", times, which=which, tokens=CHUNK_TOKENS)
 
 
 def sched(

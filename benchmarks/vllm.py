@@ -19,6 +19,7 @@ Parts:
   on two servers, as fast as they answer; `pool` is vLLM's block manager and our scheduler's side
   without a model, on the workload's own clock; `recorded`, the same with recorded traces.
 - `kills`: prefill is killed.
+- `chaos`: both servers are killed, stopped and reset under clients of `prefixkv proxy`.
 
 TTFT is from the first HTTP request to decode's first token. `after prefill` is TTFT less the time
 in which prefill had answered, from the same start: what the connector adds. Where the connector
@@ -47,7 +48,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from benchmarks import vllm_kills, vllm_steps
+from benchmarks import vllm_chaos, vllm_kills, vllm_steps
 from benchmarks.vllm_pair import BLOCK, LARGE, POLICY, SYSTEMS, Pair, Shape
 from benchmarks.vllm_servers import REPOSITORY, TINY, NotStartedError, Sizes, make_model
 from benchmarks.vllm_sets import KINDS, drawn, pool_blocks, workload
@@ -83,10 +84,11 @@ class Load:
     busy_rounds: int = 4
     steps: int = 160
     busy_steps: int = 100
+    chaos_rounds: int = 10
 
 
 QUICK: Final = Load(
-    TINY, 2, 2, 200, 64, 4, 64, 4, 128, 600, 128, 1, 60, 300, 4, 1, 1, 100, 100
+    TINY, 2, 2, 200, 64, 4, 64, 4, 128, 600, 128, 1, 60, 300, 4, 1, 1, 100, 100, 2
 )  # fmt: skip
 
 
@@ -231,6 +233,13 @@ class Bench:
         with self.pair(system, Shape(TINY, chunk=64, blocks=512, decode_blocks=512)) as pair:
             return {"kills": vllm_kills.kills(pair, moments, number)}
 
+    def chaos(self, system: str, number: int) -> dict[str, Any]:
+        around = {"VLLM_SERVER_DEV_MODE": "1"}  # for the route that resets the cache
+        shape = Shape(TINY, chunk=64, blocks=512, decode_blocks=400, around=around)
+        with self.pair(system, shape) as pair:
+            rounds = vllm_chaos.chaos(pair, self.load.chaos_rounds, 1000 * (number + 1))
+            return {"chaos": rounds}
+
     def steps(self, system: str, number: int) -> dict[str, Any]:
         load = self.load
         shape = Shape(load.sizes, decode_blocks=400)
@@ -255,6 +264,7 @@ PARTS: Final = {
     "live": Part(Bench.live, ("ours", "governed"), lambda repeat, load: len(KINDS) * repeat),
     "pool": Part(Bench.pool, ("own", *POOL_POLICIES[1:]), lambda repeat, load: repeat),
     "kills": Part(Bench.kills, SYSTEMS[:3], lambda repeat, load: max(1, load.kills // KILLS_A_RUN)),
+    "chaos": Part(Bench.chaos, ("governed",), lambda repeat, load: 1),
 }
 
 
@@ -288,7 +298,7 @@ def summary(runs: dict[str, Any]) -> dict[str, Any]:
                 **{
                     key: statistics.median(one[key] for one in of)
                     for key, value in of[0].items()
-                    if isinstance(value, (int, float))
+                    if isinstance(value, (int, float)) and all(key in one for one in of)
                 },
                 "runs": len(of),
                 **({"differ": _differ(of, first)} if first else {}),

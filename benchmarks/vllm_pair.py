@@ -15,10 +15,10 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,6 +60,16 @@ class Shape:
     policy: str = POLICY
     plain_prefill: bool = False  # it has no connector
     pinned: bool = False  # leave NixlConnector's worker where it puts itself
+    around: dict[str, str] = field(default_factory=dict, hash=False)  # of the servers' environment
+
+
+@dataclass(frozen=True)
+class _Ports:
+    """Of a server, the same in each of its lives."""
+
+    http: int = field(default_factory=free_port)
+    kv: int = field(default_factory=free_port)
+    side: int = field(default_factory=free_port)
 
 
 class Pair:
@@ -74,35 +84,35 @@ class Pair:
         self._threads = ThreadPoolExecutor(96)
         self._rooms = itertools.count(1)
         self._lives = itertools.count(1)
-        self._kv_port, self._side_port = free_port(), free_port()
+        self._prefill_at, self._decode_at = _Ports(), _Ports()
         self.prefill = self._start_prefill()
-        self.decode = self._server(
-            "decode", self._transfer("kv_consumer", "decode-0", free_port()), free_port(),
-            shape.decode_blocks,
-        )  # fmt: skip
+        self.decode = self._start_decode()
 
     def _server(
-        self, name: str, transfer: dict[str, Any] | None, side_port: int, blocks: int
+        self, name: str, transfer: dict[str, Any] | None, ports: _Ports, blocks: int
     ) -> Server:
         around = {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.side),
             "UCX_TLS": "sysv,posix,cma,tcp,self",
             "UCX_NET_DEVICES": "lo",
         }
-        shape = self.shape
+        shape, log = self.shape, Path(self._folder.name) / f"{name}-{next(self._lives)}.log"
         return Server(
-            self._python, self._model, Path(self._folder.name) / f"{name}.log", transfer,
+            self._python, self._model, log, transfer, port=ports.http,
             blocks=blocks, block_size=BLOCK, chunk=shape.chunk, dtype=shape.sizes.dtype,
-            max_len=shape.max_len, environment=around if self.is_nixl else None,
+            max_len=shape.max_len, environment={**(around if self.is_nixl else {}), **shape.around},
         )  # fmt: skip
 
     def _start_prefill(self) -> Server:
-        life = next(self._lives)
-        transfer = self._transfer("kv_producer", "prefill-0", self._kv_port)
+        transfer = self._transfer("kv_producer", "prefill-0", self._prefill_at.kv)
         if self.shape.plain_prefill:
             transfer = None
-        return self._server(f"prefill-{life}", transfer, self._side_port, self.shape.blocks)
+        return self._server("prefill", transfer, self._prefill_at, self.shape.blocks)
+
+    def _start_decode(self) -> Server:
+        transfer = self._transfer("kv_consumer", "decode-0", self._decode_at.kv)
+        return self._server("decode", transfer, self._decode_at, self.shape.decode_blocks)
 
     @property
     def is_nixl(self) -> bool:
@@ -139,6 +149,16 @@ class Pair:
         self.prefill.kill()
         self.prefill = self._start_prefill()
         self.wait(self.prefill)
+
+    def restart_decode(self) -> None:
+        self.decode.kill()
+        self.decode = self._start_decode()
+        self.wait(self.decode)
+
+    @property
+    def kv_address(self) -> str:
+        """Where prefill's connector listens."""
+        return f"tcp://127.0.0.1:{self._prefill_at.kv}"
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -183,8 +203,7 @@ class Pair:
     def _ask_ours(self, prompt: list[int], num_tokens: int) -> Answer:
         room = next(self._rooms)
         send = {"do_remote_decode": True, "room": room, "decode": "decode-0"}
-        where = f"tcp://127.0.0.1:{self._kv_port}"
-        load = {"do_remote_prefill": True, "room": room, "prefill": where}
+        load = {"do_remote_prefill": True, "room": room, "prefill": self.kv_address}
         return self._both(prompt, num_tokens, send, load)
 
     _TO_PREFILL: Final = {
@@ -214,32 +233,13 @@ class Pair:
         begun_s: float,
         **more: Any,
     ) -> Answer:
-        body = {
-            "model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0,
-            "stream": True, "ignore_eos": True, "return_token_ids": True, **more,
-        }  # fmt: skip
         if params is not None:
-            body["kv_transfer_params"] = params
-        address = ("127.0.0.1", server.port)
-        client = http.client.HTTPConnection(*address, timeout=self.patience_s)
-        try:
-            headers = {"content-type": "application/json"}
-            client.request("POST", "/v1/completions", json.dumps(body), headers)
-            answer = client.getresponse()
-            if answer.status != 200:
-                raise RuntimeError(answer.read().decode())
-            tokens: list[int] = []
-            times_s: list[float] = []
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    said = json.loads(line[6:])
-                    new = [one for c in said.get("choices", ()) for one in c.get("token_ids") or []]
-                    tokens += new
-                    times_s += [time.perf_counter() - begun_s] * len(new)
-        finally:
-            client.close()
-        if len(tokens) != num_tokens:
-            raise RuntimeError(f"{len(tokens)} tokens of {num_tokens}")
+            more["kv_transfer_params"] = params
+        tokens: list[int] = []
+        times_s: list[float] = []
+        for new in stream(server.port, prompt, num_tokens, self.patience_s, **more):
+            tokens += new
+            times_s += [time.perf_counter() - begun_s] * len(new)
         return Answer(tokens, times_s)
 
     def bytes_moved(self) -> int:
@@ -249,9 +249,45 @@ class Pair:
             return int(sum(one.metrics().get(name, 0) for one in (self.prefill, self.decode)))
         return self.prefill.counter("bytes_sent")
 
+    def usage(self, server: Server) -> float:
+        """Of a server's blocks, the share that is in use."""
+        return server.metrics()["vllm:kv_cache_usage_perc"]
+
     def decode_usage(self) -> float:
-        """Of decode's blocks, the share that is in use."""
-        return self.decode.metrics()["vllm:kv_cache_usage_perc"]
+        return self.usage(self.decode)
+
+
+def stream(
+    port: int, prompt: Sequence[int], num_tokens: int, patience_s: float, **more: Any
+) -> Iterator[list[int]]:
+    """The tokens of an answer, as they come; who stops reading has left.
+
+    Raises: RuntimeError where the answer is an error, or ends early; TimeoutError where nothing
+        comes in `patience_s`.
+    """
+    body = {
+        "model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0,
+        "stream": True, "ignore_eos": True, "return_token_ids": True, **more,
+    }  # fmt: skip
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=patience_s)
+    seen = 0
+    try:
+        headers = {"content-type": "application/json"}
+        client.request("POST", "/v1/completions", json.dumps(body), headers)
+        answer = client.getresponse()
+        if answer.status != 200:
+            raise RuntimeError(answer.read().decode())
+        for line in answer:
+            if line.startswith(b"data: {"):
+                said = json.loads(line[6:])
+                new = [one for c in said.get("choices", ()) for one in c.get("token_ids") or []]
+                seen += len(new)
+                if new:
+                    yield new
+    finally:
+        client.close()
+    if seen != num_tokens:
+        raise RuntimeError(f"{seen} tokens of {num_tokens}")
 
 
 def unpin(server: Server, system: str) -> None:

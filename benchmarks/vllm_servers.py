@@ -82,8 +82,9 @@ class Server(Closing):
         max_len: int = 4096,
         environment: dict[str, str] | None = None,
         more: Sequence[str] = (),
+        port: int | None = None,
     ) -> None:
-        self.port, self.log, self.model = free_port(), log, model
+        self.port, self.log, self.model = port or free_port(), log, model
         command = [
             python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
             "--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL,

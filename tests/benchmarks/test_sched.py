@@ -53,6 +53,13 @@ def test_the_allocator_is_measured_after_it_has_been_through_a_lot(monkeypatch):
     assert rows[0]["runs_a_request"] >= 1
 
 
+def test_chunks_are_measured_beside_the_least_there_can_be(monkeypatch):
+    monkeypatch.setattr(sched.Bench, "_rounds", lambda self, many: 3)
+    rows = []
+    sched.Bench(0, True, "lru", rows.append).send_chunk()
+    assert {row["which"]: row["samples"] for row in rows} == {"inner": 9, "last": 3, "floor": 12}
+
+
 def test_figures_are_percentiles_in_microseconds(monkeypatch):
     ticks = iter(range(0, 10_000_000, 1_000))
     monkeypatch.setattr(sched.time, "perf_counter_ns", lambda: next(ticks))

@@ -125,6 +125,25 @@ def kills_table(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def chaos_table(found: dict[str, Any]) -> list[str]:
+    rows = [one for run in runs_of(found, "chaos", "governed") for one in run["chaos"]["rounds"]]
+    cells = [
+        line(
+            row["done"],
+            *(str(row[key]) for key in ("requests", "answered", "left", "errors_excused",
+                                        "errors", "hangs", "wrong")),
+            str(sum(row["blocks_lost"])),
+            "yes" if row["goes_on"] else "no",
+        )
+        for row in rows
+    ]  # fmt: skip
+    return [
+        *head("", "requests", "answered", "left", "ended with decode", "errors", "hangs", "wrong",
+              "blocks lost", "goes on"),
+        *cells,
+    ]  # fmt: skip
+
+
 def steps_of(found: dict[str, Any], system: str, side: str, key: str) -> list[float]:
     return [one[key] for run in runs_of(found, "steps", system) for one in run[system][side]]
 
@@ -159,6 +178,7 @@ TABLES = {
     "vllm-ttft": ttft_table,
     "vllm-sets": sets_table,
     "vllm-kills": kills_table,
+    "vllm-chaos": chaos_table,
     "vllm-steps": steps_table,
 }
 
@@ -190,6 +210,9 @@ MADE_UP: dict[str, Any] = {
                 {"outcomes": ["right", "error: x"]}, {"outcomes": ["hang", "right"]}]}}
             for system, lost in (("pull", 0), ("push", 94), ("ours", 0))
         },
+        "chaos governed 0": {"chaos": {"rounds": [{
+            "done": "both killed", "requests": 9, "answered": 4, "left": 1, "errors_excused": 0,
+            "errors": 2, "hangs": 1, "wrong": 1, "blocks_lost": [3, 4], "goes_on": False}]}},
         "steps idle 0": {"idle": {
             "without": [{"p50": 10.0, "mean": 10.0}], "idle": [{"p50": 10.5, "mean": 11.0}]}},
         "steps busy 0": {"busy": {
@@ -210,6 +233,7 @@ def test_what_misses_its_goal_says_so() -> None:
     assert "| agents, generated | 100 | .500 | .400 | .500 | above | no |" in sets
     assert "seconds, generated | 100 | .500 | .400 | .500 | not below | yes |" in sets
     assert "| push | 2 | 4 | 2 | 0 | 1 | 1 | 94 |" in kills_table(MADE_UP)
+    assert "| both killed | 9 | 4 | 1 | 0 | 2 | 1 | 1 | 7 | no |" in chaos_table(MADE_UP)
     assert "| 10.50 / 10.00 ms | 1.050 | 11.00 / 10.00 ms | 1.100 | at most 1.03 | no |" in (
         "\n".join(steps_table(MADE_UP))
     )
