@@ -521,10 +521,9 @@ class Bench:
                 runs.append(1 + int(np.count_nonzero(np.diff(times.take(there_and_back)) != 1)))
         self._add("alloc_free_100", times, 50.0, runs_a_request=round(float(np.mean(runs)), 1))
 
-
     def send_chunk(self) -> None:
         """On prefill; `sched_prefill.py`."""
-        prompt = np.random.default_rng(self._seed).integers(0, VOCABULARY, PROMPT_TOKENS)
+        prompt = np.random.default_rng(self._seed).integers(0, VOCABULARY, PROMPT_TOKENS, np.int32)
         with no_collector():
             found = chunks(prompt, CACHED_TOKENS, PAGE_SIZE, self._rounds(200))
         for which, times in found.items():
