@@ -126,8 +126,7 @@ def _both_killed(pair: Pair, clients: Clients) -> None:
     pair.restart_decode()
 
 
-def _killed_while_it_starts(pair: Pair, clients: Clients) -> None:
-    pair.prefill.kill()
+def _killed_twice(pair: Pair, clients: Clients) -> None:
     pair.restart_prefill()
     time.sleep(0.5)
     pair.restart_prefill()
@@ -151,7 +150,7 @@ ROUNDS: Final[dict[str, tuple[Callable[[Pair, Clients], None], bool]]] = {
     "prefill stopped for 2 s": (lambda pair, _: _stop(pair, "prefill", STOPS_S[0]), False),
     "prefill stopped for 9 s": (lambda pair, _: _stop(pair, "prefill", STOPS_S[1]), False),
     "prefill stopped, then killed": (_stopped_then_killed, False),
-    "prefill killed twice": (_killed_while_it_starts, False),
+    "prefill killed twice": (_killed_twice, False),
     "decode killed": (lambda pair, _: pair.restart_decode(), True),
     "decode stopped for 9 s": (lambda pair, _: _stop(pair, "decode", STOPS_S[1]), False),
     "both killed": (_both_killed, True),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any, Final
+from typing import Final
 
 import httpx
 
@@ -32,28 +32,27 @@ class Abandoned:
         self._rooms: dict[int, tuple[str, float]] = {}  # prefill's address, and until when
         self._telling: asyncio.Task[None] | None = None
 
-    def add(
-        self, client: httpx.AsyncClient, decode: ServerAt, room: int, prefill: str, model: Any
-    ) -> None:
+    def add(self, client: httpx.AsyncClient, decode: ServerAt, room: int, prefill: str) -> None:
         self._rooms[room] = prefill, time.monotonic() + TELL_FOR_S
         if len(self._rooms) > MAX_ROOMS:
             del self._rooms[next(iter(self._rooms))]
         if self._telling is None or self._telling.done():
-            self._telling = asyncio.create_task(self._tell(client, decode, model))
+            self._telling = asyncio.create_task(self._tell(client, decode))
 
     async def stop(self) -> None:
         if self._telling is not None:
             self._telling.cancel()
             await asyncio.wait((self._telling,))
 
-    async def _tell(self, client: httpx.AsyncClient, decode: ServerAt, model: Any) -> None:
+    async def _tell(self, client: httpx.AsyncClient, decode: ServerAt) -> None:
         while self._rooms:
             await asyncio.sleep(TELL_EACH_S)
             now_s = time.monotonic()
             self._rooms = {room: held for room, held in self._rooms.items() if held[1] > now_s}
             told = [*self._rooms][:AT_ONCE]
             params = {"abandoned": [[room, self._rooms[room][0]] for room in told]}
-            body = {"model": model, "prompt": "-", "max_tokens": 1, "kv_transfer_params": params}
+            # Of the server's own model: a client's name for one may be of none.
+            body = {"prompt": "-", "max_tokens": 1, "kv_transfer_params": params}
             try:
                 answer = await client.post(f"{decode.url}/v1/completions", json=body)
             except httpx.HTTPError:

@@ -296,10 +296,10 @@ class Proxy:
                 first = await anext(rest, b"")
             return _Answer(response, first, rest, stack.pop_all())
 
-    def abandon(self, decode: ServerAt, room: int, prefill: str, model: Any) -> None:
+    def abandon(self, decode: ServerAt, room: int, prefill: str) -> None:
         """A request with this room was for decode, which was not reached, or was lost before it
         said anything: if it never had it, prefill would hold the KV for a long time."""
-        self._abandoned[decode.name].add(self._client, decode, room, prefill, model)
+        self._abandoned[decode.name].add(self._client, decode, room, prefill)
 
 
 class _Run:
@@ -380,8 +380,7 @@ class _Run:
                 proxy.sides["decode"].avoid(decode.name)
                 self._broke.add(decode.name)
             if prefill is not None:
-                params = body[_PARAMS]
-                proxy.abandon(decode, params["room"], prefill.at, body.get("model"))
+                proxy.abandon(decode, body[_PARAMS]["room"], prefill.at)
             # A kept connection may break since it was idle for too long: once that is no loss.
             names = [decode.name] if decode.name in self._broke else []
             self._broke.add(decode.name)

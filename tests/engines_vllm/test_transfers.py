@@ -147,6 +147,20 @@ def test_a_request_that_never_came_to_decode_is_named_in_another(servers: Server
     assert servers.prefill.scheduler.gauges()["held_blocks"] == 0
 
 
+def test_a_room_that_is_being_loaded_is_not_abandoned(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is too long ago that it was seen."""
+    monkeypatch.setattr(scheduler, "RECENT_ROOMS", 0)
+    load = servers.ask("1", PROMPT)
+    servers.step()
+    servers.decode.add(Request("notice", [0], {"abandoned": [[1, servers.address]]}))
+    servers.until_ended("1", "notice")
+    assert not load.recomputed
+    assert servers.decode.scheduler.take_counts().get("loads_refused", 0) == 0
+    servers.settle()
+
+
 @pytest.mark.parametrize("of", ["decode", "prefill"])
 def test_the_notice_of_a_request_that_was_there_changes_nothing(servers: Servers, of: str) -> None:
     load = servers.ask("1", PROMPT)

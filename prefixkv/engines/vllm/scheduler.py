@@ -150,7 +150,7 @@ class SchedulerSide:
         """Prefill has these rooms and would wait for a request that is lost: it is told so. A room
         that was seen here is seen to by its own request."""
         for load in ask.loads:
-            if load.room not in self._recent:
+            if load.room not in self._recent and load.room not in self._rooms:
                 self._seen(load.room)
                 self._order_refusal(load, "decode never had the request")
 
