@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -182,6 +183,7 @@ def sglang(
     out: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
 ) -> None:
     """What SGLang's scheduler pays for prefixkv's tree, beside its own; or servers with each."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended
     if serve is not None:
         from benchmarks import sglang_serve
 

@@ -17,9 +17,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from prefixkv.errors import ConfigError
@@ -78,6 +79,7 @@ class Pair:
         more: options of both.
         decode_tokens, prefill_tokens: of their pools.
         on_prefill: options of prefill alone.
+        around: environment variables besides.
     """
 
     def __init__(
@@ -88,7 +90,9 @@ class Pair:
         decode_tokens: int = DECODE_TOKENS,
         on_prefill: Sequence[str] = (),
         prefill_tokens: int = 16384,
+        around: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self._around = {**os.environ, **ENVIRONMENT, **around}
         self.ports = {"prefill": _free_port(), "decode": _free_port()}
         self.bootstrap = _free_port()
         sides = {
@@ -129,7 +133,7 @@ class Pair:
         with self.logs[side].open("ab") as log:
             self._servers[side] = subprocess.Popen(
                 self._commands[side], stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True, env={**os.environ, **ENVIRONMENT},
+                start_new_session=True, env=self._around,
             )  # fmt: skip
 
     def until_up(self, side: str) -> None:
@@ -183,11 +187,15 @@ def serve(folder: Path, tp_size: int = 1) -> dict[str, Any]:
         make_model(model)
     answers: dict[str, list[list[int]]] = {}
     seconds = {}
-    ranks = ["--tp-size", str(tp_size)] if tp_size > 1 else []
+    ranks, around = [], {}
+    if tp_size > 1:
+        ranks = ["--tp-size", str(tp_size)]
+        cores = [str(rank % (os.cpu_count() or 1)) for rank in range(tp_size)]
+        around = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cores)}  # else a NUMA node a rank
     for side, options in SIDES.items():
         logs = folder / side
         logs.mkdir(exist_ok=True)
-        with Pair(model, options + ranks, logs) as pair:
+        with Pair(model, options + ranks, logs, around=around) as pair:
             began = time.perf_counter()
             answers[side] = _workload(pair)
             seconds[side] = round(time.perf_counter() - began, 1)
