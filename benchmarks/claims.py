@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import claim_async, claim_idle, claim_prepare, claim_staging, transfer
+from benchmarks import claim_async, claim_hops, claim_idle, claim_prepare, claim_staging, transfer
 from benchmarks.pair import Claim
 from prefixkv.cli.report import machine
 from prefixkv.errors import ConfigError
@@ -35,6 +35,7 @@ class Name(StrEnum):
     asynchronous = "async"
     staging = "staging"
     full_hit = "full-hit"
+    full_hit_parts = "full-hit-parts"
     idle = "idle"
 
 
@@ -49,6 +50,7 @@ MEASURES: Final[dict[Name, Measure]] = {
     Name.asynchronous: claim_async.measure,
     Name.staging: claim_staging.measure,
     Name.full_hit: claim_idle.measure_hits,
+    Name.full_hit_parts: claim_hops.measure,
     Name.idle: claim_idle.measure_idle,
 }
 

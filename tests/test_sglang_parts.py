@@ -20,13 +20,16 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
 from prefixkv.engines.sglang.clock import RankClock, TimeMark
 from prefixkv.engines.sglang.joins import Joins
-from prefixkv.engines.sglang.keys import Packer, RequestKey, namespace_of
+from prefixkv.engines.sglang.keys import FEW, Packer, RequestKey, namespace_of
 from prefixkv.engines.sglang.order import weight_order
 from prefixkv.engines.sglang.slots import SlotTable
 from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst, WaitingPrefixes
 from prefixkv.errors import TokenError
 
 # --- keys -----------------------------------------------------------------------------------------
+
+
+SIZES = (*range(10), FEW - 1, FEW, FEW + 1, 2 * FEW)
 
 
 def words(tokens: list[int], bigram: bool) -> list[int]:
@@ -37,7 +40,7 @@ def words(tokens: list[int], bigram: bool) -> list[int]:
 
 @given(
     bigram=st.booleans(),
-    steps=st.lists(st.tuples(st.sampled_from("agn"), st.integers(0, 9)), max_size=12),
+    steps=st.lists(st.tuples(st.sampled_from("agn"), st.sampled_from(SIZES)), max_size=12),
 )
 def test_a_key_that_grows_is_the_key_of_what_it_covers(
     bigram: bool, steps: list[tuple[str, int]]
@@ -82,15 +85,18 @@ def test_only_what_was_added_is_packed_and_other_tokens_are_packed_anew(
     assert packed[3:] == [(0, 1006)]
 
 
-def test_tokens_that_no_int32_holds_are_refused_and_the_key_stays() -> None:
+@pytest.mark.parametrize("more", [0, FEW - 1, FEW])
+def test_tokens_that_no_int32_holds_are_refused_and_the_key_stays(more: int) -> None:
     key, ids = RequestKey(None, Packer(False)), array("q", [1, 2])
     key.cover(ids, 2)
     for bad in (-1, 1 << 31, 1 << 40):
-        ids.append(bad)
+        longer = ids[:]
+        longer.extend([bad, *range(more)])
         with pytest.raises(TokenError, match=str(bad)):
-            key.cover(ids, 3)
-        ids.pop()
+            key.cover(longer, len(longer))
         assert key.cover(ids, 2).tokens().tolist() == [1, 2]
+    ids.extend([(1 << 31) - 1, *range(more)])
+    assert key.cover(ids, len(ids)).tokens().tolist() == list(ids)
 
 
 def test_extra_keys_and_salts_make_namespaces() -> None:
@@ -110,6 +116,10 @@ def test_pages_become_slots_and_slots_pages(page_size: int) -> None:
     assert slots.dtype == torch.int64
     assert slots.tolist() == [p * page_size + i for p in (49, 0, 7) for i in range(page_size)]
     assert table.pages(slots.to(torch.int32)).tolist() == [49, 0, 7]
+    rows = torch.stack([torch.zeros_like(slots), slots]).to(torch.int32)
+    found = table.pages_of_row(rows, 1, page_size, 3 * page_size)
+    assert (found.tolist(), found.dtype) == ([0, 7], np.dtype(np.int32))
+    assert not len(table.pages_of_row(rows, 1, page_size, page_size))
     slots += 1  # the caller's
     assert table.slots(pages)[0] == 49 * page_size
     assert len(table.slots(pages[:0])) == 0

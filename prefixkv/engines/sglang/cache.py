@@ -179,23 +179,25 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         if held > whole:  # it gives less than it was given: look from the root
             old, held = None, 0
         end, own = whole * page_size, kv.cache_protected_len
-        row = self.req_to_token_pool.req_to_token[kv.req_pool_idx]
+        table = self.req_to_token_pool.req_to_token
         visit, own_key.seen = not own_key.seen, True
+        goes_on = not req.finished()
         result = self.tree.insert(
             key,
-            self._slots.pages(row[held * page_size : end]),
+            self._slots.pages_of_row(table, kv.req_pool_idx, held * page_size, end),
             priority=req.priority or 0, now_s=self._clock.now_s, visit=visit, lock=old,
+            extend_lock=goes_on and old is not None,
         )  # fmt: skip
         matched = result.old_depth * page_size
         if own < matched:
-            duplicates = row[own:matched].clone()
+            duplicates = table[kv.req_pool_idx, own:matched].clone()
             there = self._slots.slots(result.pages[own // page_size : result.old_depth])
             self.req_to_token_pool.write((kv.req_pool_idx, slice(own, matched)), there)
             self.token_to_kv_pool_allocator.free_segment(duplicates, start_pos=own)
             self.counters["duplicate_tokens"] += matched - own
         kv.cache_inserted_len = max(kv.cache_inserted_len, end)
         kv.cache_protected_len = end
-        if not req.finished():
+        if goes_on and old is None:
             lock = self.tree.lock(result, self._clock.now_s, visit=False)
             self.unlock(req.lock)
             req.lock = sgl.TreeLock(lock, sgl.DecLockRefParams())

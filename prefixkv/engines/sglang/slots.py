@@ -48,6 +48,14 @@ class SlotTable:
         """int64 [len(pages)] ids, new, on the device."""
         return torch.from_numpy(pages.astype(np.int64)).to(self._device, non_blocking=True)
 
+    def pages_of_row(self, table: torch.Tensor, row: int, start: int, end: int) -> Pages:
+        """As `pages`, of tokens `start` to `end` of a row of SGLang's table of slots."""
+        if table.device.type != "cpu":
+            return self.pages(table[row, start:end])
+        # A slice of a tensor costs ten times as much as one of an array.
+        first = table.numpy()[row, start : end : self._page_size]
+        return (first // self._page_size).astype(np.int32, copy=False)
+
     def pages(self, slots: torch.Tensor) -> Pages:
         """The page ids of whole pages of slots, int32, on the host. Waits for a GPU."""
         first = slots[:: self._page_size]
