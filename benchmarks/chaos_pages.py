@@ -44,13 +44,13 @@ class WatchedAllocator(PageAllocator):
         self._check(pages, "taken")
         return pages
 
-    def free(self, pages: PageIds) -> None:
-        ids = as_pages(pages).copy()
+    def free(self, pages: PageIds | bytes) -> None:
+        ids = _ids(pages)
         super().free(pages)
         self._fill(ids, "freed")
 
-    def uncache(self, pages: PageIds) -> None:
-        ids = as_pages(pages).copy()
+    def uncache(self, pages: PageIds | bytes) -> None:
+        ids = _ids(pages)
         super().uncache(pages)
         self._fill(ids, "evicted")
 
@@ -104,3 +104,8 @@ class WatchedAllocator(PageAllocator):
                     )
                 if when == "scanned":
                     self._fill(np.array([page], dtype=np.int32))
+
+
+def _ids(pages: PageIds | bytes) -> Pages:
+    """A copy; the scheduler hands a request's pages over packed."""
+    return np.frombuffer(pages, np.int32) if isinstance(pages, bytes) else as_pages(pages).copy()

@@ -17,7 +17,9 @@ from benchmarks.chaos_clients import Call, Conversation, Ledger, Sizes, system_p
 from benchmarks.chaos_pages import SOURCE_CANARY, TARGET_CANARY, WatchedAllocator
 from benchmarks.chaos_proxy import Proxy
 from benchmarks.chaos_worker import cut_sockets
+from prefixkv.cache.radix_key import RadixKey
 from prefixkv.memory.kv_pool import KVPool
+from prefixkv.pages.manager import PageManager
 from tests.models.patience import PATIENCE_S, until
 
 # --- pages ----------------------------------------------------------------------------------------
@@ -98,6 +100,28 @@ def test_what_a_page_held_is_gone_as_soon_as_nobody_holds_it(
     )
     assert watched.holds_canary(int(pages[0]))
     assert SOURCE_CANARY != TARGET_CANARY
+
+
+def test_under_the_scheduler_s_books_what_a_request_leaves_is_filled(
+    watched: WatchedAllocator,
+) -> None:
+    """The books name pages in their own ways; what ends, is replaced or is evicted is seen."""
+    books = PageManager(8, 4, 4)
+    books.allocator = watched
+    key = RadixKey(range(10))
+    pages = books.open(key, books.match(key), 3, 0.0)
+    ids = books.pages(pages).copy()
+    watched._pool.write_pages(ids, watched._pool.read_pages(ids).fill_(9))
+    books.cache_finished(pages, key, 0.0)
+    assert [watched.holds_canary(page) for page in ids.tolist()] == [False, False, True]
+    other = RadixKey(range(100, 128))
+    pages = books.open(other, books.match(other), 7, 1.0)
+    assert watched.num_findings == 0
+    assert watched.holds_canary(int(ids[1]))  # evicted
+    books.hold(pages, "room")
+    books.release("room")
+    watched.scan()
+    assert watched.num_findings == 0
 
 
 # --- wires ----------------------------------------------------------------------------------------
