@@ -21,7 +21,7 @@ from benchmarks.claim_idle import Hits
 from benchmarks.pair import Claim, Row, Stuck, Watch, run_pair
 
 PARTS: Final = {
-    "asked": "decode's engine: `add` and `pop_preallocated`",
+    "asked": "decode's engine: prefill's is told, `Request`, `add`, `pop_preallocated`",
     "decode woke": "its control thread wakes",
     "decode sends": "and handles the command",
     "prefill heard": "zmq, TCP, zmq, prefill's control thread wakes",

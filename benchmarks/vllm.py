@@ -200,7 +200,8 @@ class Bench:
         kind, load = [*KINDS][number % len(KINDS)], self.load
         seed = number // len(KINDS)
         blocks = pool_blocks(workload(kind, load.live_requests, seed), BLOCK)
-        shape = Shape(TINY, blocks=2048, decode_blocks=blocks + 1, max_len=16384)
+        max_len = min(8192, BLOCK * blocks)  # or vLLM does not start
+        shape = Shape(TINY, blocks=2048, decode_blocks=blocks + 1, max_len=max_len)
         with self.pair(system, shape) as pair:
             return {f"live {kind}": live(pair, kind, load.live_requests, seed)}
 

@@ -325,6 +325,25 @@ def transport_table() -> list[str]:
     ]  # fmt: skip
 
 
+def full_hit_table() -> list[str]:
+    """Of the first run of each kind."""
+    paused, none = result("full_hit")["measured"]["full-hit-parts"]["details"]["hits"][:2]
+    assert (paused["pause_ms"], none["pause_ms"]) == (10, 0)
+    rows = [
+        line(a["what"], fixed(a["us"]), fixed(b["us"]))
+        for a, b in zip(paused["parts_us"], none["parts_us"], strict=True)
+    ]
+    return [
+        *head("P50, us", "pauses of 10 ms", "no pause"),
+        *rows,
+        line("all of it", fixed(paused["p50_us"]), fixed(none["p50_us"])),
+        line(
+            "1,000 additions in Python, before it",
+            *(fixed(one["loop_us"]) for one in (paused, none)),
+        ),
+    ]
+
+
 def small_pages_table() -> list[str]:
     huge, small = (
         {(row["layout"], row["pages"]): row["gib_per_s"] for row in result(name)["rows"]}
@@ -483,6 +502,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "reserve-table": reserve_table, "waiting-table": waiting_table,
     "sched-table": sched_table, "router-table": router_table,
     "ranks-table": ranks_table, "transport-table": transport_table,
+    "full-hit-table": full_hit_table,
     "small-pages-table": small_pages_table, "meshes-table": meshes_table,
     "burst-table": burst_table, "storms-table": storms_table,
     "gpu-transfer-table": gpu_transfer_table, "gpu-table": gpu_table,
