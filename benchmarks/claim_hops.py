@@ -125,6 +125,7 @@ def decode_side(pipe: Connection, _watch: Watch, case: Hits) -> Row:
         pipe.send(None)
         marks = sorted(timed.marks + pipe.recv())
     parts = [found for span in spans[1:] if (found := parts_of(marks, *span)) is not None]
+    assert parts, "of no request did the marks come in order"
     medians = np.median(np.array(parts), 0) * 1e6
     return {
         "requests": len(spans) - 1,

@@ -20,16 +20,13 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
 from prefixkv.engines.sglang.clock import RankClock, TimeMark
 from prefixkv.engines.sglang.joins import Joins
-from prefixkv.engines.sglang.keys import FEW, Packer, RequestKey, namespace_of
+from prefixkv.engines.sglang.keys import Packer, RequestKey, namespace_of
 from prefixkv.engines.sglang.order import weight_order
 from prefixkv.engines.sglang.slots import SlotTable
 from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst, WaitingPrefixes
 from prefixkv.errors import TokenError
 
 # --- keys -----------------------------------------------------------------------------------------
-
-
-SIZES = (*range(10), FEW - 1, FEW, FEW + 1, 2 * FEW)
 
 
 def words(tokens: list[int], bigram: bool) -> list[int]:
@@ -40,7 +37,7 @@ def words(tokens: list[int], bigram: bool) -> list[int]:
 
 @given(
     bigram=st.booleans(),
-    steps=st.lists(st.tuples(st.sampled_from("agn"), st.sampled_from(SIZES)), max_size=12),
+    steps=st.lists(st.tuples(st.sampled_from("agn"), st.integers(0, 9)), max_size=12),
 )
 def test_a_key_that_grows_is_the_key_of_what_it_covers(
     bigram: bool, steps: list[tuple[str, int]]
@@ -85,7 +82,7 @@ def test_only_what_was_added_is_packed_and_other_tokens_are_packed_anew(
     assert packed[3:] == [(0, 1006)]
 
 
-@pytest.mark.parametrize("more", [0, FEW - 1, FEW])
+@pytest.mark.parametrize("more", [0, 1, 100])
 def test_tokens_that_no_int32_holds_are_refused_and_the_key_stays(more: int) -> None:
     key, ids = RequestKey(None, Packer(False)), array("q", [1, 2])
     key.cover(ids, 2)

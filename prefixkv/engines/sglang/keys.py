@@ -7,7 +7,6 @@ such a pair is two words here, and a page of the tree has twice as many words as
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Hashable
 from typing import Any
@@ -19,9 +18,6 @@ from prefixkv.cache.radix_key import TOKEN_LIMIT, RadixKey
 from prefixkv.errors import TokenError
 
 _LE_INT32 = np.dtype("<i4")
-
-FEW = 64
-"""Tokens that are packed one by one: up to here numpy's calls cost more."""
 
 
 def namespace_of(extra_key: str | None, cache_salt: str | None) -> Hashable:
@@ -61,10 +57,6 @@ class Packer:
         Raises:
             TokenError: one that is not in [0, 2**31).
         """
-        if end - start <= FEW and not self.bigram and isinstance(token_ids, array):
-            few = token_ids[start:end]
-            if few and min(few) >= 0 and max(few) < TOKEN_LIMIT:
-                return struct.pack(f"<{len(few)}i", *few)
         ids = ids_of(token_ids)[start:end]
         if not 0 <= int(np.bitwise_or.reduce(ids)) < TOKEN_LIMIT:
             bad = ids[(ids < 0) | (ids >= TOKEN_LIMIT)][0]
