@@ -167,6 +167,7 @@ def sglang(
         Path | None, typer.Option(help="Run servers instead; a folder for model and logs.")
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks of each server, with --serve.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=0, help="Decode's, if not as many.")] = 0,
     transfers: Annotated[
         Path | None,
         typer.Option(help="Run servers for bursts, aborts and kills instead; a folder."),
@@ -187,10 +188,11 @@ def sglang(
     if serve is not None:
         from benchmarks import sglang_serve
 
-        result = {"commit": _commit(), **sglang_serve.serve(serve, tp)}
+        ranks = tp, decode_tp or tp
+        result = {"commit": _commit(), **sglang_serve.serve(serve, ranks)}
         Console().print(result)
         if out is not None:
-            _write(out, {"servers" if tp == 1 else f"servers_tp{tp}": result})
+            _write(out, {"servers" if ranks == (1, 1) else f"servers_tp{tp}_tp{ranks[1]}": result})
         return
     if transfers is not None:
         from benchmarks import sglang_transfers

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from benchmarks.ports import free_port
 from prefixkv.errors import ConfigError
 
 ENVIRONMENT: Final = {
@@ -80,6 +80,7 @@ class Pair:
         decode_tokens, prefill_tokens: of their pools.
         on_prefill: options of prefill alone.
         around: environment variables besides.
+        ranks: tensor-parallel ranks of prefill and of decode.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class Pair:
         on_prefill: Sequence[str] = (),
         prefill_tokens: int = 16384,
         around: Mapping[str, str] = MappingProxyType({}),
+        ranks: tuple[int, int] = (1, 1),
     ) -> None:
-        self._around = {**os.environ, **ENVIRONMENT, **around}
-        self.ports = {"prefill": _free_port(), "decode": _free_port()}
-        self.bootstrap = _free_port()
+        self.ports = {"prefill": free_port(), "decode": free_port()}
+        self.bootstrap = free_port()
         sides = {
             "prefill": [
                 "--max-total-tokens", str(prefill_tokens),
@@ -106,6 +107,13 @@ class Pair:
                 "--disaggregation-decode-enable-radix-cache", "--num-reserved-decode-tokens", "32",
             ],
         }  # fmt: skip
+        self._around = {}
+        for side, size in zip(sides, ranks, strict=True):
+            sides[side] += ["--tp-size", str(size)]
+            self._around[side] = {**os.environ, **ENVIRONMENT, **around}
+            if size > 1:  # else SGLang gives each rank a NUMA node
+                cores = [str(rank % (os.cpu_count() or 1)) for rank in range(size)]
+                self._around[side]["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
         self.logs = {side: logs / f"{side}.log" for side in sides}
         for log in self.logs.values():
             log.unlink(missing_ok=True)
@@ -133,7 +141,7 @@ class Pair:
         with self.logs[side].open("ab") as log:
             self._servers[side] = subprocess.Popen(
                 self._commands[side], stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True, env=self._around,
+                start_new_session=True, env=self._around[side],
             )  # fmt: skip
 
     def until_up(self, side: str) -> None:
@@ -173,29 +181,33 @@ class Pair:
     def generate(self, ids: list[int], room: int) -> list[int]:
         """What decode answers; both are asked at once."""
         body = self.body(ids, room)
-        with ThreadPoolExecutor(2) as pool:
+        pool = ThreadPoolExecutor(2)
+        try:
             _, answer = pool.map(lambda side: post(f"{self.url(side)}/generate", body), self.ports)
+        finally:  # without waiting: whoever ends this has servers to end that may not answer
+            pool.shutdown(wait=False)
         return answer["output_ids"]  # type: ignore[no-any-return]
 
 
-def serve(folder: Path, tp_size: int = 1) -> dict[str, Any]:
-    """All pairs, one after the other; what they answered. With several ranks, SGLang as it is has
-    them too: sums of floats depend on how they are shared out."""
+def serve(folder: Path, ranks: tuple[int, int] = (1, 1)) -> dict[str, Any]:
+    """All pairs, one after the other; what they answered. With several ranks, of prefill and of
+    decode, SGLang as it is has them too: sums of floats depend on how they are shared out. Where
+    they are unequal its own transfers write nothing to host memory, so it has one rank a side, and
+    all compute with floats of 32 bits, where such sums hardly differ."""
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / "model"
     if not (model / "config.json").is_file():
         make_model(model)
     answers: dict[str, list[list[int]]] = {}
     seconds = {}
-    ranks, around = [], {}
-    if tp_size > 1:
-        ranks = ["--tp-size", str(tp_size)]
-        cores = [str(rank % (os.cpu_count() or 1)) for rank in range(tp_size)]
-        around = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cores)}  # else a NUMA node a rank
-    for side, options in SIDES.items():
+    unequal = ranks[0] != ranks[1]
+    sides = ["sglang", "transfers"] if unequal else list(SIDES)
+    for side in sides:
+        options = SIDES[side] + (["--dtype", "float32"] if unequal else [])
+        of_side = (1, 1) if unequal and side == "sglang" else ranks
         logs = folder / side
         logs.mkdir(exist_ok=True)
-        with Pair(model, options + ranks, logs, around=around) as pair:
+        with Pair(model, options, logs, ranks=of_side) as pair:
             began = time.perf_counter()
             answers[side] = _workload(pair)
             seconds[side] = round(time.perf_counter() - began, 1)
@@ -212,7 +224,7 @@ def serve(folder: Path, tp_size: int = 1) -> dict[str, Any]:
         if side != "sglang"
     }
     return {
-        "requests": len(stock), "tp_size": tp_size, "identical": same, "seconds": seconds,
+        "requests": len(stock), "ranks": ranks, "identical": same, "seconds": seconds,
         "decode_pool_tokens": DECODE_TOKENS,
         "workload": f"{CONVERSATIONS} conversations of {TURNS} turns, one request at a time",
     }  # fmt: skip
@@ -237,10 +249,3 @@ def post(url: str, body: Any) -> Any:
     )
     with urllib.request.urlopen(request, timeout=600) as answer:
         return json.load(answer)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port

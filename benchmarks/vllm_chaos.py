@@ -26,8 +26,9 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any, Final
 
+from benchmarks.ports import free_port
 from benchmarks.vllm_pair import BLOCK, Pair, stream
-from benchmarks.vllm_servers import REPOSITORY, free_port
+from benchmarks.vllm_servers import REPOSITORY
 from benchmarks.vllm_sets import drawn
 
 BOUND_S: Final = 60.0

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.vllm_servers import MODEL, Server, Sizes, free_port, transfer_config
+from benchmarks.ports import free_port
+from benchmarks.vllm_servers import MODEL, Server, Sizes, transfer_config
 
 SYSTEMS: Final = ("pull", "push", "ours", "governed")
 POLICY: Final = "adaptive"

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ports import free_port
 from prefixkv.runtime.closing import Closing
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -58,16 +56,6 @@ def make_model(python: str, folder: Path, sizes: Sizes) -> Path:
 
 class NotStartedError(Exception):
     """The server did not come up: its environment's fault, not ours."""
-
-
-def free_port() -> int:
-    """None of those that the kernel gives away by itself, so it stays free until a server takes
-    it."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as free, suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port
 
 
 class Server(Closing):

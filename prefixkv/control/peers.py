@@ -200,9 +200,10 @@ class Peers:
     def check_worker(self, frame: Frame, credential: str, hello: Hello) -> None:
         """Whether the rank is of the worker that it says it is of.
 
-        Raises HandshakeError where that does not follow from its name and key, where `max_peers`
-        workers are known, or where its worker has no `max_peer_bytes` left for it; FormerLifeError
-        where the worker is over. A refusal tells of no other peer.
+        Raises HandshakeError where that does not follow from its name and key, where it was made
+        before the one that has its name, where `max_peers` workers are known, or where its worker
+        has no `max_peer_bytes` left for it; FormerLifeError where the worker is over. A refusal
+        tells of no other worker.
         """
         rank, worker = hello.rank, hello.worker or frame.sender
         name = f"{worker.name}/{rank}" if rank else worker.name
@@ -216,6 +217,7 @@ class Peers:
         if leader is not None and leader.credential != credential and not is_listed:
             raise HandshakeError("key", "rank 0's", "another", "differs")
         self.lives.check(worker)
+        self._check_later(frame.sender, hello)
         others = [peer for peer in self.all() if peer.worker == worker]
         for peer in others:
             if peer.hello.topology != hello.topology:
@@ -227,6 +229,17 @@ class Peers:
         held = hello_bytes(hello) + (others[0].budget.num_bytes if others else 0)
         if held > (most := self._timing.max_peer_bytes):
             raise HandshakeError("bytes held for it", most, held, "are more than max_peer_bytes")
+
+    def _check_later(self, sender: PeerId, hello: Hello) -> None:
+        """One that was started anew has the name; the one before it may not know that yet, and we
+        may have been started later than both."""
+        peer = self._peers.get(sender.name)
+        if peer is None or peer.id == sender:
+            return
+        now, earlier = peer.hello.life, hello.life
+        if now is not None and earlier is not None and earlier.is_before(now):
+            lives = f"{peer.id.incarnation:x}", f"{sender.incarnation:x}"
+            raise HandshakeError("life", *lives, "was made before the one that has its name")
 
     def add(
         self,

@@ -111,7 +111,8 @@ class ProcessLife(msgspec.Struct, frozen=True, array_like=True):
 
     `boot` is the kernel's id of this boot, the spaces are inodes of the namespaces in which `pid`
     and sockets are looked up. `began` is in clock ticks since boot. `holder` names the abstract
-    socket that it and its forks hold.
+    socket that it and its forks hold. `opened_ns` is when the node was made, in nanoseconds since
+    boot; 0: unknown.
     """
 
     boot: Short
@@ -120,6 +121,12 @@ class ProcessLife(msgspec.Struct, frozen=True, array_like=True):
     pid: U64
     began: U64
     holder: Holder
+    opened_ns: U64 = 0
+
+    def is_before(self, other: ProcessLife) -> bool:
+        """Whether this one was made first; False where that is not known."""
+        same = self.boot == other.boot
+        return same and 0 < self.opened_ns < other.opened_ns
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):

@@ -19,6 +19,7 @@ import secrets
 import socket
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -38,7 +39,8 @@ class HeldLife:
         if began is None:
             raise OSError("/proc has nothing of this process")
         name = secrets.token_hex(16)
-        self.life = ProcessLife(*_place(), os.getpid(), began, name)
+        opened_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        self.life = ProcessLife(*_place(), os.getpid(), began, name, opened_ns)
         self._holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._holder.bind(_HOLDER + name)

@@ -2,8 +2,7 @@
 
 A peer sends it in its Hello, and NIXL and UCX parse it in native code, which trusts it: one wrong
 byte may end the process. So the structure is checked here first, every length and count of it; what
-is unknown is refused. Of the UCX address inside only the version is read: the rest has no fixed
-form, and is for the trial (`trial.py`).
+is unknown is refused. What UCX packed, its address and its keys, is read by `ucx_form.py`.
 
 The form, seen with NIXL 1.5.1: "nixlSerDes|", then fields of tag, length (8 bytes, little-endian),
 value and "|": the agent's name, a connection a backend, a list of descriptors a backend and kind of
@@ -18,6 +17,7 @@ from typing import Final, NamedTuple
 
 from prefixkv.errors import MetadataError
 from prefixkv.protocol.ids import PeerId
+from prefixkv.transport.ucx_form import KeyKind, read_address, read_key
 
 Range = tuple[int, int]
 """Address and length in bytes of memory that is registered."""
@@ -26,8 +26,8 @@ _HEAD: Final = b"nixlSerDes|"
 _MAX_NAME_BYTES: Final = 1024
 _MAX_ADDRESS_BYTES: Final = 32 << 10  # a UCX address grows with the number of network devices
 _MAX_KEY_BYTES: Final = 8 << 10
-_UCX_VERSIONS: Final = (0, 1)  # the low half of the address's first byte
 _MEMORY_TYPES: Final = (0, 1)  # DRAM, VRAM
+_MAX_KEY_KINDS: Final = 4  # memory of one device, some of which a transport may not register
 _DESCRIPTOR: Final = struct.Struct("<QQQ")
 
 
@@ -61,13 +61,14 @@ def read_metadata(raw: bytes, max_descriptors: int = 1 << 20) -> AgentMetadata:
     """Walk all of it. O(descriptors). Raises MetadataError for anything unknown."""
     fields = _Fields(raw)
     name = fields.take(b"Agent", _MAX_NAME_BYTES)
-    for _ in range(fields.count(b"Conns", 1)):
-        fields.expect(b"t", b"UCX")
-        address = fields.take(b"c", _MAX_ADDRESS_BYTES)
-        if len(address) < 9 or address[0] & 0xF not in _UCX_VERSIONS:
-            raise MetadataError(f"a UCX address that begins with {address[:1].hex() or 'nothing'}")
+    if not fields.count(b"Conns", 1):
+        raise MetadataError("no UCX address")
+    fields.expect(b"t", b"UCX")
+    address = read_address(fields.take(b"c", _MAX_ADDRESS_BYTES))
     fields.expect(b"", b"MemSection")
     ranges: list[Range] = []
+    keys: set[bytes] = set()  # those of many regions are often the same
+    kinds: set[KeyKind] = set()
     for _ in range(fields.count(b"nixlSecElms", len(_MEMORY_TYPES))):
         fields.expect(b"bknd", b"UCX")
         fields.expect(b"nixlDList", b"nixlSDList")
@@ -76,8 +77,13 @@ def read_metadata(raw: bytes, max_descriptors: int = 1 << 20) -> AgentMetadata:
             raise MetadataError(f"memory of type {memory_type}")
         for _ in range(fields.count(b"n", max_descriptors - len(ranges))):
             descriptor = fields.take(b"", _DESCRIPTOR.size + _MAX_KEY_BYTES)
-            if len(descriptor) <= _DESCRIPTOR.size:
-                raise MetadataError("a descriptor without a key")
+            if len(descriptor) < _DESCRIPTOR.size:
+                raise MetadataError(f"a descriptor of {len(descriptor)} bytes")
+            if (key := descriptor[_DESCRIPTOR.size :]) not in keys:
+                kinds.add(read_key(key, address))
+                keys.add(key)
+                if len(kinds) > _MAX_KEY_KINDS:
+                    raise MetadataError(f"keys of more than {_MAX_KEY_KINDS} kinds")
             address_at, num_bytes, _ = _DESCRIPTOR.unpack_from(descriptor)
             ranges.append((address_at, num_bytes))
     fields.end()

@@ -533,8 +533,9 @@ def figures() -> dict[str, str]:
     quarters = ("nothing", "a quarter", "half", "three quarters", "all")
     around = 1 - call["prepared_call_ms"] / call["prepared_ms"]
     missed = [row for row in result("sched")["rows"] if row.get("met") is False]
-    assert {row["name"] for row in missed} == {"admit"}
-    over = fixed(max(row["us_p50"] / row["target_us_p50"] for row in missed), 1)
+    assert {row["name"] for row in missed} == {"admit", "admit_publishing_ratio"}
+    admissions = [row for row in missed if row["name"] == "admit"]
+    over = fixed(max(row["us_p50"] / row["target_us_p50"] for row in admissions), 1)
     (requests,) = re.findall(r"(\d+) requests", trace)
     return {
         "a decision": f"P50 {fixed(decision['route_us']['p50'])} us",

@@ -49,6 +49,7 @@ from prefixkv.protocol.messages import (
     HelloWanted,
     Outcome,
     OutcomeAck,
+    ProcessLife,
     PromiseAck,
     Topology,
 )
@@ -246,6 +247,28 @@ def test_a_life_that_is_over_never_comes_back_and_is_told_by_name(how: str) -> N
         assert [reply.refused for reply in peer.say(body)] == [why]
     assert peer.control.peers(peer.now_s) == known
     assert peer.control.counters["dropped: FormerLifeError"] == 3
+
+
+@pytest.mark.parametrize(
+    ("boot", "opened_ns", "is_refused"),
+    [("here", 99, True), ("here", 100, False), ("here", 0, False), ("there", 99, False)],
+)
+def test_a_life_that_was_made_before_the_one_that_has_its_name_does_not_take_its_place(
+    boot: str, opened_ns: int, is_refused: bool
+) -> None:
+    """Prefill is started while two processes of one name live: a stopped one goes on, and greets
+    it after the one that was started in its place."""
+    life = ProcessLife("here", 1, 2, 4242, 17, "holder", 100)
+    peer = DecodePeer(hello=msgspec.structs.replace(HELLO, life=life)).known()
+    other = msgspec.structs.replace(life, pid=77, boot=boot, opened_ns=opened_ns)
+    reply = peer.say(msgspec.structs.replace(HELLO, life=other), newer(DECODE))[-1]
+    if not is_refused:
+        assert not reply.refused
+        assert peer.control.peers(peer.now_s) == {newer(DECODE): "ready"}
+        return
+    assert "life was made before the one that has its name: ours '5', theirs '6'" in reply.refused
+    assert peer.control.peers(peer.now_s) == {DECODE: "ready"}
+    assert kinds(peer.say(promise(8))) == ["PromiseAck"]
 
 
 def test_a_life_that_was_silent_comes_back_where_no_other_has_come() -> None:

@@ -61,7 +61,8 @@ class Servers:
         """The first pages are decode's already, the last are `pages`."""
         prefix_len = (num_pages - len(pages)) * PAGE
         named = {"room": room, "prefill": self.prefill, "num_pages": num_pages,
-                 "prefix_len": prefix_len, "pages": pages, "digest": digest(prompt)}  # fmt: skip
+                 "prefix_len": prefix_len, "pages": pages, "digest": digest(prompt),
+                 "ticket": room + 1}  # fmt: skip
         return self.receives.open(**{**named, **more})
 
     def until(self, done: Callable[[], object]) -> None:

@@ -72,7 +72,7 @@ def test_pages_that_a_dead_process_held_come_back_when_the_operator_says_so(
         DecodeTransfers(target.pool, DecodeConfig("decode-0", control=timing)), PAGE
     )
     place = FenceFolder(str(folder), "decode-0")
-    receive = receives.open(1, endpoint, 3, 0, [5, 6, 7], digest("prompt"))
+    receive = receives.open(1, endpoint, 3, 0, [5, 6, 7], digest("prompt"), 1)
 
     def told() -> list[dict[str, object]]:
         receives.pump()

@@ -112,7 +112,7 @@ def test_decode_hears_of_a_request_that_was_aborted_before_it_announced_itself(
 def test_prefill_hears_that_decode_will_promise_nothing(servers: Servers) -> None:
     send = servers.begin(1, 3)
     servers.sends.announce(1, "decode-0")
-    servers.receives.refuse(1, servers.prefill, "no room")
+    servers.receives.refuse(1, servers.prefill, "no room", 1)
     servers.until(lambda: send.poll is KVPoll.FAILED)
     assert "no room" in send.error
 

@@ -197,6 +197,9 @@ class RadixModel:
         """For policies that remember: complete the use; returns the visits remembered of each
         page."""
         use.marks = {use.covers: None}
+        by_insertion = self.policy in ("fifo", "filo")
+        if use.brings and (by_insertion or (self.policy in ("lfu", "slru") and not use.visit)):
+            use.marks[old] = None  # what it says of old pages is other than of new ones
         return [0] * use.covers
 
     def before(self, tokens: Prefix, namespace: Hashable, depth: int) -> ModelUse | None:

@@ -82,7 +82,7 @@ def test_nixl_is_taken_where_the_memory_cannot_be_mapped(
         job = writer.job(number, target, [number], [number + 7], room=1)
         writer.transport.write(job)
     driver.until(lambda: len(writer.ends()) == 5 and target.tags())
-    assert [end.job_id for end in writer.ends()] == list(range(5))
+    assert sorted(end.job_id for end in writer.ends()) == list(range(5))
     assert all(isinstance(end, WriteDone) for end in writer.ends())
     assert target.pool.pages()[7:12] == writer.pool.pages()[:5]
     assert copies == []

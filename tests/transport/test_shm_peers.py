@@ -351,6 +351,27 @@ def test_only_pools_on_the_cpu_are_offered_and_written(driver: ShmDriver) -> Non
     assert "CPU" in str(event.error)
 
 
+def test_what_a_peer_says_behind_its_answer_keeps_no_writer_awake(
+    driver: ShmDriver, liar: Liar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    on_ready = Link.on_ready
+
+    def counted(link: Link, events: int) -> None:
+        calls.append(events)
+        on_ready(link, events)
+
+    monkeypatch.setattr(Link, "on_ready", counted)
+    writer = driver.node("prefill")
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    with liar.answer_truly() as link:
+        until(lambda: (of_liar := link_to(writer, liar)) is not None and of_liar.answered)
+        heard = len(calls)
+        link.send(b"more")
+        time.sleep(0.3)
+        assert len(calls) <= heard + 1
+
+
 def test_a_connection_that_cannot_be_watched_is_closed(liar: Liar) -> None:
     before = num_descriptors()
     epoll = select.epoll()

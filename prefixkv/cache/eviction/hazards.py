@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf, ldexp
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,10 +50,13 @@ UNTAUGHT = tuple(
 RESOLUTION = 0.05
 """Starts that are out are counted to this share of their age."""
 
+APART = 2
+"""Of how many starts one does a part of working the worths out. A request has one start or two."""
+
 _UNTAUGHT, _LENGTHS_S = np.array(UNTAUGHT), np.array(LENGTHS_S)
 _EDGES_S, _BEGINS_S = np.array(EDGES_S), np.array(BEGINS_S)
-_LATER = np.arange(NUM_BINS)[:, None] < np.arange(NUM_BINS + 1)
-"""[age, later age]"""
+_LEAST_S = np.where(np.arange(NUM_BINS)[:, None] < np.arange(NUM_BINS + 1), 1e-300, np.inf)
+"""[age, later age]: to any other nothing is gained in no time."""
 
 Table: TypeAlias = npt.NDArray[Any]
 Chances = list[float]
@@ -64,13 +67,14 @@ class Hazards:
 
     Starts and ends are only written down as they happen, and counted all at once before the counts
     are needed. Memory O(rows x 300). A start, a return and a loss cost O(1) and their share of
-    that; working out the worths O(classes x bins squared), in numpy.
+    that; working out the worths O(classes x bins squared), in numpy, in parts.
 
     Args:
         groups: classes that are alike, one list each; all classes occur once.
         trust: how many observations the chances of its group count as in a class, and the chances
             of all classes in a group. In all classes together `UNTAUGHT` counts five times as many.
-        period: after how many starts worths are worked out anew.
+        period: after how many starts worths are worked out anew, in parts, so that no start takes
+            long.
         half_life_s: all counts are halved as often. A start counts for its return or loss what it
             counts by then itself, so that this favours neither.
         rows: of each row, the classes that its starts count in; by default a row a class.
@@ -90,6 +94,8 @@ class Hazards:
         self._period = period
         self._half_life_s = half_life_s
         num_classes = sum(map(len, groups))
+        self._half = num_classes // 2
+        self._scratch = new_scratch(num_classes - self._half)
         rows = rows or [[kind] for kind in range(num_classes)]
         self._num_rows = len(rows)
         self._by_class = _Sums(
@@ -112,7 +118,8 @@ class Hazards:
         self.now_s = 0.0
         self._halves_s = self._half_life_s  # when next
         self._num_halved = 0  # how often
-        self._due = self._period  # starts to come until worths are worked out
+        self._due = self._period  # starts to come until worths are worked out, in parts
+        self._part = 0  # what comes next of that
         # Not counted yet: (row, when), and (row, when it began, age).
         self._started: list[tuple[int, float]] = []
         self._returned: list[tuple[int, float, float]] = []
@@ -122,7 +129,8 @@ class Hazards:
         self._out: Table = np.zeros((0, num_rows))
         self._returns: Table = np.zeros((num_rows, NUM_BINS))
         self._losses: Table = np.zeros((num_rows, NUM_BINS))
-        self._work_out()
+        for part in _PARTS:
+            part(self)
 
     # --- what happens -----------------------------------------------------------------------------
 
@@ -132,11 +140,10 @@ class Hazards:
         self.now_s = now_s
         self._started.append((row, now_s))
         self._due -= 1
-        if not self._due:
-            self._due = self._period
-            self._count()
-            self._thin_out()
-            self._work_out()
+        if self._due == APART:
+            self._count()  # so that little is left to be counted then
+        elif self._due <= 0 and self._due % APART == 0:
+            self._go_on()
 
     def returned(self, row: int, start_s: float, now_s: float) -> None:
         """A start of then was followed by a return."""
@@ -223,18 +230,41 @@ class Hazards:
             self._out = np.add.reduceat(self._out, firsts)
             self._times_s = kept_s
 
-    def _work_out(self) -> None:
-        """`worth[kind][bin]`, which rises up to `peak[kind]` and falls from there: a class's least
-        is at an end. Both are new lists."""
-        entered, returns = self._entered(), self._by_class(self._returns)
+    # Worths are worked out in parts, of what was seen by the first of them.
+
+    def _go_on(self) -> None:
+        """The next part; all of them, where they are wanted at each start."""
+        first = self._part
+        self._part = first + 1 if self._period >= APART * len(_PARTS) else len(_PARTS)
+        for part in _PARTS[first : self._part]:
+            part(self)
+        if self._part == len(_PARTS):
+            self._due += self._period
+            self._part = 0
+
+    def _see(self) -> None:
+        self._count()
+        self._thin_out()
+        self._seen = self._entered(), self._by_class(self._returns)
+
+    def _estimate(self) -> None:
+        entered, returns = self._seen
         of_all = slice(self._num_common)
         common = _chances(
             entered[of_all].sum(0), returns[of_all].sum(0), _UNTAUGHT, 5 * self._trust
         )
         in_group = self._by_group
         alike = _chances(in_group(entered), in_group(returns), common, self._trust)
-        own = _chances(entered, returns, alike[self._group_of], self._trust)
-        indices = gittins_indices(own)
+        self._chances = _chances(entered, returns, alike[self._group_of], self._trust)
+
+    def _rank_half(self) -> None:
+        self._half_ranked = gittins_indices(self._chances[: self._half], self._scratch)
+
+    def _rank(self) -> None:
+        """`worth[kind][bin]`, which rises up to `peak[kind]` and falls from there: a class's least
+        is at an end. Both are new lists."""
+        rest = gittins_indices(self._chances[self._half :], self._scratch)
+        indices = np.concatenate((self._half_ranked, rest))
         peaks = indices.argmax(1)
         self.peak: list[int] = peaks.tolist()
         self.worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
@@ -252,6 +282,9 @@ class Hazards:
             # may be taken for one: so the difference may be too small by a few.
             entered = entered + np.maximum(self._by_class(out[until].T), 0.0)
         return entered
+
+
+_PARTS: Final = (Hazards._see, Hazards._estimate, Hazards._rank_half, Hazards._rank)
 
 
 class _Sums:
@@ -275,12 +308,18 @@ def _chances(entered: Table, returns: Table, before: Table, trust: float) -> Tab
     return (returns + trust * before) / (entered + trust)
 
 
-def gittins_indices(chances: Table) -> Table:
+def new_scratch(num_classes: int) -> Table:
+    """For `gittins_indices`: to get memory of that size anew takes longer than to fill it."""
+    return np.empty((2, num_classes, NUM_BINS, NUM_BINS + 1))
+
+
+def gittins_indices(chances: Table, scratch: Table | None = None) -> Table:
     """Of each class and bin: the best ratio, over how long to keep, of expected uses to expected
     seconds until then. O(classes x bins squared), in numpy.
 
     Args:
         chances: [classes, bins], all below 1.
+        scratch: of `new_scratch`, for as many classes at least; its content is lost.
 
     >>> (index,) = gittins_indices(np.array([[0.1, *[0.0] * (NUM_BINS - 2), 0.5]]))
     >>> bool(index[0] > index[1] < index[-1])
@@ -292,11 +331,14 @@ def gittins_indices(chances: Table) -> Table:
     np.cumsum(still_out * chances, 1, out=uses[:, 1:])
     seconds = np.zeros_like(uses)
     np.cumsum(still_out * _LENGTHS_S * (1 - 0.5 * chances), 1, out=seconds[:, 1:])
-    gained = uses[:, None, :] - uses[:, :-1, None]
-    took_s = seconds[:, None, :] - seconds[:, :-1, None]
-    ratios = np.full(gained.shape, 0.0)
-    np.divide(gained, took_s, out=ratios, where=_LATER & (took_s > 0))
-    return ratios.max(2)  # type: ignore[no-any-return]
+    if scratch is None:
+        scratch = new_scratch(len(chances))
+    gained, took_s = scratch[:, : len(chances)]
+    np.subtract(uses[:, None, :], uses[:, :-1, None], out=gained)
+    np.subtract(seconds[:, None, :], seconds[:, :-1, None], out=took_s)
+    np.maximum(took_s, _LEAST_S, out=took_s)
+    np.divide(gained, took_s, out=gained)
+    return gained.max(2)  # type: ignore[no-any-return]
 
 
 def rise_and_fall(values: Table, peaks: Table) -> Table:

@@ -54,6 +54,8 @@ NIXL_MEMORY_KINDS = "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds
 # for, since they import much of SGLang themselves.
 TRANSFER_UTILS = "sglang.srt.disaggregation.utils"  # TransferBackend, an Enum
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
+MAKE_PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager"
+MAKE_DECODE = "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager"
 CREATE_SENDER = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
 CREATE_RECEIVER = (
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
@@ -64,6 +66,8 @@ __all__ = [
     "CREATE_RECEIVER",
     "CREATE_SENDER",
     "GET_KV_CLASS",
+    "MAKE_DECODE",
+    "MAKE_PREFILL",
     "NIXL_MEMORY_KINDS",
     "POP_PREALLOCATED",
     "RECEIVER_BROADCAST",

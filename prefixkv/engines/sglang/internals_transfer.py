@@ -12,6 +12,8 @@ and `deferred_kv_release_timeout`.
 
 from __future__ import annotations
 
+from typing import cast
+
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
@@ -25,6 +27,15 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_parallel, get_serving
 from sglang.srt.utils.network import get_local_ip_auto
 
+
+def gather(given: object) -> list[object]:
+    """`rank_group.Gather` over the ranks of a server that share out a model's KV heads."""
+    parallel = get_parallel()
+    if parallel.attn_tp_size == 1:
+        return [given]
+    return cast(list[object], parallel.attn_tp_group.all_gather_object(given))
+
+
 __all__ = [
     "CommonKVBootstrapServer",
     "CommonKVManager",
@@ -36,6 +47,7 @@ __all__ = [
     "KVPoll",
     "KVTransferDestination",
     "envs",
+    "gather",
     "get_device",
     "get_local_ip_auto",
     "get_parallel",

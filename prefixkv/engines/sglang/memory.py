@@ -1,7 +1,7 @@
 """SGLang's KV and its metadata rows, as addresses, made into what transfers take.
 
 SGLang gives a backend no tensors: an address and a length for each buffer, and the bytes of a page
-in it. What a page holds is its kernels' to know, so pages are opaque and move whole.
+in it. What a page holds says its pool (`shares.py`), or its kernels alone know it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from prefixkv.engines.sglang.shares import MLA, OPAQUE, UNKNOWN, Share
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 
@@ -24,17 +25,18 @@ def pool_of(
     page_size: int,
     device: str,
     tag: str,
+    share: Share = UNKNOWN,
 ) -> KVPool:
-    """A pool over SGLang's buffers; nothing is copied, and they have to outlive it.
-
-    Each buffer is a layer of the pool, whether it holds K, V or latent vectors.
+    """A pool over SGLang's buffers; nothing is copied, and they have to outlive it. Its elements
+    are bytes. Of opaque pages each buffer is a layer, whatever it holds.
 
     Args:
         addresses, lengths, page_bytes: of each buffer, in bytes: where it is, how long, and how
             much of it a page takes.
         page_size: tokens a page.
         device: "cpu" or "cuda:INDEX".
-        tag: names what the bytes of a page depend on; the two servers' have to be equal.
+        tag: names what the bytes of an opaque page depend on; the two servers' have to be equal.
+        share: how a page lies in the buffers.
     Raises:
         ConfigError: buffers whose pages differ in size or number.
     """
@@ -46,7 +48,14 @@ def pool_of(
     buffers = [
         _bytes_at(address, num_pages * size, device).view(num_pages, size) for address in addresses
     ]
-    return KVPool.from_tensors(buffers, page_size=page_size, axes=("page", "packed"), opaque=tag)
+    if share.kind == OPAQUE:
+        axes = "page", "packed"
+        return KVPool.from_tensors(buffers, page_size=page_size, axes=axes, opaque=tag)
+    if share.kind == MLA:
+        return KVPool.from_tensors([buffer.view(num_pages, page_size, -1) for buffer in buffers])
+    shape = num_pages, page_size, share.num_heads, -1
+    slabs, half = [buffer.view(shape) for buffer in buffers], len(buffers) // 2
+    return KVPool.from_tensors(slabs[:half], slabs[half:])
 
 
 def _bytes_at(address: int, length: int, device: str) -> torch.Tensor:

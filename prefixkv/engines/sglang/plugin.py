@@ -137,6 +137,8 @@ def _add_transfer_backend(sgl: Any) -> None:
         return CLASSES[class_type]
 
     sgl.HookRegistry.register(sgl.GET_KV_CLASS, kv_class, sgl.HookType.AROUND)
+    for make in (sgl.MAKE_PREFILL, sgl.MAKE_DECODE):
+        sgl.HookRegistry.register(make, _around_manager, sgl.HookType.AROUND)
     sgl.HookRegistry.register(sgl.CREATE_SENDER, _after_sender, sgl.HookType.AFTER)
     sgl.HookRegistry.register(sgl.CREATE_RECEIVER, _after_receiver, sgl.HookType.AFTER)
 
@@ -228,6 +230,15 @@ def _after_priority(
     cache = _ours(policy.tree_cache)
     if cache is not None:
         _follow(policy, cache, waiting_queue)
+
+
+def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
+    """A manager of ours is told how its pages are laid out."""
+    from prefixkv.engines.sglang import shares
+
+    total_heads = int(queue.scheduler.model_config.get_total_num_kv_heads())
+    with shares.saying(shares.share_of(queue.token_to_kv_pool, total_heads)):
+        return original(queue, *args, **named)
 
 
 def _after_sender(is_made: bool, _queue: Any, req: Any, *_args: Any, **_named: Any) -> None:

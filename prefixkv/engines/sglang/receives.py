@@ -60,26 +60,29 @@ class Receives:
         prefix_len: int,
         pages: PageIds,
         digest: bytes,
+        ticket: int,
     ) -> Receive:
         """Promise pages for a prompt of `num_pages`, all behind its first `prefix_len` tokens. One
-        that cannot be promised has failed, and is not held."""
+        that cannot be promised has failed, and is not held. The `ticket` is as for
+        `DecodeTransfers.open`."""
         receive = Receive(room, len(pages))
         try:
             self.transfers.open(
-                room, 0, num_pages * self._page_size, prefix_len, pages, prefill, digest
-            )
+                room, 0, num_pages * self._page_size, prefix_len, pages, prefill, digest,
+                ticket=ticket,
+            )  # fmt: skip
         except PrefixKVError as error:
             receive.fail(str(error))
-            self.refuse(room, prefill, str(error))
+            self.refuse(room, prefill, str(error), ticket)
             return receive
         receive.held = True
         self._rooms[room] = receive
         return receive
 
-    def refuse(self, room: int, prefill: str, reason: str) -> None:
+    def refuse(self, room: int, prefill: str, reason: str, ticket: int) -> None:
         """No pages will be promised for it: prefill is told."""
         try:
-            self.transfers.refuse(room, 0, prefill, reason)
+            self.transfers.refuse(room, 0, prefill, reason, ticket)
         except PrefixKVError as error:
             _log.warning("room %d was not refused: %s", room, error)
 

@@ -1,10 +1,11 @@
 """`--disaggregation-transfer-backend prefixkv`: SGLang's manager, sender, receiver and bootstrap
 server over `prefixkv.transfer`.
 
-A prefill rank registers its endpoint with SGLang's bootstrap server, beside its address there. A
-decode rank announces itself to the rank's own socket by its name, and promises pages at the
-endpoint. Each rank of a tensor-parallel server is a worker of its own, paired with that of the same
-number; SGLang makes their polls agree. All calls come from SGLang's scheduler thread.
+A prefill rank registers its server's endpoint with SGLang's bootstrap server, beside its own
+address there. A decode server announces itself to each prefill rank's own socket by its name, and
+its ranks promise pages at the endpoint. The ranks of a tensor-parallel server are one worker's
+(`rank_group.py`), and the two servers' may differ in number; SGLang makes the polls of a server's
+ranks agree. All calls come from SGLang's scheduler thread.
 """
 
 from __future__ import annotations
@@ -16,22 +17,25 @@ import os
 import time
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, Final
+from secrets import token_bytes
+from typing import Any, Final, cast
 
 import numpy as np
 import zmq
 
 from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv.engines.rank_group import decode_transfers, prefill_transfers
 from prefixkv.engines.sglang import NAME
 from prefixkv.engines.sglang import internals_transfer as sgl
 from prefixkv.engines.sglang.fences import FenceFolder
 from prefixkv.engines.sglang.memory import Rows, pool_of
 from prefixkv.engines.sglang.receives import Receive, Receives
 from prefixkv.engines.sglang.sends import Send, Sends
+from prefixkv.engines.sglang.shares import OPAQUE, UNKNOWN, said
 from prefixkv.engines.sglang.transfer_options import VARIABLE, TransferOptions
 from prefixkv.errors import ConfigError, PrefixKVError
 from prefixkv.paging import pages_for
-from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
+from prefixkv.transfer import KVPoll
 
 _log = logging.getLogger("prefixkv.sglang")
 
@@ -109,36 +113,44 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         self.page_size = args.page_size
         device = sgl.get_device().device
         device = device if device == "cpu" else f"{device}:{args.gpu_id}"
+        share = self.share = (
+            UNKNOWN if args.num_draft_entries else said()
+        )  # a draft may have other heads
         # All that the bytes of a page and of a row depend on.
-        tag = (
+        self._tag = (
             f"sglang {args.kv_cache_dtype_str} {args.kv_layout or 'plain'}, "
             f"{args.num_draft_entries} of a draft, rows of {[*args.aux_item_lens]}"
         )
         self._pool = pool_of(
             args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens,
-            page_size=args.page_size, device=device, tag=tag,
+            page_size=args.page_size, device=device, tag=self._tag, share=share,
         )  # fmt: skip
+        self._mesh = share.mesh(len(args.kv_data_ptrs), sgl.get_parallel().attn_tp_size)
         self._options = TransferOptions.of(os.environ.get(VARIABLE, ""))
         self._fences: FenceFolder | None = None
         self._asked_s: dict[str, float] = {}  # by SGLang's key of a prefill rank
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        if self._options.fence_folder:
-            self._fences = FenceFolder(self._options.fence_folder, self.name)
         if disaggregation_mode == sgl.DisaggregationMode.DECODE:
             # Pages of a request that failed are held until its room is drained, always.
             self.enable_deferred_decode_kv_release = True
             self._open_decode()
             self._start_heartbeat_checker_thread()
+        if self._options.fence_folder:
+            self._fences = FenceFolder(self._options.fence_folder, self.rank_name)
         atexit.register(self.close)
 
     # --- both sides -------------------------------------------------------------------------------
 
-    @property
-    def name(self) -> str:
-        """The rank's, as a worker of its own."""
+    def _named(self) -> str:
+        """The server's name as a worker: rank 0's, which knows its own machine only."""
         server = self._options.name or f"{self.local_ip}:{sgl.get_serving().port}"
-        rank = f"dp{self.system_dp_rank or self.attn_dp_rank}-tp{self.attn_tp_rank}"
-        return f"{server}-{self.disaggregation_mode.value}-{rank}"
+        replica = f"dp{self.system_dp_rank or self.attn_dp_rank}"
+        name = f"{server}-{self.disaggregation_mode.value}-{replica}"
+        return str(sgl.gather(name)[0])
+
+    @property
+    def rank_name(self) -> str:
+        return f"{self.name}-tp{self.attn_tp_rank}"
 
     def _common(self) -> dict[str, Any]:
         served = self._options.model or str(self.server_args.served_model_name)
@@ -154,7 +166,8 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
             parked_timeout_s=max(control.parked_timeout_s, *waits_s),
             longest_wait_s=max(control.longest_wait_s, sum(waits_s)),
         )
-        model = ModelConfig(model=self._options.model or os.path.basename(served.rstrip("/")))
+        name = self._options.model or os.path.basename(served.rstrip("/"))
+        model = ModelConfig(f"{name} ({self._tag})")
         return {"model": model, "control": control, "transport": self._options.transport}
 
     def pump(self) -> None:
@@ -178,13 +191,20 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
 
     def register_to_bootstrap(self) -> None:
         """SGLang calls this on prefill, when it knows the ranks."""
+        self.name = self._named()
         bind = self._options.address(self.local_ip)
         config = PrefillConfig(self.name, bind, **self._common())
-        transfers = PrefillTransfers(self._pool, config)
+        rank = self._mesh, self.attn_tp_rank
+        reach = self._reach
+        transfers = prefill_transfers(self._pool, config, *rank, sgl.gather, reach=reach)
         self.sends = Sends(transfers, self.page_size)
-        self.endpoint = transfers.endpoint.replace("//0.0.0.0:", f"//{self.local_ip}:")
-        _log.info("prefixkv's transfers: %s listens at %s", self.name, self.endpoint)
+        own = reach(transfers.endpoint)
+        _log.info("prefixkv's transfers: %s listens at %s", self.rank_name, own)
+        self.endpoint = str(sgl.gather(own)[0])  # rank 0 tells decode those of the others
         super().register_to_bootstrap()
+
+    def _reach(self, endpoint: str) -> str:
+        return endpoint.replace("//0.0.0.0:", f"//{self.local_ip}:")
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
         super()._register_topology_row(url, {**payload, FIELD: self.endpoint})
@@ -204,9 +224,18 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- decode -----------------------------------------------------------------------------------
 
     def _open_decode(self) -> None:
+        self.name = self._named()
         config = DecodeConfig(self.name, **self._common())
-        self.receives = Receives(DecodeTransfers(self._pool, config), self.page_size)
-        _log.info("prefixkv's transfers: %s", self.name)
+        rank = self._mesh, self.attn_tp_rank
+        transfers = decode_transfers(self._pool, config, *rank, sgl.gather)
+        self._secret = cast(bytes, sgl.gather(token_bytes(32))[0])
+        self.receives = Receives(transfers, self.page_size)
+        _log.info("prefixkv's transfers: %s", self.rank_name)
+
+    def ticket(self, room: int, which: str) -> int:
+        """Of a promise for the room, alike on every rank; nobody else can work it out."""
+        drawn = blake2b(f"{room} {which}".encode(), key=self._secret, digest_size=8)
+        return int.from_bytes(drawn.digest(), "big") >> 1 or 1
 
     def forget_lost(self, bootstrap_addr: str) -> None:
         """SGLang keeps what the bootstrap server said of a rank until some heartbeats have failed.
@@ -307,6 +336,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self._receive: Receive | None = None
         self._aux_index = -1
         self._req: Any = None
+        self._ticket = 0
         super().__init__(*args, **named)
 
     @property
@@ -317,6 +347,8 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
     def prefixkv_begin(self, req: Any) -> None:
         """The request that this is for; called by hook, before all others."""
         self._req = req
+        count = req.prefixkv_receivers = getattr(req, "prefixkv_receivers", 0) + 1
+        self._ticket = self.kv_mgr.ticket(self.bootstrap_room, f"{req.rid} {count}")
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
@@ -331,27 +363,37 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         """What the bootstrap server said has to be of a server that this can receive from."""
         info, size = self.prefill_info, self.kv_mgr.attn_tp_size
         infos = self.bootstrap_infos or []
-        if (info.attn_tp_size, info.attn_cp_size, info.pp_size) != (size, 1, 1):
+        pairs = max(info.attn_tp_size, size) % min(info.attn_tp_size, size) == 0
+        if self.kv_mgr.share.kind != OPAQUE:
+            needs = f"a TP that divides decode's, {size}, or is divided by it"
+        else:
+            pairs = info.attn_tp_size == size
+            needs = f"the TP of decode, {size}, for KV whose layout it does not know"
+        if (info.attn_cp_size, info.pp_size) != (1, 1) or not pairs:
             self._fail(
                 f"prefill has attention TP {info.attn_tp_size}, CP {info.attn_cp_size} and PP "
-                f"{info.pp_size}: the transfer backend {NAME} needs the TP of decode, {size}, and 1"
+                f"{info.pp_size}: the transfer backend {NAME} needs {needs}, and 1"
             )
-        elif len(infos) != 1 or not infos[0].get(FIELD):
+        elif not infos or not all(row.get(FIELD) for row in infos):
             self._fail(f"prefill at {self.bootstrap_addr} has not the transfer backend {NAME}")
         if self.conclude_state is not None:
             self.bootstrap_infos = None  # nothing there would understand what follows
         return self.conclude_state is None
 
     def _announce(self) -> str:
-        """Tell prefill for which decode worker the room is; the endpoint for what follows. Raises
-        zmq.ZMQError where too much waits to be read there."""
+        """Tell prefill for which decode worker the room is; the endpoint for what follows. Each
+        prefill rank hears it of one decode rank. Raises zmq.ZMQError where too much waits to be
+        read there."""
         assert self.bootstrap_infos, "`_register_kv_args` has seen it"
-        (info,) = self.bootstrap_infos
-        socket, lock = self._connect_to_bootstrap_server(info)
-        message = [TAG, str(self.bootstrap_room).encode(), self.kv_mgr.name.encode()]
-        with lock:
-            socket.send_multipart(message, zmq.NOBLOCK)
-        return str(info[FIELD])
+        manager = self.kv_mgr
+        shared_by = max(1, manager.attn_tp_size // self.prefill_info.attn_tp_size)
+        message = [TAG, str(self.bootstrap_room).encode(), manager.name.encode()]
+        if manager.attn_tp_rank % shared_by == 0:
+            for info in self.bootstrap_infos:
+                socket, lock = self._connect_to_bootstrap_server(info)
+                with lock:
+                    socket.send_multipart(message, zmq.NOBLOCK)
+        return str(self.bootstrap_infos[0][FIELD])
 
     def send_metadata(
         self,
@@ -375,7 +417,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         pages = np.asarray(kv_indices, np.int32)
         prefix_len = decode_prefix_len or 0
         self._receive = self.receives.open(
-            self.bootstrap_room, prefill, num_pages, prefix_len, pages, digest
+            self.bootstrap_room, prefill, num_pages, prefix_len, pages, digest, self._ticket
         )
         self.init_time = time.time()  # SGLang's own timeout begins
 
@@ -414,7 +456,8 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
             self.receives.abort(self._receive, reason)
         elif self.bootstrap_infos:
             try:
-                self.receives.refuse(self.bootstrap_room, self._announce(), reason)
+                room = self.bootstrap_room
+                self.receives.refuse(room, self._announce(), reason, self._ticket)
             except zmq.ZMQError as error:
                 _log.warning("prefill at %s was not told: %s", self.bootstrap_addr, error)
 

@@ -121,7 +121,7 @@ def tensor_parallel_rank() -> int:
 
 
 def gather(given: object) -> list[object]:
-    """`worker.Gather` over the tensor parallel ranks."""
+    """`rank_group.Gather` over the tensor parallel ranks."""
     group = get_tp_group()
     found: list[object] = [None] * group.world_size
     torch.distributed.all_gather_object(found, given, group=group.cpu_group)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv.engines.rank_group import Gather, decode_transfers, prefill_transfers
 from prefixkv.engines.vllm.options import Options
 from prefixkv.engines.vllm.orders import Add, Chunk, News, Open, Orders, Refuse
 from prefixkv.engines.vllm.stats import Counters
 from prefixkv.errors import InternalError, PrefixKVError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
-from prefixkv.protocol.ids import PeerId
 from prefixkv.request import DeviceEvent
 from prefixkv.runtime.transfers import MakeTransport
 from prefixkv.transfer import (
@@ -38,8 +38,6 @@ from prefixkv.transfer import (
 
 _log = logging.getLogger("vllm.prefixkv")
 T = TypeVar("T")
-Gather = Callable[[object], list[object]]
-"""Called on all workers of the server at once: what each of them gave, in the order of ranks."""
 
 
 @dataclass(slots=True)
@@ -124,7 +122,7 @@ class WorkerSide:
         mesh = self._mesh(pool)
         if is_consumer:
             decode = DecodeConfig(name, model=self._model, control=control, transport=transport)
-            self._decode = self._make_decode(pool, decode, mesh)
+            self._decode = decode_transfers(pool, decode, mesh, rank, self._gather, self._transport)
             _log.info("prefixkv decode worker %s, rank %d", name, rank)
         if is_producer:
             name = f"{name}-prefill" if is_consumer else name
@@ -133,7 +131,9 @@ class WorkerSide:
             prefill = PrefillConfig(
                 name, bind, model=self._model, control=control, transport=transport
             )
-            self._prefill = self._make_prefill(pool, prefill, mesh)
+            self._prefill = prefill_transfers(
+                pool, prefill, mesh, rank, self._gather, self._transport
+            )
             _log.info("prefixkv prefill worker %s, rank %d, listens at %s", name, rank, bind)
 
     def _mesh(self, pool: KVPool) -> Mesh | None:
@@ -142,35 +142,6 @@ class WorkerSide:
         layout = pool.layout
         num_heads = self._num_kv_heads or layout.num_kv_heads * self._num_ranks
         return Mesh(layout.num_layers, num_heads, tp_size=self._num_ranks)
-
-    def _make_decode(
-        self, pool: KVPool, config: DecodeConfig, mesh: Mesh | None
-    ) -> DecodeTransfers:
-        """Rank 0 first: the others name it in their handshake."""
-        made: DecodeTransfers | None = None
-        if self._rank == 0:
-            made = DecodeTransfers(pool, config, mesh, transport=self._transport)
-        first = self._gather(None if made is None else tuple(made.peer_id))[0]
-        if made is not None:
-            return made
-        worker = PeerId(*first)  # type: ignore[misc]
-        return DecodeTransfers(
-            pool, config, mesh, self._rank, worker=worker, transport=self._transport
-        )
-
-    def _make_prefill(
-        self, pool: KVPool, config: PrefillConfig, mesh: Mesh | None
-    ) -> PrefillTransfers:
-        """Rank 0 last: it names the others' endpoints."""
-        made: PrefillTransfers | None = None
-        if self._rank != 0:
-            made = PrefillTransfers(pool, config, mesh, self._rank, transport=self._transport)
-        endpoints = self._gather(None if made is None else made.endpoint)[1:]
-        if made is not None:
-            return made
-        return PrefillTransfers(
-            pool, config, mesh, 0, [str(one) for one in endpoints], transport=self._transport
-        )
 
     @property
     def decode(self) -> DecodeTransfers:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from prefixkv.cache.eviction import hazards as hazards_module
 from prefixkv.cache.eviction.adaptive import (
     NO_TRUNK,
     NUM_OWN,
@@ -198,8 +200,33 @@ def test_an_untaught_cache_ranks_as_lru():
     assert hazards.worth[0] == sorted(hazards.worth[0], reverse=True)
 
 
+def test_worths_are_worked_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no admission waits for all of it; it has two starts at most."""
+    at, did = 0, []
+
+    def noting(part: Callable[[Hazards], None]) -> Callable[[Hazards], None]:
+        def do(hazards: Hazards) -> None:
+            did.append(at)
+            part(hazards)
+
+        return do
+
+    monkeypatch.setattr(hazards_module, "_PARTS", tuple(map(noting, hazards_module._PARTS)))
+    hazards = Hazards([[0], [1]], trust=1.0, period=100, half_life_s=1e9)
+    before, changed = hazards.worth, []
+    did.clear()
+    for at in range(1, 301):
+        hazards.start(at % 2, at * 10.0)
+        hazards.returned(at % 2, at * 10.0, at * 10.0 + 3.0)
+        if hazards.worth is not before:
+            changed.append(at)
+        before = hazards.worth
+    assert did == [100, 102, 104, 106, 200, 202, 204, 206, 300]
+    assert changed == [106, 206]
+
+
 def test_a_class_of_which_nothing_was_seen_is_like_all_and_all_like_the_untaught_at_first():
-    hazards = Hazards([[0], [1]], trust=10.0, period=100, half_life_s=1e9)
+    hazards = Hazards([[0], [1]], trust=10.0, period=1, half_life_s=1e9)
     for at in range(100):
         if at:
             hazards.returned(0, at * 10.0 - 10.0, at * 10.0 - 3.0)

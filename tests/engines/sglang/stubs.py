@@ -12,6 +12,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -117,6 +118,9 @@ CONTEXT = SimpleNamespace(
 )
 """What SGLang's modules are told of the server's options; tests change it, and change it back."""
 
+HERE = threading.local()
+"""`parallel`, where it is set: what a thread that makes a rank of several is told instead."""
+
 
 class _Anything(type):
     def __getattr__(cls, name: str) -> Any:
@@ -204,7 +208,9 @@ _SAID: dict[str, dict[str, Any]] = {
         )
     },
     "sglang.srt.platforms": {
-        "current_platform": SimpleNamespace(capabilities=SimpleNamespace(supports_triton=False))
+        "current_platform": SimpleNamespace(
+            capabilities=SimpleNamespace(supports_triton=False), is_cuda_alike=lambda: False
+        )
     },
     "sglang.srt.hardware_backend.mlx.runtime": {"use_mlx": lambda: False},
     "sglang.srt.session.streaming_session": {
@@ -212,6 +218,7 @@ _SAID: dict[str, dict[str, Any]] = {
     },
     "sglang.srt.runtime_context": {
         **{f"get_{name}": lambda name=name: getattr(CONTEXT, name) for name in vars(CONTEXT)},
+        "get_parallel": lambda: getattr(HERE, "parallel", CONTEXT.parallel),
         "mamba_cache_chunk_size": lambda: 64,
     },
 }  # fmt: skip
@@ -222,6 +229,7 @@ def _assert_int64_array(values: Any, what: str = "") -> None:
 
 
 _UTILS = {
+    "ceil_align": _ceil_align,
     "assert_int64_array": _assert_int64_array,
     "get_bool_env_var": lambda name, default="false": False,
     "get_num_new_pages": _new_pages,

@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ports import free_port
 from benchmarks.vllm_servers import (
     MODEL,
     TINY,
     Server,
-    free_port,
     make_model,
     transfer_config,
 )

@@ -26,13 +26,13 @@ from typing import Any
 import openai
 import pytest
 
+from benchmarks.ports import free_port
 from benchmarks.vllm_servers import (
     MODEL,
     REPOSITORY,
     TINY,
     NotStartedError,
     Server,
-    free_port,
     make_model,
     token_ids,
     transfer_config,

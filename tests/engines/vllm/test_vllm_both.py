@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ports import free_port
 from benchmarks.vllm_servers import (
     MODEL,
     TINY,
     NotStartedError,
     Server,
-    free_port,
     make_model,
     token_ids,
     transfer_config,

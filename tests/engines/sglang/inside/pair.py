@@ -1,14 +1,18 @@
-"""A prefill and a decode rank in one process: SGLang's own manager, sender, receiver, registry,
+"""Prefill and decode ranks in one process: SGLang's own manager, sender, receiver, registry,
 metadata rows and transfer queue under the backend, in the order in which SGLang calls them."""
 
 from __future__ import annotations
 
 import socket
+import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.utils import (
@@ -18,8 +22,9 @@ from sglang.srt.disaggregation.utils import (
 )
 
 from prefixkv.engines.sglang import plugin
+from prefixkv.engines.sglang.shares import Share, saying
 from prefixkv.engines.sglang.transfer import CLASSES
-from tests.engines.sglang.stubs import CONTEXT
+from tests.engines.sglang.stubs import CONTEXT, HERE
 from tests.models.patience import until
 
 PAGE, PAGE_BYTES, PAGES, BUFFERS, ROWS = 16, 128, 64, 4, 8
@@ -27,11 +32,14 @@ SERVER = SimpleNamespace(served_model_name="models/tiny", enable_memory_saver=Fa
 
 
 class Rank:
-    """Its KV buffers, its metadata rows, and the arguments that SGLang makes of them."""
+    """Its KV buffers, its metadata rows, and the arguments that SGLang makes of them. The buffers
+    are [page, bytes of a page], by default of one layer's K and V, and another's."""
 
-    def __init__(self, *, filled: bool, number: int = 0) -> None:
-        self.buffers = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(BUFFERS)]
-        if filled:
+    def __init__(
+        self, *, filled: bool, number: int = 0, buffers: list[npt.NDArray[np.uint8]] | None = None
+    ) -> None:
+        self.buffers = buffers or [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(BUFFERS)]
+        if filled and buffers is None:
             rng = np.random.default_rng(3 + number)
             for buffer in self.buffers:
                 buffer[:] = rng.integers(1, 255, buffer.shape)
@@ -42,45 +50,31 @@ class Rank:
         args.system_dp_rank, args.rust_http_port = 0, None
         args.kv_data_ptrs = [buffer.ctypes.data for buffer in self.buffers]
         args.kv_data_lens = [buffer.nbytes for buffer in self.buffers]
-        args.kv_item_lens = [PAGE_BYTES] * BUFFERS
-        args.kv_layer_ids = [0, 0, 1, 1]
+        args.kv_item_lens = [buffer.shape[1] for buffer in self.buffers]
+        layers = range(len(self.buffers) // 2)
+        args.kv_layer_ids = [*layers, *layers]
         args.kv_cache_dtype_str, args.kv_layout, args.page_size = "bfloat16", None, PAGE
         pointers = self.metadata.get_buf_infos()
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = pointers
         args.state_types, args.state_item_lens = [], []
 
+    def write_row(self, row: int, room: int, token: int) -> None:
+        self.metadata.output_ids[row, 0] = token
+        self.metadata.bootstrap_room[row, 0] = room
 
-class Pair:
-    """Closed by `close`. `server` makes the registry: the backend's, where not another. Of several
-    tensor-parallel ranks each is a pair, the later ones `beside` the first."""
 
-    def __init__(
-        self, server: Any = None, beside: Pair | None = None, rank: int = 0, size: int = 1
-    ) -> None:
-        self._owns_registry = beside is None
-        if beside is None:
-            with socket.socket() as sock:
-                sock.bind(("127.0.0.1", 0))
-                port = sock.getsockname()[1]
-            CONTEXT.disagg.disaggregation_bootstrap_port = port
-            self.address = f"127.0.0.1:{port}"
-            server = server or CLASSES[KVClassType.BOOTSTRAP_SERVER]
-            self.registry = server(host="127.0.0.1", port=port)
-            until(self._answers)
-        else:
-            self.address, self.registry = beside.address, beside.registry
-        self.source, self.target = Rank(filled=True, number=rank), Rank(filled=False, number=rank)
-        made, sizes = CLASSES[KVClassType.MANAGER], vars(CONTEXT.parallel).copy()
-        vars(CONTEXT.parallel).update(
-            tp_size=size, tp_rank=rank, attn_tp_size=size, attn_tp_rank=rank
-        )
-        self.prefill = made(self.source.args, DisaggregationMode.PREFILL, SERVER)
-        self.decode = made(self.target.args, DisaggregationMode.DECODE, SERVER)
-        vars(CONTEXT.parallel).update(sizes)
-        # What `DecodePreallocQueue` has, of what the hook reads.
-        self.transfer_queue = SimpleNamespace(
-            enable_deferred_kv_release=False, deferred_kv_release_timeout=30.0
-        )
+class Registry:
+    """SGLang's, in a thread of its own; `server` makes it."""
+
+    def __init__(self, server: Any = None) -> None:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        CONTEXT.disagg.disaggregation_bootstrap_port = port
+        self.address = f"127.0.0.1:{port}"
+        server = server or CLASSES[KVClassType.BOOTSTRAP_SERVER]
+        self.server = server(host="127.0.0.1", port=port)
+        until(self._answers)
 
     def _answers(self) -> bool:
         try:
@@ -89,41 +83,34 @@ class Pair:
             return False
         return True
 
-    # --- what SGLang calls, in its order ----------------------------------------------------------
+    def close(self) -> None:
+        self.server.close()
+
+
+class Pair:
+    """Of one rank a side. Closed by `close`. `server` makes the registry: the backend's, where not
+    another."""
+
+    def __init__(self, server: Any = None) -> None:
+        self.registry = Registry(server)
+        self.address = self.registry.address
+        self.source, self.target = Rank(filled=True), Rank(filled=False)
+        made = CLASSES[KVClassType.MANAGER]
+        self.prefill = made(self.source.args, DisaggregationMode.PREFILL, SERVER)
+        self.decode = made(self.target.args, DisaggregationMode.DECODE, SERVER)
+        self.transfer_queue: Any = None
 
     def sender(self, req: Any) -> Any:
-        """`PrefillBootstrapQueue.create_sender`, with the hook behind it."""
-        made = CLASSES[KVClassType.SENDER]
-        req.disagg_kv_sender = made(
-            mgr=self.prefill, bootstrap_addr=self.address, bootstrap_room=req.bootstrap_room
-        )
-        plugin._after_sender(True, None, req, 2)
-        return req.disagg_kv_sender
+        return sender(self.prefill, self.address, req)
 
     def receiver(self, req: Any) -> Any:
-        """`DecodePreallocQueue._create_receiver_and_enqueue`, with the hook behind it, and what
-        SGLang asks of the registry."""
-        made = CLASSES[KVClassType.RECEIVER]
-        receiver = made(
-            mgr=self.decode, bootstrap_addr=self.address, bootstrap_room=req.bootstrap_room
-        )
-        plugin._after_receiver(SimpleNamespace(kv_receiver=receiver), self, req)
-        assert receiver.poll() == KVPoll.Bootstrapping
-        assert self.decode.try_ensure_parallel_info(self.address)
-        receiver.init(0)
-        return receiver
+        return receiver(self.decode, self.address, req, self.transfer_queue)
 
     def write_row(self, row: int, room: int, token: int) -> None:
-        self.source.metadata.output_ids[row, 0] = token
-        self.source.metadata.bootstrap_room[row, 0] = room
+        self.source.write_row(row, room, token)
 
     def until_polls(self, poller: Any, status: int) -> None:
-        def polled() -> bool:
-            self.prefill.pump()
-            self.decode.pump()
-            return bool(poller.poll() == status)
-
-        until(polled)
+        until_all_poll([poller], status, self.prefill, self.decode)
 
     def holds(self, pages: list[int], source: list[int]) -> bool:
         pairs = zip(self.source.buffers, self.target.buffers, strict=True)
@@ -133,11 +120,115 @@ class Pair:
         self.prefill.close()
         self.decode.close()
         self.decode._heartbeat_shutdown.set()
-        if self._owns_registry:
-            self.registry.close()
+        self.registry.close()
+
+
+class Servers:
+    """Of several ranks a side, all in this process, each made in a thread of its own, as SGLang's
+    processes make them all at once.
+
+    Args:
+        prefill, decode: the ranks' memory.
+        shares: how each of them lies in it.
+    """
+
+    def __init__(
+        self, prefill: list[Rank], decode: list[Rank], shares: tuple[list[Share], list[Share]]
+    ) -> None:
+        self.registry = Registry()
+        self.source, self.target = prefill, decode
+        self.prefill = _made_at_once(DisaggregationMode.PREFILL, prefill, shares[0])
+        self.decode = _made_at_once(DisaggregationMode.DECODE, decode, shares[1])
+
+    def senders(self, req: Any) -> list[Any]:
+        address = self.registry.address
+        return [sender(rank, address, copy(req)) for rank in self.prefill]
+
+    def receivers(self, req: Any) -> list[Any]:
+        address = self.registry.address
+        return [receiver(rank, address, copy(req)) for rank in self.decode]
+
+    def until_all_poll(self, pollers: list[Any], status: int) -> None:
+        until_all_poll(pollers, status, *self.prefill, *self.decode)
+
+    def close(self) -> None:
+        for rank in (*self.prefill, *self.decode):
+            rank.close()
+        for rank in self.decode:
+            rank._heartbeat_shutdown.set()
+        self.registry.close()
+
+
+def _made_at_once(mode: Any, ranks: list[Rank], shares: list[Share]) -> list[Any]:
+    size = len(ranks)
+    given: list[Any] = [None] * size
+    barrier = threading.Barrier(size)
+
+    def make(number: int) -> Any:
+        def gather(said: Any) -> list[Any]:
+            given[number] = said
+            barrier.wait(60)
+            found = list(given)
+            barrier.wait(60)  # before the next one changes it
+            return found
+
+        own = {**vars(CONTEXT.parallel), "attn_tp_group": SimpleNamespace(all_gather_object=gather)}
+        own.update(tp_size=size, tp_rank=number, attn_tp_size=size, attn_tp_rank=number)
+        HERE.parallel = SimpleNamespace(**own)
+        with saying(shares[number]):
+            return CLASSES[KVClassType.MANAGER](ranks[number].args, mode, SERVER)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(make, range(size)))
+
+
+# --- what SGLang calls, in its order --------------------------------------------------------------
+
+
+def sender(manager: Any, address: str, req: Any) -> Any:
+    """`PrefillBootstrapQueue.create_sender`, with the hook behind it."""
+    made = CLASSES[KVClassType.SENDER]
+    req.disagg_kv_sender = made(
+        mgr=manager, bootstrap_addr=address, bootstrap_room=req.bootstrap_room
+    )
+    plugin._after_sender(True, None, req, 2)
+    return req.disagg_kv_sender
+
+
+def receiver(manager: Any, address: str, req: Any, transfer_queue: Any = None) -> Any:
+    """`DecodePreallocQueue._create_receiver_and_enqueue`, with the hook behind it, and what SGLang
+    asks of the registry."""
+    made = CLASSES[KVClassType.RECEIVER]
+    it = made(mgr=manager, bootstrap_addr=address, bootstrap_room=req.bootstrap_room)
+    if transfer_queue is None:  # what the hook reads of it
+        transfer_queue = SimpleNamespace(
+            enable_deferred_kv_release=False, deferred_kv_release_timeout=30.0
+        )
+    queue = SimpleNamespace(transfer_queue=transfer_queue)
+    plugin._after_receiver(SimpleNamespace(kv_receiver=it), queue, req)
+    assert transfer_queue.enable_deferred_kv_release
+    assert it.poll() == KVPoll.Bootstrapping
+    assert manager.try_ensure_parallel_info(address)
+    it.init(0)
+    return it
+
+
+def until_all_poll(pollers: list[Any], status: int, *managers: Any) -> None:
+    def polled() -> bool:
+        for manager in managers:
+            manager.pump()
+        return {poller.poll() for poller in pollers} == {status}
+
+    until(polled)
 
 
 def request(room: int, num_tokens: int = 90, **more: Any) -> Any:
-    said = {"cache_salt": None, "output_ids": [], "bootstrap_host": "127.0.0.1", **more}
+    said = {
+        "rid": str(room),
+        "cache_salt": None,
+        "output_ids": [],
+        "bootstrap_host": "127.0.0.1",
+        **more,
+    }
     tokens = [(7 * i) % 1000 for i in range(num_tokens)]
     return SimpleNamespace(bootstrap_room=room, origin_input_ids=tokens, **said)

@@ -62,7 +62,16 @@ def test_sglang_knows_the_backend_by_its_name() -> None:
     assert other == (TransferBackend.NIXL, KVClassType.SENDER)
 
 
-@pytest.mark.parametrize("target", [sgl.GET_KV_CLASS, sgl.CREATE_SENDER, sgl.CREATE_RECEIVER])
+@pytest.mark.parametrize(
+    "target",
+    [
+        sgl.GET_KV_CLASS,
+        sgl.MAKE_PREFILL,
+        sgl.MAKE_DECODE,
+        sgl.CREATE_SENDER,
+        sgl.CREATE_RECEIVER,
+    ],
+)
 def test_what_is_hooked_is_there(target: str) -> None:
     owner, _, name = target.rpartition(".")
     assert callable(getattr(pkgutil.resolve_name(owner), name))
@@ -222,7 +231,7 @@ def test_an_operators_folder_is_read_as_the_rank_is_polled(
     receiver.send_metadata([1, 2, 3, 4, 5, 6], 0, [], decode_prefix_len=0)
     pair.until_polls(sender, KVPoll.WaitingForInput)
     told = sorted(path.name for path in tmp_path.iterdir())
-    assert told == [f"{pair.decode.name}.lost", f"{pair.prefill.name}.lost"]
+    assert told == [f"{pair.decode.name}-tp0.lost", f"{pair.prefill.name}-tp0.lost"]
     prefill = pair.prefill.sends.transfers.peer_id
     (tmp_path / "fences").write_text(f"{prefill.name} {prefill.incarnation:x}\n")
     until(lambda: pair.decode.is_abort_release_safe(9, 1))  # of a request that has failed
@@ -230,52 +239,6 @@ def test_an_operators_folder_is_read_as_the_rank_is_polled(
     with pytest.raises(KVTransferError, match="was fenced"):
         receiver.failure_exception()
     pair.close()
-
-
-def test_ranks_of_two_servers_are_paired_by_their_number() -> None:
-    """Two tensor-parallel ranks a side, in one process: each sends its own share of a prompt, under
-    the same room, and rank 1 of decode fails alone where its prefill rank does."""
-    first = Pair(size=2)
-    second = Pair(beside=first, rank=1, size=2)
-    ranks = first, second
-    names = {side.name for pair in ranks for side in (pair.prefill, pair.decode)}
-    assert len(names) == 4
-    senders = [pair.sender(request(9)) for pair in ranks]
-    receivers = [pair.receiver(request(9)) for pair in ranks]
-    for pair, sender, receiver in zip(ranks, senders, receivers, strict=True):
-        receiver.send_metadata([11, 12, 13, 14, 15, 16], 0, [], decode_prefix_len=0)
-        pair.until_polls(sender, KVPoll.WaitingForInput)
-        sender.init(6, 0)
-        sender.send([1, 2, 3])
-    for pair, sender, receiver in zip(ranks, senders, receivers, strict=True):
-        pair.write_row(0, room=9, token=1)
-        sender.send([4, 5, 6])
-        pair.until_polls(receiver, KVPoll.Success)
-        assert pair.holds([11, 12, 13, 14, 15, 16], [1, 2, 3, 4, 5, 6])
-    assert (first.target.buffers[0] != second.target.buffers[0]).any()
-    senders = [pair.sender(request(10)) for pair in ranks]
-    receivers = [pair.receiver(request(10)) for pair in ranks]
-    for receiver in receivers:
-        receiver.send_metadata([21, 22, 23, 24, 25, 26], 0, [], decode_prefix_len=0)
-    second.prefill.close()
-    second.prefill.pump = lambda: None
-    second.until_polls(receivers[1], KVPoll.Failed)
-    first.until_polls(senders[0], KVPoll.WaitingForInput)
-    assert receivers[0].poll() == KVPoll.WaitingForInput  # SGLang makes the polls of ranks agree
-    receivers[0].abort()
-    first.until_polls(senders[0], KVPoll.Failed)
-    until(lambda: all(pair.decode.is_abort_release_safe(10, 1) for pair in ranks))
-    for pair in (second, first):
-        pair.close()
-
-
-def test_prefill_with_another_tensor_parallelism_is_refused_by_name(pair: Pair) -> None:
-    assert pair.decode.try_ensure_parallel_info(pair.address)
-    pair.decode.prefill_info_table[pair.address].attn_tp_size = 2
-    receiver = pair.receiver(request(9))
-    assert receiver.poll() == KVPoll.Failed
-    with pytest.raises(KVTransferError, match=r"prefill has attention TP 2.* of decode, 1"):
-        receiver.failure_exception()
 
 
 def test_prefill_with_another_backend_is_refused_by_name() -> None:
