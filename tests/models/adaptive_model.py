@@ -3,7 +3,7 @@ tables."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from prefixkv.cache.eviction.hazards import (
@@ -57,8 +57,10 @@ class AdaptiveModel(GhostModel):
     # --- uses -------------------------------------------------------------------------------------
 
     def look_up(self, use: ModelUse, tokens: Prefix, namespace: Hashable, old: int) -> list[int]:
-        ghosts = self.find(tokens, old)
         before = use.goes_on_from or self.before(tokens, namespace, old)
+        # A lock at the end of the last path there goes on from that, whatever is remembered beyond.
+        ends_here = use.visit and before is not None and before.known.path == old
+        ghosts = [] if ends_here and not use.brings else self.find(tokens, old)
         if not use.visit and before is not None:
             was = before.known
             path = use.covers if was.path or use.brings else 0
@@ -82,6 +84,8 @@ class AdaptiveModel(GhostModel):
                 least = before_it_went + 1
             for at in range(old, depth):
                 bases[at] = max(bases[at], before_it_went)
+        if use.known.trunk[0] > old:  # it was gone
+            use.marks[use.known.trunk[0]] = "unknown"
         self.come_back(tokens, ghosts)
         return bases
 
@@ -202,17 +206,18 @@ class AdaptiveModel(GhostModel):
             return worth[at], 1, -last.tick
         return worth[at], 0, last.tick
 
-    def choose(self, unwanted: list[Place], now_s: float, likely: set[int]) -> Place:
-        """Where rounding may decide between two classes, the one that is likely."""
+    def choose(self, unwanted: list[Place], now_s: float, order: Sequence[int]) -> Place:
+        """Where rounding may decide between two classes, the one that went first."""
         ranks = {place: self.rank(place, now_s) for place in unwanted}
-        least = min(unwanted, key=lambda place: ranks[place])
-        near = [
-            place
-            for place in unwanted
-            if self.kind(place) != self.kind(least)
-            and ranks[place][0] <= ranks[least][0] * (1 + 1e-9)
-        ]
-        return next((place for place in near if self.pages[place].page_id in likely), least)
+        leasts: dict[Kind, Place] = {}  # of each class
+        for place in sorted(unwanted, key=lambda place: ranks[place]):
+            leasts.setdefault(self.kind(place), place)
+        most = min(ranks.values())[0] * (1 + 1e-9)
+        went = {page_id: at for at, page_id in enumerate(order)}
+        return min(
+            (place for place in leasts.values() if ranks[place][0] <= most),
+            key=lambda place: went.get(self.pages[place].page_id, len(order)),
+        )
 
 
 def count_class(times: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from tests.models.ghost_model import GhostModel
 from tests.models.radix_model import ModelPage, ModelUse, Place, Prefix, visits
@@ -52,7 +52,7 @@ class GatedModel(GhostModel):
     def gone(self, place: Place, page: ModelPage) -> None:
         self.remember(place, page.last.covers, (visits(page), page.last))
 
-    def choose(self, unwanted: list[Place], now_s: float, likely: set[int]) -> Place:
+    def choose(self, unwanted: list[Place], now_s: float, order: Sequence[int]) -> Place:
         levels: dict[str, list[Place]] = {"fresh": [], "known": []}
         for place in unwanted:
             page = self.pages[place]

@@ -3,7 +3,7 @@ tables."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +151,7 @@ class GittinsModel(GhostModel):
             return worth[at], 1, -last.tick
         return worth[at], 0, last.tick
 
-    def choose(self, unwanted: list[Place], now_s: float, likely: set[int]) -> Place:
+    def choose(self, unwanted: list[Place], now_s: float, order: Sequence[int]) -> Place:
         return min(unwanted, key=lambda place: self.rank(self.pages[place], now_s))
 
 

@@ -272,7 +272,7 @@ class RadixMachine(RuleBasedStateMachine):
         for step in steps:
             taken = self.cache.evict(step, self.now_s).tolist()
             assert len(taken) == len(set(taken))
-            assert set(taken) == self.model.evict(step, self.now_s, set(taken))
+            assert set(taken) == self.model.evict(step, self.now_s, taken)
             self.free |= set(taken)
 
     @rule(key=keys)

@@ -7,7 +7,7 @@ scratch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,9 +223,9 @@ class RadixModel:
                 freed.add(lock.orphan[place].page_id)
         return freed
 
-    def victim(self, now_s: float, likely: set[int]) -> Place | None:
-        """The page that goes next. Where rounding may decide (sums of worths), one of the `likely`
-        if it can be."""
+    def victim(self, now_s: float, order: Sequence[int]) -> Place | None:
+        """The page that goes next. Where rounding may decide (sums of worths), what is first in
+        `order`, the pages that the cache chose."""
         leaves = [place for place in self.pages if self.is_leaf(place) and not self.held(place)]
         unwanted = [place for place in leaves if not self.wanted(place)]
         if not unwanted:
@@ -233,7 +233,7 @@ class RadixModel:
         if self.words_count():
             first = min(self.group(place) for place in unwanted)
             unwanted = [place for place in unwanted if self.group(place) == first]
-        return self.choose(unwanted, now_s, likely)
+        return self.choose(unwanted, now_s, order)
 
     def words_count(self) -> bool:
         """Whether hints do: unless of what was said to be over more than half as much came back as
@@ -261,13 +261,13 @@ class RadixModel:
         continues, since_s = said
         return 2 if continues and self.now_s - since_s <= PROMISE_S else 0
 
-    def choose(self, unwanted: list[Place], now_s: float, likely: set[int]) -> Place:
+    def choose(self, unwanted: list[Place], now_s: float, order: Sequence[int]) -> Place:
         return min(unwanted, key=lambda place: RANKS[self.policy](self.pages[place], now_s))  # type: ignore[arg-type]
 
-    def evict(self, num_pages: int, now_s: float, likely: set[int]) -> set[int]:
+    def evict(self, num_pages: int, now_s: float, order: Sequence[int]) -> set[int]:
         taken: set[int] = set()
         self.now_s = max(self.now_s, now_s)
-        while len(taken) < num_pages and (place := self.victim(now_s, likely)) is not None:
+        while len(taken) < num_pages and (place := self.victim(now_s, order)) is not None:
             page = self.pages.pop(place)
             self.gone(place, page)
             depth = self.whole(place[1])

@@ -174,10 +174,11 @@ class Adaptive(GhostPolicy):
             above = (tick, 0 if use.visit else -1, now_s, of_use, end, trunk)
             return (use.old_pages, above), (use.num_pages, (tick, 1, now_s, of_use, end, trunk))
         totals = [(depth, history[1] + 1) for history, depth, *_ in found]
-        return [
-            (depth, (tick, visits, now_s, of_use, end, trunk))
-            for depth, visits in staircase(use, totals, 1, 0, sub)
-        ]
+        steps = staircase(use, totals, 1, 0, sub)
+        if use.old_pages < trunk[0] and all(depth != trunk[0] for depth, _ in steps):
+            # A trunk that was gone: the class of pages changes at its end, so a step has to.
+            steps = sorted([*steps, (trunk[0], 0)])
+        return [(depth, (tick, visits, now_s, of_use, end, trunk)) for depth, visits in steps]
 
     def _begin(self, use: Use, found: list[Ghost] | None) -> tuple[Traits, int, Trunk]:
         """The traits of a use, where its path ends, and its trunk; counts it if it is the first of
@@ -189,7 +190,8 @@ class Adaptive(GhostPolicy):
                 has_end = before[4] != NO_END or use.num_pages > old_pages
                 return before[3], use.num_pages if has_end else NO_END, before[5]
             if before[4] == old_pages and found is None:
-                # What lies beyond the end of the last path that held these pages is new.
+                # It goes on where the last path there ended, so what lies beyond counts as new. An
+                # older, longer path may have left ghosts there: too rare to look at each next turn.
                 self.remembered.none_beyond(use.data, old_pages)
                 found = NO_GHOSTS
         if found is None:

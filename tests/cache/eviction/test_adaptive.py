@@ -371,3 +371,17 @@ def test_pages_that_are_evicted_together_end_where_the_trunk_does():
     for trunk, ends in ((NO_TRUNK, None), (trunk_of(4, 0, 1), 4), (trunk_of(5, 0, 1), 4)):
         steps = [(depth, above(trunk)) for depth in (2, 4, 6)]
         assert policy.floor(steps, seen(trunk), 0) == ends
+
+
+def test_a_trunk_that_comes_back_ends_in_a_step_again():
+    cache = adaptive()
+    cache.insert([1, 1, 2, 2, 2], range(5))
+    cache.insert([1, 1, 3, 3, 3], range(10, 15))
+    cache.evict(8)
+    assert not cache.num_pages
+    cache.insert([1, 1, 3, 3, 3, 4], range(20, 26))  # known from its ghosts, trunk and all
+    (leaf,) = cache.nodes()
+    assert leaf.mark[5][0] == 2
+    assert 2 in [depth for depth, _ in leaf.steps]
+    # While pages of other classes are to go first, it is cut there at most.
+    assert cache.policy.floor(leaf.steps, leaf.mark, 0) >= 2
