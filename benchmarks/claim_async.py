@@ -10,12 +10,13 @@ and what a step took in all. And through whole nodes, eight decode nodes: `send_
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -316,11 +317,49 @@ def _prompt(case: Steps, number: int, peer: int) -> tuple[Any, int]:
     return np.random.default_rng(room).integers(0, 50_000, tokens, dtype=np.int32), room
 
 
+class Call(NamedTuple):
+    """What a call took of this thread, or the clocks when it began."""
+
+    wall_s: float
+    cpu_s: float
+    waits: int  # the thread gave its core up: for the GIL or a lock
+    preempted: int  # its core was taken from it
+
+    @classmethod
+    def now(cls) -> Call:
+        used = resource.getrusage(resource.RUSAGE_THREAD)
+        return cls(time.perf_counter(), time.thread_time(), used.ru_nvcsw, used.ru_nivcsw)
+
+    def since(self, before: Call) -> Call:
+        return Call(
+            self.wall_s - before.wall_s,
+            self.cpu_s - before.cpu_s,
+            self.waits - before.waits,
+            self.preempted - before.preempted,
+        )
+
+
+def _slowest(calls: list[Call]) -> Row:
+    """Of the slowest hundredth: what they worked, and how many waited or lost their core."""
+    num_slow = max(1, len(calls) // 100)
+    others, slow = sorted(calls)[:-num_slow], sorted(calls)[-num_slow:]
+    return {
+        "calls": len(slow),
+        "wall_us_p50": round(1e6 * float(np.median([call.wall_s for call in slow])), 1),
+        "cpu_us_p50": round(1e6 * float(np.median([call.cpu_s for call in slow])), 1),
+        "that_waited": sum(call.waits > 0 for call in slow),
+        "that_lost_their_core": sum(call.preempted > 0 for call in slow),
+        "others": len(others),
+        "others_that_waited": sum(call.waits > 0 for call in others),
+        "others_that_lost_their_core": sum(call.preempted > 0 for call in others),
+    }
+
+
 def sending_side(pipe: Connection, watch: Watch, case: Steps) -> Row:
     from prefixkv.request import Request
     from prefixkv.runtime.nodes import PrefillNode
 
-    took: list[list[float]] = []
+    took: list[list[Call]] = []
     compute = case.computing()
     pool = case.pool(case.num_peers * _chunks(case) * _PAGES_A_CHUNK + 8)
     with PrefillNode(pool, PrefillConfig()) as node:
@@ -341,9 +380,9 @@ def sending_side(pipe: Connection, watch: Watch, case: Steps) -> Row:
                 end = (chunk + 1) * _PAGES_A_CHUNK * 16
                 for req in ready:
                     compute()
-                    began_s = time.perf_counter()
+                    before = Call.now()
                     node.send_chunk(req, end, last=chunk == _chunks(case) - 1)
-                    took[-1].append(time.perf_counter() - began_s)
+                    took[-1].append(Call.now().since(before))
             sent = 0
             while sent < case.num_peers:
                 sent += len(stuck.until(node.pop_sent))
@@ -354,11 +393,14 @@ def sending_side(pipe: Connection, watch: Watch, case: Steps) -> Row:
         del took[0]
         rows = watch.least_disturbed(repetition, case.repeats, case.patience_s)
         pipe.send(None)
-    pooled = [value for row in rows for value in took[row["number"]]]
+    calls = [call for row in rows for call in took[row["number"]]]
+    pooled = [call.wall_s for call in calls]
     return {
         "compute": case.compute,
         "send_chunk_p99_us": round(1e6 * float(np.percentile(pooled, 99)), 1),
         "send_chunk_us": quantiles(pooled, 1e-6, 1),
+        "send_chunk_cpu_us": quantiles([call.cpu_s for call in calls], 1e-6, 1),
+        "slowest": _slowest(calls),
         **load_of(rows),
     }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.demo_parts import PARTS, _requests
 from tests.benchmarks.test_figures import MIB, fixed, head, line, ms, result
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,23 @@ def demos_table() -> list[str]:
     ]
 
 
+def parts_table() -> list[str]:
+    found = result("demo_parts")
+    rows = [
+        line(part["what"], fixed(part["ms_p50"], 2), fixed(part["ms_p90"], 2), WHOSE[part["whose"]])
+        for part in found["parts"].values()
+    ]
+    return [*head("part", "P50, ms", "P90, ms", "whose"), *rows]
+
+
+WHOSE = {
+    "demo": "the demo's own",
+    "copy": "NIXL's",
+    "calls": "a call of the engine's",
+    "hands": "handing on",
+}
+
+
 def sentences() -> list[str]:
     """Of the README, below its table."""
     demo = result("demo")
@@ -107,6 +125,7 @@ def sentences() -> list[str]:
 TABLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "demo-table": ("README.md", demo_table),
     "demos-table": ("docs/benchmarks.md", demos_table),
+    "demo-parts-table": ("docs/benchmarks.md", parts_table),
 }
 
 
@@ -120,6 +139,17 @@ def test_a_table_is_its_result_files(mark: str) -> None:
 def test_the_sentences_are_their_result_file() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
     assert [one for one in sentences() if one not in text] == []
+
+
+def test_of_a_request_s_marks_the_last_chunk_s_count_and_else_the_first() -> None:
+    """A promise that is said again is no later promise; a request that lacks a mark is left out."""
+    order = ["arrived", *PARTS]
+    marks = [(name, 7, 1.0 + at) for at, name in enumerate(order)]
+    marks += [("heard", 7, 12.5), ("computed", 7, 9.5), ("taken", 8, 2.0), ("arrived", 7, 100.0)]
+    (found,) = _requests(marks, (0.5, 50.0))
+    assert found["heard"] == 1.0 + order.index("heard")
+    assert found["computed"] == 9.5
+    assert found["arrived"] == 1.0
 
 
 def write() -> None:
