@@ -53,6 +53,8 @@ RESOLUTION = 0.05
 APART = 2
 """Of how many starts one does a part of working the worths out. A request has one start or two."""
 
+_NUM_SLICES: Final = 3  # of the classes, ranked one after the other
+
 _UNTAUGHT, _LENGTHS_S = np.array(UNTAUGHT), np.array(LENGTHS_S)
 _EDGES_S, _BEGINS_S = np.array(EDGES_S), np.array(BEGINS_S)
 _LEAST_S = np.where(np.arange(NUM_BINS)[:, None] < np.arange(NUM_BINS + 1), 1e-300, np.inf)
@@ -94,8 +96,8 @@ class Hazards:
         self._period = period
         self._half_life_s = half_life_s
         num_classes = sum(map(len, groups))
-        self._half = num_classes // 2
-        self._scratch = new_scratch(num_classes - self._half)
+        self._slice = -(-num_classes // _NUM_SLICES)
+        self._scratch = new_scratch(self._slice)
         rows = rows or [[kind] for kind in range(num_classes)]
         self._num_rows = len(rows)
         self._by_class = _Sums(
@@ -230,7 +232,7 @@ class Hazards:
             self._out = np.add.reduceat(self._out, firsts)
             self._times_s = kept_s
 
-    # Worths are worked out in parts, of what was seen by the first of them.
+    # Worths are worked out in parts, of what was counted by the first of them.
 
     def _go_on(self) -> None:
         """The next part; all of them, where they are wanted at each start."""
@@ -242,9 +244,11 @@ class Hazards:
             self._due += self._period
             self._part = 0
 
-    def _see(self) -> None:
+    def _tidy(self) -> None:
         self._count()
         self._thin_out()
+
+    def _see(self) -> None:
         self._seen = self._entered(), self._by_class(self._returns)
 
     def _estimate(self) -> None:
@@ -256,15 +260,17 @@ class Hazards:
         in_group = self._by_group
         alike = _chances(in_group(entered), in_group(returns), common, self._trust)
         self._chances = _chances(entered, returns, alike[self._group_of], self._trust)
+        self._ranked: list[Table] = []
 
-    def _rank_half(self) -> None:
-        self._half_ranked = gittins_indices(self._chances[: self._half], self._scratch)
+    def _rank_slice(self) -> None:
+        first = len(self._ranked) * self._slice
+        some = self._chances[first : first + self._slice]
+        self._ranked.append(gittins_indices(some, self._scratch))
 
     def _rank(self) -> None:
         """`worth[kind][bin]`, which rises up to `peak[kind]` and falls from there: a class's least
         is at an end. Both are new lists."""
-        rest = gittins_indices(self._chances[self._half :], self._scratch)
-        indices = np.concatenate((self._half_ranked, rest))
+        indices = np.concatenate(self._ranked)
         peaks = indices.argmax(1)
         self.peak: list[int] = peaks.tolist()
         self.worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
@@ -284,7 +290,13 @@ class Hazards:
         return entered
 
 
-_PARTS: Final = (Hazards._see, Hazards._estimate, Hazards._rank_half, Hazards._rank)
+_PARTS: Final = (
+    Hazards._tidy,
+    Hazards._see,
+    Hazards._estimate,
+    *[Hazards._rank_slice] * _NUM_SLICES,
+    Hazards._rank,
+)
 
 
 class _Sums:
