@@ -84,7 +84,7 @@ class AdaptiveModel(GhostModel):
                 least = before_it_went + 1
             for at in range(old, depth):
                 bases[at] = max(bases[at], before_it_went)
-        if use.known.trunk[0] > old:  # it was gone
+        if old < use.known.trunk[0] < use.covers:  # it was gone
             use.marks[use.known.trunk[0]] = "unknown"
         self.come_back(tokens, ghosts)
         return bases

@@ -175,7 +175,7 @@ class Adaptive(GhostPolicy):
             return (use.old_pages, above), (use.num_pages, (tick, 1, now_s, of_use, end, trunk))
         totals = [(depth, history[1] + 1) for history, depth, *_ in found]
         steps = staircase(use, totals, 1, 0, sub)
-        if use.old_pages < trunk[0] and all(depth != trunk[0] for depth, _ in steps):
+        if use.old_pages < trunk[0] < use.num_pages and trunk[0] not in dict(steps):
             # A trunk that was gone: the class of pages changes at its end, so a step has to.
             steps = sorted([*steps, (trunk[0], 0)])
         return [(depth, (tick, visits, now_s, of_use, end, trunk)) for depth, visits in steps]

@@ -385,3 +385,18 @@ def test_a_trunk_that_comes_back_ends_in_a_step_again():
     assert 2 in [depth for depth, _ in leaf.steps]
     # While pages of other classes are to go first, it is cut there at most.
     assert cache.policy.floor(leaf.steps, leaf.mark, 0) >= 2
+
+
+def test_a_shorter_insertion_has_no_step_beyond_it():
+    """A request was locked with a trunk known from its ghosts, and brings only a part of it."""
+    cache = adaptive()
+    trunk = [1] * 6
+    cache.insert([*trunk, 2, 2], range(8))
+    cache.insert([*trunk, 3, 3], range(10, 18))
+    cache.evict(9)
+    assert cache.num_pages == 1
+    tokens = [*trunk, 3, 3, 4]
+    with cache.lock(cache.match_prefix(tokens)):
+        cache.insert(tokens[:5], range(20, 25), visit=False)
+        (leaf,) = [node for node in cache.nodes() if node.end == 5]
+        assert leaf.mark[5][0] == 6, "the trunk"
