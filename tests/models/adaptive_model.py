@@ -95,14 +95,12 @@ class AdaptiveModel(GhostModel):
         if goes_on and last is not None:
             turn, trunk = last.turn + 1, last.trunk
             self.goes_on_after(last.tick)
-            self.returns += [
-                End(kind, last.now_s, use.now_s - last.now_s) for kind in counted(last)
-            ]
+            self.returns += self.ends(counted(last), last, use.now_s)
         elif known and new:
             times = 1
             if last is not None and known <= last.trunk[0]:
                 times = last.trunk[1] + 1
-                self.returns.append(End(trunk_kind(last.trunk), last.now_s, use.now_s - last.now_s))
+                self.returns += self.ends([trunk_kind(last.trunk)], last, use.now_s)
             trunk = known, times
             self.start(use.now_s, [trunk_kind(trunk)])
         has_end = goes_on or new > 0
@@ -119,12 +117,16 @@ class AdaptiveModel(GhostModel):
             self.thin_out()
             self.worths = self.work_out()
 
+    def ends(self, kinds: list[Kind], last: Known, now_s: float) -> list[End]:
+        began_s = min(last.now_s, self.starts[-1][0])
+        return [End(kind, began_s, now_s - last.now_s) for kind in kinds]
+
     def gone(self, place: Place, page: ModelPage) -> None:
         known = (visits(page), page.last.known)
         for depth, (_, last) in self.remember(place, page.last.known.path, known):
             if depth == last.path:
-                age_s = self.starts[-1][0] - last.now_s
-                self.losses += [End(kind, last.now_s, age_s) for kind in counted(last)]
+                now_s = max(self.starts[-1][0], last.now_s)
+                self.losses += self.ends(counted(last), last, now_s)
 
     # --- what it is worth -------------------------------------------------------------------------
 
@@ -140,7 +142,7 @@ class AdaptiveModel(GhostModel):
         now_s = self.starts[-1][0] if self.starts else 0.0
 
         def weight(start_s: float) -> float:
-            return 0.5 ** max(0, now_s // HALF_LIFE_S - start_s // HALF_LIFE_S)  # type: ignore[no-any-return]
+            return 0.5 ** (now_s // HALF_LIFE_S - start_s // HALF_LIFE_S)  # type: ignore[no-any-return]
 
         def old_enough(start_s: float, at: int) -> bool:
             return max(one for one in self.times_s if one <= start_s) <= now_s - BEGINS_S[at]

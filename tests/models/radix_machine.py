@@ -102,10 +102,14 @@ class RadixMachine(RuleBasedStateMachine):
         if self.listens:
             self.feed.take()
         # Some paths to begin with, from few branches, so that most runs come to eviction among
-        # them.
-        paths = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8)
-        for runs in data.draw(paths, label="paths"):
-            self.serve((tuple(run for run in runs for _ in range(self.page_size)), None), [], False)
+        # them; many of them begin with the same pages, where a run begins them so.
+        self.stem = [1] * data.draw(st.integers(0, 7), label="stem")
+        runs = st.tuples(st.booleans(), st.lists(st.integers(0, 2), min_size=1, max_size=6))
+        for stemmed, own in data.draw(st.lists(runs, max_size=8), label="paths"):
+            self.serve((self._tokens(self.stem * stemmed + own), None), [], False)
+
+    def _tokens(self, runs: list[int]) -> tuple[int, ...]:
+        return tuple(run for run in runs for _ in range(self.page_size))
 
     def _pages(self, num_pages: int) -> list[int]:
         return sorted(self.free)[:num_pages]
@@ -122,15 +126,14 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(
         target=keys,
+        stemmed=st.booleans(),
         runs=st.lists(st.integers(0, 2), max_size=8),
         tail=st.integers(0, 3),
         namespace=NAMESPACES,
     )
-    def new_key(self, runs: list[int], tail: int, namespace: Any) -> Any:
-        tokens = [run for run in runs for _ in range(self.page_size)] + [9] * min(
-            tail, self.page_size - 1
-        )
-        return tuple(tokens), namespace
+    def new_key(self, stemmed: bool, runs: list[int], tail: int, namespace: Any) -> Any:
+        tail = min(tail, self.page_size - 1)
+        return self._tokens(self.stem * stemmed + runs) + (9,) * tail, namespace
 
     @rule(
         target=keys,
@@ -141,10 +144,10 @@ class RadixMachine(RuleBasedStateMachine):
     def longer_key(self, key: Any, runs: list[int], last: bool) -> Any:
         tokens, namespace = key
         tokens = tokens[: len(tokens) // self.page_size * self.page_size][: 20 * self.page_size]
-        more = [run for run in runs for _ in range(self.page_size)]
+        more = self._tokens(runs)
         if last:
-            more[-1] = 5  # all but the last token the same
-        return tokens + tuple(more), namespace
+            more = (*more[:-1], 5)  # all but the last token the same
+        return tokens + more, namespace
 
     @rule(seconds=SECONDS)
     def time_passes(self, seconds: int) -> None:
@@ -212,23 +215,24 @@ class RadixMachine(RuleBasedStateMachine):
         lock, twin = self.locks[data.draw(st.integers(0, len(self.locks) - 1))]
         if lock.epoch == self.cache._epoch:
             namespace, prefix = twin.place
-            self.insert_behind(
-                (prefix + tuple(run for run in runs for _ in range(self.page_size)), namespace),
-                lock,
-                twin,
-                extend_lock,
-            )
+            key = prefix + self._tokens(runs), namespace
+            self.insert_behind(key, lock, twin, extend_lock)
 
     @rule(
         key=keys, more=st.lists(st.integers(0, 2), max_size=3), pauses=st.booleans(),
-        extend_lock=st.booleans(),
+        extend_lock=st.booleans(), first=st.integers(0, 6),
     )  # fmt: skip
-    def serve(self, key: Any, more: list[int], pauses: bool, extend_lock: bool = False) -> None:
-        """A whole request, as an engine runs it: hold what is there, add the prompt, add the
-        answer."""
+    def serve(
+        self, key: Any, more: list[int], pauses: bool, extend_lock: bool = False, first: int = 0
+    ) -> None:
+        """A whole request, as an engine runs it: hold what is there, add the prompt, its `first`
+        new pages alone if that is more than none, add the answer."""
         tokens, namespace = key
         self.lock((self.cache.match_prefix(tokens, namespace), key, True))
         held = self.locks.pop()
+        beyond = len(held[1].place[1]) + first * self.page_size
+        if first and beyond < len(tokens):
+            self.insert_behind((tokens[:beyond], namespace), *held, extend_lock)
         inserted = self.insert_behind(key, *held, extend_lock)
         if not extend_lock:
             self.lock(inserted)
@@ -237,7 +241,7 @@ class RadixMachine(RuleBasedStateMachine):
         if pauses:
             self.now_s += 7
         tokens = tokens[: len(tokens) // self.page_size * self.page_size]
-        answer = tuple(run for run in more for _ in range(self.page_size))
+        answer = self._tokens(more)
         if extend_lock:
             self.insert_behind((tokens + answer, namespace), *held, extend_lock)
         else:

@@ -149,10 +149,13 @@ class Hazards:
 
     def returned(self, row: int, start_s: float, now_s: float) -> None:
         """A start of then was followed by a return."""
-        self._returned.append((row, start_s, now_s - start_s))
+        # A start's time is that of the last use, which may be after the last start of any.
+        began_s = self.now_s if start_s > self.now_s else start_s
+        self._returned.append((row, began_s, now_s - start_s))
 
     def lost(self, row: int, start_s: float) -> None:
-        self._lost.append((row, start_s, self.now_s - start_s))
+        began_s = self.now_s if start_s > self.now_s else start_s
+        self._lost.append((row, began_s, self.now_s - began_s))
 
     def _count(self) -> None:
         """Count what was written down since the last time."""
@@ -175,8 +178,7 @@ class Hazards:
                 continue
             found = np.array(ends)
             rows, starts_s = found[:, 0].astype(np.intp), found[:, 1]
-            # A start's time is that of the last use, which may be in the next half-life.
-            halved = np.minimum(starts_s // self._half_life_s - self._num_halved, 0.0)
+            halved = starts_s // self._half_life_s - self._num_halved
             counts = np.ldexp(1.0, halved.astype(np.intc))
             np.add.at(table, (rows, np.searchsorted(_EDGES_S, found[:, 2], "right")), counts)
             begun = np.searchsorted(self._times_s, starts_s, "right") - 1

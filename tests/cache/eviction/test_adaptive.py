@@ -291,6 +291,31 @@ def test_counts_are_halved_as_soon_as_a_half_life_is_over():
         assert hazards.counts()[0][0][0] == entered
 
 
+@pytest.mark.parametrize("how", ["returned", "lost"])
+@pytest.mark.parametrize("counted_at_once", [False, True])
+@pytest.mark.parametrize("next_s", [950.0, 1900.0])
+def test_an_end_of_what_was_used_after_every_start_takes_off_the_last_of_them(
+    how: str, counted_at_once: bool, next_s: float
+) -> None:
+    """Whenever it is counted, and though counts are halved in between."""
+    hazards = Hazards([[0]], trust=1.0, period=10_000, half_life_s=1000.0)
+    hazards.start(0, 0.0)
+    if how == "returned":
+        hazards.returned(0, next_s, next_s)
+    else:
+        hazards.lost(0, next_s)
+    if counted_at_once:
+        hazards.counts()
+    hazards.start(0, next_s)
+    hazards.start(0, next_s + 40.0)
+    entered, *_ = hazards.counts()
+    halved = 0.5 ** (next_s // 1000.0)
+    at = bisect_right(BEGINS_S, 40.0) - 1
+    assert entered[0, 0] == halved + 2.0  # the first as what it ended in
+    assert entered[0, 1 : at + 1] == pytest.approx(1.0)
+    assert not entered[0, at + 1 :].any()
+
+
 def test_after_a_change_of_the_workload_the_worths_follow():
     """First all return within a second, then none does: worth falls again within the hour."""
     hazards = Hazards([[0]], trust=20.0, period=100, half_life_s=900.0)
