@@ -34,6 +34,7 @@ BENCHMARKS = {
     "gpu": "KV in VRAM between two processes on one GPU, and a model's steps beside it",
     "burst": "bytes sent for many requests with one new system prompt",
     "demo_chats": "first tokens of the demo's chats, decode's cache on and off, turn about",
+    "demo_trace": "the same of a trace that hardly repeats, without a model",
     "demo_parts": "first tokens of the demo without a model, part by part",
     "demo_meshes": "the demo between unequal ranks and layouts, every byte verified",
     "chaos": "wrong bytes, hangs and leaks while workers die, stop and are cut off",

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.demo_trace import NAMES, beside, pairs_of
 from prefixkv.cli.chats.command import CHATS, SETTINGS, SIZES, small_words
 from prefixkv.cli.chats.play import play
 from prefixkv.cli.chats.workers import ModelWorkers
@@ -27,8 +28,6 @@ from prefixkv.cli.workload import chat
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
 from prefixkv.errors import ConfigError
-
-_NAMES = {True: "on", False: "off"}
 
 
 def demo_chats(
@@ -48,7 +47,6 @@ def demo_chats(
         small_tokenizer().save(str(path / "tokenizer.json"))
         for number in range(starts):
             found += asyncio.run(_pairs(path, pairs, seed, begins=number % 2 == 0))
-    passes = {name: [pair[name] for pair in found] for name in _NAMES.values()}
     recipe: dict[str, Any] = {
         "command": "python -m benchmarks demo_chats",
         "what": "ttft_p50_ms: the median of all turns of a pass, pair by pair",
@@ -60,28 +58,22 @@ def demo_chats(
         "load_average": [load_before[0], os.getloadavg()[0]],
         **machine(),
     }
-    told = {
-        "ttft_p50_ms": {name: [round(one, 1) for one in ms] for name, ms in passes.items()},
-        "median_ms": {name: round(statistics.median(ms), 1) for name, ms in passes.items()},
-        "on_of_off": round(statistics.median(pair["on"] / pair["off"] for pair in found), 3),
-        "pairs_in_which_on_was_lower": sum(pair["on"] < pair["off"] for pair in found),
-    }
-    print(json.dumps({"recipe": recipe, **told}, indent=1))
+    print(json.dumps({"recipe": recipe, **beside(found)}, indent=1))
 
 
 async def _pairs(folder: Path, pairs: int, seed: int, *, begins: bool) -> list[dict[str, float]]:
     """Median TTFT in ms of the passes of each pair. `begins`: whether the cache is on in the first
     pass of all."""
     workload, spell = chat(seed, **CHATS), small_words()
-    decode = {name: {**SETTINGS, "cache": on} for on, name in _NAMES.items()}
+    decode = {name: {**SETTINGS, "cache": on} for on, name in NAMES.items()}
     found: list[dict[str, float]] = []
     async with ModelWorkers(folder, SETTINGS, decode) as workers:
         for name in decode:  # so that no pass has the two nodes' wire-up in it
             await workers.ask(name, "first", [*range(16)], 2, f"first {name}")
-        for number in range(pairs):
+        for number, order in enumerate(pairs_of(pairs, begins=begins)):
             pair: dict[str, float] = {}
-            for on in (begins, not begins) if number % 2 == 0 else (not begins, begins):
-                name = _NAMES[on]
+            for on in order:
+                name = NAMES[on]
                 played = await play(workers, name, workload, spell, f"{name} {number}")
                 pair[name] = 1e3 * statistics.median(answer.ttft_s for answer in played.all())
                 await workers.settled(name)
