@@ -19,6 +19,7 @@ BENCHMARKS = {
     "radix": "the radix cache's calls and memory, beside SGLang's tree",
     "sched": "what decode's scheduler costs the engine's thread, call by call",
     "transfer": "goodput from node to node, beside raw NIXL",
+    "transfer_parts": "where that time goes, beside raw posts of the same descriptors",
     "claims": "the transport's claims: goodput, prepared lists, staging, full hits, idling",
     "router": "hits and balance of several decode workers on a trace, by way to route",
     "fleet": "our router beside Dynamo's selection service, on the same workers",

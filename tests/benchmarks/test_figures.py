@@ -51,6 +51,14 @@ def head(*cells: str) -> list[str]:
     return [line(*cells), "| --- " * len(cells) + "|"]
 
 
+def write_table(path: Path, mark: str, lines: list[str]) -> None:
+    """Put these lines in the place of the table behind a document's mark."""
+    text, table = path.read_text(encoding="utf-8"), "\n".join(lines)
+    text, num = re.subn(rf"({mark}\n)(?:\|.*\n)+", lambda found: f"{found[1]}{table}\n", text)
+    assert num == 1, f"{path.name} has no table {mark}"
+    path.write_text(text, encoding="utf-8")
+
+
 def ms(seconds: float) -> str:
     """Tenths below 0.1 s, or as far as the other figure of the pair has them."""
     return f"{fixed(seconds * 1e3, 1)} ms" if seconds < 0.1 else f"{fixed(seconds * 1e3)} ms"

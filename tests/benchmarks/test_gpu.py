@@ -81,7 +81,7 @@ def test_bytes_that_differ_are_an_error():
     class Node:
         pass
 
-    decode = transfer._Decode(Pipe(), case, Node(), None, "")
+    decode = transfer.Decode(Pipe(), case, Node(), None, "")
     decode._pages = [1]
     decode.check_bytes(theirs)
     with pytest.raises(InternalError, match="other bytes"):

@@ -7,11 +7,10 @@ benchmarks/results/transfer_shm.json, rounded. After a run this writes it anew:
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.test_figures import head, measured, result, told
+from tests.benchmarks.test_figures import head, measured, result, told, write_table
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 MARK = "<!-- shm-table -->"
@@ -49,13 +48,5 @@ def test_the_table_is_its_result_file() -> None:
     assert f"{lines}\n\n" in DOCUMENT.read_text(encoding="utf-8")
 
 
-def write() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    lines = "\n".join(shm_table())
-    text, num = re.subn(rf"({MARK}\n)(?:\|.*\n)+", lambda found: f"{found[1]}{lines}\n", text)
-    assert num == 1, f"{DOCUMENT.name} has no table {MARK}"
-    DOCUMENT.write_text(text, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write()
+    write_table(DOCUMENT, MARK, shm_table())
