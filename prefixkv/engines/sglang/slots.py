@@ -11,6 +11,15 @@ import torch
 from prefixkv.paging import Pages
 
 
+def to_device(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """The same on the device, without waiting for it."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    # From pageable memory the copy might wait for what is queued before it.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class SlotTable:
     """The slots of every page, a row a page, on the device: so pages become slots in one gather.
 
@@ -45,11 +54,12 @@ class SlotTable:
         return self._table.index_select(0, self.on_device(pages)).view(-1)
 
     def on_device(self, pages: Pages) -> torch.Tensor:
-        """int64 [len(pages)] ids, new, on the device."""
-        return torch.from_numpy(pages.astype(np.int64)).to(self._device, non_blocking=True)
+        """int64 [len(pages)] ids, new, on the device. Does not wait for a GPU."""
+        return to_device(pages.astype(np.int64), self._device)
 
     def pages_of_row(self, table: torch.Tensor, row: int, start: int, end: int) -> Pages:
-        """As `pages`, of tokens `start` to `end` of a row of SGLang's table of slots."""
+        """As `pages`, of tokens `start` to `end` of a row of SGLang's table of slots. Waits for a
+        GPU: `RowMirror` does not."""
         if table.device.type != "cpu":
             return self.pages(table[row, start:end])
         # Slices of an array: half the time of a tensor's.
