@@ -69,8 +69,7 @@ class Watched(Desk):
 # --- beside the cache without it ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("eagle", [False, True])
+@pytest.mark.parametrize(("page_size", "eagle"), [(1, False), (4, True), (16, False)])
 def test_all_is_as_without_the_mirror_and_no_checkpoint_waits(
     device: gpu.Device, page_size: int, eagle: bool
 ) -> None:
