@@ -20,7 +20,7 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
 from prefixkv.engines.sglang.clock import RankClock, TimeMark
 from prefixkv.engines.sglang.joins import Joins
-from prefixkv.engines.sglang.keys import Packer, RequestKey, namespace_of
+from prefixkv.engines.sglang.keys import FEW, Packer, RequestKey, namespace_of
 from prefixkv.engines.sglang.order import weight_order
 from prefixkv.engines.sglang.slots import SlotTable
 from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst, WaitingPrefixes
@@ -37,12 +37,15 @@ def words(tokens: list[int], bigram: bool) -> list[int]:
 
 @given(
     bigram=st.booleans(),
-    steps=st.lists(st.tuples(st.sampled_from("agn"), st.integers(0, 9)), max_size=12),
+    steps=st.lists(
+        st.tuples(st.sampled_from("agn"), st.integers(0, 9) | st.integers(FEW, 3 * FEW)),
+        max_size=12,
+    ),
 )
 def test_a_key_that_grows_is_the_key_of_what_it_covers(
     bigram: bool, steps: list[tuple[str, int]]
 ) -> None:
-    """Asked for more, for less, of an array that grew and of another array."""
+    """Asked for more, for less, of an array that grew and of another one, by few and by many."""
     key, ids = RequestKey("lora", Packer(bigram)), array("q", [7, 8])
     for what, number in steps:
         if what == "g":
@@ -117,6 +120,9 @@ def test_pages_become_slots_and_slots_pages(page_size: int) -> None:
     found = table.pages_of_row(rows, 1, page_size, 3 * page_size)
     assert (found.tolist(), found.dtype) == ([0, 7], np.dtype(np.int32))
     assert not len(table.pages_of_row(rows, 1, page_size, page_size))
+    rows[1] += 3 * page_size
+    assert table.pages_of_row(rows, 1, page_size, 3 * page_size).tolist() == [3, 10]
+    assert table.pages_of_row(rows.flip(0), 1, 0, page_size).tolist() == [0]  # of another pool
     slots += 1  # the caller's
     assert table.slots(pages)[0] == 49 * page_size
     assert len(table.slots(pages[:0])) == 0

@@ -26,6 +26,7 @@ from prefixkv.cache.results import MatchResult, PrefixLock, packed_ids
 from prefixkv.engines.sglang import internals as sgl
 from prefixkv.engines.sglang.clock import CLOCK, RankClock
 from prefixkv.engines.sglang.keys import Packer, RequestKey, namespace_of
+from prefixkv.engines.sglang.mirror import RowMirror
 from prefixkv.engines.sglang.order import weight_order
 from prefixkv.engines.sglang.slots import SlotTable
 from prefixkv.engines.sglang.words import Words
@@ -53,10 +54,16 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         params: SGLang's `CacheInitParams`.
         policy: of eviction, a name or an object.
         clock: whose time the policy is told.
+        mirror: whether rows that are not on a CPU are mirrored on the host.
     """
 
     def __init__(
-        self, params: Any, policy: str | Policy = DEFAULT_POLICY, clock: RankClock = CLOCK
+        self,
+        params: Any,
+        policy: str | Policy = DEFAULT_POLICY,
+        clock: RankClock = CLOCK,
+        *,
+        mirror: bool = True,
     ) -> None:
         self.disable: bool = params.disable
         self.req_to_token_pool = params.req_to_token_pool
@@ -66,8 +73,9 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         self.sliding_window_size = None
         self.root_node = Handle(None)
         self.counters: Counter[str] = Counter(
-            matches=0, matched_tokens=0, checkpoints=0, duplicate_tokens=0, evicted_tokens=0
-        )
+            matches=0, matched_tokens=0, checkpoints=0, rows_read=0, duplicate_tokens=0,
+            evicted_tokens=0,
+        )  # fmt: skip
         allocator = params.token_to_kv_pool_allocator
         # Page 0 is SGLang's padding; ids go up to size // page_size.
         num_pages = allocator.size // self.page_size + 1
@@ -76,6 +84,10 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         words_a_page = self.page_size * (2 if self.is_eagle else 1)
         self.tree = RadixCache(words_a_page, policy, num_pages)
         self._slots = SlotTable(num_pages, self.page_size, allocator.device)
+        on_cpu = torch.device(allocator.device).type == "cpu"
+        self.mirror: RowMirror | None = None
+        if mirror and not on_cpu and not self.disable:
+            self.mirror = RowMirror(self.req_to_token_pool, self.page_size)
         self._held: dict[Node, list[PrefixLock]] = {}  # by `inc_lock_ref`
         self._nothing = sgl.MatchResult(0, self.root_node, self.root_node, self.root_node)
         self.kv_events = sgl.KVCacheEventRecorder(
@@ -184,7 +196,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         goes_on = not req.finished()
         result = self.tree.insert(
             key,
-            self._slots.pages_of_row(table, kv.req_pool_idx, held * page_size, end),
+            self._pages_of(kv.req_pool_idx, held, whole),
             priority=req.priority or 0, now_s=self._clock.now_s, visit=visit, lock=old,
             extend_lock=goes_on and old is not None,
         )  # fmt: skip
@@ -197,6 +209,8 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
             self.counters["duplicate_tokens"] += matched - own
         kv.cache_inserted_len = max(kv.cache_inserted_len, end)
         kv.cache_protected_len = end
+        if self.mirror is not None:
+            self.mirror.forget(kv.req_pool_idx, whole)
         if goes_on and old is None:
             lock = self.tree.lock(result, self._clock.now_s, visit=False)
             self.unlock(req.lock)
@@ -215,6 +229,12 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         )  # fmt: skip
         node = Handle(result) if end else self.root_node
         return sgl.InsertResult(result.old_depth * self.page_size, last_device_node=node)
+
+    def maybe_hand_to_session(self, req: Any) -> None:
+        """SGLang calls this when it has written the row of a request whose prompt, or a chunk of
+        it, was given pages."""
+        if self.mirror is not None:
+            self.mirror.written(req.kv, req.prefix_len)
 
     # --- taking back ------------------------------------------------------------------------------
 
@@ -235,6 +255,11 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         self.counters["evicted_tokens"] += num_tokens
         self.update_eviction_metrics(num_tokens, began)
         return sgl.EvictResult(num_tokens_evicted=num_tokens)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """SGLang is about to give the request's row away."""
+        if self.mirror is not None:
+            self.mirror.released(req.kv.req_pool_idx)
 
     def reset(self) -> None:
         """SGLang clears its allocator besides, so all pages are given back, locks or not."""
@@ -276,6 +301,8 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     def sanity_check(self) -> None:
         """Raises InternalError for a law of the tree that does not hold. O(tree)."""
         self.tree.check_invariants()
+        if self.mirror is not None:
+            self.mirror.check_invariants()
 
     # --- shared -----------------------------------------------------------------------------------
 
@@ -290,6 +317,18 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         if node.key is not None:
             visit, node.key.seen = not node.key.seen, True
         return self.tree.lock(node.result, self._clock.now_s, visit=visit)
+
+    def _pages_of(self, row: int, start: int, end: int) -> Pages:
+        """Pages `start` to `end` of a row."""
+        if start == end:
+            return _NO_PAGES
+        if self.mirror is not None:
+            pages = self.mirror.pages(row, start, end)
+            if pages is not None:
+                return pages
+            self.counters["rows_read"] += 1
+        table, size = self.req_to_token_pool.req_to_token, self.page_size
+        return self._slots.pages_of_row(table, row, start * size, end * size)
 
     def _place(self, handle: Handle) -> Node | None:
         return None if handle.result is None else self.tree.locate(handle.result)[0]

@@ -6,7 +6,8 @@ Of a request are read: `origin_input_ids`, `full_untruncated_fill_ids`, `extra_k
 `req`, `waiting_for_input` and `is_rebootstrap`, `transfer_queue.queue`,
 `scheduler.waiting_queue`, and the arithmetic of room that `blocked.py` calls. Besides: the
 allocator's `free_segment`, `free_page_ids`, `size`, `page_size` and `device`, and the pool's
-`req_to_token` and `write`.
+`req_to_token`, `req_generation` and `write`. Of a request that is given slots: `prefix_len` and its
+record's `kv_allocated_len`.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ RECEIVER_BROADCAST = (
 POP_PREALLOCATED = "sglang.srt.disaggregation.decode.DecodePreallocQueue.pop_preallocated"
 UPDATE_HANDSHAKES = "sglang.srt.disaggregation.decode.DecodePreallocQueue._update_handshake_waiters"
 CALC_PRIORITY = "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority"
+ALLOC_FOR_DECODE = "sglang.srt.mem_cache.allocation.alloc_for_decode"
+ALLOC_FOR_SPEC_DECODE = "sglang.srt.mem_cache.allocation.alloc_for_spec_decode"
 NIXL_MEMORY_KINDS = "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds"
 
 # Of the transfer backend; its classes are in `internals_transfer.py`, imported when they are asked
@@ -62,6 +65,8 @@ CREATE_RECEIVER = (
 )
 
 __all__ = [
+    "ALLOC_FOR_DECODE",
+    "ALLOC_FOR_SPEC_DECODE",
     "CALC_PRIORITY",
     "CREATE_RECEIVER",
     "CREATE_SENDER",

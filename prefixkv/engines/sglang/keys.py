@@ -7,8 +7,10 @@ such a pair is two words here, and a page of the tree has twice as many words as
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Hashable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,9 @@ import numpy.typing as npt
 
 from prefixkv.cache.radix_key import TOKEN_LIMIT, RadixKey
 from prefixkv.errors import TokenError
+
+FEW = 32
+"""Up to so many tokens are packed one by one: an array costs more before its first element."""
 
 _LE_INT32 = np.dtype("<i4")
 
@@ -57,6 +62,8 @@ class Packer:
         Raises:
             TokenError: one that is not in [0, 2**31).
         """
+        if end - start <= FEW:
+            return self._few(token_ids[start:end])
         ids = ids_of(token_ids)[start:end]
         if not 0 <= int(np.bitwise_or.reduce(ids)) < TOKEN_LIMIT:
             bad = ids[(ids < 0) | (ids >= TOKEN_LIMIT)][0]
@@ -71,6 +78,14 @@ class Packer:
             words[::2] = ids[:-1]
             words[1::2] = ids[1:]
         return words.tobytes()
+
+    def _few(self, ids: Any) -> bytes:
+        """The same of the few tokens that a request has got since it was looked at last."""
+        for token in ids:
+            if not 0 <= token < TOKEN_LIMIT:
+                raise TokenError(f"token {token} is not in [0, {TOKEN_LIMIT})")
+        words = [word for pair in pairwise(ids) for word in pair] if self.bigram else ids
+        return struct.pack(f"<{len(words)}i", *words)
 
     def equal(self, token_ids: Any, other: Any, num_tokens: int) -> bool:
         """Whether the first `num_tokens` of both are the same."""

@@ -11,6 +11,7 @@ Settings are environment variables, for SGLang's command line takes no options o
                         another brings it
     PREFIXKV_PEEK       0: the head of decode's queue is matched, locked and unlocked at each step,
                         though it does not fit
+    PREFIXKV_MIRROR     0: each checkpoint on a GPU reads page ids back from it
     PREFIXKV_CPU_NIXL   1: KV is in host memory, for SGLang's NIXL backend on a CPU
     PREFIXKV_TRANSFER   JSON, of the transfer backend: `transfer_options.py`
 """
@@ -55,6 +56,11 @@ def load() -> None:
             sgl.HookRegistry.register(sgl.UPDATE_HANDSHAKES, _after_handshakes, sgl.HookType.AFTER)
         if _number("PREFIXKV_HINTS", 1):
             sgl.HookRegistry.register(sgl.CALC_PRIORITY, _after_priority, sgl.HookType.AFTER)
+        if _number("PREFIXKV_MIRROR", 1):
+            sgl.HookRegistry.register(sgl.ALLOC_FOR_DECODE, _after_decode, sgl.HookType.AFTER)
+            sgl.HookRegistry.register(
+                sgl.ALLOC_FOR_SPEC_DECODE, _after_spec_decode, sgl.HookType.AFTER
+            )
         if _number("PREFIXKV_CPU_NIXL", 0):
             sgl.HookRegistry.register(sgl.NIXL_MEMORY_KINDS, _in_host_memory, sgl.HookType.AROUND)
         _add_transfer_backend(sgl)
@@ -71,7 +77,8 @@ def build(context: Any) -> Any:
     for reason in _refusals(context):
         raise ConfigError(f"--radix-cache-backend {NAME}: {reason}")
     policy = policy_name(os.environ.get("PREFIXKV_POLICY"), context.params.eviction_policy)
-    cache = PrefixKVCache(context.params, policy)
+    mirror = bool(_number("PREFIXKV_MIRROR", 1))
+    cache = PrefixKVCache(context.params, policy, mirror=mirror)
     _log.info("prefixkv's tree: policy %s, %s pages", policy, cache.tree.pool_pages)
     return cache
 
@@ -230,6 +237,22 @@ def _after_priority(
     cache = _ours(policy.tree_cache)
     if cache is not None:
         _follow(policy, cache, waiting_queue)
+
+
+def _after_decode(_slots: Any, batch: Any, *_args: Any, **_named: Any) -> None:
+    """Each request of a batch was given the slot of its next token."""
+    cache = _ours(batch.tree_cache)
+    if cache is not None and cache.mirror is not None:
+        cache.mirror.step(batch.reqs)
+
+
+def _after_spec_decode(
+    _result: Any, tree_cache: Any, *_args: Any, reqs: list[Any], **_named: Any
+) -> None:
+    """The same with speculation: several slots each, as many as one step may need."""
+    cache = _ours(tree_cache)
+    if cache is not None and cache.mirror is not None:
+        cache.mirror.grown(reqs)
 
 
 def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:

@@ -11,6 +11,15 @@ import torch
 from prefixkv.paging import Pages
 
 
+def to_device(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """The same on the device, without waiting for it."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    # From pageable memory the copy might wait for what is queued before it.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class SlotTable:
     """The slots of every page, a row a page, on the device: so pages become slots in one gather.
 
@@ -29,6 +38,8 @@ class SlotTable:
         self._page_size = page_size
         self._device = torch.device(device)
         self._empty = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._rows_of: torch.Tensor | None = None
+        self._rows: npt.NDArray[Any] = np.empty((0, 0), np.int32)
         slots = np.arange(num_pages * page_size).reshape(num_pages, page_size)
         self._host: npt.NDArray[np.int64] | None = None
         if self._device.type == "cpu":
@@ -45,15 +56,18 @@ class SlotTable:
         return self._table.index_select(0, self.on_device(pages)).view(-1)
 
     def on_device(self, pages: Pages) -> torch.Tensor:
-        """int64 [len(pages)] ids, new, on the device."""
-        return torch.from_numpy(pages.astype(np.int64)).to(self._device, non_blocking=True)
+        """int64 [len(pages)] ids, new, on the device. Does not wait for a GPU."""
+        return to_device(pages.astype(np.int64), self._device)
 
     def pages_of_row(self, table: torch.Tensor, row: int, start: int, end: int) -> Pages:
-        """As `pages`, of tokens `start` to `end` of a row of SGLang's table of slots."""
+        """As `pages`, of tokens `start` to `end` of a row of SGLang's table of slots. Waits for a
+        GPU: `RowMirror` does not."""
         if table.device.type != "cpu":
             return self.pages(table[row, start:end])
+        if table is not self._rows_of:
+            self._rows_of, self._rows = table, table.numpy()
         # Slices of an array: half the time of a tensor's.
-        first = table.numpy()[row, start : end : self._page_size]
+        first = self._rows[row, start : end : self._page_size]
         return (first // self._page_size).astype(np.int32, copy=False)
 
     def pages(self, slots: torch.Tensor) -> Pages:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,10 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from prefixkv.engines.sglang import plugin
 from prefixkv.engines.sglang.cache import PrefixKVCache
 from prefixkv.engines.sglang.clock import RankClock
+from tests.engines.sglang.inside.gpu import on_host
 
 MODULUS = (1 << 61) - 1
 
@@ -127,6 +130,8 @@ class Desk:
         kind: `prefixkv`, or `unified-rust` or `unified-python` of SGLang.
         pool_tokens: the size of the pool, whole pages.
         keep_kv: whether slots hold anything; without, nothing is looked into.
+        device: of the pools; one that is not the CPU is `gpu.py`'s.
+        mirror: whether prefixkv's cache mirrors the rows of such a device.
     """
 
     def __init__(
@@ -141,11 +146,13 @@ class Desk:
         dynamo_events: bool = False,
         context_len: int = 4096,
         keep_kv: bool = True,
+        device: str = "cpu",
+        mirror: bool = True,
     ) -> None:
         self.page_size, self.pool_tokens, self.eagle = page_size, pool_tokens, eagle
         self.keep_kv = keep_kv
-        self.pool = ReqToTokenPool(max_requests, context_len, "cpu", False)
-        fixed: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu", "kvcache": None}
+        self.pool = ReqToTokenPool(max_requests, context_len, device, False)
+        fixed: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "kvcache": None}
         fixed["need_sort"] = True  # as a prefill or a decode server has it
         self.allocator = (
             TokenToKVPoolAllocator(pool_tokens, **fixed)
@@ -166,7 +173,7 @@ class Desk:
         )
         self.params = params
         self.cache: Any = (
-            PrefixKVCache(params, policy, self.clock)
+            PrefixKVCache(params, policy, self.clock, mirror=mirror)
             if kind == "prefixkv"
             else UnifiedRadixCache(params)
         )
@@ -182,7 +189,7 @@ class Desk:
         match_kv_cache(req, self.cache, tokens, max_prefix_len=len(tokens) - 1)
         if not self.keep_kv:
             return req.prefix_len
-        slots = self.cache.path_device_indices(req.last_node)[: req.prefix_len].numpy()
+        slots = on_host(self.cache.path_device_indices(req.last_node)[: req.prefix_len])
         assert len(slots) == req.prefix_len
         assert req.prefix_len % self.page_size == 0
         expected = contents(list(tokens), req.extra_key, req.cache_salt)[: req.prefix_len]
@@ -217,6 +224,7 @@ class Desk:
         held = self.cache.prefix_device_indices(req)
         self.pool.write((req.kv.req_pool_idx, slice(0, req.prefix_len)), held)
         self._compute(req, req.prefix_len, end)
+        self.cache.maybe_hand_to_session(req)
         self.running[req.rid] = req
         return True
 
@@ -229,6 +237,7 @@ class Desk:
         if self.allocator.available_size() < need * self.page_size or end == start:
             return False
         self._compute(req, start, end)
+        self.cache.maybe_hand_to_session(req)
         return True
 
     def decode(self, req: Request, token: int) -> bool:
@@ -241,6 +250,8 @@ class Desk:
         req.refresh_fill_ids()
         end = req.kv.kv_committed_len
         self._compute(req, end, end + 1)
+        batch = SimpleNamespace(tree_cache=self.cache, reqs=list(self.running.values()))
+        plugin._after_decode(None, batch, 1)
         return True
 
     def checkpoint(self, req: Request) -> None:
@@ -266,7 +277,7 @@ class Desk:
     def check_row(self, req: Request) -> None:
         """The row shows slots that hold the request's own KV, all along."""
         end = req.kv.kv_committed_len
-        slots = self.pool.req_to_token[req.kv.req_pool_idx, :end].numpy()
+        slots = on_host(self.pool.req_to_token[req.kv.req_pool_idx, :end])
         assert self.kv[slots].tolist() == contents(req.tokens, req.extra_key, req.cache_salt)[:end]
 
     def check(self) -> None:
@@ -284,10 +295,10 @@ class Desk:
             assert self.cache.total_size() == cached
             times = np.zeros(self.pool_tokens // page + 1, np.int64)
             times[0] = 1  # SGLang's padding
-            np.add.at(times, self.allocator.get_all_free_pages().numpy(), 1)
-            np.add.at(times, self.cache.all_values_flatten().numpy()[::page] // page, 1)
+            np.add.at(times, on_host(self.allocator.get_all_free_pages()), 1)
+            np.add.at(times, on_host(self.cache.all_values_flatten())[::page] // page, 1)
             for req in self.running.values():
-                row = self.pool.req_to_token[req.kv.req_pool_idx].numpy()
+                row = on_host(self.pool.req_to_token[req.kv.req_pool_idx])
                 own = row[req.kv.cache_protected_len : req.kv.kv_allocated_len : page]
                 np.add.at(times, own // page, 1)
             assert (times == 1).all()
@@ -318,5 +329,5 @@ class Desk:
         self.pool.write((req.kv.req_pool_idx, slice(start, end)), slots)
         if self.keep_kv:
             known = contents(req.tokens[:end], req.extra_key, req.cache_salt)
-            self.kv[slots.numpy()] = known[start:]
+            self.kv[on_host(slots)] = known[start:]
         req.kv.kv_committed_len = req.kv.kv_allocated_len = req.extend_end = end

@@ -30,7 +30,9 @@ from tests.engines.sglang.stubs import CONTEXT
 
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("POLICY", "HINTS", "ADMISSION", "PATIENCE_S", "CPU_NIXL", "JOIN", "PEEK"):
+    for name in (
+        "POLICY", "HINTS", "ADMISSION", "PATIENCE_S", "CPU_NIXL", "JOIN", "PEEK", "MIRROR",
+    ):  # fmt: skip
         monkeypatch.delenv(f"PREFIXKV_{name}", raising=False)
     monkeypatch.setattr(decode, "CLIP_MAX_NEW_TOKEN", 4096)
     plugin.load()
@@ -139,6 +141,8 @@ def test_hooks_are_where_sglang_has_what_they_hook() -> None:
     assert hooked[sgl.POP_PREALLOCATED] == [HookType.AROUND]
     assert hooked[sgl.UPDATE_HANDSHAKES] == [HookType.AFTER]
     assert hooked[sgl.CALC_PRIORITY] == [HookType.AFTER]
+    assert hooked[sgl.ALLOC_FOR_DECODE] == [HookType.AFTER]
+    assert hooked[sgl.ALLOC_FOR_SPEC_DECODE] == [HookType.AFTER]
     assert sgl.NIXL_MEMORY_KINDS not in hooked
 
 
