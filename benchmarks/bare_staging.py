@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Final, NamedTuple
 
@@ -71,6 +71,13 @@ class _Side:
     def _section(self, section: Section) -> torch.Tensor:
         return self._leases[section.offset : section.offset + section.num_bytes]
 
+    def _takes_s(self, lease_bytes: int, copy: Callable[[_Piece], None]) -> float:
+        """Of all pages, one copy of each piece and nothing else."""
+        began_s = time.monotonic()
+        for piece in self._pieces(lease_bytes):
+            copy(piece)
+        return time.monotonic() - began_s
+
 
 class BareSender(_Side):
     """Prefill's side. `leases` is the receiver's `where`, `most_bytes` the largest lease."""
@@ -95,14 +102,36 @@ class BareSender(_Side):
                 pipe.recv_bytes()
                 under_way -= 1
             for section in piece.sections:
-                slot = self._slots.slice(0, section.num_bytes)
-                self._copies[section.rank, piece.reader].gather(piece.units, slot)
-                self._section(section).copy_(slot)
+                self._gather(piece, section)
+                self._wire(section)
             pipe.send_bytes(_DONE)
             under_way += 1
         for _ in range(under_way):
             pipe.recv_bytes()
         return began_s
+
+    def each_s(self, lease_bytes: int) -> dict[str, float]:
+        """What each copy takes by itself, while decode does nothing."""
+
+        def gather(piece: _Piece) -> None:
+            for section in piece.sections:
+                self._gather(piece, section)
+
+        def wire(piece: _Piece) -> None:
+            for section in piece.sections:
+                self._wire(section)
+
+        return {
+            "gather": self._takes_s(lease_bytes, gather),
+            "wire": self._takes_s(lease_bytes, wire),
+        }
+
+    def _gather(self, piece: _Piece, section: Section) -> None:
+        slot = self._slots.slice(0, section.num_bytes)
+        self._copies[section.rank, piece.reader].gather(piece.units, slot)
+
+    def _wire(self, section: Section) -> None:
+        self._section(section).copy_(self._slots.slice(0, section.num_bytes))
 
 
 class BareReceiver(_Side):
@@ -121,10 +150,17 @@ class BareReceiver(_Side):
         """Take what a sender sends; returns when the last of it lies in its pages."""
         for piece in self._pieces(lease_bytes):
             pipe.recv_bytes()
-            parts = [
-                (self._copies[section.rank, piece.reader], self._section(section))
-                for section in piece.sections
-            ]
-            scatter_together(parts, piece.units)
+            self._scatter(piece)
             pipe.send_bytes(_DONE)
         return time.monotonic()
+
+    def each_s(self, lease_bytes: int) -> dict[str, float]:
+        """What the copy takes by itself, while prefill does nothing."""
+        return {"scatter": self._takes_s(lease_bytes, self._scatter)}
+
+    def _scatter(self, piece: _Piece) -> None:
+        parts = [
+            (self._copies[section.rank, piece.reader], self._section(section))
+            for section in piece.sections
+        ]
+        scatter_together(parts, piece.units)

@@ -10,7 +10,8 @@ heads of 128, bfloat16: 64 MiB a request; a slice is 512 bytes of a token), from
 What the copies alone take: the same processes on the same cores move the same bytes between the
 same pools by two plain loops (`bare_staging.py`), gather and wire on prefill's core, scatter on
 decode's, at the same time. The loops take their turns as another variant. Several sizes of their
-leases are tried first, and the quickest is kept: it need not be the nodes' size.
+leases are tried first, and the quickest is kept: it need not be the nodes' size. After each
+turn every copy also runs by itself, with the other core idle.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from prefixkv.memory.mesh import Mesh
 MESHES: Final = {"4 to 1": (4, 1), "1 to 4": (1, 4)}
 VARIANTS: Final = ("staged", "sliced", "equal")
 BARE: Final = "bare"  # the copies alone
+EACH: Final = "each"  # of them, with the other side idle
+COPIES: Final = ("gather", "wire", "scatter")
 BARE_LEASES: Final = tuple(mib << 20 for mib in (1, 2, 4, 8, 16))
 
 
@@ -164,8 +167,10 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Staging) -> None:
             )
         while (order := pipe.recv()) is not None:
             variant, room = order
-            if variant == BARE:
-                pipe.send(bare.send(pipe, lease_bytes=room))
+            if variant in (BARE, EACH):
+                lease_bytes = room
+                said = bare.send(pipe, lease_bytes) if variant == BARE else bare.each_s(lease_bytes)
+                pipe.send(said)
                 continue
             group = groups[variant]
             stuck = Stuck(group)
@@ -206,6 +211,11 @@ def decode_side(pipe: Connection, watch: Watch, case: Staging) -> Row:
             ended_s = bare.take(pipe, lease_bytes)
             return ended_s - float(pipe.recv())
 
+        def take_each(lease_bytes: int) -> dict[str, float]:
+            pipe.send((EACH, lease_bytes))
+            theirs: dict[str, float] = pipe.recv()
+            return theirs | bare.each_s(lease_bytes)
+
         def take(variant: str) -> float:
             nonlocal rooms
             if variant == BARE:
@@ -233,7 +243,8 @@ def decode_side(pipe: Connection, watch: Watch, case: Staging) -> Row:
         sides = (*case.variants, BARE) if case.beside_bare else case.variants
 
         def repetition(number: int) -> Row:
-            return {variant: take(variant) for variant in turn_about(sides, number)}
+            row: Row = {variant: take(variant) for variant in turn_about(sides, number)}
+            return row | take_each(bare_lease) if case.beside_bare else row
 
         if case.beside_bare:
             tried = {size: min(take_bare(size) for _ in range(5)) for size in case.bare_leases}
@@ -262,6 +273,9 @@ def decode_side(pipe: Connection, watch: Watch, case: Staging) -> Row:
         row["bare_lease_mib"] = bare_lease / 2**20
         row["bare_ms_by_lease"] = {
             f"{size / 2**20:g} MiB": round(1e3 * took_s, 2) for size, took_s in tried.items()
+        }
+        row["each_copy_ms"] = {
+            name: round(1e3 * statistics.median(one[name] for one in rows), 2) for name in COPIES
         }
     return row
 
