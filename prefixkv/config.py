@@ -148,9 +148,10 @@ class TransportConfig:
 
     With `staging_bytes` on both sides, slices of heads (tensor parallelism that differs) are
     gathered, written whole and scattered, in leases of at most `lease_bytes` of the decode rank's
-    memory; a prefill rank has `staging_bytes // lease_bytes` slots. At most `staging_window` leases
-    of a room and pair are under way, `copy_threads` copy. 0 bytes: slices are written one by one,
-    straight into pages.
+    memory; a prefill rank has `staging_bytes // lease_bytes` slots. With two of each, copies and
+    writes overlap; what a lease costs besides them is the same for any size. At most
+    `staging_window` leases of a room and pair are under way, `copy_threads` copy. 0 bytes: slices
+    are written one by one, straight into pages.
 
     `interface` names the network that KV travels on, as UCX calls it: "eth0", or several,
     "eth0,mlx5_0:1". "": the loopback interface, for peers on this machine. What the environment
@@ -176,7 +177,7 @@ class TransportConfig:
     renew_grace_s: float = 2.0
     memory_type: Literal["DRAM", "VRAM"] | None = None
     staging_bytes: int = 0
-    lease_bytes: int = 4 << 20
+    lease_bytes: int = 16 << 20
     staging_window: int = 4
     copy_threads: int = 1
     interface: str = ""

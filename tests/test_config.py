@@ -56,7 +56,7 @@ TOO_LOW: dict[type, dict[str, Any]] = {
     TransportConfig: {
         **dict.fromkeys(["post_bytes", "post_descriptors", "window", "posting_threads"], 0),
         **dict.fromkeys(["lease_bytes", "staging_window", "copy_threads"], 0),
-        "staging_bytes": (4 << 20) - 1,
+        "staging_bytes": (16 << 20) - 1,
         "backend": "ucx",
         "nixl_backends": ("POSIX",),
         **dict.fromkeys(["spin_s", "sleep_s", "idle_sleep_s", "renew_grace_s"], -1e-9),

@@ -7,6 +7,7 @@ tensors takes one launch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from math import gcd
 from typing import TYPE_CHECKING, Any, Final
@@ -102,6 +103,10 @@ class TritonCopy:
 
     def scatter(self, units: Pages, stage: torch.Tensor) -> None:
         self._copy(units, stage, to_stage=False)
+
+    def scatter_steps(self, units: Pages, stage: torch.Tensor) -> Iterator[None]:
+        self.scatter(units, stage)
+        return iter(())
 
     def _copy(self, units: Pages, stage: torch.Tensor, to_stage: bool) -> None:
         import torch

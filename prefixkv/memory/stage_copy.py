@@ -14,10 +14,11 @@ the copy:
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from itertools import groupby
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import groupby, zip_longest
 from math import gcd
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 Int64s = npt.NDArray[np.int64]
+_STEP_BYTES: Final = 128 << 10  # of four parts together, with the pages they go to: half an L2
 
 
 class StagingCopy(Protocol):
@@ -60,6 +62,23 @@ class StagingCopy(Protocol):
     def scatter(self, units: Pages, stage: torch.Tensor) -> None:
         """Copy `stage` into these unit pages, each named once; the inverse of `gather`."""
         ...
+
+    def scatter_steps(self, units: Pages, stage: torch.Tensor) -> Iterator[None]:
+        """As `scatter`: checked now, copied in small steps, in the order of the stage, as it is
+        iterated over; or queued now."""
+        ...
+
+
+def scatter_together(parts: Sequence[tuple[StagingCopy, torch.Tensor]], units: Pages) -> None:
+    """Scatter the stages of several parts into the same unit pages, each as its `scatter` would.
+
+    A few pages of each part in turn: parts of one token lie side by side in a pool, so the memory
+    that one part has brought into the cache is there for the next.
+
+    Raises: as `scatter`. Nothing was copied (on CUDA: not of the part, nor of those behind it).
+    """
+    steps = [copy.scatter_steps(units, stage) for copy, stage in parts]  # checks all, before any
+    deque(zip_longest(*steps), maxlen=0)
 
 
 def staging_copy(
@@ -165,10 +184,19 @@ class CpuCopy:
                 staged[part] = group.rows[index]
 
     def scatter(self, units: Pages, stage: torch.Tensor) -> None:
+        scatter_together([(self, stage)], units)
+
+    def scatter_steps(self, units: Pages, stage: torch.Tensor) -> Iterator[None]:
         units = self._plan.checked(units, stage, "cpu")
-        staged = stage.numpy().view(self._row)
+        return self._scatter_steps(units, stage.numpy().view(self._row))
+
+    def _scatter_steps(self, units: Pages, staged: npt.NDArray[Any]) -> Iterator[None]:
+        step = max(1, _STEP_BYTES // self._plan.unit_bytes) * self._plan.row_offsets.shape[1]
         for group, index, part in self._parts(units):
-            group.rows[index] = staged[part]
+            rows = staged[part]
+            for first in range(0, len(index), step):
+                group.rows[index[first : first + step]] = rows[first : first + step]
+                yield
 
     def _parts(self, units: Pages) -> Iterator[tuple[_Group, Int64s, slice]]:
         """For each group the numbers of its rows in the pool, and where they lie in the stage."""

@@ -20,7 +20,7 @@ from prefixkv.control.effects import AddPeer, CopyDone
 from prefixkv.errors import ClosedError, ConfigError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
-from prefixkv.memory.stage_copy import StagingCopy, staging_copy
+from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
 from prefixkv.memory.staging_buffer import StagingBuffer
 from prefixkv.protocol.ids import PeerId
 from prefixkv.staging.receiver import Scatter
@@ -152,9 +152,14 @@ class StagingCopies:
 
     def scatter(self, effect: Scatter) -> None:
         def run() -> None:
-            for section in effect.sections:
-                copy = self._copy_of(effect.parts[section.rank], effect.unit_tokens)
-                copy.scatter(effect.units, self.buffer.slice(section.offset, section.num_bytes))
+            parts = [
+                (
+                    self._copy_of(effect.parts[section.rank], effect.unit_tokens),
+                    self.buffer.slice(section.offset, section.num_bytes),
+                )
+                for section in effect.sections
+            ]
+            scatter_together(parts, effect.units)
 
         self._workers.submit(effect.lease_id, run)
 

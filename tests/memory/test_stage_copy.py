@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from prefixkv.errors import ConfigError, PageStateError
+from prefixkv.memory import stage_copy
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh, Shard, sent_share
@@ -382,3 +383,52 @@ def test_the_kernel_compiles_for_a_gpu_and_moves_16_bytes_at_a_time(tmp_path: Pa
         pytest.skip("triton is not installed")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", _COMPILE], env=environment, check=True, timeout=600)
+
+
+def test_parts_that_are_scattered_together(
+    make: Make, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of one unit page and in a single one, parts of one size and of several."""
+    units = np.array([5, 0, 3, 6], np.int32)
+    parts = [Shard(0, 3, 0, 1), Shard(0, 3, 1, 1), Shard(0, 2, 2, 2)]
+    for step_bytes in (1, 1 << 30):
+        monkeypatch.setattr(stage_copy, "_STEP_BYTES", step_bytes)
+        memory = Memory(mesh_layout("layer_major", 7, 4, 3, 4, "mha", 8), device)
+        expected = memory.bytes()
+        stages = []
+        for seed, part in enumerate(parts):
+            copy = make(memory.layout, part, 4)
+            num_bytes = copy.num_bytes(len(units))
+            new = np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
+            expected[memory.places(tuple(units.tolist()), part, 4, 0, len(units))] = new
+            stages.append((copy, torch.from_numpy(new).to(device)))
+        stage_copy.scatter_together(stages, units)
+        assert np.array_equal(memory.bytes(), expected)
+
+
+def test_steps_take_turns_between_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_copy, "_STEP_BYTES", 1)
+    memory = Memory(mesh_layout("layer_major", 7, 4, 1, 2, "mha", 8), "cpu")
+    units = np.array([5, 0], np.int32)
+    stages = [
+        torch.full((2 * 2 * 4 * 8,), value, dtype=torch.uint8) for value in (1, 2)
+    ]  # K and V of two unit pages
+    steps = [
+        staging_copy(memory.layout, Shard(0, 1, head, 1), 4).scatter_steps(units, stage)
+        for head, stage in enumerate(stages)
+    ]
+    before = memory.bytes()
+    next(steps[0])
+    (changed,) = np.nonzero(memory.bytes() != before)
+    assert 0 < len(changed) <= 4 * 8  # of K, of one unit page
+    assert [len(list(each)) for each in steps] == [3, 4]
+
+
+def test_nothing_is_copied_where_one_of_several_stages_does_not_fit() -> None:
+    memory = Memory(mesh_layout("layer_major", 7, 4, 1, 2, "mha", 8), "cpu")
+    before = memory.bytes()
+    copy = staging_copy(memory.layout, Shard(0, 1, 0, 1), 4)
+    stages = [(copy, torch.zeros(num_bytes, dtype=torch.uint8)) for num_bytes in (64, 65)]
+    with pytest.raises(ConfigError, match="65"):
+        stage_copy.scatter_together(stages, np.array([5], np.int32))
+    assert np.array_equal(memory.bytes(), before)
