@@ -302,7 +302,7 @@ def test_a_fence_ends_what_a_dead_process_had(pair: Pair, dead: str) -> None:
 
 def test_what_is_refused_changes_nothing(pair: Pair) -> None:
     where = pair.prefill.endpoint
-    for prefix_len, pages in ((3, DST), (0, DST[1:]), (32, []), (-4, DST)):
+    for prefix_len, pages in ((3, DST), (0, DST[1:]), (0, [*DST, 1]), (32, []), (-4, DST)):
         with pytest.raises(RequestError):
             pair.decode.open(7, 0, NUM_TOKENS, prefix_len, pages, where, PROMPT)
     with pytest.raises(PageStateError):
