@@ -194,6 +194,19 @@ def test_a_job_that_waits_for_the_way_ends_with_the_transport(
     assert not [t.name for t in threading.enumerate() if t.name.endswith(f"-{writer.me.name}")]
 
 
+def test_a_removed_peers_memory_is_given_back(driver: AutoDriver) -> None:
+    writer, target = driver.pair()
+    writer.transport.write(writer.job(1, target, [1], [1]))
+    driver.until(lambda: writer.ends(1))
+    loop = writer.transport._shm._loop
+    assert loop._peers[target.me].link is not None
+    writer.transport.remove_peer(target.me)
+    until(lambda: not loop._peers)
+    writer.transport.write(writer.job(2, target, [2], [2]))
+    driver.until(lambda: writer.ends(2))
+    assert [(type(end.error), end.drained) for end in writer.ends(2)] == [(PeerLostError, True)]
+
+
 @pytest.mark.parametrize("end", ["settled", "closed"])
 def test_what_is_settled_or_closed_is_not_settled_again(
     unmet: tuple[Node, Node, list[Any], Any], end: str

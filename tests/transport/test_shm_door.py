@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
 from prefixkv.transport import shm_door, shm_wire
 from prefixkv.transport.base import PeerUnreachable, WriteDone
 from prefixkv.transport.shm import ShmTransport
+from prefixkv.transport.shm_door import Door
 from prefixkv.transport.shm_wire import (
     MAGIC,
     TOKEN_BYTES,
@@ -203,6 +205,29 @@ def test_only_so_many_writers_are_let_in(
             assert answer_to(opened.enter_context(stranger_at(target)), token).startswith(MAGIC)
         with stranger_at(target) as one_too_many:
             assert answer_to(one_too_many, token) == b""
+
+
+def test_a_writer_that_leaves_its_answer_unread_is_dropped(
+    driver: ShmDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel says so by another error than the end."""
+    target = driver.node("decode")
+    door = target.transport._loop._door
+    with stranger_at(target) as writer:
+        writer.send(MAGIC + offer_of(target).token)
+        until(lambda: door.num_writers == 1)
+    until(lambda: not door._links)
+    assert not caplog.records
+
+
+def test_a_stranger_that_has_left_again_is_not_missed() -> None:
+    with select.epoll() as epoll:
+        door = Door(PeerId("d", 1), [], [], epoll)
+        try:
+            assert door.on_ready(door._listener.fileno(), lambda tag: None)
+            assert door.wake_s() is None
+        finally:
+            door.close()
 
 
 # --- what stays open ------------------------------------------------------------------------------
