@@ -168,7 +168,8 @@ class Link:
         self._epoll.modify(self.fd, select.EPOLLRDHUP | more)
 
     def close(self) -> None:
-        """The memory is unmapped as soon as no plan is left."""
+        """The memory is unmapped: plans of it, which do not hold it, are not to be used any
+        more."""
         with suppress(OSError):
             self._epoll.unregister(self.fd)
         self.socket.close()

@@ -184,11 +184,11 @@ def test_wrong_page_ids_change_nothing(pages, error):
     fails_unchanged(cache, error, cache.insert, [1, 2, 3, 4], pages)
 
 
-@pytest.mark.parametrize("num_pages", [0, 1, 3, 4])
-def test_pages_that_the_caller_has_looked_at_are_counted(num_pages):
+@pytest.mark.parametrize("num_bytes", [0, 4, 7, 9, 11, 12, 16])
+def test_pages_that_the_caller_has_looked_at_are_counted(num_bytes):
     cache = RadixCache(page_size=2, pool_pages=100)
     cache.insert([9, 9], [42])
-    ids = np.arange(num_pages, dtype=np.int32).tobytes()
+    ids = bytes(num_bytes)
     fails_unchanged(cache, PageStateError, cache.insert, [1, 2, 3, 4], ids, checked=slice(3, 5))
     cache.insert([1, 2, 3, 4], np.array([7, 3], np.int32).tobytes(), checked=np.array([3, 7]))
     assert cache.match_prefix([1, 2, 3, 4]).pages.tolist() == [7, 3]
@@ -278,6 +278,27 @@ def test_another_caches_lock_match_and_hint_are_refused():
     fails_unchanged(cache, LockError, cache.hint, lock, continues=True)
     fails_unchanged(cache, LockError, cache.hint, other.match_prefix(tokens("a")), continues=True)
     other.unlock(lock)
+
+
+def test_an_insertion_goes_on_only_from_a_lock_that_is_held_in_this_tree():
+    """Its tokens are not looked at again: another lock would put pages behind others' tokens."""
+    cache, other = filled("abc"), filled("abc")
+    foreign = other.lock(other.match_prefix(tokens("abc")))
+    given_back = cache.lock(cache.match_prefix(tokens("abc")))
+    cache.unlock(given_back)
+    longer = cache.lock(cache.match_prefix(tokens("abc")))
+    for lock, run, pages in (
+        (foreign, "abcd", [9]),
+        (given_back, "abcd", [9]),
+        (longer, "ab", []),
+    ):
+        for extend_lock in (False, True):
+            more = {"lock": lock, "extend_lock": extend_lock}
+            fails_unchanged(cache, LockError, cache.insert, tokens(run), pages, **more)
+    cache.reset()
+    fails_unchanged(cache, LockError, cache.insert, tokens("abcd"), [9], lock=longer)
+    cache.unlock(longer)
+    other.unlock(foreign)
 
 
 def test_unlocked_inside_its_with_block():

@@ -78,6 +78,12 @@ def test_negative_tokens_are_found_where_they_enter():
         key.check()
     with pytest.raises(TokenError):
         RadixKey([3, -1]).check()
+    with pytest.raises(TokenError, match="-7 at 2"):
+        RadixKey(array.array("i", [3, 4, -7])).check()
+    with pytest.raises(TokenError, match="-7 at 0"):
+        RadixKey([3]).extend(array.array("i", [-7]))
+    with pytest.raises(TokenError, match="-7 at 0"):
+        RadixKey(np.array([-7, 3, 4], np.int32)).prefix(2).check()
 
 
 def test_a_key_grows_and_keeps_what_was_taken_of_it():
@@ -125,9 +131,10 @@ def test_what_was_checked_where_it_came_in_is_not_looked_at_again(monkeypatch):
     assert len(key) == 5
 
 
-def test_what_came_before_it_is_looked_at_still():
+@pytest.mark.parametrize("how", ["extend", "extend_checked", "extend_packed"])
+def test_what_came_before_it_is_looked_at_still(how):
     key = RadixKey(np.array([1, -1], np.int32))
-    key.extend_checked([3, 4])
+    getattr(key, how)(PACKED if how == "extend_packed" else [3, 4])
     with pytest.raises(TokenError, match="token -1 at 1"):
         key.check()
 

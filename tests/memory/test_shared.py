@@ -40,6 +40,8 @@ def test_a_block_can_neither_shrink_nor_grow() -> None:
         with pytest.raises(PermissionError) as caught:
             os.ftruncate(block.fd, size)
         assert caught.value.errno == errno.EPERM
+    with pytest.raises(PermissionError):  # nor can a peer add a seal, against writes say
+        fcntl.fcntl(block.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
 
 def test_who_maps_the_descriptor_sees_the_same_bytes() -> None:
@@ -83,6 +85,25 @@ def test_only_ranges_inside_one_block_are_found() -> None:
 def test_a_size_below_one_is_refused(num_bytes: int) -> None:
     with pytest.raises(ConfigError, match="num_bytes"):
         shared_bytes(num_bytes)
+
+
+def test_blocks_are_named_once_and_by_address() -> None:
+    memories = [shared_bytes(mmap.PAGESIZE) for _ in range(20)]
+    ranges = [(memory.data_ptr() + at, 1) for at in (0, 7) for memory in memories]
+    blocks = blocks_of(ranges)
+    assert blocks is not None
+    assert [block.address for block in blocks] == sorted(m.data_ptr() for m in memories)
+
+
+def test_where_there_are_no_descriptors_left_is_a_capacity_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*args: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    with pytest.raises(CapacityError, match="Too many open files"):
+        shared_bytes(1)
 
 
 def test_more_than_there_is_is_a_capacity_error() -> None:

@@ -194,6 +194,24 @@ def test_what_looks_like_a_run_and_is_none(pages: list[int], fault: str) -> None
     assert allocator.owned_pages == 8
 
 
+@pytest.mark.parametrize("pages", [[0, 1, 2], [2, 1, 0]], ids=["a run", "no run"])
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_one_page_in_another_state_is_found_wherever_it_stands(
+    pages: list[int], other: int
+) -> None:
+    allocator = PageAllocator(4)
+    allocator.alloc(3)
+    allocator.cache([other])
+    for call in (allocator.free, allocator.cache, allocator.owned):
+        for ids in (pages, np.array(pages, np.int32).tobytes()):
+            with pytest.raises(PageStateError, match=f"page {other} is CACHED, must be OWNED"):
+                call(ids)
+    with pytest.raises(PageStateError, match="is OWNED, must be CACHED"):
+        allocator.uncache(pages)
+    allocator.check_invariants()
+    assert allocator.owned_pages == 2
+
+
 def test_rising_pages_with_a_gap_leave_what_lies_in_it() -> None:
     allocator = PageAllocator(8)
     allocator.alloc(8)

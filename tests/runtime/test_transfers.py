@@ -25,6 +25,7 @@ from prefixkv.errors import (
 )
 from prefixkv.paging import PageIds
 from prefixkv.protocol import messages
+from prefixkv.runtime import decode_transfers
 from prefixkv.runtime.control_thread import ControlFailed
 from prefixkv.runtime.transfers import secret_number
 from prefixkv.transfer import (
@@ -176,6 +177,26 @@ def test_a_chunk_handed_over_before_the_promise_goes_out_when_it_comes(
     assert pair.prefill.bytes_sent <= (8 - prefix_pages) * pair.dst.layout.page_bytes
 
 
+def test_arrays_of_page_ids_stay_the_callers(pair: Pair) -> None:
+    """An engine's row of its page table changes as soon as the call has returned."""
+    src, dst = np.array(SRC, np.int32), np.array(DST, np.int32)
+    pair.add()
+    pair.send_chunk(NUM_TOKENS, src, last=True)
+    src[:] = 0
+    pair.decode.open(7, 0, NUM_TOKENS, 0, dst, pair.prefill.endpoint, PROMPT)
+    dst[:] = 0
+    pair.until(lambda: len(pair.ends()) == 2)
+    pair.check_arrived()
+
+
+def test_a_promise_names_only_so_many_pages(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_transfers, "MAX_PAGES", 7)
+    with pytest.raises(RequestError, match="8 pages, a promise names at most 7"):
+        pair.open()
+    pair.open(prefix_pages=1)
+    until(lambda: pair.decode.num_rooms == 1)
+
+
 def test_an_aborted_room_gives_its_pages_back_with_proof_and_its_number_is_used_again(
     pair: Pair,
 ) -> None:
@@ -302,7 +323,7 @@ def test_a_fence_ends_what_a_dead_process_had(pair: Pair, dead: str) -> None:
 
 def test_what_is_refused_changes_nothing(pair: Pair) -> None:
     where = pair.prefill.endpoint
-    for prefix_len, pages in ((3, DST), (0, DST[1:]), (32, []), (-4, DST)):
+    for prefix_len, pages in ((3, DST), (0, DST[1:]), (0, [*DST, 1]), (32, []), (-4, DST)):
         with pytest.raises(RequestError):
             pair.decode.open(7, 0, NUM_TOKENS, prefix_len, pages, where, PROMPT)
     with pytest.raises(PageStateError):

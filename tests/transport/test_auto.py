@@ -17,6 +17,7 @@ from prefixkv.errors import (
     ClosedError,
     ConfigError,
     HandshakeError,
+    InternalError,
     PeerLostError,
 )
 from prefixkv.memory.mesh import Shard
@@ -94,6 +95,8 @@ def test_shm_alone_is_refused_where_it_cannot_be_mapped(driver: AutoDriver) -> N
     alone = split_offers(changed(target, boot="another")).shm
     writer.transport.add_peer(target.me, alone, target.pool.layout)
     driver.until(lambda: writer.of(PeerUnreachable))
+    (event,) = writer.of(PeerUnreachable)
+    assert event.error.field == "boot"
     writer.transport.write(writer.job(1, target, [1], [1]))
     driver.until(lambda: writer.ends(1))
     (failed,) = writer.ends(1)
@@ -191,6 +194,56 @@ def test_a_job_that_waits_for_the_way_ends_with_the_transport(
     assert not [t.name for t in threading.enumerate() if t.name.endswith(f"-{writer.me.name}")]
 
 
+def test_a_removed_peers_memory_is_given_back(driver: AutoDriver) -> None:
+    writer, target = driver.pair()
+    writer.transport.write(writer.job(1, target, [1], [1]))
+    driver.until(lambda: writer.ends(1))
+    loop = writer.transport._shm._loop
+    assert loop._peers[target.me].link is not None
+    writer.transport.remove_peer(target.me)
+    until(lambda: not loop._peers)
+    writer.transport.write(writer.job(2, target, [2], [2]))
+    driver.until(lambda: writer.ends(2))
+    assert [(type(end.error), end.drained) for end in writer.ends(2)] == [(PeerLostError, True)]
+
+
+@pytest.mark.parametrize("end", ["settled", "closed"])
+def test_what_is_settled_or_closed_is_not_settled_again(
+    unmet: tuple[Node, Node, list[Any], Any], end: str
+) -> None:
+    """Also where shm cannot reach the peer again: it stays with its way."""
+    writer, target, held, met = unmet
+    until(lambda: held)
+    if end == "settled":
+        assert met(target.me, None) is False
+        assert met(target.me, OSError("gone")) is False
+        assert writer.transport._peers[target.me].way == "shm"
+    else:
+        writer.transport.close()
+        assert met(target.me, OSError("gone")) is False
+        assert writer.transport._peers[target.me].way is None
+
+
+def test_where_shm_does_not_end_nixl_is_closed_and_a_job_ends_once(
+    driver: AutoDriver, unmet: tuple[Node, Node, list[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, target, _, _ = unmet
+    writer.transport.write(writer.job(1, target, [1], [1]))
+
+    def stuck() -> None:
+        raise InternalError("still in a copy")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writer.transport._shm, "close", stuck)
+        for _ in range(2):
+            with pytest.raises(InternalError, match="still in a copy"):
+                writer.transport.close()
+    with pytest.raises(ClosedError):
+        writer.transport._nixl.expect(1)
+    writer.transport.close()
+    assert [type(end.error) for end in writer.ends(1)] == [ClosedError]
+
+
 def test_a_peer_stays_with_its_way(driver: AutoDriver, copies: list[int]) -> None:
     writer, target = driver.node("prefill"), driver.node("decode")
     target.transport.expect(1)
@@ -267,6 +320,7 @@ def test_close_from_the_sink_is_refused_and_the_transport_goes_on(
         writer.transport._nixl.settle("x", 0.0)
     driver.until(lambda: writer.of(Settled))
     assert len(errors) == 1
+    until(lambda: writer.transport._teller is None)
     writer.transport.write(writer.job(1, target, [1], [1]))
     driver.until(lambda: writer.ends(1))
     assert isinstance(writer.ends(1)[0], WriteDone)

@@ -14,16 +14,25 @@ import msgspec
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import AbortedError, CallerError, HandshakeError, PeerLostError
+from prefixkv.errors import (
+    AbortedError,
+    CallerError,
+    ConfigError,
+    HandshakeError,
+    InternalError,
+    PeerLostError,
+)
 from prefixkv.memory.shared import SharedBlock
+from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.transport import shm_wire
-from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed
+from prefixkv.transport import shm, shm_wire
+from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteFailed
 from prefixkv.transport.shm import ShmTransport
 from prefixkv.transport.shm_copy import CopyPlan
 from prefixkv.transport.shm_wire import MAX_OTHER_RANGES, pack_offer
-from tests.models.patience import until
+from tests.models.patience import PATIENCE_S, until
 from tests.models.shm_liar import Liar, a_liar, num_descriptors, num_mapped
 from tests.models.transport_child import BIG, Child, children
 from tests.models.transport_driver import Node, ShmDriver
@@ -175,6 +184,52 @@ def test_close_from_the_sink_is_refused(driver: ShmDriver) -> None:
     transport.close()
 
 
+def test_a_thread_that_does_not_end_is_said_and_closed_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shm, "_CLOSE_TIMEOUT_S", 0.05)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def sink(event: Any) -> None:
+        inside.set()
+        go_on.wait(PATIENCE_S)
+
+    pool = make_pool("layer_major", 4, zeros=shared_zeros)
+    transport = ShmTransport(PeerId("slow", 1), pool.layout, sink)
+    transport.settle("a", 0.0)
+    assert inside.wait(PATIENCE_S)
+    with pytest.raises(InternalError, match="has not ended"):
+        transport.close()
+    go_on.set()
+    monkeypatch.setattr(shm, "_CLOSE_TIMEOUT_S", PATIENCE_S)
+    transport.close()
+
+
+@pytest.mark.parametrize("what", ["layout", "staging", "state"])
+def test_memory_that_breaks_its_laws_is_refused(what: str) -> None:
+    layout = make_pool("layer_major", 4).layout
+    before = num_descriptors()
+    more: dict[str, Any] = {
+        "layout": {"layout": msgspec.structs.replace(layout, num_pages=5)},
+        "staging": {"staging": StagingArea(4096, 4096, 4097)},
+        "state": {"state": StateLayout(0, (), ())},
+    }[what]
+    with pytest.raises(ConfigError):
+        ShmTransport(PeerId("d", 1), more.pop("layout", layout), lambda event: None, **more)
+    assert num_descriptors() == before
+
+
+def test_what_is_said_after_the_end_goes_nowhere() -> None:
+    events: list[Any] = []
+    pool = make_pool("layer_major", 4)
+    transport = ShmTransport(PeerId("d", 1), pool.layout, events.append)
+    transport.say(Settled("before"))
+    until(lambda: events)
+    transport.close()
+    transport.say(Settled("after"))
+    assert events == [Settled("before")]
+
+
 def test_memory_that_is_not_shared_is_not_offered() -> None:
     pool = make_pool("layer_major", 4)
     transport = ShmTransport(PeerId("d", 1), pool.layout, lambda event: None)
@@ -214,6 +269,9 @@ LIES: dict[str, tuple[Any, Any, Fds, str]] = {
     "too short": (
         None, None, lambda b: [memfd(mmap.PAGESIZE // 2, fcntl.F_SEAL_SHRINK)], "shm file bytes"
     ),
+    "too short by a byte": (
+        None, None, lambda b: [memfd(b.num_bytes - 1, fcntl.F_SEAL_SHRINK)], "shm file bytes"
+    ),
     "of huge pages": (
         None, None,
         lambda b: [memfd(-(-b.num_bytes // HUGE) * HUGE, fcntl.F_SEAL_SHRINK, os.MFD_HUGETLB)],
@@ -224,8 +282,16 @@ LIES: dict[str, tuple[Any, Any, Fds, str]] = {
     "read only": (
         None, None, lambda b: [os.open(f"/proc/self/fd/{b.fd}", os.O_RDONLY)], "shm block"
     ),
+    "the second not sealed": (
+        lambda b: [b[:2], (b.address + b.num_bytes, b.num_bytes)], None,
+        lambda b: [os.dup(b.fd), memfd(b.num_bytes)], "shm seals",
+    ),
     "no descriptor": (None, None, lambda b: [], "shm descriptors"),
     "one too many": (None, None, lambda b: [os.dup(b.fd), os.dup(b.fd)], "shm descriptors"),
+    "one too few": (
+        lambda b: [b[:2], (b.address + b.num_bytes, b.num_bytes)], None,
+        lambda b: [os.dup(b.fd)], "shm descriptors",
+    ),
     "so many that they are cut off": (None, None, lambda b: [os.dup(b.fd)] * 100, "shm"),
     "nothing": ([], [], lambda b: [], "shm descriptors"),
     "more ranges than a Hello has": (
@@ -234,6 +300,7 @@ LIES: dict[str, tuple[Any, Any, Fds, str]] = {
     ),
     "no words": ("what", 7, lambda b: [os.dup(b.fd)], "shm memory"),
     "a negative size": ([(4096, -1)], [], lambda b: [os.dup(b.fd)], "shm memory"),
+    "an empty block": ([(4096, 0)], [], lambda b: [os.dup(b.fd)], "shm memory"),
     "an endless size": ([(4096, 2**63 - 1)], [], lambda b: [os.dup(b.fd)], "shm file bytes"),
     "elsewhere": ([(4096, 4096)], [(4096, 4096)], lambda b: [os.dup(b.fd)], "shared memory"),
     "ranges outside": (None, [(4096, 4096)], lambda b: [os.dup(b.fd)], "shm range"),
@@ -333,10 +400,10 @@ def test_a_door_that_closes_instead_of_answering_is_a_refusal(
 ) -> None:
     writer = driver.node("prefill")
     writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
-    link, _ = liar.listener.accept() if liar.listener.setblocking(True) is None else (None, None)
-    assert link is not None
-    link.close()
+    liar.accept().close()
     driver.until(lambda: writer.of(PeerUnreachable))
+    (event,) = writer.of(PeerUnreachable)
+    assert (event.error.field, event.error.theirs) == ("shm", "the end")
 
 
 def test_a_closed_target_fails_what_comes_then(driver: ShmDriver) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import select
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,24 @@ import msgspec
 import pytest
 
 from prefixkv.errors import ConfigError, HandshakeError
-from prefixkv.memory.shared import block_of
+from prefixkv.memory.kv_layout import ADDRESS_END
+from prefixkv.memory.shared import SharedBlock, block_of
 from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
 from prefixkv.transport import shm_door, shm_wire
 from prefixkv.transport.base import PeerUnreachable, WriteDone
 from prefixkv.transport.shm import ShmTransport
-from prefixkv.transport.shm_wire import MAGIC, TOKEN_BYTES, Offer, hand_over, read_offer, take
+from prefixkv.transport.shm_door import Door
+from prefixkv.transport.shm_wire import (
+    MAGIC,
+    TOKEN_BYTES,
+    Offer,
+    hand_over,
+    pack_offer,
+    read_offer,
+    tags_of,
+    take,
+)
 from tests.models.patience import PATIENCE_S, until
 from tests.models.shm_liar import num_descriptors
 from tests.models.transport_driver import Node, ShmDriver
@@ -69,12 +82,13 @@ def write_one(driver: ShmDriver, writer: Node, target: Node, number: int) -> Non
 # --- who it is ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("more", [1, -1])
 def test_another_user_gets_nothing_and_is_given_nothing(
-    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch, more: int
 ) -> None:
     writer, target = driver.node("prefill"), driver.node("decode")
     user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: user + more)
     writer.add(target)
     driver.until(lambda: writer.of(PeerUnreachable))
     (event,) = writer.of(PeerUnreachable)
@@ -129,6 +143,12 @@ def test_a_writer_whose_words_are_no_tags_is_dropped_and_others_go_on(
     write_one(driver, writer, target, 2)
 
 
+def test_a_packet_of_tags_is_one_that_the_door_reads_whole() -> None:
+    assert shm_wire.TAGS_A_PACKET * TAG_BYTES <= shm_wire.MAX_PACKET_BYTES
+    with pytest.raises(HandshakeError, match="bytes of tags"):
+        tags_of(b"")
+
+
 # --- how many, and for how long -------------------------------------------------------------------
 
 
@@ -146,6 +166,17 @@ def test_a_stranger_that_says_nothing_is_turned_out_and_a_writer_is_not(
         assert stranger.recv(10) == b""
     write_one(driver, writer, target, 2)
     assert writer.transport._loop._peers[target.me].link is link
+
+
+def test_the_thread_wakes_for_the_stranger_that_came_first(driver: ShmDriver) -> None:
+    target = driver.node("decode")
+    door = target.transport._loop._door
+    with stranger_at(target):
+        until(lambda: len(door._links) == 1)
+        first_s = door.wake_s()
+        with stranger_at(target):
+            until(lambda: len(door._links) == 2)
+            assert door.wake_s() == first_s
 
 
 def test_only_so_many_strangers_are_waited_for(
@@ -176,6 +207,29 @@ def test_only_so_many_writers_are_let_in(
             assert answer_to(one_too_many, token) == b""
 
 
+def test_a_writer_that_leaves_its_answer_unread_is_dropped(
+    driver: ShmDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel says so by another error than the end."""
+    target = driver.node("decode")
+    door = target.transport._loop._door
+    with stranger_at(target) as writer:
+        writer.send(MAGIC + offer_of(target).token)
+        until(lambda: door.num_writers == 1)
+    until(lambda: not door._links)
+    assert not caplog.records
+
+
+def test_a_stranger_that_has_left_again_is_not_missed() -> None:
+    with select.epoll() as epoll:
+        door = Door(PeerId("d", 1), [], [], epoll)
+        try:
+            assert door.on_ready(door._listener.fileno(), lambda tag: None)
+            assert door.wake_s() is None
+        finally:
+            door.close()
+
+
 # --- what stays open ------------------------------------------------------------------------------
 
 
@@ -196,6 +250,50 @@ def test_a_transport_that_cannot_start_leaves_nothing_open(
     assert num_descriptors() == before
 
 
+def test_a_door_whose_name_is_taken_leaves_nothing_open() -> None:
+    with shm_wire.listen("taken"):
+        before = num_descriptors()
+        with pytest.raises(OSError, match="in use"):
+            shm_wire.listen("taken")
+        assert num_descriptors() == before
+
+
+def test_no_more_blocks_are_taken_than_ranges_were_named() -> None:
+    memory = shared_zeros((mmap.PAGESIZE,))
+    block = block_of(memory.ctypes.data, 1)
+    assert block is not None
+    blocks = [block._replace(address=at * block.num_bytes) for at in range(1, 11)]
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ends[0], ends[1]:
+        for max_ranges in (10, 2):
+            hand_over(ends[0], blocks, [taken[:2] for taken in blocks[:max_ranges]])
+            before = num_descriptors()
+            if max_ranges == 10:
+                shm_wire.close_all(taken.fd for taken in take(ends[1], max_ranges).blocks)
+            else:
+                with pytest.raises(HandshakeError):
+                    take(ends[1], max_ranges)
+            assert num_descriptors() == before
+
+
+@pytest.mark.parametrize(("magic", "is_taken"), [(MAGIC, True), (b"pkvshm2|", False)])
+def test_an_answer_of_another_version_is_refused(magic: bytes, is_taken: bool) -> None:
+    memory = shared_zeros((mmap.PAGESIZE,))
+    block = block_of(memory.ctypes.data, 1)
+    assert block is not None
+    words = magic + msgspec.msgpack.encode(([block[:2]], [block[:2]]))
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ends[0], ends[1]:
+        before = num_descriptors()
+        socket.send_fds(ends[0], [words], [block.fd])
+        if is_taken:
+            shm_wire.close_all(taken.fd for taken in take(ends[1], 7).blocks)
+        else:
+            with pytest.raises(HandshakeError, match="pkvshm2"):
+                take(ends[1], 7)
+        assert num_descriptors() == before
+
+
 def test_descriptors_do_not_go_to_programs_that_this_process_starts() -> None:
     pool = make_pool("layer_major", 4, zeros=shared_zeros)
     block = block_of(*pool.layout.regions[0])
@@ -210,12 +308,51 @@ def test_descriptors_do_not_go_to_programs_that_this_process_starts() -> None:
     shm_wire.close_all(taken.fd for taken in handed.blocks)
 
 
+PAGE = mmap.PAGESIZE
+TWO = [(PAGE, PAGE), (2 * PAGE, PAGE)]  # which touch
+APART = [(PAGE, PAGE), (4 * PAGE, PAGE)]
+PLACES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]], str]] = {
+    "whole blocks": (TWO, TWO, ""),
+    "in any order": (TWO[::-1], APART[:1], ""),
+    "the last bytes": (APART, [(2 * PAGE - 1, 1), (5 * PAGE - 1, 1)], ""),
+    "blocks that overlap by a byte": ([(PAGE, PAGE + 1), TWO[1]], [], "shm block"),
+    "and the later one first": ([TWO[1], (PAGE, PAGE + 1)], [], "shm block"),
+    "a block inside another": ([(PAGE, 9 * PAGE), TWO[1]], [], "shm block"),
+    "the last address": ([(ADDRESS_END - PAGE - 1, PAGE)], [], ""),
+    "beyond all addresses": ([(ADDRESS_END - PAGE, PAGE)], [], "shm block"),
+    "a range that ends a byte later": (APART, [(PAGE, PAGE + 1)], "shm range"),
+    "behind the last": (APART, [(4 * PAGE, PAGE + 1)], "shm range"),
+    "that begins a byte sooner": (APART, [(PAGE - 1, 2)], "shm range"),
+    "between two": (APART, [(3 * PAGE, 1)], "shm range"),
+    "across two": (TWO, [(PAGE, 2 * PAGE)], "shm range"),  # they are mapped apart
+    "the second of two": (APART, [APART[0], (PAGE, 4 * PAGE)], "shm range"),
+}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_blocks_lie_apart_and_ranges_inside_one(where: str) -> None:
+    blocks, ranges, field = PLACES[where]
+    handed = [SharedBlock(*block, fd=-1) for block in blocks]
+    with nullcontext() if not field else pytest.raises(HandshakeError, match=field):
+        shm_wire._check_places(handed, ranges)
+
+
 # --- offers ---------------------------------------------------------------------------------------
 
 
 def test_the_boot_is_the_kernels() -> None:
     said = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert said == shm_wire.boot_id() != ""
+
+
+@pytest.mark.parametrize(
+    "change", [{"token": b""}, {"token": bytes(31)}, {"token": bytes(33)}, {"door": ""}], ids=str
+)
+def test_an_offer_that_is_none_is_refused(driver: ShmDriver, change: dict[str, Any]) -> None:
+    target = driver.node("decode")
+    offer = msgspec.structs.replace(offer_of(target), **change)
+    with pytest.raises(HandshakeError, match="shm offer"):
+        read_offer(pack_offer(offer), target.me)
 
 
 def test_an_offer_of_another_version_is_refused(driver: ShmDriver) -> None:

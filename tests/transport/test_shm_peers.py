@@ -4,6 +4,7 @@ jobs when a peer is another, does not answer, or does not read."""
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import itertools
 import logging
@@ -26,11 +27,13 @@ from prefixkv.transport.base import Arrived, PeerUnreachable, Settled, WriteDone
 from prefixkv.transport.routes import PeerMemory
 from prefixkv.transport.shm import ShmTransport
 from prefixkv.transport.shm_copy import CopyPlan
+from prefixkv.transport.shm_loop import ShmLoop
 from prefixkv.transport.shm_peer import Link
-from prefixkv.transport.shm_wire import pack_offer, tags_of
+from prefixkv.transport.shm_wire import listen, pack_offer, tags_of
 from tests.models.patience import until
 from tests.models.shm_liar import Liar, a_liar, num_descriptors
 from tests.models.transport_driver import Gate, Node, ShmDriver
+from tests.models.transport_pools import Shape, make_pool
 
 SMALL = TransportConfig(post_bytes=128)  # two blocks of 64 bytes a part
 
@@ -111,6 +114,35 @@ def test_peers_take_turns_part_by_part(driver: ShmDriver, monkeypatch: pytest.Mo
     turns = order[1:-1]
     assert len(set(turns)) == 2
     assert all(first != second for first, second in itertools.pairwise(turns))
+
+
+def test_a_turn_copies_one_part_for_a_peer(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rooms are ready: commands are obeyed between two parts."""
+    writer, target = driver.pair(config=SMALL)
+    until(lambda: is_connected(writer, target))
+    copied: list[int] = []
+    turns: list[tuple[int, bool]] = []
+    copy, progress = CopyPlan.copy, ShmLoop._progress
+
+    def counted(plan: CopyPlan, *args: Any) -> None:
+        copied.append(1)
+        copy(plan, *args)
+
+    def turned(loop: ShmLoop) -> bool:
+        before, moved = len(copied), progress(loop)
+        turns.append((len(copied) - before, moved))
+        return moved
+
+    monkeypatch.setattr(CopyPlan, "copy", counted)
+    monkeypatch.setattr(ShmLoop, "_progress", turned)
+    gate = Gate(driver)
+    for number in range(3):
+        writer.transport.write(writer.job(number, target, [0, 1], [0, 1], ready=gate))
+    gate.answer = True
+    driver.until(lambda: len(writer.ends()) == 3)
+    assert {turn for turn in turns if turn[0]} == {(1, True)}
 
 
 def test_all_tags_that_were_sent_are_heard_before_settled(driver: ShmDriver) -> None:
@@ -218,6 +250,7 @@ def test_jobs_for_another_memory_than_the_peer_has_now_fail(driver: ShmDriver) -
 def test_a_removed_peers_memory_is_given_back_with_its_job_waiting(driver: ShmDriver) -> None:
     writer, target = driver.pair()
     until(lambda: is_connected(writer, target))
+    peer = loop_of(writer)._peers[target.me]
     gate, before = Gate(driver), num_descriptors()
     writer.transport.write(writer.job(1, target, [0], [0], ready=gate))
     driver.until(lambda: gate.queries)
@@ -226,6 +259,27 @@ def test_a_removed_peers_memory_is_given_back_with_its_job_waiting(driver: ShmDr
     assert isinstance(writer.ends(1)[0], WriteFailed)
     until(lambda: num_descriptors() == before - 3)  # the connection's ends, and the memory
     assert not loop_of(writer)._peers
+    assert (peer.link, peer.routes, peer.plans) == (None, None, {})
+
+
+def test_jobs_go_on_where_the_same_memory_has_another_door(driver: ShmDriver, liar: Liar) -> None:
+    writer, gate = driver.node("prefill"), Gate(driver)
+    to = Node(liar.me, writer.pool, None)
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    first = liar.answer_truly()
+    until(lambda: is_connected(writer, to))
+    writer.transport.write(writer.job(1, to, [1], [2], ready=gate))
+    driver.until(lambda: gate.queries)
+    door = f"{liar.offer.door}-again"
+    with listen(door) as listener, first:
+        offer = msgspec.structs.replace(liar.offer, door=door)
+        writer.transport.add_peer(liar.me, pack_offer(offer), liar.layout)
+        with dataclasses.replace(liar, listener=listener, offer=offer).answer_truly() as link:
+            gate.answer = True
+            driver.until(lambda: writer.ends(1))
+            assert isinstance(writer.ends(1)[0], WriteDone)
+            assert link.recv(1000) == writer.job(1, to, [1], [2]).tag.pack()
+            assert first.recv(1000) == b""
 
 
 # --- a peer that does not answer, or does not read ------------------------------------------------
@@ -271,6 +325,11 @@ def test_tags_that_nothing_reads_are_lost_beyond_a_bound(
     driver: ShmDriver, liar: Liar, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr(shm_peer, "_MAX_UNSENT_TAGS", 50)
+    calls: list[int] = []
+    on_ready = Link.on_ready
+    monkeypatch.setattr(
+        Link, "on_ready", lambda link, events: (calls.append(events), on_ready(link, events))[1]
+    )
     writer = driver.node("prefill", config=SMALL)
     writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
     link = liar.answer_truly()
@@ -293,6 +352,9 @@ def test_tags_that_nothing_reads_are_lost_beyond_a_bound(
         return not link_to(writer, liar)._unsent
 
     until(all_read)  # what waited is sent
+    heard = len(calls)
+    time.sleep(0.2)
+    assert len(calls) <= heard + 1, "and a socket that takes more keeps no writer awake"
     tags = [ChunkTag.unpack(tag) for packet in read for tag in tags_of(packet)]
     assert len(tags) > 50
     assert len(set(tags)) == len(tags)
@@ -349,6 +411,26 @@ def test_only_pools_on_the_cpu_are_offered_and_written(driver: ShmDriver) -> Non
     driver.until(lambda: writer.of(PeerUnreachable))
     (event,) = writer.of(PeerUnreachable)
     assert "CPU" in str(event.error)
+    events: list[Any] = []
+    transport = ShmTransport(writer.me, on_gpu, events.append)
+    transport.add_peer(target.me, target.transport.metadata, target.pool.layout)
+    until(lambda: events)
+    transport.close()
+    assert isinstance(events[0], PeerUnreachable)
+    assert "CPU" in str(events[0].error)
+
+
+def test_a_peer_of_another_model_is_told_so_also_where_its_door_is_shut(
+    driver: ShmDriver, liar: Liar
+) -> None:
+    writer = driver.node("prefill")
+    liar.listener.close()
+    other = make_pool("page_major", 6, Shape(head_dim=16)).layout
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), other)
+    driver.until(lambda: writer.of(PeerUnreachable))
+    (event,) = writer.of(PeerUnreachable)
+    assert isinstance(event.error, HandshakeError)
+    assert event.error.field == "head_dim"
 
 
 def test_what_a_peer_says_behind_its_answer_keeps_no_writer_awake(
@@ -370,6 +452,31 @@ def test_what_a_peer_says_behind_its_answer_keeps_no_writer_awake(
         link.send(b"more")
         time.sleep(0.3)
         assert len(calls) <= heard + 1
+
+
+def test_a_peer_that_is_lost_while_a_job_waits_is_said(driver: ShmDriver, liar: Liar) -> None:
+    writer, gate = driver.node("prefill"), Gate(driver)
+    to = Node(liar.me, writer.pool, None)
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    link = liar.answer_truly()
+    until(lambda: is_connected(writer, to))
+    writer.transport.write(writer.job(1, to, [1], [2], ready=gate))
+    driver.until(lambda: gate.queries)
+    link.close()
+    driver.until(lambda: writer.ends(1) and writer.of(PeerUnreachable))
+    assert [(type(end.error), end.drained) for end in writer.ends(1)] == [(PeerLostError, True)]
+    assert [event.peer for event in writer.of(PeerUnreachable)] == [liar.me]
+
+
+def test_a_tag_for_a_peer_that_is_gone_says_so(liar: Liar) -> None:
+    with select.epoll() as epoll:
+        memory = PeerMemory(liar.layout, None, None, None)
+        link = Link(liar.me, pack_offer(liar.offer), memory, epoll)
+        liar.answer_truly().close()
+        link.on_ready(select.EPOLLIN)
+        with pytest.raises(PeerLostError, match="is gone"):
+            link.tell(b"a tag")
+        link.close()
 
 
 def test_a_connection_that_cannot_be_watched_is_closed(liar: Liar) -> None:
