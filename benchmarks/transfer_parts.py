@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from typing import Annotated, Any, Final
 
@@ -91,6 +91,7 @@ def decode_side(pipe: Connection, _watch: Watch, case: Transfer) -> Row:
     return {
         "layout": case.layout,
         "pages": case.pages,
+        "post_mib": case.post_bytes / 2**20,
         "posts": round(statistics.median(span["num_posts"] for span in spans)),
         "of_raw_posts_of_the_same_descriptors": round(
             statistics.median(row["same"] / row["stack"] for row in rows), 3
@@ -145,13 +146,16 @@ def transfer_parts(
         bool, typer.Option(help="Tiny sizes: whether it works, not how fast it is.")
     ] = False,
 ) -> None:
-    """Parts of a transfer's time, beside raw posts of the same descriptors; JSON on stdout."""
+    """Parts of a transfer's time, beside raw posts of the same descriptors; JSON on stdout. In the
+    last row, the first of its layout again, posts are twice as large."""
     load_before = os.getloadavg()
+    cases = [(layout, pages, 1) for layout in LAYOUTS for pages in PAGES]
+    cases.append((LAYOUTS[-1], PAGES[0], 2))
     rows = []
-    for layout in LAYOUTS:
-        for pages in PAGES:
-            case = small(layout, pages) if quick else Transfer(layout, pages, repeats=repeats)
-            rows.append(run_pair(decode_side, prefill_side, case))
+    for layout, pages, larger in cases:
+        case = small(layout, pages) if quick else Transfer(layout, pages, repeats=repeats)
+        case = replace(case, post_bytes=larger * case.post_bytes)
+        rows.append(run_pair(decode_side, prefill_side, case))
     recipe = {
         "command": "python -m benchmarks transfer_parts",
         "what": "medians of the transfers of a case; parts are medians each, so they add up to "

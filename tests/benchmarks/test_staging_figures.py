@@ -7,10 +7,9 @@ benchmarks/results/staging.json, rounded. After a run this writes it anew:
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from tests.benchmarks.test_figures import ROOT, fixed, head, line, result, share
+from tests.benchmarks.test_figures import ROOT, fixed, head, line, result, share, write_table
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 MARK = "<!-- staging-table -->"
@@ -60,7 +59,14 @@ def figures() -> dict[str, str]:
         "the copies": f"its three copies alone take {fixed(alone_ms)} ms",
         "a fifth": f"a fifth of sliced is {fixed(fifth_ms)}",
         "what 5 times would be": f"{share(alone_ms / fifth_ms)} of their speed",
-        "foreign": f"{fixed(min(foreign), 1)} to {fixed(max(foreign), 1)} cores busy meanwhile",
+        "foreign": f"at most {fixed(max(foreign), 1)} of its cores busy",
+        **{
+            f"alone, {way}": " and ".join(
+                share(row["of_copies_alone"]) for row in rows() if row["meshes"] == way
+            )
+            + f" from {way}"
+            for way in ("TP4 to TP1", "TP1 to TP4")
+        },
     }
 
 
@@ -74,13 +80,5 @@ def test_the_figures_of_the_text_are_those_of_the_file() -> None:
     assert [what for what, piece in figures().items() if piece not in text] == []
 
 
-def write() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    lines = "\n".join(staging_table())
-    text, num = re.subn(rf"({MARK}\n)(?:\|.*\n)+", lambda found: f"{found[1]}{lines}\n", text)
-    assert num == 1, f"{DOCUMENT.name} has no table {MARK}"
-    DOCUMENT.write_text(text, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write()
+    write_table(DOCUMENT, MARK, staging_table())
