@@ -159,7 +159,7 @@ def test_all_tags_that_were_sent_are_heard_before_settled(driver: ShmDriver) -> 
         sink(event)
 
     loop_of(target)._sink = slow
-    target.transport.settle("hold", 0.0)
+    target.transport.say(Settled("hold"))  # a settle would read what came while it was held
     assert held.wait(60)
     for number in range(5):
         pages = list(range(20))
@@ -196,6 +196,26 @@ def test_a_copy_that_fails_fails_its_job_drained_and_nothing_else(
     assert isinstance(writer.ends(3)[0], WriteDone)
     assert link_to(writer, target) is link
     assert not writer.of(PeerUnreachable)
+
+
+def test_a_peer_that_is_found_lost_by_a_tag_is_connected_anew(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, target = driver.pair()
+    until(lambda: is_connected(writer, target))
+
+    def gone(*args: Any) -> None:
+        raise PeerLostError("it is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Link, "tell", gone)
+        writer.transport.write(writer.job(1, target, [0], [0]))
+        driver.until(lambda: writer.ends(1))
+        until(lambda: link_to(writer, target) is None)
+    assert [(type(end.error), end.drained) for end in writer.ends(1)] == [(PeerLostError, True)]
+    writer.transport.write(writer.job(2, target, [1], [1]))
+    driver.until(lambda: writer.ends(2))
+    assert isinstance(writer.ends(2)[0], WriteDone)
 
 
 def test_a_sink_that_raises_hears_what_comes_later(driver: ShmDriver) -> None:
@@ -399,6 +419,61 @@ def test_memory_that_the_kernel_does_not_give_is_a_refusal(
     assert event.error.field == "shm pages"
     assert not writer.of(WriteDone)
     assert link_to(writer, target) is None
+
+
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN, errno.EINVAL])
+def test_a_kernel_that_is_interrupted_is_asked_again_and_an_old_one_is_not(
+    liar: Liar, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Kernel:
+        @staticmethod
+        def madvise(address: int, num_bytes: int, advice: int) -> int:
+            asked.append((address, num_bytes))
+            if len(asked) % 2 == 0:
+                return 0
+            ctypes.set_errno(number)
+            return -1
+
+    monkeypatch.setattr(shm_peer, "_libc", Kernel)
+    monkeypatch.setattr(shm_peer, "_POPULATED_BYTES", 4096)
+    with select.epoll() as epoll:
+        memory = PeerMemory(liar.layout, None, None, None)
+        link = Link(liar.me, pack_offer(liar.offer), memory, epoll)
+        blocks = [
+            liar.block[:2],
+            (liar.block.address + liar.block.num_bytes, liar.block.num_bytes),
+        ]
+        with liar.answer(blocks, [], [liar.block.fd] * 2):
+            link.on_ready(select.EPOLLIN)
+            turns = 0
+            while not link.is_whole and turns < 1000:
+                link.populate()
+                turns += 1
+        link.close()
+    num_pages = 2 * liar.block.num_bytes // 4096
+    if number == errno.EINVAL:
+        assert turns == 1
+    else:
+        assert turns == 2 * num_pages
+        assert asked[::2] == asked[1::2]
+        assert len(set(asked)) == num_pages
+
+
+def test_ranges_are_found_in_the_block_that_each_lies_in(liar: Liar) -> None:
+    with select.epoll() as epoll:
+        memory = PeerMemory(liar.layout, None, None, None)
+        link = Link(liar.me, pack_offer(liar.offer), memory, epoll)
+        address, num_bytes, fd = liar.block
+        blocks = [(address + num_bytes, num_bytes), (address, num_bytes)]
+        ranges = [(address + 8, 8), (address + num_bytes + 16, 8)]
+        with liar.answer(blocks, ranges, [fd, fd]):
+            link.on_ready(select.EPOLLIN)
+        bases = [ctypes.addressof(ctypes.c_char.from_buffer(block)) for block in link._maps]
+        assert [one[:2] for one in link.mapped] == ranges
+        assert [one.here for one in link.mapped] == [bases[0] + 8, bases[1] + 16]
+        link.close()
 
 
 def test_only_pools_on_the_cpu_are_offered_and_written(driver: ShmDriver) -> None:
