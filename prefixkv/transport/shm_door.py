@@ -4,6 +4,7 @@ token, and hears their tags. Owned by the transport's thread."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import logging
 import secrets
@@ -35,6 +36,7 @@ _MAX_LINKS: Final = 1024
 _MAX_STRANGERS: Final = 64  # that have not said the token yet
 _PATIENCE_S: Final = 10.0  # for it
 _PACKETS_A_TURN: Final = 64  # of a link
+_DEAF_S: Final = 0.1  # before it is tried again to let one in, where there are no descriptors
 
 
 class Door:
@@ -56,6 +58,7 @@ class Door:
         door = secrets.token_hex(16)
         self._listener = listen(door)
         self._links: dict[int, tuple[socket.socket, float | None]] = {}
+        self._deaf_until_s: float | None = None  # the listener is not watched
         try:
             self.offer = pack_offer(Offer(*me, boot_id(), door, self._token))
             epoll.register(self._listener.fileno(), select.EPOLLIN)
@@ -68,9 +71,9 @@ class Door:
         return sum(until_s is None for _, until_s in self._links.values())
 
     def wake_s(self) -> float | None:
-        """When a stranger's time is over; None: there is none."""
-        times = [until_s for _, until_s in self._links.values() if until_s is not None]
-        return min(times, default=None)
+        """When a stranger's time is over, or the listener is watched again; None: neither."""
+        times = [self._deaf_until_s, *(until_s for _, until_s in self._links.values())]
+        return min((time_s for time_s in times if time_s is not None), default=None)
 
     def on_ready(self, fd: int, arrived: Callable[[bytes], None]) -> bool:
         """Something came at this descriptor. False if it is none of this door's."""
@@ -89,7 +92,10 @@ class Door:
                 self._read(fd, arrived, 1 << 20)
 
     def turn_out(self, now_s: float) -> None:
-        """Those that have not said the token in time."""
+        """Those that have not said the token in time. Watch the listener again, if it is time."""
+        if self._deaf_until_s is not None and self._deaf_until_s <= now_s:
+            self._deaf_until_s = None
+            self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
         for fd, (_, until_s) in list(self._links.items()):
             if until_s is not None and until_s <= now_s:
                 self._drop(fd)
@@ -102,7 +108,11 @@ class Door:
     def _accept(self) -> None:
         try:
             link, _ = self._listener.accept()
-        except OSError:  # it has left again, or there are no descriptors
+        except OSError as error:  # it has left again, or there are no descriptors
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                # It still waits, so the listener would wake the thread for ever.
+                self._epoll.modify(self._listener.fileno(), 0)
+                self._deaf_until_s = time.monotonic() + _DEAF_S
             return
         strangers = len(self._links) - self.num_writers
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import select
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -362,3 +364,34 @@ def test_an_offer_of_another_version_is_refused(driver: ShmDriver) -> None:
     assert raw.startswith(b"pkvshm1|")
     with pytest.raises(HandshakeError, match="shm offer"):
         read_offer(b"pkvshm2|" + raw[len(MAGIC) :], target.me)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_where_there_are_no_descriptors_the_listener_is_left_alone_for_a_while(number: int) -> None:
+    """One that waits at the door would keep the thread turning."""
+    with select.epoll() as epoll, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        door = Door(PeerId("d", 1), [], [], epoll)
+        listener = door._listener
+        try:
+            offer = msgspec.msgpack.decode(door.offer[len(MAGIC) :], type=Offer)
+            stranger.connect("\0prefixkv-shm-" + offer.door)
+            assert epoll.poll(0)
+
+            def accept() -> None:
+                raise OSError(number, "no descriptors")
+
+            door._listener = SimpleNamespace(accept=accept, fileno=listener.fileno)  # type: ignore[assignment]
+            assert door.on_ready(listener.fileno(), lambda _: None)
+            assert not epoll.poll(0)
+            again_s = door.wake_s()
+            assert again_s is not None
+            door.turn_out(again_s - 0.01)
+            assert not epoll.poll(0)
+            door._listener = listener
+            door.turn_out(again_s)
+            assert epoll.poll(0)
+            door.on_ready(listener.fileno(), lambda _: None)
+            assert door._links
+        finally:
+            door._listener = listener
+            door.close()
