@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import sys
 import threading
 from collections.abc import Sequence
@@ -256,3 +257,5 @@ def install(bare: Sequence[str] = BARE) -> None:
             setattr(sys.modules[parent], leaf, module)
     for name, value in _UTILS.items():
         setattr(sys.modules["sglang.srt.utils"], name, value)
+    # A server has it of transformers, which gives it to every logger.
+    logging.Logger.warning_once = logging.Logger.warning  # type: ignore[attr-defined]

@@ -18,9 +18,10 @@ PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
 
 
 @pytest.mark.skipif(not PYTHON, reason="PREFIXKV_ENGINE_PYTHON is not set")
-def test_the_suite_holds_on_sglangs_own_pools() -> None:
+@pytest.mark.parametrize("part", sorted(path.name for path in INSIDE.glob("test_*.py")))
+def test_the_suite_holds_on_sglangs_own_pools(part: str) -> None:
     command = [PYTHON, "-B", "-m", "pytest", "-q", "-rs", "-W", "ignore", "-o",
-               "faulthandler_timeout=0", str(INSIDE)]  # fmt: skip
+               "faulthandler_timeout=0", str(INSIDE / part)]  # fmt: skip
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stdout + told.stderr
     assert " skipped" not in told.stdout
