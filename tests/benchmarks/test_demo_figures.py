@@ -6,7 +6,7 @@ benchmarks/results/demo*.json, rounded. After another run this writes them anew:
 
 from __future__ import annotations
 
-import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.demo_parts import PARTS, _requests
-from tests.benchmarks.test_figures import MIB, fixed, head, line, ms, result
+from tests.benchmarks.test_figures import MIB, fixed, head, line, ms, result, write_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,6 +122,20 @@ def sentences() -> list[str]:
     ]
 
 
+def turns_sentence() -> str:
+    """Of docs/benchmarks.md, on the trace that hardly repeats."""
+    found = result("demo_trace_turns")
+    passes, median_ms, per_s = found["ttft_p50_ms"], found["median_ms"], found["sustained_per_s"]
+    ms_of_all = [ms for each in passes.values() for ms in each]
+    on, off = (fixed(statistics.median(per_s[name])) for name in ("on", "off"))
+    return (
+        f"turn about {len(passes['on'])} times (`demo_trace`), TTFT P50 is "
+        f"{fixed(found['on_of_off'], 2)} times as long with it on (medians {median_ms['on']} and "
+        f"{median_ms['off']} ms; passes of one kind reach from {fixed(min(ms_of_all))} to "
+        f"{fixed(max(ms_of_all))} ms), and {on} requests/s are sustained, {off} with it off."
+    )
+
+
 TABLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "demo-table": ("README.md", demo_table),
     "demos-table": ("docs/benchmarks.md", demos_table),
@@ -141,6 +155,11 @@ def test_the_sentences_are_their_result_file() -> None:
     assert [one for one in sentences() if one not in text] == []
 
 
+def test_the_sentence_on_the_trace_is_its_result_file() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert turns_sentence() in text
+
+
 def test_of_a_request_s_marks_the_last_chunk_s_count_and_else_the_first() -> None:
     """A promise that is said again is no later promise; a request that lacks a mark is left out."""
     order = ["arrived", *PARTS]
@@ -155,13 +174,7 @@ def test_of_a_request_s_marks_the_last_chunk_s_count_and_else_the_first() -> Non
 def write() -> None:
     """The tables anew; the sentences are written by hand."""
     for mark, (name, table) in TABLES.items():
-        path = ROOT / name
-        text = path.read_text(encoding="utf-8")
-        lines = "\n".join(table())
-        pattern = rf"(<!-- {mark} -->\n)(?:\|.*\n)+"
-        text, num = re.subn(pattern, lambda found, lines=lines: f"{found[1]}{lines}\n", text)
-        assert num == 1, f"{name} has no table {mark}"
-        path.write_text(text, encoding="utf-8")
+        write_table(ROOT / name, f"<!-- {mark} -->", table())
 
 
 if __name__ == "__main__":

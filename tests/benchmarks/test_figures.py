@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
@@ -545,7 +546,17 @@ def figures() -> dict[str, str]:
     admissions = [row for row in missed if row["name"] == "admit"]
     over = fixed(max(row["us_p50"] / row["target_us_p50"] for row in admissions), 1)
     (requests,) = re.findall(r"(\d+) requests", trace)
+    helping = result("full_hit_helping")
+    paused, none = (
+        {
+            way: share(statistics.median(b / a for a, b in zip(ways["as_it_is"], us, strict=True)))
+            for way, us in ways.items()
+        }
+        for ways in (helping["pauses_of_10_ms"], helping["no_pause"])
+    )
     return {
+        "an engine's thread that helps": f"a hit took {paused['helps']} times as long, with both "
+        f"{paused['both']}; with no pause {none['helps']} and {none['both']} ",
         "a decision": f"P50 {fixed(decision['route_us']['p50'])} us",
         "a slow decision": f"P99 {fixed(decision['route_us']['p99'] / 1e3, 1)} ms",
         "runs of the demo": f"{len(meshes)} runs",

@@ -9,6 +9,7 @@ import errno
 import itertools
 import logging
 import select
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -64,6 +65,18 @@ def link_to(writer: Node, target: Any) -> Any:
 def is_connected(writer: Node, target: Node) -> bool:
     peer = loop_of(writer)._peers.get(target.me)
     return peer is not None and peer.routes is not None
+
+
+def waiting_job(driver: ShmDriver, liar: Liar) -> tuple[Node, Node, Gate, socket.socket]:
+    """A writer that is connected to the liar, whose job 1 waits for a gate; and the liar's end."""
+    writer, gate = driver.node("prefill"), Gate(driver)
+    to = Node(liar.me, writer.pool, None)
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    link = liar.answer_truly()
+    until(lambda: is_connected(writer, to))
+    writer.transport.write(writer.job(1, to, [1], [2], ready=gate))
+    driver.until(lambda: gate.queries)
+    return writer, to, gate, link
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -283,13 +296,7 @@ def test_a_removed_peers_memory_is_given_back_with_its_job_waiting(driver: ShmDr
 
 
 def test_jobs_go_on_where_the_same_memory_has_another_door(driver: ShmDriver, liar: Liar) -> None:
-    writer, gate = driver.node("prefill"), Gate(driver)
-    to = Node(liar.me, writer.pool, None)
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
-    first = liar.answer_truly()
-    until(lambda: is_connected(writer, to))
-    writer.transport.write(writer.job(1, to, [1], [2], ready=gate))
-    driver.until(lambda: gate.queries)
+    writer, to, gate, first = waiting_job(driver, liar)
     door = f"{liar.offer.door}-again"
     with listen(door) as listener, first:
         offer = msgspec.structs.replace(liar.offer, door=door)
@@ -530,13 +537,7 @@ def test_what_a_peer_says_behind_its_answer_keeps_no_writer_awake(
 
 
 def test_a_peer_that_is_lost_while_a_job_waits_is_said(driver: ShmDriver, liar: Liar) -> None:
-    writer, gate = driver.node("prefill"), Gate(driver)
-    to = Node(liar.me, writer.pool, None)
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
-    link = liar.answer_truly()
-    until(lambda: is_connected(writer, to))
-    writer.transport.write(writer.job(1, to, [1], [2], ready=gate))
-    driver.until(lambda: gate.queries)
+    writer, _, _, link = waiting_job(driver, liar)
     link.close()
     driver.until(lambda: writer.ends(1) and writer.of(PeerUnreachable))
     assert [(type(end.error), end.drained) for end in writer.ends(1)] == [(PeerLostError, True)]
