@@ -14,6 +14,9 @@ of one decode worker, whose name is in its key, so that no other can say a word 
 that comes before the engine's request is parked, bounded a peer and with a deadline; so is an
 abort, so that a request added later fails at once. The other way round, a room that our engine ends
 before its promise has come is kept for a while, so that decode hears of it at once.
+
+A room that our engine has drawn itself is an *offer* (`offers.py`): it becomes the room of the
+first decode worker whose promise proves the prompt, as if the engine had added it for that one.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.greetings import Greetings
 from prefixkv.control.lives import LEFT
+from prefixkv.control.offers import Offer, Offers
 from prefixkv.control.peers import Peer, Peers
 from prefixkv.control.rooms import LostPeers
 from prefixkv.control.sending import SenderRooms
@@ -53,11 +57,20 @@ from prefixkv.errors import (
     PeerLostError,
     ProtocolError,
     RequestError,
+    TransferTimeoutError,
     VersionError,
 )
 from prefixkv.protocol import messages
 from prefixkv.protocol import sender_events as sender
-from prefixkv.protocol.commands import AbortRoom, AddRoom, DeclineRoom, Fence, SendChunk
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    AddRoom,
+    DeclineRoom,
+    Fence,
+    OfferRoom,
+    SendChunk,
+    WithdrawRoom,
+)
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -130,6 +143,7 @@ class PrefillControl:
         self.news = self._peers.news
         self._greetings = Greetings(self._ours, self._peers, timing, tries, self.counters)
         self._claims = Claims(timing)
+        self._offers = Offers(timing)
         known = self._timers, self._peers, self._claims
         self._rooms = SenderRooms(rank, topology.page_size, timing, *known)
         self.staging = None
@@ -149,6 +163,11 @@ class PrefillControl:
                     self._writes.carry_out(self._add(what, now_s), now_s, out)
                 except RequestError as error:  # past staging: the room of that number goes on
                     out += [RoomEnded(what.key, KVPoll.FAILED, error), SourceFree(what.key)]
+            case OfferRoom():
+                self._writes.carry_out(self._offer(what, now_s), now_s, out)
+            case WithdrawRoom():
+                withdrawn = AbortedError(what.reason)
+                self._writes.carry_out(self._close_offer(what.key, withdrawn, now_s), now_s, out)
             case SendChunk():
                 self._writes.carry_out(self._chunk(what, now_s), now_s, out)
             case DeclineRoom():
@@ -203,7 +222,7 @@ class PrefillControl:
     @property
     def num_rooms(self) -> int:
         """Rooms that an engine or a peer still has something to do with. Any thread may ask."""
-        return self._rooms.num_claimed
+        return self._rooms.num_claimed + len(self._offers)
 
     def rooms(self) -> Iterable[SenderMachine]:
         """The machines of all rooms, for audits."""
@@ -251,6 +270,38 @@ class PrefillControl:
             self._rooms.on(machine, fail, now_s, out)
         return out
 
+    def _offer(self, command: OfferRoom, now_s: float) -> list[Want]:
+        """The engine has drawn this room. Promises for it may be here already: the first that
+        proves the prompt opens it, the others' rooms end."""
+        out: list[Want] = []
+        numbers, until_s = command.key.numbers, now_s + command.timeout_s
+        offer = Offer(command.num_tokens, command.digest, until_s)
+        self._offers.begin(numbers, offer)
+        self._timers.wake(command.key, until_s)
+        parked = [one for one in self._rooms.all() if one.key.numbers == numbers and one.is_parked]
+        for machine in parked:
+            if self._offers.get(command.key) is not None and machine.proves(offer.proved_by):
+                out += self._open_offer(machine.key, offer, now_s)
+            else:
+                error = AbortedError(f"room {command.key.room} is another decode worker's")
+                self._rooms.on(machine, sender.Fail(error), now_s, out)
+        return out
+
+    def _open_offer(self, key: RoomKey, offer: Offer, now_s: float) -> list[Want]:
+        """The decode worker of the key has proved the prompt: from now on the room is its own."""
+        why = f"room {key.room} was opened by another decode worker"
+        self._offers.end(key.numbers, why, now_s)
+        self._timers.forget(RoomKey(*key.numbers))
+        return self._add(AddRoom(key, offer.num_tokens, offer.digest), now_s)
+
+    def _close_offer(self, key: RoomKey, error: Exception, now_s: float) -> list[Want]:
+        """No decode worker has opened the room, and none will."""
+        if not self._offers.end(key.numbers, str(error), now_s):
+            return []
+        offered = RoomKey(*key.numbers)
+        self._timers.forget(offered)
+        return [RoomEnded(offered, KVPoll.FAILED, error), SourceFree(offered)]
+
     def _decline(self, command: DeclineRoom, now_s: float) -> list[Want]:
         """The engine does not take this request: decode hears why, also if it promises later. A
         room that the engine has is not touched."""
@@ -297,6 +348,12 @@ class PrefillControl:
                 out.extend(self._peers.tick(key, now_s))
             elif (machine := self._rooms.get(key)) is not None:
                 self._rooms.tick(machine, now_s, out)
+            elif (offer := self._offers.get(key)) is not None and not key.decode:
+                if now_s < offer.until_s:
+                    self._timers.wake(key, offer.until_s)
+                    return
+                late = TransferTimeoutError(f"no decode worker has opened room {key.room} in time")
+                out.extend(self._close_offer(key, late, now_s))
 
         self._timers.visit(now_s, look)
         self._claims.expire(now_s)
@@ -470,7 +527,8 @@ class PrefillControl:
                 )
             is_new = peer.id not in self._claims.of(key)
             parks = is_new and not (machine is not None and machine.added)
-            if parks:
+            offer = None if machine is not None else self._offers.check(key, event, now_s)
+            if parks and offer is None:
                 self._claims.check_parked(peer)
             if machine is None:
                 machine = self._rooms.new(key, now_s)
@@ -482,6 +540,8 @@ class PrefillControl:
         self._claims.take_abort(key)  # its number is in use again
         self._claims.add(key, peer, len(event.pages))
         self._rooms.on(machine, event, now_s, out)
+        if offer is not None:  # behind the promise: it is parked for no time
+            out += self._open_offer(key, offer, now_s)
 
     def _refuse_promise(
         self, peer: Peer, promise: Promise, why: str, now_s: float, out: list[Want]
@@ -505,6 +565,10 @@ class PrefillControl:
         machine = self._rooms.get(key)
         theirs = self._claims.allow(key, abort.ticket, machine, peer)
         peer.past.answer((key, abort.ticket))
+        if machine is None:
+            # Who knows the number of an offer, which is drawn at random, has it from its answer.
+            error = AbortedError(f"decode: {abort.reason}")
+            out += self._close_offer(key, error, now_s)
         if theirs and (machine is None or not machine.added):
             # The engine's request is still to come; the room itself will be over by then.
             self._claims.abort_early(key, abort, peer, now_s)

@@ -68,7 +68,7 @@ DecodeEffect = (
 )
 
 PrefillInput = (
-    PrefillCommand  # AddRoom, SendChunk, AbortRoom, Fence: the scheduler's
+    PrefillCommand  # AddRoom, OfferRoom, SendChunk, AbortRoom, Fence: the scheduler's
     | FrameReceived[bytes]  # a decode rank's
     | FrameFailed[bytes]  # one of them has raised
     | WriteDone  # the transport's

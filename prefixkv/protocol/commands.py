@@ -58,6 +58,23 @@ class AddRoom(_Command, frozen=True, tag="add"):
     digest: bytes
 
 
+class OfferRoom(_Command, frozen=True, tag="offer"):
+    """Prefill's engine has drawn this room for a prompt that it has computed: the first decode
+    worker that proves the digest within `timeout_s` opens it. The key names no decode worker."""
+
+    key: RoomKey
+    num_tokens: int
+    digest: bytes
+    timeout_s: float
+
+
+class WithdrawRoom(_Command, frozen=True, tag="withdraw"):
+    """Nobody is to open this offer any more. Opened already, or ended: no-op."""
+
+    key: RoomKey
+    reason: str
+
+
 class DeclineRoom(_Command, frozen=True, tag="decline"):
     """Prefill's engine does not take the request of this room: tell decode why. No event follows.
     A room that was added is not touched."""
@@ -87,4 +104,4 @@ class SendChunk(msgspec.Struct, frozen=True, eq=False):
 
 
 DecodeCommand = OpenRoom | RefuseRoom | AbortRoom | Fence
-PrefillCommand = AddRoom | DeclineRoom | SendChunk | AbortRoom | Fence
+PrefillCommand = AddRoom | OfferRoom | WithdrawRoom | DeclineRoom | SendChunk | AbortRoom | Fence

@@ -111,6 +111,15 @@ class SenderMachine:
         return self._num_tokens is not None
 
     @property
+    def is_parked(self) -> bool:
+        """Decode has promised, and the engine has not named the room."""
+        return not self.added and not self.poll.ended and self._promise is not None
+
+    def proves(self, is_proved: Callable[[Promised], bool]) -> bool:
+        """Whether every promise that has come proves the prompt."""
+        return all(is_proved(one.promise) for one in self.readers.values() if one.promise)
+
+    @property
     def drained(self) -> bool:
         """No write of ours for this room can land any more."""
         return self.poll.ended and not self.in_flight and not self.undrained

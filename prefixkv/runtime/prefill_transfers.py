@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from secrets import token_bytes
@@ -24,8 +25,10 @@ from prefixkv.protocol.commands import (
     AddRoom,
     DeclineRoom,
     Fence,
+    OfferRoom,
     PrefillCommand,
     SendChunk,
+    WithdrawRoom,
 )
 from prefixkv.protocol.events import (
     PrefillEvent,
@@ -254,6 +257,41 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self._kept += [RoomEnded(key, KVPoll.FAILED, AbortedError(reason)), SourceFree(key)]
         self.rouse()
 
+    def offer(
+        self, room: int, generation: int, num_tokens: int, digest: bytes, timeout_s: float
+    ) -> None:
+        """The engine has drawn this room for a prompt that it has computed, and has told whoever
+        places the request. The first decode worker whose promise proves the digest opens the room;
+        from then on it is as one that was added for that worker: Bootstrapped follows, with its
+        name in `key.decode`, and `send_chunk` takes that name.
+
+        If no worker opens it within `timeout_s`, RoomEnded and SourceFree follow for the key
+        without a name. So they do where a decode worker says that it does not want the room.
+
+        Args:
+            room, generation: numbers that no other room has, drawn at random: who knows them may
+                end the offer. They do not open it.
+            num_tokens: of the prompt.
+            digest: of the prompt and of a secret that only the decode worker is told, as a part
+                of `prompt_digest`'s namespace.
+            timeout_s: seconds.
+        Raises:
+            RequestError: as `add`.
+        """
+        key = room_key(room, generation)
+        num_tokens = whole_number("num_tokens", num_tokens, 1, 2**31)
+        digest = check_digest(digest)
+        if not 0.0 < timeout_s < math.inf:
+            raise RequestError(f"timeout_s is {timeout_s!r}, seconds above 0 are needed")
+        self._begin(key, SendPlan(num_tokens, 0, self._page_size))
+        self.submit(OfferRoom(key, num_tokens, digest, float(timeout_s)))
+
+    def withdraw(self, room: int, generation: int, reason: str = "withdrawn") -> None:
+        """Nobody is to open this offer any more; RoomEnded and SourceFree follow for the key
+        without a name. Not offered, ended, or opened meanwhile: no-op, and Bootstrapped or the
+        other events say so."""
+        self.submit(WithdrawRoom(room_key(room, generation), reason))
+
     def _begin(self, key: RoomKey, plan: SendPlan | None) -> None:
         if key in self._rooms:
             of = f"{key.generation} of {key.decode!r}"
@@ -262,6 +300,10 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self._rooms[key] = plan
 
     def _told(self, event: PrefillEvent) -> None:
+        offered = RoomKey(*event.key.numbers)
+        if event.key not in self._rooms and offered in self._rooms:  # a decode worker opens it
+            self._rooms[event.key] = self._rooms.pop(offered)
+            self._last[event.key.decode, event.key.room] = event.key
         if isinstance(event, RoomEnded) and event.key in self._rooms:
             self._rooms[event.key] = None
         elif isinstance(event, SourceFree):

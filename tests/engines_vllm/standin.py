@@ -70,6 +70,9 @@ class BlockPool:
             if block.ref_cnt == 0:
                 self.free.append(block)
 
+    def get_num_free_blocks(self) -> int:
+        return len(self.free)
+
     def new_blocks(self, number: int) -> list[Block] | None:
         if number > len(self.free):
             return None
@@ -281,6 +284,10 @@ class Engine:
                 self.running.remove(request)
                 self._end(request, "done")
         self.scheduler.heard(news, results.received)
+        self.scheduler.sends.can_end = True
+        for rid, answer in self.scheduler.take_ended().items():
+            self.abort(rid)
+            self.outputs[rid].answer = answer
         for rid in results.received:
             if rid in self.left:
                 request = self.left.pop(rid)

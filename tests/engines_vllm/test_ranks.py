@@ -94,7 +94,9 @@ class Server:
 
     def step(self, step: Any = None) -> None:
         empty = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-        nothing = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=empty)
+        nothing = SimpleNamespace(
+            scheduled_new_reqs=[], scheduled_cached_reqs=empty, num_scheduled_tokens={}
+        )
         orders = self.scheduler.orders(step or nothing)
         for worker in self.workers:
             worker.before_forward(orders)
@@ -130,6 +132,18 @@ def computed(rid: str, end: int, pages: list[int]) -> Any:
     )
 
 
+def admit(prefill: Server, decode: Server, sending: Request, source: list[int]) -> None:
+    """Prefill has heard decode's promise from every rank, and gives the request its blocks."""
+
+    def allowed() -> bool:
+        decode.step()
+        prefill.step()
+        return prefill.scheduler.matched(sending, 0) == (0, False)
+
+    until(allowed)
+    prefill.scheduler.allocated(sending, source, 0)
+
+
 def test_every_rank_gets_its_share() -> None:
     prefill = Server("prefill-0", producer=True)
     decode = Server("decode-0", producer=False)
@@ -146,6 +160,8 @@ def test_every_rank_gets_its_share() -> None:
         decode.scheduler.on_new_request(loading)
         assert decode.scheduler.matched(loading, 0) == (18, True)
         decode.scheduler.allocated(loading, target, 18)
+        assert prefill.scheduler.matched(sending, 0) == (None, False)
+        admit(prefill, decode, sending, source)
         prefill.step(computed("1", 18, source))
         prefill.scheduler.finished(sending, source)
         assert prefill.scheduler.gauges()["held_blocks"] == 5
@@ -190,6 +206,7 @@ def test_plain_blocks_go_between_other_sizes(
         prefill.scheduler.on_new_request(sending)
         decode.scheduler.on_new_request(loading)
         decode.scheduler.allocated(loading, target, 18 - 8)  # decode has 8 tokens
+        admit(prefill, decode, sending, source)
         prefill.step(computed("1", 11, source))
         prefill.step(computed("1", 18, source))
         prefill.scheduler.finished(sending, source)

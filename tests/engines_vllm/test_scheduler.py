@@ -65,4 +65,6 @@ def test_matching_changes_nothing() -> None:
 
 def _nothing() -> object:
     empty = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-    return SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=empty)
+    return SimpleNamespace(
+        scheduled_new_reqs=[], scheduled_cached_reqs=empty, num_scheduled_tokens={}
+    )

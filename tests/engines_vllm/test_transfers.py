@@ -24,6 +24,20 @@ def blocks_sent(servers: Servers) -> int:
     return layout.counters["bytes_sent"] // (2 * 2 * BLOCK * 8 * 4)
 
 
+def compute(servers: Servers, send: Request, num_tokens: int) -> None:
+    """Prefill steps until it has computed this much of a prompt, which decode has asked for."""
+    until(lambda: [servers.prefill.step(), send.computed][1])
+    while send.computed < num_tokens:
+        servers.prefill.step()
+    assert send.computed == num_tokens
+
+
+def error_of(request: Request) -> str:
+    """What the answer says went wrong."""
+    assert request.answer is not None
+    return str(request.answer["prefixkv"]["error"])
+
+
 def test_only_what_decode_lacks_is_sent_and_it_is_right(servers: Servers) -> None:
     """Three turns of one conversation, each prompt the one before and ten tokens."""
     first = servers.ask("1", PROMPT)
@@ -46,9 +60,7 @@ def test_chunks_are_sent_before_the_last_is_computed(servers: Servers) -> None:
     servers.decode.add(load)
     servers.decode.step()
     servers.prefill.add(send)
-    servers.prefill.step()
-    servers.prefill.step()
-    assert send.computed == 14
+    compute(servers, send, 14)
     until(lambda: blocks_sent(servers) == 3)
     servers.until_ended("1")
     servers.settle()
@@ -128,23 +140,27 @@ def test_a_client_that_left_before_its_request_came_is_known_by_its_notice(
     assert servers.prefill.scheduler.take_counts()["sends_failed"] == 1
 
 
-def test_a_request_that_never_came_to_decode_is_named_in_another(servers: Servers) -> None:
-    """Prefill has computed it and holds its blocks; the other request is served as any."""
+def test_without_a_promise_nothing_is_computed_or_held(servers: Servers) -> None:
+    """Decode never has the request. The order law: what waits for decode holds nothing that others
+    may need."""
     _, send = servers.requests("1", PROMPT)
     servers.prefill.add(send)
-    servers.until(lambda: "1" in servers.prefill.outputs)
-    assert servers.prefill.scheduler.gauges()["held_blocks"] > 0
     load = servers.ask("2", PROMPT)
     servers.until_ended("2")
+    assert not load.recomputed
+    assert (send.computed, send.blocks) == (0, [])
+    gauges = servers.prefill.scheduler.gauges()
+    assert gauges["sends_unpromised"] == 1
+    assert gauges["oldest_unpromised_timestamp_seconds"] > 0
     told = {"abandoned": [[1, servers.address], [2, servers.address]]}
     servers.decode.add(Request("notice", [0], told))
     servers.until_ended("notice")
     servers.settle()
-    assert not load.recomputed
     assert servers.decode.outputs["notice"].answer is None
     assert servers.decode.scheduler.take_counts()["loads_refused"] == 1, "not of room 2"
     assert servers.prefill.scheduler.take_counts()["sends_failed"] == 1
-    assert servers.prefill.scheduler.gauges()["held_blocks"] == 0
+    assert send.computed == 0
+    assert "never had" in error_of(send)
 
 
 def test_a_room_that_is_being_loaded_is_not_abandoned(
@@ -256,14 +272,14 @@ def test_a_request_preempted_on_prefill_is_sent_right(
     it goes on where it was."""
     servers = make_servers(prefill={"caching": caching})
     load, send = servers.requests("1", PROMPT)
+    servers.decode.add(load)
+    servers.decode.step()
     servers.prefill.add(send)
-    servers.prefill.step()
-    servers.prefill.step()
+    compute(servers, send, 14)
     before = [block.block_id for block in send.blocks]
     servers.prefill.preempt("1")
     taken = [block for block in before[:3] if servers.prefill.pool.blocks[block].ref_cnt == 0]
     assert taken == []  # those of the two chunks
-    servers.decode.add(load)
     servers.until_ended("1")
     assert (load.status, load.recomputed) == ("done", False)
     assert servers.decode.wrong_tokens(load, len(PROMPT)) == 0
@@ -271,13 +287,13 @@ def test_a_request_preempted_on_prefill_is_sent_right(
 
 
 def test_preempted_before_its_last_chunk(servers: Servers) -> None:
-    """Nobody has promised yet, and the request computes all but its last chunk a second time."""
+    """The request computes all but its last chunk a second time."""
     load, send = servers.requests("1", PROMPT)
-    servers.prefill.add(send)
-    while send.computed < 28:  # all but the last chunk
-        servers.prefill.step()
-    servers.prefill.preempt("1")
     servers.decode.add(load)
+    servers.decode.step()
+    servers.prefill.add(send)
+    compute(servers, send, 28)  # all but the last chunk
+    servers.prefill.preempt("1")
     servers.until_ended("1")
     assert not load.recomputed
     assert servers.decode.wrong_tokens(load, len(PROMPT)) == 0
@@ -383,14 +399,16 @@ def test_choices_of_one_prompt_are_loaded_once(make_servers: MakeServers, join: 
     servers.prefill.add(send)
     servers.prefill.add(Request("2", PROMPT, send.kv_transfer_params))
     servers.until_ended("1", "2", "3")
+    assert load.answer == {"prefixkv": {"room": 1, "loaded_tokens": 30, "cached_tokens": 0}}
+    assert [choice.answer for choice in choices[1:]] == [None, None]
     for choice in choices:
-        assert choice.answer is None
         assert servers.decode.wrong_tokens(choice, len(PROMPT)) == 0
     assert blocks_sent(servers) == 8
     assert [choice.loaded_from for choice in choices] == [0, None, None]
     assert choices[1].blocks[:7] == load.blocks[:7]  # of the prefix cache
     servers.settle()
     assert servers.prefill.outputs["2"].answer is None
+    assert servers.prefill.outputs["2"].status == "done"
 
 
 def test_another_prompt_under_the_room_fails_on_both(servers: Servers) -> None:
@@ -447,8 +465,9 @@ def test_a_peer_that_an_operator_fences_is_over(servers: Servers) -> None:
     """Prefill stands still with half of the prompt sent. It is dead, says somebody."""
     load, send = servers.requests("1", PROMPT)
     servers.decode.add(load)
+    servers.decode.step()
     servers.prefill.add(send)
-    servers.step()
+    compute(servers, send, 14)
     until(lambda: [servers.decode.step(), blocks_sent(servers)][1])
     prefill = servers.prefill.worker.prefill.peer_id
     with pytest.raises(RequestError, match="life is 'soon'"):

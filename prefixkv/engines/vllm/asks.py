@@ -16,12 +16,17 @@ MAX_NAME_CHARS = 256
 MAX_ABANDONED = 1024
 
 
+MAX_NONCE_CHARS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class LoadAsk:
-    """Decode: the KV comes from the prefill server at the address `prefill`."""
+    """Decode: the KV comes from the prefill server at the address `prefill`. `nonce` is the secret
+    of a room that prefill has drawn; "": the room was drawn by a router."""
 
     room: int
     prefill: str
+    nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +38,27 @@ class SendAsk:
 
 
 @dataclass(frozen=True, slots=True)
+class OfferAsk:
+    """Prefill: draw a room, and send the KV to the decode server that opens it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Abandoned:
     """Decode: requests with these loads were sent here and never arrived."""
 
     loads: tuple[LoadAsk, ...]
 
 
-Ask = LoadAsk | SendAsk | Abandoned
+Ask = LoadAsk | SendAsk | OfferAsk | Abandoned
 
 
 def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
     """What a request asks for; None: nothing.
 
         {"do_remote_prefill": true, "room": 7, "prefill": "tcp://10.0.0.1:14579"}
+        {"do_remote_prefill": true, "room": 7, "prefill": "tcp://10.0.0.1:14579", "nonce": "5f..."}
         {"do_remote_decode": true, "room": 7, "decode": "decode-0"}
+        {"do_remote_decode": true}
         {"abandoned": [[7, "tcp://10.0.0.1:14579"]]}
 
     Raises RequestError for what cannot be meant, or not here.
@@ -66,10 +78,12 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
     if not (is_consumer if loads else is_producer):
         role = "kv_consumer" if loads else "kv_producer"
         raise RequestError(f"kv_transfer_params has {what}; this server is no {role}")
-    if "room" not in params:
+    if sends and params.get("room") is None and params.get("decode") is None:
+        return OfferAsk()  # routers of NixlConnector's kind add fields that are null
+    if params.get("room") is None:
         raise RequestError("kv_transfer_params has no room")
     room, where = _room(params["room"]), _name(key, params.get(key))
-    return LoadAsk(room, where) if loads else SendAsk(room, where)
+    return LoadAsk(room, where, _nonce(params.get("nonce"))) if loads else SendAsk(room, where)
 
 
 def _abandoned(rooms: Any, is_consumer: bool) -> Abandoned:
@@ -97,9 +111,21 @@ def _name(key: str, where: Any) -> str:
     return where
 
 
-def digest_of(request: Any) -> bytes:
+def _nonce(nonce: Any) -> str:
+    if nonce is None:
+        return ""
+    if not isinstance(nonce, str) or len(nonce) > MAX_NONCE_CHARS:
+        raise RequestError(
+            f"nonce in kv_transfer_params is {str(nonce)[:200]!r}, a string of at most "
+            f"{MAX_NONCE_CHARS} characters is needed"
+        )
+    return nonce
+
+
+def digest_of(request: Any, nonce: str = "") -> bytes:
     """What both servers have to agree on: the prompt's tokens, and all else that vLLM keys its own
-    blocks by: LoRA adapter, cache salt, and the content and place of images.
+    blocks by: LoRA adapter, cache salt, and the content and place of images. With a `nonce` the
+    digest is that of a room that prefill has drawn: only who knows the nonce can prove it.
 
     Raises RequestError for a prompt that cannot be named so.
     """
@@ -107,7 +133,9 @@ def digest_of(request: Any) -> bytes:
         raise RequestError("a prompt of embeddings cannot be transferred")
     if request.resumable:
         raise RequestError("a prompt that goes on cannot be transferred")
-    return prompt_digest(np.asarray(request.prompt_token_ids, np.int32), namespace_of(request))
+    namespace = namespace_of(request)
+    tokens = np.asarray(request.prompt_token_ids, np.int32)
+    return prompt_digest(tokens, ("offer", nonce, namespace) if nonce else namespace)
 
 
 def namespace_of(request: Any) -> tuple[Any, ...] | None:

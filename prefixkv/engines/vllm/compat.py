@@ -72,6 +72,71 @@ def check_version(required: str = "") -> None:
         )
 
 
+def scheduler_class() -> Any:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return Scheduler
+
+
+def engine_class() -> Any:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    return EngineCoreProc
+
+
+def end_request(scheduler: Any, rid: str, params: dict[str, Any], outputs: Any) -> None:
+    """End a request of vLLM's scheduler, as if its client had left, and answer it: no token, and
+    `params` as its `kv_transfer_params`."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    for request in scheduler.finish_requests([rid], RequestStatus.FINISHED_ABORTED):
+        output = EngineCoreOutput(
+            request_id=rid,
+            new_token_ids=[],
+            finish_reason=request.get_finished_reason(),
+            events=request.take_events(),
+            kv_transfer_params=params,
+            trace_headers=request.trace_headers,
+        )
+        outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+
+
+def may_rest(engine: Any) -> bool:
+    """Whether this `EngineCoreProc`, whose last step computed nothing, has nothing to do but for
+    its connector: nothing is under way, to be said to workers, or waits for one of vLLM's own
+    threads."""
+    from vllm.v1.request import RequestStatus
+
+    scheduler = engine.scheduler
+    compiling = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    return (
+        engine.is_running()
+        and engine.vllm_config.parallel_config.data_parallel_size == 1
+        and not engine.batch_queue
+        and not scheduler.running
+        and not scheduler.finished_req_ids
+        and scheduler.ec_connector is None
+        and all(request.status != compiling for request in scheduler.requests.values())
+    )
+
+
+def count_own_cache_only(request: Any) -> None:
+    """A request's usage has the tokens of its prompt that were cached here. vLLM adds those that
+    are loaded: of a cold prompt it would say that all but one token were cached."""
+    if (stats := request.prefill_stats) is not None:
+        stats.num_cached_tokens = stats.num_local_cached_tokens
+
+
+def reached_at(bind: str) -> str:
+    """An address of every interface, as other hosts reach it: with vLLM's own word for this host
+    (VLLM_HOST_IP, if it is set)."""
+    from vllm.utils.network_utils import get_ip
+
+    host, port = get_ip(), bind.rpartition(":")[2]
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
 def check_engine(config: Any, kv_cache: Any) -> None:
     """Raises ConfigError, by name, for what cannot be transferred (`layout.check_config`)."""
     check_config(config.parallel_config, kv_cache)

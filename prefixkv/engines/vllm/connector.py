@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from prefixkv.config import ModelConfig
-from prefixkv.engines.vllm import compat
+from prefixkv.engines.vllm import compat, hooks
+from prefixkv.engines.vllm.bell import Tower
 from prefixkv.engines.vllm.block_queue import GovernedQueue
 from prefixkv.engines.vllm.layout import is_plain, pool_of
 from prefixkv.engines.vllm.metrics import PrefixKVMetrics, PrefixKVStats
 from prefixkv.engines.vllm.options import Options
 from prefixkv.engines.vllm.orders import News, Orders
+from prefixkv.engines.vllm.rest import Rest
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.shadow import Shadow
 from prefixkv.engines.vllm.worker import WorkerSide
@@ -37,12 +40,17 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
     Raises ConfigError, by name, for options that are wrong and for what cannot be transferred.
     """
 
+    is_prefixkv = True
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         compat.check_version()
         super().__init__(vllm_config, role, kv_cache_config)
         compat.check_engine(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = Options.of(transfer.kv_connector_extra_config, transfer.kv_port)
+        if self._options.is_on_every_address:
+            at = compat.reached_at(self._options.bind)
+            self._options = replace(self._options, advertise=at)
         self._roles = {
             "is_producer": transfer.is_kv_producer,
             "is_consumer": transfer.is_kv_consumer,
@@ -51,6 +59,8 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
+        self._tower: Tower | None = None
+        self.rest = Rest()
         if role is KVConnectorRole.SCHEDULER:
             (group,) = kv_cache_config.kv_cache_groups
             self._scheduler = SchedulerSide(
@@ -58,8 +68,12 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
                 group.kv_cache_spec.block_size,
                 hash_size=kv_cache_config.hash_block_size,
                 num_ranks=self._num_ranks,
+                max_len=vllm_config.model_config.max_model_len,
                 **self._roles,
             )
+            hooks.install()
+            self._tower = Tower(self.rest.ring)
+            self._scheduler.hang_bell(self._tower.address)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -90,6 +104,8 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            compat.count_own_cache_only(request)
         (pages,) = blocks.get_block_ids()
         self.scheduler.allocated(request, pages, num_external_tokens)
 
@@ -170,7 +186,7 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
-        if orders.chunks:
+        if orders.chunks or orders.offers:
             self.worker.after_forward(orders, compat.event_on(self._kv_caches))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -185,8 +201,11 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
     # --- in both, and in the API server -----------------------------------------------------------
 
     def get_kv_connector_stats(self) -> PrefixKVStats | None:
-        side = self._scheduler or self._worker
-        counts = {} if side is None else side.take_counts()
+        counts: dict[str, float] = {}
+        if self._scheduler is not None:
+            counts |= self._scheduler.take_counts() | self._scheduler.take_gauges()
+        elif self._worker is not None:
+            counts |= self._worker.take_counts()
         return PrefixKVStats(data=counts) if counts else None
 
     @classmethod
@@ -204,5 +223,7 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
         return PrefixKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
+        if self._tower is not None:
+            self._tower.close()
         if self._worker is not None:
             self._worker.close()

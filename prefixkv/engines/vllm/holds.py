@@ -17,6 +17,8 @@ class BlockPool(Protocol):
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
 
+    def get_num_free_blocks(self) -> int: ...
+
 
 class Holds:
     """References of ours, by request. A block is free for vLLM when its own and these are gone."""
@@ -29,6 +31,11 @@ class Holds:
     def num_blocks(self) -> int:
         """With those that are held for two requests twice."""
         return sum(map(len, self._held.values()))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that vLLM may hand out, those in the prefix cache included."""
+        return self._pool.get_num_free_blocks()
 
     def is_cached(self, page: int) -> bool:
         """Whether vLLM finds this block by its hash."""

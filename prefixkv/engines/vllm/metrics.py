@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from prefixkv.engines.vllm.stats import METRICS, added
+from prefixkv.engines.vllm.stats import GAUGES, METRICS, added
 
 
 class PrefixKVStats(KVConnectorStats):
@@ -32,7 +32,7 @@ class PrefixKVStats(KVConnectorStats):
 
 
 class PrefixKVMetrics(KVConnectorPromMetrics):
-    """A counter `vllm:prefixkv_..._total` for each."""
+    """A counter `vllm:prefixkv_..._total` for each, and the gauges."""
 
     def __init__(
         self,
@@ -48,9 +48,23 @@ class PrefixKVMetrics(KVConnectorPromMetrics):
             )
             for name, text in METRICS.items()
         }
+        self._gauges = {
+            name: self._gauge_cls(
+                name=f"vllm:prefixkv_{name}",
+                documentation=text,
+                labelnames=labelnames,
+                multiprocess_mode="mostrecent",
+            )
+            for name, text in GAUGES.items()
+        }
+        for labels in per_engine_labelvalues.values():
+            for gauge in self._gauges.values():
+                gauge.labels(*labels).set(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, number in transfer_stats_data.items():
             if name in self._counters:
                 self._counters[name].labels(*labels).inc(number)
+            elif name in self._gauges:
+                self._gauges[name].labels(*labels).set(number)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from prefixkv.config import ControlConfig, TransportConfig
 from prefixkv.engines.options import made
 from prefixkv.errors import ConfigError
-from prefixkv.settings import at_least, check_kind, check_types
+from prefixkv.settings import above, at_least, check_kind, check_types
+
+ANY_HOST: Final = ("", "tcp://*", "tcp://0.0.0.0", "tcp://[::]", "tcp://::")
+"""What `bind` says for every address of the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +21,17 @@ class Options:
 
     `name` is this server's name, one of its own, the same after a restart: prefill requests name
     the decode server by it. `bind` is where a prefill server listens; "": the loopback interface,
-    port `kv_port` of vLLM's configuration. `model` is what both servers have to agree on; "": the
-    model as vLLM was given it. `weights_version` likewise.
+    port `kv_port` of vLLM's configuration. `advertise` is how decode servers reach it, for rooms
+    that prefill draws itself; "": `bind`, with this host's address where that names none. `model`
+    is what both servers have to agree on; "": the model as vLLM was given it. `weights_version`
+    likewise.
 
     A request on decode waits for another that loads the same blocks (`join_flights`), and computes
     what it lacks itself where that is at most `recompute_below` tokens.
+
+    The blocks of a room that prefill has drawn are kept for a decode server to open it for
+    `offer_timeout_s` at most, and for `offer_grace_s` before a request that no decode server waits
+    for may have them.
 
     `policy` names the rule by which cached blocks are evicted (docs/policies.md); "": vLLM's own.
     `control` and `transport` are the fields of `ControlConfig` and `TransportConfig`.
@@ -30,10 +39,13 @@ class Options:
 
     name: str
     bind: str = ""
+    advertise: str = ""
     model: str = ""
     weights_version: str = "0"
     join_flights: bool = True
     recompute_below: int = 0
+    offer_timeout_s: float = 120.0
+    offer_grace_s: float = 10.0
     policy: str = ""
     control: ControlConfig = field(default_factory=ControlConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
@@ -43,6 +55,22 @@ class Options:
         check_kind("control", self.control, ControlConfig)
         check_kind("transport", self.transport, TransportConfig)
         at_least(0, recompute_below=self.recompute_below)
+        above(0, offer_timeout_s=self.offer_timeout_s)
+        at_least(0, offer_grace_s=self.offer_grace_s)
+
+    @property
+    def reached_at(self) -> str:
+        """Where decode servers reach this prefill server, as far as the options say it; ""."""
+        if self.advertise:
+            return self.advertise
+        has_port = self.bind.rpartition(":")[2] not in ("", "*", "0")
+        return self.bind if has_port and self.bind.rpartition(":")[0] not in ANY_HOST else ""
+
+    @property
+    def is_on_every_address(self) -> bool:
+        """Whether `bind` has a port and no address, and nothing else says how it is reached."""
+        host, _, port = self.bind.rpartition(":")
+        return not self.advertise and host in ANY_HOST and port not in ("", "*", "0")
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], kv_port: int) -> Options:

@@ -44,6 +44,15 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
+class Decline:
+    """Prefill: the prompt of this room is not sent, and decode is not to wait for it."""
+
+    room: int
+    decode: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Prefill: this step computes the prompt up to token `end`, whole pages but for the last chunk.
     `pages` are the request's pages
@@ -56,26 +65,46 @@ class Chunk:
     last: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Prefill: the prompt is computed with this step, in `pages`. The decode server that proves the
+    digest gets it; nobody opens the room after `timeout_s`."""
+
+    rid: str
+    room: int
+    num_tokens: int
+    digest: bytes
+    pages: tuple[int, ...]
+    timeout_s: float
+
+
 @dataclass(slots=True)
 class Orders:
-    """From the scheduler to every worker. `abort_loads` and `abort_sends` are request ids, with
-    the reason."""
+    """From the scheduler to every worker. `abort_loads`, `abort_sends` and `withdrawals` are
+    request ids, with the reason. `bell` is where a worker rings when it has news; "": nowhere."""
 
     opens: list[Open] = field(default_factory=list)
     refusals: list[Refuse] = field(default_factory=list)
     adds: list[Add] = field(default_factory=list)
+    declines: list[Decline] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     abort_loads: dict[str, str] = field(default_factory=dict)
     abort_sends: dict[str, str] = field(default_factory=dict)
+    offers: list[Offer] = field(default_factory=list)
+    withdrawals: dict[str, str] = field(default_factory=dict)
+    bell: str = ""
 
     def __bool__(self) -> bool:
         return bool(
             self.opens
             or self.refusals
             or self.adds
+            or self.declines
             or self.chunks
             or self.abort_loads
             or self.abort_sends
+            or self.offers
+            or self.withdrawals
         )
 
 
@@ -84,18 +113,35 @@ class News:
     """From the workers to the scheduler, by request id; each worker says each thing once.
 
     `failed`: loads that did not arrive, and why. `settled`: loads whose pages no peer writes any
-    more. `overdue`: loads that are not settled in time. `unsent`: sends that failed, and why.
-    `freed`: sends whose pages no write reads any more.
+    more. `overdue`: loads that are not settled in time. `promised`: sends for which decode has
+    promised its pages. `unsent`: sends that failed, and why. `freed`: sends whose pages no write
+    reads any more. `bells`: how many workers ring from now on. `address`: where the prefill side
+    listens.
     """
 
     failed: dict[str, str] = field(default_factory=dict)
     settled: list[str] = field(default_factory=list)
     overdue: list[str] = field(default_factory=list)
+    promised: list[str] = field(default_factory=list)
     unsent: dict[str, str] = field(default_factory=dict)
     freed: list[str] = field(default_factory=list)
+    bells: int = 0
+    address: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.failed or self.settled or self.overdue or self.unsent or self.freed)
+        return self.has_outcomes or bool(self.bells or self.address)
+
+    @property
+    def has_outcomes(self) -> bool:
+        """Whether something became of a request."""
+        return bool(
+            self.failed
+            or self.settled
+            or self.overdue
+            or self.promised
+            or self.unsent
+            or self.freed
+        )
 
     def aggregate(self, other: Self) -> Self:
         """What two workers say, as vLLM asks for it."""
@@ -103,6 +149,9 @@ class News:
             {**other.failed, **self.failed},
             self.settled + other.settled,
             self.overdue + other.overdue,
+            self.promised + other.promised,
             {**other.unsent, **self.unsent},
             self.freed + other.freed,
+            self.bells + other.bells,
+            self.address or other.address,
         )

@@ -14,11 +14,30 @@ METRICS: Final = {
     "sends_over": "Requests on prefill whose blocks are free.",
     "sends_failed": "Requests on prefill whose KV was not sent whole.",
     "bytes_sent": "KV written to decode servers, bytes of all ranks.",
+    "offers": "Prompts on prefill that were computed in rooms of its own, for any decode server.",
+    "offers_failed": "Of these, those that no decode server opened in time, or that were not sent.",
+    "offers_withdrawn": "Of these, those whose blocks prefill needed before they were opened.",
+    "requests_ended": "Requests on prefill that were not computed, since decode did not want them.",
     "requests_in_error": "Requests whose transfer failed, or whose parameters were refused.",
     "evicted_by_policy": "Cached blocks that the policy named for eviction.",
     "evicted_in_order": "Cached blocks that vLLM's own order named, where the policy named none.",
 }
 """Counters, by the end of their names: `vllm:prefixkv_` comes before, `_total` behind."""
+
+
+GAUGES: Final = {
+    "loads_waiting": "Rooms on decode whose KV is on its way, or is still to be computed.",
+    "oldest_load_timestamp_seconds": "When the oldest of these was promised, 0 without one.",
+    "loads_unsettled": "Loads that are over and whose blocks a peer may still write.",
+    "sends_open": "Rooms on prefill: promised or not, computed, offered, being sent.",
+    "sends_unpromised": "Requests on prefill that wait for decode's promise and hold nothing.",
+    "oldest_unpromised_timestamp_seconds": "When the oldest of these came, 0 without one.",
+    "offers_open": "Computed prompts on prefill that wait for a decode server, or are being sent.",
+    "oldest_offer_timestamp_seconds": "When the oldest of these was computed, 0 without one.",
+    "held_blocks": "Blocks that are not free since a peer may still read or write them.",
+}
+"""Numbers as they are now, by the end of their names. Times are seconds since the epoch, so that
+they stay true while the engine rests."""
 
 
 class Counters:
@@ -38,10 +57,12 @@ class Counters:
         return new
 
 
-def added(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Both together.
+def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """Both together: counts are added, of gauges the later ones hold.
 
-    >>> added({"a": 1, "b": 2}, {"b": 3})
-    {'a': 1, 'b': 5}
+    >>> added({"a": 1, "b": 2, "held_blocks": 7}, {"b": 3, "held_blocks": 5})
+    {'a': 1, 'b': 5, 'held_blocks': 5}
     """
-    return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
+    summed = {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
+    return {name: other.get(name, one.get(name, 0)) if name in GAUGES else number
+            for name, number in summed.items()}  # fmt: skip

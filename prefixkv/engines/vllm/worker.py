@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
 from prefixkv.engines.rank_group import Gather, decode_transfers, prefill_transfers
+from prefixkv.engines.vllm.bell import Bell
 from prefixkv.engines.vllm.options import Options
-from prefixkv.engines.vllm.orders import Add, Chunk, News, Open, Orders, Refuse
+from prefixkv.engines.vllm.orders import Add, Chunk, Decline, News, Offer, Open, Orders, Refuse
 from prefixkv.engines.vllm.stats import Counters
 from prefixkv.errors import InternalError, PrefixKVError, RequestError
 from prefixkv.memory.kv_pool import KVPool
@@ -24,6 +25,7 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.request import DeviceEvent
 from prefixkv.runtime.transfers import MakeTransport
 from prefixkv.transfer import (
+    Bootstrapped,
     DecodeEvent,
     DecodeTransfers,
     KVPoll,
@@ -62,6 +64,14 @@ class _Send:
     pages: list[int] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Offer:
+    """A prompt that waits for the decode server that opens its room."""
+
+    order: Offer
+    ready: DeviceEvent | None
+
+
 class WorkerSide:
     """One worker's.
 
@@ -97,6 +107,8 @@ class WorkerSide:
         self._load_keys: dict[str, RoomKey] = {}
         self._sends: dict[RoomKey, _Send] = {}  # that a write may still read
         self._send_keys: dict[str, RoomKey] = {}
+        self._offers: dict[int, _Offer] = {}  # by room
+        self._bell: Bell | None = None
         self._results, self._news = Results(), News()
         self._bytes_sent = 0
         self.counters = Counters()
@@ -135,6 +147,8 @@ class WorkerSide:
                 pool, prefill, mesh, rank, self._gather, self._transport
             )
             _log.info("prefixkv prefill worker %s, rank %d, listens at %s", name, rank, bind)
+            if rank == 0:
+                self._news.address = self._prefill.endpoint
 
     def _mesh(self, pool: KVPool) -> Mesh | None:
         if self._num_ranks == 1:
@@ -158,23 +172,42 @@ class WorkerSide:
             for side in (self._decode, self._prefill):
                 if side is not None:
                     stack.callback(side.close)
+            if self._bell is not None:  # first: it waits on descriptors of the sides
+                stack.callback(self._bell.close)
 
     # --- orders -----------------------------------------------------------------------------------
 
     def before_forward(self, orders: Orders) -> None:
         """Rooms are opened and ended."""
+        if orders.bell and self._bell is None:
+            self._hang_bell(orders.bell)
         for refusal in orders.refusals:
             self._refuse(refusal)
         for opening in orders.opens:
             self._open(opening)
         for add in orders.adds:
             self._add(add)
+        for decline in orders.declines:
+            self._decline(decline)
         for rid, reason in orders.abort_loads.items():
             if (key := self._load_keys.get(rid)) is not None:
                 self.decode.abort(*key.numbers, reason)
         for rid, reason in orders.abort_sends.items():
             if (key := self._send_keys.get(rid)) is not None:
                 self.prefill.abort(*key.numbers, reason, decode=key.decode)
+        for room, offer in self._offers.items():
+            if offer.order.rid in orders.withdrawals:
+                self.prefill.withdraw(room, 0, orders.withdrawals[offer.order.rid])
+
+    def _hang_bell(self, address: str) -> None:
+        """From now on the scheduler hears of news at once, without a step."""
+        fds = [side.fileno() for side in (self._decode, self._prefill) if side is not None]
+        try:
+            self._bell = Bell(address, fds)
+        except OSError as error:
+            _log.warning("this worker cannot wake the scheduler, which polls it: %s", error)
+            return
+        self._news.bells = 1
 
     def _refuse(self, refusal: Refuse) -> None:
         try:
@@ -208,10 +241,27 @@ class WorkerSide:
         self._sends[key] = _Send(what.rid, what.room, what.decode)
         self._send_keys[what.rid] = key
 
+    def _decline(self, what: Decline) -> None:
+        try:
+            self.prefill.refuse(what.room, 0, what.reason, decode=what.decode)
+        except PrefixKVError as error:
+            _log.warning("room %d of %s was not declined: %s", what.room, what.decode, error)
+
     def after_forward(self, orders: Orders, ready: DeviceEvent | None = None) -> None:
         """The step's chunks are computed, or will be when `ready.query()` is True."""
         for chunk in orders.chunks:
             self._send(chunk, ready)
+        for offer in orders.offers:
+            self._offer(offer, ready)
+
+    def _offer(self, what: Offer, ready: DeviceEvent | None) -> None:
+        try:
+            self.prefill.offer(what.room, 0, what.num_tokens, what.digest, what.timeout_s)
+        except PrefixKVError as error:
+            self._news.unsent[what.rid] = str(error)
+            self._news.freed.append(what.rid)
+            return
+        self._offers[what.room] = _Offer(what, ready)
 
     def _send(self, chunk: Chunk, ready: DeviceEvent | None) -> None:
         key = self._send_keys.get(chunk.rid)
@@ -244,6 +294,8 @@ class WorkerSide:
         if self._prefill is not None:
             for said in _events(self._prefill.take_events):
                 self._sent(said)
+        if self._bell is not None:
+            self._bell.arm()  # behind what was taken: what comes from now on rings
         results, self._results = self._results, Results()
         return results
 
@@ -275,15 +327,40 @@ class WorkerSide:
         self._news.settled.append(load.rid)
 
     def _sent(self, event: PrefillEvent) -> None:
+        offer = self._offers.get(event.key.room)
+        if offer is not None and event.key not in self._sends:
+            self._of_offer(offer, event)
+            return
         send = self._sends.get(event.key)
         if send is None:
             return
         match event:
+            case Bootstrapped():
+                self._news.promised.append(send.rid)
             case RoomEnded(error=Exception()):
                 self._news.unsent[send.rid] = f"{type(event.error).__name__}: {event.error}"
             case SourceFree():
                 del self._sends[event.key], self._send_keys[send.rid]
+                offer = self._offers.get(send.room)
+                if offer is not None and offer.order.rid == send.rid:
+                    del self._offers[send.room]
                 self._news.freed.append(send.rid)
+
+    def _of_offer(self, offer: _Offer, event: PrefillEvent) -> None:
+        """A decode server has opened the room, or none will."""
+        what = offer.order
+        match event:
+            case Bootstrapped():
+                key = event.key
+                self._sends[key] = _Send(what.rid, what.room, key.decode)
+                self._send_keys[what.rid] = key
+                last = Chunk(what.rid, 0, what.pages, what.num_tokens, last=True)
+                self._send(last, offer.ready)
+            case RoomEnded(error=Exception()):
+                self._news.unsent[what.rid] = f"{type(event.error).__name__}: {event.error}"
+            case SourceFree():
+                del self._offers[what.room]
+                self._news.freed.append(what.rid)
 
     def take_news(self) -> News | None:
         """What else the scheduler has to know."""
