@@ -41,6 +41,7 @@ BENCHMARKS = {
     "chaos": "wrong bytes, hangs and leaks while workers die, stop and are cut off",
     "soak": "memory, descriptors, threads and tables through 100,000 failing rooms",
     "rooms_memory": "what malloc and Python still count as a million rooms go by",
+    "waiting_cpu": "processor time of servers that only wait for each other",
     "vllm": "our connector beside vLLM's own, in real vLLM servers",
     "env": "a virtual environment with an engine and this checkout, or with Dynamo",
 }

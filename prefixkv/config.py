@@ -138,7 +138,7 @@ class TransportConfig:
     A post is at most `post_bytes` and `post_descriptors`; at most `window` posts are in flight a
     peer. Over shared memory a post is a copy that the thread makes itself, 1 ms for 8 MiB; each
     costs about 50 us besides. With work outstanding an empty poll spins `spin_s` in all, then
-    sleeps `sleep_s`, later `idle_sleep_s`; where it only receives, up to 5 times as long as the
+    sleeps `sleep_s`, later `idle_sleep_s`; where it only receives, up to 25 times as long as the
     quiet goes on. When an agent is replaced, so that what failed there cannot land any more, its
     other posts have `renew_grace_s` to end.
 

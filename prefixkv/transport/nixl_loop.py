@@ -59,7 +59,9 @@ _PATIENCE_S: Final = 2e-3  # of empty polls, before sleeps become long
 _QUIET_PART: Final = (
     1 / 32
 )  # of the quiet so far is the longest sleep, so what comes is seen 3% late
-_LONGEST_IDLE: Final = 5  # times `idle_sleep_s`; a poll costs 1 us, the sleep before it 20
+# Times `idle_sleep_s`. A poll with the sleep before it costs 60 us where other threads want the
+# interpreter: at 1 ms a server that only waits took 6% of a core for it, at 5 ms 1%.
+_LONGEST_IDLE: Final = 25
 _LINGER_S: Final = 5e-3  # a notification may still sit in UCX's buffers when its write is DONE
 _COMMANDS_A_TURN: Final = 64  # then the posts get theirs
 _POLL_GAP_S: Final = 2e-3  # more than this between two polls does not count as polling
@@ -78,7 +80,7 @@ def pause_s(config: TransportConfig, quiet_s: float, sending: bool) -> float:
 
     >>> config = TransportConfig()
     >>> [pause_s(config, quiet_s, sending=False) for quiet_s in (0.0, 1e-3, 5e-3, 16e-3, 2.0)]
-    [0.0, 3e-05, 0.0002, 0.0005, 0.001]
+    [0.0, 3e-05, 0.0002, 0.0005, 0.005]
     """
     if quiet_s < config.spin_s:
         return 0.0
@@ -168,7 +170,8 @@ class NixlLoop:
         ):
             return None
         quiet_s = 0.0 if quiet_since is None else now - quiet_since
-        return pause_s(self._config, quiet_s, bool(self._jobs) or renewing)
+        # What settles counts the time between polls only as far as it is short (`_POLL_GAP_S`).
+        return pause_s(self._config, quiet_s, bool(self._jobs or self._settling) or renewing)
 
     def _progress(self) -> bool:
         """One post for each peer, one check of each post, one poll. Whether anything moved."""

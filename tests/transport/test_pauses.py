@@ -16,7 +16,8 @@ CONFIG = TransportConfig(spin_s=0.001, sleep_s=0.0001, idle_sleep_s=0.001)
         (0.0015, 0.0001, 0.0001),
         (0.016, 0.001, 0.001),
         (0.064, 0.001, 0.002),
-        (60.0, 0.001, 0.005),
+        (0.8, 0.001, 0.025),
+        (60.0, 0.001, 0.025),
     ],
 )
 def test_a_side_that_only_receives_sleeps_longer_the_longer_it_is_quiet(

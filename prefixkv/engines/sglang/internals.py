@@ -60,6 +60,8 @@ GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 MAKE_PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager"
 MAKE_DECODE = "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager"
 CREATE_SENDER = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
+DECODE_ADD = "sglang.srt.disaggregation.decode.DecodePreallocQueue.add"
+NORMALIZE = "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"
 CREATE_RECEIVER = (
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 )
@@ -70,10 +72,12 @@ __all__ = [
     "CALC_PRIORITY",
     "CREATE_RECEIVER",
     "CREATE_SENDER",
+    "DECODE_ADD",
     "GET_KV_CLASS",
     "MAKE_DECODE",
     "MAKE_PREFILL",
     "NIXL_MEMORY_KINDS",
+    "NORMALIZE",
     "POP_PREALLOCATED",
     "RECEIVER_BROADCAST",
     "TRANSFER_UTILS",

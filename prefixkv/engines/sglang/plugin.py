@@ -148,6 +148,8 @@ def _add_transfer_backend(sgl: Any) -> None:
         sgl.HookRegistry.register(make, _around_manager, sgl.HookType.AROUND)
     sgl.HookRegistry.register(sgl.CREATE_SENDER, _after_sender, sgl.HookType.AFTER)
     sgl.HookRegistry.register(sgl.CREATE_RECEIVER, _after_receiver, sgl.HookType.AFTER)
+    sgl.HookRegistry.register(sgl.DECODE_ADD, _after_add, sgl.HookType.AFTER)
+    sgl.HookRegistry.register(sgl.NORMALIZE, _around_normalize, sgl.HookType.AROUND)
 
 
 # --- hooks ----------------------------------------------------------------------------------------
@@ -279,6 +281,38 @@ def _after_receiver(item: Any, queue: Any, req: Any, *_args: Any, **_named: Any)
         begin(req)
         queue.transfer_queue.enable_deferred_kv_release = True
         queue.transfer_queue.deferred_kv_release_timeout = float("inf")
+
+
+def _after_add(
+    _result: Any, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False
+) -> None:
+    """Prefill hears of a request that decode refused before it had a receiver: a prompt that is too
+    long, for instance."""
+    decline = getattr(queue.kv_manager, "decline", None)
+    taken = bool(queue.queue) and queue.queue[-1].req is req
+    if decline is not None and not (taken or is_retracted or is_rebootstrap):
+        decline(req, f"{req.bootstrap_host}:{req.bootstrap_port}")
+
+
+def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> Any:
+    """SGLang makes several requests of `n` samples, all with one room: refused before any is
+    opened, by both servers, with status 400.
+
+    Several prompts have rooms of their own, one after the other, as SGLang counts them.
+    """
+    from prefixkv.engines.sglang import internals as sgl
+
+    result = original(asked, *args, **named)
+    disagg = sgl.get_disagg()
+    is_ours = disagg.disaggregation_transfer_backend == NAME and disagg.disaggregation_mode in (
+        "prefill", "decode",
+    )  # fmt: skip
+    if is_ours and asked.parallel_sample_num > 1:
+        raise ValueError(
+            f"n is {asked.parallel_sample_num}: --disaggregation-transfer-backend {NAME} serves "
+            "one sample of a request, since SGLang gives all of them one bootstrap_room"
+        )
+    return result
 
 
 def _in_host_memory(_original: Any, _kinds: Any, expected_len: int) -> list[str]:

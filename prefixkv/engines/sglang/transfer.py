@@ -11,6 +11,7 @@ ranks agree. All calls come from SGLang's scheduler thread.
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from secrets import token_bytes
 from typing import Any, Final, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import zmq
@@ -46,6 +48,9 @@ FIELD: Final = "prefixkv"
 ASK_AGAIN_S: Final = 10.0
 """How often the bootstrap server is asked anew for a rank that does not answer. SGLang asks on its
 scheduler's thread, and waits up to five seconds where that machine is gone."""
+
+MAX_REASON: Final = 500
+"""Characters of why decode ended a request that prefill is told."""
 
 POLLS: Final = {
     KVPoll.BOOTSTRAPPING: sgl.KVPoll.Bootstrapping,
@@ -128,6 +133,9 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         self._mesh = share.mesh(len(args.kv_data_ptrs), sgl.get_parallel().attn_tp_size)
         self._options = TransferOptions.of(os.environ.get(VARIABLE, ""))
         self._fences: FenceFolder | None = None
+        # Whose a room's number is, of senders or receivers that live.
+        self._owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._private_rooms = itertools.count(-1, -1)
         self._asked_s: dict[str, float] = {}  # by SGLang's key of a prefill rank
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == sgl.DisaggregationMode.DECODE:
@@ -181,6 +189,23 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         if self._fences is not None and side is not None:
             self._fences.look(side.transfers)
 
+    def own(self, room: int, who: Any) -> int:
+        """The number by which SGLang's tables know this sender or receiver: its room, where that is
+        no other's that lives; else one of its own.
+
+        SGLang keeps what becomes of rooms by their numbers alone. Two requests of one number would
+        read, change and clear each other's entries, and the first to be cleared ends the server.
+        """
+        if self._owners.setdefault(room, who) is who:
+            return room
+        return next(self._private_rooms)
+
+    def disown(self, who: Any) -> None:
+        """It is cleared: its room's number may be used again."""
+        room: int = who.bootstrap_room
+        if self._owners.get(room) is who:
+            del self._owners[room]
+
     def close(self) -> None:
         """Tell the peers; join the threads."""
         for side in (self.sends, self.receives):
@@ -232,6 +257,18 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         self.receives = Receives(transfers, self.page_size)
         _log.info("prefixkv's transfers: %s", self.rank_name)
 
+    def decline(self, req: Any, bootstrap_addr: str) -> None:
+        """Decode refused this request before it had a receiver: prefill is told, which would wait
+        for its bootstrap timeout."""
+        if not self.try_ensure_parallel_info(bootstrap_addr):
+            _log.warning("prefill at %s was not told that %s ended", bootstrap_addr, req.rid)
+            return
+        receiver = PrefixKVReceiver(self, bootstrap_addr, req.bootstrap_room)
+        receiver.prefixkv_begin(req)
+        receiver.init(req.disagg_prefill_dp_rank or 0)
+        receiver.abort()
+        receiver.clear()
+
     def ticket(self, room: int, which: str) -> int:
         """Of a promise for the room, alike on every rank; nobody else can work it out."""
         drawn = blake2b(f"{room} {which}".encode(), key=self._secret, digest_size=8)
@@ -264,10 +301,21 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
     kv_mgr: PrefixKVManager
     _early_send_wait_event: Any
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(
+        self,
+        mgr: PrefixKVManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        *more: Any,
+        **named: Any,
+    ) -> None:
         self._send: Send | None = None
-        super().__init__(*args, **named)
-        if self.kv_mgr.request_status.get(self.bootstrap_room) == sgl.KVPoll.Failed:
+        own = mgr.own(bootstrap_room, self)
+        super().__init__(mgr, bootstrap_addr, own, *more, **named)
+        if own != bootstrap_room:
+            mgr.record_failure(own, f"room {bootstrap_room} is another request's")
+            self.conclude_state = sgl.KVPoll.Failed
+        elif self.kv_mgr.request_status.get(self.bootstrap_room) == sgl.KVPoll.Failed:
             self.conclude_state = sgl.KVPoll.Failed  # on another rank's word
 
     @property
@@ -325,19 +373,33 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
         if self._send is not None:
             self.sends.abort(self._send, "Aborted by AbortReq.")
 
+    def clear(self) -> None:
+        super().clear()
+        self.kv_mgr.disown(self)
+
 
 class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
     """A decode request's room."""
 
     kv_mgr: PrefixKVManager
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(
+        self,
+        mgr: PrefixKVManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        *more: Any,
+        **named: Any,
+    ) -> None:
         self.bootstrap_infos: list[dict[str, Any]] | None = None
         self._receive: Receive | None = None
         self._aux_index = -1
         self._req: Any = None
         self._ticket = 0
-        super().__init__(*args, **named)
+        own = mgr.own(bootstrap_room, self)
+        super().__init__(mgr, bootstrap_addr, own, *more, **named)
+        if own != bootstrap_room:
+            self._fail(f"room {bootstrap_room} is another request's")
 
     @property
     def receives(self) -> Receives:
@@ -448,10 +510,12 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         if self._receive is None and self.bootstrap_infos and self.conclude_state is not None:
             self.ensure_abort_notified()  # prefill waits for pages that it will not get
         super().clear()
+        self.kv_mgr.disown(self)
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """End the room, or say that it will not be opened. SGLang calls this once."""
-        reason = "Aborted by decode."
+        ended = getattr(self._req, "finished_reason", None)
+        reason = str(getattr(ended, "message", None) or "Aborted by decode.")[:MAX_REASON]
         if self._receive is not None:
             self.receives.abort(self._receive, reason)
         elif self.bootstrap_infos:

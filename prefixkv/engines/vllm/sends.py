@@ -54,6 +54,7 @@ class _Send:
     end: int = 0  # tokens whose computing was ordered
     num_pages: int = 0  # that were handed over
     params: dict[str, Any] | None = None  # of an offer: what its answer tells a decode server
+    parent: str = ""  # of an offer: the request that it is a choice of, or itself
     withdrawn: bool = False
 
     @property
@@ -173,7 +174,11 @@ class Sends:
                 return room
 
     def _params_of(self, parent: str) -> dict[str, Any] | None:
-        return next((one.params for one in self._drawn.values() if one.parent == parent), None)
+        """Of a room that another choice of the same request has drawn."""
+        offers = [
+            *self._drawn.values(), *(one for one in self.sends.values() if not one.withdrawn)
+        ]  # fmt: skip
+        return next((one.params for one in offers if one.parent == parent), None)
 
     # --- the order law ----------------------------------------------------------------------------
 
