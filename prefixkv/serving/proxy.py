@@ -1,10 +1,17 @@
 """`prefixkv proxy`: OpenAI's requests, each placed on a prefill and a decode server of an engine
 that has prefixkv's connector (vLLM's: `docs/vllm.md`).
 
-It draws a room for each request and asks both servers at once; what decode answers goes to the
-client as it comes. Where prefill fails before anything was said, another one is tried, and last of
-all decode is asked to compute the prompt itself. What was not said when a client left is ended on
-both.
+It draws a room for each request and asks decode, and prefill as soon as decode has the request;
+what decode answers goes to the client as it comes. Where prefill fails before anything was said,
+another one is tried, and last of all decode is asked to compute the prompt itself.
+
+A room ends on both sides, whatever HTTP does. Prefill computes nothing before decode has promised
+its pages, so a room that decode does not load costs prefill no block; its request there ends when
+its connection is closed. That happens
+1. when decode has answered, an error too: at once, or a moment after the first piece of a stream,
+   since prefill's own answer may come a little later than decode's first token;
+2. when the client leaves, or an attempt fails: at once, with decode's request;
+3. where decode was not reached: prefill was never asked.
 
 A prompt's place is chosen by its text: pages of `_PAGE_BYTES` of it are what a
 `BoundedAffinityRouter` is told, so that a conversation stays where its KV is. It follows no cache
@@ -36,7 +43,7 @@ from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.errors import ConfigError
 from prefixkv.routing import BoundedAffinityRouter
 from prefixkv.routing import Route as Place
-from prefixkv.serving.abandoned import Abandoned
+from prefixkv.serving import usage
 from prefixkv.serving.config import ProxyConfig, ServerAt
 from prefixkv.serving.http import (
     ApiError,
@@ -62,10 +69,26 @@ _CONNECT_S: Final = 5.0
 _KEPT_S: Final = 2.0  # an idle connection; servers close theirs after five seconds, and later
 _BATCH: Final = 128  # prompts of one request
 _PARAMS: Final = "kv_transfer_params"
+_GRACE_S: Final = 1.0
+"""After decode's first piece, for prefill's answer; and after prefill's refusal, for decode's."""
+_SAY_EACH_S: Final = 5.0  # the same of one server
+_TO_DECODE: Final = ("/version", "/tokenize", "/detokenize")
 _NOT_FOR_PREFILL: Final = (
     "stream_options", "min_tokens", "logprobs", "top_logprobs", "echo", "best_of",
     "use_beam_search",
 )  # fmt: skip
+
+
+class _AloneError(Exception):
+    """Prefill refuses what decode may take: decode is asked without it, and its word counts."""
+
+
+class _RefusedError(Exception):
+    """Decode refuses one of a request's prompts: what it says is the answer."""
+
+    def __init__(self, answer: _Answer) -> None:
+        super().__init__(answer)
+        self.answer = answer
 
 
 class LostError(Exception):
@@ -123,12 +146,11 @@ class _Side:
     def avoid(self, name: str) -> None:
         self.avoided[name] = time.monotonic() + _AVOIDED_S
 
+    def is_avoided(self, name: str) -> bool:
+        return self.avoided.get(name, 0.0) > time.monotonic()
+
     def states(self) -> dict[str, str]:
-        now_s = time.monotonic()
-        return {
-            name: "avoided" if self.avoided.get(name, 0.0) > now_s else "ok"
-            for name in self.servers
-        }
+        return {name: "avoided" if self.is_avoided(name) else "ok" for name in self.servers}
 
 
 class Proxy:
@@ -157,8 +179,13 @@ class Proxy:
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/v1/models", self._models, methods=["GET"]),
+                Route("/health", self._health, methods=["GET"]),
+                Route("/ping", self._health, methods=["GET", "POST"]),
+                *(Route(path, self._pass_on, methods=["GET", "POST"]) for path in _TO_DECODE),
+                Route("/{path:path}", _unknown, methods=[*_ANY_METHOD]),
             ],
             listen.api_key,
+            open_paths=["/health", "/ping"],
             max_requests_per_client=listen.limits.max_requests_per_client,
         )
         status = status_app(self.health, (), listen, self.metrics.collectors)
@@ -172,7 +199,8 @@ class Proxy:
             ),
             trust_env=False,
         )
-        self._abandoned = {name: Abandoned() for name in self.sides["decode"].servers}
+        self.waiting: dict[_Run, tuple[str, float]] = {}  # for decode: prefill's name, since when
+        self._said: dict[str, tuple[float, int]] = {}  # of a server: until when, and how often not
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether it takes requests, and which servers it could not reach of late."""
@@ -189,22 +217,48 @@ class Proxy:
         """Take no more requests; those under way have `grace_s` to end."""
         self.draining = True
         await self.server.stop(grace_s)
-        for abandoned in self._abandoned.values():
-            await abandoned.stop()
         await self.status.stop()
         await self._client.aclose()
 
     # --- what is asked ----------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
-        for name, server in self.sides["decode"].servers.items():
+        return await self._pass_on(request)
+
+    async def _pass_on(self, request: Request) -> Response:
+        """Ask the first decode server that is reached, and answer as it does."""
+        side = self.sides["decode"]
+        body = b"" if request.method == "GET" else await read_body(request, self._limits)
+        head = {"content-type": request.headers.get("content-type", "application/json")}
+        for name in sorted(side.servers, key=lambda name: side.is_avoided(name)):
+            url = f"{side.servers[name].url}{request.url.path}"
             try:
-                answer = await self._client.get(f"{server.url}/v1/models")
+                answer = await self._client.request(
+                    request.method, url, content=body or None, headers=head
+                )
             except httpx.HTTPError:
-                self.sides["decode"].avoid(name)
+                side.avoid(name)
                 continue
-            return Response(answer.content, answer.status_code, media_type="application/json")
+            kind = answer.headers.get("content-type", "application/json")
+            return Response(answer.content, answer.status_code, media_type=kind)
         raise ApiError(503, "no decode server is reached", "server_error", "not_ready")
+
+    async def _health(self, request: Request) -> Response:
+        """For load balancers, which ask where they send requests. What is wrong is told on the
+        status port."""
+        return Response(status_code=200 if self.health()[0] else 503)
+
+    def warn(self, server: str, why: str) -> None:
+        """Log what went wrong with a server, once a while: a client that asks again at once would
+        have it logged for each of its requests."""
+        now_s = time.monotonic()
+        until_s, unsaid = self._said.get(server, (0.0, 0))
+        if now_s < until_s:
+            self._said[server] = until_s, unsaid + 1
+            return
+        again = f" ({unsaid} more like this meanwhile)" if unsaid else ""
+        logger.warning("%s%s", why, again)
+        self._said[server] = now_s + _SAY_EACH_S, 0
 
     async def _chat(self, request: Request) -> Response:
         return await self._serve(request, "messages")
@@ -232,48 +286,77 @@ class Proxy:
             prompts = _prompts(body[what]) if what == "prompt" else [body[what]]
             if len(prompts) > _BATCH:
                 raise refused(what, f"has {len(prompts)} prompts, {_BATCH} at most are taken")
-            many = len(prompts) > 1 or (body.get("n") or 1) > 1
+            alone = _is_decodes_alone(body)
+            many = not alone and (len(prompts) > 1 or (body.get("n") or 1) > 1)
+            cached: int | None = None
             if many:  # a room is one prompt's: each is brought by a request of its own
                 one = {**body, "n": 1, "stream": False, **_one_token(path)}
                 for name in _NOT_FOR_PREFILL:
                     one.pop(name, None)
                 async with asyncio.TaskGroup() as group:  # where one fails the others end
-                    for prompt in prompts:
+                    bringing = [
                         group.create_task(self._bring(path, {**one, what: prompt}, what))
-            run = _Run(self, path, body, _data(body[what], what), transfers=not many)
+                        for prompt in prompts
+                    ]
+                found = [task.result() for task in bringing]
+                cached = sum(found) if None not in found else None  # type: ignore[arg-type]
+            transfers = not many and not alone
+            run = _Run(self, path, body, _data(body[what], what), transfers=transfers)
             answer = await run.answer()
             self.metrics.ttft.observe(time.monotonic() - begun_s)
-            outcome = "finished" if answer.response.status_code < 400 else "refused"
+            status = answer.response.status_code
+            outcome = "finished" if status < 400 else "refused"
+            if status >= 400:
+                self.metrics.refused.labels(str(status)).inc()
             if body.get("stream") and answer.response.status_code < 400:
                 return Stream(
-                    self._pieces(answer), self._limits, answer.media_type,
+                    self._pieces(answer, cached), self._limits, answer.media_type,
                     end=lambda: run.end(answer),
                 )  # fmt: skip
             try:
-                return Response(
-                    answer.first, answer.response.status_code, media_type=answer.media_type
-                )
+                content = usage.of_answer(answer.first, cached) if status < 400 else answer.first
+                return Response(content, status, media_type=answer.media_type)
             finally:
                 await run.end(answer)
-        except ApiError:
+        except ApiError as error:
             outcome = "failed"
+            self.metrics.refused.labels(str(error.status)).inc()
             raise
         except ExceptionGroup as errors:
+            first = errors.exceptions[0]
+            if isinstance(first, _RefusedError):
+                outcome, refusal = "refused", first.answer
+                status = refusal.response.status_code
+                self.metrics.refused.labels(str(status)).inc()
+                return Response(refusal.first, status, media_type=refusal.media_type)
             outcome = "failed"
-            raise errors.exceptions[0] from None
+            raise first from None
         finally:
             self.metrics.requests.labels(outcome).inc()
 
-    async def _bring(self, path: str, body: dict[str, Any], what: str) -> None:
-        """Have a prompt's KV come to decode's cache."""
+    async def _bring(self, path: str, body: dict[str, Any], what: str) -> int | None:
+        """Have a prompt's KV come to decode's cache. Returns how many of its tokens were there
+        before; None where decode does not say."""
         run = _Run(self, path, body, _data(body[what], what), transfers=True)
-        await run.end(await run.answer())
+        answer = await run.answer()
+        await run.end(answer)
+        if answer.response.status_code >= 400:
+            raise _RefusedError(answer)
+        return usage.cached_tokens(answer.first)
 
-    async def _pieces(self, answer: _Answer) -> AsyncGenerator[bytes, None]:
-        try:
+    async def _pieces(self, answer: _Answer, cached: int | None) -> AsyncGenerator[bytes, None]:
+        async def pieces() -> AsyncGenerator[bytes, None]:
             yield answer.first
             async for piece in answer.rest:
                 yield piece
+
+        try:
+            if cached is None:
+                async for piece in pieces():
+                    yield piece
+            else:
+                async for piece in usage.of_stream(pieces(), cached):
+                    yield piece
         except httpx.HTTPError as error:
             self.metrics.cut.inc()
             lost = ApiError(502, f"decode was lost: {error!r}", "server_error", "worker_lost")
@@ -281,13 +364,22 @@ class Proxy:
 
     # --- one request on two servers ---------------------------------------------------------------
 
-    async def ask(self, url: str, body: dict[str, Any], whole: bool) -> _Answer:
-        """Ask one server. Returns when its first piece is here, or all of it. Raises
-        httpx.HTTPError."""
+    async def ask(
+        self, url: str, body: dict[str, Any], whole: bool, sent: asyncio.Event | None = None
+    ) -> _Answer:
+        """Ask one server. Returns when its first piece is here, or all of it; `sent` is set when
+        the request has left. Raises httpx.HTTPError."""
+
+        async def trace(name: str, info: Any) -> None:
+            if sent is not None and name.endswith("send_request_body.complete"):
+                sent.set()
+
         async with contextlib.AsyncExitStack() as stack:
             content = msgspec.json.encode(body)
             head = {"content-type": "application/json"}
-            request = self._client.stream("POST", url, content=content, headers=head)
+            request = self._client.stream(
+                "POST", url, content=content, headers=head, extensions={"trace": trace}
+            )
             response = await stack.enter_async_context(request)
             rest = response.aiter_bytes()
             if whole or response.status_code >= 400:
@@ -295,11 +387,6 @@ class Proxy:
             else:
                 first = await anext(rest, b"")
             return _Answer(response, first, rest, stack.pop_all())
-
-    def abandon(self, decode: ServerAt, room: int, prefill: str) -> None:
-        """A request with this room was for decode, which was not reached, or was lost before it
-        said anything: if it never had it, prefill would hold the KV for a long time."""
-        self._abandoned[decode.name].add(self._client, decode, room, prefill)
 
 
 class _Run:
@@ -314,6 +401,7 @@ class _Run:
         self._whole = not body.get("stream")
         self._places: list[tuple[_Side, Place]] = []
         self._sending: asyncio.Task[_Answer] | None = None
+        self._letting_go: asyncio.Task[None] | None = None
         self._broke: set[str] = set()  # decode servers whose connection broke once
 
     async def answer(self) -> _Answer:
@@ -333,8 +421,11 @@ class _Run:
                 self._proxy.metrics.recomputed.inc()
             try:
                 return await self._attempt(decode, prefill)
+            except _AloneError:
+                await self.end(None)
+                lost.update(self._proxy.sides["prefill"].servers)
             except LostError as error:
-                logger.warning("%s", error)
+                self._proxy.warn(error.servers[0] if error.servers else decode.name, str(error))
                 await self.end(None)
                 lost.update(error.servers)
                 if last:
@@ -365,27 +456,34 @@ class _Run:
             }  # fmt: skip
             for name in _NOT_FOR_PREFILL:
                 send.pop(name, None)
-            self._sending = asyncio.create_task(proxy.ask(prefill.url + self._path, send, True))
-        loading = asyncio.create_task(proxy.ask(decode.url + self._path, body, self._whole))
+        sent = asyncio.Event()
+        url = decode.url + self._path
+        loading = asyncio.create_task(proxy.ask(url, body, self._whole, sent))
+        proxy.waiting[self] = "" if prefill is None else prefill.name, time.time()
         answer: _Answer | None = None
         try:
-            if self._sending is not None and prefill is not None:
+            if prefill is not None:
+                # Decode first: while it is not reached nothing is begun on prefill.
+                await _first(loading, asyncio.create_task(sent.wait()))
+            if prefill is not None and not loading.done():
+                url = prefill.url + self._path
+                self._sending = asyncio.create_task(proxy.ask(url, send, True))
                 both = (self._sending, loading)
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 if not loading.done():
-                    await self._check_sent(self._sending, prefill)
+                    await self._check_sent(self._sending, loading, prefill)
             answer = await loading
+            self._let_go()
         except httpx.HTTPError as error:
             if _is_unreached(error):
                 proxy.sides["decode"].avoid(decode.name)
                 self._broke.add(decode.name)
-            if prefill is not None:
-                proxy.abandon(decode, body[_PARAMS]["room"], prefill.at)
             # A kept connection may break since it was idle for too long: once that is no loss.
             names = [decode.name] if decode.name in self._broke else []
             self._broke.add(decode.name)
             raise LostError(f"{decode.name} was lost: {error!r}", *names) from None
         finally:
+            proxy.waiting.pop(self, None)
             if answer is None:  # also where it had just come
                 await _end(loading)
         if answer.response.status_code >= 500:
@@ -395,7 +493,15 @@ class _Run:
             raise LostError(why, *names)
         return answer
 
-    async def _check_sent(self, sending: asyncio.Task[_Answer], prefill: ServerAt) -> None:
+    def _let_go(self) -> None:
+        """Decode has answered, or begins to: nobody waits for prefill any more."""
+        if self._sending is not None:
+            grace_s = 0.0 if self._whole else _GRACE_S
+            self._letting_go = asyncio.create_task(_end_after(self._sending, grace_s))
+
+    async def _check_sent(
+        self, sending: asyncio.Task[_Answer], loading: asyncio.Task[_Answer], prefill: ServerAt
+    ) -> None:
         """Prefill has answered before decode said anything: whether it was well."""
         try:
             sent = sending.result()
@@ -407,9 +513,10 @@ class _Run:
         if status >= 500 or status in (401, 403, 404, 429):
             why = f"{prefill.name} said {status}: {sent.first[:500]!r}"
             raise LostError(why, prefill.name)
-        if status >= 400:
-            message = _message(sent.first)
-            raise ApiError(status, message, code="refused_by_prefill")
+        if status >= 400:  # decode finds the same, in its own words, or can do without prefill
+            await asyncio.wait((loading,), timeout=_GRACE_S)
+            if not loading.done():
+                raise _AloneError
 
     def _leave(self) -> None:
         now_s = time.monotonic()
@@ -421,10 +528,28 @@ class _Run:
         """Everything of it, on both servers. Again: no-op."""
         self._leave()
         sending, self._sending = self._sending, None
+        letting_go, self._letting_go = self._letting_go, None
         if answer is not None:
             await answer.close()
-        if sending is not None:
+        if letting_go is not None:
+            letting_go.cancel()
+            await asyncio.wait((letting_go,))
+        if sending is not None:  # also where letting it go has begun
             await _end(sending)
+
+
+async def _end_after(task: asyncio.Task[_Answer], grace_s: float) -> None:
+    """End it when it had this time to end by itself."""
+    await asyncio.wait((task,), timeout=grace_s)
+    await _end(task)
+
+
+async def _first(wanted: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
+    """Wait until one of them is done. The other one is not waited for any more."""
+    try:
+        await asyncio.wait((wanted, other), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        other.cancel()
 
 
 async def _end(task: asyncio.Task[_Answer]) -> None:
@@ -459,12 +584,26 @@ def _data(prompt: Any, what: str) -> bytes:
     return prompt.encode() if isinstance(prompt, str) else msgspec.json.encode(prompt)[:-1]
 
 
-def _message(body: bytes) -> str:
-    try:
-        told = msgspec.json.decode(body)
-        return str(told["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError, UnicodeDecodeError):
-        return body[:500].decode("utf-8", "replace")
+def _is_decodes_alone(body: dict[str, Any]) -> bool:
+    """Whether vLLM computes this prompt on decode, whatever its cache has: beams are requests of
+    its own without our parameters, and log-probabilities of a prompt need all of it computed."""
+    return bool(
+        body.get("use_beam_search")
+        or body.get("prompt_logprobs") is not None
+        or (body.get("echo") and body.get("logprobs") is not None)
+        or body.get("prompt_embeds") is not None
+    )
+
+
+async def _unknown(request: Request) -> Response:
+    known = "/v1/chat/completions, /v1/completions, /v1/models, /health, /ping"
+    raise ApiError(
+        404, f"the proxy does not pass on {request.url.path}; it knows {known}, "
+        f"{', '.join(_TO_DECODE)}", code="not_found",
+    )  # fmt: skip
+
+
+_ANY_METHOD: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 class _Metrics:
@@ -483,6 +622,10 @@ class _Metrics:
             "prefixkv_proxy_recomputed", "Requests that decode was asked to compute itself, since "
             "no prefill server was left.", registry=None,
         )  # fmt: skip
+        self.refused = Counter(
+            "prefixkv_proxy_refused", "Requests that were not served, by the status of the answer.",
+            ["status"], registry=None,
+        )  # fmt: skip
         self.cut = Counter(
             "prefixkv_proxy_cut", "Streams that ended with an error event.", registry=None
         )
@@ -490,7 +633,7 @@ class _Metrics:
             "prefixkv_proxy_ttft_seconds", "From a request to decode's first piece.", registry=None
         )
         self.collectors = [
-            self.requests, self.retried, self.recomputed, self.cut, self.ttft, self
+            self.requests, self.retried, self.recomputed, self.refused, self.cut, self.ttft, self
         ]  # fmt: skip
 
     def collect(self) -> list[Metric]:
@@ -500,7 +643,23 @@ class _Metrics:
         for role, side in self._proxy.sides.items():
             for name, number in side.router.stats().items():
                 family.add_metric([role, name], number)
-        return [family]
+        waiting = GaugeMetricFamily(
+            "prefixkv_proxy_rooms_waiting", "Requests to which decode has said nothing yet, by the "
+            "prefill server of their room; none: without a room.", labels=["prefill"],
+        )  # fmt: skip
+        oldest = GaugeMetricFamily(
+            "prefixkv_proxy_oldest_waiting_timestamp_seconds", "When the oldest of these was sent, "
+            "0 without one.", labels=["prefill"],
+        )  # fmt: skip
+        since: dict[str, list[float]] = {
+            name: [] for name in ("", *self._proxy.sides["prefill"].servers)
+        }
+        for name, since_s in [*self._proxy.waiting.values()]:
+            since[name].append(since_s)
+        for name, times in since.items():
+            waiting.add_metric([name], len(times))
+            oldest.add_metric([name], min(times, default=0.0))
+        return [family, waiting, oldest]
 
 
 def run_proxy(config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence[ServerAt]) -> int:

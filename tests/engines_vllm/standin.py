@@ -336,7 +336,9 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.running or self.loading or self.scheduler.busy)
+        side = self.scheduler
+        at_work = self.waiting or self.running or self.loading
+        return not (at_work or side.busy or side.sends.sends)  # an offer alone is not busy
 
     @property
     def num_used(self) -> int:

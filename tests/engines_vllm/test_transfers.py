@@ -152,29 +152,9 @@ def test_without_a_promise_nothing_is_computed_or_held(servers: Servers) -> None
     gauges = servers.prefill.scheduler.gauges()
     assert gauges["sends_unpromised"] == 1
     assert gauges["oldest_unpromised_timestamp_seconds"] > 0
-    told = {"abandoned": [[1, servers.address], [2, servers.address]]}
-    servers.decode.add(Request("notice", [0], told))
-    servers.until_ended("notice")
+    servers.prefill.abort("1")
     servers.settle()
-    assert servers.decode.outputs["notice"].answer is None
-    assert servers.decode.scheduler.take_counts()["loads_refused"] == 1, "not of room 2"
-    assert servers.prefill.scheduler.take_counts()["sends_failed"] == 1
     assert send.computed == 0
-    assert "never had" in error_of(send)
-
-
-def test_a_room_that_is_being_loaded_is_not_abandoned(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where it is too long ago that it was seen."""
-    monkeypatch.setattr(scheduler, "RECENT_ROOMS", 0)
-    load = servers.ask("1", PROMPT)
-    servers.step()
-    servers.decode.add(Request("notice", [0], {"abandoned": [[1, servers.address]]}))
-    servers.until_ended("1", "notice")
-    assert not load.recomputed
-    assert servers.decode.scheduler.take_counts().get("loads_refused", 0) == 0
-    servers.settle()
 
 
 @pytest.mark.parametrize("of", ["decode", "prefill"])
@@ -318,17 +298,17 @@ def test_a_request_preempted_on_decode_is_not_loaded_again(servers: Servers) -> 
         ("decode", [7], "an object is needed"),
         ("decode", {"do_remote_prefill": True, "prefill": "tcp://a:1"}, "no room"),
         ("decode", {"do_remote_prefill": True, "room": -1, "prefill": "tcp://a:1"}, "room"),
+        (
+            "decode",
+            {"do_remote_prefill": True, "room": 1, "prefill": "tcp://a:1", "nonce": "0" * 65},
+            "nonce",
+        ),
+        ("prefill", {"do_remote_decode": True, "decode": "decode-0"}, "no room"),
         ("decode", {"do_remote_prefill": True, "room": True, "prefill": "tcp://a:1"}, "room"),
         ("decode", {"do_remote_prefill": True, "room": 1}, "prefill in kv_transfer_params"),
         ("decode", {"do_remote_decode": True, "room": 1, "decode": "d"}, "no kv_producer"),
         ("prefill", {"do_remote_decode": True, "room": 1, "decode": ""}, "decode in"),
         ("prefill", {"do_remote_decode": True, "do_remote_prefill": True}, "do_remote_prefill"),
-        ("prefill", {"abandoned": [[1, "tcp://a:1"]]}, "no kv_consumer"),
-        ("decode", {"abandoned": 7}, "pairs"),
-        ("decode", {"abandoned": [[1]]}, "pairs"),
-        ("decode", {"abandoned": [[1, "tcp://a:1"]] * 1025}, "1024 pairs"),
-        ("decode", {"abandoned": [[-1, "tcp://a:1"]]}, "room"),
-        ("decode", {"abandoned": [[1, 7]]}, "prefill in"),
     ],
 )
 def test_wrong_parameters_are_answered(
@@ -543,3 +523,180 @@ def test_a_server_of_both_roles_whose_address_is_in_use_leaves_nothing_open() ->
         with pytest.raises(ConfigError, match="in use"):
             Engine("both", producer=True, consumer=True, bind=bind)
     assert set(threading.enumerate()) <= threads
+
+
+# --- rooms that prefill draws -------------------------------------------------------------------
+
+NULLS = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+
+
+def offered(servers: Servers, rid: str, tokens: list[int], **more: object) -> Request:
+    """Prefill is asked as NixlConnector's routers ask it, and has answered."""
+    servers.prefill.step()  # its address has no port before it is bound
+    send = Request(rid, tokens, dict(NULLS), **more)
+    servers.prefill.add(send)
+    servers.until(lambda: rid in servers.prefill.outputs)
+    assert send.answer is not None
+    return send
+
+
+def opened(servers: Servers, rid: str, send: Request, **changed: object) -> Request:
+    """Decode is asked with what prefill's answer says."""
+    assert send.prompt_token_ids is not None
+    load = Request(rid, send.prompt_token_ids, {**(send.answer or {}), **changed})
+    servers.decode.add(load)
+    servers.until_ended(rid)
+    return load
+
+
+def test_a_room_that_prefill_draws_is_opened_by_what_its_answer_says(servers: Servers) -> None:
+    send = offered(servers, "1", PROMPT)
+    assert servers.prefill.scheduler.gauges()["held_blocks"] == 8
+    load = opened(servers, "1", send)
+    assert not load.recomputed
+    assert servers.decode.wrong_tokens(load, len(PROMPT)) == 0
+    assert blocks_sent(servers) == 8
+    again = opened(servers, "2", offered(servers, "2", PROMPT + list(range(10))))
+    assert again.loaded_from == 7 * BLOCK
+    assert blocks_sent(servers) == 8 + 3
+    servers.settle()
+
+
+def test_it_is_opened_once(servers: Servers) -> None:
+    send = offered(servers, "1", PROMPT)
+    opened(servers, "1", send)
+    servers.settle()
+    sent = blocks_sent(servers)
+    servers.decode.scheduler.flush()
+    again = opened(servers, "2", send)  # another decode server's word, as far as prefill knows
+    assert again.recomputed or blocks_sent(servers) == sent
+    servers.settle()
+
+
+def test_who_does_not_know_the_nonce_loads_nothing(servers: Servers) -> None:
+    send = offered(servers, "1", PROMPT)
+    guess = opened(servers, "1", send, nonce="0" * 32)
+    assert guess.recomputed
+    assert "does not" in error_of(guess)
+    assert blocks_sent(servers) == 0
+    assert servers.prefill.scheduler.gauges()["offers_open"] == 1
+    servers.prefill.scheduler.flush()
+    servers.settle()
+
+
+def test_an_offer_that_no_decode_server_opens_ends(make_servers: MakeServers) -> None:
+    servers = make_servers(prefill={"offer_timeout_s": 0.2})
+    offered(servers, "1", PROMPT)
+    servers.settle()
+    assert servers.prefill.scheduler.take_counts() == {
+        "offers": 1, "offers_failed": 1, "sends_over": 1,
+    }  # fmt: skip
+
+
+def test_a_decode_server_that_refuses_the_request_ends_the_offer(servers: Servers) -> None:
+    """vLLM tells connectors of a request that its server refused."""
+    send = offered(servers, "1", PROMPT)
+    servers.decode.add(Request("notice", [0], send.answer, abort_immediately=True))
+    servers.decode.abort("notice")
+    servers.settle()
+
+
+def test_an_offer_is_let_go_of_for_a_promised_request(make_servers: MakeServers) -> None:
+    servers = make_servers(prefill={"num_blocks": 12})
+    send = offered(servers, "1", PROMPT)
+    load = servers.ask("2", [*range(30)])
+    servers.until_ended("2")
+    assert not load.recomputed
+    late = opened(servers, "1", send)
+    assert late.recomputed
+    assert "needs the blocks" in error_of(late)
+    servers.settle()
+    assert servers.prefill.scheduler.take_counts()["offers_withdrawn"] == 1
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 60.0])
+def test_an_offer_is_kept_for_a_while_from_requests_that_nobody_waits_for(
+    make_servers: MakeServers, grace_s: float
+) -> None:
+    servers = make_servers(prefill={"num_blocks": 12, "offer_grace_s": grace_s})
+    send = offered(servers, "1", PROMPT)
+    servers.prefill.add(Request("2", [*range(30)], None))
+    if grace_s:
+        for _ in range(20):
+            servers.step()
+        assert "2" not in servers.prefill.outputs
+        assert not opened(servers, "1", send).recomputed
+    servers.until(lambda: "2" in servers.prefill.outputs)
+    servers.settle()
+
+
+def test_choices_of_one_request_share_the_room_that_is_drawn(servers: Servers) -> None:
+    """vLLM numbers them: which of them its answer is of is not known."""
+    servers.prefill.step()
+    sends = [Request(f"{i}_a", PROMPT, dict(NULLS)) for i in range(3)]
+    for send in sends:
+        servers.prefill.add(send)
+    servers.until(lambda: all(one.request_id in servers.prefill.outputs for one in sends))
+    assert sends[0].answer == sends[1].answer == sends[2].answer
+    assert servers.prefill.scheduler.gauges()["offers_open"] == 1
+    assert not opened(servers, "1", sends[2]).recomputed
+    servers.settle()
+
+
+def test_a_client_that_leaves_before_its_prompt_is_computed_leaves_no_offer(
+    servers: Servers,
+) -> None:
+    servers.prefill.step()
+    servers.prefill.add(Request("1", PROMPT, dict(NULLS)))
+    servers.step()
+    servers.prefill.abort("1")
+    servers.settle()
+    assert servers.prefill.scheduler.take_counts() == {}
+
+
+def test_two_servers_that_load_from_each_other_leave_blocks_to_compute_with() -> None:
+    """Each holds as many loads as it may, which wait for the other to compute: both go on."""
+    one, two = (
+        Engine(name, producer=True, consumer=True, num_blocks=21) for name in ("one", "two")
+    )
+    try:
+        servers = {"one": one, "two": two}
+        asked = []
+        for room in range(6):
+            near, far = (one, two) if room % 2 else (two, one)
+            tokens = [100 * room + i for i in range(30)]
+            load = _load(room, far.worker.prefill.endpoint)
+            near.add(Request(f"d{room}", tokens, load))
+            asked.append((near, f"d{room}", far, tokens, room))
+        for engine in servers.values():
+            engine.step()
+        for near, _, far, tokens, room in asked:
+            send = {"do_remote_decode": True, "room": room, "decode": near.options.name}
+            far.add(Request(f"p{room}", tokens, send))
+
+        def done() -> bool:
+            for engine in servers.values():
+                engine.step()
+            return all(rid in near.outputs for near, rid, *_ in asked)
+
+        until(done)
+        for near, rid, *_ in asked:
+            assert not near.outputs[rid].recomputed
+    finally:
+        one.close()
+        two.close()
+
+
+def test_prompts_beyond_what_such_a_server_computes_for_others_are_declined() -> None:
+    both = Engine("both", producer=True, consumer=True, num_blocks=11)
+    decode = Engine("decode-0", consumer=True)
+    try:
+        send = {"do_remote_decode": True, "room": 1, "decode": "decode-0"}
+        both.add(Request("p", PROMPT, send))
+        decode.add(Request("d", PROMPT, _load(1, both.worker.prefill.endpoint)))
+        until(lambda: [both.step(), decode.step(), "d" in decode.outputs][2])
+        assert "computes at most 5" in error_of(decode.outputs["d"])
+        assert decode.outputs["d"].recomputed
+    finally:
+        both.close()
+        decode.close()

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prefixkv.errors import ConfigError
-from prefixkv.serving import abandoned
+from prefixkv.serving import proxy as proxy_module
 from prefixkv.serving.config import Limits, ListenSettings, ProxyConfig, ServerAt
 from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
 from prefixkv.serving.proxy import Proxy
@@ -38,6 +38,10 @@ class Engine:
             Route("/v1/completions", self._take, methods=["POST"]),
             Route("/v1/chat/completions", self._take, methods=["POST"]),
             Route("/v1/models", self._models),
+            *(
+                Route(f"/{one}", self._echo, methods=["GET", "POST"])
+                for one in ("tokenize", "detokenize", "version")
+            ),
         ]
         self.server = HttpServer(make_app(routes), "127.0.0.1", port, LIMITS)
 
@@ -60,6 +64,10 @@ class Engine:
             saying.cancel()
             return Response(status_code=499)
         return saying.result()
+
+    async def _echo(self, request: Request) -> Response:
+        body = await request.body()
+        return json_response({"path": request.url.path, "body": json.loads(body or "null")})
 
     async def _models(self, _: Request) -> Response:
         return json_response({"data": [self.name]})
@@ -143,7 +151,7 @@ def test_a_client_with_as_many_requests_as_it_may_have_is_refused() -> None:
     run(scene, decode=[never], limits=replace(LIMITS, max_requests_per_client=1))
 
 
-def test_both_servers_are_asked_at_once_with_one_room() -> None:
+def test_both_servers_are_asked_with_one_room() -> None:
     async def scene(stage: Stage) -> None:
         (prefill,), (decode,) = stage.prefill, stage.decode
         asked = asyncio.create_task(
@@ -289,14 +297,23 @@ def test_without_a_prefill_server_decode_computes_the_prompt() -> None:
     run(scene, [well], [_waits_for_prefill([never])])
 
 
-def test_what_prefill_says_of_a_clients_error_is_told() -> None:
+def test_what_prefill_refuses_decode_is_asked_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode's word is the client's: in its own form, and it may do without prefill."""
+    monkeypatch.setattr(proxy_module, "_GRACE_S", 0.01)
+
+    async def say(engine: Engine, body: dict[str, Any]) -> Response:
+        if "kv_transfer_params" in body:
+            return await never(engine, body)
+        raise ApiError(400, "much too long")
+
     async def scene(stage: Stage) -> None:
         answer = await stage.complete()
         assert answer.status_code == 400
-        assert "too long" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["message"] == "much too long"
         await until(lambda: stage.decode[0].under_way == 0)
+        assert len(stage.decode[0].asked) == 2
 
-    run(scene, [refusing(400, "too long")], [never])
+    run(scene, [refusing(400, "too long")], [say])
 
 
 def test_what_decode_says_of_a_clients_error_is_passed_on() -> None:
@@ -323,12 +340,9 @@ def test_a_decode_server_that_is_gone_is_replaced() -> None:
     run(scene, None, [well, well])
 
 
-def test_a_connection_that_breaks_before_an_answer_is_made_anew_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As one does that was kept for too long. Whether decode had the request is not known, and
-    prefill has it: decode is told of its room when it is reached."""
-    monkeypatch.setattr(abandoned, "TELL_EACH_S", 0.02)
+def test_a_connection_that_breaks_before_an_answer_is_made_anew_once() -> None:
+    """As one does that was kept for too long. The room of the broken one ends on prefill with its
+    connection; decode ends its own when it sees that the client is gone."""
     breaks = 1
 
     async def broken(engine: Engine, body: dict[str, Any]) -> Response:
@@ -342,75 +356,207 @@ def test_a_connection_that_breaks_before_an_answer_is_made_anew_once(
 
     async def scene(stage: Stage) -> None:
         nonlocal breaks
-        (decode,) = stage.decode
+        (decode,), (prefill,) = stage.decode, stage.prefill
         answer = await stage.complete(model="m")
         assert (answer.status_code, answer.json()["from"]) == (200, "decode-0")
-        rooms = [one["kv_transfer_params"]["room"] for one in decode.asked[:2]]
-        assert rooms[0] != rooms[1]
-        await until(lambda: len(decode.asked) == 3)
-        told = decode.asked[2]
-        assert told["kv_transfer_params"] == {"abandoned": [[rooms[0], stage.prefill[0].name]]}
-        assert told["max_tokens"] == 1
-        assert "model" not in told, "a client's may be of no model, and the rest untold for it"
+        rooms = [one["kv_transfer_params"]["room"] for one in decode.asked]
+        assert len(set(rooms)) == len(rooms) == 2
         breaks = 2
         answer = await stage.complete()
         assert answer.status_code == 503, "the second time it is lost"
-        rooms = [one["kv_transfer_params"]["room"] for one in decode.asked[3:5]]
-        await until(lambda: len(decode.asked) == 6)
-        names = [[room, stage.prefill[0].name] for room in rooms]
-        assert decode.asked[5]["kv_transfer_params"] == {"abandoned": names}
+        await until(lambda: prefill.under_way == 0)
 
-    run(scene, None, [broken])
+    run(scene, [never], [broken])
 
 
-def test_a_decode_server_that_was_not_reached_is_told_when_it_is_back(
-    monkeypatch: pytest.MonkeyPatch,
+def test_while_decode_is_not_reached_nothing_is_asked_of_prefill(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(abandoned, "TELL_EACH_S", 0.02)
+    """And its loss is not logged with each request of a client that asks again at once."""
 
     async def scene(stage: Stage) -> None:
         (gone,), (prefill,) = stage.decode, stage.prefill
         await gone.server.stop()
-        assert (await stage.complete()).status_code == 503
+        for _ in range(20):
+            assert (await stage.complete()).status_code == 503
+        assert prefill.asked == []
+        assert len([one for one in caplog.records if "was lost" in one.message]) == 1
         back = Engine("decode-0", well, int(gone.at.url.rpartition(":")[2]))
         await back.server.start()
-        await until(lambda: back.asked)
-        room = prefill.asked[0]["kv_transfer_params"]["room"]
-        told = back.asked[0]["kv_transfer_params"]["abandoned"]
-        assert told == [[room, prefill.name]]
+        assert (await stage.complete()).status_code == 200
         await back.server.stop()
 
     run(scene)
 
 
-def test_what_was_abandoned_is_told_until_it_is_heard_or_too_old(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(abandoned, "TELL_EACH_S", 0.02)
-    monkeypatch.setattr(abandoned, "AT_ONCE", 2)
-    monkeypatch.setattr(abandoned, "MAX_ROOMS", 3)
+def test_decodes_answer_ends_prefills_request() -> None:
+    """Whatever it says: a room that it did not load is nobody's."""
 
     async def scene(stage: Stage) -> None:
-        (decode,), client = stage.decode, stage.client
-        gone = Engine("gone", well)
-        of = abandoned.Abandoned()
-        of.add(client, gone.at, 1, "p")  # never heard
-        monkeypatch.setattr(abandoned, "TELL_FOR_S", -1.0)
-        of.add(client, gone.at, 2, "p")
-        assert of._telling is not None
-        await asyncio.sleep(0.1)
-        assert [*of._rooms] == [1]
-        await of.stop()
-        gone.server.close()
-        monkeypatch.setattr(abandoned, "TELL_FOR_S", 600.0)
-        of = abandoned.Abandoned()
-        for room in range(4):
-            of.add(client, decode.at, room, "p")
-        await asyncio.wait((of._telling,))
-        told = [one["kv_transfer_params"]["abandoned"] for one in decode.asked]
-        assert told == [[[1, "p"], [2, "p"]], [[3, "p"]]]
+        for _ in range(2):
+            await stage.complete()
+            await until(lambda: stage.prefill[0].under_way == 0)
+
+    for say in (well, refusing(400), refusing(404), refusing(422)):
+        run(scene, [never], [say])
+
+
+def test_the_first_piece_of_a_stream_ends_prefills_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not its end, which may be minutes later."""
+    monkeypatch.setattr(proxy_module, "_GRACE_S", 0.01)
+
+    async def stream(engine: Engine, body: dict[str, Any]) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            yield b"data: one\n\n"
+            await asyncio.Event().wait()
+
+        return Stream(pieces(), LIMITS, "text/event-stream")
+
+    async def scene(stage: Stage) -> None:
+        body = {"prompt": "hello", "stream": True}
+        async with stage.client.stream("POST", "/v1/completions", json=body) as answer:
+            await anext(answer.aiter_raw())
+            await until(lambda: stage.prefill[0].asked and not stage.prefill[0].under_way)
+
+    run(scene, [never], [stream])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"use_beam_search": True}, {"use_beam_search": True, "n": 3}, {"prompt_logprobs": 0},
+        {"echo": True, "logprobs": 0}, {"prompt_embeds": "AAAA"},
+    ],
+)  # fmt: skip
+def test_what_decode_computes_by_itself_has_no_room(more: dict[str, Any]) -> None:
+    async def scene(stage: Stage) -> None:
+        assert (await stage.complete(**more)).status_code == 200
+        assert stage.prefill[0].asked == []
+        (asked,) = stage.decode[0].asked
+        assert "kv_transfer_params" not in asked
+        assert more.items() <= asked.items()
 
     run(scene)
+
+
+def test_what_it_does_not_pass_on_is_a_404_that_lists_what_it_does() -> None:
+    async def scene(stage: Stage) -> None:
+        for path in ("/v1/responses", "/v1/messages", "/nothing"):
+            answer = await stage.client.post(path, json={})
+            assert answer.status_code == 404
+            for known in ("/v1/completions", "/tokenize", path):
+                assert known in answer.json()["error"]["message"]
+
+    run(scene)
+
+
+def test_load_balancers_ask_the_port_that_serves() -> None:
+    async def scene(stage: Stage) -> None:
+        bare = httpx.AsyncClient(base_url=stage.proxy.server.url, trust_env=False)
+        for path in ("/health", "/ping"):
+            assert (await bare.get(path)).status_code == 200
+        assert (await bare.get("/v1/models")).status_code == 401
+        await stage.decode[0].server.stop()
+        await bare.post(
+            "/v1/completions", json={"prompt": "a"}, headers={"authorization": "Bearer key"}
+        )
+        for path in ("/health", "/ping"):
+            assert (await bare.get(path)).status_code == 503
+        await bare.aclose()
+
+    run(scene, api_key="key")
+
+
+def test_decode_answers_for_tokens_and_version() -> None:
+    async def scene(stage: Stage) -> None:
+        for path in ("/tokenize", "/detokenize"):
+            answer = await stage.client.post(path, json={"prompt": "a"})
+            assert answer.json() == {"path": path, "body": {"prompt": "a"}}
+        assert (await stage.client.get("/version")).json()["path"] == "/version"
+        assert stage.prefill[0].asked == []
+
+    run(scene)
+
+
+def test_rooms_that_wait_are_on_the_metrics() -> None:
+    async def scene(stage: Stage) -> None:
+        asked = asyncio.create_task(stage.complete())
+        await until(lambda: stage.decode[0].under_way and stage.prefill[0].under_way)
+        name = f'{{prefill="{stage.prefill[0].at.url}"}}'
+        assert await stage.counter("prefixkv_proxy_rooms_waiting" + name) == 1
+        assert await stage.counter("prefixkv_proxy_oldest_waiting_timestamp_seconds" + name) > 1e9
+        asked.cancel()
+        await until(lambda: not stage.decode[0].under_way)
+        assert await stage.counter("prefixkv_proxy_rooms_waiting" + name) == 0
+        assert await stage.counter("prefixkv_proxy_oldest_waiting_timestamp_seconds" + name) == 0
+
+    run(scene, [never], [never])
+
+
+def test_requests_that_are_refused_are_counted_by_status() -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.complete()
+        assert await stage.counter('prefixkv_proxy_refused_total{status="422"}') == 1
+
+    run(scene, None, [refusing(422)])
+
+
+def _usage(cached: int | None, said: int | None) -> Say:
+    """An answer of vLLM's; `said`: what the connector says."""
+
+    async def say(engine: Engine, body: dict[str, Any]) -> Response:
+        details = None if cached is None else {"cached_tokens": cached, "multimodal_tokens": 3}
+        told = {"usage": {"prompt_tokens": 9, "prompt_tokens_details": details}}
+        params = None if said is None else {"prefixkv": {"room": 1, "cached_tokens": said}}
+        return json_response({**told, "kv_transfer_params": params})
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("cached", "said", "passed_on"), [(8, 0, 0), (None, 0, 0), (4, None, 4), (None, None, None)]
+)
+def test_usage_says_what_decode_had(
+    cached: int | None, said: int | None, passed_on: int | None
+) -> None:
+    async def scene(stage: Stage) -> None:
+        answer = (await stage.complete()).json()
+        details = answer["usage"]["prompt_tokens_details"]
+        assert (details or {}).get("cached_tokens") == passed_on
+        assert answer["kv_transfer_params"] is None
+
+    run(scene, None, [_usage(cached, said)])
+
+
+def test_usage_of_several_samples_is_of_before_they_were_brought() -> None:
+    """The proxy has the prompt brought first, and decode then has all of it."""
+
+    async def say(engine: Engine, body: dict[str, Any]) -> Response:
+        return await _usage(8, 2 if "kv_transfer_params" in body else None)(engine, body)
+
+    async def streamed(engine: Engine, body: dict[str, Any]) -> Response:
+        if not body.get("stream"):
+            return await say(engine, body)
+
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            details = json.dumps({"usage": {"prompt_tokens_details": {"cached_tokens": 8}}})
+            yield b'data: {"choices": 1}\n\ndata: ' + details[:20].encode()
+            yield details[20:].encode() + b"\n\ndata: [DONE]\n\n"
+
+        return Stream(pieces(), LIMITS, "text/event-stream")
+
+    async def scene(stage: Stage) -> None:
+        answer = (await stage.complete(n=2)).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+        answer = await stage.complete(["a", "b"], n=2, stream=True)
+        lines = [line[6:] for line in answer.text.splitlines() if line]
+        assert lines[0] == '{"choices": 1}'
+        assert json.loads(lines[1])["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
+        assert lines[2] == "[DONE]"
+
+    run(scene, None, [streamed])
 
 
 def test_an_error_of_decode_is_told_when_all_attempts_are_made() -> None:
@@ -469,7 +615,19 @@ def test_several_answers_or_prompts_are_brought_each_by_itself(
         sent = [body["kv_transfer_params"]["room"] for body in stage.prefill[0].asked]
         assert sorted(sent) == sorted(rooms)
 
-    run(scene)
+    asked: list[int] = []
+
+    async def prefill(engine: Engine, body: dict[str, Any]) -> Response:
+        asked.append(body["kv_transfer_params"]["room"])
+        return await well(engine, body)
+
+    async def decode(engine: Engine, body: dict[str, Any]) -> Response:
+        """As one that waits for its KV."""
+        params = body.get("kv_transfer_params")
+        await until(lambda: params is None or params["room"] in asked)
+        return await well(engine, body)
+
+    run(scene, [prefill], [decode])
 
 
 def test_where_one_of_several_prompts_is_refused_the_others_end() -> None:
@@ -484,7 +642,7 @@ def test_where_one_of_several_prompts_is_refused_the_others_end() -> None:
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, "bad")
         await until(lambda: not any(one.under_way for one in (*stage.prefill, *stage.decode)))
 
-    run(scene, [say], [never])
+    run(scene, [never], [say])
 
 
 def test_the_next_turn_goes_where_the_first_went() -> None:

@@ -13,7 +13,6 @@ from prefixkv.errors import RequestError
 from prefixkv.request import whole_number
 
 MAX_NAME_CHARS = 256
-MAX_ABANDONED = 1024
 
 
 MAX_NONCE_CHARS = 64
@@ -42,14 +41,7 @@ class OfferAsk:
     """Prefill: draw a room, and send the KV to the decode server that opens it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Abandoned:
-    """Decode: requests with these loads were sent here and never arrived."""
-
-    loads: tuple[LoadAsk, ...]
-
-
-Ask = LoadAsk | SendAsk | OfferAsk | Abandoned
+Ask = LoadAsk | SendAsk | OfferAsk
 
 
 def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
@@ -59,7 +51,6 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
         {"do_remote_prefill": true, "room": 7, "prefill": "tcp://10.0.0.1:14579", "nonce": "5f..."}
         {"do_remote_decode": true, "room": 7, "decode": "decode-0"}
         {"do_remote_decode": true}
-        {"abandoned": [[7, "tcp://10.0.0.1:14579"]]}
 
     Raises RequestError for what cannot be meant, or not here.
     """
@@ -67,8 +58,6 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
         return None
     if not isinstance(params, Mapping):
         raise RequestError(f"kv_transfer_params is {params!r}, an object is needed")
-    if "abandoned" in params:
-        return _abandoned(params["abandoned"], is_consumer)
     loads, sends = bool(params.get("do_remote_prefill")), bool(params.get("do_remote_decode"))
     if not loads and not sends:
         return None
@@ -84,18 +73,6 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
         raise RequestError("kv_transfer_params has no room")
     room, where = _room(params["room"]), _name(key, params.get(key))
     return LoadAsk(room, where, _nonce(params.get("nonce"))) if loads else SendAsk(room, where)
-
-
-def _abandoned(rooms: Any, is_consumer: bool) -> Abandoned:
-    if not is_consumer:
-        raise RequestError("kv_transfer_params has abandoned rooms; this server is no kv_consumer")
-    well = isinstance(rooms, list) and len(rooms) <= MAX_ABANDONED
-    if not well or not all(isinstance(one, list) and len(one) == 2 for one in rooms):
-        raise RequestError(
-            f"abandoned in kv_transfer_params is {str(rooms)[:200]}, at most {MAX_ABANDONED} pairs "
-            "of a room and a prefill server's address are needed"
-        )
-    return Abandoned(tuple(LoadAsk(_room(room), _name("prefill", at)) for room, at in rooms))
 
 
 def _room(room: Any) -> int:

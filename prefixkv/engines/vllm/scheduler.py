@@ -24,7 +24,6 @@ from itertools import takewhile
 from typing import Any, Final
 
 from prefixkv.engines.vllm.asks import (
-    Abandoned,
     LoadAsk,
     OfferAsk,
     ask_of,
@@ -103,6 +102,7 @@ class SchedulerSide:
         # Of requests that live, for their answers.
         self._errors: dict[str, str] = {}
         self._loaded_of: dict[str, tuple[int, int, int]] = {}  # room, tokens loaded, and cached
+        self._hits: dict[str, int] = {}  # tokens that were cached when it was matched last
         self._joined: set[str] = set()  # have waited for another's load
         self._followers: set[str] = set()  # other choices of a prompt that another request loads
         self._rooms: dict[int, bytes] = {}  # wanted or loading: the digest of the prompt
@@ -147,9 +147,6 @@ class SchedulerSide:
             ask = ask_of(request.kv_transfer_params, *self._roles)
             if ask is None:
                 return
-            if isinstance(ask, Abandoned):
-                self._abandon(ask)
-                return
             if isinstance(ask, OfferAsk):
                 self.sends.draw(request, ask)
                 return
@@ -168,14 +165,6 @@ class SchedulerSide:
         self._recent[room] = None
         if len(self._recent) > RECENT_ROOMS:
             del self._recent[next(iter(self._recent))]
-
-    def _abandon(self, ask: Abandoned) -> None:
-        """Prefill has these rooms and would wait for a request that is lost: it is told so. A room
-        that was seen here is seen to by its own request."""
-        for load in ask.loads:
-            if load.room not in self._recent and load.room not in self._rooms:
-                self._seen(load.room)
-                self._order_refusal(load, "decode never had the request")
 
     def _begin_load(self, request: Any, ask: LoadAsk) -> None:
         """Raises CallerError for a prompt that is not loaded; prefill hears of it where the room is
@@ -215,6 +204,7 @@ class SchedulerSide:
         self.sends.make_room(need, self._options.offer_grace_s, self._orders)
         if rid not in self._wanted and rid not in self._followers:
             return 0, False
+        self._hits[rid] = num_computed
         if missing <= self._options.recompute_below:
             return 0, False
         if self._options.join_flights or rid in self._followers:
@@ -249,7 +239,7 @@ class SchedulerSide:
             tokens = request.prompt_token_ids
             whole = pages[: len(tokens) // self._block_size]
             self._shadow.admitted(rid, tokens, whole, namespace_of(request))
-        wanted = self._wanted.pop(rid, None)
+        wanted, hit = self._wanted.pop(rid, None), self._hits.pop(rid, 0)
         self._followers.discard(rid)
         if rid in self._joined:
             self._joined.discard(rid)
@@ -258,6 +248,7 @@ class SchedulerSide:
             return  # asks for nothing, or has been loaded already
         ask, digest = wanted
         if num_external <= 0:
+            self._loaded_of[rid] = ask.room, 0, hit
             self._refuse(ask, "decode computes it itself")
             return
         num_tokens = request.num_prompt_tokens
@@ -288,6 +279,7 @@ class SchedulerSide:
             self._shadow.ended(rid, request.all_token_ids, blocks, namespace_of(request))
         self._joined.discard(rid)
         self._followers.discard(rid)
+        self._hits.pop(rid, None)
         if (wanted := self._wanted.pop(rid, None)) is not None:
             self._refuse(wanted[0], "decode's request ended before it was admitted")
         load = self._loads.get(rid)

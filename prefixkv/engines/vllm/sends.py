@@ -175,10 +175,11 @@ class Sends:
 
     def _params_of(self, parent: str) -> dict[str, Any] | None:
         """Of a room that another choice of the same request has drawn."""
-        offers = [
-            *self._drawn.values(), *(one for one in self.sends.values() if not one.withdrawn)
-        ]  # fmt: skip
-        return next((one.params for one in offers if one.parent == parent), None)
+        known: dict[str, dict[str, Any] | None] = {
+            one.parent: one.params for one in self.sends.values() if not one.withdrawn
+        }
+        known |= {one.parent: one.params for one in self._drawn.values()}
+        return known.get(parent)
 
     # --- the order law ----------------------------------------------------------------------------
 

@@ -1,7 +1,6 @@
 """The order law between two real vLLM servers with small caches: whoever waits for the other side
-holds nothing that the other side's progress may need. Each pair is started with 24 blocks a side, so
-that one prompt of 14 fits and two do not.
-
+holds nothing that the other side's progress may need. Each has 24 blocks, so that one prompt of 14
+fits and two do not.
 The servers are asked in both orders: with a room that a router has drawn, and as the routers of
 NixlConnector do it, which know nothing of rooms.
 """
@@ -70,8 +69,8 @@ class Small:
         return self.threads.submit(self.decode.complete, prompt, OUT, params)
 
     def routed(self, prompt: list[int]) -> Any:
-        """What llm-d's sidecar does in its `nixlv2` form, as do vLLM's toy proxy and others: prefill
-        is asked with fields that are null, and decode with what prefill's answer says."""
+        """What llm-d's sidecar does in its `nixlv2` form, and vLLM's toy proxy: prefill is asked
+        with fields that are null, and decode with what prefill's answer says."""
         nulls = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
         asked = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(nulls)}
         answer = self.prefill.complete(prompt, 1, asked)
