@@ -43,6 +43,7 @@ class Pool:
 
 def request_of(call: dict[str, Any]) -> Any:
     more = {"prompt_embeds": None, "resumable": False, "lora_request": None, "mm_features": []}
+    more["all_token_ids"] = call["prompt_token_ids"]
     return SimpleNamespace(**{key: call[key] for key in call if key != "call"}, **more)
 
 

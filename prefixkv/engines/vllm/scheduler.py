@@ -200,8 +200,13 @@ class SchedulerSide:
         if may_start is not None:
             return (0, False) if may_start else (None, False)
         missing = request.num_prompt_tokens - num_computed
-        need = pages_for(missing, self._block_size) - num_free
-        self.sends.make_room(need, self._options.offer_grace_s, self._orders)
+        # All of its blocks: those that are in the prefix cache may be among the free ones. One that
+        # was preempted has more tokens than its prompt.
+        need = pages_for(len(request.all_token_ids), self._block_size) - num_free
+        # Whatever a promised prompt or a load stands behind in vLLM's queue, another server waits.
+        is_waited_for = bool(self._wanted) or self.sends.owes
+        grace_s = 0.0 if is_waited_for else self._options.offer_grace_s
+        self.sends.make_room(need, grace_s, self._orders)
         if rid not in self._wanted and rid not in self._followers:
             return 0, False
         self._hits[rid] = num_computed

@@ -10,8 +10,9 @@ held, until every worker says that no write reads it.
 
 An *offer* is of a room that is drawn here. Its prompt is computed at once, and its blocks are held
 from the step that completes it, until a decode server has opened the room and the KV is sent. Its
-blocks are let go of when a promised send needs them, and after `offer_grace_s` when anything else
-does: decode is then refused, and computes the prompt itself.
+blocks are let go of when they are needed while a promised send or a load of this server waits, were
+it behind what needs them, and else after `offer_grace_s`: decode is then refused, and computes the
+prompt itself.
 
     promised:  waiting --all ranks promised--> allowed --computed--> sent --freed--> forgotten
     offer:     drawn --computed, held--> offered --opened and sent, or withdrawn--> forgotten
@@ -85,7 +86,7 @@ class Sends:
         num_ranks: workers that each hold a share of every block.
         most_blocks: of one prompt that is computed for a decode server; None: any number.
         offer_timeout_s: after which an offer that no decode server opened is withdrawn.
-        offer_grace_s: before which an offer is kept from requests that no decode server waits for.
+        offer_grace_s: before which an offer is kept from requests that no other server waits for.
         now_s: seconds since the epoch.
     """
 
@@ -197,15 +198,21 @@ class Sends:
             return None
         if send.unpromised > 0:
             return False
-        if rid in self._choices:
-            return send.started  # most of it is in the prefix cache then
-        if send.started:
-            return True
         need = pages_for(send.num_tokens, self.block_size)
+        if send.started:  # it was preempted, or is a choice, most of which is in the prefix cache
+            self.make_room(need - num_free, 0.0, orders)
+            return True
+        if rid in self._choices:
+            return False
         others = [one for one in self.sends.values() if one.started and not one.computed]
         need += sum(pages_for(one.num_tokens, self.block_size) - one.num_pages for one in others)
         self.make_room(need - num_free, 0.0, orders)
         return not others or need <= num_free
+
+    @property
+    def owes(self) -> bool:
+        """Whether decode has promised its pages for a prompt that is not computed."""
+        return any(one.unpromised <= 0 and not one.computed for one in self.sends.values())
 
     def make_room(self, num_blocks: int, grace_s: float, orders: Orders) -> None:
         """Withdraw offers that are older than `grace_s`, the oldest first, until at least so many

@@ -1,0 +1,69 @@
+"""What is explored: requests of clients, and the order in which they arrive at two servers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+BLOCK = 4  # tokens
+MAX_LEN_BLOCKS = 23  # of a request
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A client's request. `kind`: "room" (both servers are asked at once, in a room that the router
+    has drawn), "drawn" (prefill draws the room, and decode is asked when it has answered), or
+    "plain" (decode alone is asked). `prompt` are words of so many tokens each, (word, length);
+    equal words at one place are shared tokens. `way` is prefill's server and decode's."""
+
+    kind: str
+    prompt: tuple[tuple[int, int], ...]
+    num_out: int = 3
+    way: str = "ab"
+
+    @property
+    def tokens(self) -> list[int]:
+        return [
+            3 + (word * 7919 + i * 31) % 1900 for word, length in self.prompt for i in range(length)
+        ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. `order` names what arrives: "P0" is request 0 at its prefill server, "D0" at its
+    decode server, "-P0" and "-D0" its client's leave there, "!D0" the word to decode that its
+    client has left before it came there. What a router has not learned yet arrives when it may.
+
+    `pace` is what goes on between two arrivals: "none", "rest" (all, until nothing moves any
+    more), "a" or "b" (only this server; frames lie), "random". `storm` is how many steps are taken
+    at random behind the last arrival, before all take turns. `chunk` is how many tokens a step
+    computes, `share` how many of them one prompt may have; 0: all."""
+
+    asks: tuple[Ask, ...]
+    order: tuple[str, ...]
+    pace: str = "none"
+    storm: int = 0
+    seed: int = 0
+    blocks: tuple[int, int] = (24, 24)
+    chunk: int = 1024
+    share: int = 0
+    join: bool = True
+    recompute_below: int = 0
+    asynchronous: bool = False
+    both: bool = False
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        """The case that `str` gave."""
+        raw = json.loads(text)
+        raw["asks"] = tuple(
+            Ask(**{**one, "prompt": tuple(map(tuple, one["prompt"]))}) for one in raw["asks"]
+        )
+        return cls(**{**raw, "order": tuple(raw["order"]), "blocks": tuple(raw["blocks"])})
+
+
+class LivenessError(AssertionError):
+    """Something waits for ever, or is left behind."""

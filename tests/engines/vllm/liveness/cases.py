@@ -1,0 +1,186 @@
+"""Cases: every order of arrival, random ones, and those that stood still once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import permutations, product
+from typing import Any
+
+from tests.engines.vllm.liveness.case import BLOCK, Ask, Case
+
+
+def prompts(pattern: str, lengths: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
+    """Prompts of these lengths, tokens. A word of 100 is what they share."""
+    shared = 2 * BLOCK
+    match pattern:
+        case "different":
+            return [((i, length),) for i, length in enumerate(lengths)]
+        case "two share":
+            return [
+                ((100, shared), (i, length - shared)) if i < 2 else ((i, length),)
+                for i, length in enumerate(lengths)
+            ]
+        case "all share":
+            return [((100, shared), (i, length - shared)) for i, length in enumerate(lengths)]
+        case "equal":
+            return [((100, lengths[0]),) for _ in lengths]
+        case "prefix":
+            # Each is the beginning of the one before it.
+            cuts = [max(length - i * (BLOCK + 1), 2) for i, length in enumerate(lengths)]
+            return [((100, min(cuts[: i + 1])),) for i in range(len(lengths))]
+    raise ValueError(pattern)
+
+
+PATTERNS = "different", "two share", "all share", "equal", "prefix"
+LENGTHS = 14 * BLOCK, 14 * BLOCK - 2, 10 * BLOCK, 7 * BLOCK + 1
+"""Of 24 blocks one, one, two and three prompts take all that can be had."""
+POOLS = (24, 24), (24, 200), (200, 24)
+KINDS = ("room",), ("drawn",), ("room", "drawn"), ("drawn", "room"), ("room", "plain")
+
+
+def arrivals(kinds: tuple[str, ...]) -> list[str]:
+    return [
+        event
+        for i, kind in enumerate(kinds)
+        for event in ([f"D{i}"] if kind == "plain" else [f"P{i}", f"D{i}"])
+    ]
+
+
+def orders(asks: tuple[Ask, ...]) -> Iterator[tuple[str, ...]]:
+    """All orders of arrival. Of those that differ in the names of like requests only, one; a drawn
+    room's decode server is asked behind prefill."""
+    events = arrivals(tuple(ask.kind for ask in asks))
+    for order in permutations(events):
+        firsts = [
+            min(at for at, event in enumerate(order) if int(event[1:]) == i)
+            for i in range(len(asks))
+        ]
+        like = all(
+            firsts[i] < firsts[j]
+            for i, one in enumerate(asks)
+            for j, other in enumerate(asks)
+            if i < j and _is_like(one, other, asks)
+        )
+        drawn = all(
+            ask.kind != "drawn" or order.index(f"P{i}") < order.index(f"D{i}")
+            for i, ask in enumerate(asks)
+        )
+        if like and drawn:
+            yield order
+
+
+def _is_like(one: Ask, other: Ask, asks: tuple[Ask, ...]) -> bool:
+    """Whether another name would be another case. Words that others have too count."""
+
+    def shape(ask: Ask) -> Any:
+        words = [word for each in asks for word in {word for word, _ in each.prompt}]
+        return replace(
+            ask,
+            prompt=tuple(
+                (word if words.count(word) > 1 else -1, length) for word, length in ask.prompt
+            ),
+        )
+
+    return bool(shape(one) == shape(other))
+
+
+def every_order(num: int, patterns: tuple[str, ...], paces: tuple[str, ...]) -> Iterator[Case]:
+    """Every order of so many requests, for each pattern, size, pool, kind and pace."""
+    for pattern, length, pool, kinds in product(patterns, LENGTHS, POOLS, KINDS):
+        words = prompts(pattern, (length,) * num)
+        asks = tuple(Ask(kinds[i % len(kinds)], words[i]) for i in range(num))
+        for order, pace in product(orders(asks), paces):
+            yield Case(asks, order, pace, blocks=pool)
+
+
+def at_random(seed: int) -> Case:
+    """A case of which all is drawn, aborts among it."""
+    chance = random.Random(seed)
+    num = chance.choice((2, 3, 3, 3, 4))
+    both = chance.random() < 0.3
+    length = chance.choice(LENGTHS)
+    lengths = tuple(chance.choice((length, length, chance.choice(LENGTHS))) for _ in range(num))
+    words = prompts(chance.choice(PATTERNS), lengths)
+    kinds = chance.choice((*KINDS, ("room",), ("room",)))
+    asks = tuple(
+        Ask(
+            kinds[i % len(kinds)],
+            words[i],
+            chance.choice((1, 3, 8, 20)),
+            chance.choice(("ab", "ba")) if both else "ab",
+        )
+        for i in range(num)
+    )
+    order = arrivals(tuple(ask.kind for ask in asks))
+    chance.shuffle(order)
+    if chance.random() < 0.4:
+        order = leaving(order, asks, chance)
+    return Case(
+        asks,
+        tuple(order),
+        pace=chance.choice(("none", "rest", "a", "b", "random", "random", "random")),
+        storm=chance.choice((0, 0, 40, 200)),
+        seed=seed,
+        blocks=chance.choice((*POOLS, (24, 24))),
+        chunk=chance.choice((1024, 1024, 16, 9)),
+        share=chance.choice((0, 0, 7)),
+        join=chance.random() < 0.7,
+        recompute_below=chance.choice((0, 0, 0, 2 * BLOCK, 9 * BLOCK)),
+        asynchronous=chance.random() < 0.4,
+        both=both,
+    )
+
+
+def leaving(order: list[str], asks: tuple[Ask, ...], chance: random.Random) -> list[str]:
+    """The client of one request leaves: at decode, at prefill, at both, or before it came to
+    decode, which decode is told where the room is a router's."""
+    i = chance.randrange(len(asks))
+    kind = asks[i].kind
+    prefill, decode = f"P{i}", f"D{i}"
+    how = "decode" if kind == "plain" else chance.choice(("decode", "prefill", "both", "never"))
+    if how == "never":
+        order = [event for event in order if event != decode]
+        if kind == "room" or chance.random() < 0.5:
+            order.insert(chance.randrange(len(order) + 1), f"!{decode}")
+    for name in {"decode": [decode], "prefill": [prefill], "both": [prefill, decode]}.get(how, []):
+        order.insert(chance.randrange(order.index(name) + 1, len(order) + 1), f"-{name}")
+    return order
+
+
+def _once() -> dict[str, Case]:
+    """Cases that stood still once."""
+    long, one, other = ((0, 14 * BLOCK),), ((1, 14 * BLOCK),), ((2, 14 * BLOCK),)
+    shared, beside = prompts("all share", (14 * BLOCK,) * 2)
+    first_at_each = "P0", "D1", "P1", "D0"
+    rooms = (Ask("room", long), Ask("room", one))
+    joined = (Ask("room", shared), Ask("room", beside))
+    behind = (Ask("drawn", long), Ask("room", one), Ask("drawn", other))
+    cut_short = Ask("drawn", shared, 1), Ask("room", beside, 1)
+    across = (Ask("drawn", long), Ask("drawn", one, way="ba"))
+    loads = tuple(Ask("room", ((i, 10 * BLOCK),), way="ab" if i < 2 else "ba") for i in range(4))
+    return {
+        # Prefill has computed and holds request 0, decode waits for request 1.
+        "ordered": Case(rooms, first_at_each, "rest"),
+        # Decode has blocks for both, but request 0 waits for what request 1 loads.
+        "join": Case(joined, first_at_each, "rest", blocks=(24, 200)),
+        # A promised prompt is behind one that may not have an offer's blocks yet.
+        "behind": Case(behind, ("P2", "D1", "P0", "P1", "D0", "D2"), "rest"),
+        # A promised prompt is preempted for one that is then offered.
+        "preempted": Case(cut_short, ("D1", "P0", "P1", "D0"), share=7),
+        # Each server offers a prompt, and has no blocks to load the other's.
+        "across": Case(across, ("P0", "P1", "D0", "D1"), both=True),
+        # Each server's loads take all of its blocks, and wait for the other to compute.
+        "loads": Case(
+            loads,
+            tuple(f"D{i}" for i in range(4)) + tuple(f"P{i}" for i in range(4)),
+            "rest",
+            both=True,
+        ),
+        # Two prompts that are half computed hold what each other lacks.
+        "halves": Case(rooms, ("D0", "D1", "P0", "P1"), "none", blocks=(24, 200), share=8),
+    }
+
+
+ONCE = _once()

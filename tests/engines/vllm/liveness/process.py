@@ -1,0 +1,161 @@
+"""What a vLLM server's processes have of prefixkv besides memory: sockets, control threads, bells.
+Here none has a thread, and frames lie in queues of the world's until it hands them over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from prefixkv.control.effects import FrameReceived, Tick
+from prefixkv.engines.vllm import connector as connector_module
+from prefixkv.engines.vllm import worker as worker_module
+from prefixkv.runtime import decode_transfers, prefill_transfers
+from prefixkv.runtime.channel import DealerChannel, RouterChannel
+from prefixkv.runtime.control_thread import ControlThread
+from prefixkv.wakeups import Inbox
+
+if TYPE_CHECKING:
+    from tests.engines.vllm.liveness.world import World
+
+
+class Dealer(DealerChannel):
+    """Decode's sockets."""
+
+    def __init__(self, world: World, route: bytes) -> None:
+        self._world, self.route = world, route
+        self.counters = Counter()
+
+    def connect(self, address: str) -> None:
+        pass
+
+    def disconnect(self, address: str) -> None:
+        pass
+
+    def send(self, to: str, raw: bytes) -> None:
+        self._world.wire(self.route, to).append(raw)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        pass
+
+
+class Router(RouterChannel):
+    """Prefill's socket."""
+
+    def __init__(self, world: World, bind: str) -> None:
+        self._world, self.endpoint = world, bind
+        self.counters = Counter()
+
+    def send(self, to: bytes, raw: bytes) -> None:
+        self._world.wire(self.endpoint, to).append(raw)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        pass
+
+
+class _Prover:
+    life = None
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        pass
+
+
+class Thread(ControlThread[Any, Any]):
+    """A transfer side's control thread, without a thread: `work` and `frame` are its steps."""
+
+    world: ClassVar[World]  # that is being made, or played
+
+    def __init__(
+        self,
+        name: str,
+        transport: Any,
+        control: Any,
+        channel: Any,
+        copies: Any,
+        trial: Any = None,
+        prover: Any = None,
+    ) -> None:
+        self.name = name
+        self.inbox, self.events = Inbox(), Inbox()
+        self.num_errors = self.num_log_errors = 0
+        self._closed, self._copies, self.trial, self._prover = False, None, None, None
+        self.transport = transport(self.inbox.put)
+        self.control = control(self.transport.metadata)
+        self.channel = channel(self.inbox.fd)
+        self.world.threads.append(self)
+
+    def work(self) -> None:
+        """Take what the engine and the transport have said since the last time."""
+        for item in self.inbox.drain():
+            self._take(item, self.world.now_s)
+        self.tick()
+
+    def frame(self, source: Any, raw: bytes) -> None:
+        """Take a frame, behind what was said before it came."""
+        self.work()
+        self._take(FrameReceived(source, raw), self.world.now_s)
+        self.tick()
+
+    def tick(self) -> None:
+        self._take(Tick(), self.world.now_s)
+
+    def _failed(self, error: Exception) -> None:
+        raise error
+
+    def _blame(self, frame: Any, error: Exception, now_s: float) -> None:
+        raise error
+
+    def close(self) -> None:
+        self._closed = True
+        self._close_inboxes()
+
+
+class Tower:
+    """What hears the bells, by address."""
+
+    def __init__(self, on_ring: Callable[[], None]) -> None:
+        self.on_ring = on_ring
+        self.address = f"tower {len(Thread.world.towers)}"
+        Thread.world.towers[self.address] = self
+
+    def close(self) -> None:
+        pass
+
+
+class Bell:
+    """A bell that looks when it is asked to, in place of a thread that waits."""
+
+    def __init__(self, address: str, fds: list[int]) -> None:
+        self._tower = Thread.world.towers[address]
+        threads = {thread.events.fd: thread for thread in Thread.world.threads}
+        self._events = [threads[fd].events for fd in fds]
+        self._armed = False
+        Thread.world.bells.append(self)
+
+    def arm(self) -> None:
+        self._armed = True
+
+    def look(self) -> None:
+        if self._armed and any(events.pending for events in self._events):
+            self._armed = False
+            self._tower.on_ring()
+
+    def close(self) -> None:
+        pass
+
+
+def put_in_place() -> None:
+    """From now on transfer sides and connectors are made of these parts, in this process."""
+    parts = {"ControlThread": Thread, "Prover": _Prover}
+    vars(decode_transfers).update(parts, DealerChannel=_dealer)
+    vars(prefill_transfers).update(parts, RouterChannel=_router)
+    vars(connector_module)["Tower"] = Tower
+    vars(worker_module)["Bell"] = Bell
+
+
+def _dealer(config: Any, fd: int, check: Any) -> Dealer:
+    return Dealer(Thread.world, f"route {len(Thread.world.threads)}".encode())
+
+
+def _router(bind: str, config: Any, fd: int) -> Router:
+    return Router(Thread.world, bind)

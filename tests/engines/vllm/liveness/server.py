@@ -1,0 +1,399 @@
+"""One vLLM server without a model: the engine's loop, vLLM's real scheduler, one worker."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from prefixkv import config as prefixkv_config
+from prefixkv.engines.vllm import hooks
+from prefixkv.engines.vllm.scheduler import SchedulerSide
+from prefixkv.engines.vllm.worker import WorkerSide
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.protocol.ids import RoomKey
+from tests.engines.vllm.liveness.case import BLOCK, MAX_LEN_BLOCKS, LivenessError
+
+if TYPE_CHECKING:
+    from tests.engines.vllm.liveness.world import World
+
+OFFER_GRACE_S, OFFER_TIMEOUT_S = 4.0, 8.0
+
+
+@cache
+def _model() -> ModelConfig:
+    """A model of which only the configuration exists."""
+    folder = tempfile.mkdtemp(prefix="prefixkv-liveness-")
+    what = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32,
+        "intermediate_size": 64, "vocab_size": 2048, "max_position_embeddings": 4096,
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    (Path(folder) / "config.json").write_text(json.dumps(what))
+    return ModelConfig(
+        model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float32",
+        max_model_len=MAX_LEN_BLOCKS * BLOCK,
+    )  # fmt: skip
+
+
+@cache
+def _config(
+    name: str,
+    role: str,
+    num_blocks: int,
+    chunk: int,
+    share: int,
+    join: bool,
+    recompute_below: int,
+    asynchronous: bool,
+) -> VllmConfig:
+    extra: dict[str, Any] = {
+        "offer_grace_s": OFFER_GRACE_S,
+        "offer_timeout_s": OFFER_TIMEOUT_S,
+        "name": name,
+        "join_flights": join,
+        "recompute_below": recompute_below,
+        "transport": {"trial_peers": False},
+    }
+    scheduling = SchedulerConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=max(chunk, MAX_LEN_BLOCKS * BLOCK),
+        max_model_len=MAX_LEN_BLOCKS * BLOCK,
+        enable_chunked_prefill=True,
+        is_encoder_decoder=False,
+        async_scheduling=False,
+    )
+    scheduling.max_num_scheduled_tokens = chunk
+    scheduling.long_prefill_token_threshold = share
+    caching = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    config = VllmConfig(
+        model_config=_model(),
+        cache_config=caching,
+        scheduler_config=scheduling,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="PrefixKVConnector",
+            kv_connector_module_path="prefixkv.engines.vllm.connector",
+            kv_role=role,
+            kv_port=15000 + ord(name),
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+        ),
+    )
+    caching.num_gpu_blocks = num_blocks
+    # The platform of this environment may switch it off; a GPU's does not.
+    scheduling.async_scheduling = asynchronous
+    return config
+
+
+@dataclass(slots=True)
+class _Batch:
+    step: Any  # vLLM's SchedulerOutput
+    result: Any = None  # what the worker has answered
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request in the worker."""
+
+    tokens: list[int]
+    chain: list[int]
+    table: list[int]
+
+
+class Server:
+    """One vLLM server: the engine's loop, its scheduler, one worker."""
+
+    def __init__(self, world: World, name: str, role: str, num_blocks: int) -> None:
+        case = world.case
+        self.world, self.name = world, name
+        settings = case.chunk, case.share, case.join, case.recompute_below, case.asynchronous
+        self.config = _config(name, role, num_blocks, *settings)
+        self.batch_queue_size = self.config.max_concurrent_batches
+        spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        kv = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        kind = AsyncScheduler if case.asynchronous else Scheduler
+        # Of structured outputs, which no request asks for.
+        manager: Any = SimpleNamespace(accept_tokens=lambda request, tokens: True)
+        self.scheduler: Any = kind(self.config, kv, manager, block_size=BLOCK)
+        self.connector: Any = self.scheduler.connector
+        self.side: SchedulerSide = self.connector.scheduler
+        self.side._now_s = self.side.sends.now_s = lambda: world.now_s
+        self.side._draw = world.draw
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.memory = torch.zeros(num_blocks, BLOCK, 1)
+        transfer = self.config.kv_transfer_config
+        self.address = self.connector._options.bind
+        self.worker = WorkerSide(
+            self.connector._options,
+            prefixkv_config.ModelConfig(model="m"),
+            is_producer=transfer.is_kv_producer,
+            is_consumer=transfer.is_kv_consumer,
+            transport=world.transport,
+        )
+        self.worker.register(KVPool.from_tensors([self.memory]))
+        self.connector.rest = SimpleNamespace(ring=self._ring, wait=self._rest)
+        self._rung = False
+        self.connector._tower.on_ring = self._ring
+        self._resting_until_s = -1.0
+        self._input: deque[Callable[[], None]] = deque()
+        self._aborts: deque[str] = deque()
+        self._queue: deque[_Batch] = deque()  # the oldest first
+        self._blocked = False  # until the oldest batch is executed
+        self._rows: dict[str, _Row] = {}
+        self._engine: Any = SimpleNamespace(
+            scheduler=self.scheduler,
+            connector=self.connector,
+            vllm_config=self.config,
+            is_running=lambda: True,
+            input_queue=self._input,
+            batch_queue=self._queue,
+        )
+        self._executed = False
+        self._process_engine_step = hooks._resting(lambda _: self._executed)
+
+    # --- a server that only waits -----------------------------------------------------------------
+
+    def _ring(self) -> None:
+        self._rung = True
+
+    def _rest(self, _: Any, timeout_s: float) -> None:
+        if not self._rung:
+            self._resting_until_s = self.world.now_s + timeout_s
+        self._rung = False
+
+    @property
+    def is_resting(self) -> bool:
+        for bell in self.world.bells:
+            bell.look()
+        if self._rung or self._input or self.world.now_s >= self._resting_until_s:
+            self._resting_until_s = -1.0
+        return self._resting_until_s >= 0.0
+
+    # --- the engine's loop ------------------------------------------------------------------------
+
+    def add(self, request: Request, *, leaves: bool = False) -> None:
+        def take() -> None:
+            self.scheduler.add_request(request)
+            if leaves:
+                self.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+
+        self._input.append(take)
+
+    def abort(self, rid: str) -> None:
+        self._aborts.append(rid)
+        self._input.append(self._take_aborts)
+
+    def _take_aborts(self) -> None:
+        while self._aborts:
+            rid = self._aborts.popleft()
+            self.scheduler.finish_requests([rid], RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def may_step(self) -> bool:
+        if self._blocked:
+            return self._queue[0].result is not None
+        has_work = bool(self._input or self._queue or self.scheduler.has_requests())
+        return has_work and not self.is_resting
+
+    def step(self) -> bool:
+        """Go on until the loop has been round once, or waits for the worker. True if something
+        happened."""
+        if self._blocked:
+            self._blocked = False
+            moved = self._update(self._queue.popleft())
+            self._process_engine_step(self._engine)
+            return moved
+        moved = bool(self._input)
+        while self._input:
+            self._input.popleft()()
+        if self.scheduler.has_requests():
+            step = self.scheduler.schedule()
+            self._queue.append(_Batch(step))
+            self._executed = step.total_num_scheduled_tokens > 0
+            moved |= self._executed or bool(step.kv_connector_metadata)
+            if len(self._queue) < self.batch_queue_size and (
+                self._executed or self.scheduler.has_requests()
+            ):
+                self._process_engine_step(self._engine)
+                return moved
+        elif not self._queue:
+            return moved
+        else:
+            self._executed = False
+        self._blocked = True
+        return moved
+
+    def _update(self, batch: _Batch) -> bool:
+        self._take_aborts()
+        outputs = self.scheduler.update_from_output(batch.step, batch.result)
+        moved = False
+        for output in outputs.values():
+            for one in output.outputs:
+                moved = True
+                self.world.answered(self, one)
+        heard = batch.result.kv_connector_output
+        return moved or not heard.is_empty()
+
+    # --- the worker -------------------------------------------------------------------------------
+
+    @property
+    def may_execute(self) -> bool:
+        return any(batch.result is None for batch in self._queue)
+
+    def execute(self) -> bool:
+        """The worker takes its next batch. True if something happened."""
+        batch = next(batch for batch in self._queue if batch.result is None)
+        step, orders = batch.step, batch.step.kv_connector_metadata
+        self.world.ordered(self, orders)
+        self.worker.before_forward(orders)
+        sampled = self._forward(step)
+        if orders.chunks or orders.offers:
+            self.worker.after_forward(orders)
+        results, news = self.worker.take_results(), self.worker.take_news()
+        heard = KVConnectorOutput(
+            finished_recving=results.received,
+            failed_recving=results.failed,
+            kv_connector_worker_meta=news,
+        )
+        rids = list(sampled)
+        batch.result = ModelRunnerOutput(
+            rids,
+            {rid: i for i, rid in enumerate(rids)},
+            [sampled[rid] for rid in rids],
+            kv_connector_output=heard,
+        )
+        return bool(rids or orders) or not heard.is_empty()
+
+    def _forward(self, step: Any) -> dict[str, list[int]]:
+        for rid in step.finished_req_ids:
+            self._rows.pop(rid, None)
+        starts: dict[str, int] = {}
+        for new in step.scheduled_new_reqs:
+            tokens = list(new.prompt_token_ids)
+            self._rows[new.req_id] = _Row(tokens, [], list(new.block_ids[0]))
+            starts[new.req_id] = new.num_computed_tokens
+        again = step.scheduled_cached_reqs
+        for i, rid in enumerate(again.req_ids):
+            row, new_blocks = self._rows[rid], again.new_block_ids[i]
+            if rid in again.resumed_req_ids:
+                row.table = []
+            if rid in again.all_token_ids:
+                row.tokens = list(again.all_token_ids[rid])
+            row.table += [] if new_blocks is None else new_blocks[0]
+            starts[rid] = again.num_computed_tokens[i]
+        sampled = {}
+        for rid, count in step.num_scheduled_tokens.items():
+            self.world.computed(self, rid)
+            sampled[rid] = self._compute(rid, starts[rid], count)
+        return sampled
+
+    def _compute(self, rid: str, start: int, count: int) -> list[int]:
+        """Write the tokens' KV. All before them was written before, or loaded: it is looked at."""
+        row, end = self._rows[rid], start + count
+        assert end <= len(row.tokens), f"{rid}: token {end} of {len(row.tokens)} is unknown"
+        chain = prefix_hashes(row.tokens)
+        flat = self.memory.numpy().reshape(-1)
+        slots = np.repeat(np.array(row.table) * BLOCK, BLOCK)[:end] + np.arange(end) % BLOCK
+        wrong = np.flatnonzero(flat[slots[:start]] != chain[:start])
+        if len(wrong):
+            raise LivenessError(f"{rid} on {self.name}: the KV of tokens {wrong.tolist()} is wrong")
+        flat[slots[start:]] = chain[start:end]
+        if end < len(row.tokens):
+            return []
+        row.tokens.append(3 + int(chain[-1]) % 1900)
+        return [row.tokens[-1]]
+
+    # --- audits -----------------------------------------------------------------------------------
+
+    def may_land(self, room: RoomKey, pages: np.ndarray) -> None:
+        """A write of this room arrives. Raises LivenessError where a page is not the room's."""
+        rid = next((rid for rid, load in self.side._loads.items() if load.room == room.room), None)
+        if rid is None:
+            raise LivenessError(f"room {room.room} writes {pages} on {self.name}, which forgot it")
+        load = self.side._loads[rid]
+        others = {
+            block
+            for one in self.scheduler.requests
+            if one != rid
+            for block in self.scheduler.kv_cache_manager.get_block_ids(one)[0]
+        }
+        for page in pages.tolist():
+            block = self.pool.blocks[page]
+            if page not in load.pages or block.ref_cnt < 1 or page in others:
+                raise LivenessError(f"room {room.room} writes block {page}, which is another's")
+
+    def check(self) -> None:
+        self.side.check_invariants()
+
+    @property
+    def num_free(self) -> int:
+        return int(self.pool.get_num_free_blocks())
+
+    def leftovers(self) -> dict[str, Any]:
+        """What has to be nothing at rest."""
+        worker, sends = self.worker, self.side.sends
+        left = {
+            "requests": list(self.scheduler.requests),
+            "blocks": len(self.pool.blocks) - 1 - self.num_free,
+            "holds": self.side.holds.num_blocks,
+            "loads": list(self.side._loads),
+            "wanted": list(self.side._wanted),
+            "followers": list(self.side._followers),
+            "joined": list(self.side._joined),
+            "flights": len(self.side.flights),
+            "sends": list(sends.sends),
+            "drawn": list(sends._drawn),
+            "ending": list(sends.ending),
+            "errors": dict(self.side._errors),
+            "worker": [*worker._load_keys, *worker._send_keys, *worker._offers],
+            "batches": len(self._queue),
+        }
+        return {name: what for name, what in left.items() if what}
+
+    def picture(self) -> str:
+        """Who holds what."""
+        lines = [f"server {self.name}: {self.num_free} of {len(self.pool.blocks) - 1} blocks free"]
+        lines[0] += " (rests)" if self._resting_until_s >= 0.0 else ""
+        blocks_of = self.scheduler.kv_cache_manager.get_block_ids
+        for rid, request in self.scheduler.requests.items():
+            lines.append(
+                f"  {rid}: {request.status.name}, {len(blocks_of(rid)[0])} blocks, "
+                f"{request.num_computed_tokens} of {request.num_tokens} tokens"
+            )
+        for rid, held in self.side.holds._held.items():
+            lines.append(f"  held for {rid}: {len(held)} blocks")
+        for rid, load in self.side._loads.items():
+            over = "over" if load.over else "waits"
+            lines.append(f"  load {rid}: room {load.room}, {len(load.pages)} blocks, {over}")
+        for rid, send in self.side.sends.sends.items():
+            state = "unpromised" if send.unpromised > 0 else "promised"
+            state = "offer" if send.is_offer else state
+            lines.append(f"  send {rid}: room {send.room}, {state}, {send.end} tokens computed")
+        if joined := self.side._joined:
+            lines.append(f"  wait for another's load: {sorted(joined)}")
+        return "\n".join(lines)
+
+
+def prefix_hashes(tokens: list[int]) -> list[int]:
+    """Of the tokens up to each: below 2**20, so that float32 has them exactly."""
+    found, last = [], 0
+    for token in tokens:
+        last = (last * 31 + token + 7) % 1_000_003
+        found.append(last)
+    return found
