@@ -160,6 +160,7 @@ class Engine:
         self.pool, self.policy = BlockPool(num_blocks), policy
         self.scheduler = SchedulerSide(self.options, block_size, **roles)
         self.scheduler.bind(self.pool)
+        self.scheduler.sends.can_end = True  # as vLLM's step says, before it asks of any request
         self.worker = WorkerSide(self.options, ModelConfig(model="m"), **roles)
         shape = num_blocks, HEADS, block_size, CONTENT
         self.memory = torch.zeros(LAYERS, *shape)
@@ -284,7 +285,6 @@ class Engine:
                 self.running.remove(request)
                 self._end(request, "done")
         self.scheduler.heard(news, results.received)
-        self.scheduler.sends.can_end = True
         for rid, answer in self.scheduler.take_ended().items():
             self.abort(rid)
             self.outputs[rid].answer = answer

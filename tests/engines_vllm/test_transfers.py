@@ -637,7 +637,10 @@ def test_choices_of_one_request_share_the_room_that_is_drawn(servers: Servers) -
     for send in sends:
         servers.prefill.add(send)
     servers.until(lambda: all(one.request_id in servers.prefill.outputs for one in sends))
-    assert sends[0].answer == sends[1].answer == sends[2].answer
+    late = Request("3_a", PROMPT, dict(NULLS))  # vLLM may add it when the others are computed
+    servers.prefill.add(late)
+    servers.until(lambda: late.request_id in servers.prefill.outputs)
+    assert sends[0].answer == sends[1].answer == sends[2].answer == late.answer
     assert servers.prefill.scheduler.gauges()["offers_open"] == 1
     assert not opened(servers, "1", sends[2]).recomputed
     servers.settle()
@@ -697,6 +700,7 @@ def test_prompts_beyond_what_such_a_server_computes_for_others_are_declined() ->
         until(lambda: [both.step(), decode.step(), "d" in decode.outputs][2])
         assert "computes at most 5" in error_of(decode.outputs["d"])
         assert decode.outputs["d"].recomputed
+        assert both.outputs["p"].computed == 0
     finally:
         both.close()
         decode.close()

@@ -125,6 +125,7 @@ class Sends:
         except CallerError as error:
             if known is None:
                 orders.declines.append(Decline(ask.room, ask.decode, str(error)))
+                self.ending[rid] = str(error)
             raise
         if known == digest:  # another choice of its prompt, for which nothing more is sent
             self._choices[rid] = next(one for one, send in self.sends.items() if send.room == room)
@@ -289,7 +290,7 @@ class Sends:
         holds.take(rid, pages)
         self.sends[rid] = _Send(
             room, drawn.num_tokens, 0, self.num_ranks, self.now_s(), started=True,
-            end=drawn.num_tokens, num_pages=len(pages), params=drawn.params,
+            end=drawn.num_tokens, num_pages=len(pages), params=drawn.params, parent=drawn.parent,
         )  # fmt: skip
         orders.offers.append(
             Offer(rid, room[1], drawn.num_tokens, drawn.digest, pages, self.offer_timeout_s)
