@@ -164,7 +164,10 @@ class PrefillControl:
                 except RequestError as error:  # past staging: the room of that number goes on
                     out += [RoomEnded(what.key, KVPoll.FAILED, error), SourceFree(what.key)]
             case OfferRoom():
-                self._writes.carry_out(self._offer(what, now_s), now_s, out)
+                try:
+                    self._writes.carry_out(self._offer(what, now_s), now_s, out)
+                except RequestError as error:
+                    out += [RoomEnded(what.key, KVPoll.FAILED, error), SourceFree(what.key)]
             case WithdrawRoom():
                 withdrawn = AbortedError(what.reason)
                 self._writes.carry_out(self._close_offer(what.key, withdrawn, now_s), now_s, out)
@@ -272,14 +275,18 @@ class PrefillControl:
 
     def _offer(self, command: OfferRoom, now_s: float) -> list[Want]:
         """The engine has drawn this room. Promises for it may be here already: the first that
-        proves the prompt opens it, the others' rooms end."""
+        proves the prompt opens it, the others' rooms end. Raises RequestError if the number is in
+        use."""
         out: list[Want] = []
         numbers, until_s = command.key.numbers, now_s + command.timeout_s
+        same = [one for one in self._rooms.all() if one.key.numbers == numbers]
+        in_use = any(one.added and not one.drained for one in same)
+        if in_use or self._offers.get(command.key) is not None:
+            raise RequestError(f"room {numbers[0]} generation {numbers[1]} is in use already")
         offer = Offer(command.num_tokens, command.digest, until_s)
         self._offers.begin(numbers, offer)
         self._timers.wake(command.key, until_s)
-        parked = [one for one in self._rooms.all() if one.key.numbers == numbers and one.is_parked]
-        for machine in parked:
+        for machine in [one for one in same if one.is_parked]:
             if self._offers.get(command.key) is not None and machine.proves(offer.proved_by):
                 out += self._open_offer(machine.key, offer, now_s)
             else:

@@ -39,11 +39,13 @@ from prefixkv.protocol.commands import (
     AddRoom,
     DeclineRoom,
     Fence,
+    OfferRoom,
     OpenRoom,
     RefuseRoom,
     SendChunk,
+    WithdrawRoom,
 )
-from prefixkv.protocol.events import RoomDrained, RoomEnded, SourceFree
+from prefixkv.protocol.events import Bootstrapped, RoomDrained, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     HelloRefused,
@@ -488,9 +490,27 @@ class PrefillWorld:
                 assert self.added[key] > self.freed[key] or self.added[key] == self.ended[key]
                 return
             self.added[key] += 1
+        elif isinstance(what, OfferRoom):
+            key = what.key
+            text = f"room {key.room} generation {key.generation} is in use already"
+            again = [RoomEnded(key, KVPoll.FAILED, Alike(RequestError(text))), SourceFree(key)]
+            if effects == again:
+                assert self.lives(key) or self.added[sent(key)] > 0
+                return
+            self.added[key] += 1
         self.see(effects)
 
     # --- the laws ---
+
+    def lives(self, key: RoomKey) -> bool:
+        return self.added[key] > self.ended[key]
+
+    def opened(self, key: RoomKey) -> None:
+        """The engine hears of this room: where it has not added it, it was an offer, once."""
+        offer = RoomKey(*key.numbers)
+        if key.decode and not self.lives(key) and self.lives(offer):
+            self.added[offer] -= 1
+            self.added[key] += 1
 
     def see(self, effects: list[Any]) -> None:
         for effect in effects:
@@ -509,7 +529,11 @@ class PrefillWorld:
                     key = sent(room_of_page(pages[0]))
                     self.write_once(key, pages, [source_page(key, page) for page in (1, 2)])
                     self.gathers[effect.gather_id] = effect
+                case Bootstrapped(key):
+                    self.opened(key)
+                    assert self.lives(key)
                 case RoomEnded(key):
+                    self.opened(key)
                     self.ended[key] += 1
                 case SourceFree(key):
                     self.freed[key] += 1
@@ -584,6 +608,14 @@ class PrefillWorld:
 
 PREFILL_FEED: Feed = {
     AddRoom: (st.tuples(ROOMS), lambda _, key: add_room(sent(key))),
+    OfferRoom: (
+        st.tuples(ROOMS, st.sampled_from([0.5, 30.0])),
+        lambda _, key, timeout_s: OfferRoom(RoomKey(*key.numbers), 10, PROMPT, timeout_s),
+    ),
+    WithdrawRoom: (
+        st.tuples(ROOMS),
+        lambda _, key: WithdrawRoom(RoomKey(*key.numbers), "needed elsewhere"),
+    ),
     SendChunk: (
         st.tuples(ROOMS, st.just(1), st.just(False), st.booleans())
         | st.tuples(ROOMS, st.just(2), st.just(True), st.booleans()),

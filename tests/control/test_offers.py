@@ -97,6 +97,20 @@ def test_promises_that_came_before_the_offer() -> None:
     send_all(peer, SENT)
 
 
+def test_a_number_that_is_in_use_is_not_offered() -> None:
+    peer = both_known()
+    peer.on(OFFER)
+    for _ in range(2):  # as an offer, and as the room that it became
+        ended, free = peer.on(OFFER)
+        assert (ended.key, str(ended.error), free) == (
+            KEY, "room 7 generation 0 is in use already", SourceFree(KEY),
+        )  # fmt: skip
+        peer.say(promise())
+    send_all(peer, SENT)
+    peer.say(OutcomeAck(*KEY.numbers, 0, promise().ticket))
+    assert peer.on(OFFER) == []
+
+
 def test_nobody_opens_it_in_time() -> None:
     peer = both_known()
     peer.on(OFFER)

@@ -37,7 +37,14 @@ from prefixkv.errors import (
 from prefixkv.memory.kv_layout import Slab
 from prefixkv.memory.mesh import Shard
 from prefixkv.protocol import messages
-from prefixkv.protocol.commands import AbortRoom, DeclineRoom, Fence, OpenRoom
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    DeclineRoom,
+    Fence,
+    OfferRoom,
+    OpenRoom,
+    WithdrawRoom,
+)
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -921,6 +928,8 @@ def _frame(body: Any, by: PeerId = DECODE) -> FrameReceived[bytes]:
 INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a request": (add_room(RoomKey(8, 0, SENT.decode)), []),
     "pages": (send_chunk(SENT, 2, [31], False, b""), ["WriteJob"]),
+    "a prompt whose room the engine has drawn": (OfferRoom(RoomKey(8, 0), 10, PROMPT, 30.0), []),
+    "an offer that stands no more": (WithdrawRoom(RoomKey(8, 0), "needed elsewhere"), []),
     "a request that is not taken": (DeclineRoom(RoomKey(8, 0, SENT.decode), "no"), []),
     "a room to end": (ENOUGH, ["RoomEnded", "Cancel", "Outcome"]),
     "a fence": (Fence(DECODE), ["RoomEnded", "Cancel", "RemovePeer"]),
