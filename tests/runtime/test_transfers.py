@@ -177,6 +177,53 @@ def test_a_chunk_handed_over_before_the_promise_goes_out_when_it_comes(
     assert pair.prefill.bytes_sent <= (8 - prefix_pages) * pair.dst.layout.page_bytes
 
 
+@pytest.mark.usefixtures("_wire")
+@pytest.mark.parametrize("decode_first", [False, True])
+def test_a_prompt_that_is_computed_before_a_decode_worker_is_known(
+    pair: Pair, decode_first: bool
+) -> None:
+    """Prefill draws the room; whoever shows the prompt and the secret opens it."""
+    if decode_first:
+        pair.open(3)
+        until(lambda: not pair.decode.thread.inbox.pending)
+    pair.prefill.offer(7, 0, NUM_TOKENS, PROMPT, timeout_s=60.0)
+    if not decode_first:
+        pair.open(3)
+    pair.until(lambda: bool(pair.heard(Bootstrapped)))
+    assert pair.heard(Bootstrapped)[0].key == RoomKey(7, 0, DECODE)
+    pair.send(NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2 and bool(pair.heard(SourceFree)))
+    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+    pair.check_arrived(3)
+    pair.until(lambda: not pair.decode.num_rooms and not pair.prefill.num_rooms)
+
+
+def test_an_offer_that_is_not_wanted_is_not_proved_or_comes_too_late(pair: Pair) -> None:
+    """Each end is told by name, on both sides, and no byte is sent."""
+    offer = prompt_digest(range(NUM_TOKENS), ("lora", b"a secret of 128 bits"))
+    pair.prefill.offer(7, 0, NUM_TOKENS, offer, timeout_s=60.0)
+    pair.open()  # with the number, and without the secret
+    pair.until(lambda: bool(pair.ends()))
+    assert "the promise does not" in str(pair.ends()[0].error)
+    assert pair.prefill.num_rooms == 1, "it stands for who has the secret"
+    with pytest.raises(RequestError, match="is here already"):
+        pair.prefill.offer(7, 0, NUM_TOKENS, offer, timeout_s=60.0)
+    pair.prefill.withdraw(7, 0, "the blocks are needed")
+    pair.until(lambda: len(pair.ends()) == 2)
+    assert pair.ends()[1].key == RoomKey(7, 0)
+    pair.prefill.offer(8, 0, NUM_TOKENS, PROMPT, timeout_s=0.01)
+    pair.until(lambda: bool(pair.ends(8)) and bool(pair.heard(SourceFree, 8)))
+    assert "in time" in str(pair.ends(8)[0].error)
+    pair.prefill.offer(9, 0, NUM_TOKENS, PROMPT, timeout_s=60.0)
+    pair.decode.refuse(9, 0, pair.prefill.endpoint, "the request was cancelled")
+    pair.until(lambda: any(end.key.decode == "" for end in pair.ends(9)))
+    assert any("cancelled" in str(end.error) for end in pair.ends(9))
+    assert pair.prefill.bytes_sent == 0
+    with pytest.raises(RequestError, match="timeout_s"):
+        pair.prefill.offer(9, 0, NUM_TOKENS, PROMPT, timeout_s=0.0)
+    pair.until(lambda: not pair.decode.num_rooms and not pair.prefill.num_rooms)
+
+
 def test_arrays_of_page_ids_stay_the_callers(pair: Pair) -> None:
     """An engine's row of its page table changes as soon as the call has returned."""
     src, dst = np.array(SRC, np.int32), np.array(DST, np.int32)
