@@ -4,16 +4,19 @@
     python -m benchmarks vllm --python .venv-vllm/bin/python --out benchmarks/results/vllm.json
 
 Systems: `pull` (NixlConnector), `push` (NixlPushConnector), `ours`, `governed` (ours, with a policy
-that names decode's victims). A run starts a prefill and a decode server of one system, which is not
-counted, and puts one part through them; the systems take turns, `--repeat` times. What is in the
-file already is not run again, so it can be cut off and gone on with; `--minutes` begins no run
-after so long, and `--part` takes some parts alone.
+that names decode's victims), `drawn` (ours, asked as `pull` is: prefill draws the room), and with
+`--before CHECKOUT` also `before` (`ours`, as it is in another checkout). A run starts a prefill and
+a decode server of one system, which is not counted, and puts one part through them; the systems
+take turns, `--repeat` times. What is in the file already is not run again, so it can be cut off and
+gone on with; `--minutes` begins no run after so long, and `--part` takes some parts alone.
 
 Parts:
 
 - `turns`: conversations whose prompts grow, one request at a time; then a burst: requests with one
   new prompt and a few tokens of their own, all at once.
 - `long`: one prompt of 8,192 tokens at a time.
+- `crowd`: requests without a common prompt, all at once, three times as many as decode's pool
+  takes: what it costs that prefill computes nothing for requests that decode has not admitted.
 - `steps`: decode's step time.
 - `live`, `pool`: working sets 1.5 times as large as decode's pool: the block hit ratio. `live` is
   on two servers, as fast as they answer; `pool` is vLLM's block manager and our scheduler's side
@@ -49,11 +52,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from benchmarks import vllm_chaos, vllm_kills, vllm_steps
-from benchmarks.vllm_pair import BLOCK, LARGE, POLICY, SYSTEMS, Pair, Shape
+from benchmarks.vllm_pair import BEFORE, BLOCK, DRAWN, LARGE, POLICY, SYSTEMS, Pair, Shape
 from benchmarks.vllm_servers import REPOSITORY, TINY, NotStartedError, Sizes, make_model
 from benchmarks.vllm_sets import KINDS, drawn, pool_blocks, workload
 from prefixkv.errors import ConfigError
 
+NAMES: Final = (*SYSTEMS, DRAWN, BEFORE)
 POOL_POLICIES: Final = ("", "gated", POLICY)
 KILLS_A_RUN: Final = 4
 TURNS_S: Final = 240.0
@@ -85,10 +89,12 @@ class Load:
     steps: int = 160
     busy_steps: int = 100
     chaos_rounds: int = 10
+    crowd: int = 18  # requests
+    crowd_out: int = 48
 
 
 QUICK: Final = Load(
-    TINY, 2, 2, 200, 64, 4, 64, 4, 128, 600, 128, 1, 60, 300, 4, 1, 1, 100, 100, 2
+    TINY, 2, 2, 200, 64, 4, 64, 4, 128, 600, 128, 1, 60, 300, 4, 1, 1, 100, 100, 2, 6, 8
 )  # fmt: skip
 
 
@@ -138,6 +144,18 @@ def burst(pair: Pair, load: Load) -> dict[str, Any]:
     }
 
 
+def crowd(pair: Pair, load: Load) -> dict[str, Any]:
+    begun_s = time.perf_counter()
+    asked = [pair.ask(drawn(90_000 + i, load.first), load.crowd_out) for i in range(load.crowd)]
+    done = [one.result() for one in asked]
+    return {
+        "all_s": time.perf_counter() - begun_s,
+        "ttft_s": statistics.median(one.ttft_s for one in done),
+        "ttft_last_s": max(one.ttft_s for one in done),
+        "answers": [one.tokens for one in done],
+    }
+
+
 def long(pair: Pair, load: Load) -> dict[str, Any]:
     done = [pair.ask(drawn(80_000 + i, load.long), 4).result() for i in range(load.long_prompts)]
     return {
@@ -172,14 +190,19 @@ def live(pair: Pair, kind: str, requests: int, seed: int) -> dict[str, Any]:
 class Bench:
     """What a run needs: an interpreter, models, sizes."""
 
-    def __init__(self, python: str, load: Load, folder: Path, traces: list[Path]) -> None:
+    def __init__(
+        self, python: str, load: Load, folder: Path, traces: list[Path], before: Path | None
+    ) -> None:
         self.python, self.load, self._folder, self._traces = python, load, folder, traces
+        self._before = before
         self._models: dict[Sizes, Path] = {}
 
     def pair(self, system: str, shape: Shape) -> Pair:
         if shape.sizes not in self._models:
             place = self._folder / f"model-{len(self._models)}"
             self._models[shape.sizes] = make_model(self.python, place, shape.sizes)
+        if system == BEFORE:
+            shape = replace(shape, around={**shape.around, "PYTHONPATH": str(self._before)})
         return Pair(system, self.python, self._models[shape.sizes], shape)
 
     def turns(self, system: str, number: int) -> dict[str, Any]:
@@ -194,6 +217,14 @@ class Bench:
         with self.pair(system, shape) as pair:
             pair.ask(drawn(70_000, 64), 2).result()
             return {"long": long(pair, load)}
+
+    def crowd(self, system: str, number: int) -> dict[str, Any]:
+        load = self.load
+        blocks = load.crowd // 3 * -(-(load.first + load.crowd_out) // BLOCK) + 1
+        shape = Shape(load.sizes, load.chunk, decode_blocks=blocks, max_len=BLOCK * (blocks - 1))
+        with self.pair(system, shape) as pair:
+            pair.ask(drawn(70_000, 64), 2).result()
+            return {"crowd": crowd(pair, load)}
 
     def live(self, system: str, number: int) -> dict[str, Any]:
         """The kinds take turns with the runs."""
@@ -259,8 +290,9 @@ class Part:
 
 
 PARTS: Final = {
-    "turns": Part(Bench.turns, SYSTEMS, lambda repeat, load: repeat),
-    "long": Part(Bench.long, SYSTEMS, lambda repeat, load: repeat),
+    "turns": Part(Bench.turns, NAMES, lambda repeat, load: repeat),
+    "long": Part(Bench.long, NAMES, lambda repeat, load: repeat),
+    "crowd": Part(Bench.crowd, ("ours", DRAWN, BEFORE), lambda repeat, load: repeat),
     "steps": Part(Bench.steps, ("idle", "busy"), lambda repeat, load: repeat),
     "live": Part(Bench.live, ("ours", "governed"), lambda repeat, load: len(KINDS) * repeat),
     "pool": Part(Bench.pool, ("own", *POOL_POLICIES[1:]), lambda repeat, load: repeat),
@@ -278,7 +310,7 @@ def missing(
         for i in range(part.runs(repeat, load)):
             for system in part.systems:
                 known = f"{name} {system} {i}" in found
-                if not known and (system in systems or system not in SYSTEMS):
+                if not known and (system in systems or system not in NAMES):
                     yield name, system, i
 
 
@@ -288,7 +320,7 @@ def summary(runs: dict[str, Any]) -> dict[str, Any]:
     by: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for name, run in runs.items():
         part, system, _ = name.split(" ")
-        if part in ("turns", "long", "live", "pool", "recorded"):
+        if part in ("turns", "long", "crowd", "live", "pool", "recorded"):
             for workload_, figures in run.items():
                 by.setdefault(workload_, {}).setdefault(system, []).append(figures)
     out: dict[str, Any] = {}
@@ -325,14 +357,19 @@ def vllm(
         list[Path] | None, typer.Option(help="Of requests, for `recorded`; more than once.")
     ] = None,
     minutes: Annotated[float, typer.Option(help="Begin no run after so long.")] = 1e9,
+    before: Annotated[
+        Path | None, typer.Option(help="A checkout of another commit, for `before`.")
+    ] = None,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, to try it.")] = False,
 ) -> None:
     """vLLM's own connectors and ours: TTFT, bytes, hits, step times, and what a kill costs."""
     if not Path(python).is_file():
         raise ConfigError(f"--python is {python!r}, an interpreter that has vLLM is needed")
-    for option, said, known in (("systems", systems, SYSTEMS), ("part", part, PARTS)):
+    for option, said, known in (("systems", systems, NAMES), ("part", part, PARTS)):
         if unknown := set(said.split(",")) - {*known}:
             raise ConfigError(f"--{option} has {', '.join(unknown)}; known: {', '.join(known)}")
+    if (BEFORE in systems.split(",")) != (before is not None):
+        raise ConfigError(f"--before CHECKOUT and --systems {BEFORE} go together")
     load = QUICK if quick else Load()
     recipe = {
         "command": f"python -m benchmarks vllm --repeat {repeat}",
@@ -347,20 +384,28 @@ def vllm(
     end_s = time.monotonic() + 60 * minutes
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(str(Path(python).absolute()), load, Path(folder), trace or [])
+        bench = Bench(
+            str(Path(python).absolute()),
+            load,
+            Path(folder),
+            trace or [],
+            before and before.absolute(),
+        )
         parts = [one for one in part.split(",") if trace or one != "recorded"]
         left = [*missing(data["runs"], parts, systems.split(","), repeat, load)]
         for name, system, i in left:
             if time.monotonic() > end_s:
                 break
-            before = os.getloadavg()[0]
+            load_average = os.getloadavg()[0]
             try:
                 run = PARTS[name].work(bench, system, i)
             except NotStartedError as error:
                 print(f"{system} did not start: {error}", file=sys.stderr)
                 continue
             data["runs"][f"{name} {system} {i}"] = run
-            data.setdefault("load_average_before", {})[f"{name} {system} {i}"] = round(before, 2)
+            data.setdefault("load_average_before", {})[f"{name} {system} {i}"] = round(
+                load_average, 2
+            )
             data["summary"] = summary(data["runs"])
             out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
             shown = {key: data["summary"].get(key, {}).get(system) for key in run}

@@ -26,6 +26,8 @@ from benchmarks.ports import free_port
 from benchmarks.vllm_servers import MODEL, Server, Sizes, transfer_config
 
 SYSTEMS: Final = ("pull", "push", "ours", "governed")
+DRAWN: Final = "drawn"
+BEFORE: Final = "before"
 POLICY: Final = "adaptive"
 """What `governed` lets name decode's victims."""
 BLOCK: Final = 32
@@ -173,7 +175,8 @@ class Pair:
     # --- requests ---------------------------------------------------------------------------------
 
     def ask(self, prompt: list[int], num_tokens: int) -> Future[Answer]:
-        ask = self._ask_nixl if self.is_nixl else self._ask_ours
+        asked_in_turn = self.is_nixl or self.system == DRAWN
+        ask = self._ask_in_turn if asked_in_turn else self._ask_ours
         return self._threads.submit(ask, prompt, num_tokens)
 
     def alone(self, prompt: list[int], num_tokens: int, salt: str = "") -> Answer:
@@ -212,7 +215,7 @@ class Pair:
         "remote_block_ids": None, "remote_host": None, "remote_port": None,
     }  # fmt: skip
 
-    def _ask_nixl(self, prompt: list[int], num_tokens: int) -> Answer:
+    def _ask_in_turn(self, prompt: list[int], num_tokens: int) -> Answer:
         """Decode is asked with what prefill's answer says, in push as in pull, as vLLM's own
         examples of a proxy do. Where prefill fails, decode is asked without."""
         name, begun_s = f"request-{next(self._rooms)}", time.perf_counter()
