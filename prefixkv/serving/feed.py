@@ -9,7 +9,6 @@ begins anew.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import struct
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
@@ -19,6 +18,7 @@ import msgspec
 
 from prefixkv.cache.events import EventBatch
 from prefixkv.errors import ProtocolError
+from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import LIFE_SIGN_S
 
 _LENGTH: Final = struct.Struct("<I")
@@ -82,8 +82,7 @@ class EventTap:
         self._used = self._afresh = True
         try:
             while not follower.cut:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(follower.news.wait(), LIFE_SIGN_S)
+                await wait_set(follower.news, LIFE_SIGN_S)
                 follower.news.clear()
                 frames = list(follower.frames)
                 follower.frames.clear()

@@ -48,6 +48,7 @@ from prefixkv.serving.http import (
     read_body,
 )
 from prefixkv.serving.status import bind, status_app
+from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
     LIFE_SIGN_S,
     Abort,
@@ -137,8 +138,7 @@ class Worker:
     async def run(self) -> bool:
         """Until it was drained or stopped, or the engine has failed: False then."""
         while self.loop.alive and not self._stop.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), _TICK_S)
+            await wait_set(self._stop, _TICK_S)
         await self.close()
         return self.loop.error is None
 
@@ -358,8 +358,7 @@ class DecodeWorker(Worker):
 
     async def _lines(self, one: _Open) -> AsyncGenerator[bytes, None]:
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(one.news.wait(), LIFE_SIGN_S)
+            await wait_set(one.news, LIFE_SIGN_S)
             one.news.clear()
             lines = [msgspec.json.encode(said) for said in one.said]
             one.said.clear()
