@@ -22,8 +22,8 @@ counts, which cost nothing, and some carry digests of the whole state.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, is_dataclass, replace
-from typing import Any, cast
+from dataclasses import asdict, is_dataclass
+from typing import Any
 
 import msgspec
 
@@ -161,8 +161,8 @@ class DecodeReplica:
     ) -> None:
         sizes = num_pages, page_size, config.max_running
         settings = config.for_books(num_pages, num_slots)
-        if is_dataclass(config.policy):  # an object serves one cache: another like it
-            settings["policy"] = replace(cast("Any", config.policy))
+        if isinstance(config.policy, Policy):  # an object serves one cache: another like it
+            settings["policy"] = config.policy.another()
         self.books = PageManager(*sizes, **settings)
         self.num_batches = 0
         self._replica = Replica(self.books)

@@ -10,7 +10,10 @@ import select
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from typing import TypeVar
 
+from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.control.rooms import LostPeers, merged
 from prefixkv.decode.request import DecodeRequest
@@ -26,6 +29,17 @@ from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.settings import check_kind
 from prefixkv.wakeups import wait_readable
+
+Config = TypeVar("Config", DecodeConfig, PrefillConfig)
+
+
+def _of_each_rank(config: Config, num_ranks: int) -> list[Config]:
+    """The configs of the ranks of a group: an object of a policy serves one cache, so each rank has
+    one of its own."""
+    policy = config.policy
+    if not isinstance(policy, Policy):
+        return [config] * num_ranks
+    return [config, *(replace(config, policy=policy.another()) for _ in range(1, num_ranks))]
 
 
 class _Readiness:
@@ -74,6 +88,7 @@ class DecodeGroup(DecodeNode):
         check_kind("config", config, DecodeConfig)
         check_kind("mesh", mesh, Mesh)
         states = states or [None] * len(pools)
+        config, *configs = _of_each_rank(config, len(pools))  # before rank 0 makes use of it
         self.others: list[DecodeRank] = []
         self._readiness = _Readiness()
         self._log = RankLog(digest_every)
@@ -82,7 +97,10 @@ class DecodeGroup(DecodeNode):
         )
         try:
             for rank, pool in enumerate(pools[1:], start=1):
-                self.others.append(DecodeRank(pool, config, mesh, rank, self.peer_id, states[rank]))
+                of_rank = configs[rank - 1]
+                self.others.append(
+                    DecodeRank(pool, of_rank, mesh, rank, self.peer_id, states[rank])
+                )
         except BaseException:
             self.close()
             raise
@@ -152,13 +170,14 @@ class PrefillGroup(InStep[PrefillNode], Closing):
         check_kind("config", config, PrefillConfig)
         check_kind("mesh", mesh, Mesh)
         states = states or [None] * len(pools)
+        configs = _of_each_rank(config, mesh.num_ranks)
         super().__init__(nodes := list[PrefillNode]())
         self._readiness = _Readiness()
         try:
             for rank in range(mesh.num_ranks - 1, -1, -1):  # rank 0 tells where the others are
                 endpoints = [node.endpoint for node in nodes] if rank == 0 else []
                 node = PrefillNode(
-                    pools[rank], config, mesh, rank, endpoints, states[rank], usable_prefix
+                    pools[rank], configs[rank], mesh, rank, endpoints, states[rank], usable_prefix
                 )
                 nodes.insert(0, node)
         except BaseException:

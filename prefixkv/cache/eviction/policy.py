@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, Self, cast
 
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, Rank
 from prefixkv.cache.node import Mark, Node
@@ -101,6 +103,19 @@ class Policy(ABC):
             )
         self._serves_a_cache = True
         self.bind(page_size, pool_pages)
+
+    def another(self) -> Self:
+        """An object with the same settings that has served no cache: for another rank of a worker.
+
+        Raises:
+            ConfigError: this one serves a cache, and it is no dataclass, whose fields are its
+                settings.
+        """
+        if is_dataclass(self):
+            return cast("Self", replace(cast("Any", self)))
+        if self._serves_a_cache:
+            raise ConfigError(f"policy {self.name!r} serves a cache already, and is no dataclass")
+        return deepcopy(self)
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:  # noqa: B027
         """Called once, when the cache that the policy is for is built."""
