@@ -1,22 +1,38 @@
-"""What a server costs that only waits: the processor time of its processes while rooms and sends are
-pending and nothing can run.
+"""What a server costs that only waits: the processor time of its processes while rooms and sends
+are pending and nothing can run.
 
     python -m benchmarks waiting_cpu --pids 123,456 --seconds 10
-    python -m benchmarks waiting_cpu --engine-python .venv-vllm/bin/python
+    python -m benchmarks waiting_cpu --engine-python .venv-vllm/bin/python [--json
+    benchmarks/results/waiting_cpu.json]
+
+Two vLLM servers of which each waits for the other: prefill has a room that decode has not promised,
+decode loads a room that prefill has not heard of.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Any, Final
+
+import typer
+
+from prefixkv.errors import ConfigError
 
 BOUND: Final = 0.05
 """Of a core, a server."""
+REST_S: Final = 4.0
+"""From a request, or from a server's first answer, until it is measured."""
+_VERSION: Final = """
+from importlib.metadata import packages_distributions, version
+print(version(packages_distributions()["vllm"][0]))
+"""  # a CPU build is a distribution of another name
 
 
 def cpu_share(pids: Iterable[int], seconds: float) -> float:
@@ -38,11 +54,41 @@ def _cpu_s(pid: int) -> float:
     return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
-def waiting_cpu(pids: str = "", engine_python: str = "", seconds: float = 10.0) -> None:
-    """Measure processes, or two vLLM servers of which each waits for the other."""
+def waiting_cpu(
+    pids: Annotated[str, typer.Option(help="Measure these processes, with commas.")] = "",
+    engine_python: Annotated[
+        str, typer.Option(help="The interpreter of `python -m benchmarks env vllm`.")
+    ] = "",
+    seconds: Annotated[float, typer.Option(help="Of each measurement.")] = 10.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the shares there.")
+    ] = None,
+) -> int:
+    """Processor time of servers that only wait for each other."""
     if pids:
-        _print("these processes", cpu_share(map(int, pids.split(",")), seconds))
-        return
+        _row("", "these processes", "as it is", cpu_share(map(int, pids.split(",")), seconds))
+        return 0
+    if not engine_python:
+        raise ConfigError("--pids or --engine-python")
+    from prefixkv.cli.report import machine
+
+    vllm = subprocess.run([engine_python, "-c", _VERSION], capture_output=True, check=True)
+    recipe = {
+        "command": f"python -m benchmarks waiting_cpu --engine-python PYTHON --seconds {seconds:g}",
+        "vllm": vllm.stdout.decode().strip(),
+        "seconds": seconds,
+        **machine(),
+    }
+    rows = vllm_rows(os.path.abspath(engine_python), seconds)
+    recipe["load_average_after"] = list(os.getloadavg())
+    if json_file is not None:
+        content = {"recipe": recipe, "bound": BOUND, "rows": rows}
+        json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(row["share"] < BOUND for row in rows if row["state"] == "waits") else 1
+
+
+def vllm_rows(engine_python: str, seconds: float) -> list[dict[str, Any]]:
+    """Two servers, each idle and then waiting for the other."""
     from benchmarks.ports import free_port
     from benchmarks.vllm_servers import TINY, Server, make_model, transfer_config
 
@@ -58,25 +104,28 @@ def waiting_cpu(pids: str = "", engine_python: str = "", seconds: float = 10.0) 
             servers[side] = Server(
                 engine_python, model, Path(folder) / f"{side}.log", config, blocks=25, max_len=736
             )
+        rows = []
         try:
             for server in servers.values():
                 server.wait()
-            time.sleep(3.0)
+            time.sleep(REST_S)
             for side, server in servers.items():
-                _print(f"{side}, idle", cpu_share(server.processes(), seconds))
+                rows.append(_row("vllm", side, "idle", cpu_share(server.processes(), seconds)))
             where = f"tcp://127.0.0.1:{kv_port}"
             send = {"do_remote_decode": True, "room": 1, "decode": "decode-0"}
             load = {"do_remote_prefill": True, "room": 2, "prefill": where}
             threads.submit(servers["prefill"].complete, list(range(10, 450)), 1, send)
             threads.submit(servers["decode"].complete, list(range(20, 460)), 1, load)
-            time.sleep(4.0)
+            time.sleep(REST_S)
             for side, server in servers.items():
-                _print(f"{side}, waiting for the other", cpu_share(server.processes(), seconds))
+                rows.append(_row("vllm", side, "waits", cpu_share(server.processes(), seconds)))
         finally:
             for server in servers.values():
                 server.kill()
+    return rows
 
 
-def _print(what: str, share: float) -> None:
+def _row(engine: str, server: str, state: str, share: float) -> dict[str, Any]:
     bound = "" if share < BOUND else f", above {BOUND:.0%}"
-    print(f"{what}: {share:.1%} of a core{bound}")
+    print(f"{engine} {server}, {state}: {share:.1%} of a core{bound}", flush=True)
+    return {"engine": engine, "server": server, "state": state, "share": round(share, 4)}

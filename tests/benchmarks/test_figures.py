@@ -447,6 +447,28 @@ def storms_table() -> list[str]:
     ]  # fmt: skip
 
 
+def waiting_cpu_table() -> list[str]:
+    found = result("waiting_cpu")
+
+    def core(engine: str, server: str, state: str) -> str:
+        rows = [row["share"] for row in found["rows"] if state == row["state"]
+                and (engine, server) == (row["engine"], row["server"])]  # fmt: skip
+        return f"{rows[0]:.1%}"
+
+    servers = dict.fromkeys((row["engine"], row["server"]) for row in found["rows"])
+    return [
+        *head("share of a core", "idle", "waits", f"below {found['bound']:.0%}"),
+        *(
+            line(
+                f"{engine}, {server}", core(engine, server, "idle"), core(engine, server, "waits"),
+                "yes" if all(row["share"] < found["bound"] for row in found["rows"] if
+                             (engine, server) == (row["engine"], row["server"])) else "no",
+            )
+            for engine, server in servers
+        ),
+    ]  # fmt: skip
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
@@ -514,6 +536,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "full-hit-table": full_hit_table,
     "small-pages-table": small_pages_table, "meshes-table": meshes_table,
     "burst-table": burst_table, "storms-table": storms_table,
+    "waiting-cpu-table": waiting_cpu_table,
     "gpu-transfer-table": gpu_transfer_table, "gpu-table": gpu_table,
 }  # fmt: skip
 
