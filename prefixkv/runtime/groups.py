@@ -36,10 +36,12 @@ Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 def _of_each_rank(config: Config, num_ranks: int) -> list[Config]:
     """The configs of the ranks of a group: an object of a policy serves one cache, so each rank has
     one of its own."""
-    policy = config.policy
-    if not isinstance(policy, Policy):
-        return [config] * num_ranks
-    return [config, *(replace(config, policy=policy.another()) for _ in range(1, num_ranks))]
+    configs = [config]
+    for _ in range(1, num_ranks):
+        policy: str | Policy = config.policy
+        own = policy if isinstance(policy, str) else policy.another()
+        configs.append(replace(config, policy=own))
+    return configs
 
 
 class _Readiness:
