@@ -138,9 +138,9 @@ class TransportConfig:
     A post is at most `post_bytes` and `post_descriptors`; at most `window` posts are in flight a
     peer. Over shared memory a post is a copy that the thread makes itself, 1 ms for 8 MiB; each
     costs about 50 us besides. With work outstanding an empty poll spins `spin_s` in all, then
-    sleeps `sleep_s`, later `idle_sleep_s`; where it only receives, up to 25 times as long as the
-    quiet goes on. When an agent is replaced, so that what failed there cannot land any more, its
-    other posts have `renew_grace_s` to end.
+    sleeps `sleep_s`, later `idle_sleep_s`, and up to 25 times as long as the quiet goes on, sooner
+    where it only receives. When an agent is replaced, so that what failed there cannot land any
+    more, its other posts have `renew_grace_s` to end.
 
     Of more than one, each of `posting_threads` has an agent of its own and serves its share of the
     rooms; `window` is then a peer and thread. They part rooms from each other; they add no

@@ -66,7 +66,7 @@ logger = logging.getLogger("prefixkv.worker")
 
 _MAX_JOB_BYTES: Final = 64 << 20
 _JOB_TIMEOUT_S: Final = 20.0
-_TICK_S: Final = 0.05
+_TICK_S: Final = 0.2
 
 T = TypeVar("T")
 

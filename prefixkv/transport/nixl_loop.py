@@ -56,9 +56,10 @@ from prefixkv.transport.wait import Inbox
 _log = logging.getLogger("prefixkv.transport")
 
 _PATIENCE_S: Final = 2e-3  # of empty polls, before sleeps become long
-_QUIET_PART: Final = (
-    1 / 32
-)  # of the quiet so far is the longest sleep, so what comes is seen 3% late
+# Of the quiet so far is the longest sleep: what comes is seen 3% late, and what a post gives the
+# network between two polls is a thousandth of it.
+_QUIET_PART: Final = 1 / 32
+_QUIET_PART_SENDING: Final = 1 / 1024
 # Times `idle_sleep_s`. A poll with the sleep before it costs 60 us where other threads want the
 # interpreter: at 1 ms a server that only waits took 6% of a core for it, at 5 ms 1%.
 _LONGEST_IDLE: Final = 25
@@ -76,20 +77,22 @@ def pause_s(config: TransportConfig, quiet_s: float, sending: bool) -> float:
     """How long to sleep between two polls, the last `quiet_s` of which were empty.
 
     A side that only receives may wait for a prefill that takes seconds, so its sleeps grow with the
-    quiet. One that writes has to make progress for what it has posted.
+    quiet. One that writes has to make progress for what it has posted: its sleeps grow too, since
+    the peer may stand still, but slowly.
 
     >>> config = TransportConfig()
     >>> [pause_s(config, quiet_s, sending=False) for quiet_s in (0.0, 1e-3, 5e-3, 16e-3, 2.0)]
     [0.0, 3e-05, 0.0002, 0.0005, 0.005]
+    >>> [pause_s(config, quiet_s, sending=True) for quiet_s in (16e-3, 0.2, 2.048, 20.0)]
+    [0.0002, 0.0002, 0.002, 0.005]
     """
     if quiet_s < config.spin_s:
         return 0.0
     if quiet_s < _PATIENCE_S:
         return config.sleep_s
-    if sending:
-        return config.idle_sleep_s
     longest_s = _LONGEST_IDLE * config.idle_sleep_s
-    return min(longest_s, max(config.idle_sleep_s, quiet_s * _QUIET_PART))
+    part = _QUIET_PART_SENDING if sending else _QUIET_PART
+    return min(longest_s, max(config.idle_sleep_s, quiet_s * part))
 
 
 class NixlLoop:
@@ -170,8 +173,10 @@ class NixlLoop:
         ):
             return None
         quiet_s = 0.0 if quiet_since is None else now - quiet_since
-        # What settles counts the time between polls only as far as it is short (`_POLL_GAP_S`).
-        return pause_s(self._config, quiet_s, bool(self._jobs or self._settling) or renewing)
+        if self._settling:
+            # It counts the time between polls only as far as it is short (`_POLL_GAP_S`).
+            quiet_s = min(quiet_s, _PATIENCE_S)
+        return pause_s(self._config, quiet_s, bool(self._jobs) or renewing)
 
     def _progress(self) -> bool:
         """One post for each peer, one check of each post, one poll. Whether anything moved."""

@@ -453,14 +453,15 @@ def waiting_cpu_table() -> list[str]:
     def core(engine: str, server: str, state: str) -> str:
         rows = [row["share"] for row in found["rows"] if state == row["state"]
                 and (engine, server) == (row["engine"], row["server"])]  # fmt: skip
-        return f"{rows[0]:.1%}"
+        return f"{rows[0]:.1%}" if rows else ""
 
     servers = dict.fromkeys((row["engine"], row["server"]) for row in found["rows"])
     return [
-        *head("share of a core", "idle", "waits", f"below {found['bound']:.0%}"),
+        *head("share of a core", "idle", "waits", "decode stopped", f"below {found['bound']:.0%}"),
         *(
             line(
-                f"{engine}, {server}", core(engine, server, "idle"), core(engine, server, "waits"),
+                f"{engine}, {server}",
+                *(core(engine, server, state) for state in ("idle", "waits", "decode stopped")),
                 "yes" if all(row["share"] < found["bound"] for row in found["rows"] if
                              (engine, server) == (row["engine"], row["server"])) else "no",
             )

@@ -17,10 +17,11 @@ CONFIG = TransportConfig(spin_s=0.001, sleep_s=0.0001, idle_sleep_s=0.001)
         (0.016, 0.001, 0.001),
         (0.064, 0.001, 0.002),
         (0.8, 0.001, 0.025),
-        (60.0, 0.001, 0.025),
+        (10.24, 0.01, 0.025),
+        (60.0, 0.025, 0.025),
     ],
 )
-def test_a_side_that_only_receives_sleeps_longer_the_longer_it_is_quiet(
+def test_it_sleeps_longer_the_longer_it_is_quiet_and_sooner_where_it_only_receives(
     quiet_s, sending, receiving
 ):
     assert pause_s(CONFIG, quiet_s, sending=True) == sending
