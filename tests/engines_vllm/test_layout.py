@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefixkv.engines.vllm.layout import PLAIN, check_config, is_plain, pool_of
+from prefixkv.engines.vllm.layout import PLAIN, check_config, check_sleep, is_plain, pool_of
 from prefixkv.errors import ConfigError
 from tests.engines_vllm.standin import FullAttentionSpec, kv_cache_config
 
@@ -204,3 +204,14 @@ def test_caches_are_refused_by_name(changed: dict[str, Any], words: str) -> None
 def test_parallel_sizes_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 2"):
         check_config(SimpleNamespace(**{**vars(PARALLEL), name: 2}), config())
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu", "cpu"])
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_server_whose_kv_may_move_is_refused(device: str, sleeps: bool) -> None:
+    model = SimpleNamespace(enable_sleep_mode=sleeps)
+    if device == "cpu" or not sleeps:
+        check_sleep(model, device)
+        return
+    with pytest.raises(ConfigError, match=r"enable_sleep_mode is True.*--enable-sleep-mode"):
+        check_sleep(model, device)

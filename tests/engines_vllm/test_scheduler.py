@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+
 from prefixkv.engines.vllm.orders import News
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from tests.engines_vllm.standin import BLOCK, BlockPool, Request, options
@@ -36,6 +38,26 @@ def test_hashes_may_be_of_parts_of_blocks() -> None:
     assert made.matched(second, 0) == (None, False)
     second.block_hashes[3] = 0  # the second block differs
     assert made.matched(second, BLOCK) == (26, True)
+
+
+@pytest.mark.parametrize("missing", [1, 2, 6])
+@pytest.mark.parametrize("hash_size", [BLOCK, BLOCK // 2])
+def test_the_last_blocks_may_have_no_hash(missing: int, hash_size: int) -> None:
+    """As where vLLM hashes a block together with tokens behind it. Blocks without one are loaded,
+    and nobody waits for them."""
+    made, tokens = side(hash_size), PROMPT[: 6 * BLOCK]
+    first, second = load("1", 1, tokens), load("2", 2, tokens)
+    for request in (first, second):
+        ends = range(hash_size, len(tokens) + 1, hash_size)
+        request.block_hashes = [hash(tuple(tokens[:end])) for end in ends][:-missing]
+        made.on_new_request(request)
+    made.allocated(first, range(6), len(tokens))
+    whole = len(first.block_hashes) * hash_size // BLOCK
+    assert len(made.flights) == whole
+    for block in range(6):
+        missed = len(tokens) - block * BLOCK
+        joins = block < whole
+        assert made.matched(second, block * BLOCK) == ((None, False) if joins else (missed, True))
 
 
 def test_the_block_that_is_partly_filled_flies_for_its_request_alone() -> None:

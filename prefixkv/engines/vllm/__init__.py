@@ -4,9 +4,9 @@ prefill server computes it. See docs/vllm.md.
     --kv-transfer-config '{"kv_connector": "PrefixKVConnector",
         "kv_connector_module_path": "prefixkv.engines.vllm", "kv_role": "kv_producer", ...}'
 
-Only `compat`, `connector`, `metrics` and `block_queue` import vLLM; this module imports them when
-the connector is asked for. `scheduler` and `worker` are the two sides, and know vLLM's objects by
-their attributes.
+Only `compat` imports vLLM, and says by name what a version of it lacks; `connector`, `metrics` and
+`block_queue` have it from there, and are imported when the connector is asked for. `scheduler` and
+`worker` are the two sides, and know vLLM's objects by their attributes.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
 """vLLM's queue of free blocks, with the victims named by a `Shadow`.
 
 Which blocks are free, and who gets them, stays vLLM's. Only the choice among those that are cached
-changes. This stands on internals of vLLM (`FreeKVCacheBlockQueue`), so it is used with versions
-that were tested, and with others not at all.
+changes. This stands on internals of vLLM (`compat.POLICY`), so it is used with versions that were
+tested, and with others not at all. Importing it raises ConfigError where vLLM lacks one of them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
-
+from prefixkv.engines.vllm import compat
 from prefixkv.engines.vllm.shadow import Shadow
 from prefixkv.engines.vllm.stats import Counters
 
+_Base: Any = compat.require(compat.POLICY).FreeKVCacheBlockQueue
 
-class GovernedQueue(FreeKVCacheBlockQueue):
+
+class GovernedQueue(_Base):
     """Blocks that are not cached go first, then those that the shadow names, then vLLM's order."""
 
     shadow: Shadow

@@ -1,23 +1,28 @@
-"""All that the connector needs of vLLM beyond the documented interface of connectors, in one place.
+"""All that the connector needs of vLLM, in one place: `TABLE`, a row for each class or module.
 
-`check_version` is called when a connector is made. What is internal to vLLM and may change with any
-release: the attributes of `Request` and of `SchedulerOutput` that `scheduler` reads, `BlockPool`'s
-`blocks`, `touch` and `free_blocks`, the KV cache specs of `layout`, and what is imported here.
+Nothing of vLLM is imported before its version is known and the rows of a part have been looked up
+(`require`, `available`). So another version of vLLM is refused in our own words, which name the
+version, what is missing and what it is needed for. What only one feature needs stands down alone:
+the server starts without it, and a warning says what is lost.
 """
 
 from __future__ import annotations
 
+import dis
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
+from inspect import isfunction, unwrap
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
 
 import torch
-from vllm.config import get_layers_from_vllm_config
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from prefixkv.engines.vllm.layout import check_config
+from prefixkv.engines.vllm.layout import check_config, check_sleep
 from prefixkv.errors import ConfigError
 
 _log = logging.getLogger("vllm.prefixkv")
@@ -36,6 +41,270 @@ def installed_version() -> str:
     return "unknown"
 
 
+# --- the table ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What needs something of vLLM's. `lost` is what there is not without it; "": the server does
+    not start."""
+
+    what: str
+    lost: str = ""
+
+
+class Row(NamedTuple):
+    """`names` of a class (`owner`) of a module, or of the module itself (""), and why the part
+    needs them. A name may be a method, a property, a field, or what a method stores in the object.
+    """
+
+    part: Part
+    module: str
+    owner: str
+    names: tuple[str, ...]
+    why: str
+
+
+CLASSES: Final = Part("prefixkv's connector")
+CONFIG: Final = Part("prefixkv's connector")
+SCHEDULER: Final = Part("prefixkv's connector in the scheduler")
+WORKER: Final = Part("prefixkv's connector in a worker")
+RANKS: Final = Part("prefixkv's connector with tensor parallel ranks")
+CPU_KERNELS: Final = Part("prefixkv's connector with kernels for CPUs")
+LORA: Final = Part("prefixkv's connector with LoRA adapters")
+IMAGES: Final = Part("prefixkv's connector with multimodal models")
+FENCING: Final = Part("prefixkv's worker extension")
+POLICY: Final = Part(
+    "the eviction policy", "`policy` is not used, and vLLM evicts in its own order"
+)
+ENDING: Final = Part(
+    "ending requests uncomputed",
+    "prefill computes the prompts of requests that decode has refused or left",
+)
+RESTING: Final = Part(
+    "resting while nothing can run", "a server that only waits for another one uses its cores"
+)
+USAGE: Final = Part(
+    "counting cached tokens", "`usage` says of tokens that were loaded that they were cached"
+)
+METRICS: Final = Part("counting for its metrics", "log and /metrics have none of vllm:prefixkv_*")
+ADDRESS: Final = Part(
+    "finding this host's address",
+    "rooms that prefill draws itself are refused until kv_connector_extra_config has `advertise`",
+)
+
+_V1: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
+_REQUEST: Final = "vllm.v1.request"
+_STEP: Final = "vllm.v1.core.sched.output"
+_SPECS: Final = "vllm.v1.kv_cache_interface"
+
+
+def _row(part: Part, module: str, owner: str, names: str, why: str) -> Row:
+    return Row(part, module, owner, tuple(names.split()), why)
+
+
+TABLE: Final = (
+    # Methods of the base class are hooks: what is not there is not called, and its work not done.
+    _row(CLASSES, f"{_V1}.base", "", "KVConnectorBase_V1 SupportsHMA KVConnectorRole "
+         "KVConnectorMetadata KVConnectorWorkerMetadata KVConnectorTransferResults",
+         "be what vLLM takes for a connector"),
+    _row(CLASSES, f"{_V1}.base", "KVConnectorRole", "SCHEDULER", "know in which process it is"),
+    _row(CLASSES, f"{_V1}.base", "KVConnectorTransferResults", "finished_recving failed_recving",
+         "say which loads are over"),
+    _row(CLASSES, f"{_V1}.base", "KVConnectorBase_V1", "bind_gpu_block_pool on_new_request "
+         "get_num_new_matched_tokens update_state_after_alloc build_connector_meta "
+         "update_connector_output request_finished has_pending_push_work reset_cache",
+         "be asked by the scheduler"),
+    _row(CLASSES, f"{_V1}.base", "SupportsHMA", "request_finished_all_groups",
+         "hear that a request has ended"),
+    _row(CLASSES, f"{_V1}.base", "KVConnectorBase_V1", "register_kv_caches bind_connector_metadata "
+         "_get_connector_metadata wait_for_save get_transfer_results build_connector_worker_meta",
+         "be asked by a worker"),
+    _row(CONFIG, "vllm.config", "VllmConfig", "kv_transfer_config parallel_config model_config "
+         "cache_config device_config lora_config", "know what the server is"),
+    _row(CONFIG, "vllm.config", "KVTransferConfig", "kv_connector_extra_config kv_port "
+         "is_kv_producer is_kv_consumer", "know its options"),
+    _row(CONFIG, "vllm.config", "ParallelConfig", "tensor_parallel_size pipeline_parallel_size "
+         "data_parallel_size decode_context_parallel_size prefill_context_parallel_size",
+         "know the server's ranks"),
+    _row(CONFIG, "vllm.config", "ModelConfig", "model dtype max_model_len is_encoder_decoder "
+         "is_multimodal_model enable_sleep_mode get_total_num_kv_heads", "know the model"),
+    _row(CONFIG, "vllm.config", "CacheConfig", "cache_dtype", "know how KV is kept"),
+    _row(CONFIG, "vllm.config", "DeviceConfig", "device_type", "know where KV is"),
+    _row(CONFIG, _SPECS, "KVCacheConfig", "num_blocks kv_cache_groups hash_block_size "
+         "kv_cache_layout", "know the pool of blocks"),
+    _row(CONFIG, _SPECS, "KVCacheGroupSpec", "layer_names kv_cache_spec host_resident "
+         "enable_kv_transfer", "know the layers of a block"),
+    _row(CONFIG, _SPECS, "FullAttentionSpec", "block_size num_kv_heads head_size head_size_v dtype "
+         "kv_quant_mode state_content_bytes num_head_slots", "know what a block holds"),
+    _row(SCHEDULER, _REQUEST, "Request", "request_id kv_transfer_params abort_immediately "
+         "prompt_token_ids num_prompt_tokens prompt_embeds resumable all_token_ids "
+         "num_computed_tokens block_hashes lora_request cache_salt mm_features",
+         "know a prompt and what is asked for it"),
+    _row(SCHEDULER, _STEP, "SchedulerOutput", "scheduled_new_reqs scheduled_cached_reqs "
+         "num_scheduled_tokens kv_connector_block_state", "know what a step computes"),
+    _row(SCHEDULER, _STEP, "NewRequestData", "req_id num_computed_tokens",
+         "know what a step computes"),
+    _row(SCHEDULER, _STEP, "CachedRequestData", "req_ids num_computed_tokens",
+         "know what a step computes"),
+    _row(SCHEDULER, _STEP, "KVConnectorBlockState", "get_block_ids",
+         "know the blocks that a step writes"),
+    _row(SCHEDULER, "vllm.v1.outputs", "KVConnectorOutput", "kv_connector_worker_meta "
+         "finished_recving", "hear what the workers say"),
+    _row(SCHEDULER, "vllm.v1.core.kv_cache_manager", "KVCacheBlocks", "get_block_ids",
+         "know the blocks of a request"),
+    _row(SCHEDULER, "vllm.v1.core.block_pool", "BlockPool", "blocks touch free_blocks "
+         "get_num_free_blocks", "hold blocks that a peer may still write or read"),
+    _row(SCHEDULER, "vllm.v1.core.kv_cache_utils", "KVCacheBlock", "block_id ref_cnt block_hash",
+         "hold blocks that a peer may still write or read"),
+    _row(WORKER, "vllm.config", "", "get_layers_from_vllm_config", "know the kernels of layers"),
+    _row(WORKER, "vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase",
+         "get_attn_backend", "know the kernels of layers"),
+    _row(WORKER, "vllm.v1.attention.backend", "AttentionBackend", "get_name",
+         "know the kernels of layers"),
+    _row(RANKS, "vllm.distributed.parallel_state", "", "get_tensor_model_parallel_rank "
+         "get_tp_group", "know the rank and reach the others"),
+    _row(RANKS, "vllm.distributed.parallel_state", "GroupCoordinator", "world_size cpu_group",
+         "reach the other ranks"),
+    _row(CPU_KERNELS, "vllm.v1.attention.backends.cpu_attn", "", "_get_attn_isa",
+         "know how a block is packed"),
+    _row(LORA, "vllm.lora.request", "LoRARequest", "lora_name", "know whose KV it is"),
+    _row(IMAGES, "vllm.multimodal.inputs", "MultiModalFeatureSpec", "identifier mm_position",
+         "know whose KV it is"),
+    _row(IMAGES, "vllm.multimodal.inputs", "PlaceholderRange", "offset length",
+         "know whose KV it is"),
+    _row(FENCING, "vllm.distributed.kv_transfer", "", "get_kv_transfer_group",
+         "reach the worker's connector"),
+    _row(POLICY, "vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue", "popleft_n remove "
+         "fake_free_list_head fake_free_list_tail", "name the blocks that go"),
+    _row(POLICY, "vllm.v1.core.kv_cache_utils", "KVCacheBlock", "prev_free_block next_free_block",
+         "know which blocks are free"),
+    _row(POLICY, "vllm.v1.core.block_pool", "BlockPool", "free_block_queue enable_caching",
+         "name the blocks that go"),
+    _row(ENDING, "vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output finish_requests "
+         "connector", "end a request within a step"),
+    _row(ENDING, _REQUEST, "RequestStatus", "FINISHED_ABORTED", "end a request"),
+    _row(ENDING, _REQUEST, "Request", "get_finished_reason take_events trace_headers client_index",
+         "answer it"),
+    _row(ENDING, "vllm.v1.engine", "EngineCoreOutput", "request_id new_token_ids finish_reason "
+         "events kv_transfer_params trace_headers", "answer it"),
+    _row(ENDING, "vllm.v1.engine", "EngineCoreOutputs", "outputs", "answer it"),
+    _row(RESTING, "vllm.v1.engine.core", "EngineCoreProc", "_process_engine_step is_running "
+         "scheduler vllm_config batch_queue input_queue", "wait within the engine's loop"),
+    _row(RESTING, "vllm.v1.core.sched.scheduler", "Scheduler", "connector running requests "
+         "finished_req_ids ec_connector", "know that nothing can run"),
+    _row(RESTING, _REQUEST, "RequestStatus", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR",
+         "know that nothing can run"),
+    _row(RESTING, _REQUEST, "Request", "status", "know that nothing can run"),
+    _row(USAGE, _REQUEST, "Request", "prefill_stats", "leave out what was loaded"),
+    _row(USAGE, "vllm.v1.metrics.stats", "PrefillStats", "num_cached_tokens "
+         "num_local_cached_tokens", "leave out what was loaded"),
+    _row(METRICS, f"{_V1}.metrics", "", "KVConnectorPromMetrics KVConnectorStats",
+         "be carried by vLLM"),
+    _row(METRICS, f"{_V1}.base", "KVConnectorBase_V1", "get_kv_connector_stats "
+         "build_kv_connector_stats build_prom_metrics", "be asked for"),
+    _row(ADDRESS, "vllm.utils.network_utils", "", "get_ip", "answer for `bind`"),
+)  # fmt: skip
+
+
+def require(part: Part) -> SimpleNamespace:
+    """The classes, and the names of modules, of a part, by name.
+
+    Raises ConfigError, with vLLM's version, where something is missing.
+    """
+    found, missing = _look_up(part)
+    if missing:
+        raise ConfigError(
+            f"vLLM {installed_version()} has no {_listed(missing)}; prefixkv's connector is for "
+            f"{', '.join(TESTED)}"
+        )
+    return found
+
+
+@cache
+def available(part: Part) -> bool:
+    """Whether all of a part is there. What is lost without it is logged, once."""
+    _, missing = _look_up(part)
+    if missing:
+        _log.warning(
+            "vLLM %s has no %s. So %s. The rest works without it",
+            installed_version(), _listed(missing), part.lost,
+        )  # fmt: skip
+    return not missing
+
+
+def _listed(missing: list[tuple[Row, list[str]]]) -> str:
+    """Each with why it is needed; a class that several rows need, once."""
+    said = {
+        (row.module, *names): f"{', '.join(names)} in {row.module}, which {row.part.what} needs to "
+        f"{row.why}"
+        for row, names in reversed(missing)
+    }
+    return "; and no ".join(reversed(said.values()))
+
+
+@cache
+def _look_up(part: Part) -> tuple[SimpleNamespace, list[tuple[Row, list[str]]]]:
+    """What of the part is there, and what is missing."""
+    found = SimpleNamespace()
+    missing: list[tuple[Row, list[str]]] = []
+    for row in TABLE:
+        if row.part is not part:
+            continue
+        try:
+            owner: Any = import_module(row.module)
+        except ImportError:
+            missing.append((row, [row.owner] if row.owner else list(row.names)))
+            continue
+        if row.owner:
+            owner = getattr(owner, row.owner, None)
+        if owner is None:
+            missing.append((row, [row.owner]))
+            continue
+        if absent := [name for name in row.names if not _has(owner, name)]:
+            of = f"{row.owner}." if row.owner else ""
+            missing.append((row, [of + name for name in absent]))
+        elif row.owner:
+            setattr(found, row.owner, owner)
+        else:
+            vars(found).update({name: getattr(owner, name) for name in row.names})
+    return found, missing
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Whether a module has the name, or objects of a class will have it."""
+    if hasattr(owner, name):
+        return True
+    return any(
+        name in vars(kind).get("__annotations__", ()) or name in _stored(kind)
+        for kind in getattr(owner, "__mro__", ())
+    )
+
+
+@cache
+def _stored(kind: type) -> frozenset[str]:
+    """The names under which the methods of a class store something in an object."""
+    methods = [unwrap(one) for one in vars(kind).values() if isfunction(one)]
+    return frozenset(
+        step.argval
+        for method in methods
+        for step in dis.get_instructions(method)
+        if step.opname == "STORE_ATTR"
+    )
+
+
+# --- what is done with it -------------------------------------------------------------------------
+
+
+def check_version() -> None:
+    """Warn of a version that was not tested."""
+    found = installed_version()
+    if found not in TESTED:
+        _log.warning(
+            "vLLM %s: prefixkv's connector was tested with %s only", found, ", ".join(TESTED)
+        )
+
+
 def can_govern(pool: Any) -> bool:
     """Whether the victims of this `BlockPool` may be named by a policy; why not is logged."""
     found = installed_version()
@@ -45,53 +314,20 @@ def can_govern(pool: Any) -> bool:
             found, ", ".join(TESTED),
         )  # fmt: skip
         return False
+    if not available(POLICY):
+        return False
     if not pool.enable_caching:
         _log.warning("the policy is not used: vLLM's prefix cache is off")
         return False
     return True
 
 
-def check_version(required: str = "") -> None:
-    """Warn of a version that was not tested. Raises ConfigError for another interface."""
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
-
-    found = installed_version()
-    names = ("KVConnectorBase_V1", "KVConnectorTransferResults", "SupportsHMA")
-    missing = [name for name in names if not hasattr(base, name)]
-    hooks = ("bind_gpu_block_pool", "get_transfer_results", "build_connector_worker_meta")
-    if not missing:
-        missing = [name for name in hooks if not hasattr(base.KVConnectorBase_V1, name)]
-    if missing:
-        raise ConfigError(
-            f"vLLM {found} has no {', '.join(missing)}: prefixkv's connector is for "
-            f"{', '.join(TESTED)}"
-        )
-    if found not in TESTED:
-        _log.warning(
-            "vLLM %s: prefixkv's connector was tested with %s only", found, ", ".join(TESTED)
-        )
-
-
-def scheduler_class() -> Any:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    return Scheduler
-
-
-def engine_class() -> Any:
-    from vllm.v1.engine.core import EngineCoreProc
-
-    return EngineCoreProc
-
-
 def end_request(scheduler: Any, rid: str, params: dict[str, Any], outputs: Any) -> None:
     """End a request of vLLM's scheduler, as if its client had left, and answer it: no token, and
     `params` as its `kv_transfer_params`."""
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-    from vllm.v1.request import RequestStatus
-
-    for request in scheduler.finish_requests([rid], RequestStatus.FINISHED_ABORTED):
-        output = EngineCoreOutput(
+    names = require(ENDING)
+    for request in scheduler.finish_requests([rid], names.RequestStatus.FINISHED_ABORTED):
+        output = names.EngineCoreOutput(
             request_id=rid,
             new_token_ids=[],
             finish_reason=request.get_finished_reason(),
@@ -99,17 +335,16 @@ def end_request(scheduler: Any, rid: str, params: dict[str, Any], outputs: Any) 
             kv_transfer_params=params,
             trace_headers=request.trace_headers,
         )
-        outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+        mine = outputs.setdefault(request.client_index, names.EngineCoreOutputs())
+        mine.outputs.append(output)
 
 
 def may_rest(engine: Any) -> bool:
     """Whether this `EngineCoreProc`, whose last step computed nothing, has nothing to do but for
     its connector: nothing is under way, to be said to workers, or waits for one of vLLM's own
     threads."""
-    from vllm.v1.request import RequestStatus
-
     scheduler = engine.scheduler
-    compiling = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    compiling = require(RESTING).RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     return (
         engine.is_running()
         and engine.vllm_config.parallel_config.data_parallel_size == 1
@@ -121,33 +356,51 @@ def may_rest(engine: Any) -> bool:
     )
 
 
+def unwatched() -> AbstractContextManager[None]:
+    """While the engine rests: vLLM's watch dog, which 0.33.0 has, takes it for stuck otherwise."""
+    try:
+        from vllm.utils.watch_dog import get_watch_dog
+    except ImportError:
+        return nullcontext()
+    paused: AbstractContextManager[None] = get_watch_dog().disable()
+    return paused
+
+
 def count_own_cache_only(request: Any) -> None:
     """A request's usage has the tokens of its prompt that were cached here. vLLM adds those that
     are loaded: of a cold prompt it would say that all but one token were cached."""
-    if (stats := request.prefill_stats) is not None:
+    if available(USAGE) and (stats := request.prefill_stats) is not None:
         stats.num_cached_tokens = stats.num_local_cached_tokens
 
 
 def reached_at(bind: str) -> str:
     """An address of every interface, as other hosts reach it: with vLLM's own word for this host
-    (VLLM_HOST_IP, if it is set)."""
-    from vllm.utils.network_utils import get_ip
-
-    host, port = get_ip(), bind.rpartition(":")[2]
+    (VLLM_HOST_IP, if it is set). "" where vLLM has none."""
+    if not available(ADDRESS):
+        return ""
+    host, port = require(ADDRESS).get_ip(), bind.rpartition(":")[2]
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def check_engine(config: Any, kv_cache: Any) -> None:
-    """Raises ConfigError, by name, for what cannot be transferred (`layout.check_config`)."""
+    """Raises ConfigError, by name, for what cannot be transferred (`layout.check_config`), and for
+    what this version of vLLM lacks."""
+    require(CONFIG)
+    if config.lora_config is not None:
+        require(LORA)
+    if config.model_config.is_multimodal_model:
+        require(IMAGES)
     check_config(config.parallel_config, kv_cache)
     if config.model_config.is_encoder_decoder:
         raise ConfigError("the model is an encoder-decoder, whose KV is not transferred")
+    check_sleep(config.model_config, config.device_config.device_type)
 
 
 def backends_of(config: Any, kv_cache: Any) -> list[str]:
     """The names of the kernels of the layers that have KV."""
     (group,) = kv_cache.kv_cache_groups
-    layers = get_layers_from_vllm_config(config, AttentionLayerBase, group.layer_names)
+    names = require(WORKER)
+    layers = names.get_layers_from_vllm_config(config, names.AttentionLayerBase, group.layer_names)
     return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
 
 
@@ -156,21 +409,23 @@ def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
     kernels of the layers, how they pack (on CPUs: for which instructions), quantization."""
     (group,) = kv_cache.kv_cache_groups
     spec = group.kv_cache_spec
-    words = ["vllm", installed_version(), *backends, str(kv_cache.kv_cache_layout)]
-    words += [str(config.cache_config.cache_dtype), spec.kv_quant_mode.name]
-    words += [str(spec.head_size), str(spec.dtype).removeprefix("torch.")]
+    words = {
+        "vllm": installed_version(),
+        "kernels": "+".join(backends),
+        "layout": kv_cache.kv_cache_layout,
+        "kv_cache_dtype": config.cache_config.cache_dtype,
+        "quantization": spec.kv_quant_mode.name,
+        "head_size": spec.head_size,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+    }
     if "CPU_ATTN" in backends:
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-        words.append(
-            _get_attn_isa(
-                config.model_config.dtype,
-                spec.block_size,
-                spec.head_size,
-                config.cache_config.cache_dtype,
-            )
+        words["instructions"] = require(CPU_KERNELS)._get_attn_isa(
+            config.model_config.dtype,
+            spec.block_size,
+            spec.head_size,
+            config.cache_config.cache_dtype,
         )
-    return " ".join(words)
+    return " ".join(f"{key}={value}" for key, value in words.items())
 
 
 def num_kv_heads(config: Any, kv_cache: Any) -> int:
@@ -182,12 +437,13 @@ def num_kv_heads(config: Any, kv_cache: Any) -> int:
 
 
 def tensor_parallel_rank() -> int:
-    return int(get_tensor_model_parallel_rank())
+    """Of this worker. Called where there are several."""
+    return int(require(RANKS).get_tensor_model_parallel_rank())
 
 
 def gather(given: object) -> list[object]:
     """`rank_group.Gather` over the tensor parallel ranks."""
-    group = get_tp_group()
+    group = require(RANKS).get_tp_group()
     found: list[object] = [None] * group.world_size
     torch.distributed.all_gather_object(found, given, group=group.cpu_group)
     return found

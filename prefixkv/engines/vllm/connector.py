@@ -5,44 +5,40 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
 
 from prefixkv.config import ModelConfig
 from prefixkv.engines.vllm import compat, hooks
 from prefixkv.engines.vllm.bell import Tower
-from prefixkv.engines.vllm.block_queue import GovernedQueue
 from prefixkv.engines.vllm.layout import is_plain, pool_of
-from prefixkv.engines.vllm.metrics import PrefixKVMetrics, PrefixKVStats
 from prefixkv.engines.vllm.options import Options
 from prefixkv.engines.vllm.orders import News, Orders
 from prefixkv.engines.vllm.rest import Rest
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.shadow import Shadow
 from prefixkv.engines.vllm.worker import WorkerSide
+from prefixkv.errors import ConfigError
 
-KVConnectorMetadata.register(Orders)
-KVConnectorWorkerMetadata.register(News)
+if TYPE_CHECKING:
+    from prefixkv.engines.vllm.metrics import PrefixKVMetrics, PrefixKVStats
+
+_base = compat.require(compat.CLASSES)
+_base.KVConnectorMetadata.register(Orders)
+_base.KVConnectorWorkerMetadata.register(News)
 
 
-class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
+class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: ignore[name-defined]
     """One in vLLM's scheduler, one in each worker. See docs/vllm.md.
 
-    Raises ConfigError, by name, for options that are wrong and for what cannot be transferred.
+    Raises ConfigError, by name, for options that are wrong, for what cannot be transferred, and for
+    what this version of vLLM lacks.
     """
 
     is_prefixkv = True
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         compat.check_version()
         super().__init__(vllm_config, role, kv_cache_config)
         compat.check_engine(vllm_config, kv_cache_config)
@@ -61,7 +57,8 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._tower: Tower | None = None
         self.rest = Rest()
-        if role is KVConnectorRole.SCHEDULER:
+        if role is _base.KVConnectorRole.SCHEDULER:
+            compat.require(compat.SCHEDULER)
             (group,) = kv_cache_config.kv_cache_groups
             self._scheduler = SchedulerSide(
                 self._options,
@@ -71,9 +68,19 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
                 max_len=vllm_config.model_config.max_model_len,
                 **self._roles,
             )
-            hooks.install()
-            self._tower = Tower(self.rest.ring)
-            self._scheduler.hang_bell(self._tower.address)
+            if hooks.install():
+                self._tower = Tower(self.rest.ring)
+                self._scheduler.hang_bell(self._tower.address)
+        else:
+            compat.require(compat.WORKER)
+            if self._num_ranks > 1:
+                compat.require(compat.RANKS)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """False: transfers do not follow KV memory that is mapped anew. vLLM asks from 0.33.0 on;
+        `check_engine` refuses it in any version."""
+        return False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -90,6 +97,8 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         shadow: Shadow | None = None
         if self._options.policy and compat.can_govern(gpu_block_pool):
+            from prefixkv.engines.vllm.block_queue import GovernedQueue
+
             size = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
             shadow = Shadow(size, self._options.policy, time.monotonic)
             GovernedQueue.install(gpu_block_pool, shadow, self.scheduler.counters)
@@ -157,7 +166,7 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = WorkerSide(
             options,
             model,
-            rank=compat.tensor_parallel_rank(),
+            rank=compat.tensor_parallel_rank() if self._num_ranks > 1 else 0,
             num_ranks=self._num_ranks,
             num_kv_heads=compat.num_kv_heads(config, kv_cache),
             gather=compat.gather if self._num_ranks > 1 else None,
@@ -167,6 +176,15 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
         tag = compat.block_format(config, kv_cache, backends)
         plain = is_plain(kv_cache.kv_cache_groups[0].kv_cache_spec, backends)
         self._worker.register(pool_of(kv_caches, kv_cache, tag, plain=plain))
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM is about to give the KV memory back (from 0.33.0 on). Raises ConfigError where that
+        is so: a peer may still read or write what is registered."""
+        device = next(iter(self._kv_caches.values())).device.type if self._kv_caches else "cpu"
+        if device != "cpu":
+            raise ConfigError(
+                "the KV memory cannot be released: prefixkv's connector has registered it"
+            )
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Before the forward: `start_load_kv` comes after it where nothing is loaded in step."""
@@ -189,9 +207,9 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
         if orders.chunks or orders.offers:
             self.worker.after_forward(orders, compat.event_on(self._kv_caches))
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = self.worker.take_results()
-        return KVConnectorTransferResults(
+        return _base.KVConnectorTransferResults(
             finished_recving=results.received, failed_recving=results.failed
         )
 
@@ -206,10 +224,14 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
             counts |= self._scheduler.take_counts() | self._scheduler.take_gauges()
         elif self._worker is not None:
             counts |= self._worker.take_counts()
-        return PrefixKVStats(data=counts) if counts else None
+        return self.build_kv_connector_stats(counts) if counts else None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixKVStats:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixKVStats | None:
+        if not compat.available(compat.METRICS):
+            return None
+        from prefixkv.engines.vllm.metrics import PrefixKVStats
+
         return PrefixKVStats(data=data or {})
 
     @classmethod
@@ -219,7 +241,11 @@ class PrefixKVConnector(KVConnectorBase_V1, SupportsHMA):
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> PrefixKVMetrics:
+    ) -> PrefixKVMetrics | None:
+        if not compat.available(compat.METRICS):
+            return None
+        from prefixkv.engines.vllm.metrics import PrefixKVMetrics
+
         return PrefixKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from prefixkv.engines.vllm import compat
+
 
 class WorkerExtension:
     """Methods of each worker. Called between steps, in the worker's own thread."""
@@ -31,6 +33,4 @@ class WorkerExtension:
 
 
 def _side() -> Any:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    return get_kv_transfer_group().worker
+    return compat.require(compat.FENCING).get_kv_transfer_group().worker

@@ -6,8 +6,8 @@ whose grammar does not compile. A connector can only say "not yet" of a request,
 `EngineCoreProc._process_engine_step`: where nothing was computed and nothing can be until a request
 comes or a worker rings, the engine waits for that. vLLM sleeps for a millisecond and steps again.
 
-Both are put in place when the scheduler's connector is made. They do nothing for another connector,
-and nothing where `MultiConnector` is between.
+Both are put in place when the scheduler's connector is made, each where vLLM has what it needs.
+They do nothing for another connector, and nothing where `MultiConnector` is between.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from prefixkv.engines.vllm import compat
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 
 
-def install() -> None:
-    """Put both in place, in this process. Again: no-op."""
-    scheduler, engine = compat.scheduler_class(), compat.engine_class()
-    if not hasattr(scheduler.update_from_output, "prefixkv"):
-        scheduler.update_from_output = _ending(scheduler.update_from_output)
+def install() -> bool:
+    """Put both in place, in this process. Again: no-op. Returns whether the engine can rest."""
+    if compat.available(compat.ENDING):
+        scheduler = compat.require(compat.ENDING).Scheduler
+        if not hasattr(scheduler.update_from_output, "prefixkv"):
+            scheduler.update_from_output = _ending(scheduler.update_from_output)
+    if not compat.available(compat.RESTING):
+        return False
+    engine = compat.require(compat.RESTING).EngineCoreProc
     if not hasattr(engine._process_engine_step, "prefixkv"):
         engine._process_engine_step = _resting(engine._process_engine_step)
+    return True
 
 
 def _ending(original: Any) -> Any:
@@ -51,7 +56,8 @@ def _resting(original: Any) -> Any:
         if side is not None and compat.may_rest(self):
             timeout_s = side.rest_s()
             if timeout_s > 0.0:
-                self.scheduler.connector.rest.wait(self.input_queue, timeout_s)
+                with compat.unwatched():
+                    self.scheduler.connector.rest.wait(self.input_queue, timeout_s)
         return executed
 
     _process_engine_step.prefixkv = True  # type: ignore[attr-defined]

@@ -59,6 +59,16 @@ def check_config(parallel: Any, kv_cache: Any) -> None:
         raise ConfigError(f"the KV cache group of {kind} is not on the device, or not to be sent")
 
 
+def check_sleep(model: Any, device: str) -> None:
+    """Raises ConfigError where vLLM's sleep mode would put the KV memory elsewhere: what NIXL has
+    registered would be memory that is gone. On a CPU nothing moves."""
+    if device != "cpu" and model.enable_sleep_mode:
+        raise ConfigError(
+            "enable_sleep_mode is True, must be False (no --enable-sleep-mode): a server that "
+            "wakes up has its KV in other memory than prefixkv's connector has registered"
+        )
+
+
 def is_plain(spec: Any, backends: Iterable[str]) -> bool:
     """Whether these kernels keep a cache of this spec as `PLAIN` says."""
     return (

@@ -1,18 +1,19 @@
-"""The connector's counters as vLLM carries them from its processes to log and Prometheus."""
+"""The connector's counters as vLLM carries them from its processes to log and Prometheus.
+
+Importing it raises ConfigError where vLLM lacks what carries them (`compat.METRICS`).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
-
+from prefixkv.engines.vllm import compat
 from prefixkv.engines.vllm.stats import GAUGES, METRICS, added
 
+_base = compat.require(compat.METRICS)
 
-class PrefixKVStats(KVConnectorStats):
+
+class PrefixKVStats(_base.KVConnectorStats):  # type: ignore[name-defined]
     """Counts of an interval, by the names of `stats.METRICS`."""
 
     data: dict[str, Any]
@@ -20,7 +21,7 @@ class PrefixKVStats(KVConnectorStats):
     def reset(self) -> None:
         self.data = {}
 
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+    def aggregate(self, other: Any) -> PrefixKVStats:
         self.data = added(self.data, other.data)
         return self
 
@@ -31,7 +32,7 @@ class PrefixKVStats(KVConnectorStats):
         return not self.data
 
 
-class PrefixKVMetrics(KVConnectorPromMetrics):
+class PrefixKVMetrics(_base.KVConnectorPromMetrics):  # type: ignore[name-defined]
     """A counter `vllm:prefixkv_..._total` for each, and the gauges."""
 
     def __init__(

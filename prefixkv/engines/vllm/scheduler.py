@@ -229,9 +229,10 @@ class SchedulerSide:
         return missing, True
 
     def _hashes(self, request: Any, start: int, end: int) -> list[Any]:
-        """Of whole blocks of the prompt from token `start` to `end`, the hash of each."""
+        """Of whole blocks of the prompt from token `start` to `end`, the hash of each. The last
+        ones may have none yet, where a hash depends on tokens behind its block."""
         size, per_block = self._block_size, self._block_size // self._hash_size
-        end = min(end, request.num_prompt_tokens)
+        end = min(end, request.num_prompt_tokens, len(request.block_hashes) * self._hash_size)
         blocks = range(start // size, end // size)
         return [request.block_hashes[(block + 1) * per_block - 1] for block in blocks]
 

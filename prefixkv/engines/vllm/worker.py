@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
 from prefixkv.engines.rank_group import Gather, decode_transfers, prefill_transfers
 from prefixkv.engines.vllm.bell import Bell
-from prefixkv.engines.vllm.options import Options
+from prefixkv.engines.vllm.options import ANY_HOST, Options
 from prefixkv.engines.vllm.orders import Add, Chunk, Decline, News, Offer, Open, Orders, Refuse
 from prefixkv.engines.vllm.stats import Counters
 from prefixkv.errors import InternalError, PrefixKVError, RequestError
@@ -147,7 +147,7 @@ class WorkerSide:
                 pool, prefill, mesh, rank, self._gather, self._transport
             )
             _log.info("prefixkv prefill worker %s, rank %d, listens at %s", name, rank, bind)
-            if rank == 0:
+            if rank == 0 and self._prefill.endpoint.rpartition(":")[0] not in ANY_HOST:
                 self._news.address = self._prefill.endpoint
 
     def _mesh(self, pool: KVPool) -> Mesh | None:

@@ -1,0 +1,224 @@
+"""Runs in vLLM's environment: takes each name of `compat.TABLE` out of vLLM, as another version may
+lack it, makes the connector that needs it, and says what came of it: a line of JSON for each.
+
+Every name is taken out in a process of its own, which is forked from one that has vLLM imported and
+has looked at nothing of the table yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from prefixkv.engines.vllm import compat
+
+BLOCK, NUM_BLOCKS = 16, 64
+
+
+def main() -> None:
+    for row in compat.TABLE:
+        importlib.import_module(row.module)
+    made = Made()
+    importlib.import_module("prefixkv.engines.vllm.scheduler")
+    importlib.import_module("prefixkv.engines.vllm.worker")
+    _apart(None, "", made)
+    owners = set()
+    for row in compat.TABLE:
+        for name in row.names:
+            _apart(row, name, made)
+        if row.owner and (row.module, row.owner) not in owners:
+            owners.add((row.module, row.owner))
+            _apart(row, "", made)
+    print(json.dumps({"sleep": _sleep(made)}))
+
+
+class Made:
+    """What vLLM gives a connector, made by the whole vLLM."""
+
+    def __init__(self) -> None:
+        from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.core.block_pool import BlockPool
+        from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.request import Request
+
+        folder = tempfile.mkdtemp(prefix="prefixkv-drift-")
+        what = {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+            "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+            "head_dim": 32, "intermediate_size": 64, "vocab_size": 2048,
+            "max_position_embeddings": 4096, "torch_dtype": "float32",
+        }  # fmt: skip
+        Path(folder, "config.json").write_text(json.dumps(what))
+        model = ModelConfig(
+            model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float32"
+        )
+        # Another connector: ours is not to be imported yet.
+        self.config: Any = VllmConfig(
+            model_config=model,
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            kv_transfer_config=KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"),
+        )
+        spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        self.kv = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+        self.pool: Any = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK)
+        self.request_of: Any = lambda: Request(
+            "r", [*range(40)], SamplingParams(max_tokens=1), None
+        )
+        self.blocks: Any = KVCacheBlocks((self.pool.get_new_blocks(3),))
+
+
+def _apart(row: compat.Row | None, name: str, made: Made) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = _say(row, name, made)
+        except BaseException as error:
+            said = {"uncaught": f"{type(error).__name__}: {error}"}
+        os.write(write, json.dumps(said).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as lines:
+        said = json.loads(lines.read() or "{}")
+    os.waitpid(child, 0)
+    what = {} if row is None else {"module": row.module, "owner": row.owner, "name": name}
+    lost = "" if row is None else row.part.lost
+    part = next((key for key, one in vars(compat).items() if row and one is row.part), "")
+    why = "" if row is None else row.why
+    version = compat.installed_version()
+    more = {"part": part, "lost": lost, "why": why, "version": version}
+    print(json.dumps({**what, **more, **said}), flush=True)
+
+
+def _say(row: compat.Row | None, name: str, made: Made) -> dict[str, Any]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm.prefixkv").addHandler(handler)
+    part = compat.POLICY if row is None else row.part
+    made.config.lora_config = SimpleNamespace() if part is compat.LORA else None
+    if part is compat.IMAGES:
+        type(made.config.model_config).is_multimodal_model = True
+    if part is compat.RANKS:
+        made.config.parallel_config.tensor_parallel_size = 2
+    request = made.request_of()
+    if row is not None:
+        _take_out(row, name)
+        for one in (made.pool, request):
+            if type(one).__name__ == row.owner and name in vars(one):
+                vars(one)[name + "_"] = vars(one).pop(name)
+    try:
+        return {"works": _use(part, made, request), "lines": lines}
+    except compat.ConfigError as error:
+        return {"refused": str(error), "lines": lines}
+
+
+def _take_out(row: compat.Row, name: str) -> None:
+    module = importlib.import_module(row.module)
+    if not row.owner:
+        delattr(module, name)
+        return
+    if not name:
+        delattr(module, row.owner)
+        return
+    for kind in getattr(module, row.owner).__mro__[:-1]:
+        if name in vars(kind):
+            type.__delattr__(kind, name)  # an enumeration's own forbids it
+        vars(kind).get("_member_map_", {}).pop(name, None)
+        vars(kind).get("__annotations__", {}).pop(name, None)
+        for method in vars(kind).values():
+            if inspect.isfunction(method):  # what it stores under this name has another one
+                plain = inspect.unwrap(method)
+                names = [one + "_" if one == name else one for one in plain.__code__.co_names]
+                plain.__code__ = plain.__code__.replace(co_names=tuple(names))
+
+
+def _use(part: compat.Part, made: Made, request: Any) -> dict[str, Any]:
+    """Makes what needs the part, with and without its option."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    from prefixkv.engines.vllm import PrefixKVConnector
+    from prefixkv.engines.vllm.extension import WorkerExtension
+
+    if part is compat.FENCING:
+        WorkerExtension().prefixkv_lost_peers()
+    if part is compat.CPU_KERNELS:
+        compat.block_format(made.config, made.kv, ["CPU_ATTN"])
+    extra: dict[str, Any] = {"name": "drift", "bind": "tcp://*:14579"}
+    made.config.kv_transfer_config.kv_connector_extra_config = extra
+    if part in (compat.WORKER, compat.RANKS):
+        PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.kv)
+    if part is compat.POLICY:  # first as a server that wants none
+        _scheduler(PrefixKVConnector, made, request).shutdown()
+        extra["policy"] = "lru"
+    connector = _scheduler(PrefixKVConnector, made, request)
+    stats = connector.get_kv_connector_stats()
+    connector.shutdown()
+    return {
+        "advertise": bool(connector._options.advertise),
+        "governed": type(getattr(made.pool, "free_block_queue", None)).__name__ == "GovernedQueue",
+        "rests": connector._tower is not None,
+        "stats": None if stats is None else stats.data,
+    }
+
+
+def _sleep(made: Made) -> dict[str, Any]:
+    """What the connector says of sleep mode."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    from prefixkv.engines.vllm import PrefixKVConnector
+
+    transfer = made.config.kv_transfer_config
+    transfer.kv_connector_extra_config = {"name": "sleep"}
+    said: dict[str, Any] = {"supported": PrefixKVConnector.supports_sleep_mode(transfer)}
+    for sleeps, device in ((False, "cuda"), (True, "cuda"), (True, "cpu")):
+        made.config.model_config.enable_sleep_mode = sleeps
+        made.config.device_config.device_type = device
+        for role in base.KVConnectorRole:
+            key = f"{device} {sleeps} {role.name}"
+            try:
+                connector = PrefixKVConnector(made.config, role, made.kv)
+            except compat.ConfigError as error:
+                said[key] = str(error)
+                continue
+            connector._kv_caches = {"layer": torch.zeros(1, device="meta")}  # on no CPU
+            try:
+                connector.unregister_kv_caches()
+            except compat.ConfigError as error:
+                said[key] = str(error)
+            connector._kv_caches = {"layer": torch.zeros(1)}
+            connector.unregister_kv_caches()
+            connector.shutdown()
+    return said
+
+
+def _scheduler(kind: Any, made: Made, request: Any) -> Any:
+    """A scheduler's connector that has served a request."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    connector = kind(made.config, base.KVConnectorRole.SCHEDULER, made.kv)
+    connector.bind_gpu_block_pool(made.pool)
+    request.kv_transfer_params = {
+        "do_remote_prefill": True, "room": 1, "prefill": "tcp://127.0.0.1:1"
+    }  # fmt: skip
+    connector.on_new_request(request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (40, True)
+    connector.update_state_after_alloc(request, made.blocks, 40)
+    connector.request_finished(request, [1, 2, 3])
+    return connector
+
+
+if __name__ == "__main__":
+    sys.exit(main())

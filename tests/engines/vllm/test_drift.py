@@ -1,0 +1,96 @@
+"""Another version of vLLM: each name of `compat.TABLE` is taken out of the real one. What nothing
+works without is refused in our own words; what one feature needs stands down alone, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from benchmarks.vllm_servers import REPOSITORY
+from prefixkv.engines.vllm import compat
+from tests.engines.vllm.test_vllm import PYTHON
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    assert PYTHON, "PREFIXKV_ENGINE_PYTHON is the interpreter of `benchmarks env vllm`"
+    done = subprocess.run(
+        [PYTHON, "-m", "tests.engines.vllm.drift"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env={"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin", "VLLM_LOGGING_LEVEL": "ERROR"},
+        timeout=900,
+    )
+    assert done.returncode == 0
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+
+
+def test_vllm_as_it_is_has_everything(rows: list[dict[str, Any]]) -> None:
+    works = rows[0]["works"]
+    assert works["advertise"]
+    assert works["governed"]
+    assert works["rests"]
+    assert works["stats"]
+    assert rows[0]["lines"] == []
+
+
+def test_every_name_of_the_table_is_taken_out(rows: list[dict[str, Any]]) -> None:
+    names = sum(len(row.names) for row in compat.TABLE)
+    owners = len({(row.module, row.owner) for row in compat.TABLE if row.owner})
+    assert len(rows) == 1 + names + owners + 1
+
+
+def test_what_nothing_works_without_is_refused_by_name(rows: list[dict[str, Any]]) -> None:
+    for row in rows[1:-1]:
+        if not row["lost"]:
+            said = row.get("refused", str(row))
+            assert f"vLLM {row['version']} has no " in said
+            assert (row["name"] or row["owner"]) in said
+            assert row["module"] in said
+            assert row["why"] in said or not row["name"]
+
+
+def test_what_a_feature_needs_stands_down_alone(rows: list[dict[str, Any]]) -> None:
+    """And says so once. Where a name serves two features, both do."""
+    off = {"POLICY": "governed", "RESTING": "rests", "METRICS": "stats", "ADDRESS": "advertise"}
+    needing: dict[tuple[str, str, str], set[str]] = {}
+    for row in rows[1:-1]:
+        if row["lost"]:
+            needing.setdefault(_key(row), set()).add(row["part"])
+    seen = set()
+    for row in rows[1:-1]:
+        if not row["lost"] or not row["name"]:
+            continue
+        parts, works = needing[_key(row)], row.get("works")
+        assert works, row
+        assert len(row["lines"]) == len(parts)
+        line = "".join(line for line in row["lines"] if row["lost"] in line)
+        assert f"vLLM {row['version']} has no " in line
+        assert row["name"] in line
+        assert row["why"] in line
+        for part, feature in off.items():
+            if part == "POLICY" and part not in parts:
+                continue  # the server wants none
+            assert bool(works[feature]) is (part not in parts), row
+        seen.add(row["part"])
+    assert seen == {"POLICY", "ENDING", "RESTING", "USAGE", "METRICS", "ADDRESS"}
+
+
+def test_sleep_mode_is_refused_where_kv_would_move(rows: list[dict[str, Any]]) -> None:
+    said = rows[-1]["sleep"]
+    assert said.pop("supported") is False
+    moved = "the KV memory cannot be released: prefixkv's connector has registered it"
+    for role in ("SCHEDULER", "WORKER"):
+        assert said.pop(f"cuda False {role}") == moved
+        assert said.pop(f"cpu True {role}") == moved
+        assert "enable_sleep_mode is True" in said.pop(f"cuda True {role}")
+    assert said == {}
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["module"], row["owner"], row["name"]
