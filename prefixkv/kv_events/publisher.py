@@ -76,7 +76,7 @@ class KVEventPublisher:
     def __init__(self, config: KVEventsConfig, worker: PeerId, model: str, page_size: int) -> None:
         self.config = config
         self.counters = Counter(dict.fromkeys(_COUNTERS, 0))
-        self.topic = config.topic or _topic(worker.name, model)
+        self.topic = config.topic or default_topic(worker.name, model)
         self.dialect = DIALECTS[config.dialect](page_size, config.medium)
         # Microseconds: no life publishes a million batches a second, so the next begins above this.
         first_seq = time.time_ns() // 1000
@@ -325,7 +325,8 @@ class KVEventPublisher:
         return sock
 
 
-def _topic(worker: str, model: str) -> str:
+def default_topic(worker: str, model: str) -> str:
+    """The topic where the config names none. Raises ConfigError for a name with an "@"."""
     for what, name in (("the worker's name", worker), ("the model's name", model)):
         if "@" in name:
             raise ConfigError(

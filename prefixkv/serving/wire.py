@@ -33,9 +33,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     """A worker as others need to know it.
 
     `url` is where it is asked, `status_url` where its health and metrics are. `endpoint` is a
-    prefill worker's node. `model` names the model, `identity` what its KV depends on. `context` is
-    the most tokens of a request here, prompt and answer; `life` is its node's incarnation in
-    hexadecimal, another one each time that the worker starts.
+    prefill worker's node. `model` is the model's name for people, `identity` what its KV depends
+    on. `context` is the most tokens of a request here, prompt and answer; `life` is its node's
+    incarnation in hexadecimal, another one each time that the worker starts.
     """
 
     role: Literal["prefill", "decode"]

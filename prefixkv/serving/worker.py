@@ -127,7 +127,7 @@ class Worker:
         self.info = WorkerInfo(
             role=self.role,  # type: ignore[arg-type]
             name=engine.node.peer_id.name, url=asked.url, status_url=status.url,
-            endpoint=getattr(engine, "endpoint", ""), model=model.identity.model,
+            endpoint=getattr(engine, "endpoint", ""), model=model.name,
             identity=f"{model.identity.model} {model.identity.weights_version}",
             page_size=layout.page_size, num_pages=layout.num_pages,
             context=min(model.context, layout.num_pages * layout.page_size),

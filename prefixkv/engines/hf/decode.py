@@ -16,6 +16,7 @@ import numpy as np
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.engines.hf.attention import FlatPool
+from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.requests import Finish, Generate, Output, PrefillJob, unpack_first
 from prefixkv.engines.hf.sampling import Choice, Sampling, choose
@@ -68,7 +69,8 @@ class DecodeEngine:
     ) -> None:
         self.model, self._tokenizer = model, tokenizer
         self._flat = FlatPool(pool)
-        self.node = DecodeNode(pool, replace(config or DecodeConfig(), model=model.identity))
+        config = with_model(config or DecodeConfig(), model.identity, model.name)
+        self.node = DecodeNode(pool, config)
         self._answers: dict[str, _Answer] = {}  # by the node's id of the request
         self._samples: dict[str, list[str]] = {}  # these ids, by the client's
         self._running: list[DecodeRequest] = []

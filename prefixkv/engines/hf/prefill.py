@@ -7,13 +7,14 @@ says that there is more, `wait` in between. `docs/engine.md` shows the loop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from prefixkv.config import PrefillConfig
 from prefixkv.engines.hf.attention import FlatPool
+from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.requests import PrefillJob, pack_first
 from prefixkv.engines.hf.sampling import choose
@@ -60,7 +61,8 @@ class PrefillEngine:
         self.model = model
         self.chunk_tokens = chunk_tokens
         self._flat = FlatPool(pool)
-        self.node = PrefillNode(pool, replace(config or PrefillConfig(), model=model.identity))
+        config = with_model(config or PrefillConfig(), model.identity, model.name)
+        self.node = PrefillNode(pool, config)
         self._jobs: dict[str, PrefillJob] = {}
         self._computing: dict[PrefillRequest, _Computing] = {}  # first come, first computed
         self._counters = {"forwards": 0, "computed_tokens": 0}

@@ -7,7 +7,6 @@ becomes the same tokens again in the next turn of a chat, as with the models it 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import Any, Final
 
@@ -70,5 +69,5 @@ def small_model(seed: int = 0, **options: Any) -> Any:
         head[:_BYTES] = 0
         head[end + 1 :] = 0
         head *= _SHARPNESS
-    identity = replace(made.identity, model=f"{NAME} model made from seed {seed}")
-    return PagedModel(made.model, made.context, identity, bool(options.get("trial", True)))
+    name = f"{NAME} model made from seed {seed}"
+    return PagedModel(made.model, made.context, trial=bool(options.get("trial", True)), name=name)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from prefixkv.engines.hf import Generate, PagedModel, PrefillJob, load_model, make_model
+from prefixkv.engines.hf import Generate, PagedModel, PrefillJob, identity, load_model, make_model
 from prefixkv.engines.hf.attention import FlatPool
+from prefixkv.engines.hf.models import copy_of
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from tests.models.hf_world import TINY, Reference, World
@@ -80,6 +83,55 @@ def test_a_seed_says_all_of_a_model_and_leaves_torchs_own_alone() -> None:
     assert not all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
 
 
+def test_files_are_one_model_wherever_they_lie_and_however_they_are_split(tmp_path: Path) -> None:
+    made = make_model("llama", seed=4, trial=False, **TINY)
+    whole, moved, split = tmp_path / "one", tmp_path / "deep" / "er" / "v2-final", tmp_path / "3"
+    copy_of(made).save_pretrained(whole)
+    shutil.copytree(whole, moved)
+    copy_of(made).save_pretrained(split, max_shard_size="50KB")
+    assert len(list(split.glob("*.safetensors"))) > 2
+    # Where the parts of a model that has several were loaded from is in lists and dictionaries.
+    config = json.loads((moved / "config.json").read_text())
+    config["parts"] = [{"_name_or_path": "/mnt/elsewhere", "_x": {"_name_or_path": 3}}]
+    (moved / "config.json").write_text(json.dumps(config))
+    config["parts"] = [{"_x": {}}]
+    (whole / "config.json").write_text(json.dumps(config))
+    one, two = (load_model(path, trial=False) for path in (whole, moved))
+    assert one.identity == two.identity
+    assert (one.name, two.name) == ("one", "v2-final")
+    assert load_model(split, trial=False).identity == made.identity
+    assert one.identity.model != made.identity.model  # its config says more
+    assert one.identity.weights_version == made.identity.weights_version
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_number_of_every_tensor_is_in_the_identity(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "PIECE_BYTES", 1000)  # several pieces of most tensors
+    model = make_model("llama", seed=4, dtype=dtype, trial=False, **TINY)
+    state = model.model.state_dict()
+    seen = {model.identity.weights_version}
+    rng = np.random.default_rng(0)
+    for num, (name, tensor) in enumerate(state.items(), start=1):
+        for place in (0, tensor.numel() - 1, int(rng.integers(tensor.numel()))):
+            tensor.reshape(-1)[place] += 1
+            seen.add(PagedModel(model.model, trial=False).identity.weights_version)
+        assert len(seen) == 1 + 3 * num, name
+
+
+def test_names_and_shapes_are_in_it_and_the_seed_is_not() -> None:
+    one = make_model("llama", seed=1, trial=False, **TINY)
+    other = make_model("llama", seed=2, trial=False, **TINY)
+    other.model.load_state_dict(one.model.state_dict())
+    assert identity.identity_of(other.model) == one.identity != other.identity
+    layer = other.model.model.layers[0].self_attn
+    layer.k_proj, layer.v_proj = layer.v_proj, layer.k_proj  # the same numbers, under other names
+    assert identity.weights_digest(other.model) != one.identity.weights_version
+    half = make_model("llama", seed=1, dtype="bfloat16", trial=False, **TINY)
+    assert half.identity.weights_version != one.identity.weights_version
+
+
 def test_a_folder_of_safetensors_is_served(tmp_path: Path) -> None:
     made = make_model("llama", seed=4, trial=False, **TINY)
     reference = Reference(made)
@@ -109,7 +161,7 @@ def test_workers_of_different_weights_refuse_each_other() -> None:
             world.decode.step()
             world.decode.wait(0.01)
         assert outputs[0].finish == "error"
-        assert "model" in str(outputs[0].error)
+        assert "weights_version differs" in str(outputs[0].error)
 
 
 @pytest.fixture(scope="module")

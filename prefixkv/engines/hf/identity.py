@@ -1,0 +1,97 @@
+"""What names a model: its config, and every number of its weights.
+
+Two models are the same for each other's KV where both digests are equal. Neither depends on where
+the files lie, what their folder is called, or how the tensors are spread over them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+import torch
+
+from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv.kv_events.publisher import default_topic
+
+_Config = TypeVar("_Config", DecodeConfig, PrefillConfig)
+PIECE_BYTES: Final = 32 << 20
+"""Of a tensor that is hashed by one thread at once."""
+_DIGEST_BYTES: Final = 16
+_NOT_THE_MODELS: Final = frozenset({"_name_or_path", "transformers_version", "architectures"})
+"""Of a config at any depth: where it was loaded from and by what, and what its saver called it."""
+
+
+def identity_of(model: Any) -> ModelConfig:
+    """The identity of a model of transformers: its config names the model, its weights the version.
+
+    Reads all weights; see `weights_digest` for the cost.
+    """
+    kind = type(model).__name__
+    return ModelConfig(f"{kind} {config_digest(model.config)}", weights_digest(model))
+
+
+def with_model(config: _Config, identity: ModelConfig, name: str) -> _Config:
+    """A node's config for this model. Routers subscribe to its cache events by the model's name."""
+    events = config.kv_events
+    if events is not None and not events.topic:
+        events = replace(events, topic=default_topic(config.name, name))
+    return replace(config, model=identity, kv_events=events)
+
+
+def config_digest(config: Any) -> str:
+    """The same for the same config of transformers, wherever it was loaded from."""
+    text = json.dumps(_of_the_model(config.to_dict()), sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def weights_digest(model: Any) -> str:
+    """The same for two models whose state has the same tensors: names, dtypes, shapes and bytes.
+
+    Costs one reading of all weights, by one thread a core (0.7 GB/s each); from another device
+    they are copied to the host, tensor by tensor.
+    """
+    entries = sorted(model.state_dict().items())
+    whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    with ThreadPoolExecutor(_num_threads(), "prefixkv-digest") as pool:
+        # One tensor after the other: of those on another device one copy is held at once.
+        for name, value in entries:
+            if isinstance(value, torch.Tensor):
+                head: tuple[Any, ...] = (name, str(value.dtype), tuple(value.shape))
+                pieces = pool.map(_hash_piece, _pieces(value))
+            else:  # what a module keeps besides (`get_extra_state`)
+                head, pieces = (name, repr(value)), iter(())
+            whole.update(repr(head).encode())
+            for piece in pieces:
+                whole.update(piece)
+    return whole.hexdigest()
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes in row-major order, in pieces."""
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    view = memoryview(raw)  # type: ignore[arg-type]  # numpy's stub says no Buffer
+    for start in range(0, len(view), PIECE_BYTES):
+        yield view[start : start + PIECE_BYTES]
+
+
+def _hash_piece(piece: memoryview) -> bytes:
+    return hashlib.blake2b(piece, digest_size=_DIGEST_BYTES).digest()  # without the GIL
+
+
+def _num_threads() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _of_the_model(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {str(key): _of_the_model(one) for key, one in value.items()}
+        return {key: one for key, one in kept.items() if key not in _NOT_THE_MODELS}
+    if isinstance(value, list | tuple):
+        return [_of_the_model(one) for one in value]
+    return value
