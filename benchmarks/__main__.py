@@ -1,7 +1,8 @@
 """`python -m benchmarks` lists the benchmarks; `python -m benchmarks NAME [options]` runs one.
 
 The module `benchmarks.NAME` has a function NAME, whose parameters are the options. Only the module
-that is run is loaded.
+that is run is loaded. The list and `env`, which makes an environment, run in a fresh clone with
+nothing but Python.
 """
 
 from __future__ import annotations
@@ -9,10 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-
-import typer
-
-from prefixkv.cli.main import run_app
 
 PROGRAM = "python -m benchmarks"
 BENCHMARKS = {
@@ -58,6 +55,24 @@ def run(arguments: Sequence[str]) -> int:
     if name not in BENCHMARKS:
         print(f"benchmarks: there is no {name!r}; {PROGRAM} lists them", file=sys.stderr)
         return 2
+    if sys.version_info < (3, 11):  # noqa: UP036  the interpreter of a fresh clone may be any
+        print(
+            f"benchmarks: Python 3.11 is needed, this is {sys.version.split()[0]}", file=sys.stderr
+        )
+        return 2
+    if name == "env":
+        from benchmarks.env import main
+
+        return main(f"{PROGRAM} {name}", options)
+    try:
+        import typer
+
+        from prefixkv.cli.main import run_app
+    except ModuleNotFoundError as error:
+        how = "use the interpreter of `pip install -e '.[dev]'`"
+        print(f"{PROGRAM} {name} needs {error.name}: {how}", file=sys.stderr)
+        return 2
+
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(getattr(import_module(f"benchmarks.{name}"), name))
     return run_app(app, f"{PROGRAM} {name}", options)

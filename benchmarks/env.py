@@ -3,7 +3,8 @@ with a router or a cluster alone.
 
 No extra of prefixkv requires an engine: an engine pins its own torch and more, and is installed as
 its makers say. This is how that goes on a machine without a GPU. pip has to find a CPU build of
-torch where it is configured to look. The interpreter is the one that runs this.
+torch where it is configured to look. The interpreter is the one that runs this, which needs no
+package for it: this module imports none.
 
 An engine's wheel comes first and alone; then what its metadata asks for, but for packages that
 need CUDA and that nothing here calls; then this checkout, editable.
@@ -11,19 +12,23 @@ need CUDA and that nothing here calls; then this checkout, editable.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Final
-
-import typer
+from typing import Any, Final, NoReturn
 
 from prefixkv.errors import ConfigError
+
+SHARED: Final = ("torch", "msgspec", "pytest")
+"""Of what an environment of `Recipe.shared` needs, what tells the right interpreter."""
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 
@@ -119,17 +124,40 @@ def __getattr__(name):
 '''
 
 
-def env(
-    engine: Annotated[Engine, typer.Argument()],
-    folder: Annotated[
-        Path | None, typer.Option(help="Of the environment.", show_default=".venv-ENGINE")
-    ] = None,
-) -> None:
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def main(program: str, options: Sequence[str]) -> int:
+    """Run `env` with these options; returns the exit status. Bad input is one line on stderr."""
+    parser = _Parser(prog=program, description=env.__doc__)
+    parser.add_argument("engine", type=str, help=", ".join(Engine))
+    parser.add_argument("--folder", type=Path, help="Of the environment; .venv-ENGINE without it.")
+    try:
+        said = parser.parse_args(options)
+        if said.engine not in [*Engine]:
+            raise ConfigError(f"there is no {said.engine!r}; there are {', '.join(Engine)}")
+        env(Engine(said.engine), said.folder)
+    except ConfigError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as end:  # of --help
+        return int(end.code or 0)
+    return 0
+
+
+def env(engine: Engine, folder: Path | None = None) -> None:
     """Build a virtual environment that has an engine, for CPUs, and this checkout."""
     place = (folder or ROOT / f".venv-{engine}").absolute()
     if place.exists() and not (place / "pyvenv.cfg").is_file():
         raise ConfigError(f"--folder is {place}, which is there and is no virtual environment")
     recipe, python = RECIPES[engine], str(place / "bin" / "python")
+    if recipe.shared and (missing := [name for name in SHARED if find_spec(name) is None]):
+        raise ConfigError(
+            f"{engine} shares the packages of the interpreter that builds it, and {sys.executable} "
+            f"has no {', '.join(missing)}: use that of `pip install -e '.[dev]'`"
+        )
     pip = (python, "-m", "pip", "install", "-q")
     _run(sys.executable, "-m", "venv", str(place))
     if recipe.shared:

@@ -36,15 +36,21 @@ Backend = Literal["auto", "nixl", "shm"]
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What KV bytes depend on and a pool's shape does not tell. Both sides must agree on all of
-    it."""
+    """What KV bytes depend on and a pool's shape does not tell. Both sides must agree on `model`,
+    `weights_version` and `kv_scales`.
+
+    `option_names` says what the engine's user sets a field of the handshake by, as
+    `{"page_size": "--block-size"}`: a refusal names it. It is not compared.
+    """
 
     model: str = "unnamed"
     weights_version: str = "0"
     kv_scales: str = "none"
+    option_names: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def __post_init__(self) -> None:
         check_types(self)
+        check_kind("option_names", self.option_names, Mapping)
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,13 +129,49 @@ class FormerLifeError(ProtocolError):
 
 class HandshakeError(PeerError):
     """Two nodes that cannot work together; names the field, what is wrong with it, and both
-    values."""
+    values. `option` is what the engine's user sets it by."""
 
-    def __init__(self, field: str, ours: object, theirs: object, reason: str = "differs") -> None:
-        super().__init__(f"{field} {reason}: ours {ours!r}, theirs {theirs!r}")
+    def __init__(
+        self,
+        field: str,
+        ours: object,
+        theirs: object,
+        reason: str = "differs",
+        option: str = "",
+    ) -> None:
+        name = f"{field} ({option})" if option else field
+        super().__init__(f"{name} {reason}: ours {ours!r}, theirs {theirs!r}")
         self.field = field
         self.ours = ours
         self.theirs = theirs
+        self.reason = reason
+        self.option = option
+
+    def named(self, options: Mapping[str, str]) -> HandshakeError:
+        """The same with the engine's option, where `options` has one for the field.
+
+        A tag of words, `key=value`, is a field for each word: those that differ are named.
+
+        >>> HandshakeError("tag", "a=1 b=2", "a=1 b=3").named({"tag.b": "--b"})
+        HandshakeError("tag (--b) differs: ours 'a=1 b=2', theirs 'a=1 b=3'")
+        """
+        field = self.field.removeprefix("layout.")
+        found = [
+            options[key] for key in _fields_of(field, self.ours, self.theirs) if key in options
+        ]
+        option = ", ".join(dict.fromkeys(found)) or options.get(field, "")
+        if not option:
+            return self
+        return HandshakeError(self.field, self.ours, self.theirs, self.reason, option)
+
+
+def _fields_of(field: str, ours: object, theirs: object) -> list[str]:
+    """Of the words of two tags, those that differ, each as a field."""
+    if not isinstance(ours, str) or not isinstance(theirs, str):
+        return []
+    words = set(ours.split()) ^ set(theirs.split())
+    keys = [word.partition("=")[0] for word in (*ours.split(), *theirs.split()) if word in words]
+    return [f"{field}.{key}" for key in keys]
 
 
 class MetadataError(HandshakeError):
@@ -145,6 +181,10 @@ class MetadataError(HandshakeError):
     def __init__(self, why: str) -> None:
         PeerError.__init__(self, f"NIXL metadata is refused: {why}")
         self.field, self.ours, self.theirs = "agent_metadata", None, why
+        self.reason, self.option = "is refused", ""
+
+    def named(self, options: Mapping[str, str]) -> HandshakeError:
+        return self
 
 
 # --- a transfer's -------------------------------------------------------------------------------

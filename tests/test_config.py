@@ -117,6 +117,7 @@ WRONG: dict[str, list[Any]] = {
     "str | Path | None": [7, b"path"],
     "CurveConfig | None": [7, KEY],
     "ModelConfig": [None, "llama"],
+    "Mapping[str, str]": [None, "--block-size", ["page_size"]],
     "ControlConfig": [None, TransportConfig()],
     "TransportConfig": [None, ControlConfig()],
     "KVEventsConfig | None": [7, "tcp://127.0.0.1:5557"],

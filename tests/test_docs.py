@@ -14,6 +14,7 @@ import inspect
 import os
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -44,6 +45,8 @@ VLLM = tuple(f"prefixkv.engines.vllm.{name}" for name in (
     "block_queue", "compat", "connector", "metrics", "PrefixKVConnector"))  # fmt: skip
 FILES = {path.name for folder in ("prefixkv", "benchmarks", "docs", "tests", "fuzz")
          for path in (ROOT / folder).rglob("*.*")}  # fmt: skip
+INSTALL = re.compile(r"pip install ([^`\n#&]*)")
+BUILD = re.compile(r"(\S+) -m benchmarks env ([\w-]+)( --folder \S+)?")
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 
@@ -388,3 +391,37 @@ def test_the_version_and_the_diagrams_are_those_of_the_code() -> None:
     text = read("docs/protocol.md")
     assert f"version {messages.PROTOCOL_VERSION}" in text
     assert_diagrams(text)
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+@each_document
+def test_each_install_is_of_this_checkout_and_editable(document: Path) -> None:
+    """prefixkv is in no index. And a copy would take the place of what was installed before it, so
+    that servers no longer run what the checkout has."""
+    for said in INSTALL.findall(document.read_text(encoding="utf-8")):
+        words = [word for word in shlex.split(said) if word != "-q"]
+        if "-c" in words:
+            at = words.index("-c")
+            assert (ROOT / words[at + 1]).is_file()
+            del words[at : at + 2]
+        assert words[0] == "-e", said
+        assert re.fullmatch(r"\.(\[\w+\])?", words[1]), said
+        extra = words[1].strip(".[]")
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert not extra or extra in extras["optional-dependencies"]
+
+
+@each_document
+def test_an_environment_is_used_by_the_name_that_it_was_built_by(document: Path) -> None:
+    """By a Python without packages, but for the one that shares those of the tests' own."""
+    text = document.read_text(encoding="utf-8")
+    built = {".venv"}
+    for _, engine, folder in BUILD.findall(text):
+        built.add(folder.removeprefix(" --folder ") or f".venv-{engine}")
+    for block in (one for one in blocks(text) if one.language == "sh"):
+        for python, engine, _ in BUILD.findall(block.code):
+            assert python == (".venv/bin/python" if engine == "sglang-trees" else "python3")
+        used = re.findall(r"(\S*\.?venv[\w-]*)/bin/", block.code)
+        assert {one.rpartition("$PWD/")[2] for one in used} <= built, block.code

@@ -16,10 +16,11 @@ counts, since a restarted worker knows nothing of its predecessor's writes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 from prefixkv.config import ControlConfig
+from prefixkv.control import handshake
 from prefixkv.control.deaths import FENCED, FENCED_DEAD
 from prefixkv.control.effects import (
     AgentDestroyed,
@@ -91,10 +92,18 @@ class DecodeControl:
     Args:
         me: this rank's identity.
         hello: what it says of itself.
+        option_names: as of `ModelConfig`.
     """
 
-    def __init__(self, me: PeerId, hello: Hello, timing: ControlConfig) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        hello: Hello,
+        timing: ControlConfig,
+        option_names: Mapping[str, str] | None = None,
+    ) -> None:
         self.me = me
+        self._option_names = option_names or {}
         self.counters: Counter[str] = Counter()
         self.news = News()
         self.staging = None if hello.staging is None else StagingReceiver(hello.staging)
@@ -439,10 +448,8 @@ class DecodeControl:
             link.live.take(frame, now_s)
         try:
             self._links.accept(link, frame, body, now_s)
-        except (HandshakeError, ConfigError) as error:
-            self.counters["handshakes_refused"] += 1
-            out += self._links.refuse(link, frame.sender, body, error, now_s)
-            self._refuse_link(link, error, now_s, out)
+        except (HandshakeError, ConfigError) as refused:
+            self._refuse_peer(link, frame.sender, body, refused, now_s, out)
             return
         if is_other:
             self.news.say("met", frame.sender, f"at {link.address}")
@@ -491,11 +498,8 @@ class DecodeControl:
         try:
             if not self._links.ready(leader, links, now_s):
                 return
-        except HandshakeError as error:
-            self.counters["handshakes_refused"] += 1
-            if leader.peer is not None:
-                out += self._links.refuse(leader, leader.peer, leader.reply, error, now_s)
-            self._refuse_link(leader, error, now_s, out)
+        except HandshakeError as refused:
+            self._refuse_peer(leader, leader.peer, leader.reply, refused, now_s, out)
             return
         for key in list(leader.waiting):
             room = self._rooms[key]
@@ -511,6 +515,22 @@ class DecodeControl:
                 staged = self.staging.open(promise, self._page_size, leader.plan)
                 self._rooms.staged(staged, now_s, out)
             self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s, out)
+
+    def _refuse_peer(
+        self,
+        link: Link,
+        life: PeerId | None,
+        reply: HelloReply | HelloWanted | None,
+        refused: HandshakeError | ConfigError,
+        now_s: float,
+        out: list[DecodeEffect],
+    ) -> None:
+        """A rank that answered does not fit: it is told, and so are the rooms that wait for it."""
+        error = handshake.named(refused, self._option_names)
+        self.counters["handshakes_refused"] += 1
+        if life is not None:
+            out += self._links.refuse(link, life, reply, error, now_s)
+        self._refuse_link(link, error, now_s, out)
 
     def _refuse_link(
         self, link: Link, error: Exception, now_s: float, out: list[DecodeEffect]

@@ -71,6 +71,7 @@ class Greetings:
         error: Exception,
         out: list[Want],
     ) -> None:
+        error = handshake.named(error, self._ours.option_names)
         self.counters["handshakes_refused"] += 1
         self._peers.news.say("refused", frame.sender, str(error))
         out.append(self._peers.reply(received.source, hello, str(error)))

@@ -4,6 +4,8 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -29,6 +31,12 @@ from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, ProcessLi
 from prefixkv.staging.cut import LeaseCut
 from prefixkv.staging.receiver import StagingPlan
 from prefixkv.transport.offers import Offers, usable
+
+
+def named(error: Exception, option_names: Mapping[str, str]) -> Exception:
+    """The refusal as the engine's user reads it: with the option of the engine that sets the
+    field."""
+    return error.named(option_names) if isinstance(error, HandshakeError) else error
 
 
 def check_pair(
@@ -119,7 +127,7 @@ def ranges(hello: Hello) -> tuple[tuple[int, int], ...]:
 class OurSide(NamedTuple):
     """What a prefill rank is: `slot_bytes` of a slot that slices of heads are gathered into where
     the reader has staging too, 0: none. `secret` is what it drew for its promises' proofs, `life`
-    which process it is, `backend` what it writes by."""
+    which process it is, `backend` what it writes by, `option_names` is as of `ModelConfig`."""
 
     digest: ModelDigest
     topology: Topology
@@ -128,6 +136,7 @@ class OurSide(NamedTuple):
     secret: bytes
     life: ProcessLife | None = None
     backend: Backend = "nixl"
+    option_names: Mapping[str, str] = MappingProxyType({})
 
     @property
     def mesh(self) -> Mesh:

@@ -22,7 +22,7 @@ first decode worker whose promise proves the prompt, as if the engine had added 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 from prefixkv.config import Backend, ControlConfig
@@ -115,6 +115,7 @@ class PrefillControl:
         tries: whether a peer's metadata is tried before it is loaded: TryPeer, and no reply to its
             Hello before PeerTried.
         backend: as `TransportConfig.backend`.
+        option_names: as of `ModelConfig`.
     """
 
     def __init__(
@@ -131,11 +132,13 @@ class PrefillControl:
         secret: bytes,
         life: ProcessLife | None = None,
         backend: Backend = "nixl",
+        option_names: Mapping[str, str] | None = None,
     ) -> None:
         self.me = me
         self.counters: Counter[str] = Counter()
         slot_bytes = 0 if staging is None else staging.slot_bytes
-        self._ours = handshake.OurSide(digest, topology, rank, slot_bytes, secret, life, backend)
+        what = digest, topology, rank, slot_bytes, secret, life, backend
+        self._ours = handshake.OurSide(*what, option_names=option_names or {})
         self._rank = rank
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key

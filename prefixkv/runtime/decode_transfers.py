@@ -92,7 +92,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                     "map: make it with shared=True"
                 )
             hello = place.hello(offers, secret, worker or me, memory.area, prover.life)
-            return DecodeControl(me, hello, config.control)
+            return DecodeControl(me, hello, config.control, config.model.option_names)
 
         def check(address: str) -> None:
             if transport is None and config.transport.backend != "shm":

@@ -1,7 +1,8 @@
 """The log of what becomes of peers: logger `prefixkv.peers`.
 
-A peer that is refused again and again is one line a minute, whatever life it is in, and there are
-at most `LINES` lines in `WINDOW_S`; what is left out is counted.
+A peer that is refused again and again, whatever life it is in, is one line for each reason, until
+it is met; where the reason changes each time, one line a minute. There are at most `LINES` lines in
+`WINDOW_S`; what is left out is counted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ WINDOW_S: Final = 10.0
 _MAX_KEYS: Final = 4096
 _CALM: Final = {"met", "heard", "left", "forgotten"}
 
+_Key = tuple[str, PeerId | str]
+
 _log = logging.getLogger("prefixkv.peers")
 
 
@@ -28,8 +31,9 @@ class PeerLog:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # When each was written last, and how many were left out since. The oldest first.
-        self._written: OrderedDict[tuple[str, PeerId | str], tuple[float, int]] = OrderedDict()
+        # When each was written last, how many were left out since, and which reason was written.
+        # The oldest first.
+        self._written: OrderedDict[_Key, tuple[float, int, int]] = OrderedDict()
         self._window_s = -WINDOW_S
         self._num_lines = 0
 
@@ -52,14 +56,20 @@ class PeerLog:
 
     def _more(self, one: PeerNews, now_s: float) -> int | None:
         """How many like it were left out before; None: this one is to be left out."""
-        key: tuple[str, PeerId | str] = one.kind, one.peer
-        if one.kind == "refused" and isinstance(one.peer, PeerId):
-            key = one.kind, one.peer.name
-        last_s, more = self._written.get(key, (now_s - REPEAT_S, 0))
-        if now_s < last_s + REPEAT_S:
-            self._written[key] = last_s, more + 1
+        key: _Key = one.kind, one.peer
+        name = one.peer.name if isinstance(one.peer, PeerId) else one.peer
+        if one.kind == "refused":
+            key = one.kind, name
+        elif one.kind == "met":  # by its name, and at its address
+            for known in (name, one.why.removeprefix("at ")):
+                self._written.pop(("refused", known), None)
+        why = hash(one.why)
+        last_s, more, last_why = self._written.get(key, (now_s - REPEAT_S, 0, why + 1))
+        is_known = one.kind == "refused" and why == last_why
+        if is_known or now_s < last_s + REPEAT_S:
+            self._written[key] = last_s, more + 1, last_why
             return None
-        self._written[key] = now_s, 0
+        self._written[key] = now_s, 0, why
         self._written.move_to_end(key)
         if len(self._written) > _MAX_KEYS:
             self._written.popitem(last=False)

@@ -114,7 +114,13 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             what = place.digest, place.topology, config.control, ("", *endpoints), rank, slots
             secret = token_bytes(SECRET_BYTES)
             return PrefillControl(
-                me, *what, tries=tries, secret=secret, life=prover.life, backend=sizes.backend
+                me,
+                *what,
+                tries=tries,
+                secret=secret,
+                life=prover.life,
+                backend=sizes.backend,
+                option_names=config.model.option_names,
             )
 
         def channel(fd: int) -> RouterChannel:

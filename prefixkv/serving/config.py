@@ -137,6 +137,24 @@ class DecodeWorkerConfig:
     node: DecodeConfig = _flat(DecodeConfig, "model")
 
 
+OPTION_NAMES: Final = {
+    "page_size": "--page-size",
+    "model": "--model, or --seed",
+    "weights_version": "--model, or --dtype",
+    "dtype": "--dtype, or --model",
+    "attention": "--model",
+    "num_layers": "--model",
+    "num_kv_heads": "--model",
+    "head_dim": "--model",
+    "transport backend": "--transport-backend",
+    "staging": "--transport-staging-bytes",
+    "lease_bytes": "--transport-lease-bytes",
+    "slot_bytes": "--transport-lease-bytes",
+    "decode workers": "--control-max-peers",
+    "bytes held for it": "--control-max-peer-bytes",
+}
+"""By field of a handshake, what a worker's command line sets it by: `ModelConfig.option_names`."""
+
 WorkerConfig = PrefillWorkerConfig | DecodeWorkerConfig
 KINDS = {"prefill": PrefillWorkerConfig, "decode": DecodeWorkerConfig}
 

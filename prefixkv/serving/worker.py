@@ -32,6 +32,7 @@ from prefixkv.errors import (
     TokenError,
 )
 from prefixkv.serving.config import (
+    OPTION_NAMES,
     DecodeWorkerConfig,
     PrefillWorkerConfig,
     WorkerConfig,
@@ -465,6 +466,7 @@ def _model_and_pool(settings: WorkerSettings) -> tuple[Any, Any]:
         model = load_model(models.model, **options)
     else:
         model = small_model(models.seed, **options)
+    model.identity = replace(model.identity, option_names=OPTION_NAMES)
     return model, model.make_pool(settings.num_pages, settings.page_size, settings.layout)
 
 

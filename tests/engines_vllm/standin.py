@@ -15,7 +15,7 @@ import torch
 
 from prefixkv.config import ControlConfig, ModelConfig, TransportConfig
 from prefixkv.engines.vllm.layout import pool_of
-from prefixkv.engines.vllm.options import Options
+from prefixkv.engines.vllm.options import OPTION_NAMES, Options
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.worker import WorkerSide
 
@@ -161,7 +161,8 @@ class Engine:
         self.scheduler = SchedulerSide(self.options, block_size, **roles)
         self.scheduler.bind(self.pool)
         self.scheduler.sends.can_end = True  # as vLLM's step says, before it asks of any request
-        self.worker = WorkerSide(self.options, ModelConfig(model="m"), **roles)
+        model = ModelConfig(model="m", option_names=OPTION_NAMES)
+        self.worker = WorkerSide(self.options, model, **roles)
         shape = num_blocks, HEADS, block_size, CONTENT
         self.memory = torch.zeros(LAYERS, *shape)
         self.caches = {f"layer.{i}": self.memory[i] for i in range(LAYERS)}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -30,10 +32,16 @@ def test_vllm_is_imported_by_compat_alone() -> None:
 
 
 @pytest.mark.parametrize("module", ["connector", "block_queue", "metrics"])
-def test_without_vllm_the_missing_names_are_said(module: str) -> None:
-    assert "vllm" not in sys.modules
+def test_no_vllm_is_another_thing_than_another_version(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"prefixkv.engines.vllm.{module}"
+    with pytest.raises(ModuleNotFoundError, match="No module named 'vllm'"):
+        import_module(name)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setattr(compat, "_look_up", compat._look_up.__wrapped__)
     with pytest.raises(ConfigError, match=r"vLLM unknown has no .* in vllm\..*, which .* needs to"):
-        __import__(f"prefixkv.engines.vllm.{module}")
+        import_module(name)
 
 
 def test_a_name_may_be_stored_by_a_method_of_a_base() -> None:

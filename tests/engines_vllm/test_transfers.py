@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from types import SimpleNamespace
@@ -439,6 +440,29 @@ def test_other_block_formats_are_refused_by_name(make_servers: MakeServers) -> N
     assert "other kernels" in load.answer["prefixkv"]["error"]
     assert blocks_sent(servers) == 0
     servers.settle()
+
+
+def test_a_pair_that_does_not_fit_is_a_line_of_the_log_and_not_one_for_each_request(
+    make_servers: MakeServers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The router ends prefill's requests, as the proxy does. Each answer says why."""
+    caplog.set_level(logging.INFO)
+    servers = make_servers(prefill={"tag": "dtype=bfloat16"}, decode={"tag": "dtype=float32"})
+    for number in range(5):
+        load, send = servers.requests(str(number), [*PROMPT, number])
+        servers.decode.add(load)
+        servers.prefill.add(send)
+        servers.until_ended(str(number))
+        servers.prefill.abort(str(number))
+        assert load.recomputed
+        assert load.answer is not None
+        assert "HandshakeError: opaque (--dtype) differs" in load.answer["prefixkv"]["error"]
+    servers.settle()
+    warnings = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert sorted(line.partition(" life")[0] for line in warnings) == [
+        "decode-0: refused: prefill-0", "prefill-0: refused: decode-0"
+    ]  # fmt: skip
+    assert all("opaque (--dtype) differs" in line for line in warnings)
 
 
 def test_a_peer_that_an_operator_fences_is_over(servers: Servers) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from prefixkv.config import KVEventsConfig
 from prefixkv.errors import ConfigError
 from prefixkv.serving.config import (
     KINDS,
+    OPTION_NAMES,
     DecodeWorkerConfig,
     PrefillWorkerConfig,
     ServeConfig,
@@ -30,6 +32,14 @@ def test_every_setting_has_a_name_of_its_own_and_its_default(kind: type) -> None
         if not name.startswith(("kv_events", "control_curve"))
     }
     assert load(kind, options=in_use) == load(kind) == kind()
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_the_options_that_a_refusal_names_are_there(kind: type) -> None:
+    flags = {"--" + one.name.replace("_", "-") for one in settings_of(kind)}
+    named = {flag for one in OPTION_NAMES.values() for flag in re.findall(r"--[a-z-]+", one)}
+    assert "--page-size" in named
+    assert named <= flags
 
 
 def test_options_go_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:

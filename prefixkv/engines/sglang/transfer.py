@@ -34,7 +34,7 @@ from prefixkv.engines.sglang.memory import Rows, pool_of
 from prefixkv.engines.sglang.receives import Receive, Receives
 from prefixkv.engines.sglang.sends import Send, Sends
 from prefixkv.engines.sglang.shares import OPAQUE, UNKNOWN, said
-from prefixkv.engines.sglang.transfer_options import VARIABLE, TransferOptions
+from prefixkv.engines.sglang.transfer_options import OPTION_NAMES, VARIABLE, TransferOptions
 from prefixkv.errors import ConfigError, PrefixKVError
 from prefixkv.paging import pages_for
 from prefixkv.transfer import KVPoll
@@ -175,7 +175,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
             longest_wait_s=max(control.longest_wait_s, sum(waits_s)),
         )
         name = self._options.model or os.path.basename(served.rstrip("/"))
-        model = ModelConfig(f"{name} ({self._tag})")
+        model = ModelConfig(f"{name} ({self._tag})", option_names=OPTION_NAMES)
         return {"model": model, "control": control, "transport": self._options.transport}
 
     def pump(self) -> None:

@@ -13,6 +13,26 @@ from prefixkv.settings import check_kind, check_types
 
 VARIABLE: Final = "PREFIXKV_TRANSFER"
 
+_JSON: Final = f"`{{}}` in {VARIABLE}"
+OPTION_NAMES: Final = {
+    "page_size": "--page-size",
+    "tp_size": "--tp-size",
+    "model": f"--served-model-name, --kv-cache-dtype, or {_JSON.format('model')}",
+    "dtype": "--kv-cache-dtype, or --dtype",
+    "attention": "--attention-backend, or --model-path",
+    "opaque": "--kv-cache-dtype, --attention-backend, or --model-path",
+    "num_layers": "--model-path",
+    "num_kv_heads": "--model-path",
+    "head_dim": "--model-path",
+    "transport backend": _JSON.format("transport.backend"),
+    "staging": _JSON.format("transport.staging_bytes"),
+    "lease_bytes": _JSON.format("transport.lease_bytes"),
+    "slot_bytes": _JSON.format("transport.lease_bytes"),
+    "decode workers": _JSON.format("control.max_peers"),
+    "bytes held for it": _JSON.format("control.max_peer_bytes"),
+}
+"""By field of a handshake, what an operator of SGLang sets it by: `ModelConfig.option_names`."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:

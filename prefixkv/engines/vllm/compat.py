@@ -245,7 +245,8 @@ def _listed(missing: list[tuple[Row, list[str]]]) -> str:
 
 @cache
 def _look_up(part: Part) -> tuple[SimpleNamespace, list[tuple[Row, list[str]]]]:
-    """What of the part is there, and what is missing."""
+    """What of the part is there, and what is missing. Raises ModuleNotFoundError without vLLM."""
+    import_module("vllm")
     found = SimpleNamespace()
     missing: list[tuple[Row, list[str]]] = []
     for row in TABLE:

@@ -13,7 +13,7 @@ from prefixkv.config import ModelConfig
 from prefixkv.engines.vllm import compat, hooks
 from prefixkv.engines.vllm.bell import Tower
 from prefixkv.engines.vllm.layout import is_plain, pool_of
-from prefixkv.engines.vllm.options import Options
+from prefixkv.engines.vllm.options import OPTION_NAMES, Options
 from prefixkv.engines.vllm.orders import News, Orders
 from prefixkv.engines.vllm.rest import Rest
 from prefixkv.engines.vllm.scheduler import SchedulerSide
@@ -161,6 +161,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             model=options.model or str(config.model_config.model),
             weights_version=options.weights_version,
             kv_scales=str(config.cache_config.cache_dtype),
+            option_names=OPTION_NAMES,
         )
         self._kv_caches = kv_caches
         self._worker = WorkerSide(

@@ -14,6 +14,38 @@ from prefixkv.settings import above, at_least, check_kind, check_types
 ANY_HOST: Final = ("", "tcp://*", "tcp://0.0.0.0", "tcp://[::]", "tcp://::")
 """What `bind` says for every address of the host."""
 
+_MODEL: Final = "--model, or `model` in kv_connector_extra_config"
+_EXTRA: Final = "`{}` in kv_connector_extra_config"
+OPTION_NAMES: Final = {
+    "page_size": "--block-size",
+    "tp_size": "--tensor-parallel-size",
+    "model": _MODEL,
+    "weights_version": _EXTRA.format("weights_version"),
+    "kv_scales": "--kv-cache-dtype",
+    "dtype": "--kv-cache-dtype, or --dtype",
+    "attention": "--attention-backend, or --model",
+    "num_layers": "--model",
+    "num_kv_heads": "--model",
+    "head_dim": "--model",
+    # Words of `compat.block_format`.
+    "opaque": "--attention-backend, and what else a block's bytes depend on",
+    "opaque.vllm": "the version of vLLM",
+    "opaque.kernels": "--attention-backend",
+    "opaque.layout": "VLLM_KV_CACHE_LAYOUT",
+    "opaque.kv_cache_dtype": "--kv-cache-dtype",
+    "opaque.quantization": "--kv-cache-dtype",
+    "opaque.head_size": "--model",
+    "opaque.dtype": "--dtype",
+    "opaque.instructions": "--block-size, --dtype, or another CPU",
+    "transport backend": _EXTRA.format("transport.backend"),
+    "staging": _EXTRA.format("transport.staging_bytes"),
+    "lease_bytes": _EXTRA.format("transport.lease_bytes"),
+    "slot_bytes": _EXTRA.format("transport.lease_bytes"),
+    "decode workers": _EXTRA.format("control.max_peers"),
+    "bytes held for it": _EXTRA.format("control.max_peer_bytes"),
+}
+"""By field of a handshake, what an operator of vLLM sets it by: `ModelConfig.option_names`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:

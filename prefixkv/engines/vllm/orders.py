@@ -112,11 +112,12 @@ class Orders:
 class News:
     """From the workers to the scheduler, by request id; each worker says each thing once.
 
-    `failed`: loads that did not arrive, and why. `settled`: loads whose pages no peer writes any
-    more. `overdue`: loads that are not settled in time. `promised`: sends for which decode has
-    promised its pages. `unsent`: sends that failed, and why. `freed`: sends whose pages no write
-    reads any more. `bells`: how many workers ring from now on. `address`: where the prefill side
-    listens.
+    `failed`: loads that did not arrive, and why. `refused`: those of them whose two servers do not
+    work with each other, which the log of peers says once. `settled`: loads whose pages no peer
+    writes any more. `overdue`: loads that are not settled in time. `promised`: sends for which
+    decode has promised its pages. `unsent`: sends that failed, and why. `freed`: sends whose pages
+    no write reads any more. `bells`: how many workers ring from now on. `address`: where the
+    prefill side listens.
     """
 
     failed: dict[str, str] = field(default_factory=dict)
@@ -127,6 +128,7 @@ class News:
     freed: list[str] = field(default_factory=list)
     bells: int = 0
     address: str = ""
+    refused: set[str] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return self.has_outcomes or bool(self.bells or self.address)
@@ -154,4 +156,5 @@ class News:
             self.freed + other.freed,
             self.bells + other.bells,
             self.address or other.address,
+            self.refused | other.refused,
         )

@@ -60,6 +60,7 @@ class _Load:
     unsettled: int  # ranks whose pages a peer may still write
     since_s: float
     error: str = ""
+    refused: bool = False  # the two servers do not work with each other
     left: bool = False  # its request has ended
     over: bool = False  # vLLM has been told its outcome
     overdue: bool = False
@@ -186,8 +187,8 @@ class SchedulerSide:
         self._rooms[ask.room] = digest
         self._wanted[rid] = ask, digest
 
-    def _say(self, rid: str, error: str) -> None:
-        _log.warning("request %s: %s", rid, error)
+    def _say(self, rid: str, error: str, level: int = logging.WARNING) -> None:
+        _log.log(level, "request %s: %s", rid, error)
         self.counters.add("requests_in_error")
         self._errors[rid] = error
 
@@ -350,7 +351,7 @@ class SchedulerSide:
         self.sends.address = self.sends.address or news.address
         for rid, error in news.failed.items():
             if rid in self._loads:
-                self._loads[rid].error = error
+                self._loads[rid].error, self._loads[rid].refused = error, rid in news.refused
         for rid in news.settled:
             if rid in self._loads:
                 self._loads[rid].unsettled -= 1
@@ -379,7 +380,7 @@ class SchedulerSide:
             return
         self.counters.add("loads_failed")
         if not load.left:
-            self._say(rid, load.error)
+            self._say(rid, load.error, logging.DEBUG if load.refused else logging.WARNING)
         if load.unsettled > 0:
             self.holds.take(rid, load.pages)
 

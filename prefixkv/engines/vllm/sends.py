@@ -324,7 +324,10 @@ class Sends:
         if send is None or send.withdrawn:
             return
         self.counters.add("offers_failed" if send.is_offer else "sends_failed")
-        _log.warning("request %s was not sent: %s", rid, error)
+        # Where its request ended first, as a router ends those that decode does without, nobody
+        # waits for it.
+        level = logging.DEBUG if send.left and not send.computed else logging.WARNING
+        _log.log(level, "request %s was not sent: %s", rid, error)
         if not send.computed:
             self.ending |= {one: error for one, whose in self._choices.items() if whose == rid}
             if not send.left:

@@ -19,7 +19,7 @@ from prefixkv.engines.vllm.bell import Bell
 from prefixkv.engines.vllm.options import ANY_HOST, Options
 from prefixkv.engines.vllm.orders import Add, Chunk, Decline, News, Offer, Open, Orders, Refuse
 from prefixkv.engines.vllm.stats import Counters
-from prefixkv.errors import InternalError, PrefixKVError, RequestError
+from prefixkv.errors import HandshakeError, InternalError, PrefixKVError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.request import DeviceEvent
@@ -310,6 +310,8 @@ class WorkerSide:
                 self._end_load(load.rid, failed=False)
             case RoomEnded():
                 self._news.failed[load.rid] = f"{type(event.error).__name__}: {event.error}"
+                if isinstance(event.error, HandshakeError):
+                    self._news.refused.add(load.rid)
                 self._end_load(load.rid, failed=True)
             case RoomDrained():
                 self._settle(event.key)

@@ -39,7 +39,7 @@ def main() -> None:
         if row.owner and (row.module, row.owner) not in owners:
             owners.add((row.module, row.owner))
             _apart(row, "", made)
-    print(json.dumps({"sleep": _sleep(made)}))
+    print(json.dumps({"sleep": _sleep(made), "flags": _flags()}))
 
 
 class Made:
@@ -172,6 +172,15 @@ def _use(part: compat.Part, made: Made, request: Any) -> dict[str, Any]:
         "rests": connector._tower is not None,
         "stats": None if stats is None else stats.data,
     }
+
+
+def _flags() -> list[str]:
+    """All options of vLLM's server."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return sorted(flag for action in parser._actions for flag in action.option_strings)
 
 
 def _sleep(made: Made) -> dict[str, Any]:

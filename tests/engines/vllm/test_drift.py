@@ -5,6 +5,7 @@ works without is refused in our own words; what one feature needs stands down al
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks.vllm_servers import REPOSITORY
 from prefixkv.engines.vllm import compat
+from prefixkv.engines.vllm.options import OPTION_NAMES
 from tests.engines.vllm.test_vllm import PYTHON
 
 
@@ -90,6 +92,12 @@ def test_sleep_mode_is_refused_where_kv_would_move(rows: list[dict[str, Any]]) -
         assert said.pop(f"cpu True {role}") == moved
         assert "enable_sleep_mode is True" in said.pop(f"cuda True {role}")
     assert said == {}
+
+
+def test_the_options_that_a_refusal_names_are_vllm_s(rows: list[dict[str, Any]]) -> None:
+    named = {flag for one in OPTION_NAMES.values() for flag in re.findall(r"--[a-z-]+", one)}
+    assert "--block-size" in named
+    assert named <= {*rows[-1]["flags"]}
 
 
 def _key(row: dict[str, Any]) -> tuple[str, str, str]:
