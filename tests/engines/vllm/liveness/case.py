@@ -5,27 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-BLOCK = 4  # tokens
+from tests.models.liveness.arrivals import Ask
+
 MAX_LEN_BLOCKS = 23  # of a request
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A client's request. `kind`: "room" (both servers are asked at once, in a room that the router
-    has drawn), "drawn" (prefill draws the room, and decode is asked when it has answered), or
-    "plain" (decode alone is asked). `prompt` are words of so many tokens each, (word, length);
-    equal words at one place are shared tokens. `way` is prefill's server and decode's."""
-
-    kind: str
-    prompt: tuple[tuple[int, int], ...]
-    num_out: int = 3
-    way: str = "ab"
-
-    @property
-    def tokens(self) -> list[int]:
-        return [
-            3 + (word * 7919 + i * 31) % 1900 for word, length in self.prompt for i in range(length)
-        ]
 
 
 @dataclass(frozen=True)
@@ -63,7 +45,3 @@ class Case:
             Ask(**{**one, "prompt": tuple(map(tuple, one["prompt"]))}) for one in raw["asks"]
         )
         return cls(**{**raw, "order": tuple(raw["order"]), "blocks": tuple(raw["blocks"])})
-
-
-class LivenessError(AssertionError):
-    """Something waits for ever, or is left behind."""

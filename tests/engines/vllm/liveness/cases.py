@@ -4,86 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import permutations, product
-from typing import Any
+from itertools import product
 
-from tests.engines.vllm.liveness.case import BLOCK, Ask, Case
+from tests.engines.vllm.liveness.case import Case
+from tests.models.liveness.arrivals import BLOCK, PATTERNS, Ask, arrivals, orders, prompts
 
-
-def prompts(pattern: str, lengths: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
-    """Prompts of these lengths, tokens. A word of 100 is what they share."""
-    shared = 2 * BLOCK
-    match pattern:
-        case "different":
-            return [((i, length),) for i, length in enumerate(lengths)]
-        case "two share":
-            return [
-                ((100, shared), (i, length - shared)) if i < 2 else ((i, length),)
-                for i, length in enumerate(lengths)
-            ]
-        case "all share":
-            return [((100, shared), (i, length - shared)) for i, length in enumerate(lengths)]
-        case "equal":
-            return [((100, lengths[0]),) for _ in lengths]
-        case "prefix":
-            # Each is the beginning of the one before it.
-            cuts = [max(length - i * (BLOCK + 1), 2) for i, length in enumerate(lengths)]
-            return [((100, min(cuts[: i + 1])),) for i in range(len(lengths))]
-    raise ValueError(pattern)
-
-
-PATTERNS = "different", "two share", "all share", "equal", "prefix"
 LENGTHS = 14 * BLOCK, 14 * BLOCK - 2, 10 * BLOCK, 7 * BLOCK + 1
 """Of 24 blocks one, one, two and three prompts take all that can be had."""
 POOLS = (24, 24), (24, 200), (200, 24)
 KINDS = ("room",), ("drawn",), ("room", "drawn"), ("drawn", "room"), ("room", "plain")
-
-
-def arrivals(kinds: tuple[str, ...]) -> list[str]:
-    return [
-        event
-        for i, kind in enumerate(kinds)
-        for event in ([f"D{i}"] if kind == "plain" else [f"P{i}", f"D{i}"])
-    ]
-
-
-def orders(asks: tuple[Ask, ...]) -> Iterator[tuple[str, ...]]:
-    """All orders of arrival. Of those that differ in the names of like requests only, one; a drawn
-    room's decode server is asked behind prefill."""
-    events = arrivals(tuple(ask.kind for ask in asks))
-    for order in permutations(events):
-        firsts = [
-            min(at for at, event in enumerate(order) if int(event[1:]) == i)
-            for i in range(len(asks))
-        ]
-        like = all(
-            firsts[i] < firsts[j]
-            for i, one in enumerate(asks)
-            for j, other in enumerate(asks)
-            if i < j and _is_like(one, other, asks)
-        )
-        drawn = all(
-            ask.kind != "drawn" or order.index(f"P{i}") < order.index(f"D{i}")
-            for i, ask in enumerate(asks)
-        )
-        if like and drawn:
-            yield order
-
-
-def _is_like(one: Ask, other: Ask, asks: tuple[Ask, ...]) -> bool:
-    """Whether another name would be another case. Words that others have too count."""
-
-    def shape(ask: Ask) -> Any:
-        words = [word for each in asks for word in {word for word, _ in each.prompt}]
-        return replace(
-            ask,
-            prompt=tuple(
-                (word if words.count(word) > 1 else -1, length) for word, length in ask.prompt
-            ),
-        )
-
-    return bool(shape(one) == shape(other))
 
 
 def every_order(num: int, patterns: tuple[str, ...], paces: tuple[str, ...]) -> Iterator[Case]:

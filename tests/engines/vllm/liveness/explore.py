@@ -26,10 +26,11 @@ from itertools import count, islice
 from typing import Any
 
 from tests.engines.vllm.liveness.case import Case
-from tests.engines.vllm.liveness.cases import ONCE, PATTERNS, at_random, every_order
+from tests.engines.vllm.liveness.cases import ONCE, at_random, every_order
 from tests.engines.vllm.liveness.failures import failure_of, kind_of, shortest
 from tests.engines.vllm.liveness.mutants import MUTANTS, mutated
 from tests.engines.vllm.liveness.world import run
+from tests.models.liveness.arrivals import PATTERNS
 
 PACES = "none", "rest", "a", "b"
 

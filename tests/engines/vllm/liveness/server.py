@@ -27,7 +27,8 @@ from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.worker import WorkerSide
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.protocol.ids import RoomKey
-from tests.engines.vllm.liveness.case import BLOCK, MAX_LEN_BLOCKS, LivenessError
+from tests.engines.vllm.liveness.case import MAX_LEN_BLOCKS
+from tests.models.liveness.arrivals import BLOCK, LivenessError
 
 if TYPE_CHECKING:
     from tests.engines.vllm.liveness.world import World

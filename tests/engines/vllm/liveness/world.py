@@ -25,9 +25,10 @@ from vllm.v1.request import Request
 
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.testing.fabric import FakeFabric
-from tests.engines.vllm.liveness.case import BLOCK, Case, LivenessError
+from tests.engines.vllm.liveness.case import Case
 from tests.engines.vllm.liveness.process import Bell, Router, Thread, Tower, put_in_place
 from tests.engines.vllm.liveness.server import OFFER_GRACE_S, OFFER_TIMEOUT_S, Server
+from tests.models.liveness.arrivals import BLOCK, LivenessError
 
 QUIET_ROUNDS = 12  # an engine that works ahead hears of an order some steps later
 RETRANSMIT_S = 2.0  # what a repeated frame may take; less than any other timer here
