@@ -371,6 +371,45 @@ def test_what_is_withdrawn_of_a_number_fails_no_other_request(servers: Servers) 
         assert served(servers, send, receive)
 
 
+def test_two_requests_of_a_number_that_came_crosswise_all_end(servers: Servers) -> None:
+    """Decode has the first and refused the second, prefill has the second and then the first."""
+    receive = servers.open(1, 3, [5, 6, 7], "first")
+    second = servers.begin(1, 3, "second")
+    servers.announce(1, prompt="first")
+    servers.sends.withdraw(1, "decode-0", digest("second"), "room 1 is another request's")
+    first = servers.begin(1, 3, "first")
+    for send in (second, first):
+        assert send.poll is KVPoll.FAILED
+        assert "PromptMismatchError" in send.error
+    servers.until(lambda: receive.outcome and not receive.held)
+    assert "PromptMismatchError" in receive.error
+    assert len(servers.sends) == 0
+    until(lambda: not [*servers.sends.transfers.control.rooms()])  # decode's word is on its way
+    send, receive = servers.begin(1, 3, "third"), servers.open(1, 3, [5, 6, 7], "third")
+    servers.announce(1, prompt="third")
+    assert served(servers, send, receive)
+
+
+@pytest.mark.parametrize("comes", ["before", "behind"])
+def test_of_two_requests_alike_the_second_ends_on_prefill_too(servers: Servers, comes: str) -> None:
+    """Decode has refused it while the first was in its queue. Prefill gets it when the first is
+    over, or before."""
+    send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
+    servers.sends.withdraw(1, "decode-0", digest("prompt"), "twice", second=True)
+    assert send.poll is KVPoll.BOOTSTRAPPING
+    if comes == "before":
+        assert servers.begin(1, 3).error == "room 1 is another request's"
+    servers.announce(1)
+    assert served(servers, send, receive)
+    if comes == "behind":
+        assert servers.begin(1, 3).error == "decode: twice"
+    assert not servers.sends._withdrawn
+    assert not servers.sends._gone
+    send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
+    servers.announce(1)
+    assert served(servers, send, receive)
+
+
 def test_a_use_that_decode_ended_while_prefill_was_at_the_one_before(servers: Servers) -> None:
     send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
     servers.announce(1)

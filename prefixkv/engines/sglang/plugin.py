@@ -317,7 +317,7 @@ def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_nam
     there: then the other server hears of it."""
     queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     queue = queue or getattr(scheduler, "disagg_decode_prealloc_queue", None)
-    manager = getattr(queue, "kv_manager", None)
+    manager: Any = getattr(queue, "kv_manager", None)
     if not hasattr(manager, "decline"):
         return
     heard_of, manager.heard_of = manager.heard_of, ""

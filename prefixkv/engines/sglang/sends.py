@@ -138,7 +138,7 @@ class Sends:
         if announced is None and room in self._doubtful:
             announced = self._doubtful.pop(room)[1]
         if announced is not None:
-            self._add(send, announced.decode)
+            self._pair(send, announced)
         return send
 
     def decline(self, room: int, digest: bytes, reason: str) -> None:
@@ -160,7 +160,7 @@ class Sends:
         """The decode worker of that name has the room's other end, for the prompt of the digest."""
         announced, send = _Announced(decode, digest), self._rooms.get(room)
         if send is not None and not send.decode:
-            self._add(send, decode)
+            self._pair(send, announced)
         elif send is not None and send.decode != decode:
             self._refuse(room, decode, f"room {room} is for another decode worker")
         elif send is not None:  # decode has done with that use of the number
@@ -172,16 +172,21 @@ class Sends:
         else:
             _remember(self._announced, room, announced)
 
-    def withdraw(self, room: int, decode: str, digest: bytes, reason: str) -> None:
+    def withdraw(
+        self, room: int, decode: str, digest: bytes, reason: str, *, second: bool = False
+    ) -> None:
         """That decode worker has ended its request of this number, before it promised anything. Its
-        other half fails, now or as it comes. An empty digest stands for any prompt."""
+        other half fails, now or as it comes. An empty digest stands for any prompt. `second`:
+        another one has the number there, and has not announced itself: the room may be that one's.
+        """
         withdrawn = _Announced(decode, digest, f"decode: {reason}", self._clock())
         send, gone = self._rooms.get(room), self._gone.get(room)
-        self._announced.pop(room, None)  # of a former use
-        if send is not None and not send.decode:
+        if not second:
+            self._announced.pop(room, None)  # of a former use
+        if send is not None and not send.decode and not second:
             send.fail(withdrawn.reason)
             self._over(send)
-        elif send is not None and send.decode == decode:  # of a use before that one
+        elif send is not None and send.decode in ("", decode):  # of another use
             send.later.append(withdrawn)
             del send.later[:-MAX_SECONDS]
         elif send is None and gone is not None and gone.is_half_of(withdrawn):
@@ -194,6 +199,19 @@ class Sends:
         if found is not None and self._clock() - found.since_s < WITHDRAWN_S:
             return found
         return None
+
+    def _pair(self, send: Send, announced: _Announced) -> None:
+        """The room is that decode worker's, if both mean one prompt. Else neither is served, nor
+        what the other halves of the two may be, where one number was given to two requests."""
+        if _Gone(send.digest, "").is_half_of(announced):
+            self._add(send, announced.decode)
+            return
+        reason = f"PromptMismatchError: room {send.room} has another prompt on the other server"
+        send.fail(reason)
+        self._over(send)
+        self._refuse(send.room, announced.decode, reason)
+        self.withdraw(send.room, announced.decode, announced.digest, reason)
+        _remember(self._gone, send.room, _Gone(send.digest, reason))
 
     def _add(self, send: Send, decode: str) -> None:
         send.decode = decode

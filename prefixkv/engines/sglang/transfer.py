@@ -44,8 +44,9 @@ _log = logging.getLogger("prefixkv.sglang")
 
 TAG: Final = b"PREFIXKV"
 """Begins the message by which a decode rank announces itself: this, the room, its name, and the
-digest of the prompt, which is empty where it is not known. Behind it comes why the request has
-ended, where it has before anything was promised."""
+digest of the prompt, which is empty where it is not known. Behind it come, where the request has
+ended before anything was promised, why, and whether another one has the number and has not
+announced itself, "1" or "0"."""
 FIELD: Final = "prefixkv"
 """Of a row of the bootstrap server: the rank's endpoint."""
 ASK_AGAIN_S: Final = 10.0
@@ -219,6 +220,10 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
             return next(self._private_rooms), f"room {room} is another request's"
         return room, ""
 
+    def owner(self, room: int) -> Any:
+        """The sender or receiver whose that number is, or None."""
+        return self._owners.get(room)
+
     def disown(self, who: Any) -> None:
         """It is cleared: its room's number may be used again."""
         room: int = who.bootstrap_room
@@ -257,13 +262,14 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         while True:
             try:
                 frames = self.server_socket.recv_multipart(zmq.NOBLOCK)
-                if frames[0] != TAG or len(frames) not in (4, 5):
+                if frames[0] != TAG or len(frames) not in (4, 6):
                     raise ValueError(f"{len(frames)} frames, the first {frames[0][:20]!r}")
-                _, room, name, digest, *reason = frames
-                if reason:
-                    sends.withdraw(int(room), name.decode(), digest, reason[0].decode())
+                room, name, digest = int(frames[1]), frames[2].decode(), frames[3]
+                if len(frames) == 4:
+                    sends.announce(room, name, digest)
                 else:
-                    sends.announce(int(room), name.decode(), digest)
+                    reason, second = frames[4].decode(), frames[5] == b"1"
+                    sends.withdraw(room, name, digest, reason, second=second)
             except zmq.Again:
                 return
             except ValueError as error:
@@ -451,10 +457,10 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self._req: Any = None
         self._has_prompt = False
         self._ticket = 0
-        own, refusal = mgr.own(bootstrap_room, self)
+        own, self._refusal = mgr.own(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, own, *more, **named)
-        if refusal:
-            self._fail(refusal)
+        if self._refusal:
+            self._fail(self._refusal)
 
     @property
     def receives(self) -> Receives:
@@ -468,6 +474,23 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.heard_of = req.rid
         self.kv_mgr.pump()  # what became of the room that had this number before
         self._ticket = self.kv_mgr.ticket() if has_prompt else 0
+        if self._refusal and has_prompt:
+            self._withdraw_second(req)
+
+    def _withdraw_second(self, req: Any) -> None:
+        """Another one has the number. The other half of this may have it to itself on prefill,
+        where it would wait."""
+        first = self.kv_mgr.owner(req.bootstrap_room)
+        if first is None or first.bootstrap_addr != self.bootstrap_addr:
+            return
+        self.bootstrap_infos = first.bootstrap_infos
+        if self.bootstrap_infos:
+            self.prefill_info = first.prefill_info
+            try:
+                self._announce(self._refusal, second=first._receive is None)
+            except zmq.ZMQError as error:
+                _log.warning("prefill at %s was not told: %s", self.bootstrap_addr, error)
+        self.bootstrap_infos = None  # that is all of it
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
@@ -499,7 +522,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
             self.bootstrap_infos = None  # nothing there would understand what follows
         return self.conclude_state is None
 
-    def _announce(self, refusal: str = "") -> str:
+    def _announce(self, refusal: str = "", second: bool = False) -> str:
         """Tell prefill for which decode worker the room is, or that nothing will be promised for
         it, and why; the endpoint for what follows. Each prefill rank hears it of one decode rank.
         Raises zmq.ZMQError where too much waits to be read there."""
@@ -507,8 +530,8 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         manager = self.kv_mgr
         shared_by = max(1, manager.attn_tp_size // self.prefill_info.attn_tp_size)
         digest = prompt_of(self._req)[0] if self._has_prompt else b""
-        message = [TAG, str(self.bootstrap_room).encode(), manager.name.encode(), digest]
-        message += [refusal.encode()] if refusal else []
+        message = [TAG, str(self._req.bootstrap_room).encode(), manager.name.encode(), digest]
+        message += [refusal.encode(), b"1" if second else b"0"] if refusal else []
         if manager.attn_tp_rank % shared_by == 0:
             for info in self.bootstrap_infos:
                 socket, lock = self._connect_to_bootstrap_server(info)

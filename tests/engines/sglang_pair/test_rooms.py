@@ -372,7 +372,7 @@ def test_what_one_server_never_gets_ends_by_its_timeout(
     for side, future in alone.items():
         answer = future.result()
         assert answer.status >= 400, side
-        assert "timed out" in answer.text, side
+        assert "timed out" in answer.text or "request never came" in answer.text, side
 
 
 def test_nothing_is_held_at_the_end(servers: Servers) -> None:

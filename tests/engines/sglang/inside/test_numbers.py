@@ -102,6 +102,30 @@ def test_numbers_that_no_room_has_fail_by_name(pair: Pair, room: int) -> None:
     assert is_empty(pair)
 
 
+@pytest.mark.parametrize("announced", [True, False])
+def test_the_other_half_of_a_second_request_hears_of_it_too(pair: Pair, announced: bool) -> None:
+    """Decode refuses it while the first is there, and prefill gets it when the first is over."""
+    sender, first = pair.sender(request(9)), pair.receiver(request(9))
+    if announced:
+        first.send_metadata(ALL, 0, [], decode_prefix_len=0)
+        pair.until_polls(sender, KVPoll.WaitingForInput)
+    second = receiver(pair, request(9, 50))
+    fails(pair, second, "room 9 is another request's")
+    if not announced:
+        first.send_metadata(ALL, 0, [], decode_prefix_len=0)
+        pair.until_polls(sender, KVPoll.WaitingForInput)
+    sender.init(6, 0)
+    pair.write_row(0, room=9, token=1)
+    sender.send(ALL)
+    for poller in (first, sender):
+        pair.until_polls(poller, KVPoll.Success)
+        poller.clear()
+    other = pair.sender(request(9, 50))
+    fails(pair, other, "decode: room 9 is another request's")
+    serve(pair, pair.sender(request(9)), pair.receiver(request(9)), 9)
+    assert is_empty(pair)
+
+
 def test_an_abort_of_one_of_two_leaves_the_number_free(pair: Pair) -> None:
     first, waits = pair.sender(request(9)), pair.receiver(request(9))
     others = [pair.sender(request(9)), receiver(pair, request(9))]
