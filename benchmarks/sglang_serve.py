@@ -81,6 +81,8 @@ class Pair:
         on_prefill: options of prefill alone.
         around: environment variables besides.
         ranks: tensor-parallel ranks of prefill and of decode.
+        tokenizer: whether they have one, for words as prompts and OpenAI's routes.
+        python: the interpreter that has SGLang.
     """
 
     def __init__(
@@ -93,6 +95,8 @@ class Pair:
         prefill_tokens: int = 16384,
         around: Mapping[str, str] = MappingProxyType({}),
         ranks: tuple[int, int] = (1, 1),
+        tokenizer: bool = False,
+        python: str = sys.executable,
     ) -> None:
         self.ports = {"prefill": free_port(), "decode": free_port()}
         self.bootstrap = free_port()
@@ -117,9 +121,10 @@ class Pair:
         self.logs = {side: logs / f"{side}.log" for side in sides}
         for log in self.logs.values():
             log.unlink(missing_ok=True)
+        common = [option for option in COMMON if option != "--skip-tokenizer-init" or not tokenizer]
         self._commands = {
             side: [
-                sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *COMMON,
+                python, "-m", "sglang.launch_server", "--model-path", str(model), *common,
                 "--port", str(self.ports[side]), "--disaggregation-mode", side, *options, *more,
             ]
             for side, options in sides.items()

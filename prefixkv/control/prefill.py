@@ -254,16 +254,19 @@ class PrefillControl:
         still lives here."""
         out: list[Want] = []
         key = command.key
-        machine = self._rooms.get(key)
-        if machine is not None and machine.drained and (machine.added or not machine.readers):
-            # Only its acknowledgement is still to come; or it was declined, and never promised.
-            self._rooms.drop(machine)
-            machine = None
+        machine, early = self._rooms.get(key), self._claims.take_abort(key)
+        if machine is not None and machine.drained:
+            # 1. Only its acknowledgement is still to come. 2. It was declined, and never promised.
+            # 3. Decode has aborted it: the one that is begun instead tells that to what decode
+            #    promises from now on, which is of another use.
+            aborted = early is not None and machine.poll.ended
+            if machine.added or not machine.readers or aborted:
+                self._rooms.drop(machine)
+                machine = None
         if machine is None:
             machine = self._rooms.new(key, now_s)
         elif machine.added:  # its number is in use by a room whose writes have not ended
             raise RequestError(f"room {key.room} generation {key.generation} was added already")
-        early = self._claims.take_abort(key)
         if not machine.poll.ended:
             self._claims.unpark(key)
         ended_before = machine.poll.ended
@@ -272,7 +275,7 @@ class PrefillControl:
             ended = machine.error or AbortedError("the room ended before the request came")
             out += [RoomEnded(key, KVPoll.FAILED, ended), SourceFree(key)]
         elif early is not None:
-            fail = sender.Fail(AbortedError(f"decode: {early}"), tell=False)
+            fail = sender.Fail(AbortedError(f"decode: {early}"))
             self._rooms.on(machine, fail, now_s, out)
         return out
 
@@ -318,7 +321,12 @@ class PrefillControl:
         out: list[Want] = []
         key = command.key
         if self._claims.take_abort(key) is None:  # else decode wants it no more
-            machine = self._rooms.get(key) or self._rooms.new(key, now_s)
+            machine = self._rooms.get(key)
+            if machine is not None and machine.drained and machine.added:
+                # Only its acknowledgement is still to come: its number may be in use again.
+                self._rooms.drop(machine)
+                machine = None
+            machine = machine or self._rooms.new(key, now_s)
             if not machine.added:
                 self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s, out)
         return out

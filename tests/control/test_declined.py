@@ -3,6 +3,8 @@ or promises later, and no room that is in use is harmed."""
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from prefixkv.protocol.commands import DeclineRoom
 from prefixkv.protocol.messages import Abort, Drained, Outcome, OutcomeAck, PromiseAck
 from tests.control.wire import (
@@ -95,3 +97,33 @@ def test_only_the_worker_that_it_was_for_hears_of_it() -> None:
     other = newer(DECODE)._replace(name="decode-1")
     peer.say(peer.hello, other)
     assert peer.say(promise(), other) == [PromiseAck(*KEY.numbers, 0, promise().ticket)]
+
+
+def test_a_number_of_which_only_the_acknowledgement_is_awaited_may_be_declined() -> None:
+    """Decode has used it again; what it says of the room before comes late."""
+    peer = DecodePeer().bootstrapped()
+    [post] = peer.chunk(1, [30, 31], last=True)
+    assert kinds(peer.ended(post.job_id)) == ["RoomEnded", "Outcome", "SourceFree"]
+    assert peer.on(NO) == []
+    again = structs.replace(promise(), ticket=promise().ticket + 1)
+    [told] = peer.say(again)
+    assert (told.ticket, told.error) == (again.ticket, "the prompt is too long")
+    assert peer.say(ACK) == []
+    peer.say(OutcomeAck(*KEY.numbers, 0, again.ticket))
+    assert list(peer.control.rooms()) == []
+
+
+def test_a_number_that_decode_gave_up_fails_once_on_both_sides() -> None:
+    """The request that comes next is taken for the other half of the one that decode has aborted.
+    What decode promises then is of another use, and does not wait for its timeout."""
+    peer = DecodePeer().known()
+    peer.say(Abort(*KEY.numbers, "enough", 9))
+    ended, free = peer.on(add_room())
+    assert (str(ended.error), kinds([free])) == ("decode: enough", ["SourceFree"])
+    [told] = peer.say(promise())
+    assert (told.ok, told.error, told.ticket) == (False, "decode: enough", promise().ticket)
+    peer.say(ACK)
+    assert list(peer.control.rooms()) == []
+    again = structs.replace(promise(), ticket=promise().ticket + 1)
+    assert kinds(peer.say(again)) == ["PromiseAck"]
+    assert kinds(peer.on(add_room())) == ["Bootstrapped"]

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Any
@@ -44,6 +45,7 @@ class Memory:
 
 class Servers:
     def __init__(self) -> None:
+        self.tickets = itertools.count(1)
         self.source, self.target = Memory(filled=True), Memory(filled=False)
         self.sends = Sends(PrefillTransfers(self.source.pool, PrefillConfig("prefill-0")), PAGE)
         self.receives = Receives(DecodeTransfers(self.target.pool, DecodeConfig("decode-0")), PAGE)
@@ -55,6 +57,9 @@ class Servers:
     def begin(self, room: int, num_pages: int, prompt: str = "prompt") -> Send:
         return self.sends.begin(room, digest(prompt), num_pages)
 
+    def announce(self, room: int, decode: str = "decode-0", prompt: str = "prompt") -> None:
+        self.sends.announce(room, decode, digest(prompt))
+
     def open(
         self, room: int, num_pages: int, pages: list[int], prompt: str = "prompt", **more: Any
     ) -> Receive:
@@ -62,7 +67,7 @@ class Servers:
         prefix_len = (num_pages - len(pages)) * PAGE
         named = {"room": room, "prefill": self.prefill, "num_pages": num_pages,
                  "prefix_len": prefix_len, "pages": pages, "digest": digest(prompt),
-                 "ticket": room + 1}  # fmt: skip
+                 "ticket": next(self.tickets)}  # fmt: skip
         return self.receives.open(**{**named, **more})
 
     def until(self, done: Callable[[], object]) -> None:

@@ -39,7 +39,7 @@ def prefill_child() -> None:
     transfers = PrefillTransfers(Memory(filled=True).pool, PrefillConfig("prefill-0"))
     sends = Sends(transfers, PAGE)
     send = sends.begin(1, digest("prompt"), 3)
-    sends.announce(1, "decode-0")
+    sends.announce(1, "decode-0", digest("prompt"))
     print(transfers.endpoint, *transfers.peer_id, flush=True)
     while True:
         sends.pump()
@@ -102,7 +102,7 @@ def test_pages_that_a_dead_process_held_come_back_when_the_operator_says_so(
 def test_prefill_reads_it_too(servers: Servers, folder: Path) -> None:
     send = servers.begin(1, 3)
     servers.open(1, 3, [5, 6, 7])
-    servers.sends.announce(1, "decode-0")
+    servers.announce(1)
     servers.until(lambda: send.poll is KVPoll.WAITING_FOR_INPUT)
     decode = servers.receives.transfers.peer_id
     (folder / FENCES).write_text(f"{decode.name} {decode.incarnation:X}")

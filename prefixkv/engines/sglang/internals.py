@@ -7,10 +7,16 @@ Of a request are read: `origin_input_ids`, `full_untruncated_fill_ids`, `extra_k
 `scheduler.waiting_queue`, and the arithmetic of room that `blocked.py` calls. Besides: the
 allocator's `free_segment`, `free_page_ids`, `size`, `page_size` and `device`, and the pool's
 `req_to_token`, `req_generation` and `write`. Of a request that is given slots: `prefix_len` and its
-record's `kv_allocated_len`.
+record's `kv_allocated_len`. Of a request that is refused `finished_reason`, `to_finish` and
+`return_logprob`, and of the queue that refuses it the arithmetic that `_around_capacity` calls. Of
+the scheduler: its two queues, and `grammar_manager.grammar_queue`.
 """
 
 from __future__ import annotations
+
+from http import HTTPStatus
+from importlib import import_module
+from typing import Any
 
 from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
 from sglang.srt.disaggregation.kv_events import (
@@ -61,10 +67,33 @@ MAKE_PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv
 MAKE_DECODE = "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager"
 CREATE_SENDER = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
 DECODE_ADD = "sglang.srt.disaggregation.decode.DecodePreallocQueue.add"
+DECODE_CAPACITY = (
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._check_if_req_exceed_kv_capacity"
+)
+PREFILL_ADD = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.add"
+POP_BOOTSTRAPPED = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped"
+HANDLE_REQUEST = "sglang.srt.managers.scheduler.Scheduler._handle_generate_request"
+WAITING_ABORT = (
+    "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin."
+    "release_aborted_prefill_waiting_req"
+)
 NORMALIZE = "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"
 CREATE_RECEIVER = (
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 )
+
+
+def fake_host() -> str:
+    """The address of SGLang's requests to itself, which transfer nothing."""
+    return str(import_module(TRANSFER_UTILS).FAKE_BOOTSTRAP_HOST)
+
+
+def refuse_request(queue: Any, req: Any, reason: str) -> None:
+    """As decode's queue refuses one, with status 400."""
+    prepare_abort = import_module(TRANSFER_UTILS).prepare_abort
+    prepare_abort(req, reason, status_code=HTTPStatus.BAD_REQUEST)
+    queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
+
 
 __all__ = [
     "ALLOC_FOR_DECODE",
@@ -73,15 +102,20 @@ __all__ = [
     "CREATE_RECEIVER",
     "CREATE_SENDER",
     "DECODE_ADD",
+    "DECODE_CAPACITY",
     "GET_KV_CLASS",
+    "HANDLE_REQUEST",
     "MAKE_DECODE",
     "MAKE_PREFILL",
     "NIXL_MEMORY_KINDS",
     "NORMALIZE",
+    "POP_BOOTSTRAPPED",
     "POP_PREALLOCATED",
+    "PREFILL_ADD",
     "RECEIVER_BROADCAST",
     "TRANSFER_UTILS",
     "UPDATE_HANDSHAKES",
+    "WAITING_ABORT",
     "BasePrefixCache",
     "BlockRemoved",
     "BlockStored",
@@ -101,10 +135,12 @@ __all__ = [
     "TreeCacheBuildContext",
     "TreeLock",
     "add_disagg_transfer_backend_choices",
+    "fake_host",
     "get_disagg",
     "get_memory",
     "get_radix_cache_factory",
     "kv_event_namespace_seed",
     "namespaced_block_hash",
+    "refuse_request",
     "register_radix_cache_backend",
 ]

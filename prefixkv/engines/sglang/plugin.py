@@ -149,6 +149,11 @@ def _add_transfer_backend(sgl: Any) -> None:
     sgl.HookRegistry.register(sgl.CREATE_SENDER, _after_sender, sgl.HookType.AFTER)
     sgl.HookRegistry.register(sgl.CREATE_RECEIVER, _after_receiver, sgl.HookType.AFTER)
     sgl.HookRegistry.register(sgl.DECODE_ADD, _after_add, sgl.HookType.AFTER)
+    sgl.HookRegistry.register(sgl.DECODE_CAPACITY, _around_capacity, sgl.HookType.AROUND)
+    sgl.HookRegistry.register(sgl.PREFILL_ADD, _after_prefill_add, sgl.HookType.AFTER)
+    sgl.HookRegistry.register(sgl.POP_BOOTSTRAPPED, _before_bootstrapped, sgl.HookType.BEFORE)
+    sgl.HookRegistry.register(sgl.HANDLE_REQUEST, _after_request, sgl.HookType.AFTER)
+    sgl.HookRegistry.register(sgl.WAITING_ABORT, _after_waiting_abort, sgl.HookType.AFTER)
     sgl.HookRegistry.register(sgl.NORMALIZE, _around_normalize, sgl.HookType.AROUND)
 
 
@@ -288,17 +293,87 @@ def _after_add(
 ) -> None:
     """Prefill hears of a request that decode refused before it had a receiver: a prompt that is too
     long, for instance."""
-    decline = getattr(queue.kv_manager, "decline", None)
     taken = bool(queue.queue) and queue.queue[-1].req is req
-    if decline is not None and not (taken or is_retracted or is_rebootstrap):
-        decline(req, f"{req.bootstrap_host}:{req.bootstrap_port}")
+    if not (taken or is_retracted or is_rebootstrap):
+        _decline(queue, req)
+
+
+def _after_prefill_add(_result: Any, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
+    """Decode hears of a request that prefill refused before it had a sender."""
+    if not (queue.queue and queue.queue[-1] is req):
+        _decline(queue, req)
+
+
+def _before_bootstrapped(queue: Any, *_args: Any, **_named: Any) -> None:
+    """SGLang calls this at each step. Where no sender is polled, what decode says has to be heard
+    all the same: it may be of a request that ended here."""
+    pump = getattr(queue.kv_manager, "prefixkv_pump", None)
+    if pump is not None:
+        pump()
+
+
+def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_named: Any) -> None:
+    """A request has come, and is in a queue, or waits for its grammar, or was refused on its way
+    there: then the other server hears of it."""
+    queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+    queue = queue or getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    manager: Any = getattr(queue, "kv_manager", None)
+    if not hasattr(manager, "decline"):
+        return
+    heard_of, manager.heard_of = manager.heard_of, ""
+    compiles = any(req.rid == asked.rid for req in scheduler.grammar_manager.grammar_queue)
+    if heard_of != asked.rid and not compiles:
+        _decline(queue, asked)
+        manager.heard_of = ""
+
+
+def _decline(queue: Any, req: Any) -> None:
+    from prefixkv.engines.sglang import internals as sgl
+
+    decline = getattr(queue.kv_manager, "decline", None)
+    is_fake = req.bootstrap_host == sgl.fake_host()
+    if decline is not None and req.bootstrap_room is not None and not is_fake:
+        decline(req)
+
+
+def _after_waiting_abort(_result: Any, _scheduler: Any, req: Any) -> None:
+    """SGLang polls and clears this request's sender no more, so its number could not be used
+    again."""
+    if hasattr(req.disagg_kv_sender, "prefixkv_begin"):
+        req.disagg_kv_sender.clear()
+
+
+def _around_capacity(original: Any, queue: Any, req: Any) -> bool:
+    """Of decode: whether a request can never be admitted. SGLang compares its prompt with the pool,
+    but admits a request only where the tokens that are reserved for its output fit too: else it
+    waits at the head of the queue for ever, and all others behind it."""
+    from prefixkv.engines.sglang import internals as sgl
+
+    if original(queue, req):
+        return True
+    has_run = bool(req.output_ids) and not getattr(req, "pd_rebootstrap_in_progress", False)
+    if has_run or not hasattr(queue.kv_manager, "decline"):
+        return False
+    length = queue._pre_alloc_fill_len(req)
+    needed = queue._required_alloc_tokens(fill_len=length, prefix_len=0)
+    needed += queue.num_reserved_decode_tokens
+    size = queue.token_to_kv_pool_allocator.size
+    if needed <= size:
+        return False
+    sgl.refuse_request(
+        queue, req,
+        f"request {req.rid} can never be admitted: its prompt of {length} tokens and "
+        f"{queue.num_reserved_decode_tokens} reserved for output (--num-reserved-decode-tokens) "
+        f"take {needed} tokens, decode's pool has {size}",
+    )  # fmt: skip
+    return True
 
 
 def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> Any:
-    """SGLang makes several requests of `n` samples, all with one room: refused before any is
-    opened, by both servers, with status 400.
+    """What cannot work is refused before any room is opened, by both servers, with status 400.
 
-    Several prompts have rooms of their own, one after the other, as SGLang counts them.
+    SGLang makes several requests of `n` samples, all with one room. Several prompts have rooms of
+    their own: as listed, or one after the other, as SGLang counts them.
     """
     from prefixkv.engines.sglang import internals as sgl
 
@@ -312,7 +387,32 @@ def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> An
             f"n is {asked.parallel_sample_num}: --disaggregation-transfer-backend {NAME} serves "
             "one sample of a request, since SGLang gives all of them one bootstrap_room"
         )
+    if is_ours and asked.bootstrap_host != sgl.fake_host():  # that of its own health check
+        _check_rooms(asked)
     return result
+
+
+def _check_rooms(asked: Any) -> None:
+    """Raises ValueError for rooms that cannot be opened. SGLang itself refuses a request that has
+    none at all."""
+    from prefixkv.engines.sglang.rooms import ROOMS
+
+    rooms = asked.bootstrap_room
+    if not isinstance(rooms, list):
+        rooms = [rooms]
+    elif asked.is_single:
+        raise ValueError("bootstrap_room is a list, and there is one prompt: a number is needed")
+    for name in ("bootstrap_room", "bootstrap_host", "bootstrap_port"):
+        given = getattr(asked, name)
+        if isinstance(given, list) and len(given) != asked.batch_size:
+            raise ValueError(f"{name} has {len(given)} entries for {asked.batch_size} prompts")
+    if all(room is None for room in rooms):
+        return
+    for room in rooms:
+        if type(room) is not int or room not in ROOMS:
+            raise ValueError(f"bootstrap_room is {room}, not a number from 1 to 2**63 - 1")
+    if len({*rooms}) != len(rooms):
+        raise ValueError(f"bootstrap_room has a number twice: {rooms}")
 
 
 def _in_host_memory(_original: Any, _kinds: Any, expected_len: int) -> list[str]:

@@ -3,15 +3,20 @@
 SGLang makes a sender when a request comes, and knows a room's number and its tokens, but not which
 decode worker it is for. That worker announces itself (`announce`), in either order; then the room
 is added. Rooms are counted in pages: the last page of a prompt is sent whole.
+
+A request that ends here without a room (`decline`) has another half on decode, which may have
+announced itself, or will. It is refused, so that it does not wait for its timeout. The other way
+round, decode says which requests it has ended before it promised anything (`withdraw`).
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 
 from prefixkv.errors import InternalError, PrefixKVError
 from prefixkv.request import DeviceEvent
@@ -19,8 +24,39 @@ from prefixkv.transfer import Bootstrapped, KVPoll, PrefillTransfers, RoomEnded,
 
 _log = logging.getLogger("prefixkv.sglang")
 
+_What = TypeVar("_What")
+
 MAX_ANNOUNCED: Final = 65_536
 """Of rooms whose request has not come, or was aborted before; the oldest are forgotten."""
+MAX_SECONDS: Final = 64
+"""Requests that came with the number of a room that is not over, of which it is remembered that
+they failed; the same of announcements."""
+GRACE_S: Final = 2.0
+"""How long an announcement waits for its request where one of that number has ended: the number may
+be in use again, and decode be the first to say so."""
+WITHDRAWN_S: Final = 60.0
+"""How long a request is waited for that decode has ended, to fail it as it comes."""
+
+
+class _Gone(NamedTuple):
+    """A request that has ended here before its decode worker announced itself. The digest is empty
+    where the prompt is not known."""
+
+    digest: bytes
+    reason: str
+
+    def is_half_of(self, announced: _Announced) -> bool:
+        return b"" in (self.digest, announced.digest) or self.digest == announced.digest
+
+
+class _Announced(NamedTuple):
+    """A decode worker's word that it has a request of this prompt; the request has not come here.
+    With a reason: that it has ended it, and had promised nothing."""
+
+    decode: str
+    digest: bytes
+    reason: str = ""
+    since_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +75,11 @@ class Send:
     error: str = ""
     free: bool = True
     """Nothing reads its pages: not added yet, or SourceFree has come."""
+    seconds: list[_Gone] = field(default_factory=list)
+    """Requests with its number that came while it was not over, and failed."""
+    later: list[_Announced] = field(default_factory=list)
+    """What decode announced behind its own announcement: the other halves of `seconds`, or of what
+    comes when it is over."""
 
     @property
     def poll(self) -> KVPoll:
@@ -57,14 +98,24 @@ class Sends:
     Args:
         transfers: the caller's, to close.
         page_size: tokens a page.
+        clock: seconds.
     """
 
-    def __init__(self, transfers: PrefillTransfers, page_size: int) -> None:
+    def __init__(
+        self,
+        transfers: PrefillTransfers,
+        page_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.transfers = transfers
         self._page_size = page_size
+        self._clock = clock
         self._rooms: dict[int, Send] = {}  # that are not over
-        self._announced: OrderedDict[int, str] = OrderedDict()  # by whom; no request yet
-        self._gone: OrderedDict[int, str] = OrderedDict()  # why; aborted before it was announced
+        self._announced: OrderedDict[int, _Announced] = OrderedDict()
+        self._gone: OrderedDict[int, _Gone] = OrderedDict()
+        # Announcements of what has ended here, and when they are refused.
+        self._doubtful: OrderedDict[int, tuple[float, _Announced, str]] = OrderedDict()
+        self._withdrawn: OrderedDict[int, _Announced] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -73,27 +124,94 @@ class Sends:
         """The request of a room has come. A room of that number that is not over: it fails."""
         send = Send(room, digest, num_pages)
         if room in self._rooms:
-            send.fail(f"room {room} is another request's")
+            reason = f"room {room} is another request's"
+            send.fail(reason)
+            self.decline(room, digest, reason)
+            return send
+        gone, withdrawn = _Gone(digest, ""), self._take_withdrawn(room)
+        if withdrawn is not None and gone.is_half_of(withdrawn):
+            send.fail(withdrawn.reason)
             return send
         self._rooms[room] = send
         self._gone.pop(room, None)
-        decode = self._announced.pop(room, None)
-        if decode is not None:
-            self._add(send, decode)
+        announced = self._announced.pop(room, None)
+        if announced is None and room in self._doubtful:
+            announced = self._doubtful.pop(room)[1]
+        if announced is not None:
+            self._pair(send, announced)
         return send
 
-    def announce(self, room: int, decode: str) -> None:
-        """The decode worker of that name has the room's other end."""
+    def decline(self, room: int, digest: bytes, reason: str) -> None:
+        """A request with this number ends here without a room: decode hears why. A room of that
+        number that is not over goes on, and decode hears when it is over. An empty digest stands
+        for any prompt."""
         send = self._rooms.get(room)
+        if send is not None:
+            send.seconds.append(_Gone(digest, reason))
+            del send.seconds[:-MAX_SECONDS]
+        elif (announced := self._announced.pop(room, None)) is not None:
+            self._refuse(room, announced.decode, reason)
+        elif room in self._doubtful:
+            self._refuse(room, self._doubtful.pop(room)[1].decode, reason)
+        elif self._take_withdrawn(room) is None:
+            _remember(self._gone, room, _Gone(digest, reason))
+
+    def announce(self, room: int, decode: str, digest: bytes) -> None:
+        """The decode worker of that name has the room's other end, for the prompt of the digest."""
+        announced, send = _Announced(decode, digest), self._rooms.get(room)
         if send is not None and not send.decode:
-            self._add(send, decode)
-        elif send is not None:
-            if send.decode != decode:
-                self._refuse(room, decode, f"room {room} is for another decode worker")
-        elif room in self._gone:
-            self._refuse(room, decode, self._gone.pop(room))
+            self._pair(send, announced)
+        elif send is not None and send.decode != decode:
+            self._refuse(room, decode, f"room {room} is for another decode worker")
+        elif send is not None:  # decode has done with that use of the number
+            send.later.append(announced)
+            del send.later[:-MAX_SECONDS]
+        elif (gone := self._gone.get(room)) is not None and gone.is_half_of(announced):
+            due_s = self._clock() + GRACE_S
+            _remember(self._doubtful, room, (due_s, announced, self._gone.pop(room).reason))
         else:
-            _remember(self._announced, room, decode)
+            _remember(self._announced, room, announced)
+
+    def withdraw(
+        self, room: int, decode: str, digest: bytes, reason: str, *, second: bool = False
+    ) -> None:
+        """That decode worker has ended its request of this number, before it promised anything. Its
+        other half fails, now or as it comes. An empty digest stands for any prompt. `second`:
+        another one has the number there, and has not announced itself: the room may be that one's.
+        """
+        withdrawn = _Announced(decode, digest, f"decode: {reason}", self._clock())
+        send, gone = self._rooms.get(room), self._gone.get(room)
+        if not second:
+            self._announced.pop(room, None)  # of a former use
+        if send is not None and not send.decode and not second:
+            send.fail(withdrawn.reason)
+            self._over(send)
+        elif send is not None and send.decode in ("", decode):  # of another use
+            send.later.append(withdrawn)
+            del send.later[:-MAX_SECONDS]
+        elif send is None and gone is not None and gone.is_half_of(withdrawn):
+            del self._gone[room]
+        elif send is None:
+            _remember(self._withdrawn, room, withdrawn)
+
+    def _take_withdrawn(self, room: int) -> _Announced | None:
+        found = self._withdrawn.pop(room, None)
+        if found is not None and self._clock() - found.since_s < WITHDRAWN_S:
+            return found
+        return None
+
+    def _pair(self, send: Send, announced: _Announced) -> None:
+        """The room is that decode worker's, if both mean one prompt. Else neither is served, nor
+        what the other halves of the two may be, where one number was given to two requests."""
+        if _Gone(send.digest, "").is_half_of(announced):
+            self._add(send, announced.decode)
+            return
+        reason = f"PromptMismatchError: room {send.room} has another prompt on the other server"
+        send.fail(reason)
+        self._over(send)
+        self._refuse(send.room, announced.decode, reason)
+        self.withdraw(send.room, announced.decode, announced.digest, reason)
+        _remember(self._gone, send.room, _Gone(send.digest, reason))
 
     def _add(self, send: Send, decode: str) -> None:
         send.decode = decode
@@ -103,7 +221,24 @@ class Sends:
             send.free = False
         except PrefixKVError as error:
             send.fail(str(error))
-            del self._rooms[send.room]
+            self._over(send)
+
+    def _over(self, send: Send) -> None:
+        """Its number may be used again: what came for it meanwhile is answered, or waits."""
+        room = send.room
+        del self._rooms[room]
+        for announced in send.later:
+            other = next((one for one in send.seconds if one.is_half_of(announced)), None)
+            if other is not None:
+                send.seconds.remove(other)
+                if not announced.reason:
+                    self._refuse(room, announced.decode, other.reason)
+            elif announced.reason:
+                _remember(self._withdrawn, room, announced)
+            else:
+                _remember(self._announced, room, announced)
+        for other in send.seconds:
+            _remember(self._gone, room, other)
 
     def _refuse(self, room: int, decode: str, reason: str) -> None:
         try:
@@ -149,11 +284,14 @@ class Sends:
         if not send.free:
             self.transfers.abort(send.room, 0, reason, decode=send.decode)
         elif self._rooms.get(send.room) is send:
-            del self._rooms[send.room]
-            _remember(self._gone, send.room, reason)
+            self._over(send)
+            _remember(self._gone, send.room, _Gone(send.digest, reason))
 
     def pump(self) -> None:
         """Take what became of rooms. Cheap where nothing did."""
+        while self._doubtful and next(iter(self._doubtful.values()))[0] <= self._clock():
+            room, (_, announced, reason) = self._doubtful.popitem(last=False)
+            self._refuse(room, announced.decode, reason)
         try:
             events = self.transfers.take_events()
         except InternalError as error:  # the control thread lives on, and so do other rooms
@@ -173,10 +311,10 @@ class Sends:
                     send.fail(f"{type(event.error).__name__}: {event.error}")
                 case SourceFree():
                     send.free = True
-                    del self._rooms[event.key.room]
+                    self._over(send)
 
 
-def _remember(rooms: OrderedDict[int, str], room: int, what: str) -> None:
+def _remember(rooms: OrderedDict[int, _What], room: int, what: _What) -> None:
     rooms[room] = what
     rooms.move_to_end(room)
     while len(rooms) > MAX_ANNOUNCED:

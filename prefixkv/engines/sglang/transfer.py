@@ -32,6 +32,7 @@ from prefixkv.engines.sglang import internals_transfer as sgl
 from prefixkv.engines.sglang.fences import FenceFolder
 from prefixkv.engines.sglang.memory import Rows, pool_of
 from prefixkv.engines.sglang.receives import Receive, Receives
+from prefixkv.engines.sglang.rooms import ROOMS
 from prefixkv.engines.sglang.sends import Send, Sends
 from prefixkv.engines.sglang.shares import OPAQUE, UNKNOWN, said
 from prefixkv.engines.sglang.transfer_options import OPTION_NAMES, VARIABLE, TransferOptions
@@ -42,15 +43,21 @@ from prefixkv.transfer import KVPoll
 _log = logging.getLogger("prefixkv.sglang")
 
 TAG: Final = b"PREFIXKV"
-"""Begins the message by which a decode rank announces itself: this, the room, its name."""
+"""Begins the message by which a decode rank announces itself: this, the room, its name, and the
+digest of the prompt, which is empty where it is not known. Behind it come, where the request has
+ended before anything was promised, why, and whether another one has the number and has not
+announced itself, "1" or "0"."""
 FIELD: Final = "prefixkv"
 """Of a row of the bootstrap server: the rank's endpoint."""
 ASK_AGAIN_S: Final = 10.0
 """How often the bootstrap server is asked anew for a rank that does not answer. SGLang asks on its
 scheduler's thread, and waits up to five seconds where that machine is gone."""
 
+MAX_ASKED: Final = 10_000
+"""Of those; clients name them."""
+
 MAX_REASON: Final = 500
-"""Characters of why decode ended a request that prefill is told."""
+"""Characters of why one server ended a request that the other is told."""
 
 POLLS: Final = {
     KVPoll.BOOTSTRAPPING: sgl.KVPoll.Bootstrapping,
@@ -72,6 +79,12 @@ def prompt_of(req: Any) -> tuple[bytes, int]:
     digest = blake2b(np.asarray(tokens, "<i8").tobytes(), digest_size=32)
     digest.update((req.cache_salt or "").encode())
     return digest.digest(), len(tokens)
+
+
+def why_ended(req: Any, default: str) -> str:
+    """What SGLang says of a request that has ended, or is about to."""
+    ended = getattr(req, "finished_reason", None) or getattr(req, "to_finish", None)
+    return str(getattr(ended, "message", None) or default)[:MAX_REASON]
 
 
 def refusals(args: sgl.KVArgs, server_args: Any) -> list[str]:
@@ -135,8 +148,11 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         self._fences: FenceFolder | None = None
         # Whose a room's number is, of senders or receivers that live.
         self._owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self._private_rooms = itertools.count(-1, -1)
-        self._asked_s: dict[str, float] = {}  # by SGLang's key of a prefill rank
+        self.heard_of = ""  # the request that came last, and was given a room or declined
+        self._uses = itertools.count(1)  # of room numbers, alike on all ranks
+        self._private_rooms = itertools.count(-1, -1)  # none of `ROOMS`
+        # By SGLang's key of a prefill rank, or the address of a bootstrap server.
+        self._asked_s: dict[str, float] = {}
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == sgl.DisaggregationMode.DECODE:
             # Pages of a request that failed are held until its room is drained, always.
@@ -189,16 +205,24 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         if self._fences is not None and side is not None:
             self._fences.look(side.transfers)
 
-    def own(self, room: int, who: Any) -> int:
+    prefixkv_pump = pump
+
+    def own(self, room: int, who: Any) -> tuple[int, str]:
         """The number by which SGLang's tables know this sender or receiver: its room, where that is
-        no other's that lives; else one of its own.
+        no other's that lives; else one of its own, and why it fails.
 
         SGLang keeps what becomes of rooms by their numbers alone. Two requests of one number would
         read, change and clear each other's entries, and the first to be cleared ends the server.
         """
-        if self._owners.setdefault(room, who) is who:
-            return room
-        return next(self._private_rooms)
+        if room not in ROOMS:
+            return next(self._private_rooms), f"room {room} is not between 1 and 2**63 - 1"
+        if self._owners.setdefault(room, who) is not who:
+            return next(self._private_rooms), f"room {room} is another request's"
+        return room, ""
+
+    def owner(self, room: int) -> Any:
+        """The sender or receiver whose that number is, or None."""
+        return self._owners.get(room)
 
     def disown(self, who: Any) -> None:
         """It is cleared: its room's number may be used again."""
@@ -237,14 +261,57 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     def _read_announcements(self, sends: Sends) -> None:
         while True:
             try:
-                tag, room, name = self.server_socket.recv_multipart(zmq.NOBLOCK)
-                if tag != TAG:
-                    raise ValueError(f"a message of {tag!r}")
-                sends.announce(int(room), name.decode())
+                frames = self.server_socket.recv_multipart(zmq.NOBLOCK)
+                if frames[0] != TAG or len(frames) not in (4, 6):
+                    raise ValueError(f"{len(frames)} frames, the first {frames[0][:20]!r}")
+                room, name, digest = int(frames[1]), frames[2].decode(), frames[3]
+                if len(frames) == 4:
+                    sends.announce(room, name, digest)
+                else:
+                    reason, second = frames[4].decode(), frames[5] == b"1"
+                    sends.withdraw(room, name, digest, reason, second=second)
             except zmq.Again:
                 return
             except ValueError as error:
                 _log.warning("not the announcement of a decode worker: %s", error)
+
+    # --- either side ends a request by itself -----------------------------------------------------
+
+    def decline(self, req: Any) -> None:
+        """This server refused a request before it had a sender or a receiver: the other one is
+        told, which would wait for its timeout."""
+        self.heard_of = req.rid
+        if req.bootstrap_room not in ROOMS:
+            return  # the other one refuses it too
+        if self.sends is not None:
+            self.sends.decline(req.bootstrap_room, b"", why_ended(req, "Refused by prefill."))
+            return
+        address = f"{req.bootstrap_host}:{req.bootstrap_port}"
+        if not self._knows(address):
+            _log.warning("prefill at %s was not told that %s ended", address, req.rid)
+            return
+        receiver = PrefixKVReceiver(self, address, req.bootstrap_room)
+        receiver.prefixkv_begin(req, has_prompt=False)
+        receiver.init(req.disagg_prefill_dp_rank or 0)
+        receiver.abort()
+        receiver.clear()
+
+    def _knows(self, address: str) -> bool:
+        """Whether this bootstrap server has said who prefill is. One that is not there is asked
+        now and then: SGLang's scheduler stands still meanwhile."""
+        now_s = time.monotonic()
+        if now_s - self._asked_s.get(address, -ASK_AGAIN_S) < ASK_AGAIN_S:
+            return address in self.prefill_info_table
+        try:
+            found = bool(self.try_ensure_parallel_info(address))
+        except RuntimeError as error:  # it does not fit: the first request that is served says so
+            _log.warning("prefill at %s: %s", address, error)
+            found = False
+        if not found:
+            if len(self._asked_s) >= MAX_ASKED:
+                self._asked_s.clear()
+            self._asked_s[address] = now_s
+        return found
 
     # --- decode -----------------------------------------------------------------------------------
 
@@ -257,21 +324,10 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         self.receives = Receives(transfers, self.page_size)
         _log.info("prefixkv's transfers: %s", self.rank_name)
 
-    def decline(self, req: Any, bootstrap_addr: str) -> None:
-        """Decode refused this request before it had a receiver: prefill is told, which would wait
-        for its bootstrap timeout."""
-        if not self.try_ensure_parallel_info(bootstrap_addr):
-            _log.warning("prefill at %s was not told that %s ended", bootstrap_addr, req.rid)
-            return
-        receiver = PrefixKVReceiver(self, bootstrap_addr, req.bootstrap_room)
-        receiver.prefixkv_begin(req)
-        receiver.init(req.disagg_prefill_dp_rank or 0)
-        receiver.abort()
-        receiver.clear()
-
-    def ticket(self, room: int, which: str) -> int:
-        """Of a promise for the room, alike on every rank; nobody else can work it out."""
-        drawn = blake2b(f"{room} {which}".encode(), key=self._secret, digest_size=8)
+    def ticket(self) -> int:
+        """Of the next promise, alike on every rank, and no other's; nobody else can work it out.
+        All ranks get the same requests in one order."""
+        drawn = blake2b(f"{next(self._uses)}".encode(), key=self._secret, digest_size=8)
         return int.from_bytes(drawn.digest(), "big") >> 1 or 1
 
     def forget_lost(self, bootstrap_addr: str) -> None:
@@ -310,10 +366,10 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
         **named: Any,
     ) -> None:
         self._send: Send | None = None
-        own = mgr.own(bootstrap_room, self)
+        own, self._refusal = mgr.own(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, own, *more, **named)
-        if own != bootstrap_room:
-            mgr.record_failure(own, f"room {bootstrap_room} is another request's")
+        if self._refusal:
+            mgr.record_failure(own, self._refusal)
             self.conclude_state = sgl.KVPoll.Failed
         elif self.kv_mgr.request_status.get(self.bootstrap_room) == sgl.KVPoll.Failed:
             self.conclude_state = sgl.KVPoll.Failed  # on another rank's word
@@ -325,10 +381,14 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
 
     def prefixkv_begin(self, req: Any) -> None:
         """The request that this is for; called by hook, before all others."""
+        self.kv_mgr.heard_of = req.rid
+        self.kv_mgr.pump()  # what became of the room that had this number before
+        digest, num_tokens = prompt_of(req)
         if self.conclude_state is None:
-            digest, num_tokens = prompt_of(req)
             num_pages = pages_for(num_tokens, self.kv_mgr.page_size)
             self._send = self.sends.begin(self.bootstrap_room, digest, num_pages)
+        elif self._refusal and req.bootstrap_room in ROOMS:
+            self.sends.decline(req.bootstrap_room, digest, self._refusal)
 
     def pop_decode_prefix_len(self) -> int:
         return 0 if self._send is None else self._send.prefix_pages * self.kv_mgr.page_size
@@ -395,22 +455,42 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self._receive: Receive | None = None
         self._aux_index = -1
         self._req: Any = None
+        self._has_prompt = False
         self._ticket = 0
-        own = mgr.own(bootstrap_room, self)
+        own, self._refusal = mgr.own(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, own, *more, **named)
-        if own != bootstrap_room:
-            self._fail(f"room {bootstrap_room} is another request's")
+        if self._refusal:
+            self._fail(self._refusal)
 
     @property
     def receives(self) -> Receives:
         assert self.kv_mgr.receives is not None
         return self.kv_mgr.receives
 
-    def prefixkv_begin(self, req: Any) -> None:
-        """The request that this is for; called by hook, before all others."""
-        self._req = req
-        count = req.prefixkv_receivers = getattr(req, "prefixkv_receivers", 0) + 1
-        self._ticket = self.kv_mgr.ticket(self.bootstrap_room, f"{req.rid} {count}")
+    def prefixkv_begin(self, req: Any, has_prompt: bool = True) -> None:
+        """The request that this is for; called by hook, before all others. SGLang may have put a
+        stub in the place of its prompt: then it does not have it."""
+        self._req, self._has_prompt = req, has_prompt
+        self.kv_mgr.heard_of = req.rid
+        self.kv_mgr.pump()  # what became of the room that had this number before
+        self._ticket = self.kv_mgr.ticket() if has_prompt else 0
+        if self._refusal and has_prompt:
+            self._withdraw_second(req)
+
+    def _withdraw_second(self, req: Any) -> None:
+        """Another one has the number. The other half of this may have it to itself on prefill,
+        where it would wait."""
+        first = self.kv_mgr.owner(req.bootstrap_room)
+        if first is None or first.bootstrap_addr != self.bootstrap_addr:
+            return
+        self.bootstrap_infos = first.bootstrap_infos
+        if self.bootstrap_infos:
+            self.prefill_info = first.prefill_info
+            try:
+                self._announce(self._refusal, second=first._receive is None)
+            except zmq.ZMQError as error:
+                _log.warning("prefill at %s was not told: %s", self.bootstrap_addr, error)
+        self.bootstrap_infos = None  # that is all of it
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
@@ -442,14 +522,16 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
             self.bootstrap_infos = None  # nothing there would understand what follows
         return self.conclude_state is None
 
-    def _announce(self) -> str:
-        """Tell prefill for which decode worker the room is; the endpoint for what follows. Each
-        prefill rank hears it of one decode rank. Raises zmq.ZMQError where too much waits to be
-        read there."""
+    def _announce(self, refusal: str = "", second: bool = False) -> str:
+        """Tell prefill for which decode worker the room is, or that nothing will be promised for
+        it, and why; the endpoint for what follows. Each prefill rank hears it of one decode rank.
+        Raises zmq.ZMQError where too much waits to be read there."""
         assert self.bootstrap_infos, "`_register_kv_args` has seen it"
         manager = self.kv_mgr
         shared_by = max(1, manager.attn_tp_size // self.prefill_info.attn_tp_size)
-        message = [TAG, str(self.bootstrap_room).encode(), manager.name.encode()]
+        digest = prompt_of(self._req)[0] if self._has_prompt else b""
+        message = [TAG, str(self._req.bootstrap_room).encode(), manager.name.encode(), digest]
+        message += [refusal.encode(), b"1" if second else b"0"] if refusal else []
         if manager.attn_tp_rank % shared_by == 0:
             for info in self.bootstrap_infos:
                 socket, lock = self._connect_to_bootstrap_server(info)
@@ -514,14 +596,12 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """End the room, or say that it will not be opened. SGLang calls this once."""
-        ended = getattr(self._req, "finished_reason", None)
-        reason = str(getattr(ended, "message", None) or "Aborted by decode.")[:MAX_REASON]
+        reason = why_ended(self._req, "Aborted by decode.")
         if self._receive is not None:
             self.receives.abort(self._receive, reason)
         elif self.bootstrap_infos:
             try:
-                room = self.bootstrap_room
-                self.receives.refuse(room, self._announce(), reason, self._ticket)
+                self._announce(reason)
             except zmq.ZMQError as error:
                 _log.warning("prefill at %s was not told: %s", self.bootstrap_addr, error)
 

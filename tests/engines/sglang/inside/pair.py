@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 import threading
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from types import SimpleNamespace
@@ -111,6 +112,14 @@ class Pair:
 
     def until_polls(self, poller: Any, status: int) -> None:
         until_all_poll([poller], status, self.prefill, self.decode)
+
+    def until(self, done: Callable[[], object]) -> None:
+        def pumped() -> object:
+            self.prefill.pump()
+            self.decode.pump()
+            return done()
+
+        until(pumped)
 
     def holds(self, pages: list[int], source: list[int]) -> bool:
         pairs = zip(self.source.buffers, self.target.buffers, strict=True)
