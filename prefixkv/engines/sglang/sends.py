@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 from prefixkv.errors import InternalError, PrefixKVError
 from prefixkv.request import DeviceEvent
@@ -36,6 +36,13 @@ GRACE_S: Final = 2.0
 be in use again, and decode be the first to say so."""
 WITHDRAWN_S: Final = 60.0
 """How long a request is waited for that decode has ended, to fail it as it comes."""
+
+First = Literal[b"alone", b"silent", b"announced"]
+ALONE: Final = b"alone"
+SILENT: Final = b"silent"
+ANNOUNCED: Final = b"announced"
+"""What else has a number on decode as a request of it ends: nothing, or another request, which has
+announced itself or has not."""
 
 
 class _Gone(NamedTuple):
@@ -128,9 +135,10 @@ class Sends:
             send.fail(reason)
             self.decline(room, digest, reason)
             return send
-        gone, withdrawn = _Gone(digest, ""), self._take_withdrawn(room)
-        if withdrawn is not None and gone.is_half_of(withdrawn):
+        withdrawn = self._take_withdrawn(room, digest)
+        if withdrawn is not None:
             send.fail(withdrawn.reason)
+            _remember(self._gone, room, _Gone(digest, withdrawn.reason))  # if it was another's
             return send
         self._rooms[room] = send
         self._gone.pop(room, None)
@@ -153,7 +161,7 @@ class Sends:
             self._refuse(room, announced.decode, reason)
         elif room in self._doubtful:
             self._refuse(room, self._doubtful.pop(room)[1].decode, reason)
-        elif self._take_withdrawn(room) is None:
+        elif self._take_withdrawn(room, digest) is None:
             _remember(self._gone, room, _Gone(digest, reason))
 
     def announce(self, room: int, decode: str, digest: bytes) -> None:
@@ -173,17 +181,16 @@ class Sends:
             _remember(self._announced, room, announced)
 
     def withdraw(
-        self, room: int, decode: str, digest: bytes, reason: str, *, second: bool = False
+        self, room: int, decode: str, digest: bytes, reason: str, first: First = ALONE
     ) -> None:
         """That decode worker has ended its request of this number, before it promised anything. Its
-        other half fails, now or as it comes. An empty digest stands for any prompt. `second`:
-        another one has the number there, and has not announced itself: the room may be that one's.
-        """
+        other half fails, now or as it comes. An empty digest stands for any prompt. `first`: what
+        else has the number there. Where that has not announced itself, the room may be its own."""
         withdrawn = _Announced(decode, digest, f"decode: {reason}", self._clock())
         send, gone = self._rooms.get(room), self._gone.get(room)
-        if not second:
+        if first == ALONE:
             self._announced.pop(room, None)  # of a former use
-        if send is not None and not send.decode and not second:
+        if send is not None and not send.decode and first != SILENT:
             send.fail(withdrawn.reason)
             self._over(send)
         elif send is not None and send.decode in ("", decode):  # of another use
@@ -194,10 +201,12 @@ class Sends:
         elif send is None:
             _remember(self._withdrawn, room, withdrawn)
 
-    def _take_withdrawn(self, room: int) -> _Announced | None:
-        found = self._withdrawn.pop(room, None)
-        if found is not None and self._clock() - found.since_s < WITHDRAWN_S:
-            return found
+    def _take_withdrawn(self, room: int, digest: bytes) -> _Announced | None:
+        found = self._withdrawn.get(room)
+        if found is not None and self._clock() - found.since_s >= WITHDRAWN_S:
+            del self._withdrawn[room]
+        elif found is not None and _Gone(digest, "").is_half_of(found):
+            return self._withdrawn.pop(room)
         return None
 
     def _pair(self, send: Send, announced: _Announced) -> None:

@@ -33,7 +33,7 @@ from prefixkv.engines.sglang.fences import FenceFolder
 from prefixkv.engines.sglang.memory import Rows, pool_of
 from prefixkv.engines.sglang.receives import Receive, Receives
 from prefixkv.engines.sglang.rooms import ROOMS
-from prefixkv.engines.sglang.sends import Send, Sends
+from prefixkv.engines.sglang.sends import ALONE, ANNOUNCED, SILENT, First, Send, Sends
 from prefixkv.engines.sglang.shares import OPAQUE, UNKNOWN, said
 from prefixkv.engines.sglang.transfer_options import OPTION_NAMES, VARIABLE, TransferOptions
 from prefixkv.errors import ConfigError, PrefixKVError
@@ -45,8 +45,7 @@ _log = logging.getLogger("prefixkv.sglang")
 TAG: Final = b"PREFIXKV"
 """Begins the message by which a decode rank announces itself: this, the room, its name, and the
 digest of the prompt, which is empty where it is not known. Behind it come, where the request has
-ended before anything was promised, why, and whether another one has the number and has not
-announced itself, "1" or "0"."""
+ended before anything was promised, why, and what else has the number there (`sends.First`)."""
 FIELD: Final = "prefixkv"
 """Of a row of the bootstrap server: the rank's endpoint."""
 ASK_AGAIN_S: Final = 10.0
@@ -268,8 +267,9 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
                 if len(frames) == 4:
                     sends.announce(room, name, digest)
                 else:
-                    reason, second = frames[4].decode(), frames[5] == b"1"
-                    sends.withdraw(room, name, digest, reason, second=second)
+                    first: First = ANNOUNCED if frames[5] == ANNOUNCED else ALONE
+                    first = SILENT if frames[5] == SILENT else first
+                    sends.withdraw(room, name, digest, frames[4].decode(), first)
             except zmq.Again:
                 return
             except ValueError as error:
@@ -487,7 +487,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         if self.bootstrap_infos:
             self.prefill_info = first.prefill_info
             try:
-                self._announce(self._refusal, second=first._receive is None)
+                self._announce(self._refusal, SILENT if first._receive is None else ANNOUNCED)
             except zmq.ZMQError as error:
                 _log.warning("prefill at %s was not told: %s", self.bootstrap_addr, error)
         self.bootstrap_infos = None  # that is all of it
@@ -522,7 +522,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
             self.bootstrap_infos = None  # nothing there would understand what follows
         return self.conclude_state is None
 
-    def _announce(self, refusal: str = "", second: bool = False) -> str:
+    def _announce(self, refusal: str = "", first: First = ALONE) -> str:
         """Tell prefill for which decode worker the room is, or that nothing will be promised for
         it, and why; the endpoint for what follows. Each prefill rank hears it of one decode rank.
         Raises zmq.ZMQError where too much waits to be read there."""
@@ -531,7 +531,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         shared_by = max(1, manager.attn_tp_size // self.prefill_info.attn_tp_size)
         digest = prompt_of(self._req)[0] if self._has_prompt else b""
         message = [TAG, str(self._req.bootstrap_room).encode(), manager.name.encode(), digest]
-        message += [refusal.encode(), b"1" if second else b"0"] if refusal else []
+        message += [refusal.encode(), first] if refusal else []
         if manager.attn_tp_rank % shared_by == 0:
             for info in self.bootstrap_infos:
                 socket, lock = self._connect_to_bootstrap_server(info)
