@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -69,3 +70,17 @@ def test_parts_and_rows() -> None:
     assert {row.part for row in compat.TABLE} == {getattr(compat, name) for name in parts}
     keys = [(row.part, row.module, row.owner, name) for row in compat.TABLE for name in row.names]
     assert len(keys) == len(set(keys))
+
+
+def test_what_the_library_logs_is_written_as_vllm_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, vllms = logging.getLogger("prefixkv"), logging.getLogger("vllm")
+    handler, other = logging.NullHandler(), logging.NullHandler()
+    monkeypatch.setattr(vllms, "handlers", [handler])
+    monkeypatch.setattr(ours, "handlers", [])
+    monkeypatch.setattr(ours, "propagate", False)  # pytest's own are at the root
+    for _ in range(2):
+        compat.share_log()
+        assert ours.handlers == [handler]
+    monkeypatch.setattr(ours, "handlers", [other])
+    compat.share_log()
+    assert ours.handlers == [other]

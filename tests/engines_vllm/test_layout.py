@@ -208,10 +208,18 @@ def test_parallel_sizes_are_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("device", ["cuda", "xpu", "cpu"])
 @pytest.mark.parametrize("sleeps", [True, False])
-def test_a_server_whose_kv_may_move_is_refused(device: str, sleeps: bool) -> None:
+def test_a_server_whose_kv_may_move_is_refused(
+    device: str, sleeps: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or warned, where nothing moves it before it is told to."""
     model = SimpleNamespace(enable_sleep_mode=sleeps)
     if device == "cpu" or not sleeps:
         check_sleep(model, device)
+        assert caplog.messages == []
+        check_sleep(SimpleNamespace(**vars(model), enable_cumem_allocator=True), device)
+        assert ["--enable-cumem-allocator" in one for one in caplog.messages] == (
+            [] if device == "cpu" else [True]
+        )
         return
     with pytest.raises(ConfigError, match=r"enable_sleep_mode is True.*--enable-sleep-mode"):
         check_sleep(model, device)

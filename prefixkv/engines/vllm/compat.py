@@ -306,6 +306,14 @@ def check_version() -> None:
         )
 
 
+def share_log() -> None:
+    """Have what the library logs written as vLLM writes its own, where nothing else is set up."""
+    ours = logging.getLogger("prefixkv")
+    if not ours.hasHandlers():
+        for handler in logging.getLogger("vllm").handlers:
+            ours.addHandler(handler)
+
+
 def can_govern(pool: Any) -> bool:
     """Whether the victims of this `BlockPool` may be named by a policy; why not is logged."""
     found = installed_version()

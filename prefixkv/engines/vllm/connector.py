@@ -39,9 +39,10 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
     is_prefixkv = True
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        compat.share_log()
         compat.check_version()
-        super().__init__(vllm_config, role, kv_cache_config)
         compat.check_engine(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = Options.of(transfer.kv_connector_extra_config, transfer.kv_port)
         if self._options.is_on_every_address:

@@ -10,6 +10,7 @@ handshake.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, Final
@@ -19,6 +20,8 @@ import torch
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_layout import ITEMSIZE
 from prefixkv.memory.kv_pool import KVPool
+
+_log = logging.getLogger("vllm.prefixkv")
 
 SPECS: Final = ("FullAttentionSpec", "MLAAttentionSpec")
 """Of these every token's KV stays in its block until the request ends."""
@@ -61,11 +64,19 @@ def check_config(parallel: Any, kv_cache: Any) -> None:
 
 def check_sleep(model: Any, device: str) -> None:
     """Raises ConfigError where vLLM's sleep mode would put the KV memory elsewhere: what NIXL has
-    registered would be memory that is gone. On a CPU nothing moves."""
-    if device != "cpu" and model.enable_sleep_mode:
+    registered would be memory that is gone. On a CPU nothing moves. Warns of an allocator that can
+    do it where vLLM is told to, without sleep mode."""
+    if device == "cpu":
+        return
+    if model.enable_sleep_mode:
         raise ConfigError(
             "enable_sleep_mode is True, must be False (no --enable-sleep-mode): a server that "
             "wakes up has its KV in other memory than prefixkv's connector has registered"
+        )
+    if getattr(model, "enable_cumem_allocator", False):
+        _log.warning(
+            "--enable-cumem-allocator: the KV memory must not be released, nor the server be put "
+            "to sleep, since prefixkv's connector has registered it"
         )
 
 
