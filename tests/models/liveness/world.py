@@ -169,18 +169,24 @@ class Prefill(PrefillEngine):
         if self.hear():
             return
         super().schedule()
-        # A prompt lacks pages that nothing brings back but the end of an offer: the oldest ends.
+        if self.owes:
+            self._withdraw(next(iter(self.open)), "its pages were needed")
+
+    @property
+    def owes(self) -> bool:
+        """A prompt lacks pages that nothing brings back but the end of an offer: the oldest is to
+        end."""
         comes_back = any(
             req.state is PrefillState.SENDING and req.room_key not in self.open
             for req in self.scheduler.requests.values()
         )
-        lacks = len(self.scheduler.bootstrapped) and not self.computing and not comes_back
-        if self.yields and lacks and self.open:
-            self._withdraw(next(iter(self.open)), "its pages were needed")
+        waits = len(self.scheduler.bootstrapped) and not self.computing and not comes_back
+        return bool(self.yields and waits and self.open)
 
     @property
     def busy(self) -> bool:
-        return bool(self.desk.rank.events or self.computing or self.scheduler.has_news)
+        news = self.desk.rank.events or self.scheduler.has_news
+        return bool(news or self.computing or self.owes)
 
 
 class Decode(DecodeEngine):
@@ -413,9 +419,6 @@ class World(PairSim):
             self._log(f"at {self.now_s:.1f}")
             for rank in self.ranks:
                 rank.work()
-            self._after()
-            self.decode.schedule()
-            self.prefill.schedule()
             self._after()
             self.settle(arrivals=True)
 
