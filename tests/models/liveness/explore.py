@@ -13,7 +13,6 @@ from tests.models.liveness.cases import ONCE, at_random, every_order, second_tur
 from tests.models.liveness.mutants import mutated
 from tests.models.liveness.world import Case, run
 
-
 FOUND: Final = (1104,)
 """Seeds of cases that did not end once. 1104: an offer that decode had refused before it was made.
 """
