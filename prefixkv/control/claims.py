@@ -119,6 +119,12 @@ class Claims:
         early.budget.num_bytes -= early.num_bytes
         return early.reason
 
+    def take_aborts(self, numbers: tuple[int, int]) -> str | None:
+        """As `take_abort`, of a room that is no decode worker's yet: any that has aborted it."""
+        keys = [RoomKey(*numbers, name) for name in self._aborted]
+        reasons = [reason for key in keys if (reason := self.take_abort(key)) is not None]
+        return reasons[0] if reasons else None
+
     def expire(self, now_s: float) -> None:
         """Forget the aborts that were kept long enough."""
         for name, kept in list(self._aborted.items()):

@@ -281,8 +281,8 @@ class PrefillControl:
 
     def _offer(self, command: OfferRoom, now_s: float) -> list[Want]:
         """The engine has drawn this room. Promises for it may be here already: the first that
-        proves the prompt opens it, the others' rooms end. Raises RequestError if the number is in
-        use."""
+        proves the prompt opens it, the others' rooms end. So may be an abort, which ends it where
+        none opens it. Raises RequestError if the number is in use."""
         out: list[Want] = []
         numbers, until_s = command.key.numbers, now_s + command.timeout_s
         same = [one for one in self._rooms.all() if one.key.numbers == numbers]
@@ -298,6 +298,8 @@ class PrefillControl:
             else:
                 error = AbortedError(f"room {command.key.room} is another decode worker's")
                 self._rooms.on(machine, sender.Fail(error), now_s, out)
+        if (early := self._claims.take_aborts(numbers)) is not None:
+            out += self._close_offer(command.key, AbortedError(f"decode: {early}"), now_s)
         return out
 
     def _open_offer(self, key: RoomKey, offer: Offer, now_s: float) -> list[Want]:
@@ -583,11 +585,13 @@ class PrefillControl:
         machine = self._rooms.get(key)
         theirs = self._claims.allow(key, abort.ticket, machine, peer)
         peer.past.answer((key, abort.ticket))
+        closed: list[Want] = []
         if machine is None:
             # Who knows the number of an offer, which is drawn at random, has it from its answer.
             error = AbortedError(f"decode: {abort.reason}")
-            out += self._close_offer(key, error, now_s)
-        if theirs and (machine is None or not machine.added):
+            closed = self._close_offer(key, error, now_s)
+            out += closed
+        if theirs and not closed and (machine is None or not machine.added):
             # The engine's request is still to come; the room itself will be over by then.
             self._claims.abort_early(key, abort, peer, now_s)
         if machine is None or not theirs or machine.is_other_use(abort.ticket):

@@ -157,6 +157,27 @@ def test_a_worker_that_was_told_the_number_may_say_that_it_is_not_wanted() -> No
     assert peer.control.num_rooms == 0
 
 
+def test_a_worker_may_say_so_before_the_offer_is_there() -> None:
+    """The engine has told whoever places the request, and its word to the control object is later
+    than decode's."""
+    peer = both_known()
+    said = peer.say(Abort(*KEY.numbers, "the request was refused", 5), OTHER)
+    assert [type(one) for one in said] == [Drained]
+    ended, free = peer.on(OFFER)
+    assert "the request was refused" in str(ended.error)
+    assert free == SourceFree(KEY)
+    assert peer.control.num_rooms == 0
+    assert peer.on(OFFER) == [], "one offer, and not the next of this number"
+
+
+def test_a_worker_that_does_not_want_it_ends_it_for_no_other_that_has_promised() -> None:
+    peer = both_known()
+    peer.say(Abort(*KEY.numbers, "the request was refused", 5), OTHER)
+    peer.say(promise())
+    assert kinds(peer.on(OFFER)) == ["Bootstrapped"]
+    send_all(peer, SENT)
+
+
 def test_many_offers_may_be_opened_by_a_worker_whose_promises_are_parked() -> None:
     peer = DecodePeer().known()
     for room in range(TIMING.max_parked_per_peer):

@@ -6,11 +6,16 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
+from typing import Final
 
 from tests.models.liveness.arrivals import LivenessError
 from tests.models.liveness.cases import ONCE, at_random, every_order, second_turns
 from tests.models.liveness.mutants import mutated
 from tests.models.liveness.world import Case, run
+
+FOUND: Final = (1104,)
+"""Seeds of cases that did not end once. 1104: an offer that decode had refused before it was made.
+"""
 
 
 def short_profile() -> Iterator[Case]:
@@ -19,7 +24,7 @@ def short_profile() -> Iterator[Case]:
     yield from islice(every_order(2, ("different", "all share", "prefix")), 0, None, 41)
     yield from islice(every_order(3, ("different", "two share")), 0, None, 1999)
     yield from islice(second_turns(), 0, None, 401)
-    yield from map(at_random, range(100))
+    yield from map(at_random, (*FOUND, *range(100)))
 
 
 def long_profile(seed: int) -> Iterator[Case]:

@@ -26,7 +26,7 @@ from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.protocol.commands import OfferRoom, SendChunk, WithdrawRoom
+from prefixkv.protocol.commands import AbortRoom, OfferRoom, SendChunk, WithdrawRoom
 from prefixkv.protocol.events import Bootstrapped
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
@@ -106,7 +106,9 @@ class Prefill(PrefillEngine):
         self.scheduler.following._stall_s = NEVER_S
         self.offers: dict[RoomKey, PrefillRequest] = {}
         self.kept: dict[RoomKey, list[SendChunk]] = {}  # until decode opens the room
-        self.open: dict[RoomKey, None] = {}  # offered, and not opened yet
+        self.offered: set[RoomKey] = set()
+        self.open: dict[RoomKey, None] = {}  # of these, neither opened nor withdrawn
+        self.aborted: dict[RoomKey, AbortRoom] = {}  # once they were offered
 
     def add(self, request: Request) -> PrefillRequest:
         req = self.scheduler.add(request, self.sim.now_s)
@@ -128,8 +130,8 @@ class Prefill(PrefillEngine):
                 self.kept[key].append(msgspec.structs.replace(command, clip=True))  # type: ignore[type-var]
                 if command.last:
                     self._offer_now(key)
-            elif key in self.kept:  # the engine's abort, before a decode worker has come
-                self._withdraw(key, "aborted")
+            elif isinstance(command, AbortRoom) and key in self.kept:
+                self._unwanted(command)
             else:
                 self.desk.rank.inbox.append(command)
 
@@ -137,15 +139,24 @@ class Prefill(PrefillEngine):
         req = self.offers[key]
         numbers = RoomKey(*key.numbers)
         self.open[key] = None
+        self.offered.add(key)
         what = req.num_tokens, req.request.digest, NEVER_S
         self.desk.rank.inbox.append(OfferRoom(numbers, *what))
         self.sim.offered.add(req.rid)
 
     def _withdraw(self, key: RoomKey, why: str) -> None:
-        self.kept.pop(key)
+        """No-op where decode has opened it meanwhile: then that is heard, and it is sent."""
         if self.open.pop(key, self) is None:
             self.desk.rank.inbox.append(WithdrawRoom(RoomKey(*key.numbers), why))
-        else:  # it is still computed
+
+    def _unwanted(self, abort: AbortRoom) -> None:
+        """The engine aborts what it offers, or computes in order to."""
+        key = abort.key
+        if key in self.offered:
+            self.aborted[key] = abort
+            self._withdraw(key, abort.reason)
+        else:
+            del self.kept[key]
             self.scheduler.source_free(key, self.sim.now_s)
 
     def hear(self) -> bool:
@@ -160,8 +171,10 @@ class Prefill(PrefillEngine):
             self.open.pop(key, None)
             events[0] = msgspec.structs.replace(event, key=key)
         elif isinstance(event, Bootstrapped) and key in self.kept:
-            del self.open[key]
+            self.open.pop(key, None)
             self.desk.rank.inbox.extend(self.kept.pop(key))
+            if key in self.aborted:
+                self.desk.rank.inbox.append(self.aborted.pop(key))
         self.desk.hear()
         return True
 
@@ -169,18 +182,24 @@ class Prefill(PrefillEngine):
         if self.hear():
             return
         super().schedule()
-        # A prompt lacks pages that nothing brings back but the end of an offer: the oldest ends.
+        if self.owes:
+            self._withdraw(next(iter(self.open)), "its pages were needed")
+
+    @property
+    def owes(self) -> bool:
+        """A prompt lacks pages that nothing brings back but the end of an offer: the oldest is to
+        end."""
         comes_back = any(
             req.state is PrefillState.SENDING and req.room_key not in self.open
             for req in self.scheduler.requests.values()
         )
-        lacks = len(self.scheduler.bootstrapped) and not self.computing and not comes_back
-        if self.yields and lacks and self.open:
-            self._withdraw(next(iter(self.open)), "its pages were needed")
+        waits = len(self.scheduler.bootstrapped) and not self.computing and not comes_back
+        return bool(self.yields and waits and self.open)
 
     @property
     def busy(self) -> bool:
-        return bool(self.desk.rank.events or self.computing or self.scheduler.has_news)
+        news = self.desk.rank.events or self.scheduler.has_news
+        return bool(news or self.computing or self.owes)
 
 
 class Decode(DecodeEngine):
@@ -413,9 +432,6 @@ class World(PairSim):
             self._log(f"at {self.now_s:.1f}")
             for rank in self.ranks:
                 rank.work()
-            self._after()
-            self.decode.schedule()
-            self.prefill.schedule()
             self._after()
             self.settle(arrivals=True)
 
