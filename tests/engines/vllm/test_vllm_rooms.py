@@ -80,10 +80,10 @@ class Row:
     status: int = 200
     blocks: int | None = BLOCKS
     tokens: int = TOKENS
-    apis: tuple[str, ...] = ("completions", "chat")
+    apis: tuple[str, ...] = ("completions",)
 
 
-COMPLETIONS, CHAT = ("completions",), ("chat",)
+CHAT, BOTH = ("chat",), ("completions", "chat")
 
 
 def check_body(rooms: Rooms, api: str, body: Json, row: Row) -> None:
@@ -109,54 +109,58 @@ def rows_of(rows: list[Row]) -> Any:
 
 # --- answers --------------------------------------------------------------------------------------
 
-NEARLY_ALL: Json = {"tokens": DECODE_LEN - 20, "blocks": 16, "apis": COMPLETIONS}
+NEARLY_ALL: Json = {"tokens": DECODE_LEN - 20, "blocks": 16}
 SAMPLES = {"temperature": 1.0, "top_k": 1}
 ANSWERED = [
-    Row("plain"),
-    Row("a stream", {"stream": True}),
-    Row("a stream with usage", {"stream": True, "stream_options": {"include_usage": True}}),
+    Row("plain", apis=BOTH),
+    Row("a stream", {"stream": True}, apis=BOTH),
+    Row("a stream with usage", {"stream": True, "stream_options": {"include_usage": True}},
+        apis=BOTH),
     Row("no more than a block", tokens=BLOCK, blocks=1),
-    Row("log-probabilities", {"logprobs": 3}, apis=COMPLETIONS),
+    Row("log-probabilities", {"logprobs": 3}),
     Row("log-probabilities", {"logprobs": True, "top_logprobs": 3}, apis=CHAT),
-    Row("log-probabilities, a stream", {"logprobs": 2, "stream": True}, apis=COMPLETIONS),
-    Row("of chosen tokens", {"logprobs": 1, "logprob_token_ids": [5, 6]}, apis=COMPLETIONS),
+    Row("log-probabilities, a stream", {"logprobs": 2, "stream": True}),
+    Row("of chosen tokens", {"logprobs": 1, "logprob_token_ids": [5, 6]}),
     Row("of chosen tokens", {"logprobs": True, "logprob_token_ids": [5, 6]}, apis=CHAT),
-    Row("echo", {"echo": True}, apis=COMPLETIONS),
-    Row("echo and nothing else", {"echo": True, "max_tokens": 0}, apis=COMPLETIONS),
+    Row("echo", {"echo": True}),
+    Row("echo and nothing else", {"echo": True, "max_tokens": 0}),
     Row("the least and the most", {"min_tokens": 4, "max_tokens": 4}),
     Row("the most of a chat", {"max_completion_tokens": 3, "max_tokens": None}, apis=CHAT),
-    Row("no most", {"max_tokens": None}, apis=COMPLETIONS),
+    Row("no most", {"max_tokens": None}),
     Row("best_of, which vLLM does not know", {"best_of": 3}),
     # On CPUs vLLM dies of a seed where it computes a prompt in several steps.
     Row("a seed", {"seed": 5, "temperature": 1.0}, tokens=40, blocks=2),
-    Row("a salt", {"cache_salt": "of a client"}),
-    Row("a grammar", {"structured_outputs": {"choice": ["w5", "w6"]}, "ignore_eos": False}),
+    Row("a salt", {"cache_salt": "of a client"}, apis=BOTH),
+    Row("a grammar", {"structured_outputs": {"choice": ["w5", "w6"]}, "ignore_eos": False},
+        apis=BOTH),
     Row("an id of its own", {"request_id": "mine", "n": 2, **SAMPLES}),
-    Row("cut in front", {"truncate_prompt_tokens": 40}, blocks=2),
+    Row("cut in front", {"truncate_prompt_tokens": 40}, blocks=2, apis=BOTH),
     Row("words that must not come", {"bad_words": ["w7"], "stop": ["w8"], "stop_token_ids": [9]}),
-    *(Row(f"n of {n}", {"n": n, **SAMPLES}) for n in (1, 2, 3, 4)),
-    Row("n of 3, a stream", {"n": 3, "stream": True, **SAMPLES}),
-    Row("n of 2 and log-probabilities", {"n": 2, "logprobs": 2, **SAMPLES}, apis=COMPLETIONS),
+    *(Row(f"n of {n}", {"n": n, **SAMPLES}, apis=BOTH) for n in (1, 2, 3, 4)),
+    Row("n of 3, a stream", {"n": 3, "stream": True, **SAMPLES}, apis=BOTH),
+    Row("n of 2 and log-probabilities", {"n": 2, "logprobs": 2, **SAMPLES}),
     Row("a priority", {"priority": 5}),
     Row("more tokens than decode has", {"max_tokens": DECODE_LEN}, **NEARLY_ALL),
     Row("more tokens than decode has, n of 2", {"n": 2, "max_tokens": DECODE_LEN, **SAMPLES},
         **NEARLY_ALL),
     Row("a stream beyond decode", {"max_tokens": 40, "stream": True}, **NEARLY_ALL),
-    Row("a name that prefill does not know", {"model": NAMES["decode"]}, blocks=0),
+    Row("a name that prefill does not know", {"model": NAMES["decode"]}, blocks=0, apis=BOTH),
     # vLLM computes these on decode, whatever it is told.
-    *(Row(f"beams: {n}", {"n": n, "use_beam_search": True}, blocks=0) for n in (1, 2, 3, 4)),
+    *(
+        Row(f"beams: {n}", {"n": n, "use_beam_search": True}, blocks=0, apis=BOTH)
+        for n in (1, 2, 3, 4)
+    ),
     Row("beams as a stream", {"n": 2, "use_beam_search": True, "stream": True}, blocks=0,
         apis=CHAT),
-    Row("beams, said in a word", {"n": 2, "use_beam_search": "yes"}, blocks=0),
+    Row("beams, said in a word", {"n": 2, "use_beam_search": "yes"}, blocks=0, apis=BOTH),
     Row("beams, said with a number", {"n": 2, "use_beam_search": 1}, blocks=0),
     *(
         Row(f"log-probabilities of the prompt: {n}", {"prompt_logprobs": n}, blocks=0)
         for n in (0, 1)
     ),
-    Row("of the prompt and of n", {"prompt_logprobs": 1, "n": 2, **SAMPLES}, blocks=0),
-    Row("of an echo", {"echo": True, "logprobs": 2}, blocks=0, apis=COMPLETIONS),
-    Row("of an echo alone", {"echo": True, "logprobs": 2, "max_tokens": 0}, blocks=0,
-        apis=COMPLETIONS),
+    Row("of the prompt and of n", {"prompt_logprobs": 1, "n": 2, **SAMPLES}, blocks=0, apis=BOTH),
+    Row("of an echo", {"echo": True, "logprobs": 2}, blocks=0),
+    Row("of an echo alone", {"echo": True, "logprobs": 2, "max_tokens": 0}, blocks=0),
     Row("of an echo", {"echo": True, "logprobs": True, "top_logprobs": 2}, blocks=0, apis=CHAT),
     Row("echo", {"echo": True}, blocks=0, apis=CHAT),
 ]  # fmt: skip
@@ -176,53 +180,56 @@ def refused(name: str, more: Json | None = None, status: int = 400, **rest: Any)
 
 
 REFUSED = [
-    refused("options of a stream without one", {"stream_options": {"include_usage": True}}),
-    refused("more than the most at least", {"min_tokens": 50}),
-    refused("too many log-probabilities", {"logprobs": 1000}, apis=COMPLETIONS),
+    refused("options of a stream without one", {"stream_options": {"include_usage": True}},
+        apis=BOTH),
+    refused("more than the most at least", {"min_tokens": 50}, apis=BOTH),
+    refused("too many log-probabilities", {"logprobs": 1000}),
     refused("too many log-probabilities", {"logprobs": True, "top_logprobs": 1000}, apis=CHAT),
-    refused("fewer than none", {"logprobs": -5}, apis=COMPLETIONS),
+    refused("fewer than none", {"logprobs": -5}),
     refused("fewer than none", {"logprobs": True, "top_logprobs": -5}, apis=CHAT),
-    refused("log-probabilities in words", {"logprobs": "many"}, apis=COMPLETIONS),
+    refused("log-probabilities in words", {"logprobs": "many"}),
     refused("top_logprobs without logprobs", {"top_logprobs": 2}, apis=CHAT),
-    refused("chosen tokens alone", {"logprob_token_ids": [5]}),
-    refused("prompt_logprobs of a stream", {"prompt_logprobs": 1, "stream": True}),
+    refused("chosen tokens alone", {"logprob_token_ids": [5]}, apis=BOTH),
+    refused("prompt_logprobs of a stream", {"prompt_logprobs": 1, "stream": True}, apis=BOTH),
     refused("prompt_logprobs below none", {"prompt_logprobs": -7}),
-    refused("beams as a stream", {"use_beam_search": True, "stream": True}, apis=COMPLETIONS),
+    refused("beams as a stream", {"use_beam_search": True, "stream": True}),
     refused("a chat beyond decode", {"max_tokens": 40}, tokens=DECODE_LEN - 10, apis=CHAT),
     refused("beams of none", {"use_beam_search": True, "n": 0}),
-    refused("beams and an echo", {"use_beam_search": True, "echo": True, "logprobs": 1},
-        apis=COMPLETIONS),
+    refused("beams and an echo", {"use_beam_search": True, "echo": True, "logprobs": 1}),
     refused("no token", {"max_tokens": 0}),
     refused("fewer than no token", {"max_tokens": -1}),
-    refused("a prompt that is longer than decode's", tokens=DECODE_LEN + 88),
-    refused("n of 0", {"n": 0}),
+    refused("a prompt that is longer than decode's", tokens=DECODE_LEN + 88, apis=BOTH),
+    refused("n of 0", {"n": 0}, apis=BOTH),
     refused("n of -1", {"n": -1}),
-    refused("n of 2, greedily", {"n": 2}, blocks=BLOCKS),
+    refused("n of 2, greedily", {"n": 2}, blocks=BLOCKS, apis=BOTH),
     refused("n of a hundred thousand", {"n": 100_000, **SAMPLES}, blocks=None),
-    refused("n of 2 of a prompt that is too long", {"n": 2, **SAMPLES}, tokens=DECODE_LEN + 88),
+    refused("n of 2 of a prompt that is too long", {"n": 2, **SAMPLES}, tokens=DECODE_LEN + 88,
+        apis=BOTH),
     refused("a temperature below none", {"temperature": -1.0}),
     refused("a share above all", {"top_p": 2.0}),
-    refused("a suffix", {"suffix": "w5"}, apis=COMPLETIONS),
-    refused("nothing in it", {"prompt": ""}, apis=COMPLETIONS),
-    refused("no prompt", {"prompt": []}, apis=COMPLETIONS),
-    refused("no token in a prompt", {"prompt": [[]]}, apis=COMPLETIONS),
-    refused("null for a prompt", {"prompt": None}, apis=COMPLETIONS),
-    refused("a token that is not one", {"prompt": [5, 99_999]}, apis=COMPLETIONS),
-    refused("a token below none", {"prompt": [5, -1]}, apis=COMPLETIONS),
-    refused("words and tokens", {"prompt": ["w5", [6]]}, apis=COMPLETIONS, blocks=None),
+    refused("a suffix", {"suffix": "w5"}),
+    refused("nothing in it", {"prompt": ""}),
+    refused("no prompt", {"prompt": []}),
+    refused("no token in a prompt", {"prompt": [[]]}),
+    refused("null for a prompt", {"prompt": None}),
+    refused("a token that is not one", {"prompt": [5, 99_999]}),
+    refused("a token below none", {"prompt": [5, -1]}),
+    refused("words and tokens", {"prompt": ["w5", [6]]}, blocks=None),
     refused("no message", {"messages": []}, apis=CHAT),
     refused("a message that is none", {"messages": ["w5"]}, apis=CHAT),
     refused("null for messages", {"messages": None}, apis=CHAT),
     refused("no tool", {"tools": []}, apis=CHAT),
     refused("a choice without tools", {"tool_choice": "required"}, apis=CHAT),
     refused("two grammars", {"structured_outputs": {"regex": "w5", "choice": ["w5"]}}),
-    refused("a grammar that is none", {"structured_outputs": {"regex": "(("}}),
+    refused("a grammar that is none", {"structured_outputs": {"regex": "(("}}, apis=BOTH),
     refused("a schema without one", {"response_format": {"type": "json_schema"}}),
     refused("an empty salt", {"cache_salt": ""}),
     refused("parameters by another way", {"vllm_xargs": {"kv_transfer_params": {"room": 5}}}),
     refused("a name that nobody knows", {"model": "nobody"}, status=404),
-    refused("a name that decode does not know", {"model": NAMES["prefill"]}, status=404),
-    refused("such a name, n of 2", {"model": NAMES["prefill"], "n": 2, **SAMPLES}, status=404),
+    refused("a name that decode does not know", {"model": NAMES["prefill"]}, status=404,
+        apis=BOTH),
+    refused("such a name, n of 2", {"model": NAMES["prefill"], "n": 2, **SAMPLES}, status=404,
+        apis=BOTH),
 ]  # fmt: skip
 
 
@@ -369,24 +376,21 @@ def test_decodes_stream_is_cut(rooms: Rooms, api: str, more: Json) -> None:
     check_after(rooms)
 
 
-@APIS
 @pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 2, **SAMPLES}])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_connection_is_cut_before_the_first_answer(
-    rooms: Rooms, side: str, api: str, more: Json
-) -> None:
+def test_a_connection_is_cut_before_the_first_answer(rooms: Rooms, side: str, more: Json) -> None:
     """It is asked for in another room, and the former one ends."""
     gate = rooms.before[side]
     gate.answers.clear()
     if side == "prefill":
         rooms.before["decode"].answers.clear()
     before = rooms.prefill.counter("sends_over")
-    client = rooms.ask(PATHS[api], body_of(api, **more))
+    client = rooms.ask(PATHS["chat"], body_of("chat", **more))
     until(lambda: rooms.prefill.counter("sends_over") > before, pause_s=0.02)
     gate.cut()
     for one in rooms.before.values():
         one.open()
-    check_answer(rooms, api, client)
+    check_answer(rooms, "chat", client)
 
 
 def test_many_leave_at_once(rooms: Rooms) -> None:
