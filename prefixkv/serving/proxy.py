@@ -74,9 +74,15 @@ _GRACE_S: Final = 1.0
 _SAY_EACH_S: Final = 5.0  # the same of one server
 _TO_DECODE: Final = ("/version", "/tokenize", "/detokenize")
 _NOT_FOR_PREFILL: Final = (
-    "stream_options", "min_tokens", "logprobs", "top_logprobs", "echo", "best_of",
-    "use_beam_search",
+    "stream_options", "stream_interval", "min_tokens", "best_of", "use_beam_search",
+    "logprobs", "top_logprobs", "logprob_token_ids", "echo", "seed", "temperature", "top_p",
+    "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "length_penalty", "logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "structured_outputs", "repetition_detection",
+    "thinking_token_budget", "return_token_ids",
 )  # fmt: skip
+"""How tokens are drawn, and what is said of them: prefill draws one, which nobody reads. What is
+wrong there is decode's to say."""
 
 
 class _AloneError(Exception):
@@ -286,13 +292,11 @@ class Proxy:
             prompts = _prompts(body[what]) if what == "prompt" else [body[what]]
             if len(prompts) > _BATCH:
                 raise refused(what, f"has {len(prompts)} prompts, {_BATCH} at most are taken")
-            alone = _is_decodes_alone(body)
+            alone = _is_decodes_alone(body, path)
             many = not alone and (len(prompts) > 1 or (body.get("n") or 1) > 1)
             cached: int | None = None
             if many:  # a room is one prompt's: each is brought by a request of its own
-                one = {**body, "n": 1, "stream": False, **_one_token(path)}
-                for name in _NOT_FOR_PREFILL:
-                    one.pop(name, None)
+                one = _for_prefill(body, path)
                 async with asyncio.TaskGroup() as group:  # where one fails the others end
                     bringing = [
                         group.create_task(self._bring(path, {**one, what: prompt}, what))
@@ -451,11 +455,9 @@ class _Run:
             room = secrets.randbits(63)
             body[_PARAMS] = {"do_remote_prefill": True, "room": room, "prefill": prefill.at}
             send = {
-                **self._body, "stream": False, "n": 1, **_one_token(self._path),
+                **_for_prefill(self._body, self._path),
                 _PARAMS: {"do_remote_decode": True, "room": room, "decode": decode.at},
             }  # fmt: skip
-            for name in _NOT_FOR_PREFILL:
-                send.pop(name, None)
         sent = asyncio.Event()
         url = decode.url + self._path
         loading = asyncio.create_task(proxy.ask(url, body, self._whole, sent))
@@ -564,10 +566,17 @@ def _is_unreached(error: httpx.HTTPError) -> bool:
     return isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
 
 
-def _one_token(path: str) -> dict[str, Any]:
-    if path.endswith("/chat/completions"):
-        return {"max_completion_tokens": 1, "max_tokens": 1}
-    return {"max_tokens": 1}
+def _for_prefill(body: dict[str, Any], path: str) -> dict[str, Any]:
+    """A request for the same prompt and one token."""
+    one = {"n": 1, "stream": False, "temperature": 0, "max_tokens": 1}
+    if _is_chat(path):
+        one["max_completion_tokens"] = 1
+    kept = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
+    return {**kept, **one}
+
+
+def _is_chat(path: str) -> bool:
+    return path.endswith("/chat/completions")
 
 
 def _prompts(prompt: Any) -> list[Any]:
@@ -584,13 +593,15 @@ def _data(prompt: Any, what: str) -> bytes:
     return prompt.encode() if isinstance(prompt, str) else msgspec.json.encode(prompt)[:-1]
 
 
-def _is_decodes_alone(body: dict[str, Any]) -> bool:
+def _is_decodes_alone(body: dict[str, Any], path: str) -> bool:
     """Whether vLLM computes this prompt on decode, whatever its cache has: beams are requests of
-    its own without our parameters, and log-probabilities of a prompt need all of it computed."""
+    its own without our parameters, and log-probabilities of a prompt need all of it computed. Of a
+    chat that is echoed they are computed unless `top_logprobs` is null."""
+    number = body.get("top_logprobs", 0) if _is_chat(path) else body.get("logprobs")
     return bool(
         body.get("use_beam_search")
         or body.get("prompt_logprobs") is not None
-        or (body.get("echo") and body.get("logprobs") is not None)
+        or (body.get("echo") and number is not None)
         or body.get("prompt_embeds") is not None
     )
 

@@ -107,7 +107,7 @@ class Request:
         self.prompt_token_ids: list[int] | None = list(tokens)
         self.num_prompt_tokens = len(tokens)
         self.prompt_embeds = None
-        self.resumable = self.abort_immediately = False
+        self.resumable = self.abort_immediately = self.skip_reading_prefix_cache = False
         self.kv_transfer_params = params
         self.lora_request: Any = None
         self.cache_salt: str | None = None
@@ -218,6 +218,8 @@ class Engine:
     def _admit(self, request: Request, scheduled: dict[str, tuple[int, int]]) -> None:
         cached = self._cached(request)
         matched, _ = self.scheduler.matched(request, len(cached) * BLOCK)
+        if request.skip_reading_prefix_cache:  # vLLM's word, whatever the connector's is
+            matched = 0
         if matched is None:
             return
         self.pool.touch(cached)
@@ -239,6 +241,8 @@ class Engine:
 
     def _cached(self, request: Request) -> list[Block]:
         found = []
+        if request.skip_reading_prefix_cache:
+            return []
         for block_hash in request.block_hashes[: (request.num_prompt_tokens - 1) // BLOCK]:
             if block_hash not in self.pool.cached or not self.caching:
                 break

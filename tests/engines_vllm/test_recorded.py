@@ -42,7 +42,10 @@ class Pool:
 
 
 def request_of(call: dict[str, Any]) -> Any:
-    more = {"prompt_embeds": None, "resumable": False, "lora_request": None, "mm_features": []}
+    more = {
+        "prompt_embeds": None, "resumable": False, "skip_reading_prefix_cache": False,
+        "lora_request": None, "mm_features": [],
+    }  # fmt: skip
     more["all_token_ids"] = call["prompt_token_ids"]
     return SimpleNamespace(**{key: call[key] for key in call if key != "call"}, **more)
 

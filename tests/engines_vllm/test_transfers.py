@@ -728,3 +728,23 @@ def test_prompts_beyond_what_such_a_server_computes_for_others_are_declined() ->
     finally:
         both.close()
         decode.close()
+
+
+def test_a_prompt_that_vllm_computes_whole_has_no_room(servers: Servers) -> None:
+    """For its log-probabilities. vLLM starts it whatever a connector says: prefill declines it and
+    holds nothing of it, and decode lets go of its room before it has admitted it."""
+    whole = {"skip_reading_prefix_cache": True}
+    _, send = servers.requests("1", PROMPT, **whole)
+    servers.prefill.add(send)
+    servers.prefill.step()
+    assert servers.prefill.scheduler.sends.sends == {}
+    assert servers.prefill.scheduler.holds.num_blocks == 0
+    assert "log-probabilities" in error_of(send)
+    load, send = servers.requests("2", PROMPT)
+    load.skip_reading_prefix_cache = True
+    servers.prefill.add(send)
+    servers.decode.scheduler.on_new_request(load)
+    until(lambda: [servers.decode.step(), servers.prefill.step(), send.answer][2])
+    assert "decode computes it itself" in error_of(send)
+    assert send.computed == 0
+    servers.settle()

@@ -155,7 +155,18 @@ def test_both_servers_are_asked_with_one_room() -> None:
     async def scene(stage: Stage) -> None:
         (prefill,), (decode,) = stage.prefill, stage.decode
         asked = asyncio.create_task(
-            stage.complete(max_tokens=9, temperature=0, min_tokens=5, logprobs=1)
+            stage.complete(
+                max_tokens=9,
+                temperature=0.5,
+                min_tokens=5,
+                logprobs=1,
+                logprob_token_ids=[7],
+                seed=3,
+                stop=["a"],
+                structured_outputs={"regex": "a"},
+                cache_salt="salt",
+                user="me",
+            )
         )
         await until(lambda: prefill.asked and decode.asked)  # neither has answered
         send, load = prefill.asked[0], decode.asked[0]
@@ -168,8 +179,12 @@ def test_both_servers_are_asked_with_one_room() -> None:
         }  # fmt: skip
         assert (load["max_tokens"], send["max_tokens"], send["stream"]) == (9, 1, False)
         assert load["min_tokens"] == 5
-        assert not {"min_tokens", "logprobs"} & send.keys()
-        assert send["temperature"] == 0
+        # What only says how tokens are drawn and shown is none of prefill's business.
+        assert send.keys() == {
+            "prompt", "max_tokens", "n", "stream", "temperature", "cache_salt", "user",
+            "kv_transfer_params",
+        }  # fmt: skip
+        assert (send["temperature"], load["temperature"]) == (0, 0.5)
         asked.cancel()
 
     run(scene, [never], [never])
@@ -437,6 +452,28 @@ def test_what_decode_computes_by_itself_has_no_room(more: dict[str, Any]) -> Non
         (asked,) = stage.decode[0].asked
         assert "kv_transfer_params" not in asked
         assert more.items() <= asked.items()
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("more", "has_room"),
+    [
+        ({"echo": True}, False), ({"echo": True, "top_logprobs": 2, "logprobs": True}, False),
+        ({"echo": True, "top_logprobs": None}, True), ({"top_logprobs": 2, "logprobs": True}, True),
+    ],
+)  # fmt: skip
+def test_an_echo_of_a_chat_has_log_probabilities(more: dict[str, Any], has_room: bool) -> None:
+    """vLLM computes those of the prompt, unless their number is null. An echo of a completion has
+    them where `logprobs` is given."""
+
+    async def scene(stage: Stage) -> None:
+        body = {"messages": [{"role": "user", "content": "hi"}], **more}
+        await stage.client.post("/v1/chat/completions", json=body)
+        assert has_room or stage.prefill[0].asked == []
+        assert ("kv_transfer_params" in stage.decode[0].asked[0]) == has_room
+        await stage.complete(echo=True)
+        assert "kv_transfer_params" in stage.decode[0].asked[1]
 
     run(scene)
 

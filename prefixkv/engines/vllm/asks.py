@@ -99,6 +99,12 @@ def _nonce(nonce: Any) -> str:
     return nonce
 
 
+def computes_all(request: Any) -> bool:
+    """Whether vLLM computes the whole prompt whatever its cache has, and whatever a connector says
+    of it, "not yet" included: for log-probabilities of the prompt."""
+    return bool(request.skip_reading_prefix_cache)
+
+
 def digest_of(request: Any, nonce: str = "") -> bytes:
     """What both servers have to agree on: the prompt's tokens, and all else that vLLM keys its own
     blocks by: LoRA adapter, cache salt, and the content and place of images. With a `nonce` the

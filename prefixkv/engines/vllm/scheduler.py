@@ -27,6 +27,7 @@ from prefixkv.engines.vllm.asks import (
     LoadAsk,
     OfferAsk,
     ask_of,
+    computes_all,
     digest_of,
     namespace_of,
 )
@@ -184,6 +185,9 @@ class SchedulerSide:
             return
         if known is not None:
             raise RequestError(f"room {ask.room} is in use by another request")
+        if computes_all(request):
+            self._order_refusal(ask, "decode computes it itself")
+            return
         self._rooms[ask.room] = digest
         self._wanted[rid] = ask, digest
 

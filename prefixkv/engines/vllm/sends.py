@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from prefixkv.engines.vllm.asks import OfferAsk, SendAsk, digest_of
+from prefixkv.engines.vllm.asks import OfferAsk, SendAsk, computes_all, digest_of
 from prefixkv.engines.vllm.holds import Holds
 from prefixkv.engines.vllm.orders import Add, Chunk, Decline, Offer, Orders
 from prefixkv.engines.vllm.stats import Counters
@@ -122,6 +122,8 @@ class Sends:
             digest = digest_of(request)
             if known is None:
                 self._check_size(num_tokens)
+                if computes_all(request):  # it would be computed before decode's promise
+                    raise RequestError("a prompt with log-probabilities of its own is not sent")
         except CallerError as error:
             if known is None:
                 orders.declines.append(Decline(ask.room, ask.decode, str(error)))
