@@ -102,9 +102,7 @@ class Untyped(LeastRecentlyUsed):
 def test_an_object_of_a_policy_serves_a_group(policy: Any) -> None:
     """Each rank has one of its own with the same settings, on either side."""
     configs = PrefillConfig(policy=copy(policy)), DecodeConfig(policy=copy(policy))
-    pair = MeshPair(
-        Mesh(2, 2, 4), Mesh(2, 2, 4), prefill_config=configs[0], decode_config=configs[1]
-    )
+    pair = MeshPair(MESH, MESH, prefill_config=configs[0], decode_config=configs[1])
     with pair.prefill, pair.decode:
         for turn in range(2):
             pair.submit(f"r{turn}", tokens_of(1, 30), room=turn)
