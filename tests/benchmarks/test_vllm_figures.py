@@ -174,13 +174,48 @@ def steps_table(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def order_table(found: dict[str, Any]) -> list[str]:
+    """`before` is the connector that computed first; `times` is of runs side by side, and `A
+    against A` how far runs of one of the two are apart."""
+
+    def row(what: str, path: Path3, unit: float, digits: int) -> str:
+        part, name, key = path
+        by = {
+            system: [run[name][key] for run in runs_of(found, part, system)]
+            for system in ("before", "ours", "drawn", "pull", "push")
+        }
+        before, ours = by["before"], by["ours"]
+        times = statistics.median(a / b for a, b in zip(ours, before, strict=True))
+        apart = [max(of) / min(of) for of in (before, ours)]
+        cells = [fixed(statistics.median(of) * unit, digits) if of else "" for of in by.values()]
+        return line(what, *cells[:2], share(times, 2), share(max(apart), 2), *cells[2:])
+
+    turns, burst, crowd = ("turns", "turns"), ("turns", "burst"), ("crowd", "crowd")
+    return [
+        *head("", "before", "ours", "times", "A against A", "drawn", "pull", "push"),
+        row("turns: TTFT P50, ms", (*turns, "ttft_s"), 1e3, 0),
+        row("the same, first turns", (*turns, "ttft_first_s"), 1e3, 0),
+        row("the same, less prefill's answer, all turns", (*turns, "after_prefill_s"), 1e3, 1),
+        row("turns: MiB sent", (*turns, "bytes"), 1 / MIB, 0),
+        row("burst: TTFT P50, ms", (*burst, "ttft_s"), 1e3, 0),
+        row("burst: all answered, s", (*burst, "all_s"), 1, 2),
+        row("burst: MiB sent", (*burst, "bytes"), 1 / MIB, 0),
+        row("crowd: TTFT P50, s", (*crowd, "ttft_s"), 1, 2),
+        row("crowd: all answered, s", (*crowd, "all_s"), 1, 2),
+        row("8,192 tokens: TTFT, s", ("long", "long", "ttft_s"), 1, 2),
+    ]
+
+
 TABLES = {
     "vllm-ttft": ttft_table,
     "vllm-sets": sets_table,
     "vllm-kills": kills_table,
     "vllm-chaos": chaos_table,
     "vllm-steps": steps_table,
+    "vllm-order": order_table,
 }
+FILES = {"vllm-order": "vllm_order"}
+"""Of tables that are not of `vllm.json`."""
 
 AT = {"turns": ("turns", "burst"), "long": ("long",)}
 MADE_UP: dict[str, Any] = {
@@ -239,10 +274,26 @@ def test_what_misses_its_goal_says_so() -> None:
     )
 
 
+def test_the_order_is_compared_with_what_it_was() -> None:
+    figures = {
+        "ttft_s": 1.0, "ttft_first_s": 1.0, "after_prefill_s": 0.02, "bytes": MIB, "all_s": 3.0,
+    }  # fmt: skip
+    runs = {
+        f"{part} {system} {i}": {
+            name: {key: value * times + i * 0.1 * value for key, value in figures.items()}
+            for name in (part, *(["burst"] if part == "turns" else []))
+        }
+        for part in ("turns", "crowd", "long")
+        for system, times in (("before", 1.0), ("ours", 0.9)) for i in range(2)
+    }  # fmt: skip
+    table = "\n".join(order_table({"runs": runs}))
+    assert "| turns: TTFT P50, ms | 1,050 | 950 | .90 | 1.11 | | | |" in table
+
+
 @pytest.mark.skipif(not FILE.exists(), reason="no quiet machine has run it")
 @pytest.mark.parametrize("name", TABLES)
 def test_the_tables_are_the_result_file(name: str) -> None:
-    table = "\n".join(TABLES[name](result("vllm")))
+    table = "\n".join(TABLES[name](result(FILES.get(name, "vllm"))))
     assert f"<!-- {name} -->\n{table}\n\n" in DOCUMENT.read_text(encoding="utf-8")
 
 
@@ -250,7 +301,7 @@ def write() -> None:
     """The tables anew."""
     text = DOCUMENT.read_text(encoding="utf-8")
     for name, make in TABLES.items():
-        table = "\n".join(make(result("vllm"))) + "\n"
+        table = "\n".join(make(result(FILES.get(name, "vllm")))) + "\n"
         mark = f"<!-- {name} -->\n"
         text, num = re.subn(rf"({mark})(?:\|.*\n)*", lambda one: one[1] + table, text)  # noqa: B023
         assert num == 1, f"{DOCUMENT} has no table {name}"

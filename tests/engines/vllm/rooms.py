@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import math
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,12 +76,32 @@ class Gate:
         self.port = int(self._listening.getsockname()[1])
         self.requests, self.answers = threading.Event(), threading.Event()
         self._sockets: list[socket.socket] = []
+        self._left_bytes = math.inf
         self.open()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def open(self) -> None:
+        self._left_bytes = math.inf
         self.requests.set()
         self.answers.set()
+
+    def hold_after(self, num_bytes: int) -> None:
+        """Pass so much of the answers, and hold the rest."""
+        self._left_bytes = num_bytes
+
+    def _pass_answer(self, data: bytes, sink: socket.socket) -> None:
+        if len(data) > self._left_bytes:
+            first = int(self._left_bytes)
+            self.answers.clear()
+            sink.sendall(data[:first])
+            data = data[first:]
+        self._left_bytes -= len(data)
+        self.answers.wait(PATIENCE_S)
+        sink.sendall(data)
+
+    def _pass_request(self, data: bytes, sink: socket.socket) -> None:
+        self.requests.wait(PATIENCE_S)
+        sink.sendall(data)
 
     def cut(self) -> None:
         """End every connection that there is."""
@@ -102,17 +124,19 @@ class Gate:
     def _lead(self, near: socket.socket) -> None:
         with near, socket.create_connection(("127.0.0.1", self._to)) as far:
             self._sockets += (near, far)
-            back = threading.Thread(target=_pump, args=(far, near, self.answers), daemon=True)
+            back = threading.Thread(target=_pump, args=(far, near, self._pass_answer), daemon=True)
             back.start()
-            _pump(near, far, self.requests)
+            _pump(near, far, self._pass_request)
             back.join()
 
 
-def _pump(source: socket.socket, sink: socket.socket, passes: threading.Event) -> None:
+Pass = Callable[[bytes, socket.socket], None]
+
+
+def _pump(source: socket.socket, sink: socket.socket, on: Pass) -> None:
     with suppress(OSError):
         while data := source.recv(1 << 16):
-            passes.wait(PATIENCE_S)
-            sink.sendall(data)
+            on(data, sink)
     for one in (source, sink):  # either end has left: so does the other
         with suppress(OSError):
             one.shutdown(socket.SHUT_RDWR)
