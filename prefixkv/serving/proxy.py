@@ -355,12 +355,11 @@ class Proxy:
                 yield piece
 
         try:
-            if cached is None:
-                async for piece in pieces():
-                    yield piece
-            else:
-                async for piece in usage.of_stream(pieces(), cached):
-                    yield piece
+            stream = usage.whole_events(pieces())
+            if cached is not None:
+                stream = usage.of_stream(stream, cached)
+            async for piece in stream:
+                yield piece
         except httpx.HTTPError as error:
             self.metrics.cut.inc()
             lost = ApiError(502, f"decode was lost: {error!r}", "server_error", "worker_lost")

@@ -35,6 +35,18 @@ def of_answer(answer: bytes, cached: int | None) -> bytes:
     return msgspec.json.encode(said)
 
 
+async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The same stream in whole events. Of one that breaks off within an event the rest is left out:
+    what is said behind it would be a part of that event."""
+    rest = b""
+    async for piece in pieces:
+        events, end, rest = (rest + piece).rpartition(b"\n\n")
+        if end:
+            yield events + end
+    if rest:
+        yield rest
+
+
 async def of_stream(pieces: AsyncIterator[bytes], cached: int) -> AsyncGenerator[bytes, None]:
     """The events of a stream, those that have details of usage with `cached` in them."""
     rest = b""
