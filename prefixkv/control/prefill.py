@@ -161,15 +161,14 @@ class PrefillControl:
         """Take one input; returns what to do about it, in order."""
         out = self.last_effects = []
         match what:
-            case AddRoom():
+            case AddRoom() | OfferRoom():
                 try:
-                    self._writes.carry_out(self._add(what, now_s), now_s, out)
+                    if isinstance(what, AddRoom):
+                        wants = self._add(what, now_s)
+                    else:
+                        wants = self._offer(what, now_s)
+                    self._writes.carry_out(wants, now_s, out)
                 except RequestError as error:  # past staging: the room of that number goes on
-                    out += [RoomEnded(what.key, KVPoll.FAILED, error), SourceFree(what.key)]
-            case OfferRoom():
-                try:
-                    self._writes.carry_out(self._offer(what, now_s), now_s, out)
-                except RequestError as error:
                     out += [RoomEnded(what.key, KVPoll.FAILED, error), SourceFree(what.key)]
             case WithdrawRoom():
                 withdrawn = AbortedError(what.reason)
