@@ -210,6 +210,28 @@ def order_table(found: dict[str, Any]) -> list[str]:
     ]
 
 
+PEERS = ("pull", "ours", "drawn")
+
+
+def peers_table(found: dict[str, Any]) -> list[str]:
+    """One run each on the slowest machine; `times` is ours by pull."""
+
+    def row(what: str, name: str, key: str, unit: float, digits: int, ratio: bool = True) -> str:
+        by = [runs_of(found, "turns", system)[0][name][key] for system in PEERS]
+        cells = [fixed(one * unit, digits) for one in by]
+        return line(what, *cells, share(by[1] / by[0], 3) if ratio else "")
+
+    return [
+        *head("", *PEERS, "ours by pull"),
+        row("turns answered in four minutes, of 40", "turns", "requests", 1, 0, False),
+        row("first turns: TTFT P50, s", "turns", "ttft_first_s", 1, 1),
+        row("the same, less prefill's answer, ms", "turns", "after_prefill_first_s", 1e3, 1),
+        row("burst: TTFT P50, s", "burst", "ttft_s", 1, 1),
+        row("burst: all answered, s", "burst", "all_s", 1, 1),
+        row("burst: MiB sent", "burst", "bytes", 1 / MIB, 0),
+    ]
+
+
 TABLES = {
     "vllm-ttft": ttft_table,
     "vllm-sets": sets_table,
@@ -217,8 +239,9 @@ TABLES = {
     "vllm-chaos": chaos_table,
     "vllm-steps": steps_table,
     "vllm-order": order_table,
+    "vllm-peers": peers_table,
 }
-FILES = {"vllm-order": "vllm_order"}
+FILES = {"vllm-order": "vllm_order", "vllm-peers": "vllm_peers"}
 """Of tables that are not of `vllm.json`."""
 
 AT = {"turns": ("turns", "burst"), "long": ("long",)}
@@ -292,6 +315,21 @@ def test_the_order_is_compared_with_what_it_was() -> None:
     }  # fmt: skip
     table = "\n".join(order_table({"runs": runs}))
     assert "| turns: TTFT P50, ms | 1,050 | 950 | .90 | 1.11 |" in table
+
+
+def test_ours_is_compared_with_pull() -> None:
+    figures = {"ttft_first_s": 2.0, "after_prefill_first_s": 0.1, "requests": 7}
+    burst = {"ttft_s": 4.0, "all_s": 5.0, "bytes": 3 * MIB}
+    runs = {
+        f"turns {system} 0": {
+            "turns": {key: value * times for key, value in figures.items()},
+            "burst": {key: value * times for key, value in burst.items()},
+        }
+        for system, times in (("pull", 4), ("ours", 1), ("drawn", 2))
+    }
+    table = "\n".join(peers_table({"runs": runs}))
+    assert "| first turns: TTFT P50, s | 8.0 | 2.0 | 4.0 | .250 |" in table
+    assert "| turns answered in four minutes, of 40 | 28 | 7 | 14 | |" in table
 
 
 @pytest.mark.skipif(not FILE.exists(), reason="no quiet machine has run it")
