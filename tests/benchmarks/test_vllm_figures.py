@@ -332,6 +332,15 @@ def test_ours_is_compared_with_pull() -> None:
     assert "| turns answered in four minutes, of 40 | 28 | 7 | 14 | |" in table
 
 
+def test_the_change_of_order_took_no_hits() -> None:
+    """As docs/benchmarks.md says."""
+    before, after = result("vllm"), result("vllm_peers")
+    for system in ("own", "gated", "adaptive"):
+        (old,), (new,) = runs_of(before, "pool", system), runs_of(after, "pool", system)
+        for name in ("pool agents", "pool chat", "pool few"):
+            assert new[name]["hit_ratio"] == pytest.approx(old[name]["hit_ratio"], abs=0.003)
+
+
 @pytest.mark.skipif(not FILE.exists(), reason="no quiet machine has run it")
 @pytest.mark.parametrize("name", TABLES)
 def test_the_tables_are_the_result_file(name: str) -> None:
