@@ -24,7 +24,7 @@ from tests.models.sim_engines import PairSim
 
 _STORM = {
     "drop": 0.08, "duplicate": 0.3, "reorder": 0.5, "abort": 0.05, "fail_at_post": 0.04,
-    "fail_at_check": 0.06, "lose_notification": 0.2, "restart": 0.005, "junk": 0.05, "flush": 0.01,
+    "fail_at_check": 0.06, "lose_notification": 0.01, "restart": 0.005, "junk": 0.05, "flush": 0.01,
 }  # fmt: skip
 
 

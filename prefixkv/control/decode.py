@@ -266,7 +266,8 @@ class DecodeControl:
     # --- what the transport and the copies say ----------------------------------------------------
 
     def _arrived(self, raw_tag: bytes, now_s: float, out: list[DecodeEffect]) -> None:
-        """A notification. Progress only, so a lost, late or foreign one does no harm."""
+        """A notification. A late, double or foreign one does no harm; a room that lacks one does
+        not succeed."""
         try:
             tag = ChunkTag.unpack(raw_tag)
         except ProtocolError:
@@ -277,8 +278,10 @@ class DecodeControl:
         if room is None or peer is None or peer.incarnation != tag.incarnation:
             self.counters["tags_dropped"] += 1
             return
-        self._rooms.on(room, receiver.ChunkLanded(tag.rank, tag.chunk, tag.part), now_s, out)
-        if tag.lease_id >= 0 and self.staging is not None:
+        if tag.lease_id < 0:
+            landed = receiver.ChunkLanded(*tag[3:7], num_units=tag.num_pages)
+            self._rooms.on(room, landed, now_s, out)
+        elif self.staging is not None:
             self._rooms.staged(self.staging.on_arrival(tag), now_s, out)
 
     def _scattered(self, done: CopyDone, now_s: float, out: list[DecodeEffect]) -> None:
@@ -366,8 +369,9 @@ class DecodeControl:
             out.append(self._links.send(link, ack, now_s))
         else:
             self._to_room(link, outcome, receiver.OutcomeSaid(outcome), now_s, out)
-            if outcome.ok and self.staging is not None:
-                self._rooms.staged(self.staging.on_written(outcome.key, outcome.rank), now_s, out)
+            if isinstance(room.machine, ReceiverMachine) and room.machine.awaits_notifications:
+                # They came with the bytes, before the outcome: let the transport look at once.
+                self._said_expected = -1
 
     def _take_drained(
         self, link: Link, drained: Drained, now_s: float, out: list[DecodeEffect]

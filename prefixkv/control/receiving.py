@@ -19,7 +19,7 @@ from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.receiver_machine import Say
 from prefixkv.protocol.timers import Timers
 from prefixkv.staging.receiver import Action as StagingAction
-from prefixkv.staging.receiver import BreakRoom, Grant, Scatter, StagingReceiver
+from prefixkv.staging.receiver import Arrived, BreakRoom, Grant, Scatter, StagingReceiver
 
 
 class ReceiverRooms:
@@ -140,6 +140,10 @@ class ReceiverRooms:
                     room = self._rooms.get(action.key)
                     if room is not None:
                         self._say(room, action.rank, action.grant, now_s, out)
+                case Arrived():
+                    if (room := self._rooms.get(action.key)) is not None:
+                        landed = receiver.UnitsStaged(action.rank, action.num_units)
+                        self.on(room, landed, now_s, out)
                 case BreakRoom():
                     self.on(self._rooms[action.key], receiver.Fail(action.error), now_s, out)
                 case Scatter() | RoomEnded() | RoomDrained() | RoomOverdue():

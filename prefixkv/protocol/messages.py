@@ -35,7 +35,7 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.ids import PeerId, RoomKey
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 8 << 20
 MAX_METADATA_BYTES = 1 << 20
 MAX_PAGES = MAX_FRAME_BYTES // 4 - 1024
@@ -266,7 +266,11 @@ class FailureCode(enum.IntEnum):
 
 
 class Outcome(RoomBody, frozen=True, tag="outcome"):
-    """How a rank's side of the room ended; `num_pages` were written in `num_chunks` chunks."""
+    """How a rank's side of the room ended: `num_pages` of the room's pages were written.
+
+    `num_chunks` and `num_units` are of what this writer wrote to the rank that is told: how many
+    chunks, and how many unit pages (extra state counts one). Its notifications must say the same.
+    """
 
     rank: Count
     ok: bool
@@ -277,6 +281,7 @@ class Outcome(RoomBody, frozen=True, tag="outcome"):
     drained: bool
     ticket: U64 = 0
     code: FailureCode = FailureCode.OTHER
+    num_units: Count = 0
 
 
 class OutcomeAck(RoomBody, frozen=True, tag="outcome-ack"):
@@ -288,9 +293,7 @@ class LeaseAsk(RoomBody, frozen=True, tag="lease-ask"):
     """A writer wants to stage units `first_unit`.. of a room, counted from the first one behind the
     promised prefix.
 
-    `piece` counts the asks of a room from 0; all writers of a room cut it into the same pieces. The
-    writer's writes of all pieces below `written` are DONE: their notifications may have been lost,
-    and their leases be what this one waits for.
+    `piece` counts the asks of a room from 0; all writers of a room cut it into the same pieces.
     """
 
     rank: Count
@@ -298,7 +301,6 @@ class LeaseAsk(RoomBody, frozen=True, tag="lease-ask"):
     first_unit: Count
     num_units: Count
     ticket: U64 = 0
-    written: Count = 0
 
 
 class LeaseGrant(RoomBody, frozen=True, tag="lease-grant"):

@@ -6,6 +6,11 @@ FAILED, once. Drained is for the pages: they may be used again only when each ra
 them has proved that its writes are over (its SUCCESS, its Drained) or was fenced. Time ends rooms;
 it never drains them. Nor does it end one whose ranks are heard: where a deadline passes, each is
 asked whether it has the room still, by the promise said again.
+
+A rank's word that it has written is not enough for SUCCESS: our own side must have the notification
+of every part of it, and these must add up to the unit pages that the rank says. So a transport that
+takes a write for done, and has posted none of it or a part, is found out. One that writes other
+bytes, or to other pages of ours, is not.
 """
 
 from __future__ import annotations
@@ -37,11 +42,20 @@ class PromiseAcked(msgspec.Struct, frozen=True):
 
 
 class ChunkLanded(msgspec.Struct, frozen=True):
-    """One part of one chunk is in our pages: progress only, success rests on outcomes."""
+    """One part of one chunk is in our pages; the chunk has `num_units` unit pages."""
 
     rank: int
     chunk: int
     part: int
+    num_parts: int = 1
+    num_units: int = 0
+
+
+class UnitsStaged(msgspec.Struct, frozen=True):
+    """All that this rank owes of so many unit pages is in our staging memory."""
+
+    rank: int
+    num_units: int
 
 
 class OutcomeSaid(msgspec.Struct, frozen=True):
@@ -73,7 +87,8 @@ class Tick(msgspec.Struct, frozen=True):
     heard_s: float = -math.inf
 
 
-Event = PeerReady | PromiseAcked | ChunkLanded | OutcomeSaid | DrainedSaid | Fail | FencedOff | Tick
+Landed = ChunkLanded | UnitsStaged
+Event = PeerReady | PromiseAcked | Landed | OutcomeSaid | DrainedSaid | Fail | FencedOff | Tick
 
 # --- actions --------------------------------------------------------------------------------------
 
@@ -86,6 +101,40 @@ class Say(msgspec.Struct, frozen=True):
 
 
 Action = Say | DecodeEvent
+
+
+_LANDED = frozenset({KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED})
+_MAX_OPEN_CHUNKS = 1024  # of one rank; a writer has fewer posts under way
+
+
+class _Landings:
+    """What the notifications of one rank add up to. A peer may repeat them, or make them up: what
+    is kept for it is bounded by the units that it was promised."""
+
+    __slots__ = ("_done", "_max_chunks", "_open", "num_chunks", "num_units")
+
+    def __init__(self, max_chunks: int) -> None:
+        self.num_units = 0  # of whole chunks
+        self.num_chunks = 0
+        self._max_chunks = max_chunks
+        self._done: set[int] = set()
+        self._open: dict[int, tuple[int, int, int]] = {}  # by chunk: parts, units, bits of parts
+
+    def take(self, event: ChunkLanded) -> None:
+        said = event.num_parts, event.num_units
+        parts, units, landed = self._open.get(event.chunk, (*said, 0))
+        is_known = event.chunk in self._open
+        full = len(self._done) >= self._max_chunks or len(self._open) >= _MAX_OPEN_CHUNKS
+        if event.chunk in self._done or (parts, units) != said or (full and not is_known):
+            return
+        landed |= 1 << event.part
+        if landed != (1 << parts) - 1:
+            self._open[event.chunk] = parts, units, landed
+            return
+        self._open.pop(event.chunk, None)
+        self._done.add(event.chunk)
+        self.num_chunks += 1
+        self.num_units += units
 
 
 class ReceiverMachine:
@@ -107,6 +156,7 @@ class ReceiverMachine:
         self._unacked: set[int] = set()  # ranks that may not have the promise yet
         self._undrained: set[int] = set()  # ranks that may write, or be writing
         self._outcomes: dict[int, Outcome] = {}
+        self._landings: dict[int, _Landings] = {}
         self._drained_said = False
         self._overdue_said = False
         self._resend = Backoff(timing.resend_s)
@@ -162,6 +212,9 @@ class ReceiverMachine:
         self.ranks = frozenset(event.ranks)
         self._unacked = set(event.ranks)
         self._undrained = set(event.ranks)
+        # A unit page has a token at least, and extra state is a chunk of its own.
+        most = self.promise.fill_len - self.promise.prefix_len + 1
+        self._landings = {rank: _Landings(most) for rank in event.ranks}
         self._wait.start(now_s, self._timing.waiting_timeout_s)
         return self._say_promise(now_s)
 
@@ -173,13 +226,18 @@ class ReceiverMachine:
         self._unacked.discard(event.rank)
         return []
 
-    def _landed(self, event: ChunkLanded, now_s: float) -> list[Action]:
+    def _landed(self, event: Landed, now_s: float) -> list[Action]:
         if event.rank not in self.ranks:
             return []
         self._unacked.discard(event.rank)
         self.poll = KVPoll.TRANSFERRING
+        landings = self._landings[event.rank]
+        if isinstance(event, UnitsStaged):
+            landings.num_units += event.num_units
+        else:
+            landings.take(event)
         self._wait.start(now_s, self._timing.transfer_timeout_s)
-        return []
+        return self._maybe_success(now_s)
 
     def _outcome(self, event: OutcomeSaid, now_s: float) -> list[Action]:
         outcome = event.outcome
@@ -200,11 +258,41 @@ class ReceiverMachine:
             )
             return [ack, *self._fail(Fail(error), now_s)]
         self._outcomes[outcome.rank] = outcome
-        if len(self._outcomes) < len(self.ranks):
-            return [ack]
+        if self._all_said:
+            self._wait.start(now_s, self._timing.transfer_timeout_s)
+        return [ack, *self._maybe_success(now_s)]
+
+    @property
+    def _all_said(self) -> bool:
+        """Every rank has said that it has written all. What it wrote was notified before, or is
+        about to be."""
+        return bool(self.ranks) and len(self._outcomes) == len(self.ranks)
+
+    @property
+    def awaits_notifications(self) -> bool:
+        """Every rank has said that it has written all, and notifications of it are missing."""
+        return self._all_said and not self.poll.ended
+
+    def _maybe_success(self, now_s: float) -> list[Action]:
+        if not self._all_said:
+            return []
+        for rank, outcome in self._outcomes.items():
+            landed = self._landings[rank]
+            if landed.num_units == outcome.num_units:
+                continue
+            if landed.num_units > outcome.num_units or landed.num_chunks == outcome.num_chunks:
+                return self._fail(Fail(self._short(rank)), now_s)
+            return []
         self.poll = KVPoll.SUCCESS
         self._undrained.clear()
-        return [ack, RoomEnded(self.key, self.poll, aux=self._outcomes[min(self.ranks)].aux)]
+        return [RoomEnded(self.key, self.poll, aux=self._outcomes[min(self.ranks)].aux)]
+
+    def _short(self, rank: int) -> TransferError:
+        said, landed = self._outcomes[rank], self._landings[rank]
+        return TransferError(
+            f"prefill rank {rank} says that {said.num_units} unit pages are written, the "
+            f"notifications that came are of {landed.num_units}"
+        )
 
     def _ack(self, outcome: Outcome) -> Say:
         return Say(outcome.rank, OutcomeAck(*self.key.numbers, outcome.rank, self.ticket))
@@ -218,6 +306,12 @@ class ReceiverMachine:
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
         if now_s >= self._wait.due_s:
+            if self._all_said:
+                short = [
+                    rank for rank, said in sorted(self._outcomes.items())
+                    if self._landings[rank].num_units != said.num_units
+                ]  # fmt: skip
+                return self._fail(Fail(self._short(short[0])), now_s)
             if not self._wait.goes_on(event.heard_s, now_s):
                 error = TransferTimeoutError(
                     f"prefill at {self._prefill!r}: {self._wait.limit} passed in {self.poll.name}"
@@ -277,6 +371,7 @@ class ReceiverMachine:
             # No rank knows the room: these are words on an earlier use of its number.
             PromiseAcked: IGNORED,
             ChunkLanded: IGNORED,
+            UnitsStaged: IGNORED,
             OutcomeSaid: IGNORED,
             DrainedSaid: IGNORED,
             FencedOff: IGNORED,
@@ -285,7 +380,9 @@ class ReceiverMachine:
         },
         KVPoll.WAITING_FOR_INPUT: {
             PromiseAcked: Step(_acked, {KVPoll.WAITING_FOR_INPUT}),
-            ChunkLanded: Step(_landed, {KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING}),
+            # The last notification may come after the last outcome.
+            ChunkLanded: Step(_landed, _LANDED | {KVPoll.WAITING_FOR_INPUT}),
+            UnitsStaged: Step(_landed, _LANDED | {KVPoll.WAITING_FOR_INPUT}),
             OutcomeSaid: Step(_outcome, {KVPoll.WAITING_FOR_INPUT, KVPoll.SUCCESS, KVPoll.FAILED}),
             # None was asked for, so it answers an abort of an earlier use of the number, and proves
             # nothing of the writes of this one.
@@ -296,7 +393,8 @@ class ReceiverMachine:
         },
         KVPoll.TRANSFERRING: {
             PromiseAcked: Step(_acked, {KVPoll.TRANSFERRING}),
-            ChunkLanded: Step(_landed, {KVPoll.TRANSFERRING}),
+            ChunkLanded: Step(_landed, _LANDED),
+            UnitsStaged: Step(_landed, _LANDED),
             OutcomeSaid: Step(_outcome, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
             DrainedSaid: IGNORED,  # as above
             FencedOff: Step(_fenced, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
@@ -308,6 +406,7 @@ class ReceiverMachine:
             # Frames and notifications that outcomes have overtaken.
             PromiseAcked: IGNORED,
             ChunkLanded: IGNORED,
+            UnitsStaged: IGNORED,
             DrainedSaid: IGNORED,
             # An abort, a fence and a wake-up that were on their way as the room ended.
             Fail: IGNORED,
@@ -323,6 +422,7 @@ class ReceiverMachine:
             # Said before the peer heard of our abort: neither proves anything.
             PromiseAcked: IGNORED,
             ChunkLanded: IGNORED,
+            UnitsStaged: IGNORED,
             Fail: IGNORED,  # a room fails once; the first error stands
         },
     }

@@ -77,7 +77,12 @@ class RefusalMachine:
                     return self._end()
                 if self._unanswered and self._resend.take(now_s):
                     return self._aborts()
-            case receiver.PromiseAcked() | receiver.ChunkLanded() | receiver.OutcomeSaid():
+            case (
+                receiver.PromiseAcked()
+                | receiver.ChunkLanded()
+                | receiver.UnitsStaged()
+                | receiver.OutcomeSaid()
+            ):
                 pass  # nothing was promised: words on an earlier use of the number
             case _:
                 assert_never(event)

@@ -63,6 +63,8 @@ class _Reader:
     promise: Promised | None = None
     abort_said: bool = False
     answered: bool = False
+    num_chunks: int = 0  # written to it
+    num_units: int = 0
 
 
 class SenderMachine:
@@ -304,6 +306,8 @@ class SenderMachine:
                 dst = promise.units(first_unit, first_unit + len(src))
             job_id = self._next_job_id()
             self.in_flight.add(job_id)
+            reader.num_chunks += 1
+            reader.num_units += len(dst)
             yield PostWrite(
                 job_id=job_id,
                 key=self.key,
@@ -391,11 +395,13 @@ class SenderMachine:
         aux = self._aux if ok else b""
         drained = self.drained and not self.settle  # else Drained will say it
         fold = self._promise.fold if self._promise is not None else 1
-        written = self._num_chunks, pages_for(self._units_written, fold)
+        written = reader.num_chunks, pages_for(self._units_written, fold)
         is_mismatch = isinstance(self.error, PromptMismatchError)
         code = FailureCode.PROMPT_MISMATCH if is_mismatch else FailureCode.OTHER
         said = *self.key.numbers, self._rank, ok, *written, aux, error
-        body = Outcome(*said, drained=drained, ticket=self.ticket, code=code)
+        body = Outcome(
+            *said, drained=drained, ticket=self.ticket, code=code, num_units=reader.num_units
+        )
         return Say(reader.peer, body)
 
     def _promised_late(self, event: Promised, now_s: float) -> list[Action]:

@@ -12,13 +12,17 @@ from typing import NamedTuple
 
 from prefixkv.errors import ProtocolError
 
-_MAGIC = b"pkv1"
-_FORMAT = struct.Struct("<4sQQIHIHHi")
+_MAGIC = b"pkv2"
+_FORMAT = struct.Struct("<4sQQIHIHHiI")
 TAG_BYTES = _FORMAT.size
 
 
 class ChunkTag(NamedTuple):
-    """One part of one chunk. `lease_id` is of the lease it lands in, -1: it lands in pages."""
+    """One part of one chunk.
+
+    `lease_id` is of the lease it lands in, -1: it lands in pages. `num_pages` is how many pages (of
+    a staged write: blocks; of extra state: slots) the transport posts for the whole chunk.
+    """
 
     incarnation: int
     room: int
@@ -28,6 +32,7 @@ class ChunkTag(NamedTuple):
     part: int = 0
     num_parts: int = 1
     lease_id: int = -1
+    num_pages: int = 0
 
     def pack(self) -> bytes:
         """The tag as bytes.

@@ -10,9 +10,9 @@ The table of leases is asked when all writers have asked: a lease then waits for
 nothing to write yet. A writer that asks again for what is granted and not written by it is answered
 again; so a lost ask or grant does no harm.
 
-A writer has arrived when every part of its write was notified, or when it said that the write is
-DONE: with a later ask, or at the end of the room (`on_written`). So a lost notification does no
-harm either.
+A writer has arrived when every part of its write was notified, with as many blocks as its section
+has. Its own word that it has written is never enough. The room's machine counts the units that have
+arrived (`Arrived`), so a room that lacks a notification does not succeed.
 
 **Two ends are held back.** A room's machine knows nothing of staging, so what it says of the room's
 end goes through `pass_on`. SUCCESS waits for the last scatter. After a failure nothing is scattered
@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from prefixkv.errors import LeaseError, ProtocolError, TransferError, check_laws
 from prefixkv.memory.mesh import Shard, sent_shares
-from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.paging import Pages, pages_for, unit_pages
 from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import KVPoll, RoomKey
@@ -91,6 +91,15 @@ class Scatter:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrived:
+    """All bytes of `num_units` units that this writer owes the room are in a lease."""
+
+    key: RoomKey
+    rank: int
+    num_units: int
+
+
+@dataclass(frozen=True, slots=True)
 class BreakRoom:
     """The room cannot succeed: fail its machine. Comes once, not where its end was held back."""
 
@@ -99,7 +108,7 @@ class BreakRoom:
 
 
 Ending = RoomEnded | RoomDrained | RoomOverdue
-Action = Grant | Scatter | BreakRoom | Ending
+Action = Grant | Scatter | Arrived | BreakRoom | Ending
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +135,6 @@ class _Room:
     pieces: dict[int, _Piece] = field(default_factory=dict)
     next_piece: int = 0  # for which the table is asked next
     num_scattered: int = 0  # units
-    written: set[int] = field(default_factory=set)  # ranks whose writes are all DONE
     closed: bool = False  # it has failed
     broken: bool = False  # it cannot succeed
     held: RoomEnded | RoomDrained | None = None  # the end that is held back
@@ -186,7 +194,6 @@ class StagingReceiver:
             self.counters["asks_of_no_room"] += 1
             return out
         _check_ask(room, rank, ask)
-        self._written(room, rank, ask.written, out)
         asked = room.pieces.setdefault(ask.piece, _Piece(ask.first_unit, ask.num_units)).asked
         if rank in asked:
             self.counters["asked_again"] += 1
@@ -213,22 +220,13 @@ class StagingReceiver:
         num_parts, landed = parts.get(tag.rank, (tag.num_parts, set()))
         if tag.rank not in lease.missing or tag.part in landed:
             self.counters["arrivals_not_awaited"] += 1
-        elif num_parts != tag.num_parts:
+        elif num_parts != tag.num_parts or self._blocks(lease, tag.rank) != tag.num_pages:
             self.counters["arrivals_that_disagree"] += 1
         else:
             landed.add(tag.part)
             parts[tag.rank] = num_parts, landed
             if len(landed) == num_parts:
                 self._arrived(lease, tag.rank, out)
-        return out
-
-    def on_written(self, key: RoomKey, rank: int) -> list[Action]:
-        """A writer's Outcome is ok: all its writes are DONE. Closed or unknown: no-op."""
-        out: list[Action] = []
-        if (room := self._rooms.get(key)) is not None and not room.closed:
-            room.written.add(rank)
-            self._written(room, rank, room.next_piece, out)
-            self._break_if_short(room, out)
         return out
 
     def on_scattered(self, lease_id: int, error: Exception | None) -> list[Action]:
@@ -245,7 +243,6 @@ class StagingReceiver:
             return out
         if room.held is not None:
             self._pass_on(room, room.held, out)
-        self._break_if_short(room, out)
         return out
 
     def _say_grants(self, leases: list[Lease], out: list[Action], only: int | None = None) -> None:
@@ -258,13 +255,6 @@ class StagingReceiver:
             ranks = [rank for rank in sorted(lease.missing) if only in (None, rank)]
             out += [Grant(lease.key, rank, grant) for rank in ranks]
 
-    def _written(self, room: _Room, rank: int, stop: int, out: list[Action]) -> None:
-        """The writer's writes of all pieces below `stop` are DONE."""
-        for lease in self.leases.of_room(room.key):
-            if lease.piece < stop and rank in lease.missing:
-                self.counters["arrivals_not_notified"] += 1
-                self._arrived(lease, rank, out)
-
     def _arrived(self, lease: Lease, rank: int, out: list[Action]) -> None:
         """All of a writer's bytes are in the lease."""
         room = self._rooms[lease.key]
@@ -276,6 +266,20 @@ class StagingReceiver:
             sections = self.sections_of(lease)
             out.append(Scatter(lease.lease_id, units, unit_tokens, sections, parts))
         self._say_grants(granted, out)
+        # Last: the room may end of it, and what is above is then of a room that is closed.
+        out.append(Arrived(lease.key, rank, piece.num_units))
+
+    def _blocks(self, lease: Lease, rank: int) -> int:
+        """How many blocks this writer writes of a lease."""
+        room = self._rooms[lease.key]
+        num_units = room.pieces[lease.piece].num_units
+        return -(-room.plan.cut.sections(num_units)[rank].num_bytes // BLOCK_BYTES)
+
+    def _num_landed(self, room: _Room) -> int:
+        """Units that are whole in leases, and not scattered yet."""
+        leases = self.leases.of_room(room.key)
+        landed = [lease.piece for lease in leases if lease.state is LeaseState.LANDED]
+        return sum(room.pieces[piece].num_units for piece in landed)
 
     def _copied(self, room: _Room) -> bool:
         """Whether a copy of ours writes the room's pages."""
@@ -290,20 +294,19 @@ class StagingReceiver:
         else:
             waits = not failed and not room.complete
         room.held = ending if waits else None
+        if waits and isinstance(ending, RoomEnded):
+            coming = room.num_scattered + self._num_landed(room)
+            if coming < len(room.units):
+                # All that its writers say they owe is here, and it is not what they were promised.
+                part = f"{coming} of {len(room.units)} unit pages were staged"
+                self._break(room, TransferError(f"{part} when all writers were done"), out)
+                return
         if not waits:
             out.append(ending)
             room.closed = True
             self._say_grants(self.leases.close(room.key), out)
             if not failed:
                 del self._rooms[room.key]
-
-    def _break_if_short(self, room: _Room, out: list[Action]) -> None:
-        """All writers have written all they will, and it is scattered: no more will come."""
-        over = room.closed or room.complete
-        if not over and room.written >= room.plan.cut.ranks and not self._copied(room):
-            part = f"{room.num_scattered} of {len(room.units)} unit pages"
-            error = TransferError(f"{part} were staged when all writers were done")
-            self._break(room, error, out)
 
     def _break(self, room: _Room, error: Exception, out: list[Action]) -> None:
         """Once. Where SUCCESS was held back, nothing of its writers can land, and only our copy
@@ -379,7 +382,3 @@ def _check_ask(room: _Room, rank: int, ask: LeaseAsk) -> None:
     starts = first == 0 if ask.piece == 0 else first >= ask.piece
     if not starts or (before and before.end != first) or (after and after.first_unit != end):
         raise ProtocolError(f"{piece}, between {before} and {after}")
-    if ask.written > ask.piece:
-        raise ProtocolError(f"{asks} piece {ask.piece} and has written all below {ask.written}")
-    if rank in room.written and not (known and rank in known.asked):
-        raise ProtocolError(f"{asks} piece {ask.piece} and has said that all is written")

@@ -141,11 +141,6 @@ class _Stream:
     open: dict[int, _Piece] = field(default_factory=dict)  # by number: asked, and not done
     failed: bool = False  # a job of it was, so there is a gap in what was written
 
-    @property
-    def num_written(self) -> int:
-        """The first piece whose write is not DONE; only where nothing has failed."""
-        return min(self.open, default=self.queued[0].number if self.queued else self.next_piece)
-
     def pieces_of(self, job: _Job) -> list[_Piece]:
         """Those of a job that are open."""
         return [piece for piece in self.open.values() if piece.job is job]
@@ -411,7 +406,7 @@ class StagingSender:
     def _send_ask(self, piece: _Piece) -> SendAsk:
         stream = piece.job.stream
         units = (piece.number, piece.first_unit, len(piece.src_units))
-        ask = LeaseAsk(*stream.key.numbers, self._rank, *units, stream.ticket, stream.num_written)
+        ask = LeaseAsk(*stream.key.numbers, self._rank, *units, stream.ticket)
         return SendAsk(stream.peer, ask)
 
     def _hold(self, piece: _Piece, at: At) -> int:

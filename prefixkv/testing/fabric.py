@@ -306,7 +306,7 @@ class FakeFabric:
     ) -> Exception | None:
         """Post a part; returns the error where it is refused."""
         part = job.parts[number]
-        tag = job.job.tag._replace(part=number, num_parts=len(job.parts))
+        tag = job.part_tag(number)
         action = Action("post", writer.me, peer.peer, job.job.job_id, tag)
         if not self.is_reachable(peer.peer):
             return _gone(peer.peer)
@@ -462,7 +462,7 @@ class FakeTransport:
                     continue
             except Exception as failure:
                 error = failure
-            tag = job.job.tag._replace(part=job.next_part, num_parts=len(job.parts))
+            tag = job.part_tag(job.next_part)
             action = Action("post", self.me, peer.peer, job.job.job_id, tag)
             yield action, partial(self._post, peer, job, error)
 

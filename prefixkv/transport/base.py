@@ -38,9 +38,9 @@ class WriteJob:
     numbers of blocks of BLOCK_BYTES in our staging area and in the peer's, on "state" slots of both
     state pools; where one side has none, the job fails with a ConfigError. `job_id` is unique
     among the jobs that have not ended drained. The job is cut into parts of bounded size; every
-    part notifies the peer with `tag` (its `part` and `num_parts` filled in). Nothing is posted
-    before `ready`, and the jobs of one room (`tag.room`, `tag.generation`) are posted in the order
-    they came.
+    part notifies the peer with `tag`, with `part`, `num_parts` and `num_pages` filled in from what
+    is posted. Nothing is posted before `ready`, and the jobs of one room (`tag.room`,
+    `tag.generation`) are posted in the order they came.
     """
 
     job_id: int

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from prefixkv.errors import AbortedError, CallerError, ClosedError, PageStateError
 from prefixkv.paging import Pages, checked_pages
 from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import Sink, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.parts import Part, cut_parts
 from prefixkv.transport.routes import Routes
@@ -76,7 +77,13 @@ class ActiveJob:
         return self.is_ready
 
     def tag(self, part: int) -> bytes:
-        return self.job.tag._replace(part=part, num_parts=len(self.parts)).pack()
+        return self.part_tag(part).pack()
+
+    def part_tag(self, part: int) -> ChunkTag:
+        """What the peer is notified with. The pages are counted here, from what is posted."""
+        return self.job.tag._replace(
+            part=part, num_parts=len(self.parts), num_pages=len(self.dst_pages)
+        )
 
     def posted(self) -> None:
         self.next_part += 1

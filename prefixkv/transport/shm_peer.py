@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import mmap
 import select
 import time
@@ -15,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
 
-from prefixkv.errors import HandshakeError, PeerLostError
+from prefixkv.errors import HandshakeError, PeerLostError, TransferError
 from prefixkv.memory.shared import SharedBlock
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.jobs import Outbox
@@ -34,9 +33,8 @@ from prefixkv.transport.shm_wire import (
 GREETING_S: Final = 10.0  # in which a peer's thread has to answer
 _POPULATED_BYTES: Final = 32 << 20  # a turn: 10 ms where memory is there
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
-_MAX_UNSENT_TAGS: Final = 1 << 16  # beyond them tags are lost, as NIXL's may be
+_MAX_UNSENT_TAGS: Final = 1 << 16
 
-_log = logging.getLogger("prefixkv.transport")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -55,7 +53,6 @@ class Link:
         self.mapped: list[Mapped] = []
         self._unpopulated: deque[tuple[int, int]] = deque()
         self._unsent: deque[bytes] = deque()
-        self._has_lost_tags = False
         self.answered = False
         self.until_s = time.monotonic() + GREETING_S
         self.socket = connect(found.door)
@@ -136,12 +133,10 @@ class Link:
     # --- tags -------------------------------------------------------------------------------------
 
     def tell(self, tag: bytes) -> None:
-        """Send a tag, now or once the peer reads again. Raises PeerLostError."""
+        """Send a tag, now or once the peer reads again. Raises PeerLostError, and TransferError
+        where the peer has not read for so long that no more can be kept for it."""
         if len(self._unsent) >= _MAX_UNSENT_TAGS:
-            if not self._has_lost_tags:
-                self._has_lost_tags = True
-                _log.warning("%s does not read: tags for it are lost", self._peer)
-            return
+            raise TransferError(f"{self._peer.name} does not read its notifications")
         self._unsent.append(tag)
         if len(self._unsent) == 1:
             self._flush()

@@ -154,13 +154,11 @@ class Writers(_Opposite):
         return self
 
     def outcome(
-        self, rank: int, *, ok: bool = True, drained: bool = True, ticket: int = 1
+        self, rank: int, *, ok: bool = True, drained: bool = True, ticket: int = 1, units: int = 0
     ) -> list[Any]:
-        error = "" if ok else "broke"
-        return self.say(
-            rank,
-            messages.Outcome(*KEY.numbers, rank, ok, 1, 3, b"aux%d" % rank, error, drained, ticket),
-        )
+        """`units` of its unit pages were notified before."""
+        said = 1, 3, b"aux%d" % rank, "" if ok else "broke", drained, ticket
+        return self.say(rank, messages.Outcome(*KEY.numbers, rank, ok, *said, num_units=units))
 
 
 class Readers(_Opposite):

@@ -117,7 +117,7 @@ def room_bodies(key: RoomKey, ok: bool, drained: bool, number: int) -> list[Any]
         Outcome(*key.numbers, 0, ok, 1, number, b"", "", drained),
         Outcome(*key.numbers, 3, ok, 1, number, b"", "", drained), promise(*key.numbers),
         promise(*key.numbers, pages=(3, 9) if ok else (3, 99)),
-        LeaseAsk(*key.numbers, 0, number, number, 1, written=number if drained else 0),
+        LeaseAsk(*key.numbers, 0, number, number, 1),
         LeaseAsk(*key.numbers, 0, 0, 0, 1 + ok), LeaseGrant(*key.numbers, number, 1 + ok, block),
         LeaseGrant(*key.numbers, 0, number, block),
     ]  # fmt: skip
@@ -128,7 +128,7 @@ def sent(key: RoomKey) -> RoomKey:
     return RoomKey(*key.numbers, DECODE.name)
 
 
-DONE = Outcome(0, 0, 0, True, 1, 2, b"", "", True)
+DONE = Outcome(0, 0, 0, True, 1, 2, b"", "", True, num_units=2)
 ROOM_BODIES = st.builds(
     room_bodies, ROOMS, st.booleans(), st.booleans(), st.integers(0, 3)
 ).flatmap(st.sampled_from)
@@ -217,7 +217,7 @@ class DecodeWorld:
         return FrameFailed(self.frame("reply" if isinstance(body, bytes) else body, None), RESET)
 
     def arrival(self, key: RoomKey, part: int, num_parts: int, slot: int) -> Arrived:
-        tag = ChunkTag(self.me.incarnation, *key.numbers, 0, 0, part, num_parts, slot)
+        tag = ChunkTag(self.me.incarnation, *key.numbers, 0, 0, part, num_parts, slot, 1)
         return Arrived(tag.pack())
 
     def copied(self, number: int, ok: bool) -> CopyDone:

@@ -130,7 +130,7 @@ def test_the_path_of_one_room() -> None:
     assert (post.src_pages.tolist(), post.dst_pages.tolist()) == ([30, 31], [3, 9])
     assert post.tag == ChunkTag(PREFILL.incarnation, *SENT.numbers, rank=0, chunk=0)
     assert peer.chunk(3, [], last=True) == []
-    outcome = Outcome(*SENT.numbers, 0, True, 1, 2, b"first", "", True)
+    outcome = Outcome(*SENT.numbers, 0, True, 1, 2, b"first", "", True, num_units=2)
     assert peer.ended(post.job_id) == [RoomEnded(SENT, KVPoll.SUCCESS), outcome, SourceFree(SENT)]
     assert peer.after(TIMING.resend_s) == [outcome], "until it is acknowledged"
     assert peer.say(OutcomeAck(*SENT.numbers, 0)) == []

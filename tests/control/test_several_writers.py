@@ -8,6 +8,7 @@ import pytest
 
 from prefixkv.control.effects import Connect, ConnectFailed, CopyDone
 from prefixkv.errors import AbortedError, HandshakeError, PeerLostError, TransferTimeoutError
+from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol.commands import AbortRoom, Fence
 from prefixkv.protocol.events import RoomDrained, RoomEnded
 from prefixkv.protocol.ids import KVPoll, PeerId
@@ -218,6 +219,16 @@ def asked(
     return pair.say(rank, LeaseAsk(*KEY.numbers, rank, piece, first, count, **fields))
 
 
+def whole(pair: Writers, rank: int, piece: int, lease_id: int) -> Arrived:
+    """The notification of all that this writer writes of a lease."""
+    staging = pair.control.staging
+    lease = staging.leases.get(lease_id)
+    (num_bytes,) = [one.num_bytes for one in staging.sections_of(lease) if one.rank == rank]
+    blocks = -(-num_bytes // BLOCK_BYTES)
+    tag = ChunkTag(5, *KEY.numbers, rank, piece, lease_id=lease_id, num_pages=blocks)
+    return Arrived(tag.pack())
+
+
 def staged() -> Writers:
     return Writers(staging=AREA).opened(staged=True)
 
@@ -230,7 +241,7 @@ def test_a_grant_goes_to_all_writers_and_a_lease_is_scattered_by_their_sections(
     assert said[0][1] == said[1][1]
     lease = said[0][1].lease_id
     for rank in (1, 0):
-        actions = pair.on(Arrived(ChunkTag(5, *KEY.numbers, rank, 0, lease_id=lease).pack()))
+        actions = pair.on(whole(pair, rank, 0, lease))
     (scatter,) = of(actions, Scatter)
     assert scatter.units.tolist() == [3]
     assert [(part.first_head, part.num_heads) for _, part in sorted(scatter.parts.items())] == [
@@ -269,8 +280,8 @@ def test_writers_that_stage_for_one_that_has_no_staging_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"count": 4}, {"first": 1}, {"count": 3}, {"written": 1}],
-    ids=["many", "gap", "large", "written"],
+    [{"count": 4}, {"first": 1}, {"count": 3}],
+    ids=["many", "gap", "large"],
 )
 def test_an_ask_that_cannot_be_fails_its_room_alone(bad: dict[str, int]) -> None:
     pair = staged()
@@ -301,11 +312,10 @@ def test_arrivals_for_a_lease_of_a_room_that_is_over_change_nothing() -> None:
     for rank in (0, 1):
         pair.say(rank, Drained(*KEY.numbers, rank, 1))
     assert pair.control.num_rooms == 0
-    assert pair.on(Arrived(ChunkTag(5, *KEY.numbers, 0, 0, lease_id=lease).pack())) == []
+    late = Arrived(ChunkTag(5, *KEY.numbers, 0, 0, lease_id=lease, num_pages=1).pack())
+    assert pair.on(late) == []
     pair.open(promise(ticket=2))
-    assert pair.on(Arrived(ChunkTag(5, *KEY.numbers, 0, 0, lease_id=lease).pack())) == [], (
-        "an earlier use's"
-    )
+    assert pair.on(late) == [], "an earlier use's"
     assert pair.control.staging.counters["arrivals_of_no_lease"] == 1
     assert pair.control.counters["tags_dropped"] == 1
 
@@ -325,6 +335,7 @@ def test_tags_in_any_order_double_foreign_or_cut_are_counted_and_scatter_once() 
             "generation": KEY.generation,
             "lease_id": leases[piece],
             "num_parts": 2,
+            "num_pages": 1,
             **changes,
         }
         raw = ChunkTag(incarnation, rank=rank, chunk=piece, part=part, **fields).pack()
@@ -357,10 +368,8 @@ def landed() -> tuple[Writers, Scatter]:
         asked(pair, 1, piece, first, count)
         lease = bodies(asked(pair, 0, piece, first, count), LeaseGrant)[0][1].lease_id
         for rank in (0, 1):
-            effects = pair.on(
-                Arrived(ChunkTag(5, *KEY.numbers, rank, piece, lease_id=lease).pack())
-            )
-        (scatter,) = effects
+            effects = pair.on(whole(pair, rank, piece, lease))
+        (scatter,) = of(effects, Scatter)
         if piece == 0:
             assert pair.on(CopyDone(lease)) == []
     return pair, scatter
@@ -369,7 +378,7 @@ def landed() -> tuple[Writers, Scatter]:
 def test_success_waits_for_the_last_scatter() -> None:
     pair, scatter = landed()
     for rank in (0, 1):
-        assert of(pair.outcome(rank), RoomEnded) == []
+        assert of(pair.outcome(rank, units=3), RoomEnded) == []
     assert pair.on(CopyDone(scatter.lease_id)) == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")]
     assert pair.on(CopyDone(scatter.lease_id)) == [], "it is over"
 
@@ -378,7 +387,7 @@ def test_a_scatter_that_fails_fails_the_room_even_where_success_was_held_back() 
     for held in (False, True):
         pair, scatter = landed()
         for rank in (0, 1) if held else ():
-            pair.outcome(rank)
+            pair.outcome(rank, units=3)
         said = pair.on(CopyDone(scatter.lease_id, OSError("no such page")))
         assert "no such page" in str(ended(said).error)
         assert of(said, RoomDrained) == ([RoomDrained(KEY)] if held else [])
@@ -394,14 +403,22 @@ def test_a_failed_room_is_not_drained_while_our_own_copy_writes_its_pages() -> N
     assert pair.on(CopyDone(scatter.lease_id)) == [RoomDrained(KEY)]
 
 
-def test_an_ok_outcome_stands_for_the_notifications_that_were_lost() -> None:
+def test_an_ok_outcome_does_not_stand_for_notifications_that_lack() -> None:
     pair = staged()
     for rank in (0, 1):
         asked(pair, rank, count=2)
         asked(pair, rank, 1, 2, 1)
-    assert of(pair.outcome(1), Scatter) == []
-    first, second = of(pair.outcome(0), Scatter)
-    assert (first.units.tolist(), second.units.tolist()) == ([3, 9], [5])
-    assert pair.on(CopyDone(second.lease_id)) == []
-    success = RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")
-    assert pair.on(CopyDone(first.lease_id)) == [success]
+    for rank in (0, 1):
+        assert of(pair.outcome(rank, units=3), Scatter) == []
+    said = pair.after(TIMING.transfer_timeout_s)
+    assert "the notifications that came are of 0" in str(ended(said).error)
+
+
+def test_writers_that_say_that_they_owe_nothing_fail_a_staged_room() -> None:
+    pair = staged()
+    for rank in (0, 1):
+        asked(pair, rank, count=2)
+    pair.outcome(0)
+    said = pair.outcome(1)
+    assert "0 of 3 unit pages were staged" in str(ended(said).error)
+    assert of(said, RoomDrained) == [RoomDrained(KEY)]

@@ -127,8 +127,11 @@ class SchedulerSim(PairSim):
         self.stalls: list[Hold] = []
         super().__init__(
             seed=0,
-            storm=Storm(**{fault: chance.choice([0.0, 0.05, 0.2])
-                           for fault in ("fail_at_post", "fail_at_check", "lose_notification")}),
+            storm=Storm(
+                **{fault: chance.choice([0.0, 0.05, 0.2])
+                   for fault in ("fail_at_post", "fail_at_check")},
+                lose_notification=chance.choice([0.0, 0.01, 0.05]),
+            ),
             decode_pages=chance.choice([13, 11, 12, 18, 30]),
             prefill_pages=chance.choice([32, 14]),
             failure_policy=chance.choice(["fail", "retry"]),

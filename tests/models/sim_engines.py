@@ -651,7 +651,7 @@ class EngineSim(Sim):
 
 _STORM = {
     "drop": 0.06, "duplicate": 0.3, "reorder": 0.5, "junk": 0.03, "abort": 0.02, "fail_copy": 0.05,
-    "fail_at_post": 0.03, "fail_at_check": 0.04, "lose_notification": 0.2, "restart": 0.004,
+    "fail_at_post": 0.03, "fail_at_check": 0.04, "lose_notification": 0.01, "restart": 0.004,
     "flush": 0.005, "slow_writes": 1.0, "slow_copies": 1.0,
 }  # fmt: skip
 
@@ -681,12 +681,12 @@ STORMS = {
     "late frames": Storm(duplicate=0.4, reorder=0.6, abort=0.06),
     "junk": Storm(junk=0.1, drop=0.02),
     "aborts": Storm(abort=0.05, reorder=0.2, duplicate=0.1),
-    "writes fail": Storm(fail_at_post=0.05, fail_at_check=0.08, lose_notification=0.2),
+    "writes fail": Storm(fail_at_post=0.05, fail_at_check=0.08, lose_notification=0.01),
     "restarts": Storm(restart=0.006, drop=0.03),
     "flushes": Storm(flush=0.02, abort=0.01),
     "everything": Storm(
         drop=0.05, duplicate=0.05, reorder=0.2, abort=0.02, fail_at_post=0.02, fail_at_check=0.03,
-        lose_notification=0.1, restart=0.003, junk=0.02, flush=0.003,
+        lose_notification=0.01, restart=0.003, junk=0.02, flush=0.003,
     ),
 }  # fmt: skip
 _PAIR = Shape(

@@ -421,7 +421,7 @@ class RoomSim(Sim):
 
 _STORM = {
     "drop": 0.1, "duplicate": 0.3, "reorder": 0.5, "junk": 0.05, "abort": 0.01, "abort_rank": 0.01,
-    "fail_copy": 0.05, "fail_at_post": 0.04, "fail_at_check": 0.06, "lose_notification": 0.3,
+    "fail_copy": 0.05, "fail_at_post": 0.04, "fail_at_check": 0.06, "lose_notification": 0.01,
     "restart_prefill": 0.002, "restart_decode": 0.001, "slow_writes": 1.0, "slow_copies": 1.0,
 }  # fmt: skip
 

@@ -24,7 +24,14 @@ from prefixkv.protocol.messages import LeaseAsk, LeaseGrant, Promise
 from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.staging.cut import LeaseCut
-from prefixkv.staging.receiver import BreakRoom, Grant, Scatter, StagingPlan, StagingReceiver
+from prefixkv.staging.receiver import (
+    Arrived,
+    BreakRoom,
+    Grant,
+    Scatter,
+    StagingPlan,
+    StagingReceiver,
+)
 from prefixkv.staging.sender import (
     CancelStaged,
     Gather,
@@ -66,6 +73,7 @@ class Use:
     pages: dict[int, bytearray]
     undrained: set[int]
     ok: set[int] = field(default_factory=set)
+    arrived: Counter[int] = field(default_factory=Counter)  # units, by writer
     machine: str = "open"  # what the room's machine has come to
     drained: bool = False  # and has said so
     state: str = "open"  # what was passed on
@@ -273,9 +281,10 @@ class Writer:
         reader.memory[post.dst_offset + start : post.dst_offset + end] = write.data[start:end]
         if not write.undrained:
             tag = ChunkTag(
-                1, *post.key.numbers, self.rank, post.piece, part, write.num_parts, post.lease_id
-            )
-            self.world.say(reader, self, tag, lossy=True)
+                1, *post.key.numbers, self.rank, post.piece, part, write.num_parts, post.lease_id,
+                whole_blocks(len(write.data)) // BLOCK_BYTES,
+            )  # fmt: skip
+            self.world.say(reader, self, tag)
 
     def end_write(self, write: Write, error: Exception | None = None, drained: bool = True) -> None:
         write_id = write.post.write_id
@@ -355,13 +364,16 @@ class Reader:
             use.undrained.discard(writer.rank)
         if use.machine == "open" and what == "ok":
             use.ok.add(writer.rank)
-            if use.ok == self.cut.ranks:
-                use.machine = "succeeded"
-                self.do(self.staging.pass_on(RoomEnded(use.key, KVPoll.SUCCESS)))
-            self.do(self.staging.on_written(use.key, writer.rank))
+            self.maybe_succeeded(use)
         elif what == "failed":
             self.fail(use)
         self.maybe_drained(use)
+
+    def maybe_succeeded(self, use: Use) -> None:
+        units = [use.arrived[rank] for rank in self.cut.ranks]
+        if use.machine == "open" and use.ok == self.cut.ranks and min(units) == use.num_units:
+            use.machine = "succeeded"
+            self.do(self.staging.pass_on(RoomEnded(use.key, KVPoll.SUCCESS)))
 
     def fail(self, use: Use) -> None:
         if use.machine == "open":
@@ -397,6 +409,11 @@ class Reader:
                 lease = self.staging.leases.get(action.lease_id)
                 assert lease is not None
                 self.scatters[action.lease_id] = (self.uses[lease.key], action)
+                continue
+            if isinstance(action, Arrived):
+                if (landed := self.uses.get(action.key)) is not None:
+                    landed.arrived[action.rank] += action.num_units
+                    self.maybe_succeeded(landed)
                 continue
             use = self.uses[action.key]
             if isinstance(action, Grant):

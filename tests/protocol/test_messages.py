@@ -210,7 +210,7 @@ TAGS = st.builds(
     ChunkTag, incarnation=st.integers(0, 2**64 - 1), room=st.integers(0, 2**64 - 1),
     generation=st.integers(0, 2**32 - 1), rank=st.integers(0, 2**16 - 1),
     chunk=st.integers(0, 2**32 - 1), part=st.integers(0, 99), num_parts=st.integers(100, 2**16 - 1),
-    lease_id=st.integers(-1, 2**31 - 1),
+    lease_id=st.integers(-1, 2**31 - 1), num_pages=st.integers(0, 2**32 - 1),
 )  # fmt: skip
 
 

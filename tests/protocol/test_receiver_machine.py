@@ -26,6 +26,7 @@ from prefixkv.protocol.receiver_machine import (
     ReceiverMachine,
     Say,
     Tick,
+    UnitsStaged,
 )
 from tests.protocol.rooms import (
     KEY,
@@ -42,13 +43,15 @@ ABORT = Fail(AbortedError("enough"))
 
 
 def outcome(
-    rank: int = 0, ok: bool = True, num_pages: int = NUM_PAGES, drained: bool = True
+    rank: int = 0,
+    ok: bool = True,
+    num_pages: int = NUM_PAGES,
+    drained: bool = True,
+    num_units: int = 0,
+    num_chunks: int = 1,
 ) -> OutcomeSaid:
-    return OutcomeSaid(
-        Outcome(
-            *KEY.numbers, rank, ok, 1, num_pages, b"aux %d" % rank, "" if ok else "broke", drained
-        )
-    )
+    said = num_chunks, num_pages, b"aux %d" % rank, "" if ok else "broke", drained
+    return OutcomeSaid(Outcome(*KEY.numbers, rank, ok, *said, num_units=num_units))
 
 
 def is_fault(machine: ReceiverMachine, event: Any) -> bool:
@@ -148,6 +151,12 @@ SCRIPTS: dict[str, list[Any]] = {
     "promised": [PeerReady((0,))],
     "acked": [PeerReady((0,)), PromiseAcked(0)],
     "transferring": [PeerReady((0,)), ChunkLanded(0, 0, 0)],
+    "written, not notified": [PeerReady((0,)), outcome(num_units=2)],
+    "written, notified in part": [
+        PeerReady((0,)),
+        ChunkLanded(0, 0, 0, 1, 1),
+        outcome(num_units=3, num_chunks=2),
+    ],
     "success": [PeerReady((0,)), outcome()],
     "failed before promised": [ABORT],
     "failed": [PeerReady((0,)), ABORT],
@@ -160,8 +169,10 @@ SCRIPTS: dict[str, list[Any]] = {
 }
 EVENTS: list[tuple[Any, float]] = [
     (PeerReady((0,)), 0), (PromiseAcked(0), 0), (PromiseAcked(9), 0), (ChunkLanded(0, 0, 0), 0),
-    (ChunkLanded(9, 0, 0), 0),
-    (outcome(), 0), (outcome(1), 0), (outcome(9), 0), (outcome(num_pages=1), 0),
+    (ChunkLanded(9, 0, 0), 0), (ChunkLanded(0, 1, 0, 1, 1), 0), (ChunkLanded(0, 1, 0, 1, 2), 0),
+    (UnitsStaged(0, 1), 0), (UnitsStaged(0, 2), 0), (UnitsStaged(0, 9), 0), (UnitsStaged(9, 1), 0),
+    (outcome(num_units=2), 0), (outcome(), 0), (outcome(1), 0), (outcome(9), 0),
+    (outcome(num_pages=1), 0),
     (outcome(ok=False), 0), (outcome(ok=False, drained=False), 0), (DrainedSaid(0), 0),
     (DrainedSaid(1), 0), (DrainedSaid(9), 0), (ABORT, 0),
     (Fail(AbortedError("gone"), tell=False), 0), (FencedOff(0), 0), (FencedOff(9), 0), (Tick(), 0),
@@ -293,6 +304,47 @@ def test_a_page_count_that_is_not_the_promised_one_fails(num_pages: int) -> None
     laws = run([PeerReady((0,)), outcome(num_pages=num_pages)])
     assert laws.machine.poll is KVPoll.FAILED
     assert f"{num_pages} pages" in str(laws.ended.error)
+
+
+def test_success_waits_for_the_notifications_of_all_that_was_written() -> None:
+    laws = run([PeerReady((0, 1)), outcome(1)])
+    assert laws.on(outcome(num_units=4, num_chunks=2)) == [Say(0, OutcomeAck(*KEY.numbers, 0))]
+    for stray in (ChunkLanded(1, 0, 0), ChunkLanded(0, 0, 0, 2, 3), ChunkLanded(0, 0, 0, 2, 3)):
+        assert laws.on(stray) == []
+    assert laws.on(ChunkLanded(0, 0, 1, 2, 3)) == []
+    assert laws.on(ChunkLanded(0, 0, 1, 2, 3)) == [], "said again, it counts once"
+    assert laws.on(ChunkLanded(0, 1, 0, 1, 1)) == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux 0")]
+
+
+@pytest.mark.parametrize("event", [ChunkLanded(0, 0, 0, 1, 3), UnitsStaged(0, 5), Tick()])
+def test_notifications_that_do_not_add_up_fail_the_room_by_name(event: Any) -> None:
+    laws = run([PeerReady((0,)), outcome(num_units=4)])
+    laws.on(event, TIMING.transfer_timeout_s if isinstance(event, Tick) else 0.0)
+    assert laws.machine.poll is KVPoll.FAILED
+    assert laws.drained
+    landed = {ChunkLanded: 3, UnitsStaged: 5, Tick: 0}[type(event)]
+    assert str(laws.ended.error) == (
+        "prefill rank 0 says that 4 unit pages are written, the notifications that came are of "
+        f"{landed}"
+    )
+
+
+def test_a_room_that_lacks_a_notification_ends_though_its_ranks_are_heard() -> None:
+    machine = ReceiverMachine(promise(), TIMING, 0.0)
+    machine.on(PeerReady((0,)), 0.0)
+    machine.on(outcome(num_units=4), 1.0)
+    machine.on(Tick(heard_s=1e9), 1.0 + TIMING.transfer_timeout_s)
+    assert machine.poll is KVPoll.FAILED
+
+
+def test_what_a_peer_makes_up_of_chunks_is_bounded() -> None:
+    machine = ReceiverMachine(promise(), TIMING, 0.0)
+    machine.on(PeerReady((0,)), 0.0)
+    for chunk in range(5000):
+        machine.on(ChunkLanded(0, chunk, 0, 1 + chunk % 2, 1), 0.0)
+    landings = machine._landings[0]
+    assert landings.num_chunks <= machine.promise.fill_len + 1
+    assert len(landings._open) <= 1024
 
 
 def test_what_a_rank_that_does_not_exist_says_means_nothing() -> None:

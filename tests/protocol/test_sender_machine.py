@@ -404,7 +404,8 @@ def test_the_path_of_one_room(added_first: bool) -> None:
     assert laws.on(WriteEnded(1)) == []
     [post] = laws.on(chunk(4, 1, last=True))
     assert (post.job_id, post.chunk, post.dst_pages.tolist()) == (2, 1, [6])
-    outcome = Say(DECODE, Outcome(*KEY.numbers, 2, True, 2, 4, b"first", "", True))
+    said = Outcome(*KEY.numbers, 2, True, 2, 4, b"first", "", True, num_units=4)
+    outcome = Say(DECODE, said)
     assert laws.on(WriteEnded(2)) == [RoomEnded(KEY, KVPoll.SUCCESS), outcome, SourceFree(KEY)]
     assert laws.on(promised()) == [outcome]
     assert not laws.machine.over

@@ -19,6 +19,7 @@ from prefixkv.staging.cut import LeaseCut, Section
 from prefixkv.staging.leases import LeaseState
 from prefixkv.staging.receiver import (
     Action,
+    Arrived,
     BreakRoom,
     Grant,
     Scatter,
@@ -66,9 +67,8 @@ def ask(
     piece: int,
     first: int,
     count: int = 4,
-    **more: int,
 ) -> list[Action]:
-    out = staging.on_ask(rank, LeaseAsk(*key.numbers, rank, piece, first, count, TICKET, **more))
+    out = staging.on_ask(rank, LeaseAsk(*key.numbers, rank, piece, first, count, TICKET))
     staging.check_invariants()
     return out
 
@@ -97,9 +97,16 @@ def arrive(
     lease: int,
     part: int = 0,
     parts: int = 1,
+    blocks: int = 1,
 ) -> list[Action]:
-    out = staging.on_arrival(ChunkTag(1, *key.numbers, rank, piece, part, parts, lease))
+    """What follows but for `Arrived`, which comes last and once."""
+    tag = ChunkTag(1, *key.numbers, rank, piece, part, parts, lease, blocks)
+    out = staging.on_arrival(tag)
     staging.check_invariants()
+    if out and isinstance(out[-1], Arrived):
+        assert (out[-1].key, out[-1].rank) == (key, rank)
+        out.pop()
+    assert not any(isinstance(action, Arrived) for action in out)
     return out
 
 
@@ -297,13 +304,14 @@ def test_a_room_succeeds_with_its_last_unit_whatever_the_order_of_scatters() -> 
     assert scattered(staging, leases[0]) == [success(A)]
     assert staging.num_rooms == 0
     open_room(staging, A, 8, ticket=TICKET + 1)
-    assert staging.pass_on(success(A)) == []
+    ended, _ = staging.pass_on(success(A))
+    assert isinstance(ended, RoomEnded)
+    assert "0 of 8" in str(ended.error), "nothing of its last use counts for it"
 
 
 def test_a_room_without_units_succeeds_at_once() -> None:
     staging = StagingReceiver(area_of(LEASE))
     assert open_room(staging, A, 0) == []
-    assert staging.on_written(A, 0) + staging.on_written(A, 2) == []
     assert told(staging, success(A)) == []
 
 
@@ -318,57 +326,39 @@ def test_a_scatter_that_failed_breaks_the_room_once() -> None:
     assert staging.leases.all() == []
 
 
-def test_a_later_ask_stands_for_notifications_that_were_lost() -> None:
+# --- what has arrived -----------------------------------------------------------------------------
+
+
+def test_a_writer_has_arrived_when_each_part_is_notified_with_all_its_blocks() -> None:
+    staging = rooms_of(8, A)
+    lease = asked_by_all(staging, A, 0, 0)
+
+    def tag(part: int, blocks: int, rank: int = 0) -> list[Action]:
+        return staging.on_arrival(ChunkTag(1, *A.numbers, rank, 0, part, 2, lease, blocks))
+
+    assert tag(0, 1) == []
+    assert tag(1, 0) == tag(1, 2) == []  # a transport that posted less, or more, than the section
+    assert staging.counters == {"arrivals_that_disagree": 2}
+    assert tag(1, 1) == [Arrived(A, 0, 4)]
+    assert tag(1, 1) == []
+    assert tag(0, 1, rank=2) == []
+    scatter, arrived = tag(1, 1, rank=2)
+    assert isinstance(scatter, Scatter)
+    assert arrived == Arrived(A, 2, 4)
+
+
+def test_what_a_writer_says_stands_for_no_notification() -> None:
     staging = rooms_of(12, A, leases=1)
     lease = asked_by_all(staging, A, 0, 0)
     arrive(staging, A, 2, 0, lease)
-    assert ask(staging, A, 0, 1, 4) == []  # it has not said that piece 0 is written
-    (scatter,) = ask(staging, A, 0, 1, 4, written=1)
-    assert isinstance(scatter, Scatter)
-    assert staging.counters == {"arrivals_not_notified": 1, "asked_again": 1}
-    assert ask(staging, A, 2, 1, 4, written=1) == []
-    assert grants(scattered(staging, lease)) == [(1, 0, 1, 0), (1, 2, 1, 0)]
-    with pytest.raises(ProtocolError, match="all below 3"):
-        ask(staging, A, 0, 2, 8, written=3)
-
-
-# --- outcomes -------------------------------------------------------------------------------------
-
-
-def test_an_outcome_stands_for_notifications_that_were_lost() -> None:
-    staging = rooms_of(8, A, B)
-    first, second = asked_by_all(staging, A, 0, 0), asked_by_all(staging, A, 1, 4)
-    arrive(staging, A, 0, 0, first)
-    assert staging.on_written(A, 0) == []
-    assert staging.pass_on(success(A)) == []
-    said = staging.on_written(A, 2)
-    assert [scatter.lease_id for scatter in said if isinstance(scatter, Scatter)] == [first, second]
-    assert staging.counters["arrivals_not_notified"] == 3
-    assert arrive(staging, A, 2, 0, first) == []
-    assert scattered(staging, first) == []
-    assert scattered(staging, second) == [success(A)]
-
-
-def test_a_room_that_is_short_when_all_have_written_is_broken() -> None:
-    staging = rooms_of(8, A)
-    lease = asked_by_all(staging, A, 0, 0)
-    assert staging.on_written(A, 0) == []
-    (scatter,) = staging.on_written(A, 2)
-    assert isinstance(scatter, Scatter)
-    with pytest.raises(ProtocolError, match="all is written"):
-        ask(staging, A, 0, 1, 4)
-    (broken,) = scattered(staging, lease)
-    assert isinstance(broken, BreakRoom)
-    assert isinstance(broken.error, TransferError)
-    assert "4 of 8" in str(broken.error)
-
-
-def test_a_room_for_which_nothing_was_asked_is_broken_by_the_last_outcome() -> None:
-    staging = rooms_of(8, A)
-    assert staging.on_written(A, 2) == []
-    (broken,) = staging.on_written(A, 0)
-    assert isinstance(broken, BreakRoom)
-    assert staging.on_written(A, 0) == []
+    for rank in (0, 2):  # it asks for the next piece, as if this one were written
+        assert ask(staging, A, rank, 1, 4) == []
+    assert states(staging) == [LeaseState.GRANTED]
+    ended, drained = staging.pass_on(success(A))
+    assert isinstance(ended, RoomEnded)
+    assert "0 of 12 unit pages were staged" in str(ended.error)
+    assert drained == RoomDrained(A)
+    assert staging.num_rooms == 0
 
 
 # --- rooms that fail ------------------------------------------------------------------------------
@@ -433,7 +423,6 @@ def test_a_copy_that_runs_keeps_a_failed_room_from_being_drained() -> None:
 
 def test_words_of_unknown_rooms_change_nothing() -> None:
     staging = rooms_of(8, A)
-    assert staging.on_written(B, 0) == []
     assert staging.pass_on(success(B)) == [success(B)]
     staging.check_invariants()
 
@@ -469,8 +458,9 @@ def landed(staging: StagingReceiver, piece: int = 0, first: int = 0) -> int:
     """A lease whose scatter runs."""
     lease = granted(staging, piece, first)
     for rank in (0, 1):
-        actions = staging.on_arrival(ChunkTag(5, *KEY.numbers, rank, piece, lease_id=lease))
-    assert [type(action) for action in actions] == [Scatter]
+        tag = ChunkTag(5, *KEY.numbers, rank, piece, lease_id=lease, num_pages=1)
+        actions = staging.on_arrival(tag)
+    assert [type(action) for action in actions] == [Scatter, Arrived]
     return lease
 
 
@@ -482,11 +472,10 @@ def scattered(staging: StagingReceiver, lease: int, error: Exception | None = No
 
 def test_success_is_held_back_until_the_last_unit_is_scattered() -> None:
     staging = opened(fill_len=10)
-    leases = [landed(staging, piece, piece) for piece in range(2)]
+    leases = [landed(staging, piece, piece) for piece in range(3)]
+    assert scattered(staging, leases[0]) == []
     assert staging.pass_on(GOOD) == []
     assert staging.num_waiting == 1
-    assert scattered(staging, leases[0]) == []
-    leases.append(landed(staging, 2, 2))
     assert scattered(staging, leases[1]) == []
     assert scattered(staging, leases[2]) == [GOOD]
     assert (staging.num_waiting, staging.num_rooms) == (0, 0)
@@ -553,7 +542,7 @@ def test_a_copy_that_fails_before_the_machine_has_ended_breaks_it() -> None:
 def test_a_copy_that_fails_after_success_was_held_back_ends_and_drains_the_room_here(
     others: int,
 ) -> None:
-    staging = opened()
+    staging = opened(fill_len=4 * (1 + others))
     lease = landed(staging)
     more = [landed(staging, 1 + i, 1 + i) for i in range(others)]
     assert staging.pass_on(GOOD) == []
@@ -565,24 +554,6 @@ def test_a_copy_that_fails_after_success_was_held_back_ends_and_drains_the_room_
         drained = scattered(staging, other)
     assert drained == [DRAINED]
     assert (staging.num_waiting, staging.num_rooms) == (0, 0)
-
-
-def test_writers_that_are_done_with_less_than_all_break_the_room() -> None:
-    staging = opened()
-    scattered(staging, landed(staging))
-    assert staging.on_written(KEY, 0) == []
-    (broken,) = staging.on_written(KEY, 1)
-    assert isinstance(broken, BreakRoom)
-
-
-def test_writers_that_are_done_with_less_than_all_fail_a_success_that_was_held_back() -> None:
-    staging = opened()
-    assert staging.on_written(KEY, 0) == []
-    assert staging.pass_on(GOOD) == []
-    ended, drained = staging.on_written(KEY, 1)
-    assert isinstance(ended, RoomEnded)
-    assert ended.poll is KVPoll.FAILED
-    assert drained == DRAINED
 
 
 def test_rooms_that_are_not_staged_pass() -> None:
@@ -607,9 +578,11 @@ def test_units_of_larger_pages_of_ours_and_of_the_writers() -> None:
     which = Promise(*KEY.numbers, 30, 8, promise(pages=(3, 9, 5)).pages, 1)
     staging.open(which, 8, plan(page_size=8))
     lease = granted(staging, 0, 0, 2)
-    for rank in (0, 1):
-        actions = staging.on_arrival(ChunkTag(5, *KEY.numbers, rank, 0, lease_id=lease))
-    (scatter,) = actions
+    for section in staging.sections_of(staging.leases.all()[0]):
+        blocks = section.num_bytes // BLOCK_BYTES
+        tag = ChunkTag(5, *KEY.numbers, section.rank, 0, lease_id=lease, num_pages=blocks)
+        actions = staging.on_arrival(tag)
+    scatter, _ = actions
     assert isinstance(scatter, Scatter)
     assert (scatter.units.tolist(), scatter.unit_tokens) == ([6, 7], 4)
     assert plan(4, 16).unit_tokens == 4

@@ -264,20 +264,6 @@ def test_a_first_ask_after_a_long_wait_is_repeated_soon_again() -> None:
     assert asks(desk.tick(101.0)) == [(1, 4, 4)]
 
 
-def test_asks_say_below_which_piece_all_is_written() -> None:
-    desk = Desk(slots=8, window=3)
-
-    def written(actions: list[Action]) -> list[int]:
-        return [action.ask.written for action in actions if isinstance(action, SendAsk)]
-
-    assert written(desk.write(1, 32)) == [0, 0, 0]
-    posts = [desk.posted(piece) for piece in range(3)]
-    assert written(desk.ended(posts[1])) == [0]
-    assert written(desk.ended(posts[0])) == [2]
-    assert written(desk.tick(RESEND_S)) == [2, 2]
-    assert written(desk.ended(posts[2])) == [3]
-
-
 def test_grants_that_are_not_awaited_or_lie_outside_are_counted_and_ignored() -> None:
     desk = Desk()
     desk.write(1, 8)

@@ -72,7 +72,7 @@ def test_every_part_notifies_with_its_tag(driver: Driver) -> None:
     driver.until(lambda: writer.ends() and len(target.tags()) >= 40)
     tags = sorted(target.tags())
     assert len(tags) == 40  # 4 slabs x 20 blocks of 64 bytes, two a part
-    assert tags == [job.tag._replace(part=part, num_parts=40) for part in range(40)]
+    assert tags == [job.tag._replace(part=part, num_parts=40, num_pages=20) for part in range(40)]
 
 
 def test_many_jobs_each_end_once_with_their_bytes(driver: Driver) -> None:

@@ -68,7 +68,10 @@ def test_pages_reach_another_process_and_are_notified(driver: ShmDriver) -> None
         parts = -(-3 * writer.pool.layout.page_bytes // TransportConfig().post_bytes)
         until(lambda: len(child.tags()) >= parts)
         tags = sorted(ChunkTag.unpack(tag) for tag in child.tags())
-        assert tags == [job.tag._replace(part=n, num_parts=parts) for n in range(parts)]
+        pages = len(job.dst_pages)
+        assert tags == [
+            job.tag._replace(part=n, num_parts=parts, num_pages=pages) for n in range(parts)
+        ]
 
 
 def test_a_killed_peer_fails_its_own_jobs_only_and_its_memory_goes(driver: ShmDriver) -> None:
@@ -349,7 +352,7 @@ def test_the_truth_from_the_same_door_is_taken(driver: ShmDriver, liar: Liar) ->
     writer.transport.write(writer.job(1, to, [3], [2]))
     driver.until(lambda: writer.ends(1))
     assert isinstance(writer.ends(1)[0], WriteDone)
-    assert link.recv(1000) == writer.job(1, to, [3], [2]).tag.pack()
+    assert link.recv(1000) == writer.job(1, to, [3], [2]).tag._replace(num_pages=1).pack()
     link.close()
 
 

@@ -68,7 +68,8 @@ def test_blocks_arrive_whole_with_their_tags_and_nothing_else_changes(
     assert np.array_equal(memory_of(target), after)
     assert target.pool.pages() == pages
     tags = sorted(target.tags())
-    assert tags == [job.tag._replace(part=part, num_parts=num_parts) for part in range(num_parts)]
+    whole = job.tag._replace(num_parts=num_parts, num_pages=len(dst))
+    assert tags == [whole._replace(part=part) for part in range(num_parts)]
     assert {tag.lease_id for tag in tags} == {77}
 
 

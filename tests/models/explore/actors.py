@@ -475,7 +475,8 @@ class Actors:
                 return "send", effect.to, self.frames.id_of(effect.raw)
             case transport.WriteJob():
                 src, dst = tuple(effect.src_pages.tolist()), tuple(effect.dst_pages.tolist())
-                return "write", effect.job_id, effect.peer, src, dst, effect.tag.pack()
+                tag = effect.tag._replace(num_pages=len(dst)).pack()
+                return "write", effect.job_id, effect.peer, src, dst, tag
             case effects.Cancel():
                 return "cancel", effect.job_id
             case effects.Renew():

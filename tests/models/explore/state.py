@@ -32,8 +32,9 @@ class Budget(NamedTuple):
 class Config:
     """Ranks of prefill; of each decode worker; the requests; the faults.
 
-    `arrivals`: notifications are seen, or lost. `refuse`: a refusal is one of the aborts. `tries`:
-    prefill tries a peer's metadata before it answers. `fenced`: prefill's operator fences lives of
+    `arrivals`: a notification may come after the write has ended, else it comes with the bytes.
+    `refuse`: a refusal is one of the aborts. `tries`: prefill tries a peer's metadata before it
+    answers. `fenced`: prefill's operator fences lives of
     decode that are over. `retry`: request 1 is another attempt at
     request 0, which decode makes once that has failed there, and then asks prefill for.
     `successor`: request 1 uses the number of request 0, once that has ended on both sides.

@@ -95,8 +95,7 @@ class World(Laws):
         for slot, peer in state.trials:
             yield self._tried, slot, peer, True
         for slot, tag in state.arrived:
-            yield self._arrive, slot, tag, True
-            yield self._arrive, slot, tag, False
+            yield self._arrive, slot, tag
         for use, record in zip(self.config.uses, state.uses, strict=True):
             yield from self._engines(use, record, state)
 
@@ -380,6 +379,8 @@ class World(Laws):
             self._set_use(draft, use, written=put(record.written, at, pages))
             if self.config.arrivals:
                 draft.arrived = tuple(sorted((*draft.arrived, (write.reader, write.tag))))
+            else:
+                self._notified(draft, write.reader, write.tag)
         done = WriteDone(write.job, 64)
         self._take(draft, write.slot, ("done", write.job), lambda: done)
 
@@ -407,12 +408,14 @@ class World(Laws):
         changed = write._replace(**changes)
         draft.writes = tuple(changed if one is write else one for one in draft.writes)
 
-    def _arrive(self, draft: Draft, slot: int, tag: bytes, seen: bool) -> None:
+    def _arrive(self, draft: Draft, slot: int, tag: bytes) -> None:
         rest = list(draft.arrived)
         rest.remove((slot, tag))
         draft.arrived = tuple(rest)
-        if seen:
-            self._take(draft, slot, ("arrived", tag), lambda: Arrived(tag))
+        self._notified(draft, slot, tag)
+
+    def _notified(self, draft: Draft, slot: int, tag: bytes) -> None:
+        self._take(draft, slot, ("arrived", tag), lambda: Arrived(tag))
 
     def _settled(self, draft: Draft, slot: int, token: Any) -> None:
         """The target has read what kernels held of this writer; what was there then has landed."""
