@@ -24,6 +24,12 @@ def _above(config: object, bound: float, *names: str) -> None:
     above(bound, **{name: getattr(config, name) for name in names})
 
 
+def _at_most(value: float, bound: float, name: str, other: str) -> None:
+    """Raise ConfigError for a setting that contradicts another one."""
+    if value > bound:
+        raise ConfigError(f"{name} is {value}, it has to be at most {other}, {bound}")
+
+
 def _one_of(config: object, allowed: tuple[str, ...], *names: str) -> None:
     for name in names:
         value = getattr(config, name)
@@ -135,6 +141,10 @@ class ControlConfig:
                 f"suspect_after_s is {self.suspect_after_s}, it has to be above heartbeat_s, "
                 f"{self.heartbeat_s}"
             )
+        # A peer is suspect before it is forgotten, and what is lost once is said again in time.
+        _at_most(self.suspect_after_s, self.forget_after_s, "suspect_after_s", "forget_after_s")
+        for name in ("bootstrap_timeout_s", "ack_timeout_s"):
+            _at_most(self.resend_s, getattr(self, name), "resend_s", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,9 +313,10 @@ class DecodeConfig:
     `policy` says which cached pages are evicted first: a name, or a `Policy` with settings of its
     own (`Gated(fresh_s=60)`), which serves one cache; ranks need a name. `admission` says which
     request is admitted first: "hit_aware", "fifo", "priority", a registered name, or an
-    `AdmissionPolicy`. A request that has waited `patience_s` is overtaken by nothing. One without a
-    `deadline_s` that is not admitted within `waiting_timeout_s` fails, and prefill is told. None:
-    `control.longest_wait_s`, since prefill waits no longer either.
+    `AdmissionPolicy`. A request that has waited `patience_s` is overtaken by nothing, unless it
+    steps aside since nothing that runs can make room for it. One without a `deadline_s` that is
+    not admitted within `waiting_timeout_s` fails, and prefill is told. None:
+    `control.longest_wait_s`, since prefill waits no longer either; more is refused.
 
     Where pages are evicted, `evict_reserve` of the pool is beyond what is missing: at 1/256 the new
     pages of a request form a third of the runs, for 0.1 points of hit rate
@@ -363,6 +374,9 @@ class DecodeConfig:
         _at_least(self, 1, "record_files")
         if self.waiting_timeout_s is not None:
             _above(self, 0, "waiting_timeout_s")
+            # Prefill has given a request up by then, so its pages would be taken for nothing.
+            _at_most(self.waiting_timeout_s, self.control.longest_wait_s,
+                     "waiting_timeout_s", "control.longest_wait_s")  # fmt: skip
         _one_of(self, ("fail", "retry"), "failure_policy")
         if self.max_retries is not None:
             _at_least(self, 0, "max_retries")
@@ -384,6 +398,12 @@ class DecodeConfig:
         if self.max_retries is None:
             return int(self.failure_policy == "retry")
         return self.max_retries
+
+    @property
+    def admission_patience_s(self) -> float:
+        """`patience_s`, but at most half of the time that a request may wait: else one that fits
+        might be overtaken until it fails."""
+        return min(self.patience_s, self.admission_wait_s / 2)
 
     @property
     def admission_wait_s(self) -> float:
@@ -416,6 +436,8 @@ class PrefillConfig:
     def __post_init__(self) -> None:
         _check_worker(self)
         _at_least(self, 0, "follow_s")
+        # Decode waits no longer for the first chunk.
+        _at_most(self.follow_s, self.control.longest_wait_s, "follow_s", "control.longest_wait_s")
 
 
 def _check_worker(config: DecodeConfig | PrefillConfig) -> None:

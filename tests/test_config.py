@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -238,8 +239,32 @@ def test_the_default_policy_is_the_caches() -> None:
 def test_decode_waits_for_memory_as_long_as_for_a_peer_unless_it_is_told_otherwise() -> None:
     control = ControlConfig(longest_wait_s=70.0)
     assert DecodeConfig(control=control).admission_wait_s == 70.0
-    assert DecodeConfig(control=control, waiting_timeout_s=90.0).admission_wait_s == 90.0
-    assert DecodeConfig(control=control, waiting_timeout_s=math.inf).admission_wait_s == math.inf
+    assert DecodeConfig(control=control, waiting_timeout_s=60.0).admission_wait_s == 60.0
+
+
+def test_no_more_patience_counts_than_half_of_the_time_to_wait() -> None:
+    assert DecodeConfig().admission_patience_s == 5.0
+    assert DecodeConfig(waiting_timeout_s=4.0).admission_patience_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DecodeConfig(control=ControlConfig(longest_wait_s=60.0), waiting_timeout_s=75.0),
+         "waiting_timeout_s is 75.0, it has to be at most control.longest_wait_s, 60.0"),
+        (lambda: DecodeConfig(waiting_timeout_s=math.inf), "at most control.longest_wait_s, 600.0"),
+        (lambda: PrefillConfig(follow_s=601.0), "follow_s is 601.0, it has to be at most c"),
+        (lambda: ControlConfig(forget_after_s=4.0), "suspect_after_s is 5.0, it has to be at most"),
+        (lambda: ControlConfig(heartbeat_s=5.0), "suspect_after_s is 5.0, it has to be above"),
+        (lambda: ControlConfig(resend_s=31.0), "resend_s is 31.0, it has to be at most bootstrap"),
+        (lambda: ControlConfig(resend_s=5.0, ack_timeout_s=4.0), "at most ack_timeout_s, 4.0"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_refused(
+    make: Callable[[], object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
 
 
 def test_the_reserve_is_a_part_of_the_pool() -> None:

@@ -7,7 +7,8 @@ machine (`ReceiverMachine`, or a `RefusalMachine` for a room that will not be op
 
 What comes in are the cases of `on`. What goes out: SendFrame, Connect and Disconnect for the
 sockets, Expect and Settle for the transport, Scatter for the copy threads, RoomEnded, RoomDrained
-and RoomOverdue for the scheduler. `sides.py` has both as types.
+and RoomOverdue for the scheduler, and PrefillReady, PrefillAway and PrefillLost, of workers that it
+asked about (MeetPrefill). `sides.py` has both as types.
 
 It owns what machines cannot know: which incarnation a room was promised to. Only that one's word
 counts, since a restarted worker knows nothing of its predecessor's writes.
@@ -56,8 +57,14 @@ from prefixkv.errors import (
 )
 from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver
-from prefixkv.protocol.commands import AbortRoom, Fence, OpenRoom, RefuseRoom
-from prefixkv.protocol.events import RoomDrained, RoomEnded
+from prefixkv.protocol.commands import AbortRoom, Fence, MeetPrefill, OpenRoom, RefuseRoom
+from prefixkv.protocol.events import (
+    PrefillAway,
+    PrefillLost,
+    PrefillReady,
+    RoomDrained,
+    RoomEnded,
+)
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Drained,
@@ -114,6 +121,7 @@ class DecodeControl:
         known = self._timers, self._links, self.staging, self.news
         self._rooms = ReceiverRooms(timing, *known)
         self._lives = Lives(self.news)
+        self._met: dict[str, bool] = {}  # by address: what was said last to whoever asked
         self._said_expected = 0
         # Of the last `on`, those before an exception too.
         self.last_effects: list[DecodeEffect] = []
@@ -124,6 +132,8 @@ class DecodeControl:
         match what:
             case OpenRoom():
                 self._open(what, now_s, out)
+            case MeetPrefill():
+                self._meet_worker(what.address, now_s, out)
             case RefuseRoom():
                 self._refuse(what, now_s, out)
             case AbortRoom():
@@ -158,6 +168,8 @@ class DecodeControl:
                 out += self._links.farewell()
             case _:
                 assert_never(what)
+        while changed := self._links.take_changed():
+            self._say_workers(changed, now_s, out)
         if self._rooms.num_expected != self._said_expected:
             self._said_expected = self._rooms.num_expected
             out.append(Expect(self._rooms.num_expected))
@@ -210,6 +222,13 @@ class DecodeControl:
             self._enter(machine, command.address, now_s, out, command.digest)
         except RequestError as error:  # no peer has been told of the pages
             out += [RoomEnded(machine.key, KVPoll.FAILED, error), RoomDrained(machine.key)]
+
+    def _meet_worker(self, address: str, now_s: float, out: list[DecodeEffect]) -> None:
+        out += self._links.open(address, now_s)
+        self._met[address] = False  # so that what is so now is said, though it was said before
+        link = self._links.get(address)
+        assert link is not None
+        self._links.note_change(link)
 
     def _refuse(self, command: RefuseRoom, now_s: float, out: list[DecodeEffect]) -> None:
         machine = RefusalMachine(command.key, command.ticket, command.reason, self._timing, now_s)
@@ -495,15 +514,43 @@ class DecodeControl:
         for leader in self._links.leaders(link):
             if leader.waiting and leader.ready:
                 self._promote_rooms(leader, now_s, out)
+            if self._met.get(leader.address) is False:
+                self._links.note_change(leader)
 
-    def _promote_rooms(self, leader: Link, now_s: float, out: list[DecodeEffect]) -> None:
+    def _ranks_ready(
+        self, leader: Link, now_s: float, out: list[DecodeEffect]
+    ) -> dict[int, Link] | None:
+        """The ranks that rooms of this leader are promised to, if all of them answer."""
         links, opened = self._links.told(leader, now_s)
         out += opened
         try:
-            if not self._links.ready(leader, links, now_s):
-                return
+            return links if self._links.ready(leader, links, now_s) else None
         except HandshakeError as refused:
             self._refuse_peer(leader, leader.peer, leader.reply, refused, now_s, out)
+            return None
+
+    def _say_workers(self, changed: set[str], now_s: float, out: list[DecodeEffect]) -> None:
+        """Tell the scheduler which of the workers that it asked about answer now, and which do so
+        no more."""
+        for address in sorted(changed & self._met.keys()):
+            leader = self._links.get(address)
+            if leader is None:
+                silent = PeerLostError(f"prefill worker {address} was silent for long")
+                self._lose_worker(address, silent, out)
+                continue
+            is_ready = leader.ready and self._ranks_ready(leader, now_s, out) is not None
+            if self._met.get(address) is (not is_ready):  # it may have been refused just now
+                self._met[address] = is_ready
+                most = self._links.max_tokens(leader) if is_ready else 0
+                out.append(PrefillReady(address, most) if is_ready else PrefillAway(address))
+
+    def _lose_worker(self, address: str, error: Exception, out: list[DecodeEffect]) -> None:
+        if self._met.pop(address, None) is not None:
+            out.append(PrefillLost(address, error))
+
+    def _promote_rooms(self, leader: Link, now_s: float, out: list[DecodeEffect]) -> None:
+        links = self._ranks_ready(leader, now_s, out)
+        if links is None:
             return
         for key in list(leader.waiting):
             room = self._rooms[key]
@@ -545,6 +592,7 @@ class DecodeControl:
         for leader in dict.fromkeys((link, *self._links.leaders(link))):
             for key in list(leader.waiting):
                 self._rooms.on(self._rooms[key], receiver.Fail(error), now_s, out)
+            self._lose_worker(leader.address, error, out)
         if any(link.peer in self._rooms[key].peers.values() for key in link.rooms):
             self._links.suspend(link, now_s)  # it has pages of ours
         else:

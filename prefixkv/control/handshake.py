@@ -127,7 +127,8 @@ def ranges(hello: Hello) -> tuple[tuple[int, int], ...]:
 class OurSide(NamedTuple):
     """What a prefill rank is: `slot_bytes` of a slot that slices of heads are gathered into where
     the reader has staging too, 0: none. `secret` is what it drew for its promises' proofs, `life`
-    which process it is, `backend` what it writes by, `option_names` is as of `ModelConfig`."""
+    which process it is, `backend` what it writes by, `option_names` is as of `ModelConfig`.
+    `max_tokens` is what its pool holds, 0 where that is not to be said."""
 
     digest: ModelDigest
     topology: Topology
@@ -137,6 +138,7 @@ class OurSide(NamedTuple):
     life: ProcessLife | None = None
     backend: Backend = "nixl"
     option_names: Mapping[str, str] = MappingProxyType({})
+    max_tokens: int = 0
 
     @property
     def mesh(self) -> Mesh:

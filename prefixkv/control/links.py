@@ -95,6 +95,17 @@ class Links:
         self._timers = timers
         self._stamp = Stamper(me)
         self._links: dict[str, Link] = {}
+        self._changed: set[str] = set()  # leaders that may be ready now, or may not be any more
+
+    def take_changed(self) -> set[str]:
+        """The leaders for which something has changed since the last call, by address."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def note_change(self, link: Link) -> None:
+        """Whether its leaders are ready is to be asked again."""
+        self._changed.add(link.address)
+        self._changed |= link.leaders
 
     def get(self, address: str) -> Link | None:
         return self._links.get(address)
@@ -176,8 +187,10 @@ class Links:
             return self.close(link, now_s)
         if link.peer is not None and link.ready:
             is_silent = link.live.suspect(self._timing, now_s)
-            if self.news.silent(link.peer, is_silent) and is_silent:
-                self.deaths.doubt(link.peer, now_s)
+            if self.news.silent(link.peer, is_silent):
+                self.note_change(link)
+                if is_silent:
+                    self.deaths.doubt(link.peer, now_s)
         out: list[LinkEffect] = []
         if not link.ready and link.hello.take(now_s):
             out.append(self._say_hello(link, now_s))
@@ -225,6 +238,7 @@ class Links:
         link.peer = frame.sender
         link.ready = True
         link.reply = reply
+        self.note_change(link)
         self.deaths.met(frame.sender, reply.life, link.is_local, now_s)
         for address in (link.address, *link.leaders):
             if address in self._links:
@@ -238,11 +252,13 @@ class Links:
             return []
         link.nonce = nonce or link.nonce
         link.ready = False
+        self.note_change(link)
         return self.greet(link, now_s)
 
     def lost(self, link: Link, newer: PeerId | None, now_s: float) -> PeerId | None:
         """Another process answers there, or none any more; returns the one before."""
         former, link.peer, link.ready = link.peer, newer, False
+        self.note_change(link)
         if former is not None:
             self.news.forget(former)
             self.deaths.doubt(former, now_s)
@@ -284,6 +300,13 @@ class Links:
             leader.planned = True
         return True
 
+    def max_tokens(self, leader: Link) -> int:
+        """What each rank of the worker holds, of those that are told of rooms and say it; 0 where
+        none does."""
+        links = [leader, *(self._links[address] for address in leader.told.values())]
+        said = [link.reply.max_tokens for link in links if link.reply is not None]
+        return min(filter(None, said), default=0)
+
     def leaders(self, link: Link) -> Iterator[Link]:
         """The links whose rooms may wait for this one: itself, and its leaders."""
         for address in (link.address, *sorted(link.leaders)):
@@ -297,6 +320,7 @@ class Links:
         ones is still wanted."""
         if link.ready:
             link.ready = False
+            self.note_change(link)
             link.hello.start(now_s)
             self._timers.wake(link.address, link.hello.due_s)
 

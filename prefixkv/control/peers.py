@@ -284,7 +284,8 @@ class Peers:
         """The answer to a Hello, or to another word where it is refused."""
         ours, known = self._ours, hello.known if hello is not None else 0
         said = ours.secret, refused[:1000], ours.rank, staged, known
-        body = HelloReply(ours.digest, ours.topology, self._endpoints, *said, ours.life)
+        most = ours.max_tokens
+        body = HelloReply(ours.digest, ours.topology, self._endpoints, *said, ours.life, most)
         return SendFrame(route, self._stamp.frame(body))
 
     def hello_wanted(self, route: bytes, sender: PeerId | None = None) -> SendFrame[bytes]:

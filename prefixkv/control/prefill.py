@@ -116,6 +116,7 @@ class PrefillControl:
             Hello before PeerTried.
         backend: as `TransportConfig.backend`.
         option_names: as of `ModelConfig`.
+        max_tokens: what its pool holds, 0: not to be said.
     """
 
     def __init__(
@@ -133,12 +134,13 @@ class PrefillControl:
         life: ProcessLife | None = None,
         backend: Backend = "nixl",
         option_names: Mapping[str, str] | None = None,
+        max_tokens: int = 0,
     ) -> None:
         self.me = me
         self.counters: Counter[str] = Counter()
         slot_bytes = 0 if staging is None else staging.slot_bytes
         what = digest, topology, rank, slot_bytes, secret, life, backend
-        self._ours = handshake.OurSide(*what, option_names=option_names or {})
+        self._ours = handshake.OurSide(*what, option_names or {}, max_tokens)
         self._rank = rank
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key

@@ -25,7 +25,7 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.protocol.commands import DecodeCommand, PrefillCommand
-from prefixkv.protocol.events import DecodeEvent, PrefillEvent
+from prefixkv.protocol.events import DecodeEvent, PrefillEvent, WorkerEvent
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import (
@@ -39,7 +39,7 @@ from prefixkv.transport.base import (
 )
 
 DecodeInput = (
-    DecodeCommand  # OpenRoom, RefuseRoom, AbortRoom, Fence: the scheduler's
+    DecodeCommand  # OpenRoom, MeetPrefill, RefuseRoom, AbortRoom, Fence: the scheduler's
     | FrameReceived[str]  # a prefill rank's
     | FrameFailed[str]  # one of them has raised
     | Arrived  # the transport's: a part of a write has landed
@@ -65,6 +65,7 @@ DecodeEffect = (
     | Examine  # for what looks at processes
     | Scatter  # for the copy threads
     | DecodeEvent  # RoomEnded, RoomDrained, RoomOverdue: for the scheduler
+    | WorkerEvent  # PrefillReady, PrefillAway, PrefillLost: the same, if it asked
 )
 
 PrefillInput = (

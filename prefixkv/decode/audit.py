@@ -1,13 +1,16 @@
-"""The laws of decode's scheduler: pages, budget, queues and requests agree."""
+"""The laws of decode's scheduler and of its queue: pages, budget, lanes and requests agree."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import InFlight
+from prefixkv.decode.lanes import GONE, Lanes, Waiter
 from prefixkv.decode.request import ACTIVE, CAN_RUN, DecodeRequest, DecodeState
 from prefixkv.decode.room_numbers import RoomNumbers
+from prefixkv.decode.wants import Wants
 from prefixkv.errors import check_laws
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
@@ -61,7 +64,8 @@ def check_decode(
         "active counts the admitted requests": budget.active
         == sum(req.state in ACTIVE for req in requests),
         "a running request has the page that the next step writes to": all(
-            req.pages_held.num_pages * books.page_size >= req.prompt_len + len(req.output)
+            req.pages_held.num_pages * books.page_size
+            >= min(req.prompt_len + len(req.output), req.most_kv_len)
             for req in requests
             if req.state in CAN_RUN and req.pages_held and req not in deferred
         ),
@@ -72,3 +76,48 @@ def check_decode(
         ),
     }
     check_laws(laws, f"{own} own", allocator, list(requests))
+
+
+def check_queue(
+    books: PageManager,
+    lanes: Lanes,
+    waiters: Sequence[Waiter],
+    aside: Sequence[Waiter],
+    wants: Wants,
+) -> None:
+    """Check the queue's orders against each other. Raises InternalError.
+
+    `waiters` are all that wait, `aside` those of them that stand in no lane.
+    """
+    all_lanes = lanes.all()
+    in_line = [waiter for lane in all_lanes for waiter in lane.waiters()]
+    unsaid = {waiter for waiter in waiters if not waiter.want and waiter.req.request.cacheable}
+    laws = {
+        "every request waits once, in line or aside": sorted(map(id, [*in_line, *aside]))
+        == sorted(map(id, waiters)),
+        "those that are aside know it": set(aside)
+        == {waiter for waiter in waiters if waiter.is_aside},
+        "each stands in its own lane": all(
+            waiter.lane is lane for lane in all_lanes for waiter in lane.waiters()
+        ),
+        "every place is that of a waiting request": all(
+            list(lane.order) == sorted(waiter.place for waiter in lane.waiting.values())
+            for lane in all_lanes
+        ),
+        "there is an estimate of each": all(
+            set(lane.estimated) == set(lane.waiting.values()) for lane in all_lanes
+        ),
+        "they stand by arrival": all(
+            a.arrival < b.arrival for lane in all_lanes for a, b in pairwise(lane.waiting.values())
+        ),
+        "a lane counts its waiters": all(
+            lane.num_waiters == sum(waiter.lane is lane for waiter in waiters) for lane in all_lanes
+        ),
+        "busy lanes are open, and somebody stands there": set(lanes.busy)
+        == {lane for lane in all_lanes if lane.is_open and len(lane)},
+        "what waits is wanted, or not said yet": not wants.protects
+        or unsaid == {waiter for waiter in wants.unsaid if waiter.want != GONE},
+        "only what waits here is wanted": books.cache.num_wants
+        == sum(waiter.want > 0 for waiter in waiters),
+    }
+    check_laws(laws, [waiter.req for waiter in in_line], [waiter.req for waiter in aside])

@@ -5,8 +5,11 @@ enough back for that, by sums that are updated as requests come, grow and go: th
 does not depend on how many run.
 
     space = free + evictable - what locking the match takes out of the evictable
-    admit if and only if  need <= space - max(reserve_pages * active, single)
+    admit if and only if  need <= space - max(reserved, single)
                      and  remaining <= space + private_pages
+
+`reserved` is the sum over the admitted requests of what is kept for the growth of each: its
+`remaining`, but at most `reserve_pages`. So nothing is kept that a request can never write.
 
 `single` is the most that any one admitted request may still need, less what retracting the others
 would free:
@@ -23,7 +26,6 @@ the two is constant while it runs, and a heap of these sums, with lazy deletion,
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Sequence
 
 from prefixkv.errors import InternalError
@@ -33,13 +35,15 @@ class PreallocBudget:
     """Counters of the requests that run. Owned by the scheduler's thread.
 
     Args:
-        reserve_pages: pages kept back for each active request.
+        reserve_pages: pages kept back for each active request, as far as it may still grow.
     """
 
     def __init__(self, reserve_pages: int) -> None:
         self.reserve_pages = reserve_pages
+        self.version = 0  # grows whenever less may be kept back than before
         self.private_pages = 0  # pages that retracting the running requests would free
-        self._private: Counter[str] = Counter()  # of each admitted request
+        self.reserved_pages = 0  # of each admitted request: what remains, at most reserve_pages
+        self._private: dict[str, int] = {}  # of each admitted request
         # Remaining + private of each admitted request: constant while it runs.
         self._reach: dict[str, int] = {}
         # A heap of (-reach, rid), which also has entries of requests that have ended.
@@ -52,9 +56,11 @@ class PreallocBudget:
         when its KV is complete.
         """
         self.stop(rid)
+        self.version += 1
         self._private[rid] = private_pages
         self._reach[rid] = remaining_pages + private_pages
         self.private_pages += private_pages
+        self.reserved_pages += min(self.reserve_pages, remaining_pages)
         heapq.heappush(self._largest, (-self._reach[rid], rid))
         if len(self._largest) > 2 * len(self._reach) + 16:
             # Entries of ended requests are dropped at the top of the heap; below a request that
@@ -64,13 +70,21 @@ class PreallocBudget:
 
     def grow_many(self, rids: Sequence[str]) -> None:
         """Running requests took a page each. O(of them)."""
-        self._private.update(rids)
+        private, reach, reserve = self._private, self._reach, self.reserve_pages
+        for rid in rids:
+            private[rid] = taken = private[rid] + 1
+            if reach[rid] - taken < reserve:  # the page that it took was one of those kept for it
+                self.reserved_pages -= 1
         self.private_pages += len(rids)
 
     def stop(self, rid: str) -> None:
         """A request ended or was retracted. Unknown: no-op."""
-        self.private_pages -= self._private.pop(rid, 0)
-        self._reach.pop(rid, None)
+        reach = self._reach.pop(rid, None)
+        if reach is not None:
+            self.version += 1
+            private = self._private.pop(rid)
+            self.private_pages -= private
+            self.reserved_pages -= min(self.reserve_pages, reach - private)
 
     @property
     def active(self) -> int:
@@ -89,7 +103,7 @@ class PreallocBudget:
     @property
     def kept_back(self) -> int:
         """Pages of the space that are for requests admitted already, as they grow."""
-        return max(self.reserve_pages * len(self._private), self.single)
+        return max(self.reserved_pages, self.single)
 
     def check_invariants(self) -> None:
         """Raises InternalError if a counter disagrees with what it counts."""
@@ -97,5 +111,8 @@ class PreallocBudget:
             raise InternalError(f"private_pages is {self.private_pages}, admitted: {self._private}")
         if self._private.keys() != self._reach.keys():
             raise InternalError(f"{self.active} active, admitted: {self._private}, {self._reach}")
+        remaining = [reach - self._private[rid] for rid, reach in self._reach.items()]
+        if self.reserved_pages != sum(min(self.reserve_pages, pages) for pages in remaining):
+            raise InternalError(f"reserved_pages is {self.reserved_pages}, remaining: {remaining}")
         if max(self._reach.values(), default=0) - self.private_pages > self.single:
             raise InternalError(f"single is {self.single}, reach: {self._reach}")

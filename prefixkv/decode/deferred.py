@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from prefixkv.cache.releases import Releases
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.pages.manager import PageManager, RequestPages
-from prefixkv.pages.requests import still_pending
+from prefixkv.pages.requests import BrokenEvent, still_pending
 from prefixkv.request import DeviceEvent
 
 
@@ -40,6 +41,23 @@ class Deferred:
         """Their ids and pages. Any thread may ask."""
         held = [(req.rid, req.pages_held) for req in self.requests()]
         return [(rid, pages) for rid, pages in held if pages is not None]
+
+    def coming_pages(self, releases: Releases) -> int:
+        """Pages that are available again once the device is done. `releases` takes down the locks
+        that end with them. O(of these requests)."""
+        held = [
+            ended.req.pages_held
+            for event, ended in self._waiting
+            if not isinstance(event, BrokenEvent)
+        ]
+        return sum(pages.num_own + releases.end(pages.lock) for pages in held if pages is not None)
+
+    def stuck_pages(self, releases: Releases) -> int:
+        """Pages of requests whose event has raised: nothing says that they ever come back."""
+        stuck = [
+            ended.req.pages_held for event, ended in self._waiting if isinstance(event, BrokenEvent)
+        ]
+        return sum(pages.num_own + releases.end(pages.lock) for pages in stuck if pages is not None)
 
     def end(
         self, after: DeviceEvent | None, req: DecodeRequest, continues: bool | None, now_s: float

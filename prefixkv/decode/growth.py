@@ -1,10 +1,16 @@
-"""A page for the next token of each running request, or the names of those to retract for it."""
+"""A page for the next token of each running request, or the names of those to retract for it.
+
+What is on its way back counts first: pages of requests that have ended, or were retracted, while
+the device may still touch them. Only what these do not cover is asked of others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from prefixkv.cache.releases import Releases
 from prefixkv.decode.budget import PreallocBudget
+from prefixkv.decode.deferred import Deferred
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError, RequestError
@@ -17,12 +23,14 @@ def raise_output_limits(
     journal: DecodeJournal,
     reqs: Sequence[DecodeRequest],
     running: Callable[[], Iterable[DecodeRequest]],
+    deferred: Deferred,
     now_s: float,
 ) -> bool:
     """Check that each of these runs, and give each a page for one more token if it needs one; those
     that were aborted are left out, and whether there are some is returned.
 
-    `running` gives all that run, the oldest first. Raises as `DecodeScheduler.append_many` does.
+    `running` gives all that run, the oldest first; `deferred` has what the device is still busy
+    with. Raises as `DecodeScheduler.append_many` does.
     """
     page_size, started, aborted = books.page_size, DecodeState.RUNNING, DecodeState.ABORTED
     grows: list[RequestPages] = []
@@ -42,12 +50,16 @@ def raise_output_limits(
             raise RequestError(f"request {req.rid!r} has its {req.max_new_tokens} tokens")
         pages = req.pages_held
         assert pages is not None
-        if req.prompt_len + num_tokens >= pages.num_pages * page_size:
+        # No step writes the KV of the last token, so that one needs no page.
+        is_last = num_tokens + 1 == req.max_new_tokens
+        if not is_last and req.prompt_len + num_tokens >= pages.num_pages * page_size:
             grows.append(pages)
             growing.append(req.rid)
-    if len(grows) > books.available_pages:
+    missing = len(grows) - books.available_pages
+    if missing > 0:
         free, evictable = books.allocator.free_pages, books.cache.evictable_pages
-        raise OutOfPagesError(len(grows), free, evictable, retract=_best_to_retract(running()))
+        retract = _fewest_to_retract(running(), set(growing), missing, deferred)
+        raise OutOfPagesError(len(grows), free, evictable, retract)
     if grows:
         books.grow_many(grows, now_s)
         budget.grow_many(growing)
@@ -56,14 +68,28 @@ def raise_output_limits(
         journal.runs(req, now_s)
     for req in reqs:
         if req.state is started:
-            assert req.pages_held is not None
-            space = req.pages_held.num_pages * page_size - req.prompt_len
-            req.output_limit = space if space < req.max_new_tokens else req.max_new_tokens
+            req.output_limit = req.most_output
     return any_aborted
 
 
-def _best_to_retract(running: Iterable[DecodeRequest]) -> tuple[str, ...]:
-    """Running requests by the pages that retraction frees, most first; the oldest never."""
+def _fewest_to_retract(
+    running: Iterable[DecodeRequest], growing: set[str], missing: int, deferred: Deferred
+) -> tuple[str, ...]:
+    """The fewest running requests whose pages cover what is missing, the one with most first; the
+    oldest never. None where all that is missing comes back by itself.
+
+    One that is taken back does not grow either.
+    """
+    releases = Releases()
+    missing -= deferred.coming_pages(releases)
     younger = list(running)[1:]
     younger.sort(key=lambda req: req.pages_held.num_own if req.pages_held else 0, reverse=True)
-    return tuple(req.rid for req in younger)
+    found: list[str] = []
+    for req in younger:
+        if missing <= 0:
+            break
+        found.append(req.rid)
+        missing -= req.rid in growing
+        if req.pages_held is not None:
+            missing -= req.pages_held.num_own + releases.end(req.pages_held.lock)
+    return tuple(found)

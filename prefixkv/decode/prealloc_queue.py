@@ -1,11 +1,20 @@
 """Requests that wait for pages, and the decision to admit one.
 
-Three groups are tried, each only when the one before is empty:
+Each waits in the lane of its prefill worker (`lanes.py`). A closed lane takes no part in a pass.
+Of the open ones three groups are tried, each only when the one before is empty:
 
     returned    admitted before (retracted, or to be asked for again): the last to return first
     overdue     the request that has waited longest, once that is `patience_s`
     the rest    in the order of an `AdmissionPolicy`, which may let requests overtake one that does
                 not fit
+
+Whatever cannot be admitted by what the running requests give back holds up none:
+
+    aside       it may need more pages than can come back (`prospects.py`): out of its lane, until
+                enough have been proved free
+    share       its prefill worker has its share of the pool (`shares.py`): its lane waits, and the
+                other lanes go on; if the share is held without proof, it waits aside alone
+    prefill     its prefill worker does not answer: its lane is closed
 
 The order rests on estimates: what a match said when the request came, or was last looked at. A
 request is admitted only after another look, which matches anew if the tree has changed, and counts
@@ -13,79 +22,55 @@ anew what locking the match would take out of the evictable pages. A pass makes 
 looks that admit nothing, and none at a request that did not fit before and for which nothing has
 changed since (`PageManager.version`). A request that cannot fit by its estimate gets no look; where
 that leaves looks over, the oldest estimates get them, so that none stays wrong for long.
-A request whose prefill worker has its share of the pool (`shares.py`) waits, and holds nobody up.
-
-What the tree has of a request that waits is evicted last (`RadixCache.want`). The tree is told
-before an admission evicts, and after a pass that leaves requests waiting; it is not told of one
-that is admitted from free pages in the first pass after it came.
+What the tree has of a request that waits is evicted last (`wants.py`).
 
 Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import islice
 
 from sortedcontainers import SortedList
 
-from prefixkv.cache.results import MatchResult
 from prefixkv.config import Admission
 from prefixkv.decode.admission import DEFAULT_ADMISSION, Rank, make_admission
+from prefixkv.decode.audit import check_queue
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import Flight, InFlight
+from prefixkv.decode.lanes import Lane, Lanes, Waiter
+from prefixkv.decode.prospects import Prospects
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.shares import PrefillShares
-from prefixkv.errors import check_laws
+from prefixkv.decode.wants import Wants
+from prefixkv.errors import InternalError
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 from prefixkv.protocol.timers import Timers
 
 MAX_LOOKS = 16
-MAX_WALK = 128  # requests of the order that a pass goes through
-MAX_WANTS = 128  # prefixes that are said to be wanted at once
-UNSAID, GONE = 0, -1  # instead of a want's number: the tree does not know yet; it waits no longer
+MAX_WALK = 128  # requests of the order that a pass goes through, or brings back from aside
 
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    """A request in the queue, and what the last look at it found.
-
-    Admitting it takes pages: `new` at once; `needed` have to be available, the reserve included;
-    `most` it may come to take in the end. The last two include the evictable pages that its match
-    would lock. `seen_at` is the version at which a look admitted nothing.
-    """
-
-    req: DecodeRequest
-    arrival: int
-    match: MatchResult | None = None
-    new: int = 0
-    needed: int = 0
-    most: int = 0
-    rank: Rank = None
-    seen_at: int = -1
-    want: int = UNSAID  # its number
-
-    @property
-    def place(self) -> tuple[Rank, int, _Waiter]:
-        return self.rank, self.arrival, self
+ASIDE_REASONS = ("pages", "share", "prefill")
 
 
 class DecodePreallocQueue:
     """Owned by the scheduler's thread. `add` and each admission cost O(log waiting), a pass that
-    admits nothing no more.
+    admits nothing no more, times the prefill workers that requests wait for.
 
     Args:
         reserve_tokens: space kept for a request's output when it is admitted (never more than it
             may still generate).
         policy: a name, or an `AdmissionPolicy`.
         patience_s: a request that has waited this long is overtaken by nothing.
-        waiting_timeout_s: how long a request may wait to be admitted for the first time, if it sets
-            no `deadline_s` of its own.
-        shares: of prefill workers; None: no bound.
+        waiting_timeout_s: how long a request may wait to be admitted, if it sets no `deadline_s` of
+            its own; and one that was admitted before, and came back, in any case.
+        shares: of prefill workers.
+        lanes: which of them answer.
+        prospects: which pages can come back.
         protect: whether the cached prefixes of waiting requests are evicted last.
     """
 
@@ -95,119 +80,194 @@ class DecodePreallocQueue:
         budget: PreallocBudget,
         flights: InFlight,
         reserve_tokens: int,
+        shares: PrefillShares,
+        lanes: Lanes,
+        prospects: Prospects,
+        *,
         policy: str | Admission = DEFAULT_ADMISSION,
         patience_s: float = math.inf,
         waiting_timeout_s: float = math.inf,
-        shares: PrefillShares | None = None,
         protect: bool = True,
     ) -> None:
         self._books = books
         self._budget = budget
         self._flights = flights
         self._reserve_tokens = reserve_tokens
+        self._shares = shares
+        self._lanes = lanes
+        self._prospects = prospects
         self._policy = make_admission(policy)
         self._patience_s = patience_s
         self._waiting_timeout_s = waiting_timeout_s
-        self._shares = shares or PrefillShares()
-        self._returned: OrderedDict[DecodeRequest, _Waiter] = OrderedDict()
-        self._waiting: OrderedDict[DecodeRequest, _Waiter] = OrderedDict()  # by arrival
-        self._order: SortedList = SortedList()  # their places
-        self._estimated: OrderedDict[_Waiter, None] = OrderedDict()  # the oldest estimate first
-        self._unsaid: list[_Waiter] = []  # the tree does not know yet that they wait, if they do
-        self._protects = protect and books.caching
+        self._waiters: dict[DecodeRequest, Waiter] = {}
+        self._aside: SortedList = SortedList()  # (pages it may need, arrival, waiter)
+        self._over_share: dict[Waiter, None] = {}  # aside too, for their workers' shares
+        self._shares_at = -1  # the version of shares and lanes at which these were looked at
+        self._most_pages = books.num_pages  # that one may come to have, as of this pass
+        self._limited: dict[Lane, None] = {}  # their workers have their share, as of this pass
+        self._unstamped: list[Waiter] = []  # they have come back since the last pass
+        self.wants = Wants(books, protect)
         self._deadlines: Timers[DecodeRequest] = Timers()
         self._admitted: list[DecodeRequest] = []  # and not taken yet
         self._num_arrivals = 0
         self._num_started = 0
+        self._all_back = True  # none is aside that need not be, as of this pass
         self._spent_at = -1  # the version at which no request is left to look at
+        self.stepped_aside = dict.fromkeys(ASIDE_REASONS, 0)  # how often, by why
 
     def add(self, req: DecodeRequest, *, first: bool = False) -> None:
-        """Queue a request, before all others with `first`."""
+        """Queue a request, before all others with `first`: that one has been admitted before, and
+        its time begins with the next pass.
+
+        Raises what the policy raises, with nothing changed.
+        """
         self._num_arrivals += 1
+        lane = self._lanes.of(req.prefill)
+        waiter = Waiter(req, self._num_arrivals, lane, first)
+        if not first:
+            waiter.since_s = req.arrived_s
+            if self._policy.overtakes:
+                self._look(waiter)
+            waiter.rank = _checked(self._policy.rank(req, waiter.new))
+        self._stand(waiter)  # it may raise: the ranks may not compare
         self._spent_at = -1
-        waiter = _Waiter(req, self._num_arrivals)
+        self._waiters[req] = waiter
+        lane.num_waiters += 1
+        self.wants.say_soon(waiter)
         if first:
-            self._returned[req] = waiter
-            self._returned.move_to_end(req, last=False)
-            self._want_soon(waiter)
-            return
-        if self._policy.overtakes:
-            self._look(waiter)
-        waiter.rank = _checked(self._policy.rank(req, waiter.new))
-        self._order.add(waiter.place)
-        self._want_soon(waiter)
-        self._waiting[req] = waiter
-        self._estimated[waiter] = None
-        if req.request.deadline_s is None:  # else the scheduler looks at it
+            self._unstamped.append(waiter)
+        elif req.request.deadline_s is None:  # else the scheduler looks at it
             self._deadlines.wake(req, req.arrived_s + self._waiting_timeout_s)
+
+    def _stand(self, waiter: Waiter) -> None:
+        """In line, or aside."""
+        if waiter.req.max_pages > self._prospects.most_pages:
+            if not waiter.is_returned:
+                self._lanes.check_comparable(None, waiter.place)  # it will stand among them
+            self._step_aside(waiter)
+            return
+        self._lanes.enter(waiter)
+        if not waiter.lane.is_open:
+            self.stepped_aside["prefill"] += 1
 
     def remove(self, req: DecodeRequest) -> None:
         """Take a request out, wherever it is."""
         self._spent_at = -1
-        waiter = self._returned.pop(req, None)
-        if waiter is None:
-            waiter = self._waiting.pop(req)
-            if self._waiting:
-                self._order.remove(waiter.place)
+        waiter = self._waiters.pop(req)
+        waiter.lane.num_waiters -= 1
+        self._leave(waiter)
+        self._lanes.forget_if_idle(waiter.lane)
+        self._deadlines.forget(req)
+        self.wants.forget(waiter)
+
+    def _leave(self, waiter: Waiter) -> None:
+        if waiter.is_aside:
+            waiter.is_aside = False
+            if waiter in self._over_share:
+                del self._over_share[waiter]
             else:
-                self._order.clear()  # it was alone
-            del self._estimated[waiter]
-            self._deadlines.forget(req)
-        if waiter.want > 0:
-            self._books.unwant(waiter.want)
-        waiter.want = GONE
+                self._aside.remove((waiter.req.max_pages, waiter.arrival, waiter))
+        else:
+            self._lanes.leave(waiter)
+
+    def move(self, req: DecodeRequest, prefill: str) -> None:
+        """It goes to another prefill worker, and keeps its place in time."""
+        waiter = self._waiters[req]
+        self._leave(waiter)
+        former, waiter.lane = waiter.lane, self._lanes.of(prefill)
+        former.num_waiters -= 1
+        waiter.lane.num_waiters += 1
+        self._lanes.forget_if_idle(former)
+        self._stand(waiter)
+        self.look_again()
 
     def look_again(self) -> None:
         """A request may fit that did not before."""
         self._num_started += 1
 
     def __len__(self) -> int:
-        return len(self._returned) + len(self._waiting)
+        return len(self._waiters)
 
     def __contains__(self, req: object) -> bool:
-        return req in self._waiting or req in self._returned
+        return req in self._waiters
 
     def __iter__(self) -> Iterator[DecodeRequest]:
         """Those that come first, then the others by arrival."""
-        return chain(self._returned, self._waiting)
+        waiters = self._waiters.values()
+        returned = [waiter for waiter in waiters if waiter.is_returned]
+        rest = [waiter for waiter in waiters if not waiter.is_returned]
+        returned.sort(key=_arrival, reverse=True)
+        rest.sort(key=_arrival)
+        return iter([waiter.req for waiter in [*returned, *rest]])
+
+    def at(self, prefill: str) -> list[DecodeRequest]:
+        """What waits for this prefill worker, aside or not, by arrival. O(waiting)."""
+        waiters = [one for one in self._waiters.values() if one.lane.address == prefill]
+        return [waiter.req for waiter in sorted(waiters, key=_arrival)]
+
+    def aside(self) -> dict[str, int]:
+        """How many wait without holding up others, by why. Any thread may ask."""
+        lanes = self._lanes.all()
+        return {
+            "pages": len(self._aside),
+            "share": len(self._over_share)
+            + sum(len(lane) for lane in list(self._limited) if lane.is_open),
+            "prefill": sum(len(lane) for lane in lanes if not lane.is_open),
+        }
 
     @property
     def may_admit(self) -> bool:
         """Whether a pass may admit a request. O(1)."""
-        return bool(
-            (self._waiting or self._returned)
-            and self._spent_at != self._version
-            and self._books.can_open
-        )
+        return bool(self._waiters and self._spent_at != self._version and self._books.can_open)
+
+    # --- deadlines --------------------------------------------------------------------------------
 
     @property
     def wake_s(self) -> float:
         """When the next deadline passes, or a little earlier; infinity if none."""
-        return self._deadlines.next_s
+        return min(self._deadlines.next_s, self._lanes.wake_s)
 
-    def expired(self, now_s: float) -> list[DecodeRequest]:
-        """Requests whose time to wait is over; they still have to be removed. O(1) if there are
-        none."""
-        return self._deadlines.due(now_s) if self._deadlines.next_s <= now_s else []
+    def expired(self, now_s: float) -> list[tuple[DecodeRequest, str]]:
+        """Requests whose time to wait is over, and why they were not admitted; they still have to
+        be removed. O(1) if there are none."""
+        for waiter in self._unstamped:
+            if self._waiters.get(waiter.req) is waiter:
+                self._lanes.stamp(waiter, now_s)
+                # Its own deadline_s was for its KV to come the first time.
+                if waiter.req.request.deadline_s is None or waiter.req.committed_s is not None:
+                    self._deadlines.wake(waiter.req, now_s + self._waiting_timeout_s)
+        self._unstamped.clear()
+        if self._deadlines.next_s > now_s:
+            return []
+        late = [self._waiters[req] for req in self._deadlines.due(now_s)]
+        return [(waiter.req, self.why(waiter.req, now_s)) for waiter in late]
+
+    def unanswered(self, now_s: float) -> list[DecodeRequest]:
+        """Requests that have waited too long for a prefill worker that does not answer; they still
+        have to be removed. O(1) if there are none."""
+        return [waiter.req for waiter in self._lanes.unanswered(now_s)]
+
+    def why(self, req: DecodeRequest, now_s: float) -> str:
+        """In words, what a request has waited for, and how long."""
+        waiter = self._waiters[req]
+        since_s = now_s if waiter.since_s is None else waiter.since_s
+        waited = f"waited {now_s - since_s:.3f} s"
+        if waiter.is_aside and waiter not in self._over_share:
+            pages = f"{req.max_pages} of the pool's {self._books.num_pages} pages"
+            return f"{waited} for pages: it may need {pages}, and {self._prospects.why()}"
+        if not waiter.lane.is_open:
+            return f"{waited} for prefill worker {waiter.lane.address}, which does not answer"
+        if waiter.lane in self._limited or waiter in self._over_share:
+            has = f"{self._shares.pages(waiter.lane.address)} pages, its share of the pool"
+            return f"{waited} for pages: prefill worker {waiter.lane.address} has {has}"
+        return f"{waited} for pages"
 
     def check_invariants(self) -> None:
         """Check the orders against each other. Raises InternalError."""
-        waiters = list(self._waiting.values())
-        everyone = [*waiters, *self._returned.values()]
-        laws = {
-            "every place is that of a waiting request": list(self._order)
-            == sorted(waiter.place for waiter in waiters),
-            "there is an estimate of each": set(self._estimated) == set(waiters),
-            "they stand by arrival": all(a.arrival < b.arrival for a, b in pairwise(waiters)),
-            "no request waits twice": not self._waiting.keys() & self._returned.keys(),
-            "deadlines are of waiting requests": len(self._deadlines) <= len(waiters),
-            "what waits is wanted, or not said yet": not self._protects
-            or {waiter for waiter in everyone if not waiter.want and waiter.req.request.cacheable}
-            == {waiter for waiter in self._unsaid if waiter.want != GONE},
-            "only what waits here is wanted": self._books.cache.num_wants
-            == sum(waiter.want > 0 for waiter in everyone),
-        }
-        check_laws(laws, list(self._order), list(self))
+        aside = [*(waiter for _, _, waiter in self._aside), *self._over_share]
+        check_queue(self._books, self._lanes, list(self._waiters.values()), aside, self.wants)
+        if len(self._deadlines) > len(self._waiters):
+            raise InternalError("deadlines are of waiting requests")
 
     # --- a pass -----------------------------------------------------------------------------------
 
@@ -217,23 +277,32 @@ class DecodePreallocQueue:
 
         A request whose rank a user's policy cannot say keeps the one it has.
         """
+        self._all_back = True
         self._admit_what_fits(now_s)
-        if self._unsaid:
-            self._say_wants()
+        if not self._all_back:
+            self._spent_at = -1  # the next pass brings more of them back
+        if self.wants.unsaid:
+            self.wants.say()
 
     def _admit_what_fits(self, now_s: float) -> None:
         books = self._books
-        self._shares.new_pass()
-        if len(self._waiting) == 1 and not self._returned:
+        if not self._waiters:
+            return
+        if self._spent_at != self._version:
+            self._shares.new_pass()
+            self._limited.clear()
+            self._most_pages = self._prospects.most_pages
+            self._all_back = self._come_back()
+        if len(self._waiters) == 1:
             self._admit_alone(now_s)
             return
         while (first := self._first_of_all(now_s)) is not None and books.can_open:
             if first.seen_at == self._version or not self._try(first, *self._look(first), now_s):
-                if self._is_limited(first):
-                    continue  # by what is known now: the next one's turn
+                if self._steps_aside(first):
+                    continue  # the next one's turn
                 self._spent_at = self._version
                 return
-        if self._waiting and self._spent_at != self._version and books.can_open:
+        if self._spent_at != self._version and books.can_open:
             self._admit_in_order(now_s)
             # After an admission the next pass looks again: others may share what is now on its way.
             if not self._admitted:
@@ -241,15 +310,16 @@ class DecodePreallocQueue:
 
     def _admit_alone(self, now_s: float) -> None:
         """`admit` where one request waits: there is nothing to overtake, and no choice to make."""
-        (waiter,) = self._waiting.values()
+        (waiter,) = self._waiters.values()
         version = self._version
         if self._spent_at == version or not self._books.can_open:
             return
-        if waiter.seen_at != version:
+        if waiter.lane.is_open and not waiter.is_aside and waiter.seen_at != version:
             if self._try(waiter, *self._look(waiter), now_s):
                 return
-            if self._policy.overtakes:
+            if self._policy.overtakes and not waiter.is_returned:
                 self._falls_back(waiter)  # others may come
+            self._steps_aside(waiter)
         self._spent_at = version
 
     def take_admitted(self) -> list[DecodeRequest]:
@@ -257,34 +327,65 @@ class DecodePreallocQueue:
         admitted, self._admitted = self._admitted, []
         return admitted
 
-    def _first_of_all(self, now_s: float) -> _Waiter | None:
-        """The request that nothing may overtake now, if there is one."""
-        if self._returned:
-            for waiter in islice(self._returned.values(), MAX_WALK):
-                if not self._is_limited(waiter):
-                    return waiter
-        if not self._waiting:
-            return None
-        oldest = next(iter(self._waiting.values()))
-        if now_s - oldest.req.arrived_s >= self._patience_s:
-            for waiter in islice(self._waiting.values(), MAX_WALK):
-                if now_s - waiter.req.arrived_s < self._patience_s:
-                    break
-                if not self._is_limited(waiter):
-                    return waiter
-        if not self._policy.overtakes:
-            first: _Waiter = self._order[0][-1]  # mostly it is not limited
-            if not self._is_limited(first):
-                return first
-            for _, _, first in islice(self._order, 1, MAX_WALK):
-                if not self._is_limited(first):
-                    return first
-        return None
+    def _come_back(self) -> bool:
+        """Those that are aside stand in line again where enough pages may come back; whether all
+        such do."""
+        shares_at = self._shares.version + self._lanes.version
+        if self._shares_at != shares_at:
+            self._shares_at = shares_at
+            for waiter in self._over_share:
+                waiter.is_aside = False
+                self._lanes.enter(waiter)
+            self._over_share.clear()
+        for _ in range(MAX_WALK):
+            if not self._aside or self._aside[0][0] > self._most_pages:
+                return True
+            _, _, waiter = self._aside.pop(0)
+            waiter.is_aside = False
+            self._lanes.enter(waiter)
+        return False
 
-    def _is_limited(self, waiter: _Waiter) -> bool:
-        """Whether its prefill worker has its share, so that it holds up none that comes after
-        it."""
-        return self._shares.refuses(waiter.req.prefill, waiter.new)
+    def _steps_aside(self, waiter: Waiter) -> bool:
+        """Whether a request that did not fit holds up no other, by what is known now."""
+        if waiter.req.max_pages > self._most_pages:
+            self._lanes.leave(waiter)
+            self._step_aside(waiter)
+            return True
+        lane = waiter.lane
+        if not self._shares.refuses(lane.address, waiter.new):
+            return False
+        self.stepped_aside["share"] += 1
+        if self._shares.is_hopeless(lane.address, waiter.new):
+            self._lanes.leave(waiter)
+            waiter.is_aside = True
+            self._over_share[waiter] = None
+        else:  # what comes behind it in its lane is not to overtake it for ever
+            self._limited[lane] = None
+        return True
+
+    def _step_aside(self, waiter: Waiter) -> None:
+        waiter.is_aside = True
+        self._aside.add((waiter.req.max_pages, waiter.arrival, waiter))
+        self.stepped_aside["pages"] += 1
+
+    def _first_of_all(self, now_s: float) -> Waiter | None:
+        """The request that nothing may overtake now, if there is one."""
+        lanes = [lane for lane in self._lanes.busy if lane not in self._limited]
+        returned = [lane.returned.peekitem(-1)[1] for lane in lanes if lane.returned]
+        if returned:
+            last: Waiter = max(returned, key=_arrival)
+            return last
+        oldest = [lane.waiting.peekitem(0)[1] for lane in lanes if lane.waiting]
+        if not oldest:
+            return None
+        first: Waiter = min(oldest, key=_arrival)
+        if now_s - first.req.arrived_s >= self._patience_s:
+            return first
+        if not self._policy.overtakes:
+            place = min(lane.order[0] for lane in lanes if lane.waiting)
+            waiter: Waiter = place[-1]
+            return waiter
+        return None
 
     def _admit_in_order(self, now_s: float) -> None:
         """Admit requests that fit by their estimates; if none does, renew the oldest estimates."""
@@ -296,28 +397,37 @@ class DecodePreallocQueue:
                 looks -= 1  # its new estimate ranks it behind another
             elif not self._try(waiter, *found, now_s):
                 looks -= 1
-        while looks and not self._admitted:
-            waiter = next(iter(self._estimated))
-            if waiter.seen_at == self._version:
-                return
-            found = self._look(waiter)
-            self._falls_back(waiter)
-            self._try(waiter, *found, now_s)
-            looks -= 1
+        lanes = [lane for lane in self._lanes.busy if lane.waiting and lane not in self._limited]
+        while looks > 0 and lanes and not self._admitted:
+            lanes = [lane for lane in lanes if self._renew(lane, now_s)]
+            looks -= len(lanes)
 
-    def _first_that_may_fit(self) -> _Waiter | None:
+    def _renew(self, lane: Lane, now_s: float) -> bool:
+        """Look at the oldest estimate of a lane; whether there was one that is not of now."""
+        waiter = next(iter(lane.estimated), None)
+        if waiter is None or waiter.seen_at == self._version:
+            return False
+        found = self._look(waiter)
+        self._falls_back(waiter)
+        self._try(waiter, *found, now_s)
+        return True
+
+    def _first_that_may_fit(self) -> Waiter | None:
         """The first of the order that fits by its estimate and got no look at this version."""
-        if len(self._waiting) == 1:  # there is no choice to make
-            alone = next(iter(self._waiting.values()))
-            return alone if alone.seen_at != self._version else None
-        waiter: _Waiter
-        version, (space, most) = self._version, self._limits()
-        for _, _, waiter in islice(self._order, MAX_WALK):
+        waiter: Waiter
+        version, (space, most), shares = self._version, self._limits(), self._shares
+        lanes = [lane for lane in self._lanes.busy if lane.waiting and lane not in self._limited]
+        if len(lanes) == len(self._waiters) == 1:  # there is no choice to make
+            waiter = lanes[0].order[0][-1]
+            return waiter if waiter.seen_at != version else None
+        orders = [islice(lane.order, MAX_WALK) for lane in lanes]
+        places = orders[0] if len(orders) == 1 else islice(heapq.merge(*orders), MAX_WALK)
+        for _, _, waiter in places:
             if (
                 waiter.most <= most
                 and waiter.needed <= space
                 and waiter.seen_at != version
-                and not self._is_limited(waiter)
+                and not shares.refuses(waiter.lane.address, waiter.new)
             ):
                 return waiter
         return None
@@ -325,14 +435,15 @@ class DecodePreallocQueue:
     @property
     def _version(self) -> int:
         """Grows whenever a request may fit that did not before."""
-        return self._books.version + self._num_started + self._shares.version
+        books, budget = self._books.version, self._budget.version
+        return books + budget + self._num_started + self._shares.version + self._lanes.version
 
     def _limits(self) -> tuple[int, int]:
-        """The largest `_Waiter.needed` and `_Waiter.most` that fit, in pages."""
+        """The largest `Waiter.needed` and `Waiter.most` that fit, in pages."""
         available = self._books.available_pages
         return available - self._budget.kept_back, available + self._budget.private_pages
 
-    def _look(self, waiter: _Waiter) -> tuple[Flight | None, int]:
+    def _look(self, waiter: Waiter) -> tuple[Flight | None, int]:
         """Find out what admitting a request takes now.
 
         Returns the flight that it would join, behind what is in the tree, and how many pages both
@@ -347,48 +458,49 @@ class DecodePreallocQueue:
             joined, shared_pages = self._flights.find(key, match.depth)
             unprotected = match.unprotected_pages
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
-        # The token sampled last is written by the first step after the return, so it counts.
-        first_len = req.fill_len + req.resumed
-        kept = pages_for(max(first_len, req.fill_len + reserve), page_size)
+        # The token sampled last is written by the first step after the return, so it counts; unless
+        # it is the last of all. Of what may still be generated, that one needs no space either.
+        first_len = min(req.fill_len + req.resumed, req.most_kv_len)
+        kept = pages_for(max(first_len, min(req.fill_len + reserve, req.most_kv_len)), page_size)
         less = shared_pages - unprotected
         waiter.new = pages_for(first_len, page_size) - shared_pages
         waiter.needed, waiter.most = kept - less, req.max_pages - less
         return joined, shared_pages
 
-    def _falls_back(self, waiter: _Waiter) -> bool:
+    def _falls_back(self, waiter: Waiter) -> bool:
         """Enter a new estimate; True if its place in the order is behind the old one."""
-        self._estimated.move_to_end(waiter)
-        before = waiter.rank
+        lane, before = waiter.lane, waiter.rank
+        lane.estimated.move_to_end(waiter)
         try:
             rank = _checked(self._policy.rank(waiter.req, waiter.new))
             falls_back = bool(before < rank)
             if falls_back or rank < before:
                 # Added before the old one is removed: ranks may not compare, and raise here.
-                self._order.add((rank, waiter.arrival, waiter))
-                self._order.remove(waiter.place)
+                place = rank, waiter.arrival, waiter
+                self._lanes.check_comparable(lane, place)
+                lane.order.add(place)
+                lane.order.remove(waiter.place)
                 waiter.rank = rank
         except Exception as error:  # it keeps the rank that it has
             self._books.errors.caught(error)
             return False
         return falls_back
 
-    def _try(self, waiter: _Waiter, joined: Flight | None, shared_pages: int, now_s: float) -> bool:
+    def _try(self, waiter: Waiter, joined: Flight | None, shared_pages: int, now_s: float) -> bool:
         """Admit a request that was just looked at, if it fits."""
         books, req, match = self._books, waiter.req, waiter.match
         space, most = self._limits()
-        if self._returned and req in self._returned:
+        if waiter.is_returned:
             # All it had may still be cached, so that it needs almost nothing. It would come back at
             # once, and be retracted again for the page that was missing. So it has to leave a page
             # for each of the others: then these go on by a step first.
             space = min(space, books.available_pages - self._budget.active)
-        new, prefill = waiter.new, req.prefill
+        new, prefill = waiter.new, waiter.lane.address
         if waiter.needed > space or waiter.most > most or self._shares.refuses(prefill, new):
             waiter.seen_at = self._version
             return False
-        if new > books.allocator.free_pages and self._unsaid:  # an eviction is due
-            if waiter.want == UNSAID:
-                waiter.want = GONE  # as it is about to be
-            self._say_wants()
+        if new > books.allocator.free_pages:  # an eviction is due
+            self.wants.admitting(waiter)
         # The match told what locking costs, so this cannot fail, and there is nothing to undo.
         joined_pages = joined.pages if joined is not None else None
         req.pages_held = books.open(req.key, match, new, now_s, joined_pages, shared_pages)
@@ -402,25 +514,13 @@ class DecodePreallocQueue:
         self._admitted.append(req)
         return True
 
-    def _want_soon(self, waiter: _Waiter) -> None:
-        if self._protects and waiter.req.request.cacheable:
-            self._unsaid.append(waiter)
-
-    def _say_wants(self) -> None:
-        """Tell the tree what waits, the first to come first. O(1) a request, or a match."""
-        books = self._books
-        for waiter in self._unsaid[:MAX_WANTS]:
-            if waiter.want == UNSAID:
-                match = waiter.match
-                if match is None:
-                    match = waiter.match = books.match(waiter.req.key)
-                    assert match is not None
-                waiter.want = books.want(match)
-        del self._unsaid[:MAX_WANTS]
-
 
 def _checked(rank: Rank) -> Rank:
     """ValueError for NaN, which has no place in an order."""
     if rank != rank:
         raise ValueError(f"the admission policy ranks a request {rank!r}")
     return rank
+
+
+def _arrival(waiter: Waiter) -> int:
+    return waiter.arrival

@@ -58,7 +58,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
     )  # fmt: skip
 
     TRANSITIONS = {
-        DecodeState.QUEUED: {DecodeState.PREALLOCATED, *_CUT_SHORT},
+        DecodeState.QUEUED: {DecodeState.PREALLOCATED, DecodeState.RETRACTED, *_CUT_SHORT},
         DecodeState.PREALLOCATED: {DecodeState.TRANSFERRED, DecodeState.RETRACTED, *_CUT_SHORT},
         DecodeState.TRANSFERRED: {DecodeState.RUNNING, *_STOPPED},
         DecodeState.RUNNING: _STOPPED,
@@ -73,7 +73,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.prefill = request.prefill
         self.max_new_tokens = request.max_new_tokens
         self.prompt_len = len(request.key)  # tokens
-        self.max_pages = pages_for(self.prompt_len + request.max_new_tokens, books.page_size)
+        self.max_pages = pages_for(self.most_kv_len, books.page_size)
         self.output: list[int] = []
         self.output_limit = 0
         self.aux = b""
@@ -103,6 +103,11 @@ class DecodeRequest(PagedRequest[DecodeState]):
         return self.prompt_len + max(0, len(self.output) - 1)
 
     @property
+    def most_kv_len(self) -> int:
+        """The most tokens whose KV it may come to have: the token sampled last never has any."""
+        return self.prompt_len + self.max_new_tokens - 1
+
+    @property
     def key(self) -> RadixKey:
         """The tokens whose KV is written, or promised. O(output since the last call)."""
         key, output = self._key, self.output
@@ -118,10 +123,11 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     @property
     def most_output(self) -> int:
-        """The tokens of output that its pages have space for, at most `max_new_tokens`."""
+        """The length that `output` may reach with the pages that it has, at most
+        `max_new_tokens`. The last token of all needs no page, since no step writes its KV."""
         assert self.pages_held is not None
         space = self.pages_held.num_pages * self._books.page_size - self.prompt_len
-        return min(self.max_new_tokens, space)
+        return self.max_new_tokens if space >= self.max_new_tokens - 1 else space
 
     @property
     def state_slot(self) -> int:

@@ -34,7 +34,9 @@ from prefixkv.decode.deferred import Deferred, not_done
 from prefixkv.decode.growth import raise_output_limits
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
+from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
+from prefixkv.decode.prospects import Prospects
 from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState, PrefillAsk
 from prefixkv.decode.retries import Retries, check_address
 from prefixkv.decode.room_numbers import RoomNumbers
@@ -51,7 +53,13 @@ from prefixkv.errors import (
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.requests import PagedScheduler
 from prefixkv.paging import pages_for
-from prefixkv.protocol.commands import AbortRoom, DecodeCommand, OpenRoom, RefuseRoom
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    DecodeCommand,
+    MeetPrefill,
+    OpenRoom,
+    RefuseRoom,
+)
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import DeviceEvent, Request
@@ -65,6 +73,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             one: see DecodeConfig.
         admission, patience_s, waiting_timeout_s, shares, protect_waiting: see
             `DecodePreallocQueue`.
+        lanes: which prefill workers answer; None: all are taken to. Where they are gated, it asks
+            for each by `MeetPrefill`, and hears by `prefill_ready`, `prefill_away` and
+            `prefill_lost`.
         name: this worker's; a request may name no other in `Request.decode`.
         ticket: draws a number, never one twice, for each use of a room; in a service one that no
             other process can guess. None: they are counted.
@@ -82,6 +93,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         patience_s: float = math.inf,
         waiting_timeout_s: float = math.inf,
         shares: PrefillShares | None = None,
+        lanes: Lanes | None = None,
         protect_waiting: bool = True,
         name: str = "",
         ticket: Callable[[], int] | None = None,
@@ -91,17 +103,31 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         super().__init__(books, self.journal)
         self.budget = PreallocBudget(pages_for(reserve_tokens, books.page_size))
         self.flights = InFlight(books.page_size)
-        space = books, self.budget, self.flights, reserve_tokens
         self.shares = shares or PrefillShares()
-        when = patience_s, waiting_timeout_s
-        self.waiting = DecodePreallocQueue(*space, admission, *when, self.shares, protect_waiting)
+        self.lanes = lanes or Lanes()
+        self._deferred = Deferred(books, self._queue_again)
+        self.prospects = Prospects(
+            books, self.shares, self.lanes, self.flights, self._deferred.stuck_pages
+        )
+        self.waiting = DecodePreallocQueue(
+            books,
+            self.budget,
+            self.flights,
+            reserve_tokens,
+            self.shares,
+            self.lanes,
+            self.prospects,
+            policy=admission,
+            patience_s=patience_s,
+            waiting_timeout_s=waiting_timeout_s,
+            protect=protect_waiting,
+        )
         self.transfers = DecodeTransferQueue(books, self.flights)
         self._retries = Retries(max_retries, retarget, books.errors)
         self._max_waiting = max_waiting
         self.rooms = RoomNumbers()
         self._asks: list[PrefillAsk] = []
         self._ticket = ticket or count(1).__next__
-        self._deferred = Deferred(books, self._queue_again)
         self._admitted: list[DecodeRequest] = []  # not returned by `pop_preallocated` yet
 
     # --- what the engine calls --------------------------------------------------------------------
@@ -110,14 +136,17 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Queue a request.
 
         Raises RequestError, with nothing changed: a duplicate id, a room in use, no prefill
-        address, the name of another decode worker, a request that the pool could never hold, or any
-        while `draining` (DrainingError).
+        address, the name of another decode worker, a request that the pool could never hold, or
+        the pool of its prefill worker, as far as that is known, or any while `draining`
+        (DrainingError).
         """
-        most = pages_for(len(request.key) + request.max_new_tokens, self.books.page_size)
+        most_tokens = len(request.key) + request.max_new_tokens - 1  # the last one has no KV
+        most = pages_for(most_tokens, self.books.page_size)
         self._check_new(request, most, "may need {} pages (max_new_tokens included)")
         if most > MAX_PAGES:
             raise RequestError(f"may need {most} pages, a promise names at most {MAX_PAGES}")
         self._check_can_open(request)
+        self._check_prefill_holds(request.rid, most_tokens, request.prefill)
         if len(self.waiting) >= self._max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
         req = DecodeRequest(request, self.books, now_s)
@@ -126,6 +155,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.requests[req.rid] = req
         self.rooms.add(req.room)
         self._note_deadline(req)
+        self._meet(req.prefill)
         return req
 
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
@@ -143,9 +173,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             there = DecodeState.PREALLOCATED
             self._admitted = [req for req in self._admitted if req.state is there]
         self.waiting.admit(now_s)
-        for req in self.waiting.expired(now_s):
-            waited = f"request {req.rid!r} waited {now_s - req.arrived_s:.3f} s for pages"
-            self._end(req, DecodeState.FAILED, AdmissionTimeoutError(waited), now_s)
+        for req in self.waiting.unanswered(now_s):
+            late = TransferTimeoutError(f"request {req.rid!r} {self.waiting.why(req, now_s)}")
+            self._unmet(req, late, now_s)
+        for req, why in self.waiting.expired(now_s):
+            error = AdmissionTimeoutError(f"request {req.rid!r} {why}")
+            self._end(req, DecodeState.FAILED, error, now_s)
         for req in self.waiting.take_admitted():
             self._ask(req, now_s)
             self._admitted.append(req)
@@ -184,8 +217,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         meanwhile is left out; `pop_failed` says why. Raises, with nothing
         changed: RequestError for a request that does not run, has its tokens already or is named
         twice, or another number of tokens; TokenError; OutOfPagesError, which names the requests to
-        retract, best first. It names none if only pages held for failed rooms are missing: these
-        come back with their proof, so wait a step.
+        retract, best first, and no more of them than are needed. It names none if what is missing
+        comes back by itself, so wait a step: pages that the device is still busy with (`after=`),
+        and those held for failed rooms, which come back with their proof.
         """
         packed = pack(token_ids)
         check_packed(packed)
@@ -198,7 +232,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # requests that are at their limit.
         due = [req for req in reqs if len(req.output) >= req.output_limit]
         if due and raise_output_limits(
-            self.books, self.budget, self.journal, due, self._running, now_s
+            self.books, self.budget, self.journal, due, self._running, self._deferred, now_s
         ):
             aborted = DecodeState.ABORTED  # looked up once: that costs more than to compare
             for req, token in zip(reqs, tokens, strict=True):
@@ -270,7 +304,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
         One that was never admitted is refused at the worker that it named, and comes out of
         `pop_needs_prefill` when it is. Raises RequestError, with nothing changed: it is not here,
-        its KV is on its way, or the address is none.
+        its KV is on its way, the address is none, or the worker there is known to hold too little.
         """
         req = self.requests.get(rid)
         if req is None:
@@ -280,16 +314,19 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"request {rid!r} is on its way from {req.prefill!r}")
         if prefill == req.prefill:
             return
+        self._check_prefill_holds(rid, _most_asked(req), prefill)
         if req.state is DecodeState.QUEUED:
             moved = AbortedError(f"request {rid!r} goes to another prefill worker")
             self._refuse(req.room_key, req.prefill, moved)
             req.generation += 1
-            self.waiting.look_again()
         self._go_to(req, prefill)
 
     def _go_to(self, req: DecodeRequest, prefill: str) -> None:
         self.shares.name(prefill)
         req.prefill = prefill
+        if req in self.waiting:
+            self.waiting.move(req, prefill)
+            self._meet(prefill)
 
     def refuse(self, request: Request, error: Exception) -> None:
         """Tell prefill at once that decode will not take this request, for example after `add`
@@ -352,15 +389,38 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._cancel(flight, None)
         if req is None:
             return
-        if req.retries < self._retries.most:
-            self.counters["retries"] += 1
-            req.retries += 1
-            req.error = error
-            if (prefill := self._retries.next_prefill(req, error)) is not None:
-                self._go_to(req, prefill)
-            self._ask_again(req)
-        else:
-            self._end(req, DecodeState.FAILED, error, now_s)
+        self._try_again(req, error, now_s)
+
+    def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
+        """The prefill worker at this address answers, and its pool holds so many tokens (0: it does
+        not say). Requests that it could never compute fail before any page is promised."""
+        lane = self.lanes.get(address)
+        if lane is None:
+            return
+        self.lanes.ready(lane, max_tokens)
+        for req in self.waiting.at(address):
+            try:
+                self._check_prefill_holds(req.rid, _most_asked(req), address)
+            except RequestError as error:
+                self._end(req, DecodeState.FAILED, error, now_s)
+
+    def prefill_away(self, address: str, now_s: float) -> None:
+        """It answers no more. What waits for it holds up no other."""
+        lane = self.lanes.get(address)
+        if lane is not None:
+            self.lanes.away(lane, now_s)
+
+    def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
+        """Nothing answers at this address, or what does is refused: what waits for it fails, or is
+        asked for again."""
+        lane = self.lanes.get(address)
+        if lane is None:
+            return
+        self.lanes.away(lane, now_s)
+        lane.is_met = False
+        for req in self.waiting.at(address):
+            self._unmet(req, error, now_s)
+        self.lanes.forget_if_idle(lane)
 
     def room_drained(self, key: RoomKey) -> None:
         """No write can land in the room's pages any more."""
@@ -398,6 +458,48 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_decode(*parts, self.requests.values(), self._deferred.requests())
 
     # --- admission --------------------------------------------------------------------------------
+
+    def _meet(self, address: str) -> None:
+        """Have it said whether this prefill worker answers, unless that was asked already."""
+        lane = self.lanes.get(address)
+        if self.lanes.gated and lane is not None and not lane.is_met:
+            lane.is_met = True
+            self._commands.append(MeetPrefill(address))
+
+    def _check_prefill_holds(self, rid: str, num_tokens: int, address: str) -> None:
+        """Raise RequestError where the prefill worker is known not to hold so many tokens.
+
+        All that the request may become counts, since a request that was retracted late may have to
+        be computed anew: it would fail half answered.
+        """
+        most = self.lanes.max_tokens(address)
+        if 0 < most < num_tokens:
+            raise RequestError(
+                f"request {rid!r} may have {num_tokens} tokens (max_new_tokens included), prefill "
+                f"worker {address} holds {most}"
+            )
+
+    def _unmet(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
+        """Its prefill worker does not answer. It was promised nothing, and is told nothing."""
+        self.waiting.remove(req)
+        self._try_again(req, error, now_s)
+
+    def _try_again(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
+        """Its transfer has failed, or could not begin: it is asked for again, or fails."""
+        if req.retries < self._retries.most:
+            self.counters["retries"] += 1
+            req.retries += 1
+            req.error = error
+            if (prefill := self._retries.next_prefill(req, error)) is not None:
+                self._go_to(req, prefill)
+            try:
+                self._check_prefill_holds(req.rid, _most_asked(req), req.prefill)
+            except RequestError as too_long:
+                error = too_long
+            else:
+                self._ask_again(req)
+                return
+        self._end(req, DecodeState.FAILED, error, now_s)
 
     def _ask(self, req: DecodeRequest, now_s: float) -> None:
         """A request was admitted: prefill is to send what it lacks."""
@@ -444,8 +546,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             return
         by = f"by its deadline_s, {req.request.deadline_s}"
         error: Exception = TransferTimeoutError(f"request {req.rid!r}: its KV was not here {by}")
-        if req.state is DecodeState.QUEUED:
-            error = AdmissionTimeoutError(f"request {req.rid!r} was not admitted {by}")
+        if req in self.waiting:
+            why = self.waiting.why(req, now_s)
+            error = AdmissionTimeoutError(f"request {req.rid!r} was not admitted {by}: {why}")
         self._end(req, DecodeState.FAILED, error, now_s)
 
     def _check_can_open(self, request: Request) -> None:
@@ -513,6 +616,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._commands.append(AbortRoom(key, str(error)[:1000]))
                 self.journal.transfer_ended(flight.prefill, "aborted")
             self.books.hold(flight.pages, key)
+            self.shares.hold(key)
             self.rooms.await_drained(key)
         else:
             self.books.drop(flight.pages)
@@ -520,7 +624,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             flight.owner.pages_held = None
 
     def _ask_again(self, req: DecodeRequest) -> None:
-        req.become(DecodeState.RETRACTED)
+        if req.state is not DecodeState.RETRACTED:  # else it was not admitted since
+            req.become(DecodeState.RETRACTED)
         self.budget.stop(req.rid)
         self._queue_again(req)
 
@@ -529,6 +634,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.fill_len = req.kv_len
         req.prefix_len = 0
         self.waiting.add(req, first=True)
+        self._meet(req.prefill)
 
     def _leave(self, req: DecodeRequest, now_s: float) -> None:
         self.budget.stop(req.rid)
@@ -544,3 +650,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _running(self) -> Iterator[DecodeRequest]:
         """The requests that run, the oldest first."""
         return (req for req in self.requests.values() if req.state in CAN_RUN)
+
+
+def _most_asked(req: DecodeRequest) -> int:
+    """The tokens that its prefill worker has to hold. Of one that runs, or ran, what it has so far:
+    it is half answered, so what it may still become refuses it no more."""
+    return req.kv_len if req.resumed else req.most_kv_len

@@ -36,6 +36,7 @@ class PrefillShares:
         self._ready = ready
         self._answering: Collection[str] | None = None  # in this pass
         self._rooms: dict[RoomKey, tuple[str, int]] = {}
+        self._held: set[RoomKey] = set()  # of these rooms, those that have failed
         self._pages: dict[str, int] = {}  # by address, of those that have some
         self._refused: set[str] = set()  # since pages of theirs came back
         self._named: OrderedDict[str, None] = OrderedDict()  # leaders' addresses, by requests
@@ -71,9 +72,25 @@ class PrefillShares:
             self._rooms[key] = address, num_pages
             self._pages[address] = self._pages.get(address, 0) + num_pages
 
+    def hold(self, key: RoomKey) -> None:
+        """The room's transfer has failed, and its pages are held. Unknown: no-op."""
+        if key in self._rooms:
+            self._held.add(key)
+
+    def is_hopeless(self, address: str, num_pages: int) -> bool:
+        """Whether so many pages are above its share also once its transfers have ended, since what
+        is held for failed rooms is. O(rooms that have failed)."""
+        held = sum(self._rooms[key][1] for key in self._held if self._rooms[key][0] == address)
+        return bool(held) and held + num_pages > self.most
+
+    def owners(self) -> list[str]:
+        """The addresses of workers that have pages in their power, at most 8."""
+        return sorted(self._pages)[:8]
+
     def back(self, key: RoomKey) -> None:
         """The room's transfer has succeeded, or no write can land in its pages. Unknown: no-op."""
         room = self._rooms.pop(key, None)
+        self._held.discard(key)
         if room is not None:
             address, num_pages = room
             self.version += address in self._refused
@@ -88,5 +105,6 @@ class PrefillShares:
         sums: dict[str, int] = {}
         for address, num_pages in self._rooms.values():
             sums[address] = sums.get(address, 0) + num_pages
-        if sums != self._pages or not self._rooms.keys() <= rooms:
+        is_known = self._held <= self._rooms.keys() <= rooms
+        if sums != self._pages or not is_known:
             raise InternalError(f"{self._pages} pages by prefill worker, by room {self._rooms}")

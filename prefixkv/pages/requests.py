@@ -99,7 +99,7 @@ Req = TypeVar("Req", bound=PagedRequest[Any])
 Command = TypeVar("Command")
 
 
-class _Broken:
+class BrokenEvent:
     """An event that has raised: what it raises again is not worth saying again."""
 
     def __init__(self, event: DeviceEvent) -> None:
@@ -119,7 +119,7 @@ def still_pending(event: DeviceEvent, errors: UserErrors) -> DeviceEvent | None:
         return None if event.query() else event
     except Exception as error:
         errors.caught(error)
-        return _Broken(event)
+        return event if isinstance(event, BrokenEvent) else BrokenEvent(event)
 
 
 class PagedScheduler(Generic[Req, Command]):

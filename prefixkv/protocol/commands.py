@@ -26,6 +26,13 @@ class OpenRoom(_Command, frozen=True, tag="open"):
     digest: bytes
 
 
+class MeetPrefill(_Command, frozen=True, tag="meet"):
+    """Greet the prefill worker at `address`, and say whether it answers: PrefillReady and
+    PrefillAway follow as that changes, until a PrefillLost."""
+
+    address: str
+
+
 class RefuseRoom(_Command, frozen=True, tag="refuse"):
     """Tell the prefill worker at `address` that this room will not be opened. A RoomDrained
     follows."""
@@ -103,5 +110,5 @@ class SendChunk(msgspec.Struct, frozen=True, eq=False):
     clip: bool = False
 
 
-DecodeCommand = OpenRoom | RefuseRoom | AbortRoom | Fence
+DecodeCommand = OpenRoom | MeetPrefill | RefuseRoom | AbortRoom | Fence
 PrefillCommand = AddRoom | OfferRoom | WithdrawRoom | DeclineRoom | SendChunk | AbortRoom | Fence

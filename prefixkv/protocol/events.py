@@ -1,4 +1,5 @@
-"""What became of a room, for its scheduler. Decode's events travel to rank 0 as they are.
+"""What became of a room, or of a prefill worker, for the scheduler. Decode's events of rooms travel
+to rank 0 as they are.
 
 An exception travels as the name of its class and its text: see `encode_error`.
 """
@@ -40,6 +41,28 @@ class RoomOverdue(_Event, frozen=True, tag="overdue"):
     key: RoomKey
 
 
+class PrefillReady(_Event, frozen=True, tag="ready"):
+    """All ranks of the prefill worker at this address answer decode's rank 0. Its pool holds
+    `max_tokens`, 0 where it does not say."""
+
+    address: str
+    max_tokens: int = 0
+
+
+class PrefillAway(_Event, frozen=True, tag="away"):
+    """One of them answers no more, or was replaced."""
+
+    address: str
+
+
+class PrefillLost(_Event, frozen=True, tag="lost"):
+    """Nothing answers at this address, or what does is refused: `error` says which. No more is said
+    of it until it is asked about again."""
+
+    address: str
+    error: Exception
+
+
 class Bootstrapped(_Event, frozen=True, tag="bootstrapped"):
     """Prefill's engine and all readers have named the room: computing may start. `peer` is the
     lowest reader, `prefix_len` what decode has."""
@@ -56,8 +79,10 @@ class SourceFree(_Event, frozen=True, tag="source-free"):
 
 
 DecodeEvent = RoomEnded | RoomDrained | RoomOverdue
+WorkerEvent = PrefillReady | PrefillAway | PrefillLost
+"""Said to a scheduler that has asked by MeetPrefill, and to rank 0 only."""
 PrefillEvent = Bootstrapped | RoomEnded | SourceFree
-RoomEvent = RoomEnded | RoomDrained | RoomOverdue | Bootstrapped | SourceFree
+RoomEvent = RoomEnded | RoomDrained | RoomOverdue | Bootstrapped | SourceFree | WorkerEvent
 
 
 def encode_error(value: Any) -> tuple[Any, ...]:

@@ -41,7 +41,8 @@ MAX_METADATA_BYTES = 1 << 20
 MAX_PAGES = MAX_FRAME_BYTES // 4 - 1024
 """Page ids that one promise may name, with room for its other fields."""
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+MAX_COUNT = 2**31 - 1
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Slot = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -164,7 +165,7 @@ class HelloReply(Body, frozen=True, tag="hello-reply"):
 
     `endpoints` are the addresses of all ranks, by rank; "" for one's own. `secret` is as in Hello.
     `staged`: what it writes is staged. `known` is that of the Hello it answers. `life` is as in
-    Hello.
+    Hello. `max_tokens` is what its pool holds: a longer prompt it can never compute; 0: not said.
     """
 
     digest: ModelDigest
@@ -176,6 +177,7 @@ class HelloReply(Body, frozen=True, tag="hello-reply"):
     staged: bool = False
     known: U64 = 0
     life: ProcessLife | None = None
+    max_tokens: Count = 0
 
 
 class HelloWanted(Body, frozen=True, tag="hello-wanted"):

@@ -8,8 +8,17 @@ from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from prefixkv.errors import CallerError
-from prefixkv.protocol.commands import DecodeCommand
-from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded, RoomOverdue
+from prefixkv.protocol.commands import DecodeCommand, MeetPrefill
+from prefixkv.protocol.events import (
+    DecodeEvent,
+    PrefillAway,
+    PrefillLost,
+    PrefillReady,
+    RoomDrained,
+    RoomEnded,
+    RoomOverdue,
+    WorkerEvent,
+)
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.ranks.replica import RankLog
 from prefixkv.ranks.rooms import RankRooms
@@ -25,6 +34,12 @@ class RoomScheduler(Protocol):
     def room_drained(self, key: RoomKey) -> None: ...
 
     def room_overdue(self, key: RoomKey) -> None: ...
+
+    def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None: ...
+
+    def prefill_away(self, address: str, now_s: float) -> None: ...
+
+    def prefill_lost(self, address: str, error: Exception, now_s: float) -> None: ...
 
 
 class RankLeader:
@@ -49,17 +64,25 @@ class RankLeader:
         self.rooms = RankRooms(num_ranks) if num_ranks > 1 else None
 
     def command(self, command: DecodeCommand) -> None:
-        """For every rank."""
+        """For every rank; but rank 0 alone says which prefill workers answer. The others greet
+        them with their first room."""
         self._submit(command)
-        if self._log is not None:
+        if self._log is not None and not isinstance(command, MeetPrefill):
             self._log.rooms.append(command)
 
-    def on(self, event: DecodeEvent, now_s: float) -> None:
+    def on(self, event: DecodeEvent | WorkerEvent, now_s: float) -> None:
         """Rank 0's control object says this."""
-        if self.rooms is None:
-            self._room_said(event, now_s)
-        else:
-            self._rank_said(self.rooms, 0, event, now_s)
+        match event:
+            case PrefillReady(address, max_tokens):
+                self._scheduler.prefill_ready(address, max_tokens, now_s)
+            case PrefillAway(address):
+                self._scheduler.prefill_away(address, now_s)
+            case PrefillLost(address, error):
+                self._scheduler.prefill_lost(address, error, now_s)
+            case _ if self.rooms is None:
+                self._room_said(event, now_s)
+            case _:
+                self._rank_said(self.rooms, 0, event, now_s)
 
     def on_news(self, raw: bytes, now_s: float) -> None:
         """Another rank's message; b"" is nothing. Each rank's in order, or not at all:

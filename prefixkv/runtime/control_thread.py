@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Final, Generic, Protocol, TypeVar, assert_never
+from typing import Final, Generic, Protocol, TypeVar, assert_never, get_args
 
 from prefixkv.control.effects import (
     AddPeer,
@@ -50,6 +50,9 @@ from prefixkv.control.news import News
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.protocol.events import (
     Bootstrapped,
+    PrefillAway,
+    PrefillLost,
+    PrefillReady,
     RoomDrained,
     RoomEnded,
     RoomEvent,
@@ -71,7 +74,7 @@ _log = logging.getLogger("prefixkv.control")
 
 _FAREWELL_S = 0.5  # how long the last frames of a node that closes may take to leave
 _STUMBLE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
-_EVENTS: Final = (RoomEnded, RoomDrained, RoomOverdue, Bootstrapped, SourceFree)
+_EVENTS: Final = get_args(RoomEvent)
 
 Common = (
     TransportEvent
@@ -365,7 +368,10 @@ class ControlThread(Generic[Command, To]):
                 self._connect(effect.address)
             case Disconnect():
                 self._dealer.disconnect(effect.address)
-            case RoomEnded() | RoomDrained() | RoomOverdue() | Bootstrapped() | SourceFree():
+            case (
+                RoomEnded() | RoomDrained() | RoomOverdue() | Bootstrapped() | SourceFree()
+                | PrefillReady() | PrefillAway() | PrefillLost()
+            ):  # fmt: skip
                 self.events.put(effect)
             case _:
                 assert_never(effect)

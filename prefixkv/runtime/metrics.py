@@ -106,6 +106,16 @@ def _decode_queues(node: DecodeNode) -> Samples:
     )
 
 
+def _aside(node: DecodeNode) -> Samples:
+    for reason, count in node.scheduler.waiting.aside().items():
+        yield (reason,), count
+
+
+def _stepped_aside(node: DecodeNode) -> Samples:
+    for reason, count in node.scheduler.waiting.stepped_aside.items():
+        yield (reason,), count
+
+
 _PREFILL_QUEUES = {
     PrefillState.BOOTSTRAPPING: "decode", PrefillState.BOOTSTRAPPED: "pages",
     PrefillState.COMPUTING: "compute", PrefillState.SENDING: "send", PrefillState.SENT: "release",
@@ -181,6 +191,8 @@ def _gauge(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -
 _HIT_RATIO = "Hit tokens by prompt tokens of the last hundred requests or so."
 _ON_THEIR_WAY = "Tokens of prompts that were on their way for another request already."
 _QUARANTINED = "Pages that no proof freed in time; see pages for those still held."
+_ASIDE = "Requests that wait and hold up no others, by what is missing."
+_STEPPED_ASIDE = "How often a request began to wait so."
 _OWNER = f"Whose it is, once it is {NAME_AFTER_S:g} s old."
 
 BOTH = (
@@ -220,6 +232,8 @@ DECODE = (
         "queue_requests", "Requests by what they wait for, and those that run.", _decode_queues,
         "queue",
     ),
+    _gauge("aside_requests", _ASIDE, _aside, "reason"),
+    _counter("stepped_aside", _STEPPED_ASIDE, _stepped_aside, "reason"),
     _counter(
         "requests", "Requests that ended.", _ended("finished", "failed", "aborted"), "outcome"
     ),

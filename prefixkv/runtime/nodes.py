@@ -13,6 +13,7 @@ from typing import assert_never
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.control.rooms import LostPeers
 from prefixkv.decode import journal as decode_journal
+from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.shares import PrefillShares
@@ -32,6 +33,7 @@ from prefixkv.protocol.events import (
     PrefillEvent,
     RoomEnded,
     SourceFree,
+    WorkerEvent,
 )
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.leader import RankLeader
@@ -118,9 +120,10 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             max_retries=config.num_retries,
             retarget=config.retarget,
             admission=config.admission,
-            patience_s=config.patience_s,
+            patience_s=config.admission_patience_s,
             waiting_timeout_s=config.admission_wait_s,
             shares=PrefillShares(config.prefill_share * layout.num_pages, self._ready),
+            lanes=Lanes(gated=True, patience_s=config.control.bootstrap_timeout_s),
             name=config.name,
             ticket=secret_number,
         )
@@ -253,6 +256,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         stats = super().stats()
         if (recorder := self._recorder) is not None:
             stats |= {"recorded": recorder.recorded, "record_lost": recorder.lost}
+        waiting = self.scheduler.waiting
+        stats |= {f"aside_{why}": num for why, num in waiting.aside().items()}
+        stats |= {f"stepped_aside_{why}": num for why, num in waiting.stepped_aside.items()}
         return {**stats, "skipped_tokens": stats["hit_tokens"]}
 
     def take_log(self) -> bytes:
@@ -287,7 +293,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     def _take_commands(self) -> list[DecodeCommand]:
         return self.scheduler.take_commands()
 
-    def _take(self, event: DecodeEvent, now_s: float) -> None:
+    def _take(self, event: DecodeEvent | WorkerEvent, now_s: float) -> None:
         self._leader.on(event, now_s)
 
     def apply_news(self, raw: bytes) -> None:

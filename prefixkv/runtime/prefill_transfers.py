@@ -36,6 +36,7 @@ from prefixkv.protocol.events import (
     SourceFree,
 )
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.messages import MAX_COUNT
 from prefixkv.request import DeviceEvent, whole_number
 from prefixkv.runtime.channel import RouterChannel
 from prefixkv.runtime.control_thread import ControlThread
@@ -121,6 +122,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 life=prover.life,
                 backend=sizes.backend,
                 option_names=config.model.option_names,
+                max_tokens=min(pool.layout.num_pages * pool.layout.page_size, MAX_COUNT),
             )
 
         def channel(fd: int) -> RouterChannel:

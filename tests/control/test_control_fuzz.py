@@ -39,13 +39,22 @@ from prefixkv.protocol.commands import (
     AddRoom,
     DeclineRoom,
     Fence,
+    MeetPrefill,
     OfferRoom,
     OpenRoom,
     RefuseRoom,
     SendChunk,
     WithdrawRoom,
 )
-from prefixkv.protocol.events import Bootstrapped, RoomDrained, RoomEnded, SourceFree
+from prefixkv.protocol.events import (
+    Bootstrapped,
+    PrefillAway,
+    PrefillLost,
+    PrefillReady,
+    RoomDrained,
+    RoomEnded,
+    SourceFree,
+)
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     HelloRefused,
@@ -195,6 +204,7 @@ class DecodeWorld:
         self.leases: dict[int, RoomKey] = {}
         self.scatters: dict[int, RoomKey] = {}  # that have not ended
         self.scattered: set[tuple[RoomKey, int, int]] = set()  # a page, once a use of a room
+        self.worker = ""  # what was said of the worker last; "": nothing since it was asked
 
     # --- what is put in ---
 
@@ -250,6 +260,9 @@ class DecodeWorld:
             case RefuseRoom(key):
                 if self.may_use(key):
                     self.refuse(key, what)
+            case MeetPrefill():
+                self.worker = "away"
+                self.see(self.peer.on(what))
             case WriteDone() | WriteFailed() | WriteDrained() | PeerTried():
                 with pytest.raises(InternalError):
                     self.peer.on(what)
@@ -302,6 +315,15 @@ class DecodeWorld:
                 case Settle():
                     assert effect.token not in self.settling
                     self.settling.append(effect.token)
+                case PrefillReady():
+                    assert self.worker == "away", "said twice, or of what nobody asked about"
+                    self.worker = "ready"
+                case PrefillAway():
+                    assert self.worker == "ready"
+                    self.worker = "away"
+                case PrefillLost():
+                    assert self.worker in ("away", "ready")
+                    self.worker = ""
         for key in {*self.opened, *self.refused}:
             assert self.ended[key] <= self.opened[key]
             assert self.drained[key] <= self.failed[key] + self.refused[key]
@@ -339,6 +361,7 @@ class DecodeWorld:
 
 DECODE_FEED: Feed = {
     OpenRoom: (st.tuples(ROOMS), lambda _, key: OpenRoom(promise(*key.numbers), ADDRESS, PROMPT)),
+    MeetPrefill: (st.just(()), lambda _: MeetPrefill(ADDRESS)),
     RefuseRoom: (st.tuples(ROOMS), lambda _, key: RefuseRoom(key, 0, ADDRESS, "no room")),
     AbortRoom: (st.tuples(ROOMS), lambda _, key: AbortRoom(key, "enough")),
     Fence: (st.just(()), lambda world, peer=None: Fence(peer or world.me)),
@@ -685,7 +708,7 @@ def test_the_effects_seen_here_are_all_there_are() -> None:
     process."""
     decode = {
         "SendFrame", "Connect", "Disconnect", "Expect", "Settle", "Scatter", "RoomEnded",
-        "RoomDrained", "RoomOverdue", "Examine",
+        "RoomDrained", "RoomOverdue", "Examine", "PrefillReady", "PrefillAway", "PrefillLost",
     }  # fmt: skip
     prefill = {
         "SendFrame", "TryPeer", "AddPeer", "RemovePeer", "WriteJob", "Cancel", "Renew", "Gather",

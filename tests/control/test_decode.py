@@ -37,7 +37,14 @@ from prefixkv.errors import (
     TransferError,
 )
 from prefixkv.protocol import messages
-from prefixkv.protocol.commands import AbortRoom, AddRoom, Fence, OpenRoom, RefuseRoom
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    AddRoom,
+    Fence,
+    MeetPrefill,
+    OpenRoom,
+    RefuseRoom,
+)
 from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -559,6 +566,7 @@ def _frame(body: Any, by: PeerId = PREFILL) -> FrameReceived[str]:
 
 INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a room to open": (OpenRoom(promise(8), ADDRESS, PROMPT), ["Promise"]),
+    "a worker to meet": (MeetPrefill(ADDRESS), ["PrefillReady"]),
     "a room to refuse": (RefuseRoom(RoomKey(8, 0), 9, ADDRESS, "no room"), ["Abort"]),
     "a room to end": (ENOUGH, ["RoomEnded", "Abort"]),
     "a fence": (Fence(PREFILL), ["RoomEnded", "Hello", "RoomDrained"]),

@@ -426,7 +426,9 @@ def test_who_waits_too_long_fails_and_prefill_is_told() -> None:
     assert desk.admit() == []
     assert desk.pop_failed() == [own]
     assert isinstance(own.error, AdmissionTimeoutError)
-    assert str(own.error) == "request 'o' was not admitted by its deadline_s, 5.0"
+    assert str(own.error) == (
+        "request 'o' was not admitted by its deadline_s, 5.0: waited 5.000 s for pages"
+    )
     assert desk.commands() == [RefuseRoom(own.room_key, 2, "p", str(own.error))]
     desk.now_s = 20.0
     desk.admit()

@@ -40,7 +40,8 @@ def test_counters_are_the_sums(steps: list[tuple[Any, ...]], reserve: int) -> No
         single = max([0, *(needs - (private - own) for needs, own in running.values())])
         assert (budget.private_pages, budget.single) == (private, single)
         assert budget.active == len(running)
-        assert budget.kept_back == max(reserve * len(running), single)
+        reserved = sum(min(reserve, needs) for needs, _ in running.values())
+        assert budget.kept_back == max(reserved, single)
         budget.check_invariants()
 
 

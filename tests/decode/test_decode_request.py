@@ -47,7 +47,7 @@ def test_only_what_is_in_the_table_happens(before: DecodeState, after: DecodeSta
 
 def test_a_new_request_counts_its_tokens_and_holds_no_pages() -> None:
     req = new()
-    assert (req.prompt_len, req.kv_len, req.fill_len, req.max_pages) == (5, 5, 5, 3)
+    assert (req.prompt_len, req.kv_len, req.fill_len, req.max_pages) == (5, 5, 5, 2)
     assert (req.pages.tolist(), req.row, req.resumed, req.room_key) == (
         [],
         -1,

@@ -78,7 +78,7 @@ def test_it_is_matched_anew_only_if_the_tree_has_changed(
 ) -> None:
     desk = Desk(16)
     desk.finish(desk.start("x", 12, max_new=1))
-    hog = desk.start("H", 40, max_new=1, cacheable=False)
+    hog = desk.start("H", 41, max_new=1, cacheable=False)
     waits = desk.add("xy", 24, max_new=1)
     matches: list[Any] = []
     match = desk.books.match
@@ -248,7 +248,7 @@ def test_a_request_admitted_from_free_pages_says_nothing(monkeypatch: pytest.Mon
 
 
 def test_so_many_are_told_in_a_pass_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixkv.decode.prealloc_queue.MAX_WANTS", 2)
+    monkeypatch.setattr("prefixkv.decode.wants.MAX_WANTS", 2)
     desk = Desk(8)
     desk.start("H", 27, max_new=1)
     for number in range(5):

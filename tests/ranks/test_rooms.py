@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from prefixkv import errors
 from prefixkv.errors import CallerError, PromptMismatchError, TransferError
-from prefixkv.protocol.commands import AbortRoom, DecodeCommand, Fence, OpenRoom, RefuseRoom
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    DecodeCommand,
+    Fence,
+    MeetPrefill,
+    OpenRoom,
+    RefuseRoom,
+)
 from prefixkv.protocol.events import (
     MAX_ERROR_CHARS,
     DecodeEvent,
@@ -142,6 +149,7 @@ TRANSFER_ERRORS = [
 ERRORS = st.builds(lambda kind, text: kind(text), st.sampled_from(TRANSFER_ERRORS), st.text())
 COMMANDS = {
     OpenRoom: st.builds(OpenRoom, PROMISES, st.text()),
+    MeetPrefill: st.builds(MeetPrefill, st.text()),
     RefuseRoom: st.builds(RefuseRoom, KEYS, U64, st.text(), st.text()),
     AbortRoom: st.builds(AbortRoom, KEYS, st.text()),
     Fence: st.builds(Fence, PEERS),

@@ -35,7 +35,7 @@ def computed(pair: NodePair) -> int:
 @pytest.fixture
 def pair(make_pair: MakePair) -> NodePair:
     """Prefill's engine has the first of the burst, and computes nothing yet."""
-    pair = make_pair(pool={"num_pages": 256}, prefill={"follow_s": 1e9})
+    pair = make_pair(pool={"num_pages": 256}, prefill={"follow_s": 600.0})
     pair.p.hold = True
     submit_burst(pair)
     pair.until(lambda: pair.prefill.stats()["followed"] == len(RIDS) - 1)
@@ -95,7 +95,7 @@ def test_the_engine_sleeps_while_one_waits_and_wakes_when_the_prefix_is_there(
 def test_ranks_in_step_compute_a_burst_once_and_what_the_limit_left_is_news() -> None:
     meshes = Mesh(num_layers=2, num_kv_heads=2, tp_size=2), Mesh(num_layers=2, num_kv_heads=2)
     system = tokens_of(1, SYSTEM_TOKENS)
-    config = PrefillConfig(follow_s=1e9)
+    config = PrefillConfig(follow_s=600.0)
     with MeshPair(*meshes, prefill_config=config, decode_config=DecodeConfig()) as pair:
         for at, rid in enumerate(RIDS):
             pair.submit(rid, np.concatenate([system, tokens_of(100 + at, 7)]), room=at)

@@ -1,0 +1,241 @@
+"""Requests that wait for pages, by the prefill worker that they go to: a lane each.
+
+A lane is open while its worker answers. In a closed one requests wait without pages, and hold up
+none of another lane; so a worker that has never answered, or answers no more, costs others
+nothing. How many tokens a worker's pool holds is known once it has answered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from sortedcontainers import SortedDict, SortedList
+
+from prefixkv.cache.results import MatchResult
+from prefixkv.decode.admission import Rank
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.protocol.timers import Timers
+
+_MOST_IDLE: Final = 64  # lanes
+
+UNSAID, GONE = 0, -1  # instead of a want's number: the tree does not know yet; it waits no longer
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request in the queue, and what the last look at it found.
+
+    `arrival` numbers the queue's waiters. `is_returned`: it was admitted before. `since_s` is when
+    it came, None for one that came back since the last pass.
+
+    Admitting it takes pages: `new` at once; `needed` have to be available, the reserve included;
+    `most` it may come to take in the end. The last two include the evictable pages that its match
+    would lock. `seen_at` is the version at which a look admitted nothing.
+    """
+
+    req: DecodeRequest
+    arrival: int
+    lane: Lane
+    is_returned: bool
+    since_s: float | None = None
+    is_aside: bool = False  # it may need more pages than can come back
+    match: MatchResult | None = None
+    new: int = 0
+    needed: int = 0
+    most: int = 0
+    rank: Rank = None
+    seen_at: int = -1
+    want: int = UNSAID  # its number
+
+    @property
+    def place(self) -> tuple[Rank, int, Waiter]:
+        return self.rank, self.arrival, self
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """What waits for the prefill worker at `address`, but for those that are aside.
+
+    `order` are the places of what is in `waiting`, `estimated` the same, the oldest estimate first.
+    `max_tokens` is what the worker's pool holds, 0 where that is not known. `away_s` is since when
+    it does not answer.
+    """
+
+    address: str
+    is_open: bool
+    away_s: float = -math.inf
+    max_tokens: int = 0
+    is_met: bool = False  # it was asked to say whether it answers, and has not said that it is lost
+    num_waiters: int = 0  # those that are aside included
+    returned: Any = field(default_factory=SortedDict)  # by arrival
+    waiting: Any = field(default_factory=SortedDict)  # by arrival
+    order: Any = field(default_factory=SortedList)
+    estimated: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self.returned) + len(self.waiting)
+
+    def waiters(self) -> Iterator[Waiter]:
+        yield from self.returned.values()
+        yield from self.waiting.values()
+
+    def enter(self, waiter: Waiter) -> None:
+        """Stand in line. Raises what comparing ranks raises, with nothing changed."""
+        if waiter.is_returned:
+            self.returned[waiter.arrival] = waiter
+            return
+        self.order.add(waiter.place)
+        self.waiting[waiter.arrival] = waiter
+        self.estimated[waiter] = None
+
+    def leave(self, waiter: Waiter) -> None:
+        if waiter.is_returned:
+            del self.returned[waiter.arrival]
+            return
+        del self.waiting[waiter.arrival]
+        if self.waiting:
+            self.order.remove(waiter.place)
+        else:
+            self.order.clear()  # it was alone
+        del self.estimated[waiter]
+
+    def unanswered(self, patience_s: float, now_s: float) -> tuple[list[Waiter], float]:
+        """Those that have waited `patience_s` for the worker to answer, and when the next will
+        have. O(of them)."""
+        found: list[Waiter] = []
+        next_s = math.inf
+        for group in (self.returned, self.waiting):
+            for waiter in group.values():  # the one that came first, first
+                since_s = now_s if waiter.since_s is None else waiter.since_s
+                due_s = max(since_s, self.away_s) + patience_s
+                if due_s > now_s:
+                    next_s = min(next_s, due_s)
+                    break
+                found.append(waiter)
+        return found, next_s
+
+
+class Lanes:
+    """All lanes. Owned by the scheduler's thread.
+
+    Args:
+        gated: whether a lane is closed until its worker is said to answer. If not, all are open.
+        patience_s: how long a request waits for a worker that does not answer.
+    """
+
+    def __init__(self, gated: bool = False, patience_s: float = math.inf) -> None:
+        self.gated = gated
+        self.version = 0  # grows whenever a lane opens or closes
+        self._patience_s = patience_s
+        self._lanes: dict[str, Lane] = {}
+        self._busy: dict[Lane, None] = {}  # open, and something stands in line there
+        self._timers: Timers[Lane] = Timers()  # closed ones in which something waits
+
+    def get(self, address: str) -> Lane | None:
+        return self._lanes.get(address)
+
+    def of(self, address: str) -> Lane:
+        """The lane of an address; a new one is closed where they are gated."""
+        lane = self._lanes.get(address)
+        if lane is None:
+            lane = self._lanes[address] = Lane(address, not self.gated)
+        return lane
+
+    def max_tokens(self, address: str) -> int:
+        """What the pool of the worker there holds, 0 where that is not known."""
+        lane = self._lanes.get(address)
+        return 0 if lane is None else lane.max_tokens
+
+    def all(self) -> list[Lane]:
+        """Any thread may ask."""
+        return list(self._lanes.values())
+
+    @property
+    def busy(self) -> dict[Lane, None]:
+        """Open lanes in which something stands in line."""
+        return self._busy
+
+    @property
+    def closed(self) -> set[str]:
+        """The addresses of workers that do not answer."""
+        return {lane.address for lane in self._lanes.values() if not lane.is_open}
+
+    # --- who stands in line -----------------------------------------------------------------------
+
+    def enter(self, waiter: Waiter) -> None:
+        """Raises what comparing ranks raises, with nothing changed."""
+        lane = waiter.lane
+        if not waiter.is_returned:
+            self.check_comparable(lane, waiter.place)
+        lane.enter(waiter)
+        if lane.is_open:
+            self._busy[lane] = None
+        elif waiter.since_s is not None:
+            self._timers.wake(lane, max(waiter.since_s, lane.away_s) + self._patience_s)
+
+    def check_comparable(self, lane: Lane | None, place: tuple[Rank, int, Waiter]) -> None:
+        """Raise what comparing a place in this lane with those of other lanes raises: a pass does
+        that, where nothing may raise."""
+        for other in self._lanes.values() if len(self._lanes) > 1 else ():
+            if other.order and other is not lane:
+                bool(place < other.order[0])
+
+    def stamp(self, waiter: Waiter, now_s: float) -> None:
+        """The time of one that has come back begins."""
+        waiter.since_s = now_s
+        if not waiter.is_aside and not waiter.lane.is_open:
+            self._timers.wake(waiter.lane, max(now_s, waiter.lane.away_s) + self._patience_s)
+
+    def leave(self, waiter: Waiter) -> None:
+        lane = waiter.lane
+        lane.leave(waiter)
+        if not len(lane):
+            self._busy.pop(lane, None)
+            self._timers.forget(lane)
+
+    def forget_if_idle(self, lane: Lane) -> None:
+        """Nothing waits there, and nothing is known of its worker. A few are kept: the next
+        request may go there."""
+        if len(self._lanes) > _MOST_IDLE and not lane.num_waiters and not lane.is_met:
+            self._lanes.pop(lane.address, None)
+
+    # --- what is heard of workers -----------------------------------------------------------------
+
+    def ready(self, lane: Lane, max_tokens: int) -> None:
+        """Its worker answers, and holds so many tokens."""
+        lane.max_tokens = max_tokens
+        lane.is_open = True
+        self.version += 1
+        self._timers.forget(lane)
+        if len(lane):
+            self._busy[lane] = None
+
+    def away(self, lane: Lane, now_s: float) -> None:
+        """Its worker answers no more."""
+        lane.is_open, lane.away_s = False, now_s
+        self.version += 1
+        self._busy.pop(lane, None)
+        if len(lane):
+            self._timers.wake(lane, now_s + self._patience_s)
+
+    @property
+    def wake_s(self) -> float:
+        """When one may have waited too long for a worker; infinity if none does."""
+        return self._timers.next_s
+
+    def unanswered(self, now_s: float) -> list[Waiter]:
+        """Those that have waited too long for a worker that does not answer; they still have to be
+        taken out, or to enter again. O(1) if there are none."""
+        found: list[Waiter] = []
+        if self._timers.next_s > now_s:
+            return found
+        for lane in self._timers.due(now_s):
+            late, next_s = lane.unanswered(self._patience_s, now_s)
+            found += late
+            if next_s < math.inf:
+                self._timers.wake(lane, next_s)
+        return found
