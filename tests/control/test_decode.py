@@ -37,7 +37,14 @@ from prefixkv.errors import (
     TransferError,
 )
 from prefixkv.protocol import messages
-from prefixkv.protocol.commands import AbortRoom, AddRoom, Fence, OpenRoom, RefuseRoom
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    AddRoom,
+    Fence,
+    MoveWeights,
+    OpenRoom,
+    RefuseRoom,
+)
 from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -146,8 +153,8 @@ def test_a_room_whose_worker_never_answers_fails_and_the_link_is_forgotten() -> 
 
 REFUSALS = {
     "another model": (
-        {"digest": msgspec.structs.replace(DIGEST, weights_version="2")},
-        "weights_version differs",
+        {"digest": msgspec.structs.replace(DIGEST, kv_scales="2")},
+        "kv_scales differs",
     ),
     "another page size": ({"topology": Topology(6)}, "page_size"),
     "refused by prefill": ({"refused": "no room"}, "no room"),
@@ -561,6 +568,7 @@ INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a room to open": (OpenRoom(promise(8), ADDRESS, PROMPT), ["Promise"]),
     "a room to refuse": (RefuseRoom(RoomKey(8, 0), 9, ADDRESS, "no room"), ["Abort"]),
     "a room to end": (ENOUGH, ["RoomEnded", "Abort"]),
+    "other weights": (MoveWeights("v2"), ["RoomEnded", "Abort"]),
     "a fence": (Fence(PREFILL), ["RoomEnded", "Hello", "RoomDrained"]),
     "a frame": (FrameReceived(ADDRESS, b"junk"), []),
     "a frame that raised": (
