@@ -39,11 +39,27 @@ def _one_of(config: object, allowed: tuple[str, ...], *names: str) -> None:
 
 Backend = Literal["auto", "nixl", "shm"]
 
+MAX_VERSION_CHARS = 256
+"""Characters of a weights version: it travels with each promise."""
+
+
+def check_version(version: str) -> str:
+    """A weights version. Raises ConfigError for what is none, or one that is too long."""
+    check_kind("weights_version", version, str)
+    if not version.isprintable():
+        raise ConfigError(f"weights_version is {version!r}, characters that print are needed")
+    if len(version) > MAX_VERSION_CHARS:
+        raise ConfigError(
+            f"weights_version has {len(version)} characters, {MAX_VERSION_CHARS} is the most"
+        )
+    return version
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What KV bytes depend on and a pool's shape does not tell. Both sides must agree on `model`,
-    `weights_version` and `kv_scales`.
+    """What KV bytes depend on and a pool's shape does not tell. Both sides must agree on `model`
+    and `kv_scales`, and on `weights_version`, at most 256 characters, for each request: it is the
+    version to begin with, which `flush(weights_version=)` moves.
 
     `option_names` says what the engine's user sets a field of the handshake by, as
     `{"page_size": "--block-size"}`: a refusal names it. It is not compared.
@@ -56,6 +72,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        check_version(self.weights_version)
         check_kind("option_names", self.option_names, Mapping)
 
 

@@ -214,6 +214,40 @@ class PromptMismatchError(TransferError):
     written."""
 
 
+class WeightsVersionError(TransferError):
+    """The weights of one side are of another version than the request's KV is, or was to be.
+
+    `request_version` is the version that the request was promised under, or runs under;
+    `current_version` is what `whose` has now. `option` is what the engine's user sets it by.
+    """
+
+    def __init__(
+        self,
+        request_version: str,
+        current_version: str,
+        whose: str = "this worker",
+        option: str = "",
+    ) -> None:
+        name = f"weights_version ({option})" if option else "weights_version"
+        super().__init__(
+            f"{name} differs: the request is of {request_version!r}, "
+            f"{whose} has {current_version!r}"
+        )
+        self.request_version = request_version
+        self.current_version = current_version
+        self.whose = whose
+
+    @property
+    def versions(self) -> tuple[str, str]:
+        """The request's, and the other one."""
+        return self.request_version, self.current_version
+
+    def named(self, options: Mapping[str, str]) -> WeightsVersionError:
+        """The same with the engine's option, where `options` has one for `weights_version`."""
+        option = options.get("weights_version", "")
+        return WeightsVersionError(*self.versions, self.whose, option) if option else self
+
+
 class AbortedError(TransferError):
     """The request was aborted, by this side or the other."""
 

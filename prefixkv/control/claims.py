@@ -10,9 +10,10 @@ from prefixkv.config import ControlConfig
 from prefixkv.control.budgets import ABORT_BYTES, Budget, hello_bytes
 from prefixkv.control.peers import Peer
 from prefixkv.control.rooms import LostPeers
-from prefixkv.errors import ProtocolError
+from prefixkv.errors import ProtocolError, TransferError
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Abort
+from prefixkv.protocol.sender_events import abort_error
 from prefixkv.protocol.sender_machine import SenderMachine
 
 _NONE: Final[Mapping[PeerId, Peer]] = MappingProxyType({})
@@ -23,7 +24,7 @@ class _Early(NamedTuple):
     """An abort of a room that is not known yet. Its `num_bytes` are the worker's."""
 
     until_s: float
-    reason: str
+    error: TransferError
     num_bytes: int
     budget: Budget
 
@@ -104,26 +105,27 @@ class Claims:
         self.take_abort(key)
         kept = self._aborted.setdefault(key.decode, {})
         reason = abort.reason[:_MAX_REASON]
-        num_bytes = ABORT_BYTES + len(reason.encode())
+        num_bytes = ABORT_BYTES + len(reason.encode()) + sum(map(len, abort.versions or ()))
         fits = peer.budget.num_bytes + num_bytes <= peer.budget.limit
         if fits and len(kept) < self._timing.max_parked_per_peer:
             until_s = now_s + self._timing.parked_timeout_s
-            kept[key] = _Early(until_s, reason, num_bytes, peer.budget)
+            error = abort_error(reason, abort.versions)
+            kept[key] = _Early(until_s, error, num_bytes, peer.budget)
             peer.budget.num_bytes += num_bytes
 
-    def take_abort(self, key: RoomKey) -> str | None:
-        """Why the room was aborted before its request came, once; None if it was not."""
+    def take_abort(self, key: RoomKey) -> TransferError | None:
+        """What the room was aborted with before its request came, once; None if it was not."""
         early = self._aborted.get(key.decode, {}).pop(key, None)
         if early is None:
             return None
         early.budget.num_bytes -= early.num_bytes
-        return early.reason
+        return early.error
 
-    def take_aborts(self, numbers: tuple[int, int]) -> str | None:
+    def take_aborts(self, numbers: tuple[int, int]) -> TransferError | None:
         """As `take_abort`, of a room that is no decode worker's yet: any that has aborted it."""
         keys = [RoomKey(*numbers, name) for name in self._aborted]
-        reasons = [reason for key in keys if (reason := self.take_abort(key)) is not None]
-        return reasons[0] if reasons else None
+        errors = [error for key in keys if (error := self.take_abort(key)) is not None]
+        return errors[0] if errors else None
 
     def expire(self, now_s: float) -> None:
         """Forget the aborts that were kept long enough."""

@@ -53,11 +53,20 @@ from prefixkv.errors import (
     PeerLostError,
     ProtocolError,
     RequestError,
+    TransferError,
     VersionError,
+    WeightsVersionError,
 )
 from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver
-from prefixkv.protocol.commands import AbortRoom, Fence, MeetPrefill, OpenRoom, RefuseRoom
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    Fence,
+    MeetPrefill,
+    MoveWeights,
+    OpenRoom,
+    RefuseRoom,
+)
 from prefixkv.protocol.events import (
     PrefillAway,
     PrefillLost,
@@ -119,7 +128,7 @@ class DecodeControl:
         self._timers: Timers[str | RoomKey] = Timers()  # links by address, rooms by key
         self._links = Links(me, hello, timing, self._timers, self.news, self.lost_peers)
         known = self._timers, self._links, self.staging, self.news
-        self._rooms = ReceiverRooms(timing, *known)
+        self._rooms = ReceiverRooms(timing, *known, self._option_names)
         self._lives = Lives(self.news)
         self._met: dict[str, bool] = {}  # by address: what was said last to whoever asked
         self._said_expected = 0
@@ -138,6 +147,8 @@ class DecodeControl:
                 self._refuse(what, now_s, out)
             case AbortRoom():
                 self._abort(what, now_s, out)
+            case MoveWeights():
+                self._move_weights(what, now_s, out)
             case Fence(peer, proved):
                 if self._links.deaths.fenced(peer) and proved:
                     self.counters["peers_proved_dead"] += 1
@@ -257,14 +268,35 @@ class DecodeControl:
 
     def _abort(self, command: AbortRoom, now_s: float, out: list[DecodeEffect]) -> None:
         room = self._rooms.get(command.key)
-        if room is None or not isinstance(room.machine, ReceiverMachine):
-            return
-        self._rooms.on(room, receiver.Fail(AbortedError(command.reason)), now_s, out)
+        if room is not None and isinstance(room.machine, ReceiverMachine):
+            self._give_up(room, room.machine, AbortedError(command.reason), now_s, out)
+
+    def _move_weights(self, command: MoveWeights, now_s: float, out: list[DecodeEffect]) -> None:
+        """KV that was computed under another version is not taken any more."""
+        now = command.weights_version
+        for room in self._rooms.all():
+            machine = room.machine
+            if isinstance(machine, ReceiverMachine) and not machine.poll.ended:
+                was = machine.promise.weights_version
+                if was != now:
+                    self._give_up(room, machine, WeightsVersionError(was, now), now_s, out)
+
+    def _give_up(
+        self,
+        room: Room,
+        machine: ReceiverMachine,
+        error: TransferError,
+        now_s: float,
+        out: list[DecodeEffect],
+    ) -> None:
+        """End a room from our side, and let prefill know."""
+        self._rooms.on(room, receiver.Fail(error), now_s, out)
         if not room.peers:
             # Prefill has not heard of the room, but may have the request, and wait. Its answer is
             # no news here.
-            what = command.key, room.machine.ticket, command.reason
-            refusal = RefusalMachine(*what, self._timing, now_s, is_news=False)
+            versions = error.versions if isinstance(error, WeightsVersionError) else None
+            what = machine.key, machine.ticket, str(error)
+            refusal = RefusalMachine(*what, self._timing, now_s, is_news=False, versions=versions)
             self._enter(refusal, room.link.address, now_s, out)
 
     def _fence(self, peer: PeerId, how: str, now_s: float, out: list[DecodeEffect]) -> None:

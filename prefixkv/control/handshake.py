@@ -12,7 +12,7 @@ import msgspec
 
 from prefixkv.config import Backend
 from prefixkv.control.effects import AddPeer
-from prefixkv.errors import HandshakeError
+from prefixkv.errors import HandshakeError, WeightsVersionError
 from prefixkv.memory.mesh import (
     Mesh,
     check_holds,
@@ -26,6 +26,7 @@ from prefixkv.memory.mesh import (
 )
 from prefixkv.memory.state_layout import StateLink, check_state_pairs, state_blocks
 from prefixkv.paging import check_unit_range
+from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, ProcessLife, Topology
 from prefixkv.staging.cut import LeaseCut
@@ -37,6 +38,13 @@ def named(error: Exception, option_names: Mapping[str, str]) -> Exception:
     """The refusal as the engine's user reads it: with the option of the engine that sets the
     field."""
     return error.named(option_names) if isinstance(error, HandshakeError) else error
+
+
+def named_end(ended: RoomEnded, option_names: Mapping[str, str]) -> RoomEnded:
+    """The end of a room, likewise."""
+    if not isinstance(ended.error, WeightsVersionError) or not option_names:
+        return ended
+    return msgspec.structs.replace(ended, error=ended.error.named(option_names))
 
 
 def check_pair(

@@ -50,6 +50,10 @@ class Offers:
         self._closed.pop(numbers, None)
         self._open[numbers] = offer
 
+    def all(self) -> list[Numbers]:
+        """Those that are open."""
+        return list(self._open)
+
     def get(self, key: RoomKey) -> Offer | None:
         return self._open.get(key.numbers)
 

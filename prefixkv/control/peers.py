@@ -116,6 +116,7 @@ class Peer:
             state_slot=slot,
             takes_state=self.takes_state,
             proof=promise.proof,
+            weights_version=promise.weights_version,
             secrets=(self.hello.secret, our_secret),
         )
 

@@ -59,6 +59,7 @@ from prefixkv.errors import (
     RequestError,
     TransferTimeoutError,
     VersionError,
+    WeightsVersionError,
 )
 from prefixkv.protocol import messages
 from prefixkv.protocol import sender_events as sender
@@ -67,6 +68,7 @@ from prefixkv.protocol.commands import (
     AddRoom,
     DeclineRoom,
     Fence,
+    MoveWeights,
     OfferRoom,
     SendChunk,
     WithdrawRoom,
@@ -88,6 +90,7 @@ from prefixkv.protocol.messages import (
     Promise,
     Topology,
 )
+from prefixkv.protocol.sender_events import Promised, abort_error
 from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.timers import Timers
 from prefixkv.staging.sender import StagingSender
@@ -117,6 +120,7 @@ class PrefillControl:
         backend: as `TransportConfig.backend`.
         option_names: as of `ModelConfig`.
         max_tokens: what its pool holds, 0: not to be said.
+        weights_version: of the weights that it begins with.
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class PrefillControl:
         backend: Backend = "nixl",
         option_names: Mapping[str, str] | None = None,
         max_tokens: int = 0,
+        weights_version: str = "",
     ) -> None:
         self.me = me
         self.counters: Counter[str] = Counter()
@@ -142,6 +147,7 @@ class PrefillControl:
         what = digest, topology, rank, slot_bytes, secret, life, backend
         self._ours = handshake.OurSide(*what, option_names or {}, max_tokens)
         self._rank = rank
+        self._weights_version = weights_version
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key
         self._peers = Peers(me, self._ours, endpoints, timing, self._timers, self.lost_peers)
@@ -150,7 +156,7 @@ class PrefillControl:
         self._claims = Claims(timing)
         self._offers = Offers(timing)
         known = self._timers, self._peers, self._claims
-        self._rooms = SenderRooms(rank, topology.page_size, timing, *known)
+        self._rooms = SenderRooms(rank, topology.page_size, timing, *known, option_names or {})
         self.staging = None
         if staging is not None:
             resend_s, next_id = timing.resend_s, self._rooms.next_job_id
@@ -181,6 +187,8 @@ class PrefillControl:
                 self._writes.carry_out(self._decline(what, now_s), now_s, out)
             case AbortRoom():
                 self._writes.carry_out(self._abort(what, now_s), now_s, out)
+            case MoveWeights():
+                self._writes.carry_out(self._move_weights(what, now_s), now_s, out)
             case Fence():
                 self._writes.carry_out(self._fence(what, now_s), now_s, out)
             case FrameReceived():
@@ -271,13 +279,13 @@ class PrefillControl:
         if not machine.poll.ended:
             self._claims.unpark(key)
         ended_before = machine.poll.ended
-        self._rooms.on(machine, sender.Added(command.num_tokens, command.digest), now_s, out)
+        added = sender.Added(command.num_tokens, command.digest, self._weights_version)
+        self._rooms.on(machine, added, now_s, out)
         if ended_before:  # it ended while it was parked
             ended = machine.error or AbortedError("the room ended before the request came")
             out += [RoomEnded(key, KVPoll.FAILED, ended), SourceFree(key)]
         elif early is not None:
-            fail = sender.Fail(AbortedError(f"decode: {early}"))
-            self._rooms.on(machine, fail, now_s, out)
+            self._rooms.on(machine, sender.Fail(early), now_s, out)
         return out
 
     def _offer(self, command: OfferRoom, now_s: float) -> list[Want]:
@@ -300,7 +308,7 @@ class PrefillControl:
                 error = AbortedError(f"room {command.key.room} is another decode worker's")
                 self._rooms.on(machine, sender.Fail(error), now_s, out)
         if (early := self._claims.take_aborts(numbers)) is not None:
-            out += self._close_offer(command.key, AbortedError(f"decode: {early}"), now_s)
+            out += self._close_offer(command.key, early, now_s)
         return out
 
     def _open_offer(self, key: RoomKey, offer: Offer, now_s: float) -> list[Want]:
@@ -347,6 +355,34 @@ class PrefillControl:
         if machine is not None:
             self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s, out)
         return out
+
+    def _move_weights(self, command: MoveWeights, now_s: float) -> list[Want]:
+        """KV that was computed, or promised, under another version is not sent any more."""
+        out: list[Want] = []
+        was, self._weights_version = self._weights_version, command.weights_version
+        if was == (now := self._weights_version):
+            return out
+        moved = WeightsVersionError(was, now)
+        for machine in list(self._rooms.all()):
+            if machine.poll.ended:
+                continue
+            if machine.added and not (machine.has_begun or command.ends_waiting):
+                machine.weights_version = now
+                continue
+            if not machine.added:  # the request is still to come, and to hear of it
+                self._remember(machine.key, machine.ticket, moved, now_s)
+            self._rooms.on(machine, sender.Fail(moved), now_s, out)
+        for numbers in self._offers.all():  # the KV of each is computed
+            out += self._close_offer(RoomKey(*numbers), moved, now_s)
+        return out
+
+    def _remember(
+        self, key: RoomKey, ticket: int, error: WeightsVersionError, now_s: float
+    ) -> None:
+        """A promise has ended for its version: the request that is still to come ends likewise."""
+        for peer in list(self._claims.of(key).values())[:1]:
+            word = Abort(*key.numbers, str(error), ticket, error.versions)
+            self._claims.abort_early(key, word, peer, now_s)
 
     def _fence(self, command: Fence, now_s: float) -> list[Want]:
         """This decode process is dead: its rooms end, and it is not met again."""
@@ -542,6 +578,8 @@ class PrefillControl:
                 # Decode has done with that use of the room, if it uses its number again.
                 self._rooms.drop(machine)
                 machine = None
+            if machine is None or machine.is_parked:
+                self._check_weights(peer, event, key, now_s, out)
             if machine is not None and not machine.same_promise(event):
                 raise ProtocolError(
                     f"another promise for room {key.room} generation {key.generation}"
@@ -564,6 +602,22 @@ class PrefillControl:
         if offer is not None:  # behind the promise: it is parked for no time
             out += self._open_offer(key, offer, now_s)
 
+    def _check_weights(
+        self, peer: Peer, event: Promised, key: RoomKey, now_s: float, out: list[Want]
+    ) -> None:
+        """Raises ProtocolError for a promise of other weights than ours; a request that comes later
+        hears of it, and so does the engine whose offer it would have opened."""
+        if event.weights_version == self._weights_version:
+            return
+        error = WeightsVersionError(event.weights_version, self._weights_version)
+        offer = self._offers.get(key)
+        if offer is None:
+            word = Abort(*key.numbers, str(error), event.ticket, error.versions)
+            self._claims.abort_early(key, word, peer, now_s)
+        elif offer.proved_by(event):
+            out += self._close_offer(key, error, now_s)
+        raise ProtocolError(str(error))
+
     def _refuse_promise(
         self, peer: Peer, promise: Promise, why: str, now_s: float, out: list[Want]
     ) -> None:
@@ -578,7 +632,10 @@ class PrefillControl:
         if known is None or not named or known.ticket != ticket:
             peer.past.add((key, ticket))
             drained = not self._rooms.renewed  # else decode is to ask, and to let settle
-            refusal = Outcome(*key.numbers, self._rank, False, 0, 0, b"", why, drained, ticket)
+            what = *key.numbers, self._rank, False, 0, 0, b"", why, drained, ticket
+            versions = promise.weights_version, self._weights_version
+            differ = versions[0] != versions[1]  # then decode is to hear that first of all
+            refusal = Outcome(*what, versions=versions if differ else None)
             out += self._peers.send(peer, refusal, now_s)
 
     def _take_abort(self, peer: Peer, abort: Abort, now_s: float, out: list[Want]) -> None:
@@ -589,7 +646,7 @@ class PrefillControl:
         closed: list[Want] = []
         if machine is None:
             # Who knows the number of an offer, which is drawn at random, has it from its answer.
-            error = AbortedError(f"decode: {abort.reason}")
+            error = abort_error(abort.reason, abort.versions)
             closed = self._close_offer(key, error, now_s)
             out += closed
         if theirs and not closed and (machine is None or not machine.added):
@@ -611,5 +668,6 @@ class PrefillControl:
             ticket=abort.ticket,
             reader=peer.hello.rank,
             readers=peer.readers,
+            versions=abort.versions,
         )
         self._rooms.on(machine, said, now_s, out)

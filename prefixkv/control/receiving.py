@@ -3,11 +3,13 @@ want comes out."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
 from typing import assert_never
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.effects import Left, RankDrained, Settle
+from prefixkv.control.handshake import named_end
 from prefixkv.control.links import Links
 from prefixkv.control.news import News
 from prefixkv.control.rooms import Room
@@ -29,6 +31,7 @@ class ReceiverRooms:
     Args:
         timers: they wake rooms by key; links share them.
         staging: None where no slices are staged.
+        option_names: as of `ModelConfig`.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class ReceiverRooms:
         links: Links,
         staging: StagingReceiver | None,
         news: News,
+        option_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.num_expected = 0  # rooms whose pages a peer may be writing now
         self.settling: set[Hashable] = set()  # tokens
@@ -47,6 +51,7 @@ class ReceiverRooms:
         self._links = links
         self._staging = staging
         self._news = news
+        self._option_names = option_names
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -76,7 +81,10 @@ class ReceiverRooms:
             for action in machine.on(event, now_s):
                 if isinstance(action, Say):
                     self._say(room, action.rank, action.body, now_s, out)
-                elif self._staging is not None:
+                    continue
+                if isinstance(action, RoomEnded):
+                    action = named_end(action, self._option_names)
+                if self._staging is not None:
                     self.staged(self._staging.pass_on(action), now_s, out)
                 else:
                     out.append(action)

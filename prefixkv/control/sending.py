@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import count
+from types import MappingProxyType
 from typing import Final
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.claims import Claims
+from prefixkv.control.handshake import named_end
 from prefixkv.control.peers import Peers
 from prefixkv.control.writes import Want
 from prefixkv.protocol import sender_events as sender
@@ -28,6 +30,7 @@ class SenderRooms:
         rank, page_size: ours.
         timers: they wake rooms by key; peers share them.
         peers, claims: which decode ranks there are, and which have named a room.
+        option_names: as of `ModelConfig`.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class SenderRooms:
         timers: Timers[str | RoomKey],
         peers: Peers,
         claims: Claims,
+        option_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.machines: dict[RoomKey, SenderMachine] = {}
         # Rooms that are over for our engine; kept to answer a promise that is on its way.
@@ -50,6 +54,7 @@ class SenderRooms:
         self._timers = timers
         self._peers = peers
         self._claims = claims
+        self._option_names = option_names
         self._job_ids = count(1)
 
     @property
@@ -84,6 +89,8 @@ class SenderRooms:
             else:
                 if isinstance(action, PostWrite):
                     self.jobs[action.job_id] = key
+                elif isinstance(action, RoomEnded):
+                    action = named_end(action, self._option_names)
                 out.append(action)
         if open_before and machine.poll.ended and not machine.added:
             self._claims.unpark(key)

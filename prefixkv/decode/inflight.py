@@ -215,6 +215,17 @@ class InFlight:
         self._by_start.clear()
         return gone
 
+    def remove_all(self) -> list[Flight]:
+        """None of the flights will be committed. Returns them, in the order of their numbers."""
+        gone = list(self._flights)
+        for flight in gone:
+            flight.joined = flight.place = None
+            flight.waiters.clear()
+        self._flights.clear()
+        self._by_owner.clear()
+        self._by_start.clear()
+        return gone
+
     def _forget(self, flight: Flight) -> None:
         del self._flights[flight]
         if flight.owner is not None:

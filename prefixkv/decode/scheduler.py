@@ -49,6 +49,7 @@ from prefixkv.errors import (
     InternalError,
     RequestError,
     TransferTimeoutError,
+    WeightsVersionError,
 )
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.requests import PagedScheduler
@@ -57,6 +58,7 @@ from prefixkv.protocol.commands import (
     AbortRoom,
     DecodeCommand,
     MeetPrefill,
+    MoveWeights,
     OpenRoom,
     RefuseRoom,
 )
@@ -79,6 +81,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         name: this worker's; a request may name no other in `Request.decode`.
         ticket: draws a number, never one twice, for each use of a room; in a service one that no
             other process can guess. None: they are counted.
+        weights_version: of the weights that it begins with.
     """
 
     def __init__(
@@ -97,10 +100,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         protect_waiting: bool = True,
         name: str = "",
         ticket: Callable[[], int] | None = None,
+        weights_version: str = "",
     ) -> None:
         self.name = name
         self.journal = DecodeJournal()
-        super().__init__(books, self.journal)
+        super().__init__(books, self.journal, weights_version)
         self.budget = PreallocBudget(pages_for(reserve_tokens, books.page_size))
         self.flights = InFlight(books.page_size)
         self.shares = shares or PrefillShares()
@@ -293,10 +297,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.counters["aborts_of_unknown"] += 1
             return False
         error = error or AbortedError(f"request {rid!r} was aborted")
-        after = not_done(after)
-        self._end(req, DecodeState.ABORTED, error, now_s)
-        if req.pages_held is not None and req not in self._deferred.requests():
-            self._deferred.end(after, req, None, now_s)
+        self._cut_short(req, error, now_s, not_done(after))
         return True
 
     def retarget(self, rid: str, prefill: str) -> None:
@@ -346,6 +347,28 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """
         self._fall_back(self.flights.flush())
         return self.books.flush()
+
+    def move_weights(
+        self, weights_version: str, now_s: float, after: DeviceEvent | None = None
+    ) -> None:
+        """The weights are of another version from now on; `flush` is to follow at once.
+
+        What has KV of the former one, or output, ends as aborted, with a WeightsVersionError: what
+        runs, what is on its way, what was retracted. What only waits goes on. `after` is as for
+        `abort`.
+        """
+        after = not_done(after)
+        error = WeightsVersionError(self.weights_version, weights_version)
+        self.weights_version = weights_version
+        # First, so that prefill hears this reason, and not that its rooms were aborted.
+        self._commands.append(MoveWeights(weights_version))
+        # Whole flights, not request by request: else those that joined one would ask again.
+        for flight in self.flights.remove_all():
+            self._end_flight(flight, error)
+        for req in list(self.requests.values()):
+            waits = req.state in (DecodeState.QUEUED, DecodeState.RETRACTED)
+            if not waits or req.output:
+                self._cut_short(req, error, now_s, after)
 
     @property
     def has_news(self) -> bool:
@@ -518,7 +541,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.transfers.add(flight)
         page_ids = self.books.table.packed(pages.row, start, end)
         (room, generation, _), lens = flight.room_key, (req.fill_len, req.prefix_len)
-        promise = Promise(room, generation, *lens, page_ids, self._ticket(), pages.slot)
+        what = *lens, page_ids, self._ticket(), pages.slot
+        promise = Promise(room, generation, *what, weights_version=self.weights_version)
         digest = req.request.digest if req.fill_len == req.prompt_len else prompt_digest(req.key)
         self._commands.append(OpenRoom(promise, req.prefill, digest))
 
@@ -538,6 +562,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             if before is DecodeState.QUEUED:  # else prefill is only asked at its next admission
                 self._refuse(req.room_key, req.prefill, error)
         self._leave(req, now_s)
+
+    def _cut_short(
+        self, req: DecodeRequest, error: Exception, now_s: float, after: DeviceEvent | None
+    ) -> None:
+        """End it wherever it is. `after`: None if the device is done with it."""
+        self._end(req, DecodeState.ABORTED, error, now_s)
+        if req.pages_held is not None and req not in self._deferred.requests():
+            self._deferred.end(after, req, None, now_s)
 
     def _too_late(self, req: DecodeRequest, now_s: float) -> None:
         """Its KV is not here by its own deadline, unless it waits only to be popped."""

@@ -125,8 +125,9 @@ def still_pending(event: DeviceEvent, errors: UserErrors) -> DeviceEvent | None:
 class PagedScheduler(Generic[Req, Command]):
     """The requests that live on one side, and what its control plane is to do for them."""
 
-    def __init__(self, books: PageManager, journal: Journal) -> None:
+    def __init__(self, books: PageManager, journal: Journal, weights_version: str = "") -> None:
         self.books = books
+        self.weights_version = weights_version  # of the KV that is computed and cached now
         self.requests: dict[str, Req] = {}  # all that live, by rid, oldest first
         self.draining = False  # takes no new requests
         self.counters = journal.counters

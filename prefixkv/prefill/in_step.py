@@ -35,6 +35,8 @@ class PrefillCalls(Protocol):
 
     def abort(self, rid: str) -> bool: ...
 
+    def flush(self, weights_version: str | None = None) -> int: ...
+
 
 NodeT = TypeVar("NodeT", bound=PrefillCalls)
 
@@ -127,6 +129,10 @@ class InStep(Generic[NodeT]):
         """As `PrefillNode.abort`, on every rank."""
         known = [node.abort(rid) for node in self.nodes]
         return any(known)
+
+    def flush(self, weights_version: str | None = None) -> int:
+        """As `PrefillNode.flush`, on every rank; the sum of what they return."""
+        return sum(node.flush(weights_version) for node in self.nodes)
 
     def _end(self, rid: str) -> PrefillRequest | None:
         """It has ended on one rank more; the request, if that was the last."""

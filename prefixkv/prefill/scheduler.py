@@ -24,6 +24,7 @@ from prefixkv.errors import (
     InternalError,
     RequestError,
     TransferTimeoutError,
+    WeightsVersionError,
     check_laws,
 )
 from prefixkv.pages.manager import PageManager
@@ -33,7 +34,14 @@ from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
 from prefixkv.prefill.following import Following
 from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.protocol.commands import AbortRoom, AddRoom, DeclineRoom, PrefillCommand, SendChunk
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    AddRoom,
+    DeclineRoom,
+    MoveWeights,
+    PrefillCommand,
+    SendChunk,
+)
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import DeviceEvent, Request
 
@@ -50,12 +58,14 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         usable_prefix: UsablePrefix | None = None,
         follow_s: float = 1.0,
         in_step: bool = False,
+        weights_version: str = "",
     ) -> None:
         """`num_slots`: of the engine's extra state, a slot of which is sent with every request; 0:
         there is none. `follow_s`: see PrefillConfig. `in_step`: with the other ranks of a worker.
+        `weights_version`: of the weights that it begins with.
         """
         self.journal = PrefillJournal()
-        super().__init__(books, self.journal)
+        super().__init__(books, self.journal, weights_version)
         self.num_slots = num_slots
         self.following = Following(books.page_size, self.counters, follow_s, oldest_leads=in_step)
         self.bootstrapped = PrefillBootstrapQueue(
@@ -275,6 +285,20 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.following.flush()
         self.bootstrapped.look_again()
         return super().flush()
+
+    def move_weights(self, weights_version: str, now_s: float) -> None:
+        """The weights are of another version from now on; `flush` is to follow at once.
+
+        What was promised pages under the former one, or is computed with it, fails with a
+        WeightsVersionError. What waits for its promise goes on. One whose last chunk is handed over
+        ends as its room does: it may have succeeded already.
+        """
+        error = WeightsVersionError(self.weights_version, weights_version)
+        self.weights_version = weights_version
+        for req in list(self.requests.values()):
+            if req.state in (PrefillState.BOOTSTRAPPED, PrefillState.COMPUTING):
+                self._fail(req, error, now_s)
+        self._commands.append(MoveWeights(weights_version, ends_waiting=False))
 
     def check_invariants(self) -> None:
         """Check books and requests against each other. Raises InternalError."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.protocol.messages import Promise
+from prefixkv.protocol.messages import Promise, Version
 from prefixkv.request import DeviceEvent
 
 
@@ -55,6 +55,17 @@ class Fence(_Command, frozen=True, tag="fence"):
 
     peer: PeerId
     proved: bool = False
+
+
+class MoveWeights(_Command, frozen=True, tag="move-weights"):
+    """The weights are of this version from now on. Rooms of another end, with a RoomEnded each.
+
+    Without `ends_waiting` the rooms of prefill go on for which no page was promised and no chunk
+    was handed over: the engine has not begun to compute them.
+    """
+
+    weights_version: Version
+    ends_waiting: bool = True
 
 
 class AddRoom(_Command, frozen=True, tag="add"):
@@ -110,5 +121,7 @@ class SendChunk(msgspec.Struct, frozen=True, eq=False):
     clip: bool = False
 
 
-DecodeCommand = OpenRoom | MeetPrefill | RefuseRoom | AbortRoom | Fence
-PrefillCommand = AddRoom | OfferRoom | WithdrawRoom | DeclineRoom | SendChunk | AbortRoom | Fence
+DecodeCommand = OpenRoom | MeetPrefill | RefuseRoom | AbortRoom | MoveWeights | Fence
+PrefillCommand = (
+    AddRoom | OfferRoom | WithdrawRoom | DeclineRoom | SendChunk | AbortRoom | MoveWeights | Fence
+)

@@ -87,9 +87,11 @@ RoomEvent = RoomEnded | RoomDrained | RoomOverdue | Bootstrapped | SourceFree | 
 
 def encode_error(value: Any) -> tuple[Any, ...]:
     """A msgspec `enc_hook`: an exception as the name of its class and its text, cut to
-    MAX_ERROR_CHARS; and the peer that was lost."""
+    MAX_ERROR_CHARS; and the peer that was lost, or the two versions."""
     if isinstance(value, errors.PeerLostError) and value.peer is not None:
         return type(value).__name__, str(value)[:MAX_ERROR_CHARS], *value.peer
+    if isinstance(value, errors.WeightsVersionError):
+        return type(value).__name__, value.whose, *value.versions
     if isinstance(value, Exception):
         return type(value).__name__, str(value)[:MAX_ERROR_CHARS]
     raise NotImplementedError(f"{type(value).__name__} does not travel")
@@ -106,10 +108,14 @@ def decode_error(kind: type, value: Any) -> Exception:
     """
     if kind is not Exception:
         raise NotImplementedError(f"{kind} does not travel")
-    name, text, *peer = value
+    name, text, *more = value
     found = getattr(errors, str(name), None)
-    if found is errors.PeerLostError and len(peer) == 2:
-        return errors.PeerLostError(str(text), PeerId(str(peer[0]), int(peer[1])))
+    if found is errors.PeerLostError and len(more) == 2:
+        return errors.PeerLostError(str(text), PeerId(str(more[0]), int(more[1])))
+    if found is errors.WeightsVersionError:
+        if len(more) != 2:
+            return errors.TransferError(str(text))
+        return errors.WeightsVersionError(str(more[0]), str(more[1]), str(text))
     if isinstance(found, type) and issubclass(found, errors.TransferError):
         return found(str(text))
     return errors.TransferError(str(text))

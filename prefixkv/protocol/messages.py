@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from prefixkv.config import MAX_VERSION_CHARS
 from prefixkv.errors import HandshakeError, ProtocolError, VersionError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import MAX_RANKS, Mesh
@@ -56,6 +57,7 @@ Endpoints = Annotated[tuple[Short, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Secret = Annotated[bytes, msgspec.Meta(min_length=16, max_length=32)]
 Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
 Holder = Annotated[str, msgspec.Meta(max_length=64)]
+Version = Annotated[str, msgspec.Meta(max_length=MAX_VERSION_CHARS)]
 
 
 class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -63,7 +65,6 @@ class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
     all ranks. `opaque` is the pool's tag (`KVLayout.opaque`)."""
 
     model: Short
-    weights_version: Short
     kv_scales: Short
     dtype: Short
     attention: Short
@@ -215,6 +216,7 @@ class Promise(RoomBody, frozen=True, tag="promise"):
 
     `proof` is of the prompt's digest (`prefixkv.digest.prove`), for this link alone. Extra state,
     where the model has some, is wanted in `state_slot`, whole: as it is after `fill_len` tokens.
+    `weights_version` is that of the weights that the KV is for.
     """
 
     fill_len: Count
@@ -223,6 +225,7 @@ class Promise(RoomBody, frozen=True, tag="promise"):
     ticket: U64 = 0
     state_slot: Slot = -1
     proof: Proof = b""
+    weights_version: Version = ""
 
     def page_ids(self) -> npt.NDArray[np.int32]:
         """The destination pages, int32. Raises ProtocolError if the bytes are no whole number of
@@ -238,10 +241,13 @@ class PromiseAck(RoomBody, frozen=True, tag="promise-ack"):
 
 
 class Abort(RoomBody, frozen=True, tag="abort"):
-    """Refuse every earlier frame of this room, stop writing for it, and say when it is drained."""
+    """Refuse every earlier frame of this room, stop writing for it, and say when it is drained.
+
+    `versions`: as of Outcome."""
 
     reason: Text
     ticket: U64 = 0
+    versions: tuple[Version, Version] | None = None
 
 
 class Drained(RoomBody, frozen=True, tag="drained"):
@@ -272,6 +278,8 @@ class Outcome(RoomBody, frozen=True, tag="outcome"):
 
     `num_chunks` and `num_units` are of what this writer wrote to the rank that is told: how many
     chunks, and how many unit pages (extra state counts one). Its notifications must say the same.
+    `versions`: the weights version of the room and the one that differs from it, where that is why
+    it failed.
     """
 
     rank: Count
@@ -284,6 +292,7 @@ class Outcome(RoomBody, frozen=True, tag="outcome"):
     ticket: U64 = 0
     code: FailureCode = FailureCode.OTHER
     num_units: Count = 0
+    versions: tuple[Version, Version] | None = None
 
 
 class OutcomeAck(RoomBody, frozen=True, tag="outcome-ack"):

@@ -21,7 +21,12 @@ from typing import ClassVar
 import msgspec
 
 from prefixkv.config import ControlConfig
-from prefixkv.errors import PromptMismatchError, TransferError, TransferTimeoutError
+from prefixkv.errors import (
+    PromptMismatchError,
+    TransferError,
+    TransferTimeoutError,
+    WeightsVersionError,
+)
 from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.machine import IGNORED, Step, Table, run
@@ -137,6 +142,15 @@ class _Landings:
         self.num_units += units
 
 
+def _error(failed: Outcome) -> TransferError:
+    """What prefill's outcome means for the request here."""
+    if failed.versions is not None:
+        return WeightsVersionError(*failed.versions, "prefill")
+    is_mismatch = failed.code is FailureCode.PROMPT_MISMATCH
+    kind = PromptMismatchError if is_mismatch else TransferError
+    return kind(f"prefill rank {failed.rank}: {failed.error}")
+
+
 class ReceiverMachine:
     """One (room, generation) on decode. Pure; owned by the control object that holds it."""
 
@@ -248,10 +262,7 @@ class ReceiverMachine:
         if outcome.drained:
             self._undrained.discard(outcome.rank)
         if not outcome.ok:
-            is_mismatch = outcome.code is FailureCode.PROMPT_MISMATCH
-            kind = PromptMismatchError if is_mismatch else TransferError
-            error = kind(f"prefill rank {outcome.rank}: {outcome.error}")
-            return [ack, *self._fail(Fail(error), now_s)]
+            return [ack, *self._fail(Fail(_error(outcome)), now_s)]
         if outcome.num_pages != self.num_pages:
             error = TransferError(
                 f"{outcome.num_pages} pages were written where {self.num_pages} were promised"
@@ -338,7 +349,9 @@ class ReceiverMachine:
     # --- after the end ----------------------------------------------------------------------------
 
     def _aborts(self, lost: int | None = None) -> list[Action]:
-        word = Abort(*self.key.numbers, str(self.error)[:1000], self.promise.ticket)
+        error = self.error
+        versions = error.versions if isinstance(error, WeightsVersionError) else None
+        word = Abort(*self.key.numbers, str(error)[:1000], self.promise.ticket, versions)
         return [Say(rank, word) for rank in sorted(self._undrained) if rank != lost]
 
     def _outcome_again(self, event: OutcomeSaid, now_s: float) -> list[Action]:

@@ -25,6 +25,7 @@ class RefusalMachine:
 
     Args:
         is_news: whether it ends with RoomDrained; it does so once prefill has answered or cannot.
+        versions: as of Abort.
     """
 
     drained: ClassVar = True  # no peer ever knew its pages
@@ -39,12 +40,13 @@ class RefusalMachine:
         now_s: float,
         *,
         is_news: bool = True,
+        versions: tuple[str, str] | None = None,
     ) -> None:
         self.key = key
         self.ticket = ticket
         self.poll = KVPoll.FAILED
         self.over = False
-        self._reason = reason[:1000]
+        self._reason, self._versions = reason[:1000], versions
         self.is_news = is_news
         self._unanswered: set[int] = set()  # ranks that have been told
         self._resend = Backoff(timing.resend_s)
@@ -89,7 +91,7 @@ class RefusalMachine:
         return []
 
     def _aborts(self) -> list[receiver.Action]:
-        word = Abort(*self.key.numbers, self._reason, self.ticket)
+        word = Abort(*self.key.numbers, self._reason, self.ticket, self._versions)
         return [receiver.Say(rank, word) for rank in sorted(self._unanswered)]
 
     def _end(self) -> list[receiver.Action]:

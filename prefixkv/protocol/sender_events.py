@@ -7,6 +7,7 @@ import math
 import msgspec
 import numpy as np
 
+from prefixkv.errors import AbortedError, TransferError, WeightsVersionError
 from prefixkv.paging import Pages, unit_pages
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import PrefillEvent
@@ -18,11 +19,12 @@ from prefixkv.request import DeviceEvent
 
 
 class Added(msgspec.Struct, frozen=True):
-    """The engine has the request: KV of the `num_tokens` tokens of this digest will be handed
-    over."""
+    """The engine has the request: KV of the `num_tokens` tokens of this digest, under weights of
+    this version, will be handed over."""
 
     num_tokens: int
     digest: bytes
+    weights_version: str = ""
 
 
 class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -50,6 +52,7 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     takes_state: bool = False
     proof: bytes = b""
     secrets: tuple[bytes, bytes] = (b"", b"")
+    weights_version: str = ""
 
     def span(self, chunk: SendChunk, page_size: int) -> tuple[int, int, int]:
         """Which units behind the promised prefix a chunk's pages are, `first` to `end`, and how
@@ -72,7 +75,8 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Whether two readers promise the same, each in units of its own pool."""
         ours = (self.ticket, self.fill_len, self.prefix_len, self.state_slot)
         theirs = (other.ticket, other.fill_len, other.prefix_len, other.state_slot)
-        return ours == theirs and self.num_units == other.num_units
+        same = self.weights_version == other.weights_version
+        return same and ours == theirs and self.num_units == other.num_units
 
 
 class WriteEnded(msgspec.Struct, frozen=True):
@@ -98,6 +102,19 @@ class AbortSaid(msgspec.Struct, frozen=True, kw_only=True):
     ticket: int = 0
     reader: int = 0
     readers: tuple[int, ...] = (0,)
+    versions: tuple[str, str] | None = None
+
+    @property
+    def error(self) -> TransferError:
+        """What the room ends with for it."""
+        return abort_error(self.reason, self.versions)
+
+
+def abort_error(reason: str, versions: tuple[str, str] | None) -> TransferError:
+    """What decode's Abort means for a request here."""
+    if versions is None:
+        return AbortedError(f"decode: {reason}")
+    return WeightsVersionError(*versions, "decode")
 
 
 class Fail(msgspec.Struct, frozen=True):

@@ -24,11 +24,11 @@ import numpy as np
 from prefixkv.config import ControlConfig
 from prefixkv.digest import proves
 from prefixkv.errors import (
-    AbortedError,
     PromptMismatchError,
     RequestError,
     TransferError,
     TransferTimeoutError,
+    WeightsVersionError,
 )
 from prefixkv.paging import Pages, pages_for, unit_pages
 from prefixkv.protocol.commands import SendChunk
@@ -94,6 +94,7 @@ class SenderMachine:
         self._timing = timing
         self._num_tokens: int | None = None
         self._digest = b""
+        self.weights_version = ""  # of the KV that the engine will hand over
         self._expected: tuple[int, ...] = ()  # the readers, once one has spoken
         self._promise: Promised | None = None  # the first: all are alike but for the peer
         self._kept: list[SendChunk] = []  # handed over before the promise
@@ -111,6 +112,12 @@ class SenderMachine:
     def added(self) -> bool:
         """The engine knows this room."""
         return self._num_tokens is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Decode has promised, or the engine has handed over a chunk: so the engine may have
+        computed."""
+        return self._promise is not None or bool(self._kept)
 
     @property
     def is_parked(self) -> bool:
@@ -169,6 +176,7 @@ class SenderMachine:
         if self.added:
             raise fault(self, event, "it was added already")
         self._num_tokens, self._digest = event.num_tokens, event.digest
+        self.weights_version = event.weights_version
         self._wait.start(now_s, self._timing.bootstrap_timeout_s)
         return self._maybe_bootstrapped(now_s)
 
@@ -211,7 +219,7 @@ class SenderMachine:
         promise = self._promise
         if promise is None or self._num_tokens is None:
             return []
-        if (mismatch := self._mismatch(promise.fill_len)) is not None:
+        if (mismatch := self._mismatch(promise)) is not None:
             return self._fail(Fail(mismatch), now_s)
         if not self._complete:
             return []
@@ -225,9 +233,12 @@ class SenderMachine:
                 actions += self._chunk(chunk, now_s)
         return actions
 
-    def _mismatch(self, fill_len: int) -> PromptMismatchError | None:
-        """What is wrong where decode waits for another prompt than the one that we compute."""
-        if fill_len != self._num_tokens:
+    def _mismatch(self, first: Promised) -> PromptMismatchError | WeightsVersionError | None:
+        """What is wrong where decode waits for other KV than what we compute: of other weights, or
+        of another prompt."""
+        if first.weights_version != self.weights_version:
+            return WeightsVersionError(first.weights_version, self.weights_version)
+        if (fill_len := first.fill_len) != self._num_tokens:
             return PromptMismatchError(
                 f"decode waits for {fill_len} tokens, the request here has {self._num_tokens}"
             )
@@ -357,8 +368,7 @@ class SenderMachine:
         # Decode ended the room itself, so this reader waits for no outcome, only for our Drained.
         self.ticket = event.ticket
         self._enter(event)
-        error = AbortedError(f"decode: {event.reason}")
-        actions = self._fail(Fail(error, gone=event.reader), now_s)
+        actions = self._fail(Fail(event.error, gone=event.reader), now_s)
         return actions + self._abort_said_late(event, now_s)
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
@@ -398,10 +408,12 @@ class SenderMachine:
         written = reader.num_chunks, pages_for(self._units_written, fold)
         is_mismatch = isinstance(self.error, PromptMismatchError)
         code = FailureCode.PROMPT_MISMATCH if is_mismatch else FailureCode.OTHER
+        versions = None
+        if isinstance(self.error, WeightsVersionError):
+            versions = self.error.versions
         said = *self.key.numbers, self._rank, ok, *written, aux, error
-        body = Outcome(
-            *said, drained=drained, ticket=self.ticket, code=code, num_units=reader.num_units
-        )
+        more = self.ticket, code, reader.num_units, versions
+        body = Outcome(*said, drained, *more)
         return Say(reader.peer, body)
 
     def _promised_late(self, event: Promised, now_s: float) -> list[Action]:

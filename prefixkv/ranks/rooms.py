@@ -17,7 +17,7 @@ from typing import assert_never
 
 import msgspec
 
-from prefixkv.errors import CallerError, PeerLostError, TransferError
+from prefixkv.errors import CallerError, PeerLostError, TransferError, WeightsVersionError
 from prefixkv.protocol.commands import AbortRoom
 from prefixkv.protocol.events import (
     DecodeEvent,
@@ -105,6 +105,8 @@ def _of_rank(rank: int, error: Exception | None) -> TransferError:
     text = f"decode rank {rank}: {error}"
     if isinstance(error, PeerLostError):
         return PeerLostError(text, error.peer)
+    if isinstance(error, WeightsVersionError):
+        return error
     return type(error)(text) if isinstance(error, TransferError) else TransferError(text)
 
 

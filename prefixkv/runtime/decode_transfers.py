@@ -73,8 +73,8 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         state: StatePool | None = None,
         transport: MakeTransport | None = None,
     ) -> None:
-        super().__init__()
         config = checked_config(config, DecodeConfig)
+        super().__init__(config.model.weights_version)
         place = Place.of(pool, config.model, mesh, rank, state)
         name = f"{config.name}/{rank}" if rank else config.name
         self.peer_id = me = PeerId(name, secret_number())
@@ -171,7 +171,10 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             checked_pages(ids, self._num_pages, "promised")
         self._begin(key)
         raw, ticket = ids.astype("<i4").tobytes(), ticket or secret_number()
-        promise = Promise(*key.numbers, num_tokens, prefix_len, raw, ticket, state_slot)
+        promise = Promise(
+            *key.numbers, num_tokens, prefix_len, raw, ticket, state_slot,
+            weights_version=self._weights_version,
+        )  # fmt: skip
         self.submit(OpenRoom(promise, prefill, digest))
 
     def abort(self, room: int, generation: int, reason: str = "aborted") -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from prefixkv.cache.events import EventBatch, EventFeed
-from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.config import DecodeConfig, PrefillConfig, check_version
 from prefixkv.control.effects import To
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import InternalError
@@ -122,13 +122,23 @@ class Node(Closing, Generic[C, To, E]):
         """
         return self.transfers.fileno()
 
-    def flush(self) -> int:
-        """Empty the prefix cache, after a weight update; requests that run now finish but cache
-        nothing.
+    @property
+    def weights_version(self) -> str:
+        """The version of the weights that KV is computed with and cached for:
+        `ModelConfig.weights_version`, until `flush` moves it."""
+        return self.scheduler.weights_version
 
-        Returns the pages freed at once.
-        """
-        self._pump()
+    @abstractmethod
+    def flush(self, weights_version: str | None = None) -> int:
+        """Empty the prefix cache. Returns the pages freed at once."""
+
+    def _flush(self, weights_version: str | None, move: Callable[[str, float], None]) -> int:
+        """`move` is called where the version is another than before."""
+        if weights_version is not None:
+            check_version(weights_version)
+        now_s = self._pump()
+        if weights_version not in (None, self.weights_version):
+            move(weights_version, now_s)
         freed = self.scheduler.flush()
         self._tell()
         return freed

@@ -126,6 +126,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             lanes=Lanes(gated=True, patience_s=config.control.bootstrap_timeout_s),
             name=config.name,
             ticket=secret_number,
+            weights_version=config.model.weights_version,
         )
         self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
         self._leader = RankLeader(self.scheduler, num_ranks, ranks, self.transfers.submit)
@@ -237,6 +238,28 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         known = self.scheduler.abort(rid, self._pump(), after=after)
         self._tell()
         return known
+
+    def flush(self, weights_version: str | None = None, after: DeviceEvent | None = None) -> int:
+        """Empty the prefix cache, after a weight update. Returns the pages freed at once.
+
+        Without `weights_version`, or where that is the version that the node has already, requests
+        that run now finish but cache nothing. With another version what has KV or output of the
+        former one ends, and comes out of `pop_failed` with a WeightsVersionError: what runs, what
+        is on its way, what was retracted. What only waits to be admitted goes on, and is promised
+        under the new version; a prefill worker of another one refuses it by name, so both workers
+        are to be moved, in any order. No step of the model may come between the change of the
+        weights and this call.
+
+        Args:
+            weights_version: at most 256 characters.
+            after: as of `abort`, for the pages of the requests that end.
+        Raises:
+            ConfigError: no string, or one that is too long. Nothing was changed.
+        """
+        return self._flush(
+            weights_version,
+            lambda version, now_s: self.scheduler.move_weights(version, now_s, after),
+        )
 
     def retarget(self, rid: str, prefill: str) -> None:
         """Send a request to the prefill worker at another address from its next attempt on.
@@ -363,6 +386,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             usable_prefix=usable_prefix,
             follow_s=config.follow_s,
             in_step=place.mesh.num_ranks > 1,
+            weights_version=config.model.weights_version,
         )
         where = mesh, rank, endpoints
         self.transfers = PrefillTransfers(pool, config, *where, state, transport)
@@ -448,6 +472,23 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         known = self.scheduler.abort(rid, self._pump())
         self._tell()
         return known
+
+    def flush(self, weights_version: str | None = None) -> int:
+        """Empty the prefix cache, after a weight update. Returns the pages freed at once.
+
+        Without `weights_version`, or where that is the version that the node has already, requests
+        that run now finish but cache nothing. With another version what was promised pages under
+        the former one, or is computed with it, fails: it comes out of `pop_failed` with a
+        WeightsVersionError, and decode hears of it at once. What waits for decode's promise goes
+        on. No step of the model may come between the change of the weights and this call. Each rank
+        of a mesh is moved by itself; until all are, requests fail.
+
+        Args:
+            weights_version: at most 256 characters.
+        Raises:
+            ConfigError: no string, or one that is too long. Nothing was changed.
+        """
+        return self._flush(weights_version, self.scheduler.move_weights)
 
     def fence(self, peer: str, incarnation: int) -> None:
         """The caller knows that this decode process is dead: its requests fail."""

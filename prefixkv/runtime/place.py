@@ -84,7 +84,7 @@ class Place:
     def digest(self) -> ModelDigest:
         layout, model, mesh = self.layout, self.model, self.mesh
         return ModelDigest(
-            model.model, model.weights_version, model.kv_scales, layout.dtype, layout.attention,
+            model.model, model.kv_scales, layout.dtype, layout.attention,
             mesh.num_layers, mesh.num_kv_heads, layout.head_dim, layout.opaque,
             () if self.state is None else self.state.tensors,
         )  # fmt: skip

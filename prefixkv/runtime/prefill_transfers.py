@@ -85,8 +85,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         state: StatePool | None = None,
         transport: MakeTransport | None = None,
     ) -> None:
-        super().__init__()
         config = checked_config(config, PrefillConfig)
+        super().__init__(config.model.weights_version)
         place = Place.of(pool, config.model, mesh, rank, state)
         if rank == 0 and len(endpoints) != place.mesh.num_ranks - 1:
             raise ConfigError(
@@ -123,6 +123,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 backend=sizes.backend,
                 option_names=config.model.option_names,
                 max_tokens=min(pool.layout.num_pages * pool.layout.page_size, MAX_COUNT),
+                weights_version=config.model.weights_version,
             )
 
         def channel(fd: int) -> RouterChannel:

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Final, Generic, TypeVar, cast
 
-from prefixkv.config import TransportConfig
+from prefixkv.config import TransportConfig, check_version
 from prefixkv.control.effects import To
 from prefixkv.errors import ClosedError, InternalError
 from prefixkv.memory.kv_layout import KVLayout
@@ -25,9 +25,8 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.staging_buffer import StagingBuffer
 from prefixkv.memory.state_layout import StateLayout
-from prefixkv.protocol.events import (
-    RoomEvent,
-)
+from prefixkv.protocol.commands import MoveWeights
+from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import whole_number
 from prefixkv.runtime.closing import Closing
@@ -108,13 +107,28 @@ class Transfers(Closing, Generic[C, To, E]):
     peer_id: PeerId
     thread: ControlThread[C, To]
 
-    def __init__(self) -> None:
+    def __init__(self, weights_version: str) -> None:
+        self._weights_version = weights_version  # of the rooms that are begun now
         self._kept: list[E] = []
         self._closed = False
 
     def submit(self, command: C) -> None:
         """Hand a command to the control thread. Raises ClosedError after `close`."""
         self.thread.submit(command)
+
+    def move_weights(self, weights_version: str) -> None:
+        """The weights are of another version from now on. Every room of the former one ends, with a
+        RoomEnded and a WeightsVersionError, here and at the other side; so does one that is begun
+        later under a version that the other side does not have. The version that it has already:
+        no-op.
+
+        The engine empties its own prefix cache. Each rank is moved by itself.
+
+        Raises ConfigError for what is no string, or longer than 256 characters, and ClosedError.
+        """
+        check_version(weights_version)
+        self.submit(cast(C, MoveWeights(weights_version)))
+        self._weights_version = weights_version
 
     def take_events(self) -> list[E]:
         """What became of rooms since the last call, in order.

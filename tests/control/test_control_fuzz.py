@@ -40,6 +40,7 @@ from prefixkv.protocol.commands import (
     DeclineRoom,
     Fence,
     MeetPrefill,
+    MoveWeights,
     OfferRoom,
     OpenRoom,
     RefuseRoom,
@@ -101,6 +102,7 @@ from tests.control.wire import (
 )
 from tests.protocol.rooms import PROMPT, SECRETS
 
+VERSIONS = st.sampled_from(["", "v2"])
 ROOMS = st.builds(RoomKey, st.integers(0, 1), st.integers(0, 1))
 PAUSES = st.sampled_from([0.0, 0.1, 0.6, 3.0, 11.0])
 DAMAGE = st.one_of(
@@ -364,6 +366,7 @@ DECODE_FEED: Feed = {
     MeetPrefill: (st.just(()), lambda _: MeetPrefill(ADDRESS)),
     RefuseRoom: (st.tuples(ROOMS), lambda _, key: RefuseRoom(key, 0, ADDRESS, "no room")),
     AbortRoom: (st.tuples(ROOMS), lambda _, key: AbortRoom(key, "enough")),
+    MoveWeights: (st.tuples(VERSIONS), lambda _, version: MoveWeights(version)),
     Fence: (st.just(()), lambda world, peer=None: Fence(peer or world.me)),
     FrameReceived: (BODIES, DecodeWorld.frame),
     FrameFailed: (BODIES, DecodeWorld.frame_failed),
@@ -646,6 +649,10 @@ PREFILL_FEED: Feed = {
     ),
     DeclineRoom: (st.tuples(ROOMS), lambda _, key: DeclineRoom(sent(key), "no room")),
     AbortRoom: (st.tuples(ROOMS), lambda _, key: AbortRoom(sent(key), "enough")),
+    MoveWeights: (
+        st.tuples(VERSIONS, st.booleans()),
+        lambda _, version, ends: MoveWeights(version, ends),
+    ),
     Fence: (st.just(()), lambda world: Fence(world.me)),
     FrameReceived: (BODIES, PrefillWorld.frame),
     FrameFailed: (BODIES, PrefillWorld.frame_failed),

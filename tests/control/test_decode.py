@@ -42,6 +42,7 @@ from prefixkv.protocol.commands import (
     AddRoom,
     Fence,
     MeetPrefill,
+    MoveWeights,
     OpenRoom,
     RefuseRoom,
 )
@@ -153,8 +154,8 @@ def test_a_room_whose_worker_never_answers_fails_and_the_link_is_forgotten() -> 
 
 REFUSALS = {
     "another model": (
-        {"digest": msgspec.structs.replace(DIGEST, weights_version="2")},
-        "weights_version differs",
+        {"digest": msgspec.structs.replace(DIGEST, kv_scales="2")},
+        "kv_scales differs",
     ),
     "another page size": ({"topology": Topology(6)}, "page_size"),
     "refused by prefill": ({"refused": "no room"}, "no room"),
@@ -569,6 +570,7 @@ INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a worker to meet": (MeetPrefill(ADDRESS), ["PrefillReady"]),
     "a room to refuse": (RefuseRoom(RoomKey(8, 0), 9, ADDRESS, "no room"), ["Abort"]),
     "a room to end": (ENOUGH, ["RoomEnded", "Abort"]),
+    "other weights": (MoveWeights("v2"), ["RoomEnded", "Abort"]),
     "a fence": (Fence(PREFILL), ["RoomEnded", "Hello", "RoomDrained"]),
     "a frame": (FrameReceived(ADDRESS, b"junk"), []),
     "a frame that raised": (

@@ -43,7 +43,7 @@ from tests.control.wire import (
     promise,
 )
 
-ANOTHER = msgspec.structs.replace(DIGEST, weights_version="2")
+ANOTHER = msgspec.structs.replace(DIGEST, kv_scales="2")
 
 
 def news(peer: PrefillPeer | DecodePeer) -> list[tuple[str, Any]]:
@@ -73,7 +73,7 @@ def test_decode_says_what_it_refuses_and_why() -> None:
     peer.greet(digest=ANOTHER)
     [refused] = peer.control.news.take()
     assert (refused.kind, refused.peer) == ("refused", PREFILL)
-    assert "weights_version differs" in refused.why
+    assert "kv_scales differs" in refused.why
     peer.open()
     peer.on(ConnectFailed(ADDRESS, ConfigError("no such address")))
     assert peer.control.news.take() == [PeerNews("refused", ADDRESS, "no such address")]
@@ -215,7 +215,7 @@ def test_prefill_says_what_it_refuses_and_why() -> None:
     peer.say(msgspec.structs.replace(HELLO, digest=ANOTHER))
     [refused] = peer.control.news.take()
     assert (refused.kind, refused.peer) == ("refused", DECODE)
-    assert "weights_version differs" in refused.why
+    assert "kv_scales differs" in refused.why
 
 
 def test_prefill_says_who_is_silent_heard_again_and_forgotten() -> None:
@@ -261,7 +261,7 @@ def test_an_error_of_prefills_names_the_life_that_was_lost(how: str) -> None:
 
 # --- prefill hears that it is refused -------------------------------------------------------------
 
-NO = HelloRefused(PREFILL.incarnation, "weights_version differs")
+NO = HelloRefused(PREFILL.incarnation, "kv_scales differs")
 DEAD = HelloRefused(PREFILL.incarnation, "prefill-0 life 5 was fenced", True)
 
 
@@ -272,7 +272,7 @@ def test_a_prefill_worker_that_is_refused_forgets_decode_if_nothing_was_promised
     assert peer.control.peers(peer.now_s) == {}
     assert peer.control.counters["refused_by_peers"] == 1
     assert peer.control.news.take() == [
-        PeerNews("refused", DECODE, "refuses us: weights_version differs")
+        PeerNews("refused", DECODE, "refuses us: kv_scales differs")
     ]
     assert kinds(peer.say(HELLO)) == ["AddPeer", "HelloReply"], "it may try again"
 

@@ -41,6 +41,7 @@ from prefixkv.protocol.commands import (
     AbortRoom,
     DeclineRoom,
     Fence,
+    MoveWeights,
     OfferRoom,
     OpenRoom,
     WithdrawRoom,
@@ -932,6 +933,7 @@ INPUTS: dict[str, tuple[Any, list[str]]] = {
     "an offer that stands no more": (WithdrawRoom(RoomKey(8, 0), "needed elsewhere"), []),
     "a request that is not taken": (DeclineRoom(RoomKey(8, 0, SENT.decode), "no"), []),
     "a room to end": (ENOUGH, ["RoomEnded", "Cancel", "Outcome"]),
+    "other weights": (MoveWeights("v2"), ["RoomEnded", "Cancel", "Outcome"]),
     "a fence": (Fence(DECODE), ["RoomEnded", "Cancel", "RemovePeer"]),
     "a frame": (FrameReceived(ROUTE, b"junk"), []),
     "a frame that raised": (

@@ -37,7 +37,7 @@ from tests.protocol.rooms import ids as ids
 NUM_PAGES = 16
 ADDRESS = "tcp://prefill"
 ROUTE = b"route"
-DIGEST = ModelDigest("llama", "1", "none", "uint8", "mha", 1, 1, 8)
+DIGEST = ModelDigest("llama", "none", "uint8", "mha", 1, 1, 8)
 TOPOLOGY = Topology(PAGE_SIZE)
 LAYOUT = KVLayout(
     PAGE_SIZE, 1, 1, 8, "uint8", "mha", "layer_major", num_pages=NUM_PAGES,

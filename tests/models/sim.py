@@ -172,6 +172,7 @@ class Sim:
     )
     zeros: ClassVar[Zeros] = staticmethod(np.zeros)  # all memory of the ranks
     backend: ClassVar[Backend] = "nixl"
+    prefill_version = ""  # of the weights that a life of prefill begins with
 
     def __post_init__(self) -> None:
         self.random = self.chance or self.new_random(self.seed)

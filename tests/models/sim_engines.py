@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -54,11 +55,16 @@ class PrefillDesk:
             PageManager(side.num_pages, side.page_size, ROWS, policy=sim.policy),
             num_slots=side.num_slots,
             usable_prefix=self._usable_prefix if side.num_slots else None,
+            weights_version=sim.prefill_version,
         )
         self.usable: dict[RoomKey, int] = {}
         self.add = self._timed(self.scheduler.add)
         self.abort = self._timed(self.scheduler.abort)
         self.pop_sent = self._timed(self.scheduler.pop_sent)
+
+    def hashes(self, tokens: np.ndarray) -> np.ndarray:
+        """What the KV of these tokens is under this rank's weights."""
+        return self.sim.hashes(tokens, self.scheduler.weights_version)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: call(*args, self.sim.now_s)
@@ -87,9 +93,9 @@ class PrefillDesk:
             case SourceFree(key):
                 self.scheduler.source_free(key, now_s)
 
-    def check(self, req: PrefillRequest, hashes: np.ndarray) -> None:
+    def check(self, req: PrefillRequest) -> None:
         """What is cached already is right."""
-        known = req.prefix_len
+        hashes, known = self.hashes(req.tokens), req.prefix_len
         assert known <= self.usable.get(req.room_key, known), "there is no state behind that"
         self.rank.check_bytes(req, req.pages, hashes[:known])
 
@@ -159,7 +165,6 @@ class PrefillEngine:
 
     def _compute(self, req: PrefillRequest) -> None:
         shares = list(zip(self.desks, self.shares[req.rid], strict=True))
-        hashes = self.sim.hasher.prefixes(req.tokens)
         assert not any(share.popped for _, share in shares), "its pages may be another's"
         done = max(share.plan.computed for _, share in shares if share.plan is not None)
         start = max(done, min(share.prefix_len for _, share in shares))
@@ -171,10 +176,12 @@ class PrefillEngine:
                 return
             slot = self.free_slots.pop(0)
         for desk, share in shares:
-            if done == 0:
-                desk.check(share, hashes)
-            desk.rank.fill(share.pages, max(start, share.prefix_len), hashes[:end], slot)
-        aux = self.sim.next_token(req.tokens).to_bytes(4, "little") if last else b""
+            if done == 0 and not share.state.ended:
+                desk.check(share)
+            hashes = desk.hashes(req.tokens)[:end]
+            desk.rank.fill(share.pages, max(start, share.prefix_len), hashes, slot)
+        token = self.sim.next_token(req.tokens, self.scheduler.weights_version)
+        aux = token.to_bytes(4, "little") if last else b""
         self.group.send_chunk(req, end, last, aux, None, slot)
         if last:
             del self.computing[req.rid]
@@ -292,8 +299,15 @@ class DecodeEngine:
 
     # --- the engine -------------------------------------------------------------------------------
 
+    def hashes(self, tokens: np.ndarray) -> np.ndarray:
+        """What the KV of these tokens is under decode's weights."""
+        return self.sim.hashes(tokens, self.scheduler.weights_version)
+
+    def next_token(self, tokens: np.ndarray) -> int:
+        return self.sim.next_token(tokens, self.scheduler.weights_version)
+
     def verify(self, req: DecodeRequest) -> None:
-        hashes = self.sim.hasher.prefixes(req.tokens[: req.kv_len])
+        hashes = self.hashes(req.tokens[: req.kv_len])
         for rank in self._each_rank(req):
             rank.check_bytes(req, req.pages, hashes, req.state_slot)
 
@@ -302,7 +316,7 @@ class DecodeEngine:
         self.running[req.rid] = req
         if not req.resumed:
             token = int.from_bytes(req.aux, "little")
-            assert token == self.sim.next_token(req.tokens), "aux is another request's"
+            assert token == self.next_token(req.tokens), "aux is another request's"
             self._append(req, token)
 
     def _append(self, req: DecodeRequest, token: int) -> None:
@@ -338,10 +352,10 @@ class DecodeEngine:
         sim = self.sim
         if len(req.output) < req.max_new_tokens:
             tokens = req.tokens
-            hashes = sim.hasher.prefixes(tokens)
+            hashes = self.hashes(tokens)
             for rank in self._each_rank(req):
                 rank.fill(req.pages, len(tokens) - 1, hashes, req.state_slot)
-            self._append(req, sim.next_token(tokens))
+            self._append(req, self.next_token(tokens))
         if req.rid not in self.running:  # its page went to another
             return
         if len(req.output) >= req.max_new_tokens or sim.random.random() < sim.finish_early:
@@ -436,9 +450,14 @@ class EngineSim(Sim):
         """Where there is but one, nothing is drawn."""
         return self.random.choice(of) if len(of) > 1 else of[0]
 
-    def next_token(self, tokens: np.ndarray) -> int:
-        """The token 'sampled' after these: the same on both sides."""
-        return int(self.hasher.prefixes(tokens)[-1] % np.uint64(5))
+    def hashes(self, tokens: np.ndarray, version: str) -> np.ndarray:
+        """What KV follows from these tokens, under weights of this version."""
+        salt = int.from_bytes(blake2b(version.encode(), digest_size=8).digest()) if version else 0
+        return self.hasher.prefixes(tokens) ^ np.uint64(salt)
+
+    def next_token(self, tokens: np.ndarray, version: str) -> int:
+        """The token 'sampled' after these, under weights of this version: on both sides alike."""
+        return int(self.hashes(tokens, version)[-1] % np.uint64(5))
 
     def _tokens(self, least: int, most: int, low: int = 0) -> list[int]:
         count = self.random.randint(least, most)

@@ -48,6 +48,7 @@ class World(Protocol):
     fabric: FakeFabric
     zeros: Zeros
     backend: Backend
+    prefill_version: str
 
     def send(self, source: SimRank, to: str | bytes, raw: bytes) -> None: ...
 
@@ -99,7 +100,7 @@ class Side:
     def digest(self) -> ModelDigest:
         mesh = self.mesh
         return ModelDigest(
-            "m", "1", "none", "uint8", self.attention, mesh.num_layers, mesh.num_kv_heads,
+            "m", "none", "uint8", self.attention, mesh.num_layers, mesh.num_kv_heads,
             self.head_bytes, state=self.tensors if self.num_slots else (),
         )  # fmt: skip
 
@@ -262,6 +263,7 @@ class PrefillRank(SimRank):
         endpoints = addresses if rank == 0 else ()
         what = side.digest, side.topology, TIMING, endpoints, rank, slots
         more: Any = {"secret": secret_of(self.me), "backend": world.backend}
+        more["weights_version"] = world.prefill_version
         self.control = PrefillControl(self.me, *what, **more)
 
     def check(self) -> None:

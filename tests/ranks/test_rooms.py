@@ -12,12 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefixkv import errors
-from prefixkv.errors import CallerError, PromptMismatchError, TransferError
+from prefixkv.errors import CallerError, PromptMismatchError, TransferError, WeightsVersionError
 from prefixkv.protocol.commands import (
     AbortRoom,
     DecodeCommand,
     Fence,
     MeetPrefill,
+    MoveWeights,
     OpenRoom,
     RefuseRoom,
 )
@@ -144,14 +145,19 @@ PROMISES = st.builds(
 TRANSFER_ERRORS = [
     kind
     for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, TransferError)
+    if isinstance(kind, type)
+    and issubclass(kind, TransferError)
+    and kind is not WeightsVersionError
 ]
-ERRORS = st.builds(lambda kind, text: kind(text), st.sampled_from(TRANSFER_ERRORS), st.text())
+ERRORS = st.builds(
+    lambda kind, text: kind(text), st.sampled_from(TRANSFER_ERRORS), st.text()
+) | st.builds(WeightsVersionError, st.text(), st.text(), st.text())
 COMMANDS = {
     OpenRoom: st.builds(OpenRoom, PROMISES, st.text()),
     MeetPrefill: st.builds(MeetPrefill, st.text()),
     RefuseRoom: st.builds(RefuseRoom, KEYS, U64, st.text(), st.text()),
     AbortRoom: st.builds(AbortRoom, KEYS, st.text()),
+    MoveWeights: st.builds(MoveWeights, st.text(max_size=256), st.booleans()),
     Fence: st.builds(Fence, PEERS),
 }
 EVENTS = {

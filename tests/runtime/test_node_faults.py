@@ -152,7 +152,6 @@ def test_an_engine_that_never_comes(clock: SkippableClock, make_pair: MakePair, 
         ("head_dim", {"head_dim": 8}),
         ("page_size", {"page_size": 6}),
         ("model", ModelConfig(model="other")),
-        ("weights_version", ModelConfig(weights_version="2")),
         ("kv_scales", ModelConfig(kv_scales="per-head")),
     ],
 )

@@ -84,6 +84,11 @@ ENDING: Final = Part(
 RESTING: Final = Part(
     "resting while nothing can run", "a server that only waits for another one uses its cores"
 )
+WEIGHTS: Final = Part(
+    "following vLLM's weight version",
+    "a weight version that vLLM is told is not the connector's: tell its workers, by "
+    "`prefixkv_move_weights` of prefixkv's worker extension",
+)
 USAGE: Final = Part(
     "counting cached tokens", "`usage` says of tokens that were loaded that they were cached"
 )
@@ -196,6 +201,9 @@ TABLE: Final = (
     _row(RESTING, _REQUEST, "RequestStatus", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR",
          "know that nothing can run"),
     _row(RESTING, _REQUEST, "Request", "status", "know that nothing can run"),
+    _row(WEIGHTS, "vllm.v1.engine.core", "EngineCore", "set_weight_version scheduler",
+         "hear of another version"),
+    _row(WEIGHTS, "vllm.v1.core.sched.scheduler", "Scheduler", "connector", "tell the connector"),
     _row(USAGE, _REQUEST, "Request", "prefill_stats", "leave out what was loaded"),
     _row(USAGE, "vllm.v1.metrics.stats", "PrefillStats", "num_cached_tokens "
          "num_local_cached_tokens", "leave out what was loaded"),

@@ -31,6 +31,12 @@ class WorkerExtension:
         """
         _side().fence(peer, life)
 
+    def prefixkv_move_weights(self, weights_version: str) -> None:
+        """The weights were changed in place, and are of this version now: transfers under way end,
+        and none is begun with a server of another version. For a vLLM that has no weight version of
+        its own; call it while nothing runs, with the prefix cache reset."""
+        _side().move_weights(weights_version)
+
 
 def _side() -> Any:
     return compat.require(compat.FENCING).get_kv_transfer_group().worker

@@ -1,4 +1,4 @@
-"""Two methods of vLLM that the connector goes through, since its interface has no place for it.
+"""Three methods of vLLM that the connector goes through, since its interface has no place for it.
 
 `Scheduler.update_from_output`: a request that is not to be computed ends there, as vLLM ends those
 whose grammar does not compile. A connector can only say "not yet" of a request, for ever.
@@ -6,7 +6,9 @@ whose grammar does not compile. A connector can only say "not yet" of a request,
 `EngineCoreProc._process_engine_step`: where nothing was computed and nothing can be until a request
 comes or a worker rings, the engine waits for that. vLLM sleeps for a millisecond and steps again.
 
-Both are put in place when the scheduler's connector is made, each where vLLM has what it needs.
+`EngineCore.set_weight_version`: the weights were changed in place, and this is their version.
+
+All are put in place when the scheduler's connector is made, each where vLLM has what it needs.
 They do nothing for another connector, and nothing where `MultiConnector` is between.
 """
 
@@ -20,11 +22,15 @@ from prefixkv.engines.vllm.scheduler import SchedulerSide
 
 
 def install() -> bool:
-    """Put both in place, in this process. Again: no-op. Returns whether the engine can rest."""
+    """Put all in place, in this process. Again: no-op. Returns whether the engine can rest."""
     if compat.available(compat.ENDING):
         scheduler = compat.require(compat.ENDING).Scheduler
         if not hasattr(scheduler.update_from_output, "prefixkv"):
             scheduler.update_from_output = _ending(scheduler.update_from_output)
+    if compat.available(compat.WEIGHTS):
+        core = compat.require(compat.WEIGHTS).EngineCore
+        if not hasattr(core.set_weight_version, "prefixkv"):
+            core.set_weight_version = _moving(core.set_weight_version)
     if not compat.available(compat.RESTING):
         return False
     engine = compat.require(compat.RESTING).EngineCoreProc
@@ -46,6 +52,18 @@ def _ending(original: Any) -> Any:
 
     update_from_output.prefixkv = True  # type: ignore[attr-defined]
     return update_from_output
+
+
+def _moving(original: Any) -> Any:
+    @functools.wraps(original)
+    def set_weight_version(self: Any, weight_version: str) -> None:
+        side = _side(self.scheduler)
+        if side is not None:
+            side.move_weights(weight_version)  # first, since it raises for what is no version
+        original(self, weight_version)
+
+    set_weight_version.prefixkv = True  # type: ignore[attr-defined]
+    return set_weight_version
 
 
 def _resting(original: Any) -> Any:

@@ -81,7 +81,10 @@ class Offer:
 @dataclass(slots=True)
 class Orders:
     """From the scheduler to every worker. `abort_loads`, `abort_sends` and `withdrawals` are
-    request ids, with the reason. `bell` is where a worker rings when it has news; "": nowhere."""
+    request ids, with the reason. `bell` is where a worker rings when it has news; "": nowhere.
+
+    Where `weights_version` is not None the weights have moved to it: the orders in `before` are
+    carried out first, then the move, then the others."""
 
     opens: list[Open] = field(default_factory=list)
     refusals: list[Refuse] = field(default_factory=list)
@@ -93,9 +96,11 @@ class Orders:
     offers: list[Offer] = field(default_factory=list)
     withdrawals: dict[str, str] = field(default_factory=dict)
     bell: str = ""
+    weights_version: str | None = None
+    before: Orders | None = None
 
     def __bool__(self) -> bool:
-        return bool(
+        return self.weights_version is not None or bool(
             self.opens
             or self.refusals
             or self.adds

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Final
 
+from prefixkv.config import check_version
 from prefixkv.engines.vllm.asks import (
     LoadAsk,
     OfferAsk,
@@ -403,8 +404,11 @@ class SchedulerSide:
         are overdue, nor for offers where no bell wakes the engine: they are heard with the next
         request."""
         sends = self.sends.sends.values()
-        return any(self.has_bells or not send.is_offer for send in sends) or any(
-            load.over and not load.overdue for load in self._loads.values()
+        moves = self._orders.weights_version is not None  # the workers are told with a step
+        return (
+            moves
+            or any(self.has_bells or not send.is_offer for send in sends)
+            or any(load.over and not load.overdue for load in self._loads.values())
         )
 
     def flush(self) -> None:
@@ -416,6 +420,15 @@ class SchedulerSide:
         self.sends.flush(self._orders)
         if self._shadow is not None:
             self._shadow.flush()
+
+    def move_weights(self, weights_version: str) -> None:
+        """The weights are of this version from now on: loads under way fail, sends end, and what
+        another server has of another version is refused. Raises ConfigError, with nothing changed,
+        for what is no version."""
+        check_version(weights_version)
+        self.flush()
+        # Rooms that were ordered before are of the former version, those ordered later are not.
+        self._orders = Orders(weights_version=weights_version, before=self._orders)
 
     # --- a server that only waits -----------------------------------------------------------------
 

@@ -179,6 +179,10 @@ class WorkerSide:
 
     def before_forward(self, orders: Orders) -> None:
         """Rooms are opened and ended."""
+        if orders.before is not None:
+            self.before_forward(orders.before)
+        if orders.weights_version is not None:
+            self.move_weights(orders.weights_version)
         if orders.bell and self._bell is None:
             self._hang_bell(orders.bell)
         for refusal in orders.refusals:
@@ -392,6 +396,13 @@ class WorkerSide:
         for side in (self._decode, self._prefill):
             if side is not None:
                 side.fence(peer, incarnation)
+
+    def move_weights(self, weights_version: str) -> None:
+        """The weights are of this version from now on. Raises ConfigError for what is no
+        version."""
+        for side in (self._decode, self._prefill):
+            if side is not None:
+                side.move_weights(weights_version)
 
     # --- counts -----------------------------------------------------------------------------------
 

@@ -115,7 +115,7 @@ def address(rank: int) -> str:
 
 # --- making control objects -----------------------------------------------------------------------
 
-_DIGEST = ModelDigest("m", "1", "none", "uint8", "mha", 1, HEADS, 8)
+_DIGEST = ModelDigest("m", "none", "uint8", "mha", 1, HEADS, 8)
 
 
 _LIVES = (0, 5, 3, 8)  # the first, second, third are from 1 on: lives are in no order
