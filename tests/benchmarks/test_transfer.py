@@ -31,6 +31,7 @@ def test_goodput_is_measured_against_raw_writes_of_the_same_bytes(tmp_path, monk
     assert written["recipe"]["versions"]["nixl"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name.value for name in claims.Name if name != "goodput"])
 def test_each_claim_is_measured(name, tmp_path, capfd):
     assert run(["claims", "--quick", "--only", name, "--json", str(tmp_path / "out.json")]) == 0

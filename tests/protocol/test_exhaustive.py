@@ -25,6 +25,7 @@ def test_the_laws_hold_in_every_state(config: Config) -> None:
     assert explore(config).complete
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", _QUICKLY, ids=_by_name)
 def test_a_protocol_that_is_a_little_wrong_breaks_a_law(mutant: Mutant) -> None:
     with mutant.alive(), pytest.raises(LawError) as broken:
