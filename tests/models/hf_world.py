@@ -24,8 +24,9 @@ from prefixkv.engines.hf.models import copy_of
 from tests.models.patience import NEVER_S, PATIENCE_S
 
 _CONTROL = ControlConfig(
-    waiting_timeout_s=NEVER_S, transfer_timeout_s=NEVER_S, bootstrap_timeout_s=NEVER_S
-)
+    waiting_timeout_s=NEVER_S, transfer_timeout_s=NEVER_S, bootstrap_timeout_s=NEVER_S,
+    longest_wait_s=100 * NEVER_S,
+)  # fmt: skip
 # Logits on pages differ from those of one forward by about 1e-5: sums are formed in another order.
 NEAR = 1e-4
 # Sizes of a model that computes in no time.
@@ -85,7 +86,7 @@ class World:
             prefill_config = PrefillConfig(control=_CONTROL, **(prefill or {}))
             self.prefill = PrefillEngine(model, pools[0], prefill_config, chunk_tokens)
             closing.callback(self.prefill.close)
-            given = {"reserve_tokens": 16, "waiting_timeout_s": np.inf} | (decode or {})
+            given = {"reserve_tokens": 16, "waiting_timeout_s": 100 * NEVER_S} | (decode or {})
             config = DecodeConfig(control=_CONTROL, **given)
             self.decode = DecodeEngine(model, pools[1], config, tokenizer)
             closing.callback(self.decode.close)

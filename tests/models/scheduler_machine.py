@@ -20,6 +20,7 @@ from prefixkv.cache.eviction.gated import Gated
 from prefixkv.cache.eviction.policy import policy_names, register
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.admission import DEFAULT_ADMISSION, admission_names
+from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import PrefixKVError
@@ -31,7 +32,7 @@ from prefixkv.testing.fabric import Hold
 from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.models.sim import Storm
 from tests.models.sim_engines import PAGE_SIZE, ROWS, DecodeEngine, PairSim
-from tests.models.sim_rank import SimRank
+from tests.models.sim_rank import TIMING, SimRank
 
 _IDLE, _DONE, _DECODE, _PREFILL = (
     0,
@@ -162,6 +163,7 @@ class SchedulerSim(PairSim):
             patience_s=self.random.choice([5.0, 0.0, 0.5]),
             waiting_timeout_s=self.random.choice([16.0, 2.0]),
             name=self.readers[0].me.name,
+            lanes=Lanes(True, TIMING.bootstrap_timeout_s),
         )
 
     def device_work(self) -> Event | None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from prefixkv.config import DecodeConfig
+from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import HandshakeError, OutOfPagesError, PrefixKVError, ProtocolError
@@ -429,7 +430,7 @@ class EngineSim(Sim):
             max_retries=int(self.failure_policy == "retry"),
             admission=("hit_aware", "fifo", "priority")[self.seed % 3], patience_s=2.0,
             waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s, name=self.readers[0].me.name,
-            ticket=self.next_ticket,
+            ticket=self.next_ticket, lanes=Lanes(True, TIMING.bootstrap_timeout_s),
         )  # fmt: skip
 
     def next_ticket(self) -> int:
