@@ -421,7 +421,9 @@ class _Run:
             last = number == len(attempts) - 1
             decode = self._place("decode", lost)
             if decode is None:
-                raise ApiError(503, "no decode server is reached", "server_error", "not_ready")
+                # What they said was logged as it came, once a while.
+                detail = f"{', '.join(lost)} failed, and no decode server is left"
+                raise failed(503, "no decode server is reached", detail, "not_ready")
             prefill = self._place("prefill", lost) if transfers else None
             if transfers and prefill is None:
                 self._leave()
