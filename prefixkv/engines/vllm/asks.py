@@ -58,7 +58,7 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
     if params is None:
         return None
     if not isinstance(params, Mapping):
-        raise RequestError(f"kv_transfer_params is {str(params)[:200]!r}, an object is needed")
+        raise RequestError(f"kv_transfer_params is {repr(params)[:200]}, an object is needed")
     loads, sends = bool(params.get("do_remote_prefill")), bool(params.get("do_remote_decode"))
     if not loads and not sends:
         return None
@@ -83,7 +83,7 @@ def _room(room: Any) -> int:
 def _name(key: str, where: Any) -> str:
     if not isinstance(where, str) or not 1 <= len(where) <= MAX_NAME_CHARS:
         raise RequestError(
-            f"{key} in kv_transfer_params is {str(where)[:200]!r}, a string of 1 to "
+            f"{key} in kv_transfer_params is {repr(where)[:200]}, a string of 1 to "
             f"{MAX_NAME_CHARS} characters is needed"
         )
     return where
