@@ -282,7 +282,9 @@ class KVEventsConfig:
 
     Of what was published, at most `keep_batches` and `keep_bytes` are kept to be repeated. A
     subscriber that does not read has at most `queue_batches` waiting; it misses what is beyond, and
-    sees that by the numbers. After `heartbeat_s` without events an empty batch is published, so
+    sees that by the numbers. One that is `queue_bytes` behind is cut off, and comes back. Snapshots
+    and repeats that were not read are at most as many bytes, of all clients; the next is made when
+    there is room. After `heartbeat_s` without events an empty batch is published, so
     that the last events cannot be missed unseen. What waits for the publisher's thread is at most
     `max_behind_pages`; beyond, it begins afresh.
 
@@ -300,6 +302,7 @@ class KVEventsConfig:
     keep_batches: int = 10_000
     keep_bytes: int = 64 << 20
     queue_batches: int = 10_000
+    queue_bytes: int = 64 << 20
     heartbeat_s: float = 1.0
     max_behind_pages: int = 1 << 20
     epoch_frames: bool = False
@@ -308,7 +311,7 @@ class KVEventsConfig:
         check_types(self)
         _one_of(self, ("vllm", "sglang"), "dialect")
         _at_least(self, 0, "dp_rank", "keep_batches", "keep_bytes")
-        _at_least(self, 1, "queue_batches", "max_behind_pages")
+        _at_least(self, 1, "queue_batches", "queue_bytes", "max_behind_pages")
         _above(self, 0, "heartbeat_s")
         for name in ("endpoint", "replay_endpoint", "snapshot_endpoint"):
             address = getattr(self, name)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
+from prefixkv.cache.namespace import check_size
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import RequestError
 from prefixkv.paging import MAX_INDEX
+
+MAX_TEXT_CHARS: Final = 1024
+"""Of a request's name, and of the addresses and names that it gives."""
 
 
 class DeviceEvent(Protocol):
@@ -35,7 +39,7 @@ class Request:
         prefill: address of the prefill worker's control socket (decode).
         decode: name of the decode worker that it is for, `DecodeConfig.name` (prefill).
         namespace: requests of two namespaces never share KV (LoRA adapter, tenant, salt, images):
-            None, an int, a str, bytes, or a tuple of these.
+            None, an int, a str, bytes, or a tuple of these, 64 KiB at most.
         cacheable: False for warm-up: neither matched nor kept.
         generation: which attempt at this room it is; decode says (`PrefillAsk`).
         priority: for eviction, higher stays longer; and for admission by `priority`, higher goes
@@ -77,15 +81,12 @@ class Request:
             )
         self.key = key = RadixKey(self.tokens, self.namespace)
         key.check()
-        if not isinstance(self.rid, str):
-            raise RequestError(f"rid is {self.rid!r}, a string is needed")
+        _check_text("rid", self.rid)
         if not len(key):
             raise RequestError(f"request {self.rid!r} has no tokens")
         _check_namespace(key.namespace)
-        if not isinstance(self.prefill, str):
-            raise RequestError(f"prefill is {self.prefill!r}, a string is needed")
-        if not isinstance(self.decode, str):
-            raise RequestError(f"decode is {self.decode!r}, a string is needed")
+        _check_text("prefill", self.prefill)
+        _check_text("decode", self.decode)
         if type(self.cacheable) is not bool:
             if not isinstance(self.cacheable, np.bool_):
                 raise RequestError(f"cacheable is {self.cacheable!r}, True or False is needed")
@@ -110,6 +111,17 @@ def _check_namespace(namespace: Hashable) -> None:
         found_again = False
     if not found_again:
         raise RequestError(f"namespace is {namespace!r}, it has to be hashable and equal to itself")
+    check_size(namespace)
+
+
+def _check_text(name: str, value: Any) -> None:
+    """RequestError for what is no string, or longer than anybody needs: it may be a client's."""
+    if not isinstance(value, str):
+        raise RequestError(f"{name} is {value!r}, a string is needed")
+    if len(value) > MAX_TEXT_CHARS:
+        raise RequestError(
+            f"{name} has {len(value)} characters, at most {MAX_TEXT_CHARS} are taken"
+        )
 
 
 def whole_number(name: str, value: Any, low: int, end: int) -> int:

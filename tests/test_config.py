@@ -84,6 +84,7 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "keep_batches": -1,
         "keep_bytes": -1,
         "queue_batches": 0,
+        "queue_bytes": 0,
         "max_behind_pages": 0,
         "heartbeat_s": 0.0,
         "endpoint": "",

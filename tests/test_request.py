@@ -123,3 +123,24 @@ def test_the_room_has_to_be_given() -> None:
     """Two requests that left it out would be in one room."""
     with pytest.raises(TypeError, match="room"):
         Request("r", [1, 2])  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", ["rid", "prefill", "decode"])
+def test_texts_of_a_request_are_bounded(name: str) -> None:
+    """A client may have chosen them, and they are kept."""
+    fields = {"rid": "r", "tokens": [1, 2], "room": 1}
+    assert Request(**{**fields, name: "x" * 1024})
+    with pytest.raises(RequestError, match=f"{name} has 1025 characters"):
+        Request(**{**fields, name: "x" * 1025})
+
+
+@pytest.mark.parametrize(
+    "namespace",
+    ["x" * 70_000, b"x" * 70_000, ("a", "x" * 70_000), ("x" * 40_000, ("x" * 40_000,)),
+     (1,) * 70_000, 1 << 600_000],
+    ids=["str", "bytes", "in a tuple", "in tuples", "many", "a number"],
+)  # fmt: skip
+def test_a_namespace_is_bounded(namespace: object) -> None:
+    with pytest.raises(RequestError, match="at most 65536 are taken"):
+        Request("r", [1, 2], room=1, namespace=namespace)
+    Request("r", [1, 2], room=1, namespace=("lora", "x" * 1024, ("image", 0, 500)))

@@ -2,10 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable
+from hashlib import blake2b
+from typing import Final, NamedTuple
 
 from prefixkv.errors import RequestError
+
+MAX_NAMESPACE_BYTES: Final = 64 << 10
+"""Of all texts in one: it is kept for as long as KV of it is."""
+
+_SHORT_CHARS: Final = 256
+
+
+def shortened(text: str) -> str:
+    """A text that a client has chosen, as it is kept: itself, or what stands for a long one. Equal
+    in every process for equal texts, and for no others.
+
+    >>> shortened("tenant"), len(shortened("x" * 8_000_000))
+    ('tenant', 72)
+    """
+    if len(text) <= _SHORT_CHARS:
+        return text
+    return "blake2b:" + blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
+
+
+def check_size(namespace: Hashable) -> None:
+    """Raises RequestError for a namespace with more than `MAX_NAMESPACE_BYTES` of texts, or bytes,
+    in it."""
+    if (size := _size(namespace)) > MAX_NAMESPACE_BYTES:
+        raise RequestError(
+            f"namespace has {size} characters, at most {MAX_NAMESPACE_BYTES} are taken: a digest "
+            "does as well"
+        )
+
+
+def _size(namespace: object) -> int:
+    if isinstance(namespace, str | bytes):
+        return len(namespace)
+    if isinstance(namespace, tuple):
+        return len(namespace) + sum(map(_size, namespace))
+    return (namespace.bit_length() // 8) if isinstance(namespace, int) else 0
 
 
 class Image(NamedTuple):

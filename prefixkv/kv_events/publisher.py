@@ -19,6 +19,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Final
 
 import zmq
@@ -26,6 +27,7 @@ import zmq
 from prefixkv.addresses import is_loopback
 from prefixkv.cache.events import Change, Cleared, stored_pages
 from prefixkv.config import KVEventsConfig
+from prefixkv.connections import Bounds, Connection, Watched, Watcher, message_bytes, receive
 from prefixkv.errors import ConfigError
 from prefixkv.kv_events.dialects import DIALECTS
 from prefixkv.kv_events.stream import Batch, EventStream
@@ -46,8 +48,17 @@ _LONGEST_S = 3600.0
 _RETRY_S = 0.01  # until a client whose queue is full is looked at again
 _REQUESTS_A_TURN = 64
 _QUEUE_ANSWERS = 16  # a client; the rest is made when it has read
-_MAX_CLIENTS = 256  # that answers wait for
+_MAX_CLIENTS = 256  # of a socket
 _MAX_REQUEST_BYTES = 1024
+_QUEUED_REQUESTS = 16  # of a client
+_QUEUED_SUBSCRIPTIONS = 1000  # of a client, until the thread looks; libzmq takes them itself
+_KERNEL_BYTES = 16 << 10  # of what it sends; the kernel takes twice as many
+_CLIENT_BYTES = 128 << 10  # above the sum of both
+_SUBSCRIBER_BYTES = 64 << 10  # a subscription costs 35 bytes for each of its own
+_SOCKET_BYTES = 2 << 20
+_UNREAD_ANSWERS_BYTES = 1 << 20  # of a client, unless it is one answer
+_STUCK_S = 5.0  # until a client that does not read ends, where others wait for its room
+_REFUSED_LOG_S = 1.0
 _FAILURES = 3  # in making batches, each a defect, until it is given up
 _LINGER_S = 0.2
 
@@ -97,6 +108,10 @@ class KVEventPublisher:
         self._num_failures = 0
         self._closing = False
         self._waiting: dict[tuple[_Socket, bytes], int] = {}  # clients: the number they go on with
+        self._readers: dict[tuple[_Socket, bytes], _Reader] = {}
+        self._refused_log_s = -_REFUSED_LOG_S
+        self._watcher = Watcher("prefixkv-kv-events-connections")
+        self._watched: dict[_Socket, Watched] = {}
         self._context: zmq.Context[_Socket] = zmq.Context()
         try:
             pub = self._bound(zmq.PUB, "endpoint", config.queue_batches)
@@ -112,7 +127,7 @@ class KVEventPublisher:
             )
             self._thread.start()
         except BaseException:
-            self._context.destroy(linger=0)
+            self._close_sockets(linger_s=0)
             self._bell.close()
             raise
 
@@ -142,7 +157,7 @@ class KVEventPublisher:
 
     def stats(self) -> dict[str, int]:
         """What was published and answered, and what went wrong. Any thread may ask."""
-        return dict(self.counters)
+        return {**self.counters, **self._watcher.counters}
 
     def close(self) -> None:
         """Say that nothing is held any more, and end the thread. Again: no-op."""
@@ -160,13 +175,18 @@ class KVEventPublisher:
         except Exception:
             _log.exception("cache events are published no more")
         finally:
-            self._context.destroy(linger=int(_LINGER_S * 1000))
+            self._close_sockets(_LINGER_S)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for sock in (self._bell.fd, self._replay, self._snapshots):
-            if sock is not None:
-                poller.register(sock, zmq.POLLIN)
+        poller.register(self._bell.fd, zmq.POLLIN)
+        routers = [
+            (sock, self._watched[sock])
+            for sock in (self._replay, self._snapshots)
+            if sock is not None
+        ]
+        for _, watched in routers:
+            poller.register(watched.fd, zmq.POLLIN)
         heartbeat_s = self.config.heartbeat_s
         beat_s = time.monotonic() + heartbeat_s
         sleep_s = 0.0  # when it may
@@ -180,7 +200,10 @@ class KVEventPublisher:
             )
             if self._waiting:
                 wait_s = min(wait_s, _RETRY_S)
-            ready = dict(poller.poll(math.ceil(max(0.0, wait_s) * 1000)))
+            full = {watched.fd for sock, watched in routers if not watched.may_sleep(sock)}
+            ready = {fd for fd, _ in poller.poll(0 if full else math.ceil(max(0.0, wait_s) * 1000))}
+            for _, watched in routers:
+                watched.is_waiting = False
             self._asleep = False
             self._bell.drain()
             now_s = time.monotonic()
@@ -191,8 +214,8 @@ class KVEventPublisher:
                 self._send(self._stream.heartbeat(time.time()))
                 self.counters["heartbeats"] += 1
                 beat_s = now_s + heartbeat_s
-            for sock in (self._replay, self._snapshots):
-                if sock is not None and sock in ready:
+            for sock, watched in routers:
+                if watched.fd in ready | full:
                     self._read_requests(sock)
             for client in list(self._waiting):
                 self._answer(*client)
@@ -222,7 +245,9 @@ class KVEventPublisher:
             self._send(batch)
 
     def _send(self, batch: Batch) -> None:
-        self._pub.send_multipart((self._topic_frame, self._number(batch.seq), batch.payload))
+        frames = self._topic_frame, self._number(batch.seq), batch.payload
+        self._pub.send_multipart(frames)
+        self._watched[self._pub].published(_sent_bytes(frames))
         self.counters["batches"] += 1
         self.counters["bytes"] += len(batch.payload)
 
@@ -235,9 +260,14 @@ class KVEventPublisher:
     def _read_requests(self, sock: _Socket) -> None:
         for _ in range(_REQUESTS_A_TURN):
             try:
-                client, *frames = sock.recv_multipart(zmq.DONTWAIT)
+                parts, connection = receive(sock, self._watched[sock])
             except zmq.Again:
+                self._watched[sock].found_empty()
                 return
+            if not parts:
+                continue
+            client, *frames = [part.bytes for part in parts]
+            self._note(sock, client, connection)
             if sock is self._replay and len(frames) == 2 and len(frames[1]) == SEQ_BYTES:
                 self._waiting[sock, client] = int.from_bytes(frames[1])
                 self.counters["replays"] += 1
@@ -246,7 +276,7 @@ class KVEventPublisher:
                 self.counters["snapshots"] += 1
             else:
                 self._refuse(sock, client, frames)
-            if len(self._waiting) > _MAX_CLIENTS:
+            if len(self._waiting) > 2 * _MAX_CLIENTS:
                 del self._waiting[next(iter(self._waiting))]
 
     def _refuse(self, sock: _Socket, client: bytes, frames: list[bytes]) -> None:
@@ -258,7 +288,10 @@ class KVEventPublisher:
         else:
             want = f'["", "{SNAPSHOT.decode()}"]'
         text = f"frames of {sizes} bytes, needed is {want}"
-        _log.warning("a request for cache events is refused: %s", text)
+        now_s = time.monotonic()
+        if now_s - self._refused_log_s >= _REFUSED_LOG_S:
+            self._refused_log_s = now_s
+            _log.warning("a request for cache events is refused: %s", text)
         if sock is self._replay:
             answer = [*([b""] if self.dialect.topic_in_replay else []), END, text.encode()]
         else:
@@ -291,13 +324,48 @@ class KVEventPublisher:
 
     def _send_to(self, sock: _Socket, client: bytes, frames: list[bytes]) -> bool | None:
         """False: it is gone. None: its queue is full."""
+        reader = self._readers.get((sock, client))
+        num_bytes = _sent_bytes([b"", *frames])
+        if reader is not None and not self._has_room(reader, num_bytes):
+            return None
         try:
             sock.send_multipart([client, b"", *frames], zmq.DONTWAIT)
         except zmq.Again:
             return None
         except zmq.ZMQError:
             return False
+        if reader is not None:
+            reader.connection.given += num_bytes
         return True
+
+    def _note(self, sock: _Socket, client: bytes, connection: Connection | None) -> None:
+        """A client has asked by this connection."""
+        known = self._readers.get((sock, client))
+        if connection is not None and (known is None or known.connection is not connection):
+            self._readers[sock, client] = _Reader(self._watched[sock], connection)
+        for key, reader in list(self._readers.items()):
+            if reader.connection.is_over:
+                del self._readers[key]
+
+    def _has_room(self, reader: _Reader, num_bytes: int) -> bool:
+        """Whether a client may be given so many bytes more. One answer has always room where
+        nothing is unread; a client that keeps others waiting and does not read is ended."""
+        unread = reader.unread
+        if unread and unread + num_bytes > _UNREAD_ANSWERS_BYTES:
+            return False
+        in_sum = sum(one.unread for one in self._readers.values())
+        if not in_sum or in_sum + num_bytes <= self.config.queue_bytes:
+            return True
+        for one in self._readers.values():
+            if one.stuck_s() >= _STUCK_S:
+                one.watched.cut(one.connection, "does not read")
+        return False
+
+    def _close_sockets(self, linger_s: float) -> None:
+        for sock in self._watched:
+            sock.disable_monitor()
+        self._watcher.close()
+        self._context.destroy(linger=int(linger_s * 1000))
 
     def _bound(self, kind: int, name: str, queue: int) -> _Socket | None:
         address = getattr(self.config, name)
@@ -307,9 +375,17 @@ class KVEventPublisher:
         sock.setsockopt(zmq.IPV6, "[" in address)
         sock.setsockopt(zmq.LINGER, int(_LINGER_S * 1000))
         sock.setsockopt(zmq.SNDHWM, queue)
-        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
-        if kind == zmq.ROUTER:
+        is_read = kind == zmq.ROUTER
+        if is_read:
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        queued, most = _QUEUED_REQUESTS, _CLIENT_BYTES
+        if not is_read:
+            queued, most = _QUEUED_SUBSCRIPTIONS, _SUBSCRIBER_BYTES
+        bounds = Bounds(
+            _MAX_REQUEST_BYTES, queued, _KERNEL_BYTES, most, _SOCKET_BYTES, _MAX_CLIENTS,
+            self.config.queue_bytes,
+        )  # fmt: skip
+        self._watched[sock] = self._watcher.watch_bound(sock, name, bounds, is_read=is_read)
         try:
             sock.bind(address)
         except zmq.ZMQError as error:
@@ -323,6 +399,31 @@ class KVEventPublisher:
                 address,
             )
         return sock
+
+
+class _Reader:
+    """A client of the other two sockets, and what it has not read."""
+
+    def __init__(self, watched: Watched, connection: Connection) -> None:
+        self.watched, self.connection = watched, connection
+        self._unread = 0
+        self._since_s = time.monotonic()
+
+    @property
+    def unread(self) -> int:
+        """Bytes that were given to it and that its kernel has not acknowledged."""
+        unread = self.watched.unread(self.connection)
+        if unread != self._unread or not unread:
+            self._unread, self._since_s = unread, time.monotonic()
+        return unread
+
+    def stuck_s(self) -> float:
+        """How long it has not read, while there was something to read."""
+        return time.monotonic() - self._since_s if self.unread else 0.0
+
+
+def _sent_bytes(frames: Iterable[bytes]) -> int:
+    return sum(message_bytes(len(frame), is_curve=False) for frame in frames)
 
 
 def default_topic(worker: str, model: str) -> str:

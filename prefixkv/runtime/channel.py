@@ -3,7 +3,7 @@ only importer of zmq.
 
 A socket belongs to the thread that made it. Nothing here waits but `poll`, and nothing queues
 without bound: a frame that finds its queue full, or its peer gone, is counted and dropped; what
-matters is said again.
+matters is said again. What peers can make the sockets hold is bounded by `connections`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from prefixkv.addresses import check_address, is_loopback
 from prefixkv.config import ControlConfig, CurveConfig
+from prefixkv.connections import Bounds, Connection, Watched, Watcher, message_bytes, receive
 from prefixkv.control.effects import FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
 from prefixkv.runtime.closing import Closing
+from prefixkv.runtime.fragments import MAX_MESSAGE_BYTES, FragmentError, Joiner, cut
 
+_REACHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _NOBODY = "nobody answers there, or it wants keys that we have not"
 _GONE = (
     zmq.EVENT_CONNECT_RETRIED
@@ -32,10 +35,15 @@ _GONE = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-_WAITING_FRAMES = 64  # of one peer, that this process holds unread; 512 MiB if each is the largest
+_QUEUED_MESSAGES = 16  # of one connection: 1 MiB
+_KERNEL_BYTES = 128 << 10  # the kernel takes twice as many
+_CONNECTION_BYTES = 3 << 19  # above the sum of both, so that no honest peer comes near it
+_SOCKET_BYTES = 4 << 20
+_UNREAD_BYTES = 32 << 20  # of ours, by one that does not read
 _FRAMES_A_POLL = 256  # so that a flood from one side cannot keep the owner from its other work
 _BYTES_A_POLL = 2 * MAX_FRAME_BYTES  # of one worker's frames
-_READS_A_POLL = 16 * _FRAMES_A_POLL  # those that are dropped among them
+_BYTES_OF_ALL_A_POLL = 2 * _BYTES_A_POLL
+_READS_A_POLL = 16 * _FRAMES_A_POLL  # fragments and what is dropped among them
 
 
 class _Allowed:
@@ -59,11 +67,13 @@ def _came_from(frame: zmq.Frame) -> str:
 
 class _Channel(Closing):
     """What both ends share: a context, a poller that also listens to a file descriptor, counted
-    drops."""
+    drops, and what watches connections."""
 
     def __init__(self, config: ControlConfig, wake_fd: int) -> None:
-        self.counters: Counter[str] = Counter()
+        self._watcher = Watcher("prefixkv-connections")
+        self.counters: Counter[str] = self._watcher.counters
         self._config = config
+        self._is_curve = config.curve is not None
         self._wake_fd = wake_fd
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
@@ -84,17 +94,21 @@ class _Channel(Closing):
         sock.setsockopt(zmq.IPV6, "[" in address)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.SNDHWM, self._config.max_queued_frames)
-        # What is beyond waits with the kernel, and then in the peer's own queue.
-        waiting_frames = min(_WAITING_FRAMES, self._config.max_queued_frames)
-        sock.setsockopt(zmq.RCVHWM, waiting_frames)
-        sock.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         sock.setsockopt(zmq.RECONNECT_IVL, 20)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if self._config.curve is not None:
             sock.curve_publickey = self._config.curve.public_key.encode()
             sock.curve_secretkey = self._config.curve.secret_key.encode()
 
-    def _poll(self, timeout_s: float) -> list[zmq.Socket[bytes]]:
+    def _bounds(self) -> Bounds:
+        # What is beyond the queue waits with the kernel, and then in the peer's own queue.
+        return Bounds(
+            MAX_MESSAGE_BYTES, min(_QUEUED_MESSAGES, self._config.max_queued_frames),
+            _KERNEL_BYTES, _CONNECTION_BYTES, _SOCKET_BYTES, self._config.max_peers, _UNREAD_BYTES,
+        )  # fmt: skip
+
+    def _poll(self, timeout_s: float) -> list[Any]:
+        """What is ready: descriptors of sockets that are watched, and monitors."""
         # zmq waits in whole milliseconds: round up, so that a short wait is not a busy one.
         timeout_ms = (
             None if timeout_s == float("inf") else max(0, int(timeout_s * 1000) + (timeout_s > 0))
@@ -107,6 +121,7 @@ class _Channel(Closing):
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close every socket; what is queued may leave for `linger_s` more."""
+        self._watcher.close()
         self._context.destroy(linger=int(linger_s * 1000))
 
 
@@ -127,6 +142,9 @@ class RouterChannel(_Channel):
                 f"bind is {bind!r}: other machines need CURVE keys, or allow_remote_without_keys"
             )
         super().__init__(config, wake_fd)
+        self._joiner: Joiner[bytes] = Joiner()
+        self._connections: dict[bytes, Connection] = {}  # by route; some have ended
+        self._sock: zmq.Socket[bytes] | None = None
         self._authenticator: ThreadAuthenticator | None = None
         try:
             if config.curve is not None:
@@ -135,51 +153,82 @@ class RouterChannel(_Channel):
                 self._authenticator.configure_curve_callback(
                     domain="*", credentials_provider=_Allowed(config.curve)
                 )
-            self._sock = self._socket(zmq.ROUTER, bind)
-            self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            sock = self._sock = self._socket(zmq.ROUTER, bind)
+            sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if config.curve is not None:
-                self._sock.curve_server = True
-            self._sock.bind(bind)
+                sock.curve_server = True
+            bounds = self._bounds()
+            self._watched = self._watcher.watch_bound(sock, bind, bounds, self._is_curve)
+            sock.bind(bind)
             self._is_local = is_loopback(bind)
         except (zmq.ZMQError, ValueError) as error:
             self.close()
             raise ConfigError(f"bind is {bind!r}: {error}") from error
-        self.endpoint = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._poller.register(self._sock, zmq.POLLIN)
+        self.endpoint = sock.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._poller.register(self._watched.fd, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> list[FrameReceived[bytes]]:
         """Wait for frames or the wake-up descriptor. Of one worker's, what is beyond its bytes a
         poll is dropped: the socket is everybody's."""
         frames: list[FrameReceived[bytes]] = []
-        if not self._poll(timeout_s):
+        assert self._sock is not None
+        may_sleep = self._watched.may_sleep(self._sock)
+        ready = self._poll(timeout_s if may_sleep else 0.0)
+        self._watched.is_waiting = False
+        if may_sleep and not ready:
+            self._watched.found_empty()
             return frames
         taken: Counter[bytes] = Counter()
         for _ in range(_READS_A_POLL):
-            if len(frames) == _FRAMES_A_POLL:
+            if len(frames) == _FRAMES_A_POLL or taken.total() > _BYTES_OF_ALL_A_POLL:
                 break
             try:
-                parts = self._sock.recv_multipart(zmq.DONTWAIT, copy=False)
+                parts, connection = receive(self._sock, self._watched)
             except zmq.Again:
+                self._watched.found_empty()
                 break
             if len(parts) != 2:
                 self.counters["frames_malformed"] += 1
                 continue
-            route, frame = parts[0].bytes, parts[1]
-            taken[route] += len(frame)
+            route, message = parts[0].bytes, parts[1]
+            self._note(route, connection)
+            taken[route] += len(message)
             if taken[route] > _BYTES_A_POLL:
+                self._joiner.forget(route)
                 self.counters["frames_over_budget"] += 1
                 continue
-            what = self._credential(frame), self._is_local or is_loopback(_came_from(frame))
-            frames.append(FrameReceived(route, frame.bytes, *what))
+            try:
+                raw = self._joiner.join(route, message.bytes)
+            except FragmentError:
+                self.counters["frames_malformed"] += 1
+                continue
+            if raw is not None:
+                what = self._credential(message), self._is_local or is_loopback(_came_from(message))
+                frames.append(FrameReceived(route, raw, *what))
         return frames
+
+    def _note(self, route: bytes, connection: Connection | None) -> None:
+        """A message of this route has come by this connection."""
+        if connection is None or self._connections.get(route) is connection:
+            return
+        self._connections[route] = connection
+        if len(self._connections) > 2 * self._watched.most:
+            for other, one in list(self._connections.items()):
+                if one.is_over:
+                    del self._connections[other]
+                    self._joiner.forget(other)
 
     def _credential(self, frame: zmq.Frame) -> str:
         return str(frame.get("User-Id")) if self._config.curve is not None else ""
 
     def send(self, route: bytes, raw: bytes) -> None:
         """Queue a frame for the worker behind `route`."""
+        assert self._sock is not None
+        connection = self._connections.get(route)
         try:
-            self._sock.send_multipart((route, raw), zmq.DONTWAIT)
+            for message in cut(raw):
+                self._sock.send_multipart((route, message), zmq.DONTWAIT)
+                self._watched.gave(connection, message_bytes(len(message), self._is_curve))
         except zmq.Again:
             self._drop("queue full")
         except zmq.ZMQError as error:
@@ -188,6 +237,8 @@ class RouterChannel(_Channel):
     def close(self, linger_s: float = 0.0) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
+        if self._sock is not None and not self._sock.closed:
+            self._sock.disable_monitor()
         super().close(linger_s)
 
 
@@ -201,30 +252,38 @@ class DealerChannel(_Channel):
         super().__init__(config, wake_fd)
         self._check = check
         self._socks: dict[str, zmq.Socket[bytes]] = {}
-        self._addresses: dict[zmq.Socket[bytes], str] = {}  # monitors' too
+        self._addresses: dict[object, str] = {}  # by a socket's descriptor, and its monitor
         self._monitors: dict[str, zmq.Socket[bytes]] = {}
+        self._watched: dict[str, Watched] = {}
+        self._joiner: Joiner[str] = Joiner()
 
     def connect(self, address: str) -> None:
         """Open a socket for `address`; connecting goes on by itself. Raises ConfigError if it is no
         address, and what `check` raises."""
         sock: zmq.Socket[bytes] | None = None
         monitor: zmq.Socket[bytes] | None = None
+        watched: Watched | None = None
         try:
             sock = self._socket(zmq.DEALER, address)
             if self._config.curve is not None:
                 sock.curve_serverkey = self._config.curve.server_key.encode()
-            monitor = sock.get_monitor_socket(_GONE | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            monitor = sock.get_monitor_socket(_GONE | _REACHED)
+            bounds = self._bounds()
+            watched = self._watcher.watch_connected(sock, address, bounds, self._is_curve)
             sock.connect(address)
             self._check(address)  # nothing is sent yet
         except (zmq.ZMQError, ValueError, ConfigError) as error:
             for made in (sock, monitor):
                 if made is not None:
                     made.close()
+            if watched is not None:
+                self._watcher.forget(watched)
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"prefill is {address!r}: {error}") from error
         self._socks[address], self._monitors[address] = sock, monitor
-        for one in (sock, monitor):
+        self._watched[address] = watched
+        for one in (watched.fd, monitor):
             self._addresses[one] = address
             self._poller.register(one, zmq.POLLIN)
 
@@ -233,7 +292,10 @@ class DealerChannel(_Channel):
         sock = self._socks.pop(address, None)
         if sock is not None:
             monitor = self._monitors.pop(address)
-            for one in (sock, monitor):
+            watched = self._watched.pop(address)
+            self._watcher.forget(watched)
+            self._joiner.forget(address)
+            for one in (watched.fd, monitor):
                 del self._addresses[one]
                 self._poller.unregister(one)
             sock.disable_monitor()
@@ -243,24 +305,39 @@ class DealerChannel(_Channel):
     def poll(self, timeout_s: float) -> list[FrameReceived[str] | Reached | Unreached]:
         """Wait for frames, for what becomes of connections, or the wake-up descriptor."""
         frames: list[FrameReceived[str] | Reached | Unreached] = []
-        for sock in self._poll(timeout_s):
-            address = self._addresses[sock]
-            if sock is self._monitors[address]:
-                frames += self._news(sock, address)
+        full = [
+            watched.fd
+            for address, watched in self._watched.items()
+            if not watched.may_sleep(self._socks[address])
+        ]
+        ready = self._poll(0.0 if full else timeout_s)
+        for watched in self._watched.values():
+            watched.is_waiting = False
+        for one in dict.fromkeys([*ready, *full]):
+            address = self._addresses[one]
+            if one is self._monitors[address]:
+                frames += self._news(one, address)
                 continue
+            sock = self._socks[address]
             num_bytes = 0
             for _ in range(_FRAMES_A_POLL):
                 if num_bytes >= _BYTES_A_POLL:
                     break  # the rest waits in this worker's own socket
                 try:
-                    parts = sock.recv_multipart(zmq.DONTWAIT)
+                    parts, _ = receive(sock, self._watched[address])
                 except zmq.Again:
+                    self._watched[address].found_empty()
                     break
                 num_bytes += sum(map(len, parts))
-                if len(parts) != 1:
+                try:
+                    if len(parts) != 1:
+                        raise FragmentError("a message of several parts")
+                    raw = self._joiner.join(address, parts[0].bytes)
+                except FragmentError:
                     self.counters["frames_malformed"] += 1
                     continue
-                frames.append(FrameReceived(address, parts[0], is_local=is_loopback(address)))
+                if raw is not None:
+                    frames.append(FrameReceived(address, raw, is_local=is_loopback(address)))
         return frames
 
     def _news(self, monitor: zmq.Socket[bytes], address: str) -> Iterator[Reached | Unreached]:
@@ -269,6 +346,11 @@ class DealerChannel(_Channel):
         with suppress(zmq.Again):
             while True:
                 told = recv_monitor_message(monitor, zmq.DONTWAIT)
+                if told["event"] == zmq.EVENT_CONNECTED:
+                    self._watcher.came(self._watched[address], told["value"])
+                    continue
+                if told["event"] == zmq.EVENT_DISCONNECTED:
+                    self._watcher.went(self._watched[address], told["value"])
                 if told["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     last = Reached(address)
                 elif told["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -285,6 +367,7 @@ class DealerChannel(_Channel):
             self._drop("not connected")
             return
         try:
-            sock.send(raw, zmq.DONTWAIT)
+            for message in cut(raw):
+                sock.send(message, zmq.DONTWAIT)
         except zmq.Again:
             self._drop("queue full")

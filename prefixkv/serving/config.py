@@ -31,6 +31,8 @@ class Limits:
     `max_body_bytes` of a request's body. `head_timeout_s` for a request's head to come, once its
     connection is there; `body_timeout_s` for the rest. A connection without a request is closed
     after `idle_timeout_s`, one that does not read what is sent after `write_timeout_s`.
+    `max_bodies_bytes` of all requests under way; where there is no room for more, the body that has
+    been coming for longest is given up.
     `max_requests_per_client` are answered at once of one address, by a front or a proxy: more get
     429; 0: any number. Behind another proxy all clients have one address.
     """
@@ -40,11 +42,17 @@ class Limits:
     body_timeout_s: float = 30.0
     idle_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
-    max_requests_per_client: int = 0
+    max_bodies_bytes: int = 128 << 20
+    max_requests_per_client: int = 1024
 
     def __post_init__(self) -> None:
         check_types(self)
         at_least(1, max_body_bytes=self.max_body_bytes)
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"max_bodies_bytes is {self.max_bodies_bytes}, one body may have "
+                f"{self.max_body_bytes}"
+            )
         at_least(0, max_requests_per_client=self.max_requests_per_client)
         above(
             0, head_timeout_s=self.head_timeout_s, body_timeout_s=self.body_timeout_s,

@@ -24,6 +24,8 @@ from prefixkv.serving.wire import LIFE_SIGN_S
 _LENGTH: Final = struct.Struct("<I")
 _MAX_FRAME_BYTES: Final = 256 << 20
 _MAX_WAITING_FRAMES: Final = 4096
+_MAX_WAITING_BYTES: Final = 32 << 20  # of one follower, but for a frame that is longer by itself
+_MAX_FOLLOWERS: Final = 64
 
 
 class _Follower:
@@ -31,8 +33,17 @@ class _Follower:
 
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
+        self.num_bytes = 0  # of all but the last
         self.news = asyncio.Event()
         self.begun = self.cut = False
+
+    def take(self, frame: bytes) -> None:
+        self.num_bytes += len(self.frames[-1]) if self.frames else 0
+        self.frames.append(frame)
+        self.cut |= len(self.frames) > _MAX_WAITING_FRAMES or self.num_bytes > _MAX_WAITING_BYTES
+        if self.cut:
+            self.frames.clear()
+        self.news.set()
 
 
 class EventTap:
@@ -71,13 +82,14 @@ class EventTap:
             follower.begun |= afresh
             if not follower.begun:
                 continue
-            follower.frames.append(frame)
-            follower.cut |= len(follower.frames) > _MAX_WAITING_FRAMES
-            follower.news.set()
+            if not follower.cut:
+                follower.take(frame)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """One stream, until it is closed or cut off."""
         follower = _Follower()
+        if len(self._followers) >= _MAX_FOLLOWERS:
+            return  # its connection ends, and it comes again
         self._followers.add(follower)
         self._used = self._afresh = True
         try:
@@ -86,6 +98,7 @@ class EventTap:
                 follower.news.clear()
                 frames = list(follower.frames)
                 follower.frames.clear()
+                follower.num_bytes = 0
                 yield b"".join(frames) or _LENGTH.pack(0)
         finally:
             self._followers.discard(follower)

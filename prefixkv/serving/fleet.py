@@ -22,8 +22,9 @@ from prefixkv.cache.events import page_keys
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import ConfigError, ProtocolError
 from prefixkv.routing import BoundedAffinityRouter, Route
+from prefixkv.serving.failures import ApiError, failed, is_inner
 from prefixkv.serving.feed import batches_of
-from prefixkv.serving.http import ApiError
+from prefixkv.serving.streams import read_some
 from prefixkv.serving.wire import SILENCE_S, Ask, Fence, Lost, Said, WorkerInfo, namespace_of
 
 logger = logging.getLogger("prefixkv.fleet")
@@ -31,6 +32,7 @@ logger = logging.getLogger("prefixkv.fleet")
 _ATTEMPTS: Final = 3  # of a request that has said nothing yet
 _AGAIN_S: Final = 1.0  # before a worker's events are asked for again
 _CONNECT_S: Final = 5.0
+_REFUSAL_BYTES: Final = 64 << 10
 _TICK_S: Final = 0.5
 _QUIET_TICKS: Final = 10  # of a worker that then is silent: it has missed two signs of life
 
@@ -38,7 +40,11 @@ _said = msgspec.json.Decoder(Said)
 
 
 class WorkerLostError(Exception):
-    """A worker did not answer to the end."""
+    """A worker did not answer to the end. `detail` is for the log."""
+
+    def __init__(self, why: str, detail: str = "") -> None:
+        super().__init__(why)
+        self.detail = detail
 
 
 class _Member:
@@ -272,7 +278,7 @@ class Fleet:
                 async with contextlib.aclosing(self._stream(ask, place, attempt)) as stream:
                     said = await place.first(stream)
                     if said.finish == "error":
-                        raise WorkerLostError(said.error)
+                        raise WorkerLostError(f"{place.decode.name} failed", said.error)
                     begun = True
                     yield said
                     async for said in stream:
@@ -280,7 +286,8 @@ class Fleet:
                 return
             except WorkerLostError as error:
                 if begun or attempt == _ATTEMPTS - 1:
-                    raise ApiError(503, str(error), "server_error", "worker_lost") from None
+                    detail = f"{error}: {error.detail}"
+                    raise failed(503, str(error), detail, "worker_lost") from None
                 lost |= {place.decode.name, place.prefill.name}
                 self.retried += 1
             finally:
@@ -319,7 +326,8 @@ class Fleet:
         try:
             async with self._client.stream("POST", url, content=body) as answer:
                 if answer.status_code != 200:
-                    raise _error_of(answer.status_code, await answer.aread())
+                    told = await read_some(answer.aiter_raw(), _REFUSAL_BYTES)
+                    raise _error_of(place.decode.name, answer.status_code, told)
                 rest = b""
                 async for piece in answer.aiter_raw():
                     *lines, rest = (rest + piece).split(b"\n")
@@ -329,8 +337,8 @@ class Fleet:
                             left -= said.finish is not None
                             yield said
         except httpx.HTTPError as error:
-            why = f"{place.decode.name} was lost: {type(error).__name__} {error}".rstrip()
-            raise WorkerLostError(why) from None
+            why = f"{place.decode.name} was lost"
+            raise WorkerLostError(why, f"{type(error).__name__} {error}") from None
         if left:
             raise WorkerLostError(f"{place.decode.name} ended before its answer did")
 
@@ -350,13 +358,16 @@ class Fleet:
         await self._client.aclose()
 
 
-def _error_of(status: int, body: bytes) -> Exception:
-    """What a worker's refusal means to a client."""
+def _error_of(worker: str, status: int, body: bytes) -> Exception:
+    """What a worker's refusal means to a client: what is wrong with its request, if it is that and
+    in words that are for it."""
     try:
         told = msgspec.json.decode(body)["error"]
         message, code = str(told["message"]), told["code"]
     except (msgspec.DecodeError, KeyError, TypeError):
         message, code = body[:500].decode("utf-8", "replace"), None
-    if status == 400:
+    if status == 400 and not is_inner(message):
         return ApiError(400, message, code=code)
-    return WorkerLostError(f"the decode worker said {status}: {message}")
+    if status == 400:
+        return failed(400, "the request is not served here", message, code or "refused")
+    return WorkerLostError(f"{worker} does not take it", f"{status}: {message}")

@@ -11,6 +11,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from prometheus_client import Counter, Histogram
@@ -21,6 +22,7 @@ from starlette.routing import BaseRoute, Route
 
 from prefixkv.errors import PrefixKVError
 from prefixkv.serving.config import ListenSettings
+from prefixkv.serving.failures import failed
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import (
     ApiError,
@@ -46,10 +48,11 @@ from prefixkv.serving.openai import (
 )
 from prefixkv.serving.page import page_route
 from prefixkv.serving.status import bind, status_app
-from prefixkv.serving.text import TextError, Texts
-from prefixkv.serving.wire import Ask, Said
+from prefixkv.serving.text import TextError, Texts, TooManyTokensError
+from prefixkv.serving.wire import Ask, Said, key_of
 
 _SHORT: Final = 4096  # characters that become tokens at once, in the event loop
+_MESSAGE: Final = 64  # a message takes a template as long as so many characters take a tokenizer
 
 T = TypeVar("T")
 
@@ -89,8 +92,9 @@ class Front:
             page_route("/"),
             *routes,
         ]
-        most = listen.limits.max_requests_per_client
-        app = make_app(everything, listen.api_key, ("/", *open_paths), most)
+        limits = listen.limits
+        most = limits.max_requests_per_client, limits.max_bodies_bytes
+        app = make_app(everything, listen.api_key, ("/", *open_paths), *most)
         status = status_app(self.health, (), listen, self.metrics.collectors, status_routes)
         self.server, self.status = bind(app, status, listen)
 
@@ -136,19 +140,23 @@ class Front:
         if not asked.messages:
             raise refused("messages", "is empty")
         messages = [message.plain() for message in asked.messages]
-        size = sum(len(message["content"]) for message in messages)
+        # A message costs its template's time too: many are a long text.
+        size = sum(len(message["content"]) + _MESSAGE for message in messages)
         try:
-            tokens = await self._tokens(self.texts.chat, messages, size, "messages")
+            least = size - _MESSAGE * len(messages)
+            tokens = await self._tokens(self.texts.chat, messages, size, least, "messages")
         except TextError as error:
             raise refused("messages", f"is refused: {error}") from None
         return await self._answer(request, asked, tokens, "messages")
 
     async def _complete(self, request: Request) -> Response:
-        asked = parse(await read_body(request, self._limits), CompletionAsked)
+        body = await read_body(request, self._limits)
+        asked = parse(body, CompletionAsked, self.fleet.context or None)
+        del body
         self._check(asked.model)
         if isinstance(asked.prompt, str):
             size = len(asked.prompt)
-            tokens = await self._tokens(self.texts.plain, asked.prompt, size, "prompt")
+            tokens = await self._tokens(self.texts.plain, asked.prompt, size, size, "prompt")
         else:
             tokens, num = asked.prompt, self.fleet.vocab_size
             if tokens and not 0 <= min(tokens) <= max(tokens) < num:
@@ -156,18 +164,23 @@ class Front:
         return await self._answer(request, asked, tokens, "prompt")
 
     async def _tokens(
-        self, encode: Callable[[T], list[int]], text: T, size: int, param: str
+        self, encode: Callable[..., list[int]], text: T, size: int, least: int, param: str
     ) -> list[int]:
-        """The tokens of a text of `size` characters. A long one takes time, and a hundred bytes a
-        character: it becomes tokens in a thread, one at a time, unless it cannot have room."""
+        """The tokens of a text that takes the time of `size` characters and has at least `least`. A
+        long one takes time, and a hundred bytes a character: it becomes tokens in a thread, one at
+        a time, unless it cannot have room."""
         if size <= _SHORT:
             return encode(text)
         context = self.fleet.context
-        if size > context * self.texts.longest:
-            least = -(-size // self.texts.longest)
-            raise too_long(least, 0, context, param, at_least=True)
-        async with self._encoding:
-            return await asyncio.to_thread(encode, text)
+        begun = partial(encode, most=context)
+        if least > context * self.texts.longest:
+            num = -(-least // self.texts.longest)
+            raise too_long(num, 0, context, param, at_least=True)
+        try:
+            async with self._encoding:
+                return await asyncio.to_thread(begun, text)
+        except TooManyTokensError as error:
+            raise too_long(error.least, 0, context, param, at_least=True) from None
 
     def _check(self, name: str) -> None:
         if name != self.name:
@@ -194,7 +207,8 @@ class Front:
             most = min(room, self._answer_tokens or room)
         self._num += 1
         rid = f"{self._prefix}-{self._num}"
-        ask = Ask(rid, tokens, "", "", most, asked.num_samples, asked.how(), asked.cache_salt or "")
+        salt = key_of(asked.cache_salt) if asked.cache_salt else ""
+        ask = Ask(rid, tokens, "", "", most, asked.num_samples, asked.how(), salt)
         answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatAsked))
         run = _Run(self, ask, answers, asked.streams_usage)
         return await unless_gone(request, run.stream() if asked.streams else run.whole())
@@ -284,7 +298,7 @@ class _Run:
 
 def _raise_error(said: Said) -> None:
     if said.finish in ("error", "abort"):
-        raise ApiError(503, said.error or "the answer was ended", "server_error", "worker_lost")
+        raise failed(503, "the answer was ended", said.error or "without a word", "worker_lost")
 
 
 class _Metrics:

@@ -14,7 +14,6 @@ import hmac
 import logging
 import resource
 import socket
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
@@ -31,7 +30,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from prefixkv.errors import ConfigError
+from prefixkv.serving.bodies import Counted, body_of
 from prefixkv.serving.config import Limits, is_loopback
+from prefixkv.serving.failures import ApiError as ApiError
 
 logger = logging.getLogger("prefixkv.http")
 
@@ -43,43 +44,6 @@ T = TypeVar("T")
 
 
 # --- errors ---------------------------------------------------------------------------------------
-
-
-class ApiError(Exception):
-    """An answer that is an error, in OpenAI's form.
-
-    Args:
-        status: of HTTP.
-        message: what is wrong, for a person.
-        kind: OpenAI's `type`.
-        code, param: as OpenAI's, where there is one.
-    """
-
-    def __init__(
-        self, status: int, message: str, kind: str = "invalid_request_error",
-        code: str | None = None, param: str | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(message)
-        self.status, self.message, self.kind = status, message, kind
-        self.code, self.param = code, param
-
-    def body(self) -> dict[str, Any]:
-        """What is sent: {"error": {...}}."""
-        return {
-            "error": {
-                "message": self.message, "type": self.kind, "param": self.param, "code": self.code,
-            }
-        }  # fmt: skip
-
-    def response(self) -> Response:
-        headers = {}
-        if self.status == 401:
-            headers["www-authenticate"] = "Bearer"
-        if self.status in (429, 503):
-            headers["retry-after"] = "1"
-        if self.status in (408, 413):  # what is still to come is not read
-            headers["connection"] = "close"
-        return json_response(self.body(), self.status, headers)
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -113,7 +77,7 @@ async def _on_failure(_: Request, error: Exception) -> Response:
 
 def make_app(
     routes: Sequence[BaseRoute], api_key: str = "", open_paths: Sequence[str] = (),
-    max_requests_per_client: int = 0,
+    max_requests_per_client: int = 0, max_bodies_bytes: int = 128 << 20,
 ) -> ASGIApp:  # fmt: skip
     """An application whose errors have OpenAI's form.
 
@@ -122,7 +86,7 @@ def make_app(
         api_key: what `Authorization: Bearer ...` has to say; "": nothing, and it answers programs
             of this machine alone and pages of its own.
         open_paths: those for which it need not.
-        max_requests_per_client: as of `Limits`.
+        max_requests_per_client, max_bodies_bytes: as of `Limits`.
     """
     app = Starlette(
         routes=routes,
@@ -131,34 +95,8 @@ def make_app(
         },
     )  # fmt: skip
     app.router.redirect_slashes = False
-    counted = _Counted(app, max_requests_per_client) if max_requests_per_client else app
+    counted = Counted(app, max_requests_per_client, max_bodies_bytes)
     return _Keyed(counted, api_key, frozenset(open_paths)) if api_key else _Local(counted)
-
-
-class _Counted:
-    """An application that answers so many requests of one client at once, and refuses more."""
-
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self._app, self._most = app, most
-        self._num: Counter[str] = Counter()  # under way, by the client's address
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        client = (scope.get("client") or ("",))[0]
-        if self._num[client] >= self._most:
-            why = f"{self._most} requests of this client are being answered: no more at once"
-            error = ApiError(429, why, "rate_limit_error", "rate_limit_exceeded")
-            await error.response()(scope, receive, send)
-            return
-        self._num[client] += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._num[client] -= 1
-            if not self._num[client]:
-                del self._num[client]
 
 
 class _Local:
@@ -218,22 +156,26 @@ class _Keyed:
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The body. Raises ApiError: 413 where it is too large, 408 where it does not come, 400 where
-    its sender leaves.
+    """The body. Raises ApiError: 413 where it is too large, 408 where it does not come or makes
+    room for others, 503 where there is no room, 400 where its sender leaves.
 
     A body that is too large is read to its end, and forgotten: a client that is still sending would
     not hear the answer.
     """
     pieces: list[bytes] = []
     size = 0
+    held = body_of(request.scope)
     try:
-        async with asyncio.timeout(limits.body_timeout_s):
+        async with asyncio.timeout(limits.body_timeout_s) as patience:
+            held.comes(patience)
             async for piece in request.stream():
                 size += len(piece)
                 if size <= limits.max_body_bytes:
+                    held.grow(len(piece))
                     pieces.append(piece)
                 elif pieces:
                     pieces.clear()
+                    held.end()
                 if size > _DISCARDED_BYTES + limits.max_body_bytes:
                     break
     except ClientDisconnect:  # that nobody reads the answer is no failure of ours
@@ -241,7 +183,11 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     except TimeoutError:
         if size <= limits.max_body_bytes:
             why = f"the body did not come within {limits.body_timeout_s:g} s"
+            if held.made_room:
+                why = "the body came too slowly, and others needed its room"
             raise ApiError(408, why, code="request_timeout") from None
+    finally:
+        held.is_here()
     if size > limits.max_body_bytes:
         why = f"the body is larger than {limits.max_body_bytes} bytes"
         raise ApiError(413, why, code="request_too_large")

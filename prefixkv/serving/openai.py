@@ -7,7 +7,7 @@ and `cache_salt` are those of other engines.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -16,6 +16,10 @@ from prefixkv.serving.wire import How
 
 MAX_SAMPLES: Final = 128
 _MAX_STOPS: Final = 16
+MAX_MESSAGES: Final = 4096
+"""Messages of a chat and their parts, together. A template takes some 10 us for each."""
+
+_NEUTRAL_BYTES: Final = 256  # of a value that may be one of `_NEUTRAL`
 _DEFAULT_TOKENS: Final = 16  # of an answer of /v1/completions
 
 # What is taken where it asks for nothing, by its values that do not. None always does not.
@@ -30,6 +34,9 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 
 T = TypeVar("T", bound="_Asked")
 
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+"""A name, a key, a text to stop at: what is kept as it is for as long as a request lives."""
+
 
 # --- what is asked --------------------------------------------------------------------------------
 
@@ -42,21 +49,21 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What both kinds of request have."""
 
-    model: str
+    model: Text
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    cache_salt: str | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    cache_salt: Text | None = None
+    user: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
 
     @property
     def num_samples(self) -> int:
@@ -113,7 +120,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Part(msgspec.Struct, frozen=True):
     """A part of a message; only text is taken."""
 
-    type: str
+    type: Text
     text: str = ""
 
 
@@ -122,7 +129,7 @@ class Message(msgspec.Struct, frozen=True):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
-    name: str | None = None
+    name: Text | None = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it. Raises ApiError for a part that is no text."""
@@ -144,6 +151,15 @@ class ChatAsked(_Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
 
+    def check(self) -> None:
+        super().check()
+        num = len(self.messages)
+        if num <= MAX_MESSAGES:  # else its parts are not worth counting
+            lists = (one.content for one in self.messages if not isinstance(one.content, str))
+            num += sum(map(len, lists))
+        if num > MAX_MESSAGES:
+            raise refused("messages", f"has {num} messages and parts, {MAX_MESSAGES} at most")
+
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -159,33 +175,76 @@ class CompletionAsked(_Asked, frozen=True, kw_only=True, forbid_unknown_fields=T
         return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
 
 
-def parse(body: bytes, kind: type[T]) -> T:
-    """What is asked. Raises ApiError 400, which names the parameter that is wrong."""
-    asked = decode_body(body, dict[str, Any])
+def parse(body: bytes, kind: type[T], context: int | None = None) -> T:
+    """What is asked. Raises ApiError 400, which names the parameter that is wrong.
+
+    Values are made of those parameters alone that are taken, once it is known that a prompt of
+    tokens has no more than `context`: a body may have millions of other things in it.
+    """
+    found = _found_in(body, kind)
     known = {field.name: field for field in msgspec.structs.fields(kind)}
-    for name, value in list(asked.items()):
-        if name in known:
-            continue
-        if name not in _NEUTRAL:
-            raise ApiError(
-                400, f"there is no parameter {name}", code="unknown_parameter", param=name
-            )
+    neutral = [name for name in found if name not in known]
+    for name in neutral:
+        raw = bytes(found[name])
+        value = decode_body(raw, Any) if len(raw) <= _NEUTRAL_BYTES else ...
         if value is not None and value not in _NEUTRAL[name]:
             raise ApiError(
                 400, f"{name} is not served here", code="unsupported_parameter", param=name
             )
-        del asked[name]
     for name, field in known.items():
-        if field.required and name not in asked:
+        if field.required and name not in found:
             raise ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
+    if context is not None and "prompt" in found:
+        num = _tokens_in(bytes(found["prompt"]))
+        if num > context:
+            raise too_long(num, 0, context, "prompt")
+    if neutral:
+        body = msgspec.json.encode({name: raw for name, raw in found.items() if name in known})
     try:
-        made = msgspec.convert(asked, kind)
+        made = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         why, _, where = str(error).partition(" - at `$.")
         param = where.rstrip("`") or None
         raise ApiError(400, f"{param}: {why}" if param else why, param=param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from None
     made.check()
     return made
+
+
+def _found_in(body: bytes, kind: type[Any]) -> dict[str, msgspec.Raw]:
+    """A body's parameters, not looked into. Raises ApiError for one that is not known."""
+    try:
+        raw = decode_body(body, _RAW[kind])
+    except ApiError as error:
+        _, found, rest = error.message.partition("unknown field `")
+        if not found:
+            raise
+        name = rest.partition("`")[0][:100]
+        raise ApiError(
+            400, f"there is no parameter {name}", code="unknown_parameter", param=name
+        ) from None
+    given = msgspec.structs.asdict(raw)
+    return {name: value for name, value in given.items() if len(bytes(value))}
+
+
+def _raw(kind: type[Any]) -> Any:
+    """A type with the parameters of `kind`, and those that are neutral, as they are."""
+    names = {field.name for field in msgspec.structs.fields(kind)} | set(_NEUTRAL)
+    fields = [(name, msgspec.Raw, msgspec.field(default=msgspec.Raw(b""))) for name in names]
+    return msgspec.defstruct("_Body", fields, forbid_unknown_fields=True)
+
+
+_RAW: Final[dict[type[Any], Any]] = {kind: _raw(kind) for kind in (ChatAsked, CompletionAsked)}
+
+
+def _tokens_in(raw: bytes) -> int:
+    """How many tokens a prompt has, if it is a list of tokens; 0 if it is not.
+
+    >>> _tokens_in(b"[1, 2, 3]"), _tokens_in(b'"a, b"')
+    (3, 0)
+    """
+    return raw.count(b",") + 1 if raw.startswith(b"[") else 0
 
 
 def refused(name: str, why: str) -> ApiError:

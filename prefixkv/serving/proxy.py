@@ -26,7 +26,7 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -45,17 +45,27 @@ from prefixkv.routing import BoundedAffinityRouter
 from prefixkv.routing import Route as Place
 from prefixkv.serving import usage
 from prefixkv.serving.config import ProxyConfig, ServerAt
+from prefixkv.serving.failures import failed
 from prefixkv.serving.http import (
     ApiError,
     Stream,
-    decode_body,
     make_app,
     read_body,
     unless_gone,
 )
 from prefixkv.serving.openai import event, refused
+from prefixkv.serving.passing import (
+    ANSWER_BYTES,
+    BATCH,
+    Answer,
+    data_of,
+    parameters_of,
+    prompts_of,
+    refusal_of,
+)
 from prefixkv.serving.process import log_to_stderr
 from prefixkv.serving.status import bind, status_app
+from prefixkv.serving.streams import TooMuchError, read_all
 
 logger = logging.getLogger("prefixkv.proxy")
 
@@ -67,7 +77,6 @@ _ATTEMPTS: Final = 3  # with prefill; then one more without
 _AVOIDED_S: Final = 5.0  # a server that could not be reached
 _CONNECT_S: Final = 5.0
 _KEPT_S: Final = 2.0  # an idle connection; servers close theirs after five seconds, and later
-_BATCH: Final = 128  # prompts of one request
 _PARAMS: Final = "kv_transfer_params"
 _GRACE_S: Final = 1.0
 """After decode's first piece, for prefill's answer; and after prefill's refusal, for decode's."""
@@ -92,7 +101,7 @@ class _AloneError(Exception):
 class _RefusedError(Exception):
     """Decode refuses one of a request's prompts: what it says is the answer."""
 
-    def __init__(self, answer: _Answer) -> None:
+    def __init__(self, answer: Answer) -> None:
         super().__init__(answer)
         self.answer = answer
 
@@ -103,23 +112,6 @@ class LostError(Exception):
     def __init__(self, why: str, *servers: str) -> None:
         super().__init__(why)
         self.servers = servers
-
-
-@dataclass(slots=True, eq=False)
-class _Answer:
-    """What decode says: the head and the first piece are here, the rest is to come."""
-
-    response: httpx.Response
-    first: bytes
-    rest: AsyncIterator[bytes]
-    stack: contextlib.AsyncExitStack
-
-    @property
-    def media_type(self) -> str:
-        return str(self.response.headers.get("content-type", "application/json"))
-
-    async def close(self) -> None:
-        await self.stack.aclose()
 
 
 @dataclass(slots=True, eq=False)
@@ -193,12 +185,15 @@ class Proxy:
             listen.api_key,
             open_paths=["/health", "/ping"],
             max_requests_per_client=listen.limits.max_requests_per_client,
+            max_bodies_bytes=listen.limits.max_bodies_bytes,
         )
         status = status_app(self.health, (), listen, self.metrics.collectors)
         self.server, self.status = bind(app, status, listen)
         key = config.servers_key
         self._client = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {key}"} if key else {},
+            # Not packed: a few bytes may be made into very many, and are to be passed on anyway.
+            headers={"accept-encoding": "identity"}
+            | ({"authorization": f"Bearer {key}"} if key else {}),
             timeout=httpx.Timeout(config.answer_timeout_s, connect=_CONNECT_S),
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEPT_S
@@ -238,15 +233,20 @@ class Proxy:
         head = {"content-type": request.headers.get("content-type", "application/json")}
         for name in sorted(side.servers, key=lambda name: side.is_avoided(name)):
             url = f"{side.servers[name].url}{request.url.path}"
+            asked = self._client.stream(request.method, url, content=body or None, headers=head)
             try:
-                answer = await self._client.request(
-                    request.method, url, content=body or None, headers=head
-                )
-            except httpx.HTTPError:
+                async with contextlib.AsyncExitStack() as stack:
+                    response = await stack.enter_async_context(asked)
+                    rest = response.aiter_raw()
+                    content = await read_all(rest, ANSWER_BYTES)
+                    answer = Answer(response, content, rest, stack.pop_all())
+            except (httpx.HTTPError, TooMuchError):
                 side.avoid(name)
                 continue
-            kind = answer.headers.get("content-type", "application/json")
-            return Response(answer.content, answer.status_code, media_type=kind)
+            await answer.close()
+            if answer.status >= 400:
+                return refusal_of(answer, body)
+            return answer.whole(content)
         raise ApiError(503, "no decode server is reached", "server_error", "not_ready")
 
     async def _health(self, request: Request) -> Response:
@@ -273,7 +273,7 @@ class Proxy:
         return await self._serve(request, "prompt")
 
     async def _serve(self, request: Request, what: str) -> Response:
-        body = decode_body(await read_body(request, self._limits), dict[str, Any])
+        body = parameters_of(await read_body(request, self._limits))
         if what not in body:
             raise refused(what, "is missing")
         if _PARAMS in body:
@@ -289,9 +289,9 @@ class Proxy:
         begun_s = time.monotonic()
         outcome = "aborted"
         try:
-            prompts = _prompts(body[what]) if what == "prompt" else [body[what]]
-            if len(prompts) > _BATCH:
-                raise refused(what, f"has {len(prompts)} prompts, {_BATCH} at most are taken")
+            prompts = prompts_of(body[what]) if what == "prompt" else [body[what]]
+            if len(prompts) > BATCH:
+                raise refused(what, f"has {len(prompts)} prompts, {BATCH} at most are taken")
             alone = _is_decodes_alone(body, path)
             many = not alone and (len(prompts) > 1 or (body.get("n") or 1) > 1)
             cached: int | None = None
@@ -305,21 +305,25 @@ class Proxy:
                 found = [task.result() for task in bringing]
                 cached = sum(found) if None not in found else None  # type: ignore[arg-type]
             transfers = not many and not alone
-            run = _Run(self, path, body, _data(body[what], what), transfers=transfers)
+            run = _Run(self, path, body, data_of(body[what]), transfers=transfers)
             answer = await run.answer()
             self.metrics.ttft.observe(time.monotonic() - begun_s)
-            status = answer.response.status_code
+            status = answer.status
             outcome = "finished" if status < 400 else "refused"
             if status >= 400:
                 self.metrics.refused.labels(str(status)).inc()
-            if body.get("stream") and answer.response.status_code < 400:
-                return Stream(
-                    self._pieces(answer, cached), self._limits, answer.media_type,
-                    end=lambda: run.end(answer),
-                )  # fmt: skip
+            if body.get("stream") and status < 400:
+                pieces = self._pieces(answer, cached)
+                end = lambda: run.end(answer)  # noqa: E731
+                stream = Stream(pieces, self._limits, answer.media_type, end=end)
+                stream.headers.update(answer.packing)
+                return stream
             try:
-                content = usage.of_answer(answer.first, cached) if status < 400 else answer.first
-                return Response(content, status, media_type=answer.media_type)
+                if status >= 400:
+                    return refusal_of(answer, msgspec.json.encode(body))
+                # What is packed is passed on as it is: it is not looked into.
+                content = answer.first if answer.packing else usage.of_answer(answer.first, cached)
+                return answer.whole(content)
             finally:
                 await run.end(answer)
         except ApiError as error:
@@ -330,9 +334,8 @@ class Proxy:
             first = errors.exceptions[0]
             if isinstance(first, _RefusedError):
                 outcome, refusal = "refused", first.answer
-                status = refusal.response.status_code
-                self.metrics.refused.labels(str(status)).inc()
-                return Response(refusal.first, status, media_type=refusal.media_type)
+                self.metrics.refused.labels(str(refusal.status)).inc()
+                return refusal_of(refusal, msgspec.json.encode(body))
             outcome = "failed"
             raise first from None
         finally:
@@ -341,37 +344,40 @@ class Proxy:
     async def _bring(self, path: str, body: dict[str, Any], what: str) -> int | None:
         """Have a prompt's KV come to decode's cache. Returns how many of its tokens were there
         before; None where decode does not say."""
-        run = _Run(self, path, body, _data(body[what], what), transfers=True)
+        run = _Run(self, path, body, data_of(body[what]), transfers=True)
         answer = await run.answer()
         await run.end(answer)
-        if answer.response.status_code >= 400:
+        if answer.status >= 400:
             raise _RefusedError(answer)
         return usage.cached_tokens(answer.first)
 
-    async def _pieces(self, answer: _Answer, cached: int | None) -> AsyncGenerator[bytes, None]:
+    async def _pieces(self, answer: Answer, cached: int | None) -> AsyncGenerator[bytes, None]:
         async def pieces() -> AsyncGenerator[bytes, None]:
             yield answer.first
             async for piece in answer.rest:
                 yield piece
 
+        if answer.packing:
+            async for piece in pieces():
+                yield piece
+            return
         try:
             stream = usage.whole_events(pieces())
             if cached is not None:
                 stream = usage.of_stream(stream, cached)
             async for piece in stream:
                 yield piece
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, TooMuchError) as error:
             self.metrics.cut.inc()
-            lost = ApiError(502, f"decode was lost: {error!r}", "server_error", "worker_lost")
-            yield event(lost.body())
+            yield event(failed(502, "decode was lost", repr(error), "worker_lost").body())
 
     # --- one request on two servers ---------------------------------------------------------------
 
     async def ask(
         self, url: str, body: dict[str, Any], whole: bool, sent: asyncio.Event | None = None
-    ) -> _Answer:
+    ) -> Answer:
         """Ask one server. Returns when its first piece is here, or all of it; `sent` is set when
-        the request has left. Raises httpx.HTTPError."""
+        the request has left. Raises httpx.HTTPError, TooMuchError."""
 
         async def trace(name: str, info: Any) -> None:
             if sent is not None and name.endswith("send_request_body.complete"):
@@ -384,12 +390,12 @@ class Proxy:
                 "POST", url, content=content, headers=head, extensions={"trace": trace}
             )
             response = await stack.enter_async_context(request)
-            rest = response.aiter_bytes()
+            rest = response.aiter_raw()
             if whole or response.status_code >= 400:
-                first = await response.aread()
+                first = await read_all(rest, ANSWER_BYTES)
             else:
                 first = await anext(rest, b"")
-            return _Answer(response, first, rest, stack.pop_all())
+            return Answer(response, first, rest, stack.pop_all())
 
 
 class _Run:
@@ -403,11 +409,11 @@ class _Run:
         self._keys = page_keys(data, _PAGE_BYTES // TOKEN_BYTES)
         self._whole = not body.get("stream")
         self._places: list[tuple[_Side, Place]] = []
-        self._sending: asyncio.Task[_Answer] | None = None
+        self._sending: asyncio.Task[Answer] | None = None
         self._letting_go: asyncio.Task[None] | None = None
         self._broke: set[str] = set()  # decode servers whose connection broke once
 
-    async def answer(self) -> _Answer:
+    async def answer(self) -> Answer:
         """What decode says, an error of the client's included. Raises ApiError 502, 503."""
         lost: set[str] = set()
         attempts = [True] * _ATTEMPTS * self._transfers + [False]
@@ -415,7 +421,9 @@ class _Run:
             last = number == len(attempts) - 1
             decode = self._place("decode", lost)
             if decode is None:
-                raise ApiError(503, "no decode server is reached", "server_error", "not_ready")
+                # What they said was logged as it came, once a while.
+                detail = f"{', '.join(lost)} failed, and no decode server is left"
+                raise failed(503, "no decode server is reached", detail, "not_ready")
             prefill = self._place("prefill", lost) if transfers else None
             if transfers and prefill is None:
                 self._leave()
@@ -432,7 +440,8 @@ class _Run:
                 await self.end(None)
                 lost.update(error.servers)
                 if last:
-                    raise ApiError(502, str(error), "server_error", "worker_lost") from None
+                    why = "the servers that were asked have failed"
+                    raise failed(502, why, str(error), "worker_lost") from None
                 self._proxy.metrics.retried.inc()
             except BaseException:
                 await self.end(None)
@@ -447,7 +456,7 @@ class _Run:
         self._places.append((side, place))
         return side.servers[place.worker]
 
-    async def _attempt(self, decode: ServerAt, prefill: ServerAt | None) -> _Answer:
+    async def _attempt(self, decode: ServerAt, prefill: ServerAt | None) -> Answer:
         """Raises LostError, and ApiError for what prefill says of a client's error."""
         proxy, body = self._proxy, dict(self._body)
         if prefill is not None:
@@ -461,7 +470,7 @@ class _Run:
         url = decode.url + self._path
         loading = asyncio.create_task(proxy.ask(url, body, self._whole, sent))
         proxy.waiting[self] = "" if prefill is None else prefill.name, time.time()
-        answer: _Answer | None = None
+        answer: Answer | None = None
         try:
             if prefill is not None:
                 # Decode first: while it is not reached nothing is begun on prefill.
@@ -475,6 +484,8 @@ class _Run:
                     await self._check_sent(self._sending, loading, prefill)
             answer = await loading
             self._let_go()
+        except TooMuchError as error:
+            raise LostError(f"{decode.name} said too much: {error}", decode.name) from None
         except httpx.HTTPError as error:
             if _is_unreached(error):
                 proxy.sides["decode"].avoid(decode.name)
@@ -487,9 +498,9 @@ class _Run:
             proxy.waiting.pop(self, None)
             if answer is None:  # also where it had just come
                 await _end(loading)
-        if answer.response.status_code >= 500:
+        if answer.status >= 500:
             await answer.close()
-            why = f"{decode.name} said {answer.response.status_code}: {answer.first[:500]!r}"
+            why = f"{decode.name} said {answer.status}: {answer.first[:500]!r}"
             names = [prefill.name] if prefill is not None else [decode.name]
             raise LostError(why, *names)
         return answer
@@ -501,16 +512,18 @@ class _Run:
             self._letting_go = asyncio.create_task(_end_after(self._sending, grace_s))
 
     async def _check_sent(
-        self, sending: asyncio.Task[_Answer], loading: asyncio.Task[_Answer], prefill: ServerAt
+        self, sending: asyncio.Task[Answer], loading: asyncio.Task[Answer], prefill: ServerAt
     ) -> None:
         """Prefill has answered before decode said anything: whether it was well."""
         try:
             sent = sending.result()
+        except TooMuchError as error:
+            raise LostError(f"{prefill.name} said too much: {error}", prefill.name) from None
         except httpx.HTTPError as error:
             if _is_unreached(error):
                 self._proxy.sides["prefill"].avoid(prefill.name)
             raise LostError(f"{prefill.name} was lost: {error!r}", prefill.name) from None
-        status = sent.response.status_code
+        status = sent.status
         if status >= 500 or status in (401, 403, 404, 429):
             why = f"{prefill.name} said {status}: {sent.first[:500]!r}"
             raise LostError(why, prefill.name)
@@ -525,7 +538,7 @@ class _Run:
             side.router.ended(place, now_s)
         self._places.clear()
 
-    async def end(self, answer: _Answer | None) -> None:
+    async def end(self, answer: Answer | None) -> None:
         """Everything of it, on both servers. Again: no-op."""
         self._leave()
         sending, self._sending = self._sending, None
@@ -539,7 +552,7 @@ class _Run:
             await _end(sending)
 
 
-async def _end_after(task: asyncio.Task[_Answer], grace_s: float) -> None:
+async def _end_after(task: asyncio.Task[Answer], grace_s: float) -> None:
     """End it when it had this time to end by itself."""
     await asyncio.wait((task,), timeout=grace_s)
     await _end(task)
@@ -553,7 +566,7 @@ async def _first(wanted: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
         other.cancel()
 
 
-async def _end(task: asyncio.Task[_Answer]) -> None:
+async def _end(task: asyncio.Task[Answer]) -> None:
     """A request is no longer wanted: its connection is closed, which ends it on the server."""
     task.cancel()
     await asyncio.wait((task,))
@@ -576,20 +589,6 @@ def _for_prefill(body: dict[str, Any], path: str) -> dict[str, Any]:
 
 def _is_chat(path: str) -> bool:
     return path.endswith("/chat/completions")
-
-
-def _prompts(prompt: Any) -> list[Any]:
-    """The prompts of a request: a text, tokens, or several of either."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        return prompt
-    return [prompt]
-
-
-def _data(prompt: Any, what: str) -> bytes:
-    """A prompt as bytes such that the next turn's begin with this one's."""
-    if what == "messages" and isinstance(prompt, list):
-        return b"".join(map(msgspec.json.encode, prompt))
-    return prompt.encode() if isinstance(prompt, str) else msgspec.json.encode(prompt)[:-1]
 
 
 def _is_decodes_alone(body: dict[str, Any], path: str) -> bool:

@@ -18,11 +18,20 @@ PLAIN_TEMPLATE: Final = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+_CHARS_PER_TOKEN: Final = 16  # a text of more characters for each token that there is room for
 _TOKENS_OF_TEMPLATES: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class TextError(CallerError):
     """Messages that the model's chat template refuses."""
+
+
+class TooManyTokensError(CallerError):
+    """A text that has more tokens than there is room for: `least` are in its beginning."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(f"at least {least} tokens")
+        self.least = least
 
 
 class Texts:
@@ -52,19 +61,28 @@ class Texts:
         except TemplateError as error:
             raise ConfigError(f"the chat template is not read: {error}") from None
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The tokens of a chat, up to where the answer begins. Raises TextError."""
+    def chat(self, messages: Sequence[dict[str, str]], most: int = 0) -> list[int]:
+        """The tokens of a chat, up to where the answer begins. Raises TextError, and as `plain`."""
         try:
             text = self._template.render(messages=messages, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError) as error:
             raise TextError(f"the model's chat template refuses it: {error}") from None
-        return self._ids(text, False)
+        return self._ids(text, False, most)
 
-    def plain(self, text: str) -> list[int]:
-        """The tokens of a text, with those that the model wants before it."""
-        return self._ids(text, True)
+    def plain(self, text: str, most: int = 0) -> list[int]:
+        """The tokens of a text, with those that the model wants before it. Raises
+        TooManyTokensError where they are certain to be more than `most`, without looking at all of
+        a long text; 0: any number."""
+        return self._ids(text, True, most)
 
-    def _ids(self, text: str, special: bool) -> list[int]:
+    def _ids(self, text: str, special: bool, most: int) -> list[int]:
+        begun = text[: most * _CHARS_PER_TOKEN]
+        if most and len(begun) < len(text):
+            # The last of them may be another one where the text goes on, the others are as they are
+            # in all of it, or merge with it.
+            num = len(self.tokenizer.encode(begun, add_special_tokens=False).ids)
+            if num > most + self.longest:
+                raise TooManyTokensError(most + 1)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 

@@ -11,6 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
+from prefixkv.serving.streams import TooMuchError
+
+_EVENT_BYTES: Final = 16 << 20
 _DATA: Final = b"data: "
 
 
@@ -37,12 +40,15 @@ def of_answer(answer: bytes, cached: int | None) -> bytes:
 
 async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
     """The same stream in whole events. Of one that breaks off within an event the rest is left out:
-    what is said behind it would be a part of that event."""
+    what is said behind it would be a part of that event. Raises TooMuchError for one that does not
+    end."""
     rest = b""
     async for piece in pieces:
         events, end, rest = (rest + piece).rpartition(b"\n\n")
         if end:
             yield events + end
+        if len(rest) > _EVENT_BYTES:
+            raise TooMuchError(f"an event of more than {_EVENT_BYTES} bytes")
     if rest:
         yield rest
 

@@ -16,7 +16,8 @@ The end of a connection ends what was asked on it. An error is in OpenAI's form.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from hashlib import blake2b
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -27,6 +28,10 @@ LIFE_SIGN_S: Final = 2.0
 
 SILENCE_S: Final = 30.0
 """One that has not said anything for so long is over."""
+
+
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+"""What a worker keeps of a request as it is, for as long as that lives, or KV of it."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -62,21 +67,21 @@ class How(msgspec.Struct, frozen=True):
     seed: int | None = None
     stop_tokens: tuple[int, ...] = ()
     ignore_end: bool = False
-    stop: tuple[str, ...] = ()
+    stop: tuple[Name, ...] = ()
 
 
 class Ask(msgspec.Struct, frozen=True):
     """A `Generate`, and where its prefill worker is: its node's address, and its URL. Requests of
     different `salt` share nothing."""
 
-    rid: str
+    rid: Name
     tokens: list[int]
-    prefill: str
-    prefill_url: str
+    prefill: Name
+    prefill_url: Name
     max_new_tokens: int = 16
     num_samples: int = 1
     sampling: How = How()
-    salt: str = ""
+    salt: Name = ""
     priority: int = 0
     deadline_s: float | None = None
 
@@ -98,13 +103,13 @@ class Said(msgspec.Struct, frozen=True, omit_defaults=True):
 class Job(msgspec.Struct, frozen=True):
     """A `PrefillJob`. The last four are its `Choice`."""
 
-    rid: str
+    rid: Name
     tokens: list[int]
-    prefill: str
-    decode: str
+    prefill: Name
+    decode: Name
     room: int
     generation: int
-    salt: str
+    salt: Name
     cacheable: bool
     is_known: bool
     sampling: How
@@ -134,6 +139,16 @@ class Fence(msgspec.Struct, frozen=True):
 
     name: str
     life: str
+
+
+def key_of(salt: str) -> str:
+    """What stands for a client's salt in a service: 32 characters, however long that is. It is kept
+    for as long as KV of it is.
+
+    >>> len(key_of("tenant 1")), key_of("tenant 1") == key_of("tenant 2")
+    (32, False)
+    """
+    return blake2b(salt.encode(), digest_size=16).hexdigest()
 
 
 def namespace_of(salt: str) -> Namespace | None:

@@ -120,7 +120,7 @@ class Worker:
             Route("/fence", self._fence, methods=["POST"]),
             *self._routes(),
         ]
-        app = make_app(routes, listen.api_key)
+        app = make_app(routes, listen.api_key, max_bodies_bytes=self._limits.max_bodies_bytes)
         status_of = status_app(self.health, [engine.node], listen)
         asked, status = bind(app, status_of, listen, self._limits)
         self._servers += [asked, status]
@@ -191,7 +191,9 @@ class Worker:
     @property
     def _limits(self) -> Any:
         limits = self.settings.listen.limits
-        return replace(limits, max_body_bytes=max(limits.max_body_bytes, _MAX_JOB_BYTES))
+        most = max(limits.max_body_bytes, _MAX_JOB_BYTES)
+        in_sum = max(limits.max_bodies_bytes, 2 * most)
+        return replace(limits, max_body_bytes=most, max_bodies_bytes=in_sum)
 
     async def _info(self, _: Request) -> Response:
         return json_response(self.info)

@@ -78,7 +78,7 @@ class Door:
     def on_ready(self, fd: int, arrived: Callable[[bytes], None]) -> bool:
         """Something came at this descriptor. False if it is none of this door's."""
         if fd == self._listener.fileno():
-            self._accept()
+            self._accept(arrived)
         elif fd in self._links:
             self._read(fd, arrived, _PACKETS_A_TURN)
         else:
@@ -105,7 +105,7 @@ class Door:
             self._drop(fd)
         self._listener.close()
 
-    def _accept(self) -> None:
+    def _accept(self, arrived: Callable[[bytes], None]) -> None:
         try:
             link, _ = self._listener.accept()
         except OSError as error:  # it has left again, or there are no descriptors
@@ -114,11 +114,9 @@ class Door:
                 self._epoll.modify(self._listener.fileno(), 0)
                 self._deaf_until_s = time.monotonic() + _DEAF_S
             return
-        strangers = len(self._links) - self.num_writers
         try:
             check_user(link)
-            if len(self._links) >= _MAX_LINKS or strangers >= _MAX_STRANGERS:
-                raise HandshakeError("shm links", _MAX_LINKS, len(self._links), "are open")
+            self._make_room()
             link.setblocking(False)
         except (HandshakeError, OSError) as error:
             _log.warning("a process that wants this pool's memory is turned away: %s", error)
@@ -126,6 +124,18 @@ class Door:
             return
         self._links[link.fileno()] = link, time.monotonic() + _PATIENCE_S
         self._epoll.register(link.fileno(), select.EPOLLIN)
+        # A writer says the token before it is let in: however many come, none can push it out.
+        self._read(link.fileno(), arrived, 1)
+
+    def _make_room(self) -> None:
+        """Let the oldest stranger out where there are too many links. Raises HandshakeError where
+        they are writers."""
+        strangers = [fd for fd, (_, until_s) in self._links.items() if until_s is not None]
+        if len(strangers) < _MAX_STRANGERS and len(self._links) < _MAX_LINKS:
+            return
+        if not strangers:
+            raise HandshakeError("shm links", _MAX_LINKS, len(self._links), "are open")
+        self._drop(strangers[0])
 
     def _read(self, fd: int, arrived: Callable[[bytes], None], limit: int) -> None:
         link, until_s = self._links[fd]

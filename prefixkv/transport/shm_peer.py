@@ -6,13 +6,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import os
 import select
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from prefixkv.errors import HandshakeError, PeerLostError, TransferError
 from prefixkv.memory.shared import SharedBlock
@@ -51,7 +52,9 @@ class Link:
         self._max_ranges = len(memory.layout.regions) + MAX_OTHER_RANGES
         self._maps: list[mmap.mmap] = []
         self.mapped: list[Mapped] = []
-        self._unpopulated: deque[tuple[int, int]] = deque()
+        self._files: list[int] = []  # of the maps, until all is populated
+        self._unpopulated: deque[_Stretch] = deque()
+        self._named = _ranges_of(memory)
         self._unsent: deque[bytes] = deque()
         self.answered = False
         self.until_s = time.monotonic() + GREETING_S
@@ -78,14 +81,20 @@ class Link:
         if self.answered:
             raise PeerLostError(f"{self._peer.name} has closed, or is dead")
         handed = take(self.socket, self._max_ranges)
-        try:
-            shifts = [(block.address, self._map(block)) for block in sorted(handed.blocks)]
-        finally:
-            close_all(block.fd for block in handed.blocks)
-        firsts = [address for address, _ in shifts]
+        self._files = [block.fd for block in handed.blocks]
+        blocks = sorted(handed.blocks)
+        shifts = [self._map(block) for block in blocks]
+        firsts = [block.address for block in blocks]
         for address, num_bytes in handed.ranges:
-            shift = shifts[bisect_right(firsts, address) - 1][1]
+            shift = shifts[bisect_right(firsts, address) - 1]
             self.mapped.append(Mapped(address, num_bytes, address + shift))
+        for address, num_bytes in self._named:
+            at = bisect_right(firsts, address) - 1
+            if at < 0 or address + num_bytes > firsts[at] + blocks[at].num_bytes:
+                continue  # `plans` refuses what lies there
+            offset = address - firsts[at]
+            stretch = _Stretch(blocks[at].fd, offset, num_bytes, firsts[at] + shifts[at])
+            self._unpopulated.append(stretch)
         self.answered = True
         self._watch(0)
 
@@ -100,26 +109,35 @@ class Link:
                 memory.madvise(getattr(mmap, advice))
         here = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._maps.append(memory)
-        self._unpopulated.append((here, block.num_bytes))
         return here - block.address
 
     def populate(self) -> None:
         """Bring some of the peer's pages into this process's page table, so that no copy waits for
-        that later. Raises HandshakeError where its memory cannot be had."""
+        that later: those that its Hello names, where it has them itself. Raises HandshakeError
+        where its memory cannot be had, or has a hole, which would become memory of ours."""
         if not self._unpopulated:
             return
-        address, num_bytes = self._unpopulated.popleft()
-        some = min(num_bytes, _POPULATED_BYTES)
-        if _libc.madvise(address, -(-some // mmap.PAGESIZE) * mmap.PAGESIZE, _MADV_POPULATE_WRITE):
+        stretch = self._unpopulated.popleft()
+        first = stretch.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        end = min(stretch.offset + stretch.num_bytes, first + _POPULATED_BYTES)
+        hole = os.lseek(stretch.fd, first, os.SEEK_HOLE)
+        if hole < end:
+            raise HandshakeError("shm pages", end - first, hole - first, "are there, then a hole")
+        end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+        if _libc.madvise(stretch.here + first, end - first, _MADV_POPULATE_WRITE):
             number = ctypes.get_errno()
             if number == errno.EINVAL:  # a kernel before it
                 self._unpopulated.clear()
                 return
             if number != errno.EINTR and number != errno.EAGAIN:
-                raise HandshakeError("shm pages", num_bytes, errno.errorcode.get(number, number))
-            some = 0
-        if some < num_bytes:
-            self._unpopulated.appendleft((address + some, num_bytes - some))
+                what = errno.errorcode.get(number, number)
+                raise HandshakeError("shm pages", stretch.num_bytes, what)
+            end = first
+        left = stretch.offset + stretch.num_bytes - end
+        if left > 0:
+            self._unpopulated.appendleft(stretch._replace(offset=end, num_bytes=left))
+        if not self._unpopulated:
+            self._close_files()
 
     def plans(self, routes: Routes) -> dict[str, CopyPlan]:
         """How to copy, by route. Raises HandshakeError where the peer has handed over less than it
@@ -168,8 +186,32 @@ class Link:
         with suppress(OSError):
             self._epoll.unregister(self.fd)
         self.socket.close()
+        self._close_files()
         self._maps.clear()
         self.mapped.clear()
+
+    def _close_files(self) -> None:
+        close_all(self._files)
+        self._files.clear()
+
+
+class _Stretch(NamedTuple):
+    """Bytes of a peer's file from `offset` on; the file begins at `here`."""
+
+    fd: int
+    offset: int
+    num_bytes: int
+    here: int
+
+
+def _ranges_of(memory: PeerMemory) -> list[tuple[int, int]]:
+    """What the peer's Hello names, as far as this rank writes to it: [address, bytes]."""
+    ranges = [*memory.layout.regions]
+    if memory.staging is not None:
+        ranges.append((memory.staging.base, memory.staging.num_bytes))
+    if memory.state is not None:
+        ranges += memory.state.layout.regions
+    return ranges
 
 
 class Peer:

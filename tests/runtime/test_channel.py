@@ -20,7 +20,9 @@ from prefixkv.config import ControlConfig, CurveConfig
 from prefixkv.control.effects import FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
+from prefixkv.runtime import channel as channel_module
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
+from prefixkv.runtime.fragments import FRAGMENT_BYTES, cut
 from tests.models.patience import PATIENCE_S, lasting_address, returned, until
 
 LOCAL = "tcp://127.0.0.1:*"
@@ -107,7 +109,7 @@ def test_poll_ends_when_the_descriptor_is_written(ends: Ends, side: str) -> None
     router = ends.router()
     channel = router if side == "router" else ends.dealer(router.endpoint)
     if isinstance(channel, DealerChannel):
-        assert channel.poll(PATIENCE_S) == [Reached(router.endpoint)]
+        assert news(channel) == Reached(router.endpoint)
     timer = threading.Timer(0.05, os.eventfd_write, (ends.wake_fd, 1))
     timer.start()
     assert returned(lambda: channel.poll(float("inf"))) == []
@@ -143,55 +145,92 @@ def test_a_poll_takes_a_bounded_share_of_a_flood(ends: Ends) -> None:
     assert [int(frame.raw) for frame in frames] == list(range(1000))
 
 
-def test_a_poll_takes_a_bounded_share_of_one_workers_bytes(ends: Ends) -> None:
+def test_a_poll_takes_a_bounded_share_of_one_workers_bytes(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is beyond is dropped and counted, and another worker's frames are heard beside it."""
+    monkeypatch.setattr(channel_module, "_BYTES_A_POLL", 4 * FRAGMENT_BYTES)
     router = ends.router()
-    greedy, modest = (ends.raw(zmq.DEALER, router.endpoint) for _ in range(2))
-    big = bytes(MAX_FRAME_BYTES)
-    for _ in range(8):
-        greedy.send(big)
+    greedy, modest = (ends.raw(zmq.DEALER, router.endpoint, sndhwm=0) for _ in range(2))
+    for _ in range(16):
+        greedy.send(bytes(FRAGMENT_BYTES))
+    time.sleep(0.2)  # so that more has come than is read at once
     modest.send(b"small")
-    num_big = 0
-    heard = False
+    frames: list[Any] = []
     deadline_s = time.monotonic() + PATIENCE_S
-    while num_big + router.counters["frames_over_budget"] < 8 or not heard:
+    while not any(frame.raw == b"small" for frame in frames):
         assert time.monotonic() < deadline_s
-        frames = router.poll(0.05)
-        assert sum(len(frame.raw) for frame in frames) <= 2 * MAX_FRAME_BYTES + len(b"small")
-        num_big += sum(len(frame.raw) == MAX_FRAME_BYTES for frame in frames)
-        heard = heard or any(frame.raw == b"small" for frame in frames)
-        time.sleep(0.2)  # so that more than is read at once has come
+        some = router.poll(0.05)
+        assert sum(len(frame.raw) for frame in some) <= 4 * FRAGMENT_BYTES + len(b"small")
+        frames += some
+    assert router.counters["frames_over_budget"] + len(frames) == 17
     assert router.counters["frames_over_budget"]
 
 
-def test_a_dealer_reads_a_bounded_share_of_a_workers_bytes_and_the_rest_later(ends: Ends) -> None:
+def test_large_frames_come_whole_however_fast_they_come(ends: Ends) -> None:
+    router = ends.router()
+    greedy = ends.raw(zmq.DEALER, router.endpoint, sndhwm=0)
+    for _ in range(4):
+        for message in cut(bytes(MAX_FRAME_BYTES)):
+            greedy.send(message)
+    assert [len(raw) for _, _, raw in polled(router, 4)] == [MAX_FRAME_BYTES] * 4
+    assert not router.counters
+
+
+def test_a_dealer_reads_a_bounded_share_of_a_workers_bytes_and_the_rest_later(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "_BYTES_A_POLL", 4 * FRAGMENT_BYTES)
+    worker = ends.router()
+    dealer = ends.dealer(worker.endpoint)
+    dealer.send(worker.endpoint, b"hi")
+    ((route, _, _),) = polled(worker)
+    for _ in range(16):
+        worker.send(route, bytes(FRAGMENT_BYTES))
+    num = 0
+    deadline_s = time.monotonic() + PATIENCE_S
+    while num < 16:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)  # so that more than is read at once has come
+        frames = [frame for frame in dealer.poll(0.05) if isinstance(frame, FrameReceived)]
+        assert len(frames) <= 4
+        num += len(frames)
+    assert not worker.counters
+    assert not dealer.counters
+
+
+def test_a_dealer_that_reads_too_little_is_cut_and_comes_again(ends: Ends) -> None:
     worker = ends.router()
     dealer = ends.dealer(worker.endpoint)
     dealer.send(worker.endpoint, b"hi")
     ((route, _, _),) = polled(worker)
     for _ in range(6):
         worker.send(route, bytes(MAX_FRAME_BYTES))
-    num_big = 0
-    deadline_s = time.monotonic() + PATIENCE_S
-    while num_big < 6:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.2)  # so that more than is read at once has come
-        frames = [frame for frame in dealer.poll(0.05) if isinstance(frame, FrameReceived)]
-        assert len(frames) <= 2
-        num_big += len(frames)
-    assert not worker.counters
-    assert not dealer.counters
+    assert worker.counters["connections_cut: does not read"] == 1
+    routes: list[bytes] = []
+
+    def came_again() -> bool:  # what is said as the connection ends is lost, as any frame may be
+        dealer.send(worker.endpoint, b"again")
+        dealer.poll(0.01)
+        routes.extend(frame.source for frame in worker.poll(0.01))
+        return any(other != route for other in routes)
+
+    until(came_again)
+    again = next(other for other in routes if other != route)
+    worker.send(again, b"hello")
+    heard: list[bytes] = []
+    until(lambda: heard.extend(raw for _, raw in polled(dealer)) or b"hello" in heard)
 
 
 def test_a_socket_that_is_not_read_holds_few_frames_and_loses_none(ends: Ends) -> None:
     """However many its owner lets wait; the sender notices."""
     router = ends.router()
-    greedy = ends.raw(zmq.DEALER, router.endpoint, sndhwm=1)
-    num_sent, frame = 0, bytes(1 << 20)
+    greedy = ends.raw(zmq.DEALER, router.endpoint, sndhwm=1, sndbuf=1 << 16)
+    num_sent, frame = 0, bytes(1 << 16)
     while num_sent < 200 and greedy.poll(2000, zmq.POLLOUT):
         greedy.send(frame)
         num_sent += 1
-    assert num_sent < 200, "64 wait here, and what the kernel's buffers take"
+    assert num_sent < 40, "16 wait here, and what the kernel's buffers take"
     num_read = 0
     deadline_s = time.monotonic() + PATIENCE_S
     while num_read + router.counters["frames_over_budget"] < num_sent:
@@ -316,7 +355,7 @@ def test_decode_drops_multipart_messages_too(ends: Ends) -> None:
 def test_an_oversize_frame_does_not_get_in_and_its_sender_may_go_on(ends: Ends) -> None:
     router = ends.router()
     stranger = ends.raw(zmq.DEALER, router.endpoint)
-    stranger.send(bytes(MAX_FRAME_BYTES + 1))  # the socket cuts the connection, zmq makes a new one
+    stranger.send(bytes(2 * FRAGMENT_BYTES))  # the socket cuts the connection, zmq makes a new one
     deadline_s = time.monotonic() + PATIENCE_S
     frames: list[Any] = []
     while not frames and time.monotonic() < deadline_s:
@@ -523,10 +562,10 @@ def test_close_gives_everything_back(ends: Ends, curve: bool) -> None:
 def test_a_closing_linger_lets_the_last_frame_leave(ends: Ends) -> None:
     router = ends.router()
     dealer = ends.dealer(router.endpoint)
-    for _ in range(50):  # no more than a socket takes that is not read meanwhile
-        dealer.send(router.endpoint, bytes(1 << 18))  # far more than the kernel takes at once
+    for _ in range(12):  # no more than a socket takes that is not read meanwhile
+        dealer.send(router.endpoint, bytes(FRAGMENT_BYTES))
     dealer.close(linger_s=PATIENCE_S)
-    assert len(polled(router, 50)) == 50
+    assert len(polled(router, 12)) == 12
 
 
 @pytest.mark.parametrize(

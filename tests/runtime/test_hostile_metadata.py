@@ -20,6 +20,7 @@ from prefixkv.protocol import messages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, HelloReply, HelloWanted
 from prefixkv.request import Request
+from prefixkv.runtime.fragments import Joiner, cut
 from prefixkv.runtime.nodes import DecodeNode
 from prefixkv.transport import trial as trial_module
 from tests.models.node_pair import NodePair, make_pool, tokens_of
@@ -28,6 +29,12 @@ from tests.models.ucx_packed import address_of, keys_of, with_address
 from tests.models.ucx_shapes import shaped
 from tests.runtime.conftest import MakePair
 from tests.runtime.test_node_faults import end_of, raw_socket
+
+
+def send(sock: zmq.Socket[bytes], raw: bytes) -> None:
+    """As a channel sends a frame."""
+    for message in cut(raw):
+        sock.send(message)
 
 
 class Attacker:
@@ -46,6 +53,7 @@ class Attacker:
         assert isinstance(frame.body, Hello)
         self.me, self.hello = frame.sender, frame.body
         self.sock = sock
+        self.joiner: Joiner[str] = Joiner()
         sock.connect(prefill)
         self.seq = count(10)
 
@@ -53,16 +61,17 @@ class Attacker:
         """A Hello with this metadata, and again with what prefill wants to hear in it."""
         me = me or self.me
         hello = msgspec.structs.replace(self.hello, agent_metadata=metadata, worker=me)
-        self.sock.send(messages.encode(me, next(self.seq), hello))
+        send(self.sock, messages.encode(me, next(self.seq), hello))
         wanted = self.hear()
         assert isinstance(wanted, HelloWanted)
         hello = msgspec.structs.replace(hello, nonce=wanted.nonce)
-        self.sock.send(messages.encode(me, next(self.seq), hello))
+        send(self.sock, messages.encode(me, next(self.seq), hello))
 
     def hear(self) -> Any:
         while True:
             assert self.sock.poll(PATIENCE_S * 1000)
-            body = messages.decode(self.sock.recv()).body
+            raw = self.joiner.join("", self.sock.recv())
+            body = messages.Heartbeat() if raw is None else messages.decode(raw).body
             if not isinstance(body, messages.Heartbeat):
                 return body
 

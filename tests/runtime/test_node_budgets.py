@@ -21,7 +21,7 @@ from tests.models.node_pair import make_pool, tokens_of
 from tests.models.node_process import NodeProcess, node_processes
 from tests.models.patience import until
 from tests.runtime.conftest import QUICK
-from tests.runtime.test_hostile_metadata import Attacker
+from tests.runtime.test_hostile_metadata import Attacker, send
 from tests.runtime.test_node_faults import raw_socket
 
 MIB = 1 << 20
@@ -82,7 +82,7 @@ def refusals(attacker: Attacker, num_pages: int, num_frames: int) -> set[str]:
     said = set()
     for room in range(num_frames):
         promise = Promise(room, 0, num_pages * 4 * FACTOR % 2**31, 0, pages, room + 1)
-        attacker.sock.send(messages.encode(attacker.me, next(attacker.seq), promise))
+        send(attacker.sock, messages.encode(attacker.me, next(attacker.seq), promise))
         outcome = attacker.hear()
         assert isinstance(outcome, Outcome)
         said.add(outcome.error)
@@ -110,7 +110,7 @@ def test_introductions_that_are_too_large_cost_a_prefill_node_nothing(
         with raw_socket(zmq.DEALER) as sock:
             sock.connect(served.prefill.endpoint)
             hello = msgspec.structs.replace(attacker.hello, agent_metadata=bytes(15 * MIB))
-            sock.send(messages.encode(attacker.me, number, hello))
+            send(sock, messages.encode(attacker.me, number, hello))
             assert not sock.poll(20)
     served.one()
     for number in range(1, LARGE_FRAMES + 1):

@@ -110,6 +110,39 @@ def test_a_follower_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatc
     asyncio.run(main())
 
 
+def test_a_follower_is_behind_by_so_many_bytes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "_MAX_WAITING_BYTES", 200)
+
+    async def main() -> None:
+        source = Source()
+        stream, _ = await source.frames(1)
+        (follower,) = source.tap._followers
+        source.insert(list(range(1000)))  # one frame that is longer by itself is no fault
+        assert not follower.cut
+        for i in range(1000, 1100, 2):
+            source.insert([i, i + 1])
+        assert follower.cut
+        assert not follower.frames
+        assert [piece async for piece in stream] == []
+
+    asyncio.run(main())
+
+
+def test_so_many_may_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "_MAX_FOLLOWERS", 1)
+
+    async def main() -> None:
+        source = Source()
+        stream, _ = await source.frames(1)
+        assert [piece async for piece in source.tap.frames()] == []
+        await stream.aclose()
+        again, pieces = await source.frames(1)
+        assert pieces
+        await again.aclose()
+
+    asyncio.run(main())
+
+
 def test_what_is_no_frame_is_an_error() -> None:
     for wrong in (b"\xff\xff\xff\xff", b"\x01\x00\x00\x00x"):
         with pytest.raises(ProtocolError):

@@ -596,11 +596,22 @@ def test_usage_of_several_samples_is_of_before_they_were_brought() -> None:
     run(scene, None, [streamed])
 
 
-def test_an_error_of_decode_is_told_when_all_attempts_are_made() -> None:
+def test_an_error_of_decode_is_logged_when_all_attempts_are_made(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its client hears under which number."""
+
     async def scene(stage: Stage) -> None:
         answer = await stage.complete()
         assert answer.status_code == 502
-        assert "broken" in answer.json()["error"]["message"]
+        told = answer.json()["error"]["message"]
+        assert "broken" not in told
+        number = told.partition("(request ")[2].rstrip(")")
+        assert [
+            one
+            for one in caplog.records
+            if f"request {number}: " in one.message and "broken" in one.message
+        ]
         assert "kv_transfer_params" not in stage.decode[0].asked[-1]
 
     run(scene, None, [refusing(500, "broken")])

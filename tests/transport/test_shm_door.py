@@ -181,7 +181,7 @@ def test_the_thread_wakes_for_the_stranger_that_came_first(driver: ShmDriver) ->
             assert door.wake_s() == first_s
 
 
-def test_only_so_many_strangers_are_waited_for(
+def test_only_so_many_strangers_are_waited_for_and_the_oldest_makes_room(
     driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shm_door, "_MAX_STRANGERS", 3)
@@ -189,11 +189,38 @@ def test_only_so_many_strangers_are_waited_for(
     token = MAGIC + offer_of(target).token
     with ExitStack() as opened:
         known = [opened.enter_context(stranger_at(target)) for _ in range(3)]
-        with stranger_at(target) as one_too_many:
-            assert answer_to(one_too_many, token) == b""
-        assert answer_to(known[0], token).startswith(MAGIC)
-        another = opened.enter_context(stranger_at(target))  # there is room again
+        another = opened.enter_context(stranger_at(target))
+        assert known[0].recv(10) == b""
         assert answer_to(another, token).startswith(MAGIC)
+        for stranger in known[1:]:
+            assert answer_to(stranger, token).startswith(MAGIC)
+
+
+def test_a_writer_is_let_in_however_many_strangers_come(driver: ShmDriver) -> None:
+    """64 at a time, again and again, of the same user."""
+    target = driver.node("decode")
+    token = MAGIC + offer_of(target).token
+    with ExitStack() as opened:
+        for _ in range(10):
+            for _ in range(64):
+                opened.enter_context(stranger_at(target))
+            before_s = time.monotonic()
+            writer = opened.enter_context(stranger_at(target))
+            assert answer_to(writer, token).startswith(MAGIC)
+            assert time.monotonic() - before_s < shm_door._PATIENCE_S / 2
+
+
+def test_a_stranger_makes_room_for_a_writer_where_there_are_too_many_links(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_door, "_MAX_LINKS", 2)
+    target = driver.node("decode")
+    token = MAGIC + offer_of(target).token
+    with stranger_at(target) as first, stranger_at(target) as second:
+        assert answer_to(first, token).startswith(MAGIC)
+        with stranger_at(target) as third:
+            assert answer_to(third, token).startswith(MAGIC)
+            assert second.recv(10) == b""
 
 
 def test_only_so_many_writers_are_let_in(

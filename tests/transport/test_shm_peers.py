@@ -6,13 +6,15 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import errno
+import fcntl
 import itertools
+import os
 import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -21,6 +23,7 @@ import pytest
 from prefixkv.config import TransportConfig
 from prefixkv.errors import HandshakeError, PeerLostError, TransferTimeoutError
 from prefixkv.memory.mesh import Shard
+from prefixkv.memory.shared import SEALS
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport import shm_loop, shm_peer
 from prefixkv.transport.base import Arrived, PeerUnreachable, Settled, WriteDone, WriteFailed
@@ -390,6 +393,50 @@ def test_writes_to_a_peer_that_does_not_read_its_tags_fail_beyond_a_bound(
     link.close()
 
 
+# --- memory that is not there -----------------------------------------------------------------
+
+
+def test_a_file_with_a_hole_is_refused_before_a_page_is_touched(
+    driver: ShmDriver, liar: Liar
+) -> None:
+    """What its Hello names is not there: a page that this process touched would be new memory."""
+    writer = driver.node("prefill")
+    with sparse(liar.block.num_bytes) as fd:
+        writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+        with liar.answer([liar.block[:2]], [*liar.layout.regions], [fd]):
+            driver.until(lambda: writer.of(PeerUnreachable))
+        (event,) = writer.of(PeerUnreachable)
+        assert (event.error.field, event.error.reason) == ("shm pages", "are there, then a hole")
+        assert os.fstat(fd).st_blocks == 0
+
+
+def test_no_more_is_touched_than_the_hello_names(driver: ShmDriver, liar: Liar) -> None:
+    """Whatever the file has, and whatever is handed over beside it."""
+    writer, to = driver.node("prefill"), None
+    address, num_bytes, fd = liar.block
+    most = 1 << 32
+    with sparse(most) as large:
+        writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+        blocks = [(address, num_bytes), (address + num_bytes, most)]
+        ranges = [*liar.layout.regions, (address + num_bytes, most)]
+        with liar.answer(blocks, ranges, [fd, large]):
+            to = Node(liar.me, writer.pool, None)
+            until(lambda: is_connected(writer, to))
+        assert os.fstat(large).st_blocks == 0
+
+
+@contextmanager
+def sparse(num_bytes: int) -> Iterator[int]:
+    """A sealed file without a page."""
+    fd = os.memfd_create("sparse", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        yield fd
+    finally:
+        os.close(fd)
+
+
 # --- memory that cannot be had --------------------------------------------------------------------
 
 
@@ -461,7 +508,7 @@ def test_a_kernel_that_is_interrupted_is_asked_again_and_an_old_one_is_not(
                 link.populate()
                 turns += 1
         link.close()
-    num_pages = 2 * liar.block.num_bytes // 4096
+    num_pages = liar.block.num_bytes // 4096  # the second block is not in the Hello
     if number == errno.EINVAL:
         assert turns == 1
     else:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prefixkv.cache.namespace import shortened
 from prefixkv.cache.radix_key import TOKEN_LIMIT, RadixKey
 from prefixkv.errors import TokenError
 
@@ -26,13 +27,15 @@ _LE_INT32 = np.dtype("<i4")
 
 
 def namespace_of(extra_key: str | None, cache_salt: str | None) -> Hashable:
-    """What keeps requests apart that have equal tokens; None is the common namespace.
+    """What keeps requests apart that have equal tokens; None is the common namespace. A long text
+    is kept as its digest, which is also what cache events say then.
 
     >>> namespace_of("lora", "")
     ('lora', None)
     """
-    salt = cache_salt or None
-    return None if extra_key is None and salt is None else (extra_key, salt)
+    salt = shortened(cache_salt) if cache_salt else None
+    named = None if extra_key is None else shortened(extra_key)
+    return None if named is None and salt is None else (named, salt)
 
 
 class Packer:

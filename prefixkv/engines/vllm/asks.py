@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from prefixkv.cache.namespace import shortened
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import RequestError
 from prefixkv.request import whole_number
@@ -57,7 +58,7 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
     if params is None:
         return None
     if not isinstance(params, Mapping):
-        raise RequestError(f"kv_transfer_params is {params!r}, an object is needed")
+        raise RequestError(f"kv_transfer_params is {repr(params)[:200]}, an object is needed")
     loads, sends = bool(params.get("do_remote_prefill")), bool(params.get("do_remote_decode"))
     if not loads and not sends:
         return None
@@ -82,8 +83,8 @@ def _room(room: Any) -> int:
 def _name(key: str, where: Any) -> str:
     if not isinstance(where, str) or not 1 <= len(where) <= MAX_NAME_CHARS:
         raise RequestError(
-            f"{key} in kv_transfer_params is {where!r}, a string of 1 to {MAX_NAME_CHARS} "
-            "characters is needed"
+            f"{key} in kv_transfer_params is {repr(where)[:200]}, a string of 1 to "
+            f"{MAX_NAME_CHARS} characters is needed"
         )
     return where
 
@@ -125,8 +126,8 @@ def namespace_of(request: Any) -> tuple[Any, ...] | None:
     """LoRA adapter by name, salt, and (hash, offset, length) of each image."""
     lora = request.lora_request.lora_name if request.lora_request else None
     media = tuple(
-        (str(one.identifier), int(one.mm_position.offset), int(one.mm_position.length))
+        (shortened(str(one.identifier)), int(one.mm_position.offset), int(one.mm_position.length))
         for one in request.mm_features
     )
-    salt = request.cache_salt or None
+    salt = shortened(request.cache_salt) if request.cache_salt else None
     return (lora, salt, media) if lora is not None or salt is not None or media else None

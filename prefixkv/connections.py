@@ -1,0 +1,545 @@
+"""What TCP peers of a ZeroMQ socket can make this process hold, counted by the kernel and bounded.
+
+libzmq collects a message of many parts to its end before anybody sees it, and bounds only a part
+(`MAXMSGSIZE`). So the bytes are counted outside it: the kernel says how many a connection has
+brought (`TCP_INFO`), and the socket's owner how many it has taken. A connection whose difference is
+above its bound is shut down, and libzmq frees what it has of the unfinished message. What honest
+peers have waiting stays below the bound: `RCVHWM` messages of the largest size, and a kernel's
+buffer, which `set_bounds` limits both.
+
+The same holds the other way: what was given to a connection, less what its kernel has acknowledged,
+is what this process holds because the peer does not read.
+
+Where the owner sleeps and its socket has nothing for it (`Watched.may_sleep`), all whole messages
+are taken: what a connection has brought beyond them is of one unfinished message, and is bounded by
+two of the largest size.
+
+The thread sleeps in `poll` until a connection comes or bytes do, and then looks every `LOOK_S` as
+long as they go on coming. Linux alone has these counters; elsewhere, and for `ipc://`, whose peers
+are processes of this user, nothing is watched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import resource
+import select
+import socket
+import struct
+import sys
+import termios
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from prefixkv.wakeups import Inbox, wait_readable
+
+_log = logging.getLogger("prefixkv.connections")
+
+LOOK_S: Final = 0.01
+"""Between two looks at connections that bring bytes."""
+
+QUICK_LOOK_S: Final = 0.002
+"""The same, while one of them may be hostile: a stranger on loopback brings 1 GB/s."""
+
+HANDSHAKE_S: Final = 10.0
+"""After that long a connection that has not shaken hands is ended, by libzmq."""
+
+MOST_PARTS: Final = 8
+"""Of a message; those of prefixkv have one or two."""
+
+_TCP_INFO_BYTES: Final = 152
+_COUNTED: Final = struct.Struct("=QQ")  # bytes acknowledged, bytes received
+_COUNTED_AT: Final = 120
+_NOT_SENT: Final = struct.Struct("=I")
+_NOT_SENT_AT: Final = 144
+_BORN_BYTES: Final = 2048  # ZeroMQ's greeting and handshake, with keys: these nobody takes
+_CURVE_BYTES: Final = 33  # of each frame
+_PUBLISHED_BYTES: Final = 1 << 20  # between two looks at who reads
+_LATE_S: Final = 5.0  # what was taken of a connection is known so long before the connection is
+_LOG_EVERY_S: Final = 1.0
+_DESCRIPTORS: Final = 4  # a quarter of the process's, for connections of one socket; each takes two
+_EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+
+_Socket = zmq.Socket[bytes]
+
+
+class Bounds(NamedTuple):
+    """Of one socket.
+
+    Args:
+        message_bytes: of a part, so of a message that has one.
+        queued_messages: that wait for the owner, of a connection.
+        kernel_bytes: that wait with the kernel, of a connection, as `SO_RCVBUF` counts.
+        connection_bytes: brought by a connection and not taken by the owner.
+        socket_bytes: the same, of all connections.
+        connections: at once.
+        unread_bytes: given to a connection and not acknowledged.
+    """
+
+    message_bytes: int
+    queued_messages: int
+    kernel_bytes: int
+    connection_bytes: int
+    socket_bytes: int
+    connections: int
+    unread_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One accepted connection. `taken`, `given` and `heard_s` are the socket's owner's, the rest is
+    the watcher's."""
+
+    link: socket.socket  # of a duplicate of libzmq's descriptor
+    link_fd: int
+    began_s: float
+    taken: int = 0
+    given: int = 0
+    heard_s: float = 0.0  # when a message of it was taken last; 0: never
+    received: int = 0
+    unread: int = 0  # of them those that wait with the kernel
+    is_cut: bool = False
+
+    def look(self) -> bool:
+        """Count what has come. Whether it is more than before."""
+        before = self.received
+        with suppress(OSError):
+            self.received = self.count()[1]
+            waiting = fcntl.ioctl(self.link_fd, termios.FIONREAD, bytes(4))
+            self.unread = int.from_bytes(waiting, sys.byteorder)
+        return self.received > before
+
+    @property
+    def held(self) -> int:
+        """Bytes that it has brought and nobody has taken. ZeroMQ's pings count: whoever sends them
+        is cut one day, and comes back."""
+        return max(0, self.received - self.taken - _BORN_BYTES)
+
+    def count(self) -> tuple[int, int]:
+        """Bytes that the peer has acknowledged, and has sent. Raises OSError."""
+        info = self.link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        if len(info) < _NOT_SENT_AT + _NOT_SENT.size:
+            raise OSError("this kernel does not count the bytes of connections")
+        acknowledged, received = _COUNTED.unpack_from(info, _COUNTED_AT)
+        return acknowledged, received
+
+    def is_stuck(self) -> bool:
+        """Something waits with this kernel that the peer has no room for."""
+        with suppress(OSError):
+            info = self.link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            return bool(_NOT_SENT.unpack_from(info, _NOT_SENT_AT)[0])
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        return self.link.fileno() < 0
+
+    def cut(self) -> None:
+        """End it: libzmq sees its end, and frees what it holds of it."""
+        self.is_cut = True
+        with suppress(OSError):
+            # The peer is told when both descriptors are closed, whatever it has still to send.
+            self.link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.link.shutdown(socket.SHUT_RDWR)
+
+
+def set_bounds(sock: _Socket, bounds: Bounds) -> None:
+    """Set those options of a socket by which libzmq and the kernel keep honest peers below its
+    bounds. Before it is bound or connected."""
+    sock.setsockopt(zmq.MAXMSGSIZE, bounds.message_bytes)
+    sock.setsockopt(zmq.RCVHWM, bounds.queued_messages)
+    sock.setsockopt(zmq.RCVBUF, bounds.kernel_bytes)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+
+
+def message_bytes(num_bytes: int, is_curve: bool) -> int:
+    """How long a part is on the network.
+
+    >>> message_bytes(10, is_curve=False), message_bytes(256, is_curve=False)
+    (12, 265)
+    """
+    size = num_bytes + (_CURVE_BYTES if is_curve else 0)
+    return size + (2 if size < 256 else 9)
+
+
+def descriptor(frame: zmq.Frame) -> int:
+    """libzmq's descriptor of the connection that a part has come by; -1: none that is watched."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:  # ipc
+        return -1
+
+
+def receive(sock: _Socket, watched: Watched) -> tuple[list[zmq.Frame], Connection | None]:
+    """The next message of a watched socket, and the connection that it has come by; no frames for
+    one of more than `MOST_PARTS`, whose connection is cut. Raises zmq.Again where there is none."""
+    frame = sock.recv(zmq.DONTWAIT, copy=False)
+    frames, num_bytes, num_parts = [frame], 0, 1
+    while frame.more:  # all of them are here, since a message comes whole
+        frame = sock.recv(zmq.DONTWAIT, copy=False)
+        num_bytes += message_bytes(len(frame), watched.is_curve)
+        num_parts += 1
+        if num_parts <= MOST_PARTS:
+            frames.append(frame)
+    if not watched.has_route:
+        num_bytes += message_bytes(len(frames[0]), watched.is_curve)
+    connection = watched.took(descriptor(frame), num_bytes)
+    if num_parts > MOST_PARTS:
+        if connection is not None:
+            watched.cut(connection, "a message of many parts")
+        return [], connection
+    return frames, connection
+
+
+@dataclass(slots=True, eq=False)
+class Watched:
+    """A socket, as its owner tells the watcher of it. What the owner's thread calls never waits."""
+
+    name: str
+    bounds: Bounds
+    is_curve: bool
+    counters: Counter[str]
+    monitor: _Socket | None  # None: the owner tells what comes and goes
+    fd: int  # readable, where the socket may have something that its owner has not seen
+    is_read: bool = True  # False: libzmq takes what comes, so all that a connection brings counts
+    has_route: bool = False  # a message begins with a frame that did not travel
+    connections: dict[int, Connection] = field(default_factory=dict)  # by libzmq's descriptor
+    is_waiting: bool = False  # the owner sleeps on `fd`, having found the socket empty
+    is_settling: bool = False  # connections have ended, and what they left may not be taken yet
+    _early: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _turns: int = 0  # how often the socket was found empty
+    _gone_bytes: int = 0
+    _gone_turns: int = 0
+    _published: int = 0
+    _looked_at: int = 0
+
+    # --- the owner's thread -----------------------------------------------------------------------
+
+    def took(self, fd: int, num_bytes: int) -> Connection | None:
+        """The owner has taken a message of so many bytes, which came by this descriptor."""
+        connection = self.connections.get(fd)
+        if connection is None:
+            if fd >= 0:  # its connection is not known yet, or not any more
+                self._early[fd] = self._early.get(fd, (0, 0.0))[0] + num_bytes, time.monotonic()
+            return None
+        connection.taken += num_bytes
+        connection.heard_s = time.monotonic()
+        return connection
+
+    def may_sleep(self, sock: _Socket) -> bool:
+        """Whether the socket has nothing for its owner, so that `fd` is readable before it has. The
+        owner sleeps on that, and not in zmq's poll of the socket: that one takes note of what has
+        come a moment before the owner does, and it would look as if all was taken."""
+        self.is_waiting = not int(sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        return self.is_waiting
+
+    def found_empty(self) -> None:
+        """The owner has taken all there is."""
+        self._turns += 1
+
+    def unread(self, connection: Connection | None) -> int:
+        """Bytes that were given to a connection and that its peer has not acknowledged."""
+        if connection is None or not connection.given:
+            return 0
+        try:
+            return max(0, connection.given - connection.count()[0])
+        except OSError:
+            return 0
+
+    def gave(self, connection: Connection | None, num_bytes: int) -> None:
+        """The owner has queued a message for a connection; one that does not read is ended."""
+        if connection is None or connection.is_cut:
+            return
+        connection.given += num_bytes
+        if connection.given > self.bounds.unread_bytes:
+            unread = self.unread(connection)
+            if unread > self.bounds.unread_bytes:
+                self.cut(connection, "does not read", unread)
+            elif not unread:
+                connection.given = connection.count()[0]
+
+    def published(self, num_bytes: int) -> None:
+        """The owner has published so many bytes to whoever wants them; a subscriber that is more
+        than `unread_bytes` behind, and has no room for more, is ended."""
+        self._published += num_bytes
+        if self._published - self._looked_at < _PUBLISHED_BYTES:
+            return
+        self._looked_at = self._published
+        for connection in list(self.connections.values()):
+            with suppress(OSError):
+                behind = self._published + connection.given - connection.count()[0]
+                if not connection.is_stuck():
+                    connection.given -= behind  # it has all, but for what was not for it
+                elif behind > self.bounds.unread_bytes:
+                    self.cut(connection, "does not read", behind)
+
+    # --- either -----------------------------------------------------------------------------------
+
+    def cut(self, connection: Connection, why: str, num_bytes: int = 0) -> None:
+        """End a connection, and say so."""
+        if not connection.is_cut:
+            connection.cut()
+            self.counters[f"connections_cut: {why}"] += 1
+
+    # --- the watcher's thread ---------------------------------------------------------------------
+
+    def begin(self, fd: int, now_s: float) -> Connection | None:
+        """A connection has come. None for one that has gone already, or is no TCP."""
+        try:
+            link = socket.socket(fileno=os.dup(fd))
+        except OSError:
+            return None
+        connection = Connection(link, link.fileno(), now_s)
+        try:
+            if link.family not in (socket.AF_INET, socket.AF_INET6):
+                raise OSError("no TCP")
+            connection.look()
+            connection.count()
+        except OSError:
+            link.close()
+            return None
+        if self._gone_bytes > self.bounds.socket_bytes:
+            self.cut(connection, "messages beyond their bound in sum")
+        self._make_room()
+        # No more than it can have been: the rest was of another that had this descriptor before.
+        connection.taken = min(self._early.pop(fd, (0, 0.0))[0], connection.received)
+        connection.heard_s = now_s if connection.taken else 0.0
+        if not self.is_read:
+            connection.given = -self._published
+        self.connections[fd] = connection
+        return connection
+
+    def _make_room(self) -> None:
+        """Beyond the most, one ends: of those that never said anything the oldest; else that which
+        has been silent for longest."""
+        live = [one for one in self.connections.values() if not one.is_cut]
+        if len(live) >= self.most:
+            oldest = min(live, key=lambda one: (one.heard_s, one.began_s))
+            self.cut(oldest, "too many")
+
+    @property
+    def most(self) -> int:
+        """Connections at once."""
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return max(16, min(self.bounds.connections, descriptors // _DESCRIPTORS))
+
+    def end(self, fd: int) -> Connection | None:
+        """A connection has gone, by libzmq's word. Its duplicate is the caller's to close."""
+        connection = self.connections.pop(fd, None)
+        if connection is not None:
+            connection.look()
+            if self.is_read and connection.held:
+                self._gone_bytes += connection.held
+                self._gone_turns = self._turns + 2  # the next may have begun before
+                self.is_settling = True
+        return connection
+
+    def enforce(self, now_s: float) -> None:
+        """Cut what is above its bound: each for itself, then the largest until the sum is below."""
+        for fd, (_, when_s) in list(self._early.items()):
+            if when_s < now_s - _LATE_S:
+                self._early.pop(fd, None)
+        live = [one for one in self.connections.values() if not one.is_cut]
+        # After they were counted: what was counted and is whole is taken by now.
+        if self.is_waiting and not wait_readable(self.fd, 0.0):
+            self._gone_turns = self._turns
+            most = 2 * self.bounds.message_bytes
+            for connection in live:
+                if connection.held - connection.unread > most:
+                    self.cut(connection, "an unfinished message beyond its bound")
+        if self._turns >= self._gone_turns:
+            self._gone_bytes, self.is_settling = 0, False
+        total = self._gone_bytes + sum(connection.held for connection in live)
+        for connection in sorted(live, key=lambda one: one.held, reverse=True):
+            if connection.held > self.bounds.connection_bytes:
+                self.cut(connection, "messages beyond their bound")
+            elif total > self.bounds.socket_bytes and connection.held > _BORN_BYTES:
+                self.cut(connection, "messages beyond their bound in sum")
+            else:
+                break
+            total -= connection.held
+
+    @property
+    def looks_hostile(self) -> bool:
+        """A connection that brings bytes is unknown, or has brought more than a message."""
+        most = self.bounds.message_bytes
+        return any(not one.heard_s or one.held > most for one in self.connections.values())
+
+
+class Watcher:
+    """The thread. Made by the owner of the sockets, which calls all of it.
+
+    `counters` has "connections_cut: WHY" once one was cut.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.counters: Counter[str] = Counter()
+        self._name = name
+        self._watched: list[Watched] = []
+        self._bell: Inbox[Callable[[], None] | None] = Inbox()
+        self._epoll: select.epoll | None = select.epoll() if sys.platform == "linux" else None
+        self._poller = zmq.Poller()
+        self._by_link: dict[int, tuple[Watched, Connection]] = {}
+        self._hot: dict[int, tuple[Watched, Connection]] = {}  # by their duplicates' descriptors
+        self._logged_s = -_LOG_EVERY_S
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    # --- the owner's thread -----------------------------------------------------------------------
+
+    def watch_bound(
+        self, sock: _Socket, name: str, bounds: Bounds, is_curve: bool = False,
+        is_read: bool = True,
+    ) -> Watched:  # fmt: skip
+        """Bound a socket that is not bound yet: a connection that came before is not watched."""
+        monitor = None if self._epoll is None else sock.get_monitor_socket(_EVENTS)
+        watched = Watched(name, bounds, is_curve, self.counters, monitor, sock.FD, is_read)
+        watched.has_route = sock.type == zmq.ROUTER
+        return self._begin(sock, watched)
+
+    def watch_connected(
+        self, sock: _Socket, name: str, bounds: Bounds, is_curve: bool = False
+    ) -> Watched:
+        """Bound a socket that connects: `came` and `went` say what its owner's monitor says."""
+        return self._begin(sock, Watched(name, bounds, is_curve, self.counters, None, sock.FD))
+
+    def came(self, watched: Watched, fd: int) -> None:
+        """zmq.EVENT_CONNECTED, with libzmq's descriptor."""
+        self._tell(lambda: self._came(watched, fd))
+
+    def went(self, watched: Watched, fd: int) -> None:
+        """zmq.EVENT_DISCONNECTED, with libzmq's descriptor."""
+        self._tell(lambda: self._went(watched, fd))
+
+    def forget(self, watched: Watched) -> None:
+        """A socket that connects is to be closed."""
+        self._tell(lambda: self._forget(watched))
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        if self._thread is not None:
+            self._bell.put(what)
+
+    def close(self) -> None:
+        """Join the thread. Before it, `disable_monitor` of the sockets that are bound, since
+        libzmq's thread may wait for this one to read; after it, close them. Again: no-op."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._bell.put(None)
+            self._thread.join()
+        self._bell.close()
+        if self._epoll is not None:
+            self._epoll.close()
+
+    def _begin(self, sock: _Socket, watched: Watched) -> Watched:
+        set_bounds(sock, watched.bounds)
+        if self._epoll is not None:
+            self._bell.put(lambda: self._watch(watched))
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
+        return watched
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        assert self._epoll is not None
+        self._poller.register(self._bell.fd, zmq.POLLIN)
+        self._poller.register(self._epoll.fileno(), zmq.POLLIN)
+        try:
+            while self._step():
+                pass
+        except Exception:
+            _log.exception("connections are watched no more")
+        finally:
+            for watched in self._watched:
+                for fd in list(watched.connections):
+                    self._went(watched, fd)
+
+    def _step(self) -> bool:
+        """One look. False: it is to end."""
+        is_busy = bool(self._hot) or any(watched.is_settling for watched in self._watched)
+        if is_busy:  # the rest of a burst is seen by one look
+            hot = {id(watched): watched for watched, _ in self._hot.values()}
+            hostile = any(watched.looks_hostile for watched in hot.values())
+            time.sleep(QUICK_LOOK_S if hostile else LOOK_S)
+        ready: dict[Any, int] = dict(self._poller.poll(0 if is_busy else None))
+        if self._bell.fd in ready:
+            for told in self._bell.drain():
+                if told is None:
+                    return False
+                told()
+        for watched in self._watched:
+            if watched.monitor is not None and watched.monitor in ready:
+                self._read_events(watched, watched.monitor)
+        self._look()
+        return True
+
+    def _watch(self, watched: Watched) -> None:
+        self._watched.append(watched)
+        if watched.monitor is not None:
+            self._poller.register(watched.monitor, zmq.POLLIN)
+
+    def _forget(self, watched: Watched) -> None:
+        for fd in list(watched.connections):
+            self._went(watched, fd)
+        self._watched.remove(watched)
+
+    def _read_events(self, watched: Watched, monitor: _Socket) -> None:
+        with suppress(zmq.Again):
+            while True:
+                told = parse_monitor_message(monitor.recv_multipart(zmq.DONTWAIT))
+                if told["event"] == zmq.EVENT_ACCEPTED:
+                    self._came(watched, told["value"])
+                elif told["event"] == zmq.EVENT_DISCONNECTED:
+                    self._went(watched, told["value"])
+
+    def _came(self, watched: Watched, fd: int) -> None:
+        assert self._epoll is not None
+        self._went(watched, fd)  # what had this descriptor before has gone, told or not
+        connection = watched.begin(fd, time.monotonic())
+        if connection is not None:
+            link = connection.link_fd
+            self._by_link[link] = self._hot[link] = watched, connection
+            self._epoll.register(link, select.EPOLLIN | select.EPOLLET)
+
+    def _went(self, watched: Watched, fd: int) -> None:
+        connection = watched.end(fd)
+        if connection is not None:
+            assert self._epoll is not None
+            del self._by_link[connection.link_fd]
+            self._hot.pop(connection.link_fd, None)
+            # First: libzmq's own descriptor may still be open, and keeps a registration alive.
+            self._epoll.unregister(connection.link_fd)
+            connection.link.close()
+
+    def _look(self) -> None:
+        """Count what has come, and cut what is too much."""
+        assert self._epoll is not None
+        for link, _ in self._epoll.poll(0):  # once for each arrival: EPOLLET
+            self._hot[link] = self._by_link[link]
+        looked = {id(watched) for watched, _ in self._hot.values()}
+        for link, (watched, connection) in list(self._hot.items()):
+            most = 2 * watched.bounds.message_bytes
+            if not connection.look() and not (watched.is_read and connection.held > most):
+                del self._hot[link]  # until the next arrival
+        num_cut = sum(self.counters.values())
+        now_s = time.monotonic()
+        for watched in self._watched:
+            if id(watched) in looked or watched.is_settling:
+                watched.enforce(now_s)
+        if sum(self.counters.values()) > num_cut and now_s - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s = now_s
+            _log.warning("%s: %s", self._name, dict(self.counters))
