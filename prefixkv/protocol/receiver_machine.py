@@ -188,9 +188,9 @@ class ReceiverMachine:
 
     @property
     def is_written(self) -> bool:
-        """A peer may be writing: a promise without pages, of a full hit, lets nothing be
-        written."""
-        return bool(self._undrained) and self._has_target
+        """A peer may be writing, or what it has written may not be notified yet: a promise without
+        pages, of a full hit, lets nothing be written."""
+        return (bool(self._undrained) or self.awaits_notifications) and self._has_target
 
     @property
     def undrained(self) -> frozenset[int]:
