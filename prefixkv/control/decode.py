@@ -95,6 +95,8 @@ class DecodeControl:
         me: this rank's identity.
         hello: what it says of itself.
         option_names: as of `ModelConfig`.
+        born_s: when this life of the worker began, on the clock of `on`; None on other ranks than
+            0, and where it is not to be said.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class DecodeControl:
         hello: Hello,
         timing: ControlConfig,
         option_names: Mapping[str, str] | None = None,
+        born_s: float | None = None,
     ) -> None:
         self.me = me
         self._option_names = option_names or {}
@@ -112,9 +115,10 @@ class DecodeControl:
         self._page_size = hello.topology.page_size
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # links by address, rooms by key
-        self._links = Links(me, hello, timing, self._timers, self.news, self.lost_peers)
-        known = self._timers, self._links, self.staging, self.news
-        self._rooms = ReceiverRooms(timing, *known, self._option_names)
+        known = timing, self._timers, self.news, self.lost_peers
+        self._links = Links(me, hello, *known, born_s)
+        parts = self._timers, self._links, self.staging, self.news
+        self._rooms = ReceiverRooms(timing, *parts, self._option_names)
         self._lives = Lives(self.news)
         self._said_expected = 0
         # Of the last `on`, those before an exception too.

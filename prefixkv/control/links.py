@@ -86,8 +86,11 @@ class Links:
         timers: Timers[str | RoomKey],
         news: News,
         lost: Callable[[float], Iterable[PeerId]],
+        born_s: float | None = None,
     ) -> None:
-        """`timers` wake links by address; rooms share them. `lost` is as for `Deaths`."""
+        """`timers` wake links by address; rooms share them. `lost` is as for `Deaths`, `born_s` as
+        for `DecodeControl`."""
+        self._born_s = born_s
         self.news = news
         self.deaths = Deaths(timing, lost, self._current)
         self._hello = hello
@@ -135,7 +138,11 @@ class Links:
         return [sent]
 
     def _say_hello(self, link: Link, now_s: float) -> SendFrame[str]:
-        hello = msgspec.structs.replace(self._hello, nonce=link.nonce, known=link.known)
+        # As it is now, and not as it was when the worker was made: the other side subtracts it from
+        # its own clock.
+        age_ms = None if self._born_s is None else max(0, int(1000 * (now_s - self._born_s)))
+        said = {"nonce": link.nonce, "known": link.known, "age_ms": age_ms}
+        hello = msgspec.structs.replace(self._hello, **said)
         return self.send(link, hello, now_s)
 
     def send(self, link: Link, body: AnyBody, now_s: float) -> SendFrame[str]:

@@ -515,7 +515,7 @@ class PrefillControl:
         if hello.nonce != self._peers.nonce(frame.sender):
             out.append(self._peers.hello_wanted(route, frame.sender))
             return
-        self._greeted(self._greetings.hello(received, frame, hello, out), now_s, out)
+        self._greeted(self._greetings.hello(received, frame, hello, now_s, out), now_s, out)
 
     def _tried(self, tried: PeerTried, now_s: float) -> list[Want]:
         out: list[Want] = []
@@ -528,7 +528,7 @@ class PrefillControl:
 
     def _admit(self, arrived: OnTrial, now_s: float, out: list[Want]) -> None:
         """It is a peer from now on, in the place of its former life."""
-        accepted, received, frame, hello = arrived
+        accepted, received, frame, hello, came_s = arrived
         route, peer = received.source, self._peers.get(frame.name)
         if peer is not None:
             self._peers.lives.supersede(peer.id, frame.sender)
@@ -539,6 +539,18 @@ class PrefillControl:
         if accepted.added is not None:
             out.append(Welcome(accepted.added, accepted.cut))
         out.append(self._peers.reply(route, hello, staged=accepted.cut is not None))
+        if hello.rank == 0 and hello.age_ms is not None:
+            self._life_began(frame.sender, came_s - hello.age_ms / 1000, now_s, out)
+
+    def _life_began(self, life: PeerId, born_s: float, now_s: float, out: list[Want]) -> None:
+        """Requests for the worker that came before this life of it began are most likely a former
+        life's, which knows them no more. Only most likely, since a router may name a worker that is
+        about to start: so this life has a while to promise their pages."""
+        until_s = now_s + self._timing.suspect_after_s
+        for machine in list(self._rooms.all()):
+            before = machine.added_s is not None and machine.added_s < born_s
+            if before and machine.key.decode == life.name and not machine.poll.ended:
+                self._rooms.on(machine, sender.LifeBegan(life, until_s), now_s, out)
 
     def _take_refusal(
         self, frame: Frame, word: HelloRefused, now_s: float, out: list[Want]

@@ -142,7 +142,8 @@ class Hello(Body, frozen=True, tag="hello"):
     the extra state that `digest` lists is kept. `nonce` is that of the last HelloWanted, `known`
     the life that is known at this address. `life` is None where the kernel has no such thing, or it
     is not to be said. `agent_metadata` is NIXL's, empty where it is not written by that; `shm` is
-    for prefill workers of this host that map the memory, empty where it is not shared.
+    for prefill workers of this host that map the memory, empty where it is not shared. `age_ms` is
+    how long ago this life of the worker began, as its rank 0 says it; other ranks say None.
     """
 
     digest: ModelDigest
@@ -158,6 +159,7 @@ class Hello(Body, frozen=True, tag="hello"):
     known: U64 = 0
     life: ProcessLife | None = None
     shm: ShmOffer = b""
+    age_ms: U64 | None = None
 
 
 class HelloReply(Body, frozen=True, tag="hello-reply"):

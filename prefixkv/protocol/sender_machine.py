@@ -24,6 +24,7 @@ import numpy as np
 from prefixkv.config import ControlConfig
 from prefixkv.digest import proves
 from prefixkv.errors import (
+    PeerLostError,
     PromptMismatchError,
     RequestError,
     TransferError,
@@ -43,6 +44,7 @@ from prefixkv.protocol.sender_events import (
     CancelWrite,
     Event,
     Fail,
+    LifeBegan,
     OutcomeAcked,
     PostWrite,
     Promised,
@@ -90,6 +92,8 @@ class SenderMachine:
         self._page_size = page_size
         self._next_job_id = next_job_id
         self._timing = timing
+        self.added_s: float | None = None  # when the engine's request came
+        self._newborn: LifeBegan | None = None
         self._num_tokens: int | None = None
         self._digest = b""
         self.weights_version = ""  # of the KV that the engine will hand over
@@ -157,7 +161,8 @@ class SenderMachine:
     def wake_s(self) -> float:
         """When the next Tick is wanted, at the latest."""
         if not self.poll.ended:
-            return self._wait.due_s
+            newborn = self._newborn
+            return self._wait.due_s if newborn is None else min(self._wait.due_s, newborn.until_s)
         return float("inf") if self._answered else min(self._resend.due_s, self._wait.due_s)
 
     def on(self, event: Event, now_s: float) -> list[Action]:
@@ -173,7 +178,7 @@ class SenderMachine:
     def _added(self, event: Added, now_s: float) -> list[Action]:
         if self.added:
             raise fault(self, event, "it was added already")
-        self._num_tokens, self._digest = event.num_tokens, event.digest
+        self._num_tokens, self._digest, self.added_s = event.num_tokens, event.digest, now_s
         self.weights_version = event.weights_version
         self._wait.start(now_s, self._timing.bootstrap_timeout_s)
         return self._maybe_bootstrapped(now_s)
@@ -184,6 +189,7 @@ class SenderMachine:
             return self._promised_again(event, now_s)
         reader.promise = event
         self._promise = self._promise or event
+        self._newborn = None  # it knows the request
         self.ticket = event.ticket
         if not self.added:
             self._wait.start(now_s, self._timing.parked_timeout_s)
@@ -367,7 +373,15 @@ class SenderMachine:
         actions = self._fail(Fail(event.error, gone=event.reader), now_s)
         return actions + self._abort_said_late(event, now_s)
 
+    def _life_began(self, event: LifeBegan, now_s: float) -> list[Action]:
+        if self._promise is None:
+            self._newborn = event
+        return []
+
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
+        if (newborn := self._newborn) is not None and now_s >= newborn.until_s:
+            what = f"{newborn.peer} was started after the request had come, and does not ask for it"
+            return self._fail(Fail(PeerLostError(what, newborn.peer)), now_s)
         if now_s < self._wait.due_s:
             return []
         # A queue is waited for, here or there.
@@ -471,6 +485,7 @@ class SenderMachine:
             AbortSaid: Step(_abort_said_open, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
+            LifeBegan: Step(_life_began, {KVPoll.BOOTSTRAPPING}),
             Tick: Step(_tick_open, {KVPoll.BOOTSTRAPPING, KVPoll.FAILED}),
         },
         KVPoll.WAITING_FOR_INPUT: {
@@ -480,6 +495,7 @@ class SenderMachine:
             AbortSaid: Step(_abort_said_open, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
+            LifeBegan: IGNORED,  # it has promised
             Tick: Step(_tick_open, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
         },
         KVPoll.TRANSFERRING: {
@@ -490,6 +506,7 @@ class SenderMachine:
             AbortSaid: Step(_abort_said_open, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
+            LifeBegan: IGNORED,
             Tick: Step(_tick_open, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
         },
         KVPoll.SUCCESS: {
@@ -499,6 +516,7 @@ class SenderMachine:
             AbortSaid: Step(_abort_said_late, {KVPoll.SUCCESS}),
             Fail: Step(_fail_late, {KVPoll.SUCCESS}),
             OutcomeAcked: Step(_acked, {KVPoll.SUCCESS}),
+            LifeBegan: IGNORED,
             Tick: Step(_tick_unanswered, {KVPoll.SUCCESS}),
         },
         KVPoll.FAILED: {
@@ -510,6 +528,7 @@ class SenderMachine:
             AbortSaid: Step(_abort_said_late, {KVPoll.FAILED}),
             Fail: Step(_fail_late, {KVPoll.FAILED}),
             OutcomeAcked: Step(_acked, {KVPoll.FAILED}),
+            LifeBegan: IGNORED,
             Tick: Step(_tick_unanswered, {KVPoll.FAILED}),
         },
     }

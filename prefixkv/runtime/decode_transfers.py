@@ -73,6 +73,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         state: StatePool | None = None,
         transport: MakeTransport | None = None,
     ) -> None:
+        born_s = None if rank else time.monotonic()  # first: no request came before
         config = checked_config(config, DecodeConfig)
         super().__init__(config.model.weights_version)
         place = Place.of(pool, config.model, mesh, rank, state)
@@ -92,7 +93,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                     "map: make it with shared=True"
                 )
             hello = place.hello(offers, secret, worker or me, memory.area, prover.life)
-            return DecodeControl(me, hello, config.control, config.model.option_names)
+            return DecodeControl(me, hello, config.control, config.model.option_names, born_s)
 
         def check(address: str) -> None:
             if transport is None and config.transport.backend != "shm":
