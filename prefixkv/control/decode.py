@@ -221,7 +221,7 @@ class DecodeControl:
 
     def _refuse(self, command: RefuseRoom, now_s: float, out: list[DecodeEffect]) -> None:
         machine = RefusalMachine(command.key, command.ticket, command.reason, self._timing, now_s)
-        self._enter(machine, command.address, now_s, out)
+        self._enter(machine, command.address, now_s, out, command.digest)
 
     def _enter(
         self,
@@ -275,7 +275,7 @@ class DecodeControl:
             versions = error.versions if isinstance(error, WeightsVersionError) else None
             what = machine.key, machine.ticket, str(error)
             refusal = RefusalMachine(*what, self._timing, now_s, is_news=False, versions=versions)
-            self._enter(refusal, room.link.address, now_s, out)
+            self._enter(refusal, room.link.address, now_s, out, room.digest)
 
     def _fence(self, peer: PeerId, how: str, now_s: float, out: list[DecodeEffect]) -> None:
         """This incarnation can write no more: its rooms end now, and are drained soon after.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +24,7 @@ from prefixkv.digest import prove
 from prefixkv.errors import FormerLifeError, PeerLostError
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
+    Abort,
     AnyBody,
     Fenced,
     Frame,
@@ -37,6 +39,7 @@ from prefixkv.protocol.timers import Backoff, Timers
 from prefixkv.staging.receiver import StagingPlan
 
 LinkEffect = SendFrame[str] | Connect | Disconnect
+Word = TypeVar("Word", bound=Promise | Abort)
 
 
 @dataclass(slots=True, eq=False)
@@ -167,11 +170,11 @@ class Links:
             return None
         return PeerLostError(f"prefill worker {link.address}: {link.gone_why}", link.peer)
 
-    def with_proof(self, link: Link, promise: Promise, digest: bytes) -> Promise:
-        """The promise as it is said to this rank, which has answered the handshake."""
+    def with_proof(self, link: Link, word: Word, digest: bytes) -> Word:
+        """The word as it is said to this rank, which has answered the handshake."""
         assert link.reply is not None
         proof = prove(digest, self._hello.secret, link.reply.secret)
-        return msgspec.structs.replace(promise, proof=proof)
+        return msgspec.structs.replace(word, proof=proof)
 
     def tick(self, address: str, now_s: float) -> list[LinkEffect]:
         """Repeat a Hello, say a Heartbeat, or close a link that is silent and has no rooms."""

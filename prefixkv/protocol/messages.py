@@ -243,11 +243,14 @@ class PromiseAck(RoomBody, frozen=True, tag="promise-ack"):
 class Abort(RoomBody, frozen=True, tag="abort"):
     """Refuse every earlier frame of this room, stop writing for it, and say when it is drained.
 
-    `versions`: as of Outcome."""
+    `versions`: as of Outcome. `proof`: as of Promise; a request of another prompt is of another use
+    of the room's number. Empty: not known.
+    """
 
     reason: Text
     ticket: U64 = 0
     versions: tuple[Version, Version] | None = None
+    proof: Proof = b""
 
 
 class Drained(RoomBody, frozen=True, tag="drained"):

@@ -95,7 +95,7 @@ class SenderMachine:
         self.added_s: float | None = None  # when the engine's request came
         self._newborn: LifeBegan | None = None
         self._num_tokens: int | None = None
-        self._digest = b""
+        self.digest = b""  # of the prompt; b"": not known
         self.weights_version = ""  # of the KV that the engine will hand over
         self._expected: tuple[int, ...] = ()  # the readers, once one has spoken
         self._promise: Promised | None = None  # the first: all are alike but for the peer
@@ -120,6 +120,26 @@ class SenderMachine:
         """Decode has promised, or the engine has handed over a chunk: so the engine may have
         computed."""
         return self._promise is not None or bool(self._kept)
+
+    @property
+    def is_left_over(self) -> bool:
+        """It ended before any reader had spoken, and is kept to tell those that do."""
+        return self.poll.ended and self.drained and not self.readers
+
+    def is_meant(self, proof: bytes, secrets: tuple[bytes, bytes]) -> bool:
+        """Whether a word with this proof may be about the request that is here: not where either
+        says another prompt."""
+        return not (proof and self.digest) or proves(proof, self.digest, *secrets)
+
+    def is_of(self, event: Promised) -> bool:
+        """Likewise of a promise."""
+        return self.is_meant(event.proof, event.secrets)
+
+    def parked(self) -> list[tuple[Promised, PeerId]]:
+        """The promises that wait for the engine's request."""
+        if not self.is_parked:
+            return []
+        return [(one.promise, one.peer) for one in self.readers.values() if one.promise]
 
     @property
     def is_parked(self) -> bool:
@@ -178,7 +198,7 @@ class SenderMachine:
     def _added(self, event: Added, now_s: float) -> list[Action]:
         if self.added:
             raise fault(self, event, "it was added already")
-        self._num_tokens, self._digest, self.added_s = event.num_tokens, event.digest, now_s
+        self._num_tokens, self.digest, self.added_s = event.num_tokens, event.digest, now_s
         self.weights_version = event.weights_version
         self._wait.start(now_s, self._timing.bootstrap_timeout_s)
         return self._maybe_bootstrapped(now_s)
@@ -247,7 +267,7 @@ class SenderMachine:
                 f"decode waits for {fill_len} tokens, the request here has {self._num_tokens}"
             )
         promises = [reader.promise for reader in self.readers.values() if reader.promise]
-        if all(proves(one.proof, self._digest, *one.secrets) for one in promises):
+        if all(proves(one.proof, self.digest, *one.secrets) for one in promises):
             return None
         return PromptMismatchError(
             f"decode waits for other tokens, or another namespace, than the request here has: "
