@@ -10,6 +10,7 @@ from prefixkv.config import ControlConfig
 from prefixkv.control.budgets import ABORT_BYTES, Budget, hello_bytes
 from prefixkv.control.peers import Peer
 from prefixkv.control.rooms import LostPeers
+from prefixkv.digest import proves
 from prefixkv.errors import ProtocolError, TransferError
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Abort
@@ -25,15 +26,22 @@ class _Early(NamedTuple):
 
     until_s: float
     error: TransferError
+    proof: bytes  # of its prompt; empty: of any
+    secrets: tuple[bytes, bytes]
     num_bytes: int
     budget: Budget
+
+    def is_of(self, digest: bytes) -> bool:
+        return not (self.proof and digest) or proves(self.proof, digest, *self.secrets)
 
 
 class Claims:
     """Owned by a `PrefillControl`. A room is claimed by ranks of the worker in its key."""
 
-    def __init__(self, timing: ControlConfig) -> None:
+    def __init__(self, timing: ControlConfig, secret: bytes) -> None:
+        """`secret`: as of `PrefillControl`."""
         self._timing = timing
+        self._secret = secret
         self._by_room: dict[RoomKey, dict[PeerId, Peer]] = {}
         # By the decode worker's name, so that no other can fill it.
         self._aborted: dict[str, dict[RoomKey, _Early]] = {}
@@ -101,25 +109,33 @@ class Claims:
     def abort_early(self, key: RoomKey, abort: Abort, peer: Peer, now_s: float) -> None:
         """Remember the abort for a while, so that a request added later fails at once, and only
         one. Bounded a worker."""
-        peer.past.add((key, abort.ticket), answered=True)
+        error = abort_error(abort.reason[:_MAX_REASON], abort.versions)
+        self.end_early(key, error, (abort.ticket, abort.proof), peer, now_s)
+
+    def end_early(
+        self, key: RoomKey, error: TransferError, use: tuple[int, bytes], peer: Peer, now_s: float
+    ) -> None:
+        """As `abort_early`: a use of the room, by its ticket and the proof of its prompt."""
+        ticket, proof = use
+        peer.past.add((key, ticket), answered=True)
         self.take_abort(key)
         kept = self._aborted.setdefault(key.decode, {})
-        reason = abort.reason[:_MAX_REASON]
-        num_bytes = ABORT_BYTES + len(reason.encode()) + sum(map(len, abort.versions or ()))
+        num_bytes = ABORT_BYTES + len(str(error).encode())
         fits = peer.budget.num_bytes + num_bytes <= peer.budget.limit
         if fits and len(kept) < self._timing.max_parked_per_peer:
             until_s = now_s + self._timing.parked_timeout_s
-            error = abort_error(reason, abort.versions)
-            kept[key] = _Early(until_s, error, num_bytes, peer.budget)
+            secrets = peer.secrets(self._secret)
+            kept[key] = _Early(until_s, error, proof, secrets, num_bytes, peer.budget)
             peer.budget.num_bytes += num_bytes
 
-    def take_abort(self, key: RoomKey) -> TransferError | None:
-        """What the room was aborted with before its request came, once; None if it was not."""
+    def take_abort(self, key: RoomKey, digest: bytes = b"") -> TransferError | None:
+        """What the room was aborted with before its request came, once; None if it was not, or if
+        that was a use of its number for another prompt than this. b"": for any."""
         early = self._aborted.get(key.decode, {}).pop(key, None)
         if early is None:
             return None
         early.budget.num_bytes -= early.num_bytes
-        return early.error
+        return early.error if early.is_of(digest) else None
 
     def take_aborts(self, numbers: tuple[int, int]) -> TransferError | None:
         """As `take_abort`, of a room that is no decode worker's yet: any that has aborted it."""

@@ -109,6 +109,8 @@ class DecodeControl:
         me: this rank's identity.
         hello: what it says of itself.
         option_names: as of `ModelConfig`.
+        born_s: when this life of the worker began, on the clock of `on`; None on other ranks than
+            0, and where it is not to be said.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class DecodeControl:
         hello: Hello,
         timing: ControlConfig,
         option_names: Mapping[str, str] | None = None,
+        born_s: float | None = None,
     ) -> None:
         self.me = me
         self._option_names = option_names or {}
@@ -126,9 +129,10 @@ class DecodeControl:
         self._page_size = hello.topology.page_size
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # links by address, rooms by key
-        self._links = Links(me, hello, timing, self._timers, self.news, self.lost_peers)
-        known = self._timers, self._links, self.staging, self.news
-        self._rooms = ReceiverRooms(timing, *known, self._option_names)
+        known = timing, self._timers, self.news, self.lost_peers
+        self._links = Links(me, hello, *known, born_s)
+        parts = self._timers, self._links, self.staging, self.news
+        self._rooms = ReceiverRooms(timing, *parts, self._option_names)
         self._lives = Lives(self.news)
         self._met: dict[str, bool] = {}  # by address: what was said last to whoever asked
         self._said_expected = 0
@@ -243,7 +247,7 @@ class DecodeControl:
 
     def _refuse(self, command: RefuseRoom, now_s: float, out: list[DecodeEffect]) -> None:
         machine = RefusalMachine(command.key, command.ticket, command.reason, self._timing, now_s)
-        self._enter(machine, command.address, now_s, out)
+        self._enter(machine, command.address, now_s, out, command.digest)
 
     def _enter(
         self,
@@ -297,7 +301,7 @@ class DecodeControl:
             versions = error.versions if isinstance(error, WeightsVersionError) else None
             what = machine.key, machine.ticket, str(error)
             refusal = RefusalMachine(*what, self._timing, now_s, is_news=False, versions=versions)
-            self._enter(refusal, room.link.address, now_s, out)
+            self._enter(refusal, room.link.address, now_s, out, room.digest)
 
     def _fence(self, peer: PeerId, how: str, now_s: float, out: list[DecodeEffect]) -> None:
         """This incarnation can write no more: its rooms end now, and are drained soon after.

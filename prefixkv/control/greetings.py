@@ -32,7 +32,12 @@ class Greetings:
         self._trials = Trials(timing.max_peers, timing.max_peer_bytes)
 
     def hello(
-        self, received: FrameReceived[bytes], frame: Frame, hello: Hello, out: list[Want]
+        self,
+        received: FrameReceived[bytes],
+        frame: Frame,
+        hello: Hello,
+        now_s: float,
+        out: list[Want],
     ) -> OnTrial | None:
         """A decode rank introduces itself. What the transport would load of it is tried first."""
         try:
@@ -41,7 +46,7 @@ class Greetings:
         except (HandshakeError, ConfigError) as error:
             self._refuse(received, frame, hello, error, out)
             return None
-        arrived = OnTrial(accepted, received, frame, hello)
+        arrived = OnTrial(accepted, received, frame, hello, now_s)
         if not self._tries or accepted.added is None or not hello.agent_metadata:
             return arrived
         out += self._trials.begin(arrived)
@@ -51,7 +56,7 @@ class Greetings:
         arrived = self._trials.end(tried)
         if arrived is None:
             return None
-        _, received, frame, hello = arrived
+        _, received, frame, hello, _ = arrived
         error = tried.error
         try:  # what was so as the trial began may be so no more
             self._peers.lives.check(frame.sender)

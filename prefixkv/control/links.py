@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +24,7 @@ from prefixkv.digest import prove
 from prefixkv.errors import FormerLifeError, PeerLostError
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
+    Abort,
     AnyBody,
     Fenced,
     Frame,
@@ -37,6 +39,7 @@ from prefixkv.protocol.timers import Backoff, Timers
 from prefixkv.staging.receiver import StagingPlan
 
 LinkEffect = SendFrame[str] | Connect | Disconnect
+Word = TypeVar("Word", bound=Promise | Abort)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,8 +89,11 @@ class Links:
         timers: Timers[str | RoomKey],
         news: News,
         lost: Callable[[float], Iterable[PeerId]],
+        born_s: float | None = None,
     ) -> None:
-        """`timers` wake links by address; rooms share them. `lost` is as for `Deaths`."""
+        """`timers` wake links by address; rooms share them. `lost` is as for `Deaths`, `born_s` as
+        for `DecodeControl`."""
+        self._born_s = born_s
         self.news = news
         self.deaths = Deaths(timing, lost, self._current)
         self._hello = hello
@@ -146,7 +152,11 @@ class Links:
         return [sent]
 
     def _say_hello(self, link: Link, now_s: float) -> SendFrame[str]:
-        hello = msgspec.structs.replace(self._hello, nonce=link.nonce, known=link.known)
+        # As it is now, and not as it was when the worker was made: the other side subtracts it from
+        # its own clock.
+        age_ms = None if self._born_s is None else max(0, int(1000 * (now_s - self._born_s)))
+        said = {"nonce": link.nonce, "known": link.known, "age_ms": age_ms}
+        hello = msgspec.structs.replace(self._hello, **said)
         return self.send(link, hello, now_s)
 
     def send(self, link: Link, body: AnyBody, now_s: float) -> SendFrame[str]:
@@ -171,11 +181,11 @@ class Links:
             return None
         return PeerLostError(f"prefill worker {link.address}: {link.gone_why}", link.peer)
 
-    def with_proof(self, link: Link, promise: Promise, digest: bytes) -> Promise:
-        """The promise as it is said to this rank, which has answered the handshake."""
+    def with_proof(self, link: Link, word: Word, digest: bytes) -> Word:
+        """The word as it is said to this rank, which has answered the handshake."""
         assert link.reply is not None
         proof = prove(digest, self._hello.secret, link.reply.secret)
-        return msgspec.structs.replace(promise, proof=proof)
+        return msgspec.structs.replace(word, proof=proof)
 
     def tick(self, address: str, now_s: float) -> list[LinkEffect]:
         """Repeat a Hello, say a Heartbeat, or close a link that is silent and has no rooms."""

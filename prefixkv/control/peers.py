@@ -71,6 +71,10 @@ class Peer:
     def worker(self) -> PeerId:
         return self.hello.worker or self.id
 
+    def secrets(self, ours: bytes) -> tuple[bytes, bytes]:
+        """What proofs on the link to it are made with: its secret, and ours."""
+        return self.hello.secret, ours
+
     def key(self, word: RoomBody) -> RoomKey:
         """The room that a word of this peer is about: always one of its own worker."""
         return RoomKey(word.room, word.generation, self.worker.name)
@@ -119,7 +123,7 @@ class Peer:
             takes_state=self.takes_state,
             proof=promise.proof,
             weights_version=promise.weights_version,
-            secrets=(self.hello.secret, our_secret),
+            secrets=self.secrets(our_secret),
         )
 
 

@@ -55,8 +55,10 @@ from prefixkv.errors import (
     AbortedError,
     FormerLifeError,
     PeerLostError,
+    PromptMismatchError,
     ProtocolError,
     RequestError,
+    TransferError,
     TransferTimeoutError,
     VersionError,
     WeightsVersionError,
@@ -153,7 +155,7 @@ class PrefillControl:
         self._peers = Peers(me, self._ours, endpoints, timing, self._timers, self.lost_peers)
         self.news = self._peers.news
         self._greetings = Greetings(self._ours, self._peers, timing, tries, self.counters)
-        self._claims = Claims(timing)
+        self._claims = Claims(timing, secret)
         self._offers = Offers(timing)
         known = self._timers, self._peers, self._claims
         self._rooms = SenderRooms(rank, topology.page_size, timing, *known, option_names or {})
@@ -263,7 +265,8 @@ class PrefillControl:
         still lives here."""
         out: list[Want] = []
         key = command.key
-        machine, early = self._rooms.get(key), self._claims.take_abort(key)
+        machine = self._rooms.get(key)
+        early = self._claims.take_abort(key, command.digest)
         if machine is not None and machine.drained:
             # 1. Only its acknowledgement is still to come. 2. It was declined, and never promised.
             # 3. Decode has aborted it: the one that is begun instead tells that to what decode
@@ -331,7 +334,7 @@ class PrefillControl:
         room that the engine has is not touched."""
         out: list[Want] = []
         key = command.key
-        if self._claims.take_abort(key) is None:  # else decode wants it no more
+        if self._claims.take_abort(key, command.digest) is None:  # else decode wants it no more
             machine = self._rooms.get(key)
             if machine is not None and machine.drained and machine.added:
                 # Only its acknowledgement is still to come: its number may be in use again.
@@ -339,6 +342,7 @@ class PrefillControl:
                 machine = None
             machine = machine or self._rooms.new(key, now_s)
             if not machine.added:
+                machine.digest = command.digest
                 self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s, out)
         return out
 
@@ -369,20 +373,19 @@ class PrefillControl:
             if machine.added and not (machine.has_begun or command.ends_waiting):
                 machine.weights_version = now
                 continue
-            if not machine.added:  # the request is still to come, and to hear of it
-                self._remember(machine.key, machine.ticket, moved, now_s)
+            for promise, peer in machine.parked():  # the request is to come, and to hear of it
+                self._remember(machine.key, promise, moved, self._peers.find(peer), now_s)
             self._rooms.on(machine, sender.Fail(moved), now_s, out)
         for numbers in self._offers.all():  # the KV of each is computed
             out += self._close_offer(RoomKey(*numbers), moved, now_s)
         return out
 
     def _remember(
-        self, key: RoomKey, ticket: int, error: WeightsVersionError, now_s: float
+        self, key: RoomKey, event: Promised, error: TransferError, peer: Peer | None, now_s: float
     ) -> None:
-        """A promise has ended for its version: the request that is still to come ends likewise."""
-        for peer in list(self._claims.of(key).values())[:1]:
-            word = Abort(*key.numbers, str(error), ticket, error.versions)
-            self._claims.abort_early(key, word, peer, now_s)
+        """This promise is answered: a request that comes for it ends likewise, at once."""
+        if peer is not None:
+            self._claims.end_early(key, error, (event.ticket, event.proof), peer, now_s)
 
     def _fence(self, command: Fence, now_s: float) -> list[Want]:
         """This decode process is dead: its rooms end, and it is not met again."""
@@ -517,7 +520,7 @@ class PrefillControl:
         if hello.nonce != self._peers.nonce(frame.sender):
             out.append(self._peers.hello_wanted(route, frame.sender))
             return
-        self._greeted(self._greetings.hello(received, frame, hello, out), now_s, out)
+        self._greeted(self._greetings.hello(received, frame, hello, now_s, out), now_s, out)
 
     def _tried(self, tried: PeerTried, now_s: float) -> list[Want]:
         out: list[Want] = []
@@ -530,7 +533,7 @@ class PrefillControl:
 
     def _admit(self, arrived: OnTrial, now_s: float, out: list[Want]) -> None:
         """It is a peer from now on, in the place of its former life."""
-        accepted, received, frame, hello = arrived
+        accepted, received, frame, hello, came_s = arrived
         route, peer = received.source, self._peers.get(frame.name)
         if peer is not None:
             self._peers.lives.supersede(peer.id, frame.sender)
@@ -541,6 +544,18 @@ class PrefillControl:
         if accepted.added is not None:
             out.append(Welcome(accepted.added, accepted.cut))
         out.append(self._peers.reply(route, hello, staged=accepted.cut is not None))
+        if hello.rank == 0 and hello.age_ms is not None:
+            self._life_began(frame.sender, came_s - hello.age_ms / 1000, now_s, out)
+
+    def _life_began(self, life: PeerId, born_s: float, now_s: float, out: list[Want]) -> None:
+        """Requests for the worker that came before this life of it began are most likely a former
+        life's, which knows them no more. Only most likely, since a router may name a worker that is
+        about to start: so this life has a while to promise their pages."""
+        until_s = now_s + self._timing.suspect_after_s
+        for machine in list(self._rooms.all()):
+            before = machine.added_s is not None and machine.added_s < born_s
+            if before and machine.key.decode == life.name and not machine.poll.ended:
+                self._rooms.on(machine, sender.LifeBegan(life, until_s), now_s, out)
 
     def _take_refusal(
         self, frame: Frame, word: HelloRefused, now_s: float, out: list[Want]
@@ -578,6 +593,10 @@ class PrefillControl:
                 # Decode has done with that use of the room, if it uses its number again.
                 self._rooms.drop(machine)
                 machine = None
+            if machine is not None and machine.is_left_over and not machine.is_of(event):
+                # That request ended before decode had spoken of it: this is the next one's.
+                self._rooms.drop(machine)
+                machine = None
             if machine is None or machine.is_parked:
                 self._check_weights(peer, event, key, now_s, out)
             if machine is not None and not machine.same_promise(event):
@@ -597,8 +616,14 @@ class PrefillControl:
         if not machine.poll.ended:
             peer.num_parked += parks
         self._claims.take_abort(key)  # its number is in use again
+        if machine.is_left_over and machine.digest:
+            # It may be the next request's, of the same prompt: then that has lost its promise.
+            gone = AbortedError(f"decode was told how a former request ended: {machine.error}")
+            self._remember(key, event, gone, peer, now_s)
         self._claims.add(key, peer, len(event.pages))
         self._rooms.on(machine, event, now_s, out)
+        if isinstance(machine.error, PromptMismatchError) and not machine.is_of(event):
+            self._remember(key, event, machine.error, peer, now_s)  # its request may still come
         if offer is not None:  # behind the promise: it is parked for no time
             out += self._open_offer(key, offer, now_s)
 
@@ -612,8 +637,7 @@ class PrefillControl:
         error = WeightsVersionError(event.weights_version, self._weights_version)
         offer = self._offers.get(key)
         if offer is None:
-            word = Abort(*key.numbers, str(error), event.ticket, error.versions)
-            self._claims.abort_early(key, word, peer, now_s)
+            self._remember(key, event, error, peer, now_s)
         elif offer.proved_by(event):
             out += self._close_offer(key, error, now_s)
         raise ProtocolError(str(error))
@@ -643,6 +667,11 @@ class PrefillControl:
         machine = self._rooms.get(key)
         theirs = self._claims.allow(key, abort.ticket, machine, peer)
         peer.past.answer((key, abort.ticket))
+        if machine is not None and machine.added and not machine.readers:
+            # It may be a word on a former use of the number, which has crossed the next request.
+            theirs = theirs and machine.is_meant(abort.proof, peer.secrets(self._ours.secret))
+            if not theirs:
+                machine = None
         closed: list[Want] = []
         if machine is None:
             # Who knows the number of an offer, which is drawn at random, has it from its answer.

@@ -7,6 +7,8 @@ from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import assert_never
 
+import msgspec
+
 from prefixkv.config import ControlConfig
 from prefixkv.control.effects import Left, RankDrained, Settle
 from prefixkv.control.handshake import named_end
@@ -164,8 +166,14 @@ class ReceiverRooms:
     ) -> None:
         link = room.links[rank]
         if link.peer != room.peers[rank]:  # the one it is meant for listens there no more
+            if isinstance(body, messages.Abort) and link.ready and room.digest:
+                # Another life answers there, and its engine may still get the request. Without the
+                # ticket, which is only the former one's to know.
+                word = msgspec.structs.replace(body, ticket=0)
+                word = self._links.with_proof(link, word, room.digest)
+                out.append(self._links.send(link, word, now_s))
             return
-        if isinstance(body, messages.Promise):
+        if isinstance(body, messages.Promise) or (isinstance(body, messages.Abort) and room.digest):
             body = self._links.with_proof(link, body, room.digest)
         out.append(self._links.send(link, body, now_s))
 

@@ -15,12 +15,13 @@ from prefixkv.protocol.messages import Frame, Hello
 
 
 class OnTrial(NamedTuple):
-    """A decode rank that passed the handshake, and its last Hello."""
+    """A decode rank that passed the handshake, its last Hello, and when the first came."""
 
     accepted: Accepted
     received: FrameReceived[bytes]
     frame: Frame
     hello: Hello
+    came_s: float
 
 
 class Trials:
@@ -38,7 +39,7 @@ class Trials:
 
         Raises ProtocolError where the limit is reached, BudgetError where that of the key is.
         """
-        _, received, frame, hello = arrived
+        _, received, frame, hello, _ = arrived
         # Without its bytes, which may be many more than what is of use in them.
         received = msgspec.structs.replace(received, raw=b"")
         former = self._on_trial.get(frame.name)

@@ -29,6 +29,10 @@ class RoomNumbers:
     def __contains__(self, room: int) -> bool:
         return room in self._live or room in self._undrained
 
+    def is_live(self, room: int) -> bool:
+        """Whether a live request uses the number."""
+        return room in self._live
+
     def add(self, room: int) -> None:
         """A live request uses the number."""
         self._live.add(room)

@@ -131,6 +131,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._max_waiting = max_waiting
         self.rooms = RoomNumbers()
         self._asks: list[PrefillAsk] = []
+        self._refused: set[RoomKey] = set()  # by `refuse`, and prefill has not answered
+        # Of these, while the room of a former request of the number is not drained.
+        self._late_refusals: dict[RoomKey, tuple[str, Exception, bytes]] = {}
         self._ticket = ticket or count(1).__next__
         self._admitted: list[DecodeRequest] = []  # not returned by `pop_preallocated` yet
 
@@ -318,7 +321,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._check_prefill_holds(rid, _most_asked(req), prefill)
         if req.state is DecodeState.QUEUED:
             moved = AbortedError(f"request {rid!r} goes to another prefill worker")
-            self._refuse(req.room_key, req.prefill, moved)
+            self._refuse(req.room_key, req.prefill, moved, req.request.digest)
             req.generation += 1
         self._go_to(req, prefill)
 
@@ -333,11 +336,17 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Tell prefill at once that decode will not take this request, for example after `add`
         refused it.
 
-        Raises RequestError, with nothing changed: its room is in use here, or it names no prefill
-        worker.
+        Where a former request of its number has ended, prefill is told once that one's room is
+        drained. Raises RequestError, with nothing changed: its room is a live request's here, or it
+        names no prefill worker.
         """
-        self._check_can_open(request)
-        self._refuse(RoomKey(request.room, request.generation), request.prefill, error)
+        key = RoomKey(request.room, request.generation)
+        if self._check_can_open(request, to_refuse=key not in self._refused):
+            self._refused.add(key)
+            self._refuse(key, request.prefill, error, request.digest)
+        else:  # a former request of this number has ended, and its room is not drained yet
+            self._refused.add(key)
+            self._late_refusals[key] = request.prefill, error, request.digest
 
     def flush(self) -> int:
         """Empty the cache after a weight update. Returns the pages freed at once.
@@ -450,6 +459,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.shares.back(key)
         self.books.release(key)
         self.rooms.drained(key)
+        if key not in self._late_refusals:
+            self._refused.discard(key)
+        if self._late_refusals and key.room not in self.rooms:
+            for late in [one for one in self._late_refusals if one.room == key.room]:
+                self._refuse(late, *self._late_refusals.pop(late))
 
     def room_overdue(self, key: RoomKey) -> None:
         """The room is not drained by its deadline."""
@@ -560,7 +574,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
             if before is DecodeState.QUEUED:  # else prefill is only asked at its next admission
-                self._refuse(req.room_key, req.prefill, error)
+                self._refuse(req.room_key, req.prefill, error, req.request.digest)
         self._leave(req, now_s)
 
     def _cut_short(
@@ -583,21 +597,25 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             error = AdmissionTimeoutError(f"request {req.rid!r} was not admitted {by}: {why}")
         self._end(req, DecodeState.FAILED, error, now_s)
 
-    def _check_can_open(self, request: Request) -> None:
-        if request.room in self.rooms:
+    def _check_can_open(self, request: Request, to_refuse: bool = False) -> bool:
+        """Whether its room is free; with `to_refuse` it may also be one that is not drained yet.
+        Raises RequestError."""
+        is_free = request.room not in self.rooms
+        if not is_free and not (to_refuse and not self.rooms.is_live(request.room)):
             raise RequestError(f"room {request.room} is in use")
         check_address(request.rid, request.prefill)
         if request.decode not in ("", self.name):
             named = f"{request.decode!r}, this one is {self.name!r}"
             raise RequestError(f"request {request.rid!r} is for decode worker {named}")
+        return is_free
 
-    def _refuse(self, key: RoomKey, prefill: str, error: Exception) -> None:
+    def _refuse(self, key: RoomKey, prefill: str, error: Exception, digest: bytes) -> None:
         """Prefill may have the request, and hold KV for it. The room's number is in use until
         prefill has answered."""
         self.counters["refused"] += 1
         self.rooms.await_drained(key)
         reason = str(error)[:1000]
-        self._commands.append(RefuseRoom(key, self._ticket(), prefill, reason))
+        self._commands.append(RefuseRoom(key, self._ticket(), prefill, reason, digest))
 
     def _leave_flight(self, flight: Flight, error: Exception) -> None:
         """The request ends while its KV is on its way. If others wait for it, it goes on for

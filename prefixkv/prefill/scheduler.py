@@ -34,6 +34,7 @@ from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
 from prefixkv.prefill.following import Following
 from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
+from prefixkv.prefill.send_plan import checked_chunk
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -94,7 +95,16 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             with suppress(RequestError):
                 self.refuse(request, str(error))
             raise
-        self._free_room(request)
+        try:
+            self._free_room(request)
+        except RequestError as error:
+            former = self._rooms.get(self._key_of(request))
+            if former is not None and former.state.ended:
+                # Its source is not free yet, as far as is known here. Decode may be about to
+                # promise the next one's pages, and would wait.
+                why = str(error)[:1000]
+                self._commands.append(DeclineRoom(former.room_key, why, request.digest))
+            raise
         req = PrefillRequest(request, self.books, now_s, self._num_added)
         self._num_added += 1
         self._note_deadline(req)
@@ -106,17 +116,24 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def refuse(self, request: Request, reason: str) -> None:
         """Let decode know that this request will not be taken. Raises RequestError where the room
         is in use, or the request names no decode worker."""
-        self._commands.append(DeclineRoom(self._free_room(request), reason[:1000]))
+        key = self._free_room(request)
+        self._commands.append(DeclineRoom(key, reason[:1000], request.digest))
 
     def _free_room(self, request: Request) -> RoomKey:
         """Raises RequestError."""
         if not request.decode:
             raise RequestError(f"request {request.rid!r} names no decode worker")
-        key = RoomKey(request.room, request.generation, request.decode)
-        if key in self._rooms:
+        key = self._key_of(request)
+        former = self._rooms.get(key)
+        # Nothing more is said of a room that has ended and whose source is free, though the engine
+        # may still have to pop its request.
+        if former is not None and not (former.state.ended and former.source_free):
             of = f"{request.generation} of {request.decode!r}"
             raise RequestError(f"room {request.room} generation {of} is in use")
         return key
+
+    def _key_of(self, request: Request) -> RoomKey:
+        return RoomKey(request.room, request.generation, request.decode)
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
         """Requests the engine may compute now, at most `limit`; what is computed goes to the tree
@@ -166,10 +183,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             return 0
         if self.requests.get(req.rid) is not req or req.state is not PrefillState.COMPUTING:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it takes no chunk")
+        # All of it before anything moves: what is found out later leaves the room stuck.
+        end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
         if len(aux) > self._max_aux_bytes:
             raise AuxTooLargeError(len(aux), self._max_aux_bytes)
-        if aux and not last:
-            raise RequestError("aux travels with the last chunk")
         if not (0 <= state_slot < self.num_slots if last and self.num_slots else state_slot == -1):
             with_last = f"one of {self.num_slots} with the last chunk, and only then"
             wanted = with_last if self.num_slots else "none"
@@ -189,7 +206,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         if len(self.following):
             self.bootstrapped.look_again()
         if len(src_pages) or last:
-            chunk = span.first_page, src_pages, last, bytes(aux), ready, state_slot
+            chunk = span.first_page, src_pages, last, aux, ready, state_slot
             self._commands.append(SendChunk(req.room_key, *chunk))
         return len(src_pages)
 
@@ -312,7 +329,13 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             "a row is as long as its pages": all(
                 self.books.table.length(pages.row) == pages.num_pages for pages in held
             ),
-            "rooms and requests are the same": len(self._rooms) == len(self.requests),
+            "a room is a request's": all(
+                self.requests.get(req.rid) is req for req in self._rooms.values()
+            ),
+            "and a request has its room, until its number may be used again": all(
+                self._rooms.get(req.room_key) is req or (req.state.ended and req.source_free)
+                for req in self.requests.values()
+            ),
             "every lock is a request's": self.books.cache.locks
             == {pages.lock for pages in held if pages.lock is not None},
             "every row is a request's": self.books.table.free_rows
@@ -371,7 +394,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             return
         self.requests.pop(req.rid, None)
         self._deadlines.forget(req)
-        self._rooms.pop(req.room_key, None)
+        if self._rooms.get(req.room_key) is req:  # its number may be in use again
+            del self._rooms[req.room_key]
         self._computed.pop(req, None)
         self._computes_no_more(req)
         if req.pages_held is None:

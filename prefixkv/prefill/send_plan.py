@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from prefixkv.errors import RequestError
-from prefixkv.paging import pages_for, whole_pages
+from prefixkv.paging import MAX_INDEX, pages_for, whole_pages
+from prefixkv.request import DeviceEvent, whole_number
 
 
 class Span(NamedTuple):
@@ -65,6 +66,24 @@ class SendPlan:
         self.computed = end
         self.ended = last
         return span
+
+
+def checked_chunk(
+    end: int, state_slot: int, aux: bytes, last: bool, ready: DeviceEvent | None
+) -> tuple[int, int, bytes]:
+    """`end`, `state_slot` and `aux` as what travels. Raises RequestError for one of another type,
+    an `aux` without `last`, and a `ready` that cannot be asked."""
+    end = whole_number("end", end, 0, MAX_INDEX + 1)
+    state_slot = whole_number("state_slot", state_slot, -1, MAX_INDEX + 1)
+    if not isinstance(aux, bytes | bytearray | memoryview):
+        raise RequestError(f"aux is a {type(aux).__name__}, bytes are needed")
+    if not isinstance(last, bool):
+        raise RequestError(f"last is {last!r}, True or False is needed")
+    if ready is not None and not callable(getattr(ready, "query", None)):
+        raise RequestError(f"ready is a {type(ready).__name__}, it has no query()")
+    if (aux := bytes(aux)) and not last:
+        raise RequestError("aux travels with the last chunk")
+    return end, state_slot, aux
 
 
 def plan_sends(

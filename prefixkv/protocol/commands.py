@@ -34,13 +34,14 @@ class MeetPrefill(_Command, frozen=True, tag="meet"):
 
 
 class RefuseRoom(_Command, frozen=True, tag="refuse"):
-    """Tell the prefill worker at `address` that this room will not be opened. A RoomDrained
-    follows."""
+    """Tell the prefill worker at `address` that this room, for the prompt of this digest, will not
+    be opened. A RoomDrained follows. b"": whatever its prompt is."""
 
     key: RoomKey
     ticket: int
     address: str
     reason: str
+    digest: bytes = b""
 
 
 class AbortRoom(_Command, frozen=True, tag="abort"):
@@ -94,11 +95,12 @@ class WithdrawRoom(_Command, frozen=True, tag="withdraw"):
 
 
 class DeclineRoom(_Command, frozen=True, tag="decline"):
-    """Prefill's engine does not take the request of this room: tell decode why. No event follows.
-    A room that was added is not touched."""
+    """Prefill's engine does not take the request of this room, which has this digest: tell decode
+    why. No event follows. A room that was added is not touched. b"": whatever its prompt is."""
 
     key: RoomKey
     reason: str
+    digest: bytes = b""
 
 
 class SendChunk(msgspec.Struct, frozen=True, eq=False):

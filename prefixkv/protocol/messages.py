@@ -143,7 +143,8 @@ class Hello(Body, frozen=True, tag="hello"):
     the extra state that `digest` lists is kept. `nonce` is that of the last HelloWanted, `known`
     the life that is known at this address. `life` is None where the kernel has no such thing, or it
     is not to be said. `agent_metadata` is NIXL's, empty where it is not written by that; `shm` is
-    for prefill workers of this host that map the memory, empty where it is not shared.
+    for prefill workers of this host that map the memory, empty where it is not shared. `age_ms` is
+    how long ago this life of the worker began, as its rank 0 says it; other ranks say None.
     """
 
     digest: ModelDigest
@@ -159,6 +160,7 @@ class Hello(Body, frozen=True, tag="hello"):
     known: U64 = 0
     life: ProcessLife | None = None
     shm: ShmOffer = b""
+    age_ms: U64 | None = None
 
 
 class HelloReply(Body, frozen=True, tag="hello-reply"):
@@ -243,11 +245,14 @@ class PromiseAck(RoomBody, frozen=True, tag="promise-ack"):
 class Abort(RoomBody, frozen=True, tag="abort"):
     """Refuse every earlier frame of this room, stop writing for it, and say when it is drained.
 
-    `versions`: as of Outcome."""
+    `versions`: as of Outcome. `proof`: as of Promise; a request of another prompt is of another use
+    of the room's number. Empty: not known.
+    """
 
     reason: Text
     ticket: U64 = 0
     versions: tuple[Version, Version] | None = None
+    proof: Proof = b""
 
 
 class Drained(RoomBody, frozen=True, tag="drained"):

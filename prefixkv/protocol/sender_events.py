@@ -130,6 +130,14 @@ class OutcomeAcked(msgspec.Struct, frozen=True):
     reader: int = 0
 
 
+class LifeBegan(msgspec.Struct, frozen=True):
+    """The decode worker was started after the request came here: this life of it has until
+    `until_s` to promise."""
+
+    peer: PeerId
+    until_s: float
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed. By `heard_s` every reader of the room had been heard."""
 
@@ -137,7 +145,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 PeerSaid = Promised | AbortSaid | OutcomeAcked
-Event = PeerSaid | Added | SendChunk | WriteEnded | WriteDrained | Fail | Tick
+Event = PeerSaid | Added | SendChunk | WriteEnded | WriteDrained | Fail | LifeBegan | Tick
 
 # --- actions --------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ import numpy as np
 from prefixkv.config import ControlConfig
 from prefixkv.digest import proves
 from prefixkv.errors import (
+    PeerLostError,
     PromptMismatchError,
     RequestError,
     TransferError,
@@ -43,6 +44,7 @@ from prefixkv.protocol.sender_events import (
     CancelWrite,
     Event,
     Fail,
+    LifeBegan,
     OutcomeAcked,
     PostWrite,
     Promised,
@@ -92,8 +94,10 @@ class SenderMachine:
         self._page_size = page_size
         self._next_job_id = next_job_id
         self._timing = timing
+        self.added_s: float | None = None  # when the engine's request came
+        self._newborn: LifeBegan | None = None
         self._num_tokens: int | None = None
-        self._digest = b""
+        self.digest = b""  # of the prompt; b"": not known
         self.weights_version = ""  # of the KV that the engine will hand over
         self._expected: tuple[int, ...] = ()  # the readers, once one has spoken
         self._promise: Promised | None = None  # the first: all are alike but for the peer
@@ -118,6 +122,26 @@ class SenderMachine:
         """Decode has promised, or the engine has handed over a chunk: so the engine may have
         computed."""
         return self._promise is not None or bool(self._kept)
+
+    @property
+    def is_left_over(self) -> bool:
+        """It ended before any reader had spoken, and is kept to tell those that do."""
+        return self.poll.ended and self.drained and not self.readers
+
+    def is_meant(self, proof: bytes, secrets: tuple[bytes, bytes]) -> bool:
+        """Whether a word with this proof may be about the request that is here: not where either
+        says another prompt."""
+        return not (proof and self.digest) or proves(proof, self.digest, *secrets)
+
+    def is_of(self, event: Promised) -> bool:
+        """Likewise of a promise."""
+        return self.is_meant(event.proof, event.secrets)
+
+    def parked(self) -> list[tuple[Promised, PeerId]]:
+        """The promises that wait for the engine's request."""
+        if not self.is_parked:
+            return []
+        return [(one.promise, one.peer) for one in self.readers.values() if one.promise]
 
     @property
     def is_parked(self) -> bool:
@@ -159,7 +183,8 @@ class SenderMachine:
     def wake_s(self) -> float:
         """When the next Tick is wanted, at the latest."""
         if not self.poll.ended:
-            return self._wait.due_s
+            newborn = self._newborn
+            return self._wait.due_s if newborn is None else min(self._wait.due_s, newborn.until_s)
         return float("inf") if self._answered else min(self._resend.due_s, self._wait.due_s)
 
     def on(self, event: Event, now_s: float) -> list[Action]:
@@ -175,7 +200,7 @@ class SenderMachine:
     def _added(self, event: Added, now_s: float) -> list[Action]:
         if self.added:
             raise fault(self, event, "it was added already")
-        self._num_tokens, self._digest = event.num_tokens, event.digest
+        self._num_tokens, self.digest, self.added_s = event.num_tokens, event.digest, now_s
         self.weights_version = event.weights_version
         self._wait.start(now_s, self._timing.bootstrap_timeout_s)
         return self._maybe_bootstrapped(now_s)
@@ -186,6 +211,7 @@ class SenderMachine:
             return self._promised_again(event, now_s)
         reader.promise = event
         self._promise = self._promise or event
+        self._newborn = None  # it knows the request
         self.ticket = event.ticket
         if not self.added:
             self._wait.start(now_s, self._timing.parked_timeout_s)
@@ -243,7 +269,7 @@ class SenderMachine:
                 f"decode waits for {fill_len} tokens, the request here has {self._num_tokens}"
             )
         promises = [reader.promise for reader in self.readers.values() if reader.promise]
-        if all(proves(one.proof, self._digest, *one.secrets) for one in promises):
+        if all(proves(one.proof, self.digest, *one.secrets) for one in promises):
             return None
         return PromptMismatchError(
             f"decode waits for other tokens, or another namespace, than the request here has: "
@@ -371,7 +397,15 @@ class SenderMachine:
         actions = self._fail(Fail(event.error, gone=event.reader), now_s)
         return actions + self._abort_said_late(event, now_s)
 
+    def _life_began(self, event: LifeBegan, now_s: float) -> list[Action]:
+        if self._promise is None:
+            self._newborn = event
+        return []
+
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
+        if (newborn := self._newborn) is not None and now_s >= newborn.until_s:
+            what = f"{newborn.peer} was started after the request had come, and does not ask for it"
+            return self._fail(Fail(PeerLostError(what, newborn.peer)), now_s)
         if now_s < self._wait.due_s:
             return []
         # A queue is waited for, here or there.
@@ -475,6 +509,7 @@ class SenderMachine:
             AbortSaid: Step(_abort_said_open, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
+            LifeBegan: Step(_life_began, {KVPoll.BOOTSTRAPPING}),
             Tick: Step(_tick_open, {KVPoll.BOOTSTRAPPING, KVPoll.FAILED}),
         },
         KVPoll.WAITING_FOR_INPUT: {
@@ -484,6 +519,7 @@ class SenderMachine:
             AbortSaid: Step(_abort_said_open, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
+            LifeBegan: IGNORED,  # it has promised
             Tick: Step(_tick_open, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
         },
         KVPoll.TRANSFERRING: {
@@ -494,6 +530,7 @@ class SenderMachine:
             AbortSaid: Step(_abort_said_open, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
+            LifeBegan: IGNORED,
             Tick: Step(_tick_open, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
         },
         KVPoll.SUCCESS: {
@@ -503,6 +540,7 @@ class SenderMachine:
             AbortSaid: Step(_abort_said_late, {KVPoll.SUCCESS}),
             Fail: Step(_fail_late, {KVPoll.SUCCESS}),
             OutcomeAcked: Step(_acked, {KVPoll.SUCCESS}),
+            LifeBegan: IGNORED,
             Tick: Step(_tick_unanswered, {KVPoll.SUCCESS}),
         },
         KVPoll.FAILED: {
@@ -514,6 +552,7 @@ class SenderMachine:
             AbortSaid: Step(_abort_said_late, {KVPoll.FAILED}),
             Fail: Step(_fail_late, {KVPoll.FAILED}),
             OutcomeAcked: Step(_acked, {KVPoll.FAILED}),
+            LifeBegan: IGNORED,
             Tick: Step(_tick_unanswered, {KVPoll.FAILED}),
         },
     }

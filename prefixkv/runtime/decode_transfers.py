@@ -73,6 +73,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         state: StatePool | None = None,
         transport: MakeTransport | None = None,
     ) -> None:
+        born_s = None if rank else time.monotonic()  # first: no request came before
         config = checked_config(config, DecodeConfig)
         super().__init__(config.model.weights_version)
         place = Place.of(pool, config.model, mesh, rank, state)
@@ -92,7 +93,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                     "map: make it with shared=True"
                 )
             hello = place.hello(offers, secret, worker or me, memory.area, prover.life)
-            return DecodeControl(me, hello, config.control, config.model.option_names)
+            return DecodeControl(me, hello, config.control, config.model.option_names, born_s)
 
         def check(address: str) -> None:
             if transport is None and config.transport.backend != "shm":
@@ -188,16 +189,20 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         prefill: str,
         reason: str = "refused",
         ticket: int | None = None,
+        digest: bytes = b"",
     ) -> None:
         """Tell prefill at once that this room will not be opened here. RoomDrained follows.
-        `ticket` as for `open`.
+        `ticket` and `digest` as for `open`; without the digest any request of this number that
+        prefill has, or gets next, is refused.
 
-        Raises RequestError for a room that is open or not drained yet.
+        Raises RequestError for a room that is open or not drained yet, and for a digest that is
+        none.
         """
+        digest = check_digest(digest) if digest else b""
         key = room_key(room, generation)
         ticket = secret_number() if ticket is None else whole_number("ticket", ticket, 1, 2**63)
         self._begin(key)
-        self.submit(RefuseRoom(key, ticket, prefill, reason))
+        self.submit(RefuseRoom(key, ticket, prefill, reason, digest))
 
     def _begin(self, key: RoomKey) -> None:
         if key in self._keys:

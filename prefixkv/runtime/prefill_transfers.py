@@ -19,7 +19,7 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
-from prefixkv.prefill.send_plan import SendPlan
+from prefixkv.prefill.send_plan import SendPlan, checked_chunk
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -227,13 +227,12 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             key = RoomKey(room, generation, decode)
         if key is None or key not in self._rooms:
             raise RequestError(f"room {room} of {decode!r} was not added, or is over")
+        end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
         if len(aux) > self._max_aux_bytes:
             raise AuxTooLargeError(len(aux), self._max_aux_bytes)
         num_slots = self._num_slots if last else 0
         if not (0 <= state_slot < num_slots if num_slots else state_slot == -1):
             raise RequestError(f"state slot {state_slot} of {num_slots}, with the last chunk only")
-        if aux and not last:
-            raise RequestError("aux travels with the last chunk")
         ids = as_pages(pages)
         if len(ids) < pages_for(end, self._page_size):
             raise RequestError(f"{len(ids)} pages, {end} tokens need more")
@@ -245,7 +244,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         span = plan.send(end, last)
         src = ids[span.first_page : span.end_page].copy()
         if len(src) or last:
-            what = span.first_page, src, last, bytes(aux), ready, state_slot
+            what = span.first_page, src, last, aux, ready, state_slot
             self.submit(SendChunk(key, *what, clip=True))
 
     def abort(self, room: int, generation: int, reason: str = "aborted", *, decode: str) -> None:

@@ -15,6 +15,7 @@ from prefixkv.control.decode import DecodeControl, DecodeInput
 from prefixkv.control.effects import Expect, FrameReceived, SendFrame, Tick
 from prefixkv.control.prefill import PrefillControl, PrefillInput
 from prefixkv.control.writes import StagingSlots
+from prefixkv.digest import prove
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import AddRoom, OpenRoom, SendChunk
@@ -130,6 +131,10 @@ class PrefillPeer(_Opposite):
                 self.known = body.known
                 effects[at] = bare = msgspec.structs.replace(body, known=0, nonce=0)
                 self.said = [bare if said is body else said for said in self.said]
+            elif isinstance(body, messages.Abort) and body.proof:
+                assert body.proof == prove(PROMPT, *SECRETS), "it proves the prompt of the room"
+                effects[at] = bare_abort = msgspec.structs.replace(body, proof=b"")
+                self.said = [bare_abort if said is body else said for said in self.said]
         return effects
 
     def say(self, body: Any, by: PeerId | None = None) -> list[Any]:

@@ -429,7 +429,7 @@ def test_who_waits_too_long_fails_and_prefill_is_told() -> None:
     assert str(own.error) == (
         "request 'o' was not admitted by its deadline_s, 5.0: waited 5.000 s for pages"
     )
-    assert desk.commands() == [RefuseRoom(own.room_key, 2, "p", str(own.error))]
+    assert desk.commands() == [RefuseRoom(own.room_key, 2, "p", str(own.error), own.request.digest)]
     desk.now_s = 20.0
     desk.admit()
     assert desk.pop_failed() == [late]
@@ -525,7 +525,7 @@ def test_a_room_of_its_own_is_refused_by_an_explicit_call_only_while_it_is_free(
     other = desk.request("b")
     error = AdmissionTimeoutError("no")
     desk.scheduler.refuse(other, error)
-    assert desk.commands() == [RefuseRoom(RoomKey(2, 0), 1, "p", str(error))]
+    assert desk.commands() == [RefuseRoom(RoomKey(2, 0), 1, "p", str(error), other.digest)]
     with pytest.raises(RequestError, match="room 2 is in use"):
         desk.scheduler.add(other, 0.0)
     desk.drain(RoomKey(2, 0))

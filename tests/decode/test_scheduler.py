@@ -169,7 +169,7 @@ def test_an_abort_wherever_a_request_is_leaves_nothing(
     assert desk.pop_failed() == []
     told = [AbortRoom(key, str(req.error))] if exposed else []
     if place is _queued:  # prefill may have it, and waits for a promise
-        told = [RefuseRoom(key, 1, "p", str(req.error))]
+        told = [RefuseRoom(key, 1, "p", str(req.error), req.request.digest)]
     assert desk.commands() == told
     assert ("HELD" in desk.states()) == (exposed or place is _retry_queued)
     for generation in range(key.generation + 1):

@@ -209,8 +209,10 @@ def test_a_refusal_is_told_and_harms_no_room_that_is_in_use() -> None:
     desk = Desk(4)
     desk.add("a", 4, room=1)
     desk.scheduler.take_commands()
-    desk.scheduler.refuse(Request("x", [1], room=2, decode="d"), "no")
-    assert desk.scheduler.take_commands() == [DeclineRoom(RoomKey(2, 0, "d"), "no")]
+    refused = Request("x", [1], room=2, decode="d")
+    desk.scheduler.refuse(refused, "no")
+    told = DeclineRoom(RoomKey(2, 0, "d"), "no", refused.digest)
+    assert desk.scheduler.take_commands() == [told]
     for text, request in {
         "room 1 generation 0 of 'd' is in use": Request("x", [1], room=1, decode="d"),
         "names no decode worker": Request("x", [1], room=2),
