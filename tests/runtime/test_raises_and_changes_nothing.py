@@ -124,7 +124,7 @@ def test_whatever_is_handed_over(pair: NodePair, data: st.DataObject) -> None:
     "wrong",
     [{"aux": "text"}, {"aux": 7}, {"aux": [1]}, {"ready": object()}, {"state_slot": "0"},
      {"end": 21.0}, {"end": "21"}, {"last": "yes"}],
-    ids=str,
+    ids=lambda wrong: " ".join(f"{name}={type(value).__name__}" for name, value in wrong.items()),
 )  # fmt: skip
 def test_a_chunk_with_a_wrong_argument_is_not_begun(pair: NodePair, wrong: dict[str, Any]) -> None:
     computing = pair.p.computing["computes"]
