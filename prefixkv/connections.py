@@ -459,14 +459,20 @@ class Watcher:
         self._poller.register(self._bell.fd, zmq.POLLIN)
         self._poller.register(self._epoll.fileno(), zmq.POLLIN)
         try:
-            while self._step():
+            while self._guarded_step():
                 pass
-        except Exception:
-            _log.exception("connections are watched no more")
         finally:
             for watched in self._watched:
                 for fd in list(watched.connections):
                     self._went(watched, fd)
+
+    def _guarded_step(self) -> bool:
+        try:
+            return self._step()
+        except Exception:  # a defect of ours: what it was about is not watched, all else is
+            _log.exception("a look at the connections failed")
+            time.sleep(LOOK_S)
+            return True
 
     def _step(self) -> bool:
         """One look. False: it is to end."""
@@ -529,7 +535,8 @@ class Watcher:
         """Count what has come, and cut what is too much."""
         assert self._epoll is not None
         for link, _ in self._epoll.poll(0):  # once for each arrival: EPOLLET
-            self._hot[link] = self._by_link[link]
+            if link in self._by_link:
+                self._hot[link] = self._by_link[link]
         looked = {id(watched) for watched, _ in self._hot.values()}
         for link, (watched, connection) in list(self._hot.items()):
             most = 2 * watched.bounds.message_bytes

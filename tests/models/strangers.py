@@ -59,9 +59,12 @@ class Flood:
             try:
                 with self._begin() as sock:
                     sock.settimeout(0.2)
+                    at = 0  # what was sent in part goes on, so that parts stay parts
                     while not self._stopping:
                         with suppress(TimeoutError):
-                            self.num_bytes += sock.send(self._chunk)
+                            sent = sock.send(memoryview(self._chunk)[at:])
+                            self.num_bytes += sent
+                            at = (at + sent) % len(self._chunk)
             except OSError:
                 self.num_cut += 1
                 time.sleep(0.01)

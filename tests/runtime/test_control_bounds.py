@@ -126,16 +126,16 @@ def test_many_unfinished_messages_that_are_small(served: Served) -> None:
     memory, before = Memory(served.prefill.pid), cuts(served)
     with ExitStack() as stack:
         for _ in range(400):
-            sock = stack.enter_context(stranger(served.prefill.endpoint))
-            with suppress(OSError):  # it was cut
+            with suppress(OSError):  # it is cut, or was before it had shaken hands
+                sock = stack.enter_context(stranger(served.prefill.endpoint))
                 sock.sendall(EMPTY_PART * 50_000)
+        until(lambda: cuts(served) > before)
         attacked(served)
         assert memory.grown() < MOST_BYTES
-    assert cuts(served) > before
 
 
-def test_whole_messages_of_many_parts(served: Served) -> None:
-    chunk = EMPTY_PART * 50_000 + part(0, more=False)
+def test_whole_messages_that_come_faster_than_they_are_read(served: Served) -> None:
+    chunk = part(60_000, more=False)
     memory = Memory(served.prefill.pid)
     with flood(lambda: stranger(served.prefill.endpoint), chunk) as attack:
         attacked(served)
