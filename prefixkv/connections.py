@@ -21,6 +21,7 @@ are processes of this user, nothing is watched.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import os
@@ -57,6 +58,10 @@ HANDSHAKE_S: Final = 10.0
 MOST_PARTS: Final = 8
 """Of a message; those of prefixkv have one or two."""
 
+_PARTS_A_TURN: Final = 8192  # of messages that have too many: some 15 ms of the owner's thread
+_PARTS_A_COUNT: Final = 1024  # of them between two looks at whose they are
+_LEAST_PART_BYTES: Final = 2  # on the network
+
 _TCP_INFO_BYTES: Final = 152
 _COUNTED: Final = struct.Struct("=QQ")  # bytes acknowledged, bytes received
 _COUNTED_AT: Final = 120
@@ -68,7 +73,11 @@ _PUBLISHED_BYTES: Final = 1 << 20  # between two looks at who reads
 _LATE_S: Final = 5.0  # what was taken of a connection is known so long before the connection is
 _LOG_EVERY_S: Final = 1.0
 _DESCRIPTORS: Final = 4  # a quarter of the process's, for connections of one socket; each takes two
-_EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_EVENTS: Final = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_GONE_SHARE: Final = 4  # of `socket_bytes`, for what ended connections have left
+_SO_ATTACH_FILTER: Final = 26
+_SO_DETACH_FILTER: Final = 27
+_DROP_ALL: Final = struct.pack("=HBBI", 6, 0, 0, 0)  # a BPF program: return 0
 
 _Socket = zmq.Socket[bytes]
 
@@ -133,6 +142,13 @@ class Connection:
         acknowledged, received = _COUNTED.unpack_from(info, _COUNTED_AT)
         return acknowledged, received
 
+    def can_have_brought(self, num_bytes: int) -> bool:
+        """Beyond what was taken of it."""
+        try:
+            return num_bytes <= self.count()[1] - self.taken
+        except OSError:
+            return False
+
     def is_stuck(self) -> bool:
         """Something waits with this kernel that the peer has no room for."""
         with suppress(OSError):
@@ -180,25 +196,55 @@ def descriptor(frame: zmq.Frame) -> int:
         return -1
 
 
-def receive(sock: _Socket, watched: Watched) -> tuple[list[zmq.Frame], Connection | None]:
-    """The next message of a watched socket, and the connection that it has come by; no frames for
-    one of more than `MOST_PARTS`, whose connection is cut. Raises zmq.Again where there is none."""
+def receive(sock: _Socket, watched: Watched) -> tuple[list[zmq.Frame], Connection | None] | None:
+    """The next message of a watched socket, and the connection that it has come by.
+
+    One of more than `MOST_PARTS` is dropped, and its connection is cut before the rest of it is
+    read: no frames are returned. Part by part that takes a microsecond or two each, so a turn, from
+    one `may_sleep` to the next, takes a bounded number of them.
+
+    Returns None where the turn has taken as many: the rest is for the next. Raises zmq.Again where
+    there is no message.
+    """
+    if watched.skipped_bytes:
+        return _skip(sock, watched)
     frame = sock.recv(zmq.DONTWAIT, copy=False)
-    frames, num_bytes, num_parts = [frame], 0, 1
+    frames = [frame]
     while frame.more:  # all of them are here, since a message comes whole
+        if len(frames) == MOST_PARTS:
+            watched.skipped_bytes = _bytes_of(frames, watched)
+            return _skip(sock, watched)
         frame = sock.recv(zmq.DONTWAIT, copy=False)
-        num_bytes += message_bytes(len(frame), watched.is_curve)
-        num_parts += 1
-        if num_parts <= MOST_PARTS:
-            frames.append(frame)
-    if not watched.has_route:
-        num_bytes += message_bytes(len(frames[0]), watched.is_curve)
-    connection = watched.took(descriptor(frame), num_bytes)
-    if num_parts > MOST_PARTS:
-        if connection is not None:
+        frames.append(frame)
+    return frames, watched.took(descriptor(frame), _bytes_of(frames, watched))
+
+
+def _bytes_of(frames: list[zmq.Frame], watched: Watched) -> int:
+    travelled = frames[1:] if watched.has_route else frames
+    return sum(message_bytes(len(frame), watched.is_curve) for frame in travelled)
+
+
+def _skip(sock: _Socket, watched: Watched) -> tuple[list[zmq.Frame], Connection | None] | None:
+    """Read on in a message of many parts, and end its connection. Its bytes are counted as the
+    least that they can be: of one that is cut, too many are held rather than too few."""
+    receive_part, dont_wait = sock.recv, int(zmq.DONTWAIT)
+    while watched.parts_left > 0:
+        num_parts = 1
+        frame = receive_part(dont_wait, False)
+        while frame.more and num_parts < _PARTS_A_COUNT:
+            frame = receive_part(dont_wait, False)
+            num_parts += 1
+        watched.parts_left -= num_parts
+        watched.skipped_bytes += num_parts * _LEAST_PART_BYTES
+        fd = descriptor(frame)
+        connection = watched.connections.get(fd)
+        # Another may have come by this descriptor since, that has not brought as much.
+        if connection is not None and connection.can_have_brought(watched.skipped_bytes):
             watched.cut(connection, "a message of many parts")
-        return [], connection
-    return frames, connection
+        if not frame.more:
+            num_bytes, watched.skipped_bytes = watched.skipped_bytes, 0
+            return [], watched.took(fd, num_bytes)
+    return None
 
 
 @dataclass(slots=True, eq=False)
@@ -216,6 +262,10 @@ class Watched:
     connections: dict[int, Connection] = field(default_factory=dict)  # by libzmq's descriptor
     is_waiting: bool = False  # the owner sleeps on `fd`, having found the socket empty
     is_settling: bool = False  # connections have ended, and what they left may not be taken yet
+    skipped_bytes: int = 0  # of a message of many parts that the owner has read in part
+    parts_left: int = 0  # that this turn may skip
+    listener_fd: int = -1  # libzmq's
+    is_shut: bool = False  # no connection comes
     _early: dict[int, tuple[int, float]] = field(default_factory=dict)
     _turns: int = 0  # how often the socket was found empty
     _gone_bytes: int = 0
@@ -232,7 +282,12 @@ class Watched:
             if fd >= 0:  # its connection is not known yet, or not any more
                 self._early[fd] = self._early.get(fd, (0, 0.0))[0] + num_bytes, time.monotonic()
             return None
-        connection.taken += num_bytes
+        taken = connection.taken + num_bytes
+        if taken > connection.received:
+            # No more than it can have been, as in `begin`.
+            with suppress(OSError):
+                taken = min(taken, connection.count()[1])
+        connection.taken = taken
         connection.heard_s = time.monotonic()
         return connection
 
@@ -240,6 +295,7 @@ class Watched:
         """Whether the socket has nothing for its owner, so that `fd` is readable before it has. The
         owner sleeps on that, and not in zmq's poll of the socket: that one takes note of what has
         come a moment before the owner does, and it would look as if all was taken."""
+        self.parts_left = _PARTS_A_TURN
         self.is_waiting = not int(sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN
         return self.is_waiting
 
@@ -359,6 +415,7 @@ class Watched:
                     self.cut(connection, "an unfinished message beyond its bound")
         if self._turns >= self._gone_turns:
             self._gone_bytes, self.is_settling = 0, False
+        self._shut(self._gone_bytes > self.bounds.socket_bytes // _GONE_SHARE)
         total = self._gone_bytes + sum(connection.held for connection in live)
         for connection in sorted(live, key=lambda one: one.held, reverse=True):
             if connection.held > self.bounds.connection_bytes:
@@ -368,6 +425,27 @@ class Watched:
             else:
                 break
             total -= connection.held
+
+    def _shut(self, is_shut: bool) -> None:
+        """Let no connection come while the owner has to read what ended ones have left: each may
+        bring what the kernel holds of it before it can be cut, faster than that is read. Their
+        SYNs are dropped, so they come when TCP tries again, a second later."""
+        if is_shut == self.is_shut or self.listener_fd < 0:
+            return
+        self.is_shut = is_shut
+        with suppress(OSError):
+            listener = socket.socket(fileno=self.listener_fd)
+            try:
+                if listener.family in (socket.AF_INET, socket.AF_INET6):
+                    if is_shut:
+                        program = ctypes.create_string_buffer(_DROP_ALL)
+                        told = struct.pack("@HP", 1, ctypes.addressof(program))
+                        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, told)
+                        self.counters["listening_paused"] += 1
+                    else:
+                        listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            finally:
+                listener.detach()  # it is libzmq's
 
     @property
     def looks_hostile(self) -> bool:
@@ -459,14 +537,20 @@ class Watcher:
         self._poller.register(self._bell.fd, zmq.POLLIN)
         self._poller.register(self._epoll.fileno(), zmq.POLLIN)
         try:
-            while self._step():
+            while self._guarded_step():
                 pass
-        except Exception:
-            _log.exception("connections are watched no more")
         finally:
             for watched in self._watched:
                 for fd in list(watched.connections):
                     self._went(watched, fd)
+
+    def _guarded_step(self) -> bool:
+        try:
+            return self._step()
+        except Exception:  # a defect of ours: what it was about is not watched, all else is
+            _log.exception("a look at the connections failed")
+            time.sleep(LOOK_S)
+            return True
 
     def _step(self) -> bool:
         """One look. False: it is to end."""
@@ -501,7 +585,9 @@ class Watcher:
         with suppress(zmq.Again):
             while True:
                 told = parse_monitor_message(monitor.recv_multipart(zmq.DONTWAIT))
-                if told["event"] == zmq.EVENT_ACCEPTED:
+                if told["event"] == zmq.EVENT_LISTENING:
+                    watched.listener_fd = told["value"]
+                elif told["event"] == zmq.EVENT_ACCEPTED:
                     self._came(watched, told["value"])
                 elif told["event"] == zmq.EVENT_DISCONNECTED:
                     self._went(watched, told["value"])
@@ -529,7 +615,8 @@ class Watcher:
         """Count what has come, and cut what is too much."""
         assert self._epoll is not None
         for link, _ in self._epoll.poll(0):  # once for each arrival: EPOLLET
-            self._hot[link] = self._by_link[link]
+            if link in self._by_link:
+                self._hot[link] = self._by_link[link]
         looked = {id(watched) for watched, _ in self._hot.values()}
         for link, (watched, connection) in list(self._hot.items()):
             most = 2 * watched.bounds.message_bytes

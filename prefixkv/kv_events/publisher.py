@@ -260,10 +260,13 @@ class KVEventPublisher:
     def _read_requests(self, sock: _Socket) -> None:
         for _ in range(_REQUESTS_A_TURN):
             try:
-                parts, connection = receive(sock, self._watched[sock])
+                received = receive(sock, self._watched[sock])
             except zmq.Again:
                 self._watched[sock].found_empty()
                 return
+            if received is None:
+                return
+            parts, connection = received
             if not parts:
                 continue
             client, *frames = [part.bytes for part in parts]

@@ -183,10 +183,13 @@ class RouterChannel(_Channel):
             if len(frames) == _FRAMES_A_POLL or taken.total() > _BYTES_OF_ALL_A_POLL:
                 break
             try:
-                parts, connection = receive(self._sock, self._watched)
+                received = receive(self._sock, self._watched)
             except zmq.Again:
                 self._watched.found_empty()
                 break
+            if received is None:
+                break
+            parts, connection = received
             if len(parts) != 2:
                 self.counters["frames_malformed"] += 1
                 continue
@@ -324,10 +327,13 @@ class DealerChannel(_Channel):
                 if num_bytes >= _BYTES_A_POLL:
                     break  # the rest waits in this worker's own socket
                 try:
-                    parts, _ = receive(sock, self._watched[address])
+                    received = receive(sock, self._watched[address])
                 except zmq.Again:
                     self._watched[address].found_empty()
                     break
+                if received is None:
+                    break
+                parts, _ = received
                 num_bytes += sum(map(len, parts))
                 try:
                     if len(parts) != 1:

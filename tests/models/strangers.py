@@ -14,6 +14,7 @@ from tests.models.patience import PATIENCE_S
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 EMPTY_PART = b"\x01\x00"
+HANDSHAKE_S = 10.0  # a side that is busy takes its time
 
 
 def ready(kind: bytes) -> bytes:
@@ -38,9 +39,36 @@ def connected(endpoint: str) -> socket.socket:
 
 def stranger(endpoint: str, kind: bytes = b"DEALER") -> socket.socket:
     """One that has shaken hands."""
-    sock = connected(endpoint)
-    sock.sendall(GREETING + ready(kind))
+    return shaken(connected(endpoint), kind)
+
+
+def shaken(sock: socket.socket, kind: bytes) -> socket.socket:
+    """A connection after the handshake, which both sides have ended.
+
+    libzmq ends a connection that says more before that, and nothing of what it says is tried.
+    Raises OSError, with the connection closed.
+    """
+    try:
+        sock.settimeout(HANDSHAKE_S)
+        sock.sendall(GREETING + ready(kind))
+        _read(sock, len(GREETING))
+        _, size = _read(sock, 2)
+        _read(sock, size)
+        sock.settimeout(PATIENCE_S)
+    except BaseException:
+        sock.close()
+        raise
     return sock
+
+
+def _read(sock: socket.socket, size: int) -> bytes:
+    raw = b""
+    while len(raw) < size:
+        more = sock.recv(size - len(raw))
+        if not more:
+            raise ConnectionResetError("it was ended in the handshake")
+        raw += more
+    return raw
 
 
 class Flood:
@@ -59,9 +87,12 @@ class Flood:
             try:
                 with self._begin() as sock:
                     sock.settimeout(0.2)
+                    at = 0  # what was sent in part goes on, so that parts stay parts
                     while not self._stopping:
                         with suppress(TimeoutError):
-                            self.num_bytes += sock.send(self._chunk)
+                            sent = sock.send(memoryview(self._chunk)[at:])
+                            self.num_bytes += sent
+                            at = (at + sent) % len(self._chunk)
             except OSError:
                 self.num_cut += 1
                 time.sleep(0.01)
