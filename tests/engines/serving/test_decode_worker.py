@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prefixkv.config import DecodeConfig
+from prefixkv.serving import worker as worker_module
 from prefixkv.serving.config import (
     DecodeWorkerConfig,
     Limits,
@@ -27,7 +28,8 @@ from prefixkv.serving.wire import Abort, Ask, How, Job, Said
 from prefixkv.serving.worker import DecodeWorker
 from tests.models.patience import NEVER_S, PATIENCE_S
 
-LIMITS = Limits(1 << 20, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
+MIB = 1 << 20
+LIMITS = Limits(MIB, NEVER_S, NEVER_S, NEVER_S, NEVER_S, max_bodies_bytes=MIB)
 PROMPT = list(range(300, 350))
 RID = "r"
 JOB = "d/r/0.0"
@@ -209,3 +211,15 @@ def test_what_waits_when_a_worker_ends_is_told_so_once_for_each_answer() -> None
 
     with pytest.raises(ApiError, match="ended"):  # `at_rest` finds the engine ended
         run(scene)
+
+
+def test_a_body_is_bounded_by_what_a_prompt_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front has bounded what its clients said; tokens of it are longer than its text."""
+    monkeypatch.setattr(worker_module, "_MAX_JOB_BYTES", 2 * MIB)
+
+    async def scene(stage: Stage) -> None:
+        for size, status in ((2 * MIB, 400), (2 * MIB + 1, 413)):
+            answer = await stage.client.post("/generate", content=b"[" * size)
+            assert answer.status_code == status, answer.text
+
+    run(scene)
