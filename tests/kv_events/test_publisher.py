@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import KVEventsConfig
 from prefixkv.errors import ConfigError
+from prefixkv.kv_events import publisher as publisher_module
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.protocol.ids import PeerId
 from tests.kv_events.follower import END, Subscriber
@@ -74,6 +77,28 @@ def make() -> Iterator[Make]:
 
         yield make
     assert "prefixkv-kv-events" not in [thread.name for thread in threading.enumerate()]
+
+
+@contextmanager
+def standing_still(worker: Worker, seed: int = 1_000, num_pages: int = 3) -> Iterator[None]:
+    """The publisher's thread is in the midst of telling of an insertion, and stays there."""
+    worker.published()
+    held, release = threading.Event(), threading.Event()
+    stored = worker.publisher.dialect.stored
+
+    def stuck(run: Any) -> Any:
+        held.set()
+        release.wait()
+        return stored(run)
+
+    worker.publisher.dialect.stored = stuck
+    try:
+        worker.insert(seed, num_pages)
+        held.wait()
+        yield
+    finally:
+        worker.publisher.dialect.stored = stored
+        release.set()
 
 
 def agrees(worker: Worker, subscriber: Subscriber, seeds: range) -> None:
@@ -196,6 +221,24 @@ def test_garbage_on_the_replay_socket_is_answered_with_an_error(
     assert subscriber.replay(worker.published()) == []
 
 
+def test_each_of_many_requests_is_answered_where_a_turn_takes_but_one(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They came in one turn, so nothing wakes the thread for those that it has left there."""
+    monkeypatch.setattr(publisher_module, "_REQUESTS_A_TURN", 1)
+    monkeypatch.setattr(publisher_module, "_AWAKE_S", 0.0)
+    worker = make(Worker, heartbeat_s=NEVER_S)
+    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    assert subscriber.replay(worker.published()) == []  # it is connected
+    with standing_still(worker):
+        for _ in range(10):
+            subscriber.dealer.send_multipart([b"", b"12", b"3456"])
+        time.sleep(0.2)  # they come; fewer at once prove less, and are answered too
+    for _ in range(10):
+        assert b"frames of [0, 2, 4] bytes" in subscriber.receive(subscriber.dealer)[-1]
+    assert worker.publisher.stats()["unreadable_requests"] == 10
+
+
 def test_garbage_on_the_snapshot_socket_is_answered_with_an_error(make: Make) -> None:
     worker = make(Worker)
     subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
@@ -314,6 +357,94 @@ def test_a_client_that_does_not_read_its_answers_gets_them_all_later(make: Make)
     assert seqs == list(range(first, first + 60))
 
 
+def test_no_more_clients_wait_than_a_bound_and_the_oldest_one_makes_room(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make(Worker, heartbeat_s=NEVER_S)
+    publisher, first = worker.publisher, worker.published()
+    for seed in range(60):
+        worker.insert(seed, num_pages=4_000)  # 80 KB a batch: beyond what the kernel holds
+        until(lambda: publisher.idle)
+    monkeypatch.setattr(publisher_module, "_MAX_CLIENTS", 1)
+    with ExitStack() as stack:
+        for number in range(5):
+            client = stack.enter_context(closing(zmq.Context.instance().socket(zmq.DEALER)))
+            client.setsockopt(zmq.LINGER, 0)
+            client.setsockopt(zmq.RCVHWM, 1)
+            client.setsockopt(zmq.RCVBUF, 4096)
+            client.setsockopt(zmq.ROUTING_ID, b"%d" % number)
+            client.connect(publisher.replay_endpoint)
+            client.send_multipart([b"", first.to_bytes(8)])
+            until(lambda number=number: publisher.stats()["replays"] == number + 1)
+        until(lambda: [client for _, client in list(publisher._waiting)] == [b"3", b"4"])
+    # Those that have left wait no more, and others are answered.
+    subscriber = make(Subscriber, publisher, PAGE_SIZE)
+    assert subscriber.replay(worker.published()) == []
+    until(lambda: not publisher._waiting)
+
+
+class _Unread(SimpleNamespace):
+    """A client with so many bytes unread, which has read none of them for `for_s` seconds."""
+
+    def __init__(self, unread: int, for_s: float = 0.0) -> None:
+        self.cuts: list[str] = []
+        cut = lambda connection, why: self.cuts.append(why)  # noqa: E731
+        super().__init__(
+            unread=unread, stuck_s=lambda: for_s, connection=self, watched=SimpleNamespace(cut=cut)
+        )
+        self.is_over = False
+
+
+def test_unread_answers_are_bounded_for_a_client_and_in_sum(make: Make) -> None:
+    worker = make(Worker, heartbeat_s=NEVER_S, queue_bytes=2 << 20)
+    publisher = worker.publisher
+    worker.published()
+    one, other = _Unread(1000), _Unread(1 << 20)
+    publisher._readers = {"one": one, "other": other}
+    mine, in_sum = (1 << 20) - 1000, (2 << 20) - (1 << 20) - 1000
+    assert mine == in_sum
+    assert publisher._has_room(one, mine)
+    assert not publisher._has_room(one, mine + 1)  # of its own
+    assert not publisher._has_room(other, 1)
+    other.unread = (1 << 20) + 1
+    assert publisher._has_room(one, mine - 1)
+    assert not publisher._has_room(one, mine)  # in sum
+    one.unread = 0
+    assert publisher._has_room(one, (1 << 20) - 1)
+    assert not publisher._has_room(one, 1 << 20)
+    # Nothing is unread: one answer has always room.
+    other.unread = 0
+    assert publisher._has_room(one, 1 << 30)
+    assert not one.cuts
+    assert not other.cuts
+    other.unread = 2 << 20
+    other.stuck_s = lambda: 5.0
+    assert not publisher._has_room(one, 1)
+    assert (one.cuts, other.cuts) == ([], ["does not read"])
+
+
+def test_a_publisher_with_nothing_to_do_sleeps(make: Make) -> None:
+    """And ends with its process, where nothing closes it."""
+    worker = make(Worker, heartbeat_s=NEVER_S)
+    publisher, turns = worker.publisher, []
+    assert publisher._thread.daemon
+    drain = publisher._bell.drain
+
+    def counted() -> Any:
+        turns.append(None)
+        return drain()
+
+    publisher._bell.drain = counted
+    worker.insert(1)
+    until(lambda: publisher.idle and publisher._asleep)
+    before = len(turns)
+    assert before
+    time.sleep(0.2)
+    assert len(turns) == before
+    worker.insert(2)  # wakes it
+    until(lambda: publisher.idle)
+
+
 def test_a_worker_that_comes_back_is_heard_as_a_new_one(make: Make) -> None:
     worker = make(Worker, life=1)
     subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
@@ -358,25 +489,24 @@ def test_the_last_events_cannot_be_missed_unseen(make: Make) -> None:
 def test_a_publisher_that_is_too_far_behind_begins_afresh(make: Make) -> None:
     worker = make(Worker, max_behind_pages=4)
     subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
-    worker.published()
-    held, release = threading.Event(), threading.Event()
-    stored = worker.publisher.dialect.stored
+    for number in range(1, 4):  # and again
+        seed = 10 * number
+        with standing_still(worker, seed, num_pages=5):
+            worker.insert(seed + 1)  # does not wait, and is lost
+            worker.insert(seed + 2)
+            overruns = worker.publisher.stats()["overruns"]
+        assert overruns == number
+        until(lambda: worker.publisher.idle)
+        worker.insert(seed + 3)
+        agrees(worker, subscriber, range(seed, seed + 4))
 
-    def stuck(run: Any) -> Any:
-        held.set()
-        release.wait()
-        return stored(run)
 
-    worker.publisher.dialect.stored = stuck
-    worker.insert(1, num_pages=5)
-    held.wait()
-    worker.insert(2)  # does not wait, and is lost
-    worker.insert(3)
-    assert worker.publisher.stats()["overruns"] == 1
-    release.set()
-    until(lambda: worker.publisher.idle)
-    worker.insert(4)
-    agrees(worker, subscriber, range(5))
+def test_a_publisher_that_keeps_up_is_never_too_far_behind(make: Make) -> None:
+    worker = make(Worker, max_behind_pages=4)
+    for seed in range(6):
+        worker.insert(seed)
+        worker.published()
+    assert worker.publisher.stats()["overruns"] == 0
 
 
 def test_a_defect_in_making_events_is_no_lie(make: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -16,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prefixkv.errors import ConfigError
+from prefixkv.serving import http as http_module
 from prefixkv.serving.config import Limits, ListenSettings
 from prefixkv.serving.http import (
     ApiError,
@@ -123,6 +125,9 @@ def test_a_body_that_is_too_large_is_refused_and_its_sender_hears_it() -> None:
     async def use(_: Site, client: httpx.AsyncClient) -> None:
         body = json.dumps({"a": "x" * 980}).encode()
         assert (await client.post("/echo", content=body)).status_code == 200
+        full = body[:-2] + b"y" * (1000 - len(body)) + body[-2:]
+        assert len(full) == 1000
+        assert (await client.post("/echo", content=full)).status_code == 200
         for size in (1001, 20 << 20):
             assert error(await client.post("/echo", content=b"x" * size)) == (
                 413,
@@ -134,6 +139,21 @@ def test_a_body_that_is_too_large_is_refused_and_its_sender_hears_it() -> None:
                 yield b"x" * 100
 
         assert error(await client.post("/echo", content=chunks())) == (413, "request_too_large")
+
+    serve(use)
+
+
+def test_a_body_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "_DISCARDED_BYTES", 1 << 20)
+
+    async def use(site: Site, _: httpx.AsyncClient) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+        head = f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 40}\r\n\r\n"
+        writer.write(head.encode())
+        with contextlib.suppress(ConnectionError):  # its patience ends the test where it is read
+            while True:
+                writer.write(bytes(1 << 16))
+                await writer.drain()
 
     serve(use)
 

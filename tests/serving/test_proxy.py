@@ -130,8 +130,20 @@ def run(
             stack.push_async_callback(stage.proxy.stop)
             stack.push_async_callback(stage.client.aclose)
             await asyncio.wait_for(scene(stage), PATIENCE_S)
+            await stage.client.aclose()  # clients that still wait leave
+            await asyncio.wait_for(
+                until(lambda: not any(places_taken(stage.proxy).values())), PATIENCE_S
+            )
 
     asyncio.run(main())
+
+
+def places_taken(proxy: Proxy) -> dict[str, float]:
+    """The work of requests in progress, by role: that of those that have ended fades."""
+    return {
+        role: sum(worker.open_work for worker in side.router._workers.values())
+        for role, side in proxy.sides.items()
+    }
 
 
 async def until(true: Callable[[], object]) -> None:
@@ -149,6 +161,18 @@ def test_a_client_with_as_many_requests_as_it_may_have_is_refused() -> None:
         asking.cancel()
 
     run(scene, decode=[never], limits=replace(LIMITS, max_requests_per_client=1))
+
+
+def test_a_request_has_a_place_on_both_sides_until_it_ends() -> None:
+    """That each gives its place back, however it ends, is looked at after every scene."""
+
+    async def scene(stage: Stage) -> None:
+        asking = asyncio.create_task(stage.complete())
+        await until(lambda: stage.prefill[0].under_way and stage.decode[0].under_way)
+        assert places_taken(stage.proxy) == {"prefill": 1.0, "decode": 1.0}
+        asking.cancel()
+
+    run(scene, [never], [never])
 
 
 def test_both_servers_are_asked_with_one_room() -> None:

@@ -1,0 +1,341 @@
+"""A fleet, over real sockets, before workers that do on command what real ones do by chance: fail,
+refuse, end in the middle. With real ones: tests/engines/serving."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from prefixkv.cache.events import EventFeed
+from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.serving import fleet as fleets
+from prefixkv.serving.config import Limits
+from prefixkv.serving.feed import EventTap
+from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
+from prefixkv.serving.wire import Ask, Fence, Lost, Said, WorkerInfo
+from tests.models.patience import NEVER_S, PATIENCE_S
+
+LIMITS = Limits(1 << 20, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
+PROMPT = list(range(40))
+TOKEN = Said(token=7)
+END = Said(token=8, position=1, finish="length")
+Say = Callable[[], AsyncGenerator[Said, None]]
+LOST = [Lost("peer", "1f", "silent", 3)]
+
+
+class Worker:
+    """What a front asks of a worker. `say` is its answer, or a status with which it refuses."""
+
+    def __init__(self, role: Literal["prefill", "decode"], name: str, say: Say | int) -> None:
+        self.role, self.name, self.say = role, name, say
+        self.asked: list[Ask] = []
+        self.under_way = 0
+        self.fenced: list[Fence] = []
+        self.fence_statuses: list[int] = []  # what it answers first
+        self.lost_status = 200
+        self.cache = RadixCache(page_size=4)
+        self._next_page = 0
+        self.tap = EventTap(EventFeed(self.cache, name, 1).take, lambda call: call())
+        routes = [
+            Route("/generate", self._generate, methods=["POST"]),
+            Route("/events", self._events),
+            Route("/fence", self._fence, methods=["POST"]),
+            Route("/lost", self._lost),
+        ]
+        self.server = HttpServer(make_app(routes), "127.0.0.1", 0, LIMITS)
+
+    @property
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(
+            self.role, self.name, self.server.url, "", f"tcp://{self.name}", "m", "m", 4, 64, 256,
+            1000, "1", 0,
+        )  # fmt: skip
+
+    def insert(self, tokens: list[int]) -> None:
+        pages = np.arange(self._next_page, self._next_page + len(tokens) // 4, dtype=np.int32)
+        self._next_page += len(pages)
+        self.cache.insert(tokens, pages)
+        self.tap.after_step()
+
+    async def _generate(self, request: Request) -> Response:
+        self.asked.append(msgspec.json.decode(await request.body(), type=Ask))
+        if isinstance(self.say, int):
+            raise ApiError(self.say, "not this one")
+        self.under_way += 1
+        return Stream(self._lines(self.say()), LIMITS, "x", end=self._over)
+
+    async def _lines(self, answer: AsyncGenerator[Said, None]) -> AsyncGenerator[bytes, None]:
+        async for said in answer:
+            line = msgspec.json.encode(said) + b"\n"
+            yield line[:5]  # lines come in pieces of any size
+            yield line[5:] + b"\n"
+
+    async def _over(self) -> None:
+        self.under_way -= 1
+
+    async def _events(self, _: Request) -> Response:
+        return Stream(self.tap.frames(), LIMITS, "x")
+
+    async def _fence(self, request: Request) -> Response:
+        status = self.fence_statuses.pop(0) if self.fence_statuses else 202
+        if status == 202:
+            self.fenced.append(msgspec.json.decode(await request.body(), type=Fence))
+        return Response(status_code=status)
+
+    async def _lost(self, _: Request) -> Response:
+        return json_response(LOST, self.lost_status)
+
+
+async def well() -> AsyncGenerator[Said, None]:
+    yield TOKEN
+    yield END
+
+
+async def fails() -> AsyncGenerator[Said, None]:
+    yield Said(finish="error", error="no memory")
+
+
+async def says_nothing() -> AsyncGenerator[Said, None]:
+    return
+    yield
+
+
+async def breaks() -> AsyncGenerator[Said, None]:
+    yield TOKEN
+
+
+async def never() -> AsyncGenerator[Said, None]:
+    yield TOKEN
+    await asyncio.Event().wait()
+
+
+class Stage:
+    """A fleet and its workers."""
+
+    def __init__(self, prefill: int, decode: list[Say | int]) -> None:
+        self.prefill = [Worker("prefill", f"p{i}", well) for i in range(prefill)]
+        self.decode = [Worker("decode", f"d{i}", say) for i, say in enumerate(decode)]
+        self.fleet = Fleet()
+
+    def answer(self, rid: str = "r", **more: Any) -> AsyncGenerator[Said, None]:
+        return self.fleet.generate(Ask(rid, PROMPT, "", "", 2, **more))
+
+    async def said(self, **more: Any) -> list[Said]:
+        return [one async for one in self.answer(**more)]
+
+    def places_taken(self) -> dict[str, float]:
+        """The work of requests in progress, by role: that of those that have ended fades."""
+        return {
+            role: sum(worker.open_work for worker in router._workers.values())
+            for role, router in self.fleet.routers.items()
+        }
+
+
+def run(scene: Callable[[Stage], Awaitable[None]], decode: list[Say | int], prefill: int) -> None:
+    async def main() -> None:
+        stage = Stage(prefill, decode)
+        workers = [*stage.prefill, *stage.decode]
+        try:
+            for worker in workers:
+                await worker.server.start()
+                stage.fleet.add(worker.info)
+            await asyncio.wait_for(scene(stage), PATIENCE_S)
+            assert not any(stage.places_taken().values())
+            await until(lambda: not any(worker.under_way for worker in workers))
+        finally:
+            await stage.fleet.close()
+            for worker in workers:
+                await worker.server.stop()
+
+    asyncio.run(main())
+
+
+async def until(true: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+def test_a_request_says_where_its_prefill_is() -> None:
+    async def scene(stage: Stage) -> None:
+        assert await stage.said(salt="s") == [TOKEN, END]
+        (asked,), (prefill,) = stage.decode[0].asked, stage.prefill
+        assert asked == Ask("r-0", PROMPT, "tcp://p0", prefill.server.url, 2, salt="s")
+        assert stage.fleet.retried == 0
+
+    run(scene, [well], 1)
+
+
+@pytest.mark.parametrize("way", [fails, says_nothing, 503, 500])
+def test_what_has_failed_is_not_asked_again(way: Say | int) -> None:
+    """Two of three decode workers fail: an attempt each at most, with another prefill worker."""
+
+    async def scene(stage: Stage) -> None:
+        for number in range(3):
+            assert await stage.said(rid=f"r{number}") == [TOKEN, END]
+        asks = [ask for worker in stage.decode for ask in worker.asked]
+        for number in range(3):
+            tried = [ask for ask in asks if ask.rid.startswith(f"r{number}-")]
+            assert len({ask.rid for ask in tried}) == len(tried)  # each attempt has its own id
+            assert len({ask.prefill for ask in tried}) == min(2, len(tried))
+        for worker in stage.decode:
+            rids = [ask.rid.split("-")[0] for ask in worker.asked]
+            assert len(set(rids)) == len(rids), "asked again for what it failed at"
+        assert len(stage.decode[2].asked) == 3
+        assert stage.fleet.retried == len(asks) - 3 > 0
+
+    run(scene, [way, way, well], 2)
+
+
+def test_a_request_is_given_up_at_its_third_failure() -> None:
+    async def scene(stage: Stage) -> None:
+        with pytest.raises(ApiError) as raised:
+            await stage.said()
+        assert (raised.value.status, raised.value.code) == (503, "worker_lost")
+        assert [len(worker.asked) for worker in stage.decode].count(1) == 3
+        assert sum(len(worker.asked) for worker in stage.decode) == 3
+        assert stage.fleet.retried == stage.fleet.stats()["retried"] == 2
+
+    run(scene, [fails] * 4, 1)
+
+
+def test_a_worker_that_is_the_only_one_is_asked_again() -> None:
+    async def scene(stage: Stage) -> None:
+        with pytest.raises(ApiError):
+            await stage.said()
+        assert [ask.rid for ask in stage.decode[0].asked] == ["r-0", "r-1", "r-2"]
+
+    run(scene, [says_nothing], 1)
+
+
+def test_what_has_begun_is_not_tried_again() -> None:
+    async def scene(stage: Stage) -> None:
+        stream = stage.answer()
+        assert await anext(stream) == TOKEN
+        with pytest.raises(ApiError) as raised:
+            await anext(stream)
+        assert (raised.value.status, raised.value.code) == (503, "worker_lost")
+        assert stage.fleet.retried == 0
+        assert sum(len(worker.asked) for worker in stage.decode) == 1
+
+    run(scene, [breaks, breaks], 1)
+
+
+def test_an_answer_has_ended_when_all_its_samples_have() -> None:
+    async def scene(stage: Stage) -> None:
+        with pytest.raises(ApiError, match="ended"):
+            await stage.said(num_samples=2)  # one of two has ended
+
+    run(scene, [well], 1)
+
+
+def test_what_a_worker_refuses_of_a_request_is_the_clients() -> None:
+    async def scene(stage: Stage) -> None:
+        with pytest.raises(ApiError, match="not this one") as raised:
+            await stage.said()
+        assert raised.value.status == 400
+        assert stage.fleet.retried == 0
+
+    run(scene, [400], 1)
+
+
+def test_an_answer_that_is_not_wanted_ends_on_its_worker() -> None:
+    async def scene(stage: Stage) -> None:
+        stream = stage.answer()
+        await anext(stream)
+        assert stage.decode[0].under_way
+        assert stage.places_taken() == {"prefill": 11.0, "decode": 11.0}
+        await stream.aclose()
+        await until(lambda: not stage.decode[0].under_way)
+
+    run(scene, [never], 1)
+
+
+def test_without_a_prefill_worker_no_place_is_taken_on_decode() -> None:
+    async def scene(stage: Stage) -> None:
+        with pytest.raises(ApiError, match="no prefill worker is ready") as raised:
+            await stage.said()
+        assert (raised.value.status, raised.value.code) == (503, "not_ready")
+        assert not stage.decode[0].asked
+
+    run(scene, [well], 0)
+
+
+def test_a_lost_life_is_told_to_all_that_are_here_and_that_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleets, "_AGAIN_S", 0.01)
+
+    async def scene(stage: Stage) -> None:
+        prefill, decode = stage.prefill[0], stage.decode[0]
+        prefill.fence_statuses = [503, 500]  # it is told until it has taken it
+        first, second = Fence("d9", "a"), Fence("d9", "b")
+        await stage.fleet.fence("d9", "a")
+        await until(lambda: prefill.fenced and decode.fenced)
+        late = Worker("decode", "late", well)
+        await late.server.start()
+        stage.fleet.add(late.info)
+        await stage.fleet.fence("d9", "b")
+        await until(lambda: len(prefill.fenced) == len(late.fenced) == len(decode.fenced) == 2)
+        assert prefill.fenced == decode.fenced == late.fenced == [first, second]
+        assert not prefill.fence_statuses
+        stage.fleet.remove("late")
+        await late.server.stop()
+
+    run(scene, [well], 1)
+
+
+def test_what_workers_hold_for_lost_peers_is_asked_of_those_that_answer() -> None:
+    async def scene(stage: Stage) -> None:
+        stage.decode[1].lost_status = 500
+        await stage.decode[2].server.stop()
+        assert await stage.fleet.lost() == {"p0": LOST, "d0": LOST}
+
+    run(scene, [well, well, well], 1)
+
+
+def test_a_worker_is_removed_by_its_life() -> None:
+    async def scene(stage: Stage) -> None:
+        fleet = stage.fleet
+        assert fleet.ready
+        assert (fleet.context, fleet.vocab_size) == (256, 1000)
+        assert not fleet.remove("d0", life="2")
+        assert not fleet.remove("nowhere")
+        assert fleet.ready
+        assert fleet.remove("d0", life="1")
+        assert not fleet.remove("d0")
+        assert not fleet.ready
+        fleet.add(msgspec.structs.replace(stage.decode[0].info, life="2"))
+        fleet.add(msgspec.structs.replace(stage.decode[0].info, life="3"))
+        assert fleet.workers["d0"].life == "3"
+        assert fleet.stats()["decode_workers"] == 1
+        assert await stage.said() == [TOKEN, END]
+
+    run(scene, [well], 1)
+
+
+def test_a_router_that_misses_a_batch_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "_AGAIN_S", 0.01)
+
+    async def scene(stage: Stage) -> None:
+        worker, router = stage.decode[0], stage.fleet.routers["decode"]
+        pages = lambda: router.stats()["known_pages"]  # noqa: E731
+        await until(lambda: worker.tap._followers)
+        worker.insert(list(range(100, 108)))
+        await until(lambda: pages() == 2)
+        worker.tap._seq += 1  # one is lost on its way
+        worker.insert(list(range(200, 212)))
+        await until(lambda: worker.tap._used and (worker.tap.after_step() or pages() == 5))
+        assert router.stats()["out_of_sync"] >= 1
+        assert router.stats()["workers_out_of_sync"] == 0
+
+    run(scene, [well], 1)
