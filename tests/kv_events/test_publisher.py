@@ -23,7 +23,7 @@ from prefixkv.kv_events import publisher as publisher_module
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.protocol.ids import PeerId
 from tests.kv_events.follower import END, Subscriber
-from tests.models.patience import NEVER_S, until
+from tests.models.patience import NEVER_S, PATIENCE_S, until
 
 PAGE_SIZE = 4
 FREE = "tcp://127.0.0.1:*"
@@ -94,7 +94,7 @@ def standing_still(worker: Worker, seed: int = 1_000, num_pages: int = 3) -> Ite
     worker.publisher.dialect.stored = stuck
     try:
         worker.insert(seed, num_pages)
-        held.wait()
+        assert held.wait(PATIENCE_S)
         yield
     finally:
         worker.publisher.dialect.stored = stored
@@ -384,7 +384,8 @@ def test_no_more_clients_wait_than_a_bound_and_the_oldest_one_makes_room(
 
 
 class _Unread(SimpleNamespace):
-    """A client with so many bytes unread, which has read none of them for `for_s` seconds."""
+    """A client with so many bytes unread, which has read none for `for_s` seconds. Of a real
+    one (`test_event_bounds`) neither can be set to a byte."""
 
     def __init__(self, unread: int, for_s: float = 0.0) -> None:
         self.cuts: list[str] = []

@@ -339,3 +339,16 @@ def test_a_router_that_misses_a_batch_begins_anew(monkeypatch: pytest.MonkeyPatc
         assert router.stats()["workers_out_of_sync"] == 0
 
     run(scene, [well], 1)
+
+
+def test_a_worker_is_silent_whenever_its_stream_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "_TICK_S", 0.002)
+
+    async def scene(stage: Stage) -> None:
+        worker, fleet = stage.decode[0], stage.fleet
+        for number in range(3):
+            await until(lambda: "d0" in fleet.silent)
+            worker.insert(list(range(8 * number, 8 * number + 8)))
+            await until(lambda: "d0" not in fleet.silent)
+
+    run(scene, [well], 1)

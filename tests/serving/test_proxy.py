@@ -289,7 +289,8 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_it_on_both() -> Non
     run(scene, [never], [stream])
 
 
-def test_a_prefill_server_that_fails_is_replaced_before_the_first_token() -> None:
+@pytest.mark.parametrize("status", [500, 401, 403, 404, 429])
+def test_a_prefill_server_that_fails_is_replaced_before_the_first_token(status: int) -> None:
     async def scene(stage: Stage) -> None:
         first, second = stage.prefill
         answer = await stage.complete("a" * 5000)
@@ -306,7 +307,8 @@ def test_a_prefill_server_that_fails_is_replaced_before_the_first_token() -> Non
         ]
         await until(lambda: decode.under_way == 0)
 
-    for order in ([refusing(500), well], [well, refusing(500)]):
+    broken = refusing(status)
+    for order in ([broken, well], [well, broken]):
         run(scene, order, [_waits_for_prefill(order)])
 
 
@@ -372,7 +374,8 @@ def test_a_decode_server_that_is_gone_is_replaced() -> None:
             assert (answer.status_code, answer.json()["from"]) == (200, "decode-1")
         await stage.decode[1].server.stop()
         answer = await stage.complete()
-        assert answer.status_code == 503
+        for told in (answer, await stage.client.get("/v1/models")):
+            assert (told.status_code, told.json()["error"]["code"]) == (503, "not_ready")
         health = await stage.client.get(f"{stage.proxy.status.url}/health")
         assert health.status_code == 503
 

@@ -25,7 +25,7 @@ from prefixkv.serving.config import (
 )
 from prefixkv.serving.http import ApiError, HttpServer, make_app
 from prefixkv.serving.wire import Abort, Ask, How, Job, Said
-from prefixkv.serving.worker import DecodeWorker
+from prefixkv.serving.worker import DecodeWorker, _Open
 from tests.models.patience import NEVER_S, PATIENCE_S
 
 MIB = 1 << 20
@@ -84,12 +84,13 @@ class Stage:
     async def at_rest(self) -> None:
         """Wait until the worker holds nothing for a request."""
 
-        async def live() -> list[str]:
-            return await self.worker._call(lambda engine: list(engine._samples))
-
-        while self.worker._open or self.worker._tasks or await live():
+        while self.worker._open or self.worker._tasks or await self.live():
             await asyncio.sleep(0.01)
         await self.worker._call(lambda engine: engine.audit())
+
+    async def live(self) -> list[str]:
+        """The requests that the engine has."""
+        return await self.worker._call(lambda engine: list(engine._samples))
 
 
 async def until(true: Callable[[], object]) -> None:
@@ -159,13 +160,15 @@ def test_prefill_is_told_where_a_request_ends_at_its_deadline() -> None:
             assert "deadline" in said.error.lower()
             # Before the client leaves: it is the end of the request that is told.
             await until(lambda: stage.prefill.aborted)
-        assert stage.prefill.aborted == [JOB]
+        assert set(stage.prefill.aborted) == {JOB}
 
     run(scene)
 
 
 @pytest.mark.parametrize("why", ["refused", "not reached"])
-def test_a_request_ends_where_prefill_does_not_take_its_job(why: str) -> None:
+def test_a_request_ends_where_prefill_does_not_take_its_job(
+    why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scene(stage: Stage) -> None:
         stage.prefill.status = 503
         url = "http://127.0.0.1:1" if why == "not reached" else ""
@@ -174,7 +177,22 @@ def test_a_request_ends_where_prefill_does_not_take_its_job(why: str) -> None:
         assert said.finish == "error"
         url = url or stage.prefill.server.url
         assert said.error.startswith(f"the prefill worker at {url} does not take it: ")
+        assert f"prefill at {url} does not take {JOB}: " in caplog.text
         assert ("503" in said.error) == ("no room for it" in said.error) == (why == "refused")
+
+    run(scene)
+
+
+def test_of_a_request_that_has_ended_prefill_is_told_nothing() -> None:
+    async def scene(stage: Stage) -> None:
+        one = stage.worker._open[RID] = _Open(msgspec.json.decode(stage.ask(), type=Ask))
+        one.jobs.append(JOB)
+        one.hear(Said(token=1, finish="length"))
+        await stage.worker._give_up(one)
+        assert not stage.worker._open
+        assert not stage.worker._tasks
+        assert one.jobs == [JOB]
+        assert (await stage.client.get("/audit")).status_code == 405
 
     run(scene)
 
@@ -192,6 +210,8 @@ def test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on() -> N
             assert first.status_code == 200
         await until(lambda: len(stage.prefill.aborted) == 2)
         assert len(stage.prefill.jobs) == 2
+        while await stage.live():
+            await asyncio.sleep(0.01)
         # Its id is free again.
         async with stage.open():
             await until(lambda: len(stage.prefill.jobs) == 3)
