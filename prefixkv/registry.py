@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from prefixkv.errors import ConfigError
 
@@ -31,8 +31,17 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[T]] = {}
 
     def add(self, chosen: C) -> C:
-        """Make a class known by its `name`; a decorator. It replaces one of the same name."""
-        self._classes[chosen.name] = chosen  # type: ignore[assignment]
+        """Make a class known by its `name`; a decorator. It replaces one of the same name.
+
+        Raises ConfigError, with nothing changed, for what is no class derived from the base, and a
+        name that is no string.
+        """
+        given: Any = chosen
+        if not isinstance(given, type) or not issubclass(given, self._base):
+            raise ConfigError(f"{self._kind} {chosen!r} is no class derived from {self._base!r}")
+        if not isinstance(getattr(given, "name", None), str) or not given.name:
+            raise ConfigError(f"{self._kind} {chosen!r} has no name")
+        self._classes[given.name] = given
         return chosen
 
     def names(self) -> list[str]:

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 
 from prefixkv.cache.events import Cleared, EventBatch, Removed, Stored
 from prefixkv.errors import CallerError
-from prefixkv.settings import above, at_least, check_types
+from prefixkv.settings import above, at_least, check_time, check_types
 
 _STORED = math.inf
 _COUNTERS = (
@@ -246,7 +246,10 @@ class BoundedAffinityRouter:
         Until that comes, what was known of it goes on counting. A new incarnation starts from
         nothing. A batch that was heard already, or of a worker not added, is counted and dropped
         (True: nothing is missing).
+
+        Raises CallerError, with nothing changed, for what is not as `EventBatch` declares it.
         """
+        _check_batch(batch)
         worker = self._workers.get(batch.worker)
         if worker is None:
             self.counters["batches_of_unknown_workers"] += 1
@@ -276,9 +279,11 @@ class BoundedAffinityRouter:
             work: what it adds to a load; the pages of its prompt, and one, if left out.
             among: only these workers may be chosen (the others drain, say).
         Raises:
-            CallerError: no worker to choose from, or an unknown one; work below 0. Nothing was
-            changed.
+            CallerError: no worker to choose from, or an unknown one; work below 0; a time that is
+            no number, page keys or a namespace that cannot be looked up. Nothing was changed.
         """
+        check_time(now_s)
+        _check_keys(namespace, keys)
         if work is None:
             work = len(keys) + 1.0
         if not 0 <= work < math.inf:
@@ -304,10 +309,12 @@ class BoundedAffinityRouter:
 
     def ended(self, route: Route, now_s: float) -> bool:
         """The request is over, whatever became of it. Again, or after its worker was removed:
-        False, no-op."""
-        worker, route._home = route._home, None
+        False, no-op. Raises CallerError, with nothing changed, for a time that is no number."""
+        check_time(now_s)
+        worker = route._home
         if worker is None or self._workers.get(route.worker) is not worker:
             return False
+        route._home = None
         worker.fade(now_s, self.fade_s)
         worker.open_work = max(0.0, worker.open_work - route.work)
         worker.faded += route.work
@@ -315,11 +322,13 @@ class BoundedAffinityRouter:
 
     def expire(self, now_s: float) -> None:
         """Forget what was expected by now and has not come, for `stats`; `route` does it too."""
+        check_time(now_s)
         for worker in self._workers.values():
             worker.index.expire(now_s)
 
     def loads(self, now_s: float) -> dict[str, float]:
         """The load of each worker."""
+        check_time(now_s)
         return {name: worker.fade(now_s, self.fade_s) for name, worker in self._workers.items()}
 
     def stats(self) -> dict[str, int]:
@@ -371,3 +380,30 @@ def _worths(depths: list[int]) -> dict[int, float]:
             worths[depth] = worth
             above = depth
     return worths
+
+
+def _check_keys(namespace: Hashable, keys: Sequence[bytes]) -> None:
+    """Raise CallerError for what `page_keys` does not give. O(pages)."""
+    try:
+        hash(namespace)
+        all_bytes = isinstance(keys, Sequence) and set(map(type, keys)) <= {bytes}
+    except TypeError:
+        all_bytes = False
+    if not all_bytes:
+        raise CallerError(f"keys of namespace {namespace!r} are no list of bytes: {keys!r:.100}")
+
+
+def _check_batch(batch: EventBatch) -> None:
+    """Raise CallerError for what is not as it is declared: half of it applied would be a worker
+    that is taken to be in sync."""
+    if not isinstance(batch, EventBatch) or not isinstance(batch.events, tuple | list):
+        raise CallerError(f"{batch!r:.100} is no batch of events")
+    if type(batch.incarnation) is not int or type(batch.seq) is not int:
+        raise CallerError(f"batch {batch.seq!r} of incarnation {batch.incarnation!r}")
+    for event in batch.events:
+        if isinstance(event, Stored | Removed):
+            _check_keys(event.namespace, event.page_keys)
+            if type(event.parent) is not bytes:
+                raise CallerError(f"the parent of {event!r:.100} is no page key")
+        elif not isinstance(event, Cleared):
+            raise CallerError(f"{event!r:.100} is no event")

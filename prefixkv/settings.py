@@ -1,4 +1,4 @@
-"""The checks that settings have in common."""
+"""The checks that settings have in common, and those of numbers that calls are given."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
-from prefixkv.errors import ConfigError
+from prefixkv.errors import CallerError, ConfigError
 
 _MOST = 2**31 - 1  # of what is counted
 _MOST_BYTES = 2**62 - 1
@@ -56,6 +56,24 @@ def check_kind(name: str, value: object, kind: type) -> None:
     """Raise ConfigError, with its name, for an argument that is no object of `kind`."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name} is a {type(value).__name__}, a {kind.__name__} is needed")
+
+
+def check_time(now_s: float) -> None:
+    """Raise CallerError for a time that is no finite number. To be called before anything changes:
+    times are compared, and come to stand in heaps, in the middle of a change."""
+    if (type(now_s) is not float and not _is_number(now_s)) or now_s - now_s != 0:
+        raise CallerError(f"now_s is {now_s!r}, seconds of a monotonic clock are needed")
+
+
+def whole_count(name: str, value: Any) -> int:
+    """`value` as an int. Raises CallerError for what is no whole number, or below 0."""
+    if type(value) is not int:
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise CallerError(f"{name} is {value!r}, a whole number is needed")
+        value = int(value)
+    if value < 0:
+        raise CallerError(f"{name} is {value}, at least 0 is needed")
+    return int(value)
 
 
 def _is_number(value: object) -> bool:

@@ -17,6 +17,7 @@ merged, so the shape of the tree says nothing about how it came about, and the w
 from __future__ import annotations
 
 from collections.abc import Hashable
+from numbers import Real
 from operator import attrgetter
 from typing import Any
 
@@ -39,6 +40,7 @@ from prefixkv.cache.results import (
 from prefixkv.cache.tree import RadixTree
 from prefixkv.errors import CallerError, LockError, PageStateError, UserErrors, check_laws
 from prefixkv.paging import Pages, Where
+from prefixkv.settings import check_time, whole_count
 
 EVENT_LIMIT_PAGES = 1 << 20
 """How many pages of events wait for a listener before it is made to start afresh."""
@@ -139,7 +141,8 @@ class RadixCache(RadixTree):
             visit: whether the request is seen for the first time, which policies count; by default
                 a lock of a match is a visit, and a lock of what was inserted is not.
         Raises:
-            LockError: another cache's result.
+            LockError: another cache's result. CallerError: a time that is no number. Nothing was
+                changed.
 
         >>> cache = RadixCache(page_size=2)
         >>> lock = cache.lock(cache.insert([1, 2, 3, 4], [10, 11]))
@@ -151,6 +154,7 @@ class RadixCache(RadixTree):
         """
         if self.errors.due is not None and self._raises:
             self.errors.raise_due()
+        check_time(now_s)
         found, depth = self.locate(result)
         node = found if found is not None else self._root(result.namespace)
         if depth < node.end:
@@ -265,8 +269,9 @@ class RadixCache(RadixTree):
                 and has seen that they are below `pool_pages`, each named once and none in the tree:
                 they are only counted.
         Raises:
-            TokenError, PageStateError: see there. Nothing was changed.
+            TokenError, PageStateError: see there.
             LockError: the lock is not held, or not a lock of what is in this tree.
+            CallerError: a time or a priority that is no number. Nothing was changed by any of them.
 
         >>> cache = RadixCache(page_size=2)
         >>> _ = cache.insert([1, 2, 3, 4], [10, 11])
@@ -276,6 +281,9 @@ class RadixCache(RadixTree):
         """
         if self.errors.due is not None and self._raises:
             self.errors.raise_due()
+        check_time(now_s)
+        if type(priority) is not int and not isinstance(priority, Real):
+            raise CallerError(f"priority is {priority!r}, a number is needed")
         key = self._key(tokens, namespace)
         key.check()
         data = key.data
@@ -348,7 +356,7 @@ class RadixCache(RadixTree):
         Returns:
             int32 page ids, now the caller's, in no particular order.
         Raises:
-            CallerError: a negative count.
+            CallerError: a negative count, or none; a time that is no number. Nothing was changed.
 
         >>> cache = RadixCache(page_size=1, policy="lru")
         >>> _ = cache.insert([1, 2, 3], [10, 11, 12])
@@ -356,8 +364,8 @@ class RadixCache(RadixTree):
         >>> sorted(cache.evict(2).tolist())  # the branch used longest ago, and not what both share
         [11, 12]
         """
-        if num_pages < 0:
-            raise CallerError(f"cannot evict {num_pages} pages")
+        num_pages = whole_count("num_pages", num_pages)
+        check_time(now_s)
         if self.errors.due is not None and self._raises:
             self.errors.raise_due()
         self._now_s = max(self._now_s, now_s)

@@ -49,7 +49,11 @@ class RadixTree:
         self.version = self.tick = 0
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[Hashable, Root] = {}
-        self._queue: EvictionQueue = self.policy.make_queue()
+        try:
+            self._queue: EvictionQueue = self.policy.make_queue()
+        except BaseException:
+            self.policy.release()
+            raise
         self._hints: Hints | None = None  # from the first one on
         # Leaves on the path of a waiting request: they go last.
         self._wanted_queue = LeafHeap(self.policy.last_tick)

@@ -28,7 +28,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from prefixkv.errors import InternalError
+from prefixkv.errors import CallerError, InternalError
+from prefixkv.settings import whole_count
 
 
 class PreallocBudget:
@@ -53,8 +54,13 @@ class PreallocBudget:
         """A request may grow by `remaining_pages`, and retracting it frees `private_pages`.
 
         Called when it is admitted (with `private_pages` 0: it cannot be retracted yet), and again
-        when its KV is complete.
+        when its KV is complete. Raises CallerError, with nothing changed, for what is no number of
+        pages or no name.
         """
+        remaining_pages = whole_count("remaining_pages", remaining_pages)
+        private_pages = whole_count("private_pages", private_pages)
+        if not isinstance(rid, str):
+            raise CallerError(f"rid is {rid!r}, a string is needed")
         self.stop(rid)
         self.version += 1
         self._private[rid] = private_pages
@@ -69,8 +75,13 @@ class PreallocBudget:
             heapq.heapify(self._largest)
 
     def grow_many(self, rids: Sequence[str]) -> None:
-        """Running requests took a page each. O(of them)."""
+        """Running requests took a page each. O(of them). Raises CallerError, with nothing changed,
+        for one that is not here."""
         private, reach, reserve = self._private, self._reach, self.reserve_pages
+        rids = list(rids)
+        for rid in rids:
+            if rid not in private:
+                raise CallerError(f"request {rid!r} is not admitted")
         for rid in rids:
             private[rid] = taken = private[rid] + 1
             if reach[rid] - taken < reserve:  # the page that it took was one of those kept for it

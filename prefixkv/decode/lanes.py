@@ -203,6 +203,11 @@ class Lanes:
         if len(self._lanes) > _MOST_IDLE and not lane.num_waiters and not lane.is_met:
             self._lanes.pop(lane.address, None)
 
+    def forget_if_new(self, lane: Lane) -> None:
+        """What was to wait there does not: a lane of which nothing is known goes again."""
+        if not lane.num_waiters and not lane.is_met and not lane.max_tokens:
+            self._lanes.pop(lane.address, None)
+
     # --- what is heard of workers -----------------------------------------------------------------
 
     def ready(self, lane: Lane, max_tokens: int) -> None:

@@ -121,15 +121,19 @@ class DecodePreallocQueue:
 
         Raises what the policy raises, with nothing changed.
         """
-        self._num_arrivals += 1
         lane = self._lanes.of(req.prefill)
-        waiter = Waiter(req, self._num_arrivals, lane, first)
-        if not first:
-            waiter.since_s = req.arrived_s
-            if self._policy.overtakes:
-                self._look(waiter)
-            waiter.rank = _checked(self._policy.rank(req, waiter.new))
-        self._stand(waiter)  # it may raise: the ranks may not compare
+        waiter = Waiter(req, self._num_arrivals + 1, lane, first)
+        try:
+            if not first:
+                waiter.since_s = req.arrived_s
+                if self._policy.overtakes:
+                    self._look(waiter)
+                waiter.rank = _checked(self._policy.rank(req, waiter.new))
+            self._stand(waiter)  # it may raise: the ranks may not compare
+        except BaseException:
+            self._lanes.forget_if_new(lane)
+            raise
+        self._num_arrivals += 1
         self._spent_at = -1
         self._waiters[req] = waiter
         lane.num_waiters += 1
@@ -169,6 +173,17 @@ class DecodePreallocQueue:
                 self._aside.remove((waiter.req.max_pages, waiter.arrival, waiter))
         else:
             self._lanes.leave(waiter)
+
+    def check_move(self, req: DecodeRequest, prefill: str) -> None:
+        """Raise what comparing a request's rank with those at another prefill worker raises, before
+        it leaves its place. Not in the queue: no-op."""
+        waiter = self._waiters.get(req)
+        if waiter is None or waiter.is_returned:
+            return
+        lane = self._lanes.get(prefill)
+        self._lanes.check_comparable(lane, waiter.place)
+        if lane is not None:
+            lane.order.bisect(waiter.place)
 
     def move(self, req: DecodeRequest, prefill: str) -> None:
         """It goes to another prefill worker, and keeps its place in time."""

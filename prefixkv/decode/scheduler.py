@@ -26,7 +26,7 @@ from operator import attrgetter
 import numpy as np
 
 from prefixkv.cache.radix_key import check_packed, pack
-from prefixkv.config import Admission, Retarget
+from prefixkv.config import Admission, Retarget, check_version
 from prefixkv.decode.admission import DEFAULT_ADMISSION
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
@@ -52,7 +52,7 @@ from prefixkv.errors import (
     WeightsVersionError,
 )
 from prefixkv.pages.manager import PageManager, RequestPages
-from prefixkv.pages.requests import PagedScheduler
+from prefixkv.pages.requests import PagedScheduler, check_error, reason_of
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import (
     AbortRoom,
@@ -65,6 +65,7 @@ from prefixkv.protocol.commands import (
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import DeviceEvent, Request
+from prefixkv.settings import check_time
 
 
 class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
@@ -145,8 +146,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         Raises RequestError, with nothing changed: a duplicate id, a room in use, no prefill
         address, the name of another decode worker, a request that the pool could never hold, or
         the pool of its prefill worker, as far as that is known, or any while `draining`
-        (DrainingError).
+        (DrainingError). So does a time that is no number: CallerError, as of each call here; and
+        what a user's admission policy raises.
         """
+        check_time(now_s)
         most_tokens = len(request.key) + request.max_new_tokens - 1  # the last one has no KV
         most = pages_for(most_tokens, self.books.page_size)
         self._check_new(request, most, "may need {} pages (max_new_tokens included)")
@@ -157,8 +160,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if len(self.waiting) >= self._max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
         req = DecodeRequest(request, self.books, now_s)
-        self.shares.name(request.prefill)
         self.waiting.add(req)  # first, since a user's policy may raise
+        self.shares.name(request.prefill)
         self.requests[req.rid] = req
         self.rooms.add(req.room)
         self._note_deadline(req)
@@ -172,6 +175,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         raised here, once all is in order again. Requests that were admitted are on their way; the
         next call returns them.
         """
+        check_time(now_s)
         self.release_deferred(now_s)
         if self._deadlines.next_s <= now_s:
             for req in self._deadlines.due(now_s):
@@ -195,6 +199,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
         """Requests whose KV is complete, committed to the tree and ready to run."""
+        check_time(now_s)
         committed = self.transfers.pop_transferred(now_s)
         for req in committed:
             assert req.pages_held is not None
@@ -228,6 +233,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         comes back by itself, so wait a step: pages that the device is still busy with (`after=`),
         and those held for failed rooms, which come back with their proof.
         """
+        check_time(now_s)
         packed = pack(token_ids)
         check_packed(packed)
         tokens: list[int] = np.frombuffer(packed, "<i4").tolist()
@@ -238,6 +244,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # The whole batch passes here at every step, so all but a comparison is left to the few
         # requests that are at their limit.
         due = [req for req in reqs if len(req.output) >= req.output_limit]
+        for req in due:
+            if self.requests.get(req.rid) is not req and req.state is not DecodeState.ABORTED:
+                raise RequestError(
+                    f"request {req.rid!r} is {req.state.value}, it does not run here"
+                )
         if due and raise_output_limits(
             self.books, self.budget, self.journal, due, self._running, self._deferred, now_s
         ):
@@ -261,6 +272,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         `after`: nothing is released before its `query()` is True. `continues`: whether the
         conversation will go on, if known. Raises RequestError if the request does not run.
         """
+        check_time(now_s)
         self._check_runs(req)
         after = not_done(after)
         req.become(DecodeState.FINISHED)
@@ -274,6 +286,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         Raises RequestError if the request does not run, or is the oldest that does: so one request
         always goes on.
         """
+        check_time(now_s)
         req = self.requests.get(rid)
         if req is None:
             raise RequestError(f"request {rid!r} is not here")
@@ -295,6 +308,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         after: DeviceEvent | None = None,
     ) -> bool:
         """End a request wherever it is. Unknown or ended: no-op, False."""
+        check_time(now_s)
+        check_error(error)
         req = self.requests.get(rid)
         if req is None or req.state.ended:
             self.counters["aborts_of_unknown"] += 1
@@ -308,7 +323,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
         One that was never admitted is refused at the worker that it named, and comes out of
         `pop_needs_prefill` when it is. Raises RequestError, with nothing changed: it is not here,
-        its KV is on its way, the address is none, or the worker there is known to hold too little.
+        its KV is on its way, the address is none, or the worker there is known to hold too little;
+        and what comparing a user's ranks raises.
         """
         req = self.requests.get(rid)
         if req is None:
@@ -319,6 +335,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if prefill == req.prefill:
             return
         self._check_prefill_holds(rid, _most_asked(req), prefill)
+        self.waiting.check_move(req, prefill)
         if req.state is DecodeState.QUEUED:
             moved = AbortedError(f"request {rid!r} goes to another prefill worker")
             self._refuse(req.room_key, req.prefill, moved, req.request.digest)
@@ -342,8 +359,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """
         key = RoomKey(request.room, request.generation)
         if self._check_can_open(request, to_refuse=key not in self._refused):
-            self._refused.add(key)
             self._refuse(key, request.prefill, error, request.digest)
+            self._refused.add(key)
         else:  # a former request of this number has ended, and its room is not drained yet
             self._refused.add(key)
             self._late_refusals[key] = request.prefill, error, request.digest
@@ -364,8 +381,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
         What has KV of the former one, or output, ends as aborted, with a WeightsVersionError: what
         runs, what is on its way, what was retracted. What only waits goes on. `after` is as for
-        `abort`.
+        `abort`. Raises, with nothing changed: ConfigError for what is no version.
         """
+        check_time(now_s)
+        check_version(weights_version)
         after = not_done(after)
         error = WeightsVersionError(self.weights_version, weights_version)
         self.weights_version = weights_version
@@ -612,10 +631,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _refuse(self, key: RoomKey, prefill: str, error: Exception, digest: bytes) -> None:
         """Prefill may have the request, and hold KV for it. The room's number is in use until
         prefill has answered."""
+        command = RefuseRoom(key, self._ticket(), prefill, reason_of(error), digest)
         self.counters["refused"] += 1
         self.rooms.await_drained(key)
-        reason = str(error)[:1000]
-        self._commands.append(RefuseRoom(key, self._ticket(), prefill, reason, digest))
+        self._commands.append(command)
 
     def _leave_flight(self, flight: Flight, error: Exception) -> None:
         """The request ends while its KV is on its way. If others wait for it, it goes on for
@@ -663,7 +682,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         key = flight.room_key
         if self.transfers.remove(flight):
             if error is not None:
-                self._commands.append(AbortRoom(key, str(error)[:1000]))
+                self._commands.append(AbortRoom(key, reason_of(error)))
                 self.journal.transfer_ended(flight.prefill, "aborted")
             self.books.hold(flight.pages, key)
             self.shares.hold(key)

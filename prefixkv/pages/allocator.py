@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from prefixkv.errors import (
-    CallerError,
     InternalError,
     OutOfPagesError,
     PageStateError,
@@ -28,7 +27,7 @@ from prefixkv.errors import (
 )
 from prefixkv.pages.free_runs import FreeRuns
 from prefixkv.paging import MAX_INDEX, Index, PageIds, Pages, Where, as_pages
-from prefixkv.settings import check_whole
+from prefixkv.settings import check_whole, whole_count
 
 
 class PageState(enum.IntEnum):
@@ -81,10 +80,10 @@ class PageAllocator:
     def alloc(self, num_pages: int) -> Pages:
         """FREE -> OWNED: pages in as few runs as the free ones allow, ascending.
 
-        Raises: OutOfPagesError when fewer are free; CallerError when negative.
+        Raises: OutOfPagesError when fewer are free; CallerError when negative, or
+        no whole number.
         """
-        if num_pages < 0:
-            raise CallerError(f"{num_pages} pages asked for, must be at least 0")
+        num_pages = whole_count("num_pages", num_pages)
         if num_pages > self._counts[_FREE]:
             raise OutOfPagesError(needed=num_pages, free=self._counts[_FREE])
         if num_pages == 0:

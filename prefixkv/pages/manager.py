@@ -29,6 +29,7 @@ from prefixkv.errors import CapacityError, InternalError, OutOfPagesError, UserE
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.table import PageTable
 from prefixkv.paging import Pages
+from prefixkv.settings import check_time, whole_count
 from prefixkv.stats import MICROSECONDS, Histogram
 
 
@@ -87,10 +88,11 @@ class PageManager:
         self.evict_reserve_pages = evict_reserve_pages
         self.caching = caching
         self.errors = UserErrors()  # to be raised by the scheduler
-        self.cache = RadixCache(page_size, policy, num_pages, self.errors)
         self.allocator = PageAllocator(num_pages)
         self.slots = PageAllocator(num_slots) if num_slots else None
         self.table = PageTable(max_requests, max_pages_per_request or num_pages)
+        # Last: an object of a policy serves one cache, which is to be one that was built.
+        self.cache = RadixCache(page_size, policy, num_pages, self.errors)
         self.clock: Callable[[], float] | None = None
         self.evictions = Histogram(MICROSECONDS)  # seconds that each took, by `clock`, if set
         self.evicted_pages = 0
@@ -130,11 +132,29 @@ class PageManager:
 
         `joined`: a request on its way whose first `joined_end` pages are of the same tokens, more
         than the match has. From the match's end to there the row names its pages; they stay its own
-        until `lock_joined`. Raises CapacityError (no row or slot is left) or OutOfPagesError;
-        nothing is locked or taken then.
+        until `lock_joined`. Raises CapacityError (no row or slot is left), OutOfPagesError, and
+        RequestError for more pages than a row has; nothing is locked or taken then, and no use is
+        counted.
         """
+        check_time(now_s)
+        num_new_pages = whole_count("num_new_pages", num_new_pages)
         if self.slots is not None and not self.slots.free_pages:
             raise CapacityError(f"all {self.slots.num_pages} state slots are in use")
+        # All that may fail is looked at before anything moves: a lock counts as a use, and what an
+        # eviction has taken does not come back.
+        num_locked = 0 if match is None else self.cache.locate(match)[1]
+        theirs: Pages | None = None
+        if joined is not None:
+            whole_count("joined_end", joined_end)
+            theirs = self.table.pages(joined.row)[num_locked:joined_end]
+        num_joined = 0 if theirs is None else len(theirs)
+        missing = num_new_pages - self.allocator.free_pages
+        if missing > 0:
+            evictable = self.cache.evictable_pages
+            evictable -= 0 if match is None else match.unprotected_pages
+            if missing > evictable:
+                raise OutOfPagesError(num_new_pages, self.allocator.free_pages, evictable)
+        self.table.check_fits(num_locked + num_joined + num_new_pages)
         row = self.table.alloc_row()
         # A use of the cache is counted once, of all that was found: if the request joins another,
         # that is when it locks what it joined.
@@ -149,14 +169,11 @@ class PageManager:
             self.table.free_row(row)
             self._unlock(lock)
             raise
-        num_locked = num_joined = 0
         runs: list[bytes | bytearray | Pages] = []
         if lock is not None and lock.prefix_len:
-            num_locked = lock.prefix_len // self.page_size
             runs += reversed(packed_path(lock.node))
-        if joined is not None:
-            runs.append(theirs := self.table.pages(joined.row)[num_locked:joined_end])
-            num_joined = len(theirs)
+        if theirs is not None:
+            runs.append(theirs)
         runs.append(new)
         num_pages = self.table.fill(row, runs)
         slot = int(self.slots.alloc(1)[0]) if self.slots is not None else -1
@@ -165,17 +182,20 @@ class PageManager:
     def lock_joined(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
         """What the request joined has gone to the tree: from now on its lock holds that too.
 
-        Raises InternalError if the tree does not have it.
+        Raises InternalError if the tree does not have it, CallerError if the request has ended;
+        nothing is locked then.
         """
+        self.table.length(pages.row)
         num_shared = pages.num_shared
         prefix = RadixKey(
             np.frombuffer(key.data, "<i4", num_shared * self.page_size), key.namespace
         )
-        lock = self.cache.lock(self.cache.match_prefix(prefix), now_s=now_s)
-        if lock.prefix_len != len(prefix) or pages.epoch != self.epoch:
+        match = self.cache.match_prefix(prefix)
+        if match.prefix_len != len(prefix) or pages.epoch != self.epoch:
             raise InternalError(
-                f"{num_shared} pages were joined, {lock!r} is what the tree has of them"
+                f"{num_shared} pages were joined, {match!r} is what the tree has of them"
             )
+        lock = self.cache.lock(match, now_s=now_s)
         # The tree may have had some of these pages already. It kept its own then, and those that
         # were joined are free now: so the row is written anew.
         self.table.write(pages.row, pages.num_locked, lock.pages[pages.num_locked :])
@@ -185,9 +205,16 @@ class PageManager:
         pages.num_joined = 0
 
     def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
-        """Take one page at the end of each of these requests. Raises OutOfPagesError; nothing is
+        """Take one page at the end of each of these requests. Raises OutOfPagesError, CallerError
+        for one that has ended or is named twice, RequestError for one whose row is full; nothing is
         taken then."""
-        self.table.append_each([pages.row for pages in many], self._take(len(many), now_s))
+        check_time(now_s)
+        many = list(many)
+        free, evictable = self.allocator.free_pages, self.cache.evictable_pages
+        if len(many) > free + evictable:
+            raise OutOfPagesError(len(many), free, evictable)
+        growth = self.table.check_growth([pages.row for pages in many])
+        self.table.append_checked(growth, self._take(len(many), now_s))
         for pages in many:
             pages.num_pages += 1
 
@@ -281,6 +308,7 @@ class PageManager:
     def hold(self, pages: RequestPages, owner: Hashable) -> None:
         """The request ends while a peer may still write its own pages: `owner` holds them until
         `release`."""
+        self.allocator.holds(owner)  # first: an owner without a hash must change nothing
         own = self._close(pages)
         if own or self.slots is not None:
             self.allocator.hold(own, owner)  # also no pages, so that both know the owner

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from enum import Enum
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import numpy as np
 
-from prefixkv.errors import DrainingError, InternalError, RequestError, UserErrors
+from prefixkv.errors import CallerError, DrainingError, InternalError, RequestError, UserErrors
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import RoomKey
@@ -17,6 +17,29 @@ from prefixkv.request import DeviceEvent, Request
 from prefixkv.stats import Journal, namespace_label
 
 State = TypeVar("State", bound=Enum)
+
+MAX_REASON_CHARS: Final = 1000
+
+
+def reason_of(error: BaseException | str) -> str:
+    """What a peer is told of an error. It never raises: it is asked in the middle of a change, and
+    the error may be of the user's own class."""
+    try:
+        return str(error)[:MAX_REASON_CHARS]
+    except Exception:
+        return type(error).__name__
+
+
+def check_reason(reason: object) -> None:
+    """Raise RequestError for what no frame carries as a reason."""
+    if not isinstance(reason, str):
+        raise RequestError(f"reason is a {type(reason).__name__}, a string is needed")
+
+
+def check_error(error: object) -> None:
+    """Raise CallerError for what is to end a request, and is no exception."""
+    if error is not None and not isinstance(error, Exception):
+        raise CallerError(f"error is a {type(error).__name__}, an exception is needed")
 
 
 class PagedRequest(Generic[State]):
@@ -85,7 +108,9 @@ class PagedRequest(Generic[State]):
             "generation": self.generation,
             "namespace": namespace_label(self.request.key.namespace),
             "outcome": outcome,
-            "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+            "error": None
+            if self.error is None
+            else f"{type(self.error).__name__}: {reason_of(self.error)}",
             "peer": peer,
             **found,
             **{

@@ -7,7 +7,7 @@ A table only names pages; the allocator knows what holds them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,20 @@ from prefixkv.errors import (
     RequestError,
     check_laws,
 )
-from prefixkv.paging import MAX_INDEX, PageIds, Pages, as_pages
+from prefixkv.paging import MAX_INDEX, Index, PageIds, Pages, as_pages
 from prefixkv.settings import check_whole
 
 UNUSED: Final = -1
 _BYTES: Final = 4  # an id
 _UNUSED_BYTE: Final = b"\xff"  # each of `UNUSED`
 _NO_ROW: Final = -1  # in `_lengths`: the row is not in use
+
+
+class Growth(NamedTuple):
+    """Rows that may have one page more, and their lengths now."""
+
+    rows: Index
+    lengths: npt.NDArray[np.int32]
 
 
 class PageTable:
@@ -90,18 +97,27 @@ class PageTable:
     def fill(self, row: int, runs: Iterable[bytes | bytearray | Pages]) -> int:
         """Give a row that has no pages these, one run after the other; returns how many that are.
 
-        The ids are not looked at: they come from the allocator and the tree. Raises RequestError,
-        with nothing changed, when they reach beyond the row's end.
+        The ids are not looked at: they come from the allocator and the tree. Raises, with nothing
+        changed: RequestError when they reach beyond the row's end; CallerError for a row that is
+        not in use, or has pages.
         """
+        if self.length(row):
+            raise CallerError(f"row {row} of the page table has pages")
         ids = b"".join(runs)  # type: ignore[arg-type]  # arrays are buffers, whatever the stubs say
         columns = self.array.shape[1]
         num_pages = len(ids) // _BYTES
-        if num_pages > columns:
-            raise RequestError(f"row {row} would have {num_pages} pages, the limit is {columns}")
+        self.check_fits(num_pages)
         start = _BYTES * row * columns
         self._packed[start : start + len(ids)] = ids
         self._length[row] = num_pages
         return num_pages
+
+    def check_fits(self, num_pages: int) -> None:
+        """Raises RequestError for more pages than a row has."""
+        if num_pages > self.array.shape[1]:
+            raise RequestError(
+                f"a row would have {num_pages} pages, the limit is {self.array.shape[1]}"
+            )
 
     def write(self, row: int, start_page: int, pages: PageIds) -> None:
         """Put `pages` at positions start_page, start_page + 1, ... of the row, over what was there.
@@ -133,11 +149,22 @@ class PageTable:
 
         The rows are distinct. Raises as `write` does, with nothing changed.
         """
-        row_ids, page_ids = np.asarray(rows, np.intp), as_pages(pages)
-        if row_ids.shape != page_ids.shape:
-            raise CallerError(f"{len(row_ids)} rows and {len(page_ids)} pages")
+        growth, page_ids = self.check_growth(rows), as_pages(pages)
+        if len(growth.rows) != len(page_ids):
+            raise CallerError(f"{len(growth.rows)} rows and {len(page_ids)} pages")
+        if len(page_ids) and page_ids.min() < 0:
+            raise PageStateError(f"page {page_ids.min()} is negative")
+        self.append_checked(growth, page_ids)
+
+    def check_growth(self, rows: npt.NDArray[np.integer] | Sequence[int]) -> Growth:
+        """See that each of these rows is in use, named once, and has room for one page more: so
+        nothing can fail once its page is taken. Raises CallerError, RequestError."""
+        row_ids = np.asarray(rows)
+        if row_ids.ndim != 1 or (len(row_ids) and row_ids.dtype.kind not in "iu"):
+            raise CallerError(f"rows are {row_ids.dtype} {row_ids.shape}, must be integers [n]")
+        row_ids = row_ids.astype(np.intp, copy=False)
         if len(row_ids) == 0:
-            return
+            return Growth(row_ids, self._lengths[:0])
         ordered = np.sort(row_ids)
         for row in (ordered[0], ordered[-1]):
             if not 0 <= row < len(self._lengths):
@@ -151,12 +178,15 @@ class PageTable:
                 f"row {row} would have {lengths.max() + 1} pages, the limit is "
                 f"{self.array.shape[1]}"
             )
-        if page_ids.min() < 0:
-            raise PageStateError(f"page {page_ids.min()} is negative")
         if b"\1" in (ordered[1:] == ordered[:-1]).tobytes():
             raise CallerError("a row is named twice")
-        self.array[row_ids, lengths] = page_ids
-        self._lengths[row_ids] = lengths + 1
+        return Growth(row_ids, lengths)
+
+    def append_checked(self, growth: Growth, pages: Pages) -> None:
+        """As `append_each`, of rows that `check_growth` has seen and that have not changed since,
+        and of pages of the allocator."""
+        self.array[growth.rows, growth.lengths] = pages
+        self._lengths[growth.rows] = growth.lengths + 1
 
     def check_invariants(self) -> None:
         """Check every law. O(size of the table). Raises InternalError with the state."""

@@ -6,6 +6,7 @@ Source: SGLang's `PrefillBootstrapQueue`.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 
 from prefixkv.cache.results import MatchResult
@@ -128,7 +129,7 @@ class PrefillBootstrapQueue:
         if match is None or self._usable_prefix is None or not match.prefix_len:
             return match
         try:
-            usable = max(0, self._usable_prefix(req, match.prefix_len))
+            usable = max(0, operator.index(self._usable_prefix(req, match.prefix_len)))
             usable = page_floor(usable, self._books.page_size)
         except Exception as error:  # the engine's
             self._books.errors.caught(error)

@@ -17,10 +17,10 @@ from __future__ import annotations
 from contextlib import suppress
 
 from prefixkv.cache.radix_key import RadixKey
+from prefixkv.config import check_version
 from prefixkv.errors import (
     AbortedError,
     AuxTooLargeError,
-    CallerError,
     InternalError,
     RequestError,
     TransferTimeoutError,
@@ -28,7 +28,13 @@ from prefixkv.errors import (
     check_laws,
 )
 from prefixkv.pages.manager import PageManager
-from prefixkv.pages.requests import PagedScheduler, still_pending
+from prefixkv.pages.requests import (
+    PagedScheduler,
+    check_error,
+    check_reason,
+    reason_of,
+    still_pending,
+)
 from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
 from prefixkv.prefill.following import Following
@@ -45,6 +51,7 @@ from prefixkv.protocol.commands import (
 )
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import DeviceEvent, Request
+from prefixkv.settings import check_time, whole_count
 
 
 class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
@@ -88,6 +95,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         that is not named, a prompt that the pool could never hold, or any while `draining`
         (DrainingError). Where the room is not in use, decode is to be told why.
         """
+        check_time(now_s)
         needed = pages_for(len(request.key), self.books.page_size)
         try:
             self._check_new(request, needed, "needs {} pages")
@@ -102,7 +110,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             if former is not None and former.state.ended:
                 # Its source is not free yet, as far as is known here. Decode may be about to
                 # promise the next one's pages, and would wait.
-                why = str(error)[:1000]
+                why = reason_of(error)
                 self._commands.append(DeclineRoom(former.room_key, why, request.digest))
             raise
         req = PrefillRequest(request, self.books, now_s, self._num_added)
@@ -115,9 +123,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def refuse(self, request: Request, reason: str) -> None:
         """Let decode know that this request will not be taken. Raises RequestError where the room
-        is in use, or the request names no decode worker."""
+        is in use, the request names no decode worker, or the reason is no string."""
+        check_reason(reason)
         key = self._free_room(request)
-        self._commands.append(DeclineRoom(key, reason[:1000], request.digest))
+        self._commands.append(DeclineRoom(key, reason_of(reason), request.digest))
 
     def _free_room(self, request: Request) -> RoomKey:
         """Raises RequestError."""
@@ -141,10 +150,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
         What a policy, a log handler or an event of the user's has raised since the last call is
         raised here first, with nothing changed. Raises CallerError, with nothing changed, for a
-        `limit` below 0.
+        `limit` that is no whole number, or below 0.
         """
-        if limit is not None and limit < 0:
-            raise CallerError(f"limit is {limit}, at least 0 is needed")
+        check_time(now_s)
+        limit = None if limit is None else whole_count("limit", limit)
         self.books.errors.raise_due()
         self.settle_deferred(now_s)
         for req in self._deadlines.due(now_s):
@@ -175,6 +184,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         failed meanwhile takes no chunk: 0, and `pop_failed` says why; what was computed goes to the
         tree all the same. Raises RequestError or AuxTooLargeError, with nothing changed.
         """
+        check_time(now_s)
+        # All of it before anything moves: what is found out later leaves the room stuck.
+        end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
         if req.state is PrefillState.FAILED:
             if req.pages_held is not None and req.plan is not None and not req.popped:
                 with suppress(RequestError):
@@ -183,8 +195,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             return 0
         if self.requests.get(req.rid) is not req or req.state is not PrefillState.COMPUTING:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it takes no chunk")
-        # All of it before anything moves: what is found out later leaves the room stuck.
-        end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
         if len(aux) > self._max_aux_bytes:
             raise AuxTooLargeError(len(aux), self._max_aux_bytes)
         if not (0 <= state_slot < self.num_slots if last and self.num_slots else state_slot == -1):
@@ -229,12 +239,14 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         One whose last chunk is handed over may have succeeded already, and decode may know: then it
         does succeed.
         """
+        check_time(now_s)
+        check_error(error)
         req = self.requests.get(rid)
         if req is None or req.state.ended:
             self.counters["aborts_of_unknown"] += 1
             return False
         error = error or AbortedError(f"request {rid!r} was aborted")
-        self._commands.append(AbortRoom(req.room_key, str(error)[:1000]))
+        self._commands.append(AbortRoom(req.room_key, reason_of(error)))
         if req.state is not PrefillState.SENDING:
             self._fail(req, error, now_s)
         return True
@@ -309,7 +321,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         What was promised pages under the former one, or is computed with it, fails with a
         WeightsVersionError. What waits for its promise goes on. One whose last chunk is handed over
         ends as its room does: it may have succeeded already.
+        Raises, with nothing changed: ConfigError for what is no version.
         """
+        check_time(now_s)
+        check_version(weights_version)
         error = WeightsVersionError(self.weights_version, weights_version)
         self.weights_version = weights_version
         for req in list(self.requests.values()):
@@ -359,6 +374,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def _pop(
         self, ended: list[PrefillRequest], after: DeviceEvent | None, now_s: float
     ) -> list[PrefillRequest]:
+        check_time(now_s)
         is_done = after is None or after.query()  # before anything changes: `query` may raise
         reqs = ended.copy()
         ended.clear()

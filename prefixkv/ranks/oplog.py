@@ -181,6 +181,7 @@ class ReplicatedPageManager(PageManager):
         self._publish(JoinedLocked(pages.row, _packed(self, pages), now_s))
 
     def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
+        many = list(many)
         super().grow_many(many, now_s)
         new = [int(self.pages(pages)[-1]) for pages in many]
         rows = tuple(pages.row for pages in many)
@@ -222,9 +223,9 @@ class ReplicatedPageManager(PageManager):
         self._publish(Dropped(row))
 
     def hold(self, pages: RequestPages, owner: Hashable) -> None:
-        row = pages.row
+        row, room = pages.row, self._room(owner)
         super().hold(pages, owner)
-        self._publish(Held(row, self._room(owner)))
+        self._publish(Held(row, room))
 
     def release(self, owner: Hashable) -> int:
         known = self.holds(owner)

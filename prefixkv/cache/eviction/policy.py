@@ -101,8 +101,12 @@ class Policy(ABC):
             raise ConfigError(
                 f"policy {self.name!r} serves a cache already, each needs an object of its own"
             )
+        self.bind(page_size, pool_pages)  # first: it may raise, and then serves none
         self._serves_a_cache = True
-        self.bind(page_size, pool_pages)
+
+    def release(self) -> None:
+        """The cache that it served was never used: what was built around it has failed."""
+        self._serves_a_cache = False
 
     def another(self) -> Self:
         """An object with the same settings that has served no cache: for another rank of a worker.
