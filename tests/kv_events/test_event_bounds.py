@@ -167,6 +167,7 @@ def test_snapshots_that_are_not_read(publishing: Publishing) -> None:
         publishing.follows()  # when those that do not read have been cut
 
 
+@pytest.mark.slow
 def test_a_subscriber_that_does_not_read(publishing: Publishing) -> None:
     memory = Memory(publishing.pid)
     with ExitStack() as stack:
