@@ -327,6 +327,7 @@ class Watched:
     def published(self, num_bytes: int) -> None:
         """The owner has published so many bytes to whoever wants them; a subscriber that is more
         than `unread_bytes` behind, and has no room for more, is ended."""
+        self._turns += 1  # libzmq's part in the owner's thread has seen what has come and gone
         self._published += num_bytes
         if self._published - self._looked_at < _PUBLISHED_BYTES:
             return
@@ -394,7 +395,7 @@ class Watched:
         connection = self.connections.pop(fd, None)
         if connection is not None:
             connection.look()
-            if self.is_read and connection.held:
+            if connection.held:
                 self._gone_bytes += connection.held
                 self._gone_turns = self._turns + 2  # the next may have begun before
                 self.is_settling = True

@@ -107,7 +107,7 @@ def subscription(size: int, number: int) -> bytes:
     ],
     ids=["long", "short", "empty parts", "an endless message"],
 )
-@pytest.mark.parametrize("num", [1, 8])
+@pytest.mark.parametrize("num", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_subscriptions(publishing: Publishing, chunk: bytes, num: int) -> None:
     memory = Memory(publishing.pid)
     with flood(lambda: stranger(publishing.ports.endpoint, b"SUB"), chunk, num) as attack:
@@ -132,7 +132,7 @@ def test_subscriptions_of_many_that_stay(publishing: Publishing) -> None:
     assert publishing.cuts()
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", [NAMES[1], pytest.param(NAMES[2], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chunk", [EMPTY_PART * 50_000, part(900)], ids=["empty parts", "parts"])
 def test_requests_that_never_end(publishing: Publishing, name: str, chunk: bytes) -> None:
     memory = Memory(publishing.pid)
@@ -167,6 +167,7 @@ def test_snapshots_that_are_not_read(publishing: Publishing) -> None:
         publishing.follows()  # when those that do not read have been cut
 
 
+@pytest.mark.slow
 def test_a_subscriber_that_does_not_read(publishing: Publishing) -> None:
     memory = Memory(publishing.pid)
     with ExitStack() as stack:
