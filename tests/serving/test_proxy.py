@@ -175,6 +175,17 @@ def test_a_request_has_a_place_on_both_sides_until_it_ends() -> None:
     run(scene, [never], [never])
 
 
+def test_an_attempt_without_prefill_has_one_place() -> None:
+    async def scene(stage: Stage) -> None:
+        asking = asyncio.create_task(stage.complete())
+        (decode,) = stage.decode
+        await until(lambda: decode.asked and "kv_transfer_params" not in decode.asked[-1])
+        assert places_taken(stage.proxy) == {"prefill": 0.0, "decode": 1.0}
+        asking.cancel()
+
+    run(scene, [refusing(500)], [never])
+
+
 def test_both_servers_are_asked_with_one_room() -> None:
     async def scene(stage: Stage) -> None:
         (prefill,), (decode,) = stage.prefill, stage.decode
