@@ -578,6 +578,23 @@ def test_requests_that_are_refused_are_counted_by_status() -> None:
     run(scene, None, [refusing(422)])
 
 
+def test_a_stream_that_is_refused_and_one_that_fails_are_errors_and_counted() -> None:
+    async def scene(stage: Stage) -> None:
+        answer = await stage.complete(stream=True)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "odd")
+        await stage.decode[0].server.stop()
+        assert (await stage.complete(stream=True)).status_code == 503
+        for outcome in ("refused", "failed"):
+            assert await stage.counter(f'prefixkv_proxy_requests_total{{outcome="{outcome}"}}') == 1
+        for status in (400, 503):
+            assert await stage.counter(f'prefixkv_proxy_refused_total{{status="{status}"}}') == 1
+        stage.proxy.draining = True
+        told = (await stage.complete()).json()["error"]
+        assert (told["type"], told["code"]) == ("server_error", "not_ready")
+
+    run(scene, [well], [refusing(400, "odd")])
+
+
 def _usage(cached: int | None, said: int | None) -> Say:
     """An answer of vLLM's; `said`: what the connector says."""
 
