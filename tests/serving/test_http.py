@@ -46,7 +46,8 @@ class Site:
             Route("/echo", self.echo, methods=["POST"]), Route("/fail", self.fail),
             Route("/refuse", self.refuse), Route("/stream", self.stream), Route("/wait", self.wait),
         ]  # fmt: skip
-        app = make_app(routes, api_key, ["/refuse"], limits.max_requests_per_client)
+        bounds = limits.max_requests_per_client, limits.max_bodies_bytes
+        app = make_app(routes, api_key, ["/refuse"], *bounds)
         self.server = HttpServer(app, "127.0.0.1", 0, limits)
 
     async def echo(self, request: Request) -> Response:
@@ -141,6 +142,21 @@ def test_a_body_that_is_too_large_is_refused_and_its_sender_hears_it() -> None:
         assert error(await client.post("/echo", content=chunks())) == (413, "request_too_large")
 
     serve(use)
+
+
+def test_a_body_that_is_too_large_takes_no_room_of_others() -> None:
+    """It is read to its end, and nothing of it is held, so that it does not count either."""
+    limits = replace(LIMITS, max_bodies_bytes=1000)
+
+    async def use(_: Site, client: httpx.AsyncClient) -> None:
+        async def chunks() -> AsyncGenerator[bytes, None]:
+            for _ in range(50):
+                yield b"x" * 100
+
+        assert error(await client.post("/echo", content=chunks())) == (413, "request_too_large")
+        assert error(await client.post("/echo", content=bytes(5000))) == (413, "request_too_large")
+
+    serve(use, limits)
 
 
 def test_a_body_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

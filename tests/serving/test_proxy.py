@@ -175,6 +175,17 @@ def test_a_request_has_a_place_on_both_sides_until_it_ends() -> None:
     run(scene, [never], [never])
 
 
+def test_an_attempt_without_prefill_has_one_place() -> None:
+    async def scene(stage: Stage) -> None:
+        asking = asyncio.create_task(stage.complete())
+        (decode,) = stage.decode
+        await until(lambda: decode.asked and "kv_transfer_params" not in decode.asked[-1])
+        assert places_taken(stage.proxy) == {"prefill": 0.0, "decode": 1.0}
+        asking.cancel()
+
+    run(scene, [refusing(500)], [never])
+
+
 def test_both_servers_are_asked_with_one_room() -> None:
     async def scene(stage: Stage) -> None:
         (prefill,), (decode,) = stage.prefill, stage.decode
@@ -565,6 +576,23 @@ def test_requests_that_are_refused_are_counted_by_status() -> None:
         assert await stage.counter('prefixkv_proxy_refused_total{status="422"}') == 1
 
     run(scene, None, [refusing(422)])
+
+
+def test_a_stream_that_is_refused_and_one_that_fails_are_errors_and_counted() -> None:
+    async def scene(stage: Stage) -> None:
+        answer = await stage.complete(stream=True)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "odd")
+        await stage.decode[0].server.stop()
+        assert (await stage.complete(stream=True)).status_code == 503
+        for outcome in ("refused", "failed"):
+            assert await stage.counter(f'prefixkv_proxy_requests_total{{outcome="{outcome}"}}') == 1
+        for status in (400, 503):
+            assert await stage.counter(f'prefixkv_proxy_refused_total{{status="{status}"}}') == 1
+        stage.proxy.draining = True
+        told = (await stage.complete()).json()["error"]
+        assert (told["type"], told["code"]) == ("server_error", "not_ready")
+
+    run(scene, [well], [refusing(400, "odd")])
 
 
 def _usage(cached: int | None, said: int | None) -> Say:
