@@ -52,6 +52,9 @@ class InStep(Generic[NodeT]):
         self._left: dict[str, int] = {}  # on how many ranks it has ended
         self._ready: dict[str, PrefillRequest] = {}  # on all ranks, and not popped yet
         self._failed: set[str] = set()  # popped as failed, and alive on some ranks still
+        # Ended on all ranks, and not returned yet: a later rank's call may have raised.
+        self._to_return_sent: list[PrefillRequest] = []
+        self._to_return_failed: list[PrefillRequest] = []
 
     def add(self, request: Request) -> PrefillRequest:
         """As `PrefillNode.add`, on every rank or on none."""
@@ -98,18 +101,18 @@ class InStep(Generic[NodeT]):
         return sum(node.send_chunk(mine, end, last, aux, ready, state_slot) for node, mine in pairs)
 
     def pop_sent(self) -> list[PrefillRequest]:
-        sent = []
         for node in self.nodes:
             for req in node.pop_sent():
                 failed = req.rid in self._failed
                 if (ended := self._end(req.rid)) is not None and not failed:
-                    sent.append(ended)
+                    self._to_return_sent.append(ended)
+        sent, self._to_return_sent = self._to_return_sent, []
         return sent
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
         """As `PrefillNode.pop_failed`; a request that failed on one rank is aborted on the
         others."""
-        failed = []
+        failed = self._to_return_failed
         for node in self.nodes:
             for req in node.pop_failed(after):
                 if req.rid not in self._reqs:
@@ -123,6 +126,7 @@ class InStep(Generic[NodeT]):
                     failed.append(self._reqs[req.rid][0])
                     failed[-1].error = req.error
                 self._end(req.rid)
+        self._to_return_failed = []
         return failed
 
     def abort(self, rid: str) -> bool:

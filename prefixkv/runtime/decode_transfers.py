@@ -11,11 +11,13 @@ from prefixkv.addresses import is_loopback
 from prefixkv.config import DecodeConfig
 from prefixkv.control.decode import DecodeControl
 from prefixkv.control.rooms import LostPeers
+from prefixkv.decode.retries import check_address
 from prefixkv.digest import check_digest
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
+from prefixkv.pages.requests import check_reason
 from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
 from prefixkv.protocol.commands import (
     AbortRoom,
@@ -41,6 +43,7 @@ from prefixkv.runtime.transfers import (
     MakeTransport,
     Memory,
     Transfers,
+    peer_id,
     room_key,
     secret_number,
 )
@@ -160,6 +163,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         state_slot = whole_number("state_slot", state_slot, -1, 2**31)
         ticket = None if ticket is None else whole_number("ticket", ticket, 1, 2**63)
         digest = check_digest(digest)
+        check_address(f"room {key.room}", prefill)
         ids = as_pages(pages)
         if prefix_len % self._page_size:
             raise RequestError(f"prefix_len is {prefix_len}, not whole pages of {self._page_size}")
@@ -180,6 +184,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
 
     def abort(self, room: int, generation: int, reason: str = "aborted") -> None:
         """End a room; its pages come back with RoomDrained. Unknown or ended: no-op."""
+        check_reason(reason)
         self.submit(AbortRoom(room_key(room, generation), reason))
 
     def refuse(
@@ -195,9 +200,11 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         `ticket` and `digest` as for `open`; without the digest any request of this number that
         prefill has, or gets next, is refused.
 
-        Raises RequestError for a room that is open or not drained yet, and for a digest that is
-        none.
+        Raises RequestError for a room that is open or not drained yet, and for a digest, an address
+        or a reason that is none.
         """
+        check_reason(reason)
+        check_address(f"room {room}", prefill)
         digest = check_digest(digest) if digest else b""
         key = room_key(room, generation)
         ticket = secret_number() if ticket is None else whole_number("ticket", ticket, 1, 2**63)
@@ -218,7 +225,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
 
     def fence(self, peer: str, incarnation: int) -> None:
         """The caller knows that this prefill process is dead: its rooms end, and are drained."""
-        self.submit(Fence(PeerId(peer, incarnation)))
+        self.submit(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
         """By address of the prefill worker: its identity, and "ready", "suspect" or

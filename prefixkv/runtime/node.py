@@ -24,6 +24,7 @@ from prefixkv.request import Request
 from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.request_log import RequestLog
 from prefixkv.runtime.transfers import Transfers
+from prefixkv.settings import at_least
 from prefixkv.stats import Histogram
 
 C = TypeVar("C")  # the scheduler's commands
@@ -102,8 +103,10 @@ class Node(Closing, Generic[C, To, E]):
         `pop_*` has something: the engine's loop goes on, and asks again. Pages in quarantine
         (`stats`) keep it from being True until they are fenced.
         """
-        self.scheduler.draining = True
+        at_least(-math.inf, timeout_s=timeout_s)  # before anything changes
+        self._check_open()
         end_s = time.monotonic() + timeout_s
+        self.scheduler.draining = True
         while True:
             now_s = self._pump()
             if self.scheduler.idle and not self.transfers.num_rooms:

@@ -22,6 +22,7 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.requests import check_reason
 from prefixkv.prefill import journal as prefill_journal
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest
@@ -45,7 +46,7 @@ from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.record import Recorder
-from prefixkv.runtime.transfers import MakeTransport, secret_number
+from prefixkv.runtime.transfers import MakeTransport, peer_id, secret_number
 from prefixkv.settings import check_kind
 
 _DECODE_COUNTERS = (
@@ -128,7 +129,11 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             ticket=secret_number,
             weights_version=config.model.weights_version,
         )
-        self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
+        try:
+            self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
+        except BaseException:
+            books.cache.policy.release()  # the next node may have it
+            raise
         self._leader = RankLeader(self.scheduler, num_ranks, ranks, self.transfers.submit)
         self.peer_id = self.transfers.peer_id
         self._observe(decode_journal.timeline)
@@ -183,6 +188,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         Its room's number is in use here until prefill has answered. Raises RequestError, with
         nothing changed, if it is in use already.
         """
+        check_reason(reason)
         self._pump()
         self.scheduler.refuse(request, AbortedError(reason))
         self._tell()
@@ -297,7 +303,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     def fence(self, peer: str, incarnation: int) -> None:
         """The caller knows that this prefill process is dead: its rooms end, and their held pages
         come back."""
-        self._command(Fence(PeerId(peer, incarnation)))
+        self._check_open()
+        self._command(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
         """By address of the prefill worker: its identity, and "ready", "suspect" or
@@ -389,7 +396,11 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             weights_version=config.model.weights_version,
         )
         where = mesh, rank, endpoints
-        self.transfers = PrefillTransfers(pool, config, *where, state, transport)
+        try:
+            self.transfers = PrefillTransfers(pool, config, *where, state, transport)
+        except BaseException:
+            books.cache.policy.release()  # the next node may have it
+            raise
         self.peer_id = self.transfers.peer_id
         self._observe(prefill_journal.timeline)
         if rank == 0:
@@ -492,7 +503,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
 
     def fence(self, peer: str, incarnation: int) -> None:
         """The caller knows that this decode process is dead: its requests fail."""
-        self._command(Fence(PeerId(peer, incarnation)))
+        self._check_open()
+        self._command(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[PeerId, str]:
         """The decode workers known, each "ready" or "suspect"."""

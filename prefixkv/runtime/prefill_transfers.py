@@ -18,6 +18,7 @@ from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, Request
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
+from prefixkv.pages.requests import check_reason
 from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
 from prefixkv.prefill.send_plan import SendPlan, checked_chunk
 from prefixkv.protocol.commands import (
@@ -47,6 +48,7 @@ from prefixkv.runtime.transfers import (
     MakeTransport,
     Memory,
     Transfers,
+    peer_id,
     room_key,
     secret_number,
 )
@@ -222,9 +224,10 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 than up to it, a chunk after the last one, `aux` or a state slot before it.
                 AuxTooLargeError, PageStateError for ids outside the pool. Nothing was changed.
         """
+        self.check_open()  # first: the plan moves before the command is handed over
         key = self._last.get((decode, room))
         if generation is not None:
-            key = RoomKey(room, generation, decode)
+            key = _key(room, generation, decode)
         if key is None or key not in self._rooms:
             raise RequestError(f"room {room} of {decode!r} was not added, or is over")
         end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
@@ -249,6 +252,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
     def abort(self, room: int, generation: int, reason: str = "aborted", *, decode: str) -> None:
         """End a room; RoomEnded and SourceFree follow. Not added or ended: no-op."""
+        check_reason(reason)
         key = _key(room, generation, decode)
         if key in self._rooms:
             self.submit(AbortRoom(key, reason))
@@ -257,8 +261,9 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         """Tell decode, which may have promised pages for it or may still do so, that this room will
         not be served here. RoomEnded and SourceFree follow.
 
-        Raises RequestError as `add` does.
+        Raises RequestError as `add` does, and for a reason that is no string.
         """
+        check_reason(reason)
         key = _key(room, generation, decode)
         self._begin(key, None)
         self.submit(DeclineRoom(key, reason))
@@ -298,6 +303,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         """Nobody is to open this offer any more; RoomEnded and SourceFree follow for the key
         without a name. Not offered, ended, or opened meanwhile: no-op, and Bootstrapped or the
         other events say so."""
+        check_reason(reason)
         self.submit(WithdrawRoom(room_key(room, generation), reason))
 
     def _begin(self, key: RoomKey, plan: SendPlan | None) -> None:
@@ -322,7 +328,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
     def fence(self, peer: str, incarnation: int) -> None:
         """The caller knows that this decode process is dead: its rooms end."""
-        self.submit(Fence(PeerId(peer, incarnation)))
+        self.submit(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[PeerId, str]:
         """The decode ranks known, each "ready" or "suspect"."""

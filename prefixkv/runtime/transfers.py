@@ -19,7 +19,7 @@ from typing import Final, Generic, TypeVar, cast
 
 from prefixkv.config import TransportConfig, check_version
 from prefixkv.control.effects import To
-from prefixkv.errors import ClosedError, InternalError
+from prefixkv.errors import ClosedError, InternalError, RequestError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.staging_area import StagingArea
@@ -55,6 +55,14 @@ def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
     """Raises RequestError for numbers that no frame carries."""
     whole = whole_number("room", room, 0, 2**64), whole_number("generation", generation, 0, 2**31)
     return RoomKey(*whole, decode)
+
+
+def peer_id(peer: str, incarnation: int) -> PeerId:
+    """Raises RequestError for what names no process: found out by the control thread it would be
+    nobody's call any more."""
+    if not isinstance(peer, str):
+        raise RequestError(f"peer is {peer!r}, a string is needed")
+    return PeerId(peer, whole_number("incarnation", incarnation, 0, 2**64))
 
 
 def secret_number() -> int:
