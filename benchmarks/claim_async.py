@@ -291,9 +291,9 @@ def nodes_side(pipe: Connection, _watch: Watch, case: Steps) -> None:
             node.flush()
             prompt, room = _prompt(case, number, peer)
             node.add(Request(str(room), prompt, max_new_tokens=1, room=room, prefill=endpoint))
-            node.pop_preallocated()
         while left:
             for peer in list(left):
+                nodes[peer].pop_preallocated()
                 for req in nodes[peer].pop_transferred():
                     nodes[peer].append_many([req], [7])
                     nodes[peer].finish(req)

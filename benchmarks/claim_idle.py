@@ -127,6 +127,7 @@ def decode_side(pipe: Connection, watch: Watch, case: Hits) -> Row:
             while not (arrived := node.pop_transferred()):
                 if case.busy:
                     _compute()
+                    node.pop_preallocated()
                 else:
                     stuck.wait()
             ended_s = time.perf_counter()

@@ -242,6 +242,8 @@ class Stuck:
                 f"a request failed ({errors}), or nothing arrives: {self._node.stats()}"
             )
         self._node.wait(self._patience_s)
+        if hasattr(self._node, "pop_preallocated"):  # its prefill worker may have answered just now
+            self._node.pop_preallocated()
 
     def until(self, pop: Callable[[], list[Any]]) -> list[Any]:
         """What `pop` returns once it returns something."""

@@ -139,8 +139,7 @@ class DecodeEngine:
         node = self.node
         tokens = np.zeros(1, dtype=np.int32)
         req = self._add(_WARM_UP, _WARM_UP_ROOM, tokens, 1, cacheable=False)
-        node.pop_preallocated()
-        while not node.pop_transferred():
+        while node.pop_preallocated() or not node.pop_transferred():
             if node.pop_failed():
                 raise RuntimeError("the warm-up failed") from req.error
             node.wait(_IDLE_S)

@@ -149,9 +149,10 @@ class PageTable:
 
         The rows are distinct. Raises as `write` does, with nothing changed.
         """
-        growth, page_ids = self.check_growth(rows), as_pages(pages)
-        if len(growth.rows) != len(page_ids):
-            raise CallerError(f"{len(growth.rows)} rows and {len(page_ids)} pages")
+        page_ids = as_pages(pages)
+        if len(rows) != len(page_ids):
+            raise CallerError(f"{len(rows)} rows and {len(page_ids)} pages")
+        growth = self.check_growth(rows)
         if len(page_ids) and page_ids.min() < 0:
             raise PageStateError(f"page {page_ids.min()} is negative")
         self.append_checked(growth, page_ids)

@@ -261,8 +261,10 @@ class DealerChannel(_Channel):
         self._joiner: Joiner[str] = Joiner()
 
     def connect(self, address: str) -> None:
-        """Open a socket for `address`; connecting goes on by itself. Raises ConfigError if it is no
-        address, and what `check` raises."""
+        """Open a socket for `address`, if it has none; connecting goes on by itself. Raises
+        ConfigError if it is no address, and what `check` raises."""
+        if address in self._socks:
+            return
         sock: zmq.Socket[bytes] | None = None
         monitor: zmq.Socket[bytes] | None = None
         watched: Watched | None = None

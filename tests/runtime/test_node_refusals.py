@@ -33,10 +33,9 @@ def for_prefill(rid: str, room: int, tokens: object = PROMPT) -> Request:
 
 def test_decode_hears_at_once_that_prefills_engine_refuses(pair: NodePair) -> None:
     pair.submit("early", PROMPT, room=1, tell=False)
-    pair.decode.pop_preallocated()
-    until(lambda: pair.prefill.stats()["rooms"] == 1)  # the promise is here
+    pair.until(lambda: pair.prefill.stats()["rooms"] == 1)  # the promise is here
     pair.prefill.refuse(for_prefill("early", 1), "not for this worker")
-    pair.prefill.refuse(for_prefill("late", 2), "not for this worker")
+    pair.prefill.refuse(for_prefill("late", 2, tokens_of(2, 30)), "not for this worker")
     pair.submit("late", tokens_of(2, 30), room=2, tell=False)
     pair.run("early", "late")
     for rid in ("early", "late"):
@@ -46,11 +45,13 @@ def test_decode_hears_at_once_that_prefills_engine_refuses(pair: NodePair) -> No
 
 
 def test_decode_hears_at_once_what_prefills_add_refuses(pair: NodePair) -> None:
-    pair.submit("long", PROMPT, room=1, tell=False)
-    with pytest.raises(RequestError, match="needs 75 pages"):
-        pair.prefill.add(for_prefill("long", 1, tokens_of(1, 300)))
-    pair.run("long")
-    assert "needs 75 pages, 64 is the most there is" in str(pair.d.ended["long"])
+    pair.submit("twice", PROMPT, room=1, tell=False)
+    pair.prefill.add(for_prefill("twice", 9))
+    with pytest.raises(RequestError, match="is here already"):
+        pair.prefill.add(for_prefill("twice", 1))
+    pair.prefill.abort("twice")
+    pair.run("twice")
+    assert "is here already" in str(pair.d.ended["twice"])
     pair.submit("late", PROMPT, room=2, tell=False)
     pair.prefill.drain()
     with pytest.raises(DrainingError):
