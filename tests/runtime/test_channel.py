@@ -202,8 +202,15 @@ def test_a_dealer_reads_a_bounded_share_of_a_workers_bytes_and_the_rest_later(
 def test_a_dealer_that_reads_too_little_is_cut_and_comes_again(ends: Ends) -> None:
     worker = ends.router()
     dealer = ends.dealer(worker.endpoint)
-    dealer.send(worker.endpoint, b"hi")
-    ((route, _, _),) = polled(worker)
+    route = b""
+
+    def known() -> bool:  # the watcher may hear of the connection after its first frame came
+        nonlocal route
+        dealer.send(worker.endpoint, b"hi")
+        ((route, _, _),) = polled(worker)
+        return route in worker._connections
+
+    until(known)
     for _ in range(6):
         worker.send(route, bytes(MAX_FRAME_BYTES))
     assert worker.counters["connections_cut: does not read"] == 1
