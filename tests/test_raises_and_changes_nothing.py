@@ -530,7 +530,9 @@ def test_a_policy_whose_cache_was_not_built_serves_the_next(where: str) -> None:
     books.drop(books.open(RadixKey([1, 2]), None, 1, 0.0))
 
 
-@pytest.mark.parametrize("register", [register_policy, register_admission], ids=["policy", "admission"])
+@pytest.mark.parametrize(
+    "register", [register_policy, register_admission], ids=["policy", "admission"]
+)
 @given(junk=JUNK)
 def test_what_is_no_policy_is_not_registered(register: Callable[[Any], Any], junk: Any) -> None:
     nameless = type("Nameless", (AdmissionPolicy,), {"name": 7})
