@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -32,7 +33,7 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.prefill import PrefillEffect, PrefillInput
-from prefixkv.errors import InternalError, RequestError
+from prefixkv.errors import InternalError, ProtocolError, RequestError
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import (
     AbortRoom,
@@ -223,7 +224,11 @@ class DecodeWorld:
 
     def frame(self, body: Any, damage: Any) -> FrameReceived[str]:
         raw = body if isinstance(body, bytes) else self.peer.raw(self.body(body), self.me)
-        return FrameReceived(ADDRESS, damaged(raw, damage))
+        raw = damaged(raw, damage)
+        with suppress(ProtocolError):
+            if damage and isinstance(reply := messages.decode(raw).body, HelloReply):
+                self.peer.secrets.add(reply.secret)
+        return FrameReceived(ADDRESS, raw)
 
     def frame_failed(self, body: Any, _: Any) -> FrameFailed[str]:
         return FrameFailed(self.frame("reply" if isinstance(body, bytes) else body, None), RESET)
@@ -395,6 +400,7 @@ DECODE_FEED: Feed = {
 @example([(Fence, ()), ("restart", ()), (FrameReceived, ("reply", None))], True, True)
 @example([(FrameReceived, (DONE, None)), (CopyDone, (0, True))], True, True)
 @example([(FrameReceived, (DONE, None)), (CopyDone, (0, False))], True, True)
+@example([(FrameReceived, (b"", None)), (FrameReceived, ("reply", [(0.875, 0)]))], False, False)
 def test_decodes_control_survives_any_prefill_worker(
     steps: list[Step], staged: bool, settles: bool
 ) -> None:
