@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from prefixkv.engines.hf import Generate, PagedModel, PrefillJob, identity, load_model, make_model
+from prefixkv.engines.hf import Generate, PagedModel, identity, load_model, make_model
 from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.models import copy_of
 from prefixkv.errors import ConfigError, RequestError
@@ -191,16 +192,19 @@ def test_what_cannot_be_answered_is_refused_and_leaves_nothing(
         world.at_rest()
 
 
-def test_prefill_refuses_a_job_and_decodes_client_hears_why(model: PagedModel) -> None:
+def test_prefill_refuses_a_job_and_decodes_client_hears_why(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with World(model) as world:
         answer = world.ask("r", [1, 2, 3])
         (job,) = world.decode.take_prefill_jobs()
-        bad = PrefillJob(job.rid, np.full(3, 999, np.int32), job.prefill, job.decode, job.room)
-        with pytest.raises(RequestError, match="token 999, the vocabulary has 256"):
-            world.prefill.submit(bad)
+        with monkeypatch.context() as shorter:
+            shorter.setattr(world.prefill, "model", SimpleNamespace(context=2))
+            with pytest.raises(RequestError, match="3 tokens, the model takes 2"):
+                world.prefill.submit(job)
         world.run()
         assert answer.ends[0].finish == "error"
-        assert "token 999" in str(answer.ends[0].error)
+        assert "3 tokens, the model takes 2" in str(answer.ends[0].error)
         world.at_rest()
 
 

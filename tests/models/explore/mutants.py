@@ -109,8 +109,8 @@ MUTANTS = (
         "not self._timing.fence_settle_s", "True", "restart",
     ),
     _M(
-        "one rank's outcome is enough", _R._outcome,
-        "len(self._outcomes) < len(self.ranks)", "False", "two writers",
+        "one rank's outcome is enough", _R._maybe_success,
+        "not self._all_said", "not self._outcomes", "two writers",
     ),
     _M(
         "source pages are free while they are read", _S.on,
