@@ -20,7 +20,7 @@ the tests of that moment:
 - `serving`, of which only proxy, fleet, feed and worker: 2462 made, 60 drawn, 57 run before it was
   stopped; 39 noticed (1 by time), 18 not. 10 of these have tests since; 3 are of routes that only
   the tests with processes reach, which were not run on mutants; 4 are a message's words or a status
-  that is not sent; 1 is left (`n` of 2 taken for one answer).
+  that is not sent; 1 (`n` of 2 taken for one answer) has a test since.
 """
 
 from __future__ import annotations

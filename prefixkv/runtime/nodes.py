@@ -194,7 +194,11 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def pop_preallocated(self) -> list[DecodeRequest]:
-        """Requests admitted now: prefix locked, pages taken, prefill told what to skip."""
+        """Requests admitted now: prefix locked, pages taken, prefill told what to skip.
+
+        Once a pass: the first request to a prefill worker is admitted when that has answered, by a
+        later call, and `wait` returns for it.
+        """
         admitted = self.scheduler.pop_preallocated(self._pump())
         self._tell()
         return admitted

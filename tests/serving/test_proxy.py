@@ -696,6 +696,7 @@ def test_a_stream_whose_server_dies_ends_with_an_error() -> None:
         (["a", "b"], 1, ["a", "b"]),
         ([[1, 2], [3]], 1, [[1, 2], [3]]),
         ("a", 3, ["a"]),
+        ([1, 2], 2, [[1, 2]]),
         ([1, 2], 1, None),
     ],
 )
