@@ -356,11 +356,15 @@ def test_prefills_answer_comes_late(rooms: Rooms, api: str) -> None:
 @APIS
 @pytest.mark.parametrize("more", [{}, {"n": 3, **SAMPLES}])
 def test_the_client_leaves_in_the_middle_of_a_stream(rooms: Rooms, api: str, more: Json) -> None:
-    client = rooms.ask(PATHS[api], body_of(api, **LONG | more))
-    assert client.first_event()
-    assert rooms.decode.metrics()["vllm:num_requests_running"] > 0
-    client.leave()
-    check_after(rooms)
+    for _ in range(10):  # a small model may have said everything before it is looked at
+        client = rooms.ask(PATHS[api], body_of(api, **LONG | more))
+        assert client.first_event()
+        in_the_middle = rooms.decode.metrics()["vllm:num_requests_running"] > 0
+        client.leave()
+        check_after(rooms)
+        if in_the_middle:
+            return
+    raise AssertionError("no client has left in the middle of a stream")
 
 
 @APIS
