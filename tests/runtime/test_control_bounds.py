@@ -37,7 +37,7 @@ from tests.models.strangers import (
 )
 from tests.runtime.conftest import QUICK
 from tests.runtime.test_hostile_metadata import Attacker, send
-from tests.runtime.test_node_budgets import Served
+from tests.runtime.test_node_budgets import Served, serving
 from tests.runtime.test_node_faults import raw_socket
 
 MIB = 1 << 20
@@ -49,14 +49,8 @@ UNFINISHED = "connections_cut: an unfinished message beyond its bound"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with node_processes() as start:
-        prefill = start("prefill", PrefillConfig(control=QUICK), {})
-        decode = start("decode", DecodeConfig(control=QUICK), {})
-        served = Served(prefill, decode)
-        for _ in range(3):
-            served.one()
+    with serving() as served:
         yield served
-        prefill.call("check_at_rest")
 
 
 def attacked(served: Served, seconds: float = ATTACK_S) -> None:
@@ -66,6 +60,17 @@ def attacked(served: Served, seconds: float = ATTACK_S) -> None:
         before_s = time.monotonic()
         served.one()
         assert time.monotonic() - before_s < PATIENCE_S / 4
+
+
+def withstands(served: Served, chunk: bytes) -> None:
+    """A stranger who sends this again and again is cut, and costs little."""
+    memory, before = Memory(served.prefill.pid), cuts(served)
+    with flood(lambda: stranger(served.prefill.endpoint), chunk) as attack:
+        attacked(served)
+    assert attack.num_cut
+    assert cuts(served) > before
+    assert memory.grown() < MOST_BYTES
+    assert is_open(served.prefill.endpoint)
 
 
 def cuts(served: Served) -> int:
@@ -103,13 +108,7 @@ ENDLESS = {
     ],
 )
 def test_a_message_that_never_ends(served: Served, what: str) -> None:
-    memory, before = Memory(served.prefill.pid), cuts(served)
-    with flood(lambda: stranger(served.prefill.endpoint), ENDLESS[what]) as attack:
-        attacked(served)
-    assert attack.num_cut
-    assert cuts(served) > before
-    assert memory.grown() < MOST_BYTES
-    assert is_open(served.prefill.endpoint)
+    withstands(served, ENDLESS[what])
 
 
 @pytest.mark.slow
@@ -145,14 +144,7 @@ def test_many_unfinished_messages_that_are_small(served: Served) -> None:
 def test_whole_messages_of_many_parts(served: Served) -> None:
     """Each costs the control thread some time, so its sender is ended after the first, and others
     are served meanwhile."""
-    chunk = EMPTY_PART * 50_000 + part(0, more=False)
-    memory, before = Memory(served.prefill.pid), cuts(served)
-    with flood(lambda: stranger(served.prefill.endpoint), chunk) as attack:
-        attacked(served)
-    assert attack.num_cut
-    assert cuts(served) > before
-    assert memory.grown() < MOST_BYTES
-    assert is_open(served.prefill.endpoint)
+    withstands(served, EMPTY_PART * 50_000 + part(0, more=False))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -54,8 +55,9 @@ class Served:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
+@contextmanager
+def serving() -> Iterator[Served]:
+    """Two nodes that work; at the end prefill is at rest."""
     with node_processes() as start:
         prefill = start("prefill", PrefillConfig(control=QUICK), {})
         decode = start("decode", DecodeConfig(control=QUICK), {})
@@ -64,6 +66,12 @@ def served() -> Iterator[Served]:
             served.one()
         yield served
         prefill.call("check_at_rest")
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving() as served:
+        yield served
 
 
 @pytest.fixture
