@@ -435,8 +435,12 @@ class DecodeEngine(_Engine):
         self.reached(req.rid, "transferred")
 
     def _run(self) -> None:
-        """Write the KV of each request's newest token and sample the next; finish those that are
-        complete."""
+        """Finish those that are complete; write the KV of each other request's newest token and
+        sample the next."""
+        # First, since the last token has no page: nothing writes its KV.
+        for state in list(self.running.values()):
+            if len(state.req.output) >= state.req.max_new_tokens:
+                self._finish(state.req)
         states = [state for state in self.running.values() if state.req.output]
         if not states:
             return
@@ -449,13 +453,7 @@ class DecodeEngine(_Engine):
         newest = np.array([state.req.output[-1] for state in states], dtype=np.int32)
         hashes = extend(np.array([state.hash for state in states], dtype=np.uint64), newest)
         self.pattern.fill_tokens(pages, slots, hashes)
-        going = []
-        for state, value in zip(states, hashes, strict=True):
-            if len(state.req.output) >= state.req.max_new_tokens:
-                self._finish(state.req)
-            else:
-                going.append((state, value))
-        for state in self._append([state for state, _ in going], [value for _, value in going]):
+        for state in self._append(states, list(hashes)):
             self.reached(state.req.rid, "running")
 
     def _append(
@@ -487,8 +485,6 @@ class DecodeEngine(_Engine):
         return [state for state, _ in kept]
 
     def _finish(self, req: Any) -> None:
-        # The newest token's KV is written too, but finish() takes only what append_many was told
-        # of.
         hashes = self.hasher.prefixes(req.key.tokens())
         self.verify(req.pages, hashes, f"{req.rid} at its end")
         self.history.append(req.key.tokens())

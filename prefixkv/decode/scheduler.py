@@ -225,7 +225,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     ) -> None:
         """Add each request's newly sampled token; the KV of the one before it is written by now.
 
-        Afterwards every request has the page that the next step writes to. One that was aborted
+        Afterwards every request has the page that the next step writes to; one that has its
+        `max_new_tokens` is to be finished, and has no page for a step more. One that was aborted
         meanwhile is left out; `pop_failed` says why. Raises, with nothing
         changed: RequestError for a request that does not run, has its tokens already or is named
         twice, or another number of tokens; TokenError; OutOfPagesError, which names the requests to

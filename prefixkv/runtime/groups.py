@@ -17,6 +17,7 @@ from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.control.rooms import LostPeers, merged
 from prefixkv.decode.request import DecodeRequest
+from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -42,6 +43,24 @@ def _of_each_rank(config: Config, num_ranks: int) -> list[Config]:
         own = policy if isinstance(policy, str) else policy.another()
         configs.append(replace(config, policy=own))
     return configs
+
+
+def _check_ranks(
+    pools: Sequence[KVPool], states: Sequence[StatePool | None], num_ranks: int
+) -> list[StatePool | None]:
+    """The states, one for each rank. Raises ConfigError where ranks would differ in what a call
+    can ask of them: one would refuse what another has done."""
+    for kind, given in (("pools", pools), ("states", states)):
+        if len(given) != num_ranks and not (kind == "states" and not given):
+            raise ConfigError(f"{len(given)} {kind} are given for {num_ranks} ranks")
+    states = list(states) or [None] * num_ranks
+    sizes = {(pool.layout.num_pages, pool.layout.page_size) for pool in pools}
+    if len(sizes) > 1:
+        raise ConfigError(f"the ranks' pools differ in (pages, page_size): {sorted(sizes)}")
+    slots = {0 if state is None else state.num_slots for state in states}
+    if len(slots) > 1:
+        raise ConfigError(f"the ranks' states differ in slots: {sorted(slots)}")
+    return states
 
 
 class _Readiness:
@@ -76,7 +95,10 @@ class DecodeGroup(DecodeNode):
     Args:
         pools: by rank; each holds its rank's share, all have as many pages.
         digest_every: see RankLog.
-        states: by rank, where requests have extra state.
+        states: by rank, where requests have extra state; all have as many slots.
+
+    Raises ConfigError where the ranks differ in pages, page size or slots, or are not as many as
+    the mesh has.
     """
 
     def __init__(
@@ -89,7 +111,7 @@ class DecodeGroup(DecodeNode):
     ) -> None:
         check_kind("config", config, DecodeConfig)
         check_kind("mesh", mesh, Mesh)
-        states = states or [None] * len(pools)
+        states = _check_ranks(pools, states, mesh.num_ranks)
         config, *configs = _of_each_rank(config, len(pools))  # before rank 0 makes use of it
         self.others: list[DecodeRank] = []
         self._readiness = _Readiness()
@@ -171,7 +193,7 @@ class PrefillGroup(InStep[PrefillNode], Closing):
         each rank asks."""
         check_kind("config", config, PrefillConfig)
         check_kind("mesh", mesh, Mesh)
-        states = states or [None] * len(pools)
+        states = _check_ranks(pools, states, mesh.num_ranks)
         configs = _of_each_rank(config, mesh.num_ranks)
         super().__init__(nodes := list[PrefillNode]())
         self._readiness = _Readiness()

@@ -220,7 +220,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return self.scheduler.pop_needs_prefill()
 
     def append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]) -> None:
-        """Add the newly sampled token of each request; afterwards the page for its KV is there.
+        """Add the newly sampled token of each request; afterwards the page for its KV is there, but
+        for the one that completes `max_new_tokens`: finish that request, no step writes its KV.
         Requests that were aborted meanwhile are left out.
 
         Raises OutOfPagesError, with nothing changed: `retract` names whom to retract, best first.
