@@ -146,12 +146,13 @@ class LockMachine(RuleBasedStateMachine):
     @rule()
     def admit(self) -> None:
         waited = {req: req.state for req in self.scheduler.waiting}
+        proved = self._proved_pages()
         admitted = [
             req
             for req in self.scheduler.pop_preallocated(self.now_s)
             if waited[req] is DecodeState.QUEUED
         ]
-        self._nobody_was_overtaken_for_too_long(admitted)
+        self._nobody_was_overtaken_for_too_long(admitted, min(proved, self._proved_pages()))
         self._carry_out()
         for ask in self.scheduler.pop_needs_prefill():
             assert RoomKey(ask.room, ask.generation) in self.rooms
@@ -160,8 +161,16 @@ class LockMachine(RuleBasedStateMachine):
                 or ask.known_token == self.scheduler.requests[ask.rid].output[-1]
             )
 
-    def _nobody_was_overtaken_for_too_long(self, admitted: list[DecodeRequest]) -> None:
-        waiting = list(self.scheduler.waiting)
+    def _proved_pages(self) -> int:
+        """Those that nobody but running requests keeps from the waiting ones."""
+        pages = self.scheduler.books.allocator
+        return pages.num_pages - pages.held_pages - pages.quarantined_pages
+
+    def _nobody_was_overtaken_for_too_long(
+        self, admitted: list[DecodeRequest], proved: int
+    ) -> None:
+        """But for those that may need more pages than the running ones can give back."""
+        waiting = [req for req in self.scheduler.waiting if req.max_pages <= proved]
         if any(req.state is DecodeState.RETRACTED for req in waiting):
             assert not admitted, "who was admitted before comes first of all"
         for late in [req for req in waiting if req.state is DecodeState.QUEUED]:
