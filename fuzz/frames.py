@@ -178,9 +178,7 @@ class Bodies:
         if kind == 5:
             return messages.LeaseGrant(room, generation, *(self.number() for _ in range(3)), ticket)
         if kind == 6:
-            return messages.LeaseAsk(
-                room, generation, *(self.number() for _ in range(4)), ticket, self.number()
-            )
+            return messages.LeaseAsk(room, generation, *(self.number() for _ in range(4)), ticket)
         if kind == 7:
             return messages.PromiseAck(room, generation, rng.choice((0, self.number())), ticket)
         if kind == 8:
