@@ -7,7 +7,6 @@ package costs next to nothing and loads neither torch nor nixl.
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -113,15 +112,8 @@ _AS = {
 # NodeCollector needs an extra, so that `import *` leaves it out.
 __all__ = sorted({*_HOME, *_AS} - {"NodeCollector"})
 
-_RENAMED = {"PageBooks": "PageManager"}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        now = _RENAMED[name]
-        message = f"prefixkv.{name} is prefixkv.{now} now; the old name goes with the next version"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return __getattr__(now)
     if name not in _HOME and name not in _AS:
         raise AttributeError(f"module 'prefixkv' has no attribute {name!r}")
     module, inside = _AS.get(name) or (_HOME[name], name)

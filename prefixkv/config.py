@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,8 +195,6 @@ class TransportConfig:
     of one user on one host, with decode's pool and state made with `shared=True`; or "auto": shm
     where both sides can, else NIXL. `nixl_backends` are those that NIXL's agent is made with, UCX
     the first of them.
-
-    `memory_type` goes with the next version: a pool says where it is.
     """
 
     post_bytes: int = 8 << 20
@@ -208,7 +205,6 @@ class TransportConfig:
     sleep_s: float = 30e-6
     idle_sleep_s: float = 200e-6
     renew_grace_s: float = 2.0
-    memory_type: Literal["DRAM", "VRAM"] | None = None
     staging_bytes: int = 0
     lease_bytes: int = 16 << 20
     staging_window: int = 4
@@ -238,10 +234,6 @@ class TransportConfig:
             raise ConfigError(
                 f'interface is {self.interface!r}, names with commas between are needed: "eth0"'
             )
-        if self.memory_type is not None:
-            _one_of(self, ("DRAM", "VRAM"), "memory_type")
-            message = "TransportConfig.memory_type follows from the pool: leave it out"
-            warnings.warn(message, DeprecationWarning, stacklevel=3)  # where the config is made
 
 
 class PageSettings(TypedDict, total=False):

@@ -61,7 +61,6 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "backend": "ucx",
         "nixl_backends": ("POSIX",),
         **dict.fromkeys(["spin_s", "sleep_s", "idle_sleep_s", "renew_grace_s"], -1e-9),
-        "memory_type": "DISK",
     },
     DecodeConfig: {
         "max_running": 0,
@@ -130,7 +129,6 @@ BY_NAME = {
     "policy",
     "admission",
     "failure_policy",
-    "memory_type",
     "dialect",
 }  # choices: names or objects
 
@@ -203,13 +201,6 @@ def test_every_number_and_choice_has_a_bound() -> None:
                 fields
             ), config
         config()  # the defaults are within their own bounds
-
-
-def test_a_memory_type_is_deprecated_where_it_is_given() -> None:
-    assert TransportConfig().memory_type is None  # and does not warn: warnings are errors here
-    with pytest.warns(DeprecationWarning, match="memory_type follows from the pool") as caught:
-        TransportConfig(memory_type="DRAM")
-    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_a_peer_is_suspect_only_after_more_than_a_heartbeat() -> None:

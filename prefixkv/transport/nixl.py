@@ -16,7 +16,6 @@ from prefixkv.config import TransportConfig
 from prefixkv.errors import (
     CallerError,
     ClosedError,
-    ConfigError,
     InternalError,
     TransferTimeoutError,
 )
@@ -25,7 +24,7 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Sink
-from prefixkv.transport.nixl_agent import bare, memory_type_of
+from prefixkv.transport.nixl_agent import bare
 from prefixkv.transport.nixl_loop import Command, NixlLoop
 from prefixkv.transport.queued import Queued
 from prefixkv.transport.wait import Inbox
@@ -54,16 +53,10 @@ class NixlTransport(Queued[NixlLoop]):
         connect to a peer at the first write to it, so that a peer that cannot be reached is
         reported once.
 
-        Raises: ConfigError for a layout or an area that breaks its laws, or a
-        `config.memory_type` that is not that of the layout's device; what NIXL raises when it
-        cannot start.
+        Raises: ConfigError for a layout or an area that breaks its laws; what NIXL raises when
+        it cannot start.
         """
         layout.validate()
-        if config.memory_type not in (None, memory_type_of(layout)):
-            raise ConfigError(
-                f"memory_type is {config.memory_type}, the pool is on {layout.device}, which is "
-                f"{memory_type_of(layout)}; leave memory_type out"
-            )
         if staging is not None:
             staging.validate()
         if state is not None:

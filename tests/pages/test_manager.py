@@ -11,7 +11,6 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import prefixkv
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.cache.eviction.policy import Use
 from prefixkv.cache.eviction.queues import Rank
@@ -607,11 +606,6 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-
-
-def test_the_former_name_works_for_this_version_and_warns() -> None:
-    with pytest.warns(DeprecationWarning, match="prefixkv.PageBooks is prefixkv.PageManager now"):
-        assert prefixkv.PageBooks is PageManager
 
 
 def test_no_two_calls_in_a_row_raise_what_the_user_s_code_did() -> None:

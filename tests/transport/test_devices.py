@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -23,7 +22,6 @@ from prefixkv.transport.base import WriteDone
 from prefixkv.transport.nixl_loop import NixlLoop
 from prefixkv.transport.routes import PeerMemory
 from prefixkv.transport.runs import paired_runs
-from prefixkv.transport.sharded import make_transport
 from tests.models.gpu import GPU
 from tests.models.state_memory import TENSORS, StateMemory
 from tests.models.transport_driver import NixlDriver, Staging
@@ -123,28 +121,6 @@ def test_devices_change_the_device_column_of_runs_and_nothing_else(
         assert not expected[:, DEVICE_COLUMN].any()
         expected[:, DEVICE_COLUMN] = device_id
         assert np.array_equal(table, expected)
-
-
-@pytest.mark.parametrize(("given", "device", "other"), [
-    ("VRAM", "cpu", "DRAM"), ("DRAM", "cuda:1", "VRAM"),
-])  # fmt: skip
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_memory_type_that_is_not_the_pools_is_refused(
-    given: Any, device: str, other: str, threads: int
-) -> None:
-    with pytest.warns(DeprecationWarning, match="memory_type"):
-        config = TransportConfig(memory_type=given, posting_threads=threads)
-    layout = on(device, make_pool("layer_major", 4).layout)
-    message = f"memory_type is {given}, the pool is on {device}, which is {other}"
-    with pytest.raises(ConfigError, match=message):
-        make_transport(PeerId("us", 1), layout, lambda event: None, config)
-
-
-def test_a_memory_type_that_is_the_pools_is_taken() -> None:
-    with pytest.warns(DeprecationWarning, match="memory_type"):
-        config = TransportConfig(memory_type="DRAM")
-    layout = make_pool("layer_major", 4).layout
-    make_transport(PeerId("us", 1), layout, lambda event: None, config).close()
 
 
 @pytest.mark.parametrize(("src", "dst"), [
