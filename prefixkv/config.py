@@ -174,10 +174,6 @@ class TransportConfig:
     where it only receives. When an agent is replaced, so that what failed there cannot land any
     more, its other posts have `renew_grace_s` to end.
 
-    Of more than one, each of `posting_threads` has an agent of its own and serves its share of the
-    rooms; `window` is then a peer and thread. They part rooms from each other; they add no
-    bandwidth.
-
     With `staging_bytes` on both sides, slices of heads (tensor parallelism that differs) are
     gathered, written whole and scattered, in leases of at most `lease_bytes` of the decode rank's
     memory; a prefill rank has `staging_bytes // lease_bytes` slots. With two of each, copies and
@@ -200,7 +196,6 @@ class TransportConfig:
     post_bytes: int = 8 << 20
     post_descriptors: int = 1024
     window: int = 8
-    posting_threads: int = 1
     spin_s: float = 50e-6
     sleep_s: float = 30e-6
     idle_sleep_s: float = 200e-6
@@ -216,7 +211,7 @@ class TransportConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _at_least(self, 1, "post_bytes", "post_descriptors", "window", "posting_threads")
+        _at_least(self, 1, "post_bytes", "post_descriptors", "window")
         _at_least(self, 1, "lease_bytes", "staging_window", "copy_threads")
         _at_least(self, 0, "staging_bytes")
         if self.staging_bytes and self.staging_bytes < self.lease_bytes:

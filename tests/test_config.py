@@ -55,7 +55,7 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "fence_settle_s": -1e-9,
     },
     TransportConfig: {
-        **dict.fromkeys(["post_bytes", "post_descriptors", "window", "posting_threads"], 0),
+        **dict.fromkeys(["post_bytes", "post_descriptors", "window"], 0),
         **dict.fromkeys(["lease_bytes", "staging_window", "copy_threads"], 0),
         "staging_bytes": (16 << 20) - 1,
         "backend": "ucx",

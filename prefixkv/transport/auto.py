@@ -21,9 +21,9 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Settled, Sink, Transport, TransportEvent, WriteFailed, WriteJob
+from prefixkv.transport.nixl import NixlTransport
 from prefixkv.transport.offers import Offers, split_offers
 from prefixkv.transport.routes import PeerMemory
-from prefixkv.transport.sharded import make_transport as make_nixl
 from prefixkv.transport.shm import ShmTransport
 
 _log = logging.getLogger("prefixkv.transport")
@@ -38,7 +38,7 @@ def make_transport(
     """The transport of `config.backend`. Raises what that raises."""
     parts = me, layout, sink, config, staging, state
     if config.backend == "nixl":
-        return make_nixl(*parts)
+        return NixlTransport(*parts)
     return ShmTransport(*parts) if config.backend == "shm" else AutoTransport(*parts)
 
 
@@ -73,7 +73,7 @@ class AutoTransport:
         self._lock = threading.Lock()  # over all below; inside it both transports only queue
         self._peers: dict[PeerId, _Peer] = {}
         self._closed = False
-        self._nixl = make_nixl(me, layout, self._tell, config, staging, state)
+        self._nixl = NixlTransport(me, layout, self._tell, config, staging, state)
         try:
             self._shm = ShmTransport(
                 me, layout, self._hear_shm, config, staging, state, met=self._met

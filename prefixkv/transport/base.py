@@ -1,7 +1,7 @@
 """The contract of a transport: writes from our pool into a peer's, or from our staging area into a
 peer's, and word of how they ended.
 
-`nixl.py`, `sharded.py` and `testing/fabric.py` keep it, and one test suite holds them to it. A call
+`nixl.py`, `shm.py` and `testing/fabric.py` keep it, and one test suite holds them to it. A call
 queues and returns at once, from any thread. What happened comes back through the `sink` given at
 construction, one call at a time, from a thread of the transport's own (the fake: from the caller
 that steps it).

@@ -44,14 +44,10 @@ class NixlTransport(Queued[NixlLoop]):
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
-        staging: StagingArea | None = None, shard: int = 0, state: StateLayout | None = None,
+        staging: StagingArea | None = None, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
         """Start the thread, create the agent in it and register the pool's memory; takes 0.05 to
         0.5 s.
-
-        `shard`: which of a `ShardedTransport`. Those above 0 have agents of other names, and
-        connect to a peer at the first write to it, so that a peer that cannot be reached is
-        reported once.
 
         Raises: ConfigError for a layout or an area that breaks its laws; what NIXL raises when
         it cannot start.
@@ -69,7 +65,7 @@ class NixlTransport(Queued[NixlLoop]):
         started: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run,
-            args=(layout, sink, config, staging, shard, state, started),
+            args=(layout, sink, config, staging, state, started),
             name=f"prefixkv-transport-{me.name}",
             daemon=True,
         )
@@ -125,11 +121,11 @@ class NixlTransport(Queued[NixlLoop]):
 
     def _run(
         self, layout: KVLayout, sink: Sink, config: TransportConfig, staging: StagingArea | None,
-        shard: int, state: StateLayout | None, started: queue.SimpleQueue[bytes | Exception],
+        state: StateLayout | None, started: queue.SimpleQueue[bytes | Exception],
     ) -> None:  # fmt: skip
         """The thread. Everything of NIXL hangs on `loop`, which dies with this frame's work."""
         try:
-            loop = NixlLoop(self._me, layout, sink, config, staging, shard, state)
+            loop = NixlLoop(self._me, layout, sink, config, staging, state)
             started.put(loop.metadata)
         except BaseException as error:
             started.put(bare(error))

@@ -103,7 +103,7 @@ class NixlLoop:
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
-        staging: StagingArea | None = None, shard: int = 0, state: StateLayout | None = None,
+        staging: StagingArea | None = None, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
         """Raises what NIXL raises."""
         self._layout = layout
@@ -111,10 +111,8 @@ class NixlLoop:
         self._state = state
         self._sink = sink
         self._config = config
-        self._shard = shard
-        self._name = nixl_name(me) + (f"+{shard}" if shard else "")
-        if not shard:
-            warn_if_open(config.interface)
+        self._name = nixl_name(me)
+        warn_if_open(config.interface)
         self._agent = self._new_agent(self._name)
         self._former_agent: NixlAgent | None = None  # posts nothing more
         self._former_until = 0.0
@@ -201,8 +199,7 @@ class NixlLoop:
         peer = self._peers.get(peer_id)
         if peer is None:
             peer = self._peers[peer_id] = Peer(peer_id, metadata, memory)
-            if self._shard == 0:
-                self._connect(peer)
+            self._connect(peer)
         elif peer.removed or (peer.metadata, peer.memory) != (metadata, memory):
             if peer.memory != memory:
                 self._jobs.drop(

@@ -3,7 +3,6 @@ TCP."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 from collections.abc import Callable
@@ -198,15 +197,10 @@ class FakeDriver(Driver):
 
 
 class NixlDriver(Driver):
-    def __init__(self, posting_threads: int = 1) -> None:
-        super().__init__()
-        self.posting_threads = posting_threads
-
     def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        from prefixkv.transport.sharded import make_transport
+        from prefixkv.transport.nixl import NixlTransport
 
-        config = dataclasses.replace(config, posting_threads=self.posting_threads)
-        return make_transport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
+        return NixlTransport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
 
     def until(self, condition: Callable[[], object]) -> None:
         with self._changed:

@@ -1,5 +1,4 @@
-"""The contract suite runs on each of these: the fake, shared memory, NIXL over CMA, over TCP, and
-with more threads."""
+"""The contract suite runs on each of these: the fake, shared memory, NIXL over CMA and over TCP."""
 
 from __future__ import annotations
 
@@ -11,9 +10,7 @@ from tests.models.devices import TCP
 from tests.models.transport_driver import AutoDriver, Driver, FakeDriver, NixlDriver, ShmDriver
 
 
-@pytest.fixture(
-    params=["fake", "shm", "auto-shared", "auto-private", "nixl", "nixl-tcp", "nixl-3-threads"]
-)
+@pytest.fixture(params=["fake", "shm", "auto-shared", "auto-private", "nixl", "nixl-tcp"])
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     if request.param == "nixl-tcp":
         monkeypatch.setenv("UCX_TLS", TCP)  # read when an agent is created
@@ -25,7 +22,7 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     elif request.param.startswith("auto"):
         made = AutoDriver(shared=request.param == "auto-shared")
     else:
-        made = NixlDriver(3 if "threads" in request.param else 1)
+        made = NixlDriver()
     try:
         yield made
     finally:

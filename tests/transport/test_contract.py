@@ -1,5 +1,4 @@
-"""What every transport keeps: the fake, NIXL in shared memory, over TCP, and with more posting
-threads."""
+"""What every transport keeps: the fake, NIXL in shared memory and over TCP, shm, both of them."""
 
 from __future__ import annotations
 
