@@ -162,7 +162,7 @@ class Report:
     def verdict(self) -> str:
         """The ratios in one line; empty if only one side was run."""
         parts = [
-            f"{ratio:.2f} times {_RATIOS[name]}"
+            times(ratio, _RATIOS[name])
             for name, ratio in self.as_json()["ratios"].items()
             if ratio is not None
         ]
@@ -230,6 +230,21 @@ def less(runs: dict[str, Any], figure: Callable[[dict[str, Any]], float]) -> flo
     if len(runs) < 2:
         return None
     return ratio(figure(runs["cache_off"]), figure(runs["cache_on"]))
+
+
+_OPPOSITE: Final = {"lower": "higher", "fewer": "more", "less": "more", "higher": "lower"}
+
+
+def times(ratio: float, what: str, digits: int = 2) -> str:
+    """A ratio in words; below one, by the opposite of the first word.
+
+    >>> times(2.0, "lower TTFT"), times(0.5, "lower TTFT"), times(0.5, "the rate")
+    ('2.00 times lower TTFT', '2.00 times higher TTFT', '0.50 times the rate')
+    """
+    first, _, rest = what.partition(" ")
+    if 0 < ratio < 1 and first in _OPPOSITE:
+        ratio, what = 1 / ratio, f"{_OPPOSITE[first]} {rest}".rstrip()
+    return f"{ratio:.{digits}f} times {what}"
 
 
 def quantiles(values: list[float], *percents: int) -> dict[str, float | None]:

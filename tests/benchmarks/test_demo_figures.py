@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.demo_parts import PARTS, _requests
+from prefixkv.cli.report import times
 from tests.benchmarks.test_figures import MIB, fixed, head, line, ms, result, write_table
 
 ROOT = Path(__file__).parents[2]
@@ -43,11 +44,11 @@ def demo_table() -> list[str]:
         line("hit rate on decode, tokens", f"{chat_on['token_hit_rate']:.1%}",
              fixed(chat_off["token_hit_rate"]), ""),
         line("KV sent", f"**{fixed(chat_on['bytes_sent'] / MIB)} MiB**",
-             f"{fixed(chat_off['bytes_sent'] / MIB)} MiB", f"{fixed(fewer, 1)} times less"),
+             f"{fixed(chat_off['bytes_sent'] / MIB)} MiB", times(fewer, "less", 1)),
         line("TTFT P50", ms(chat_on["ttft_s"]["p50"]), ms(chat_off["ttft_s"]["p50"]),
-             f"{fixed(lower, 1)} times lower"),
+             times(lower, "lower", 1)),
         line("**a stand-in engine**: TTFT P50 / P99 at 0.7 of what cache-off sustains",
-             ttft(on, "**"), ttft(off), f"{fixed(ratios['ttft_p50'], 1)} times lower P50"),
+             ttft(on, "**"), ttft(off), times(ratios["ttft_p50"], "lower P50", 1)),
         line("TTFT P50 / P99, saturated", ttft(full, "**"), ttft(none),
              f"{fixed(ratios['ttft_p50_saturated'])} times lower P50"),
         line("requests a second, saturated", f"**{fixed(full['requests_per_s'])}**",

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from prefixkv.cli.report import CACHE_NAMES, machine
+from prefixkv.cli.report import CACHE_NAMES, machine, times
 from prefixkv.cli.workload import Workload, chat
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def show(report: ChatsReport, print_it: Callable[[Any], object]) -> None:
     ratios = report.as_json()["ratios"]
     if ratios["ttft_p50"] is not None:
         print_it(
-            f"cache on against off: {ratios['ttft_p50']:.2f} times lower TTFT P50, "
-            f"{ratios['bytes_sent']:.2f} times fewer bytes sent"
+            f"cache on against off: {times(ratios['ttft_p50'], 'lower TTFT P50')}, "
+            f"{times(ratios['bytes_sent'], 'fewer bytes sent')}"
         )
     print_it(report.conversation(small_tokenizer().decode))
