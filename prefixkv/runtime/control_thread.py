@@ -193,6 +193,9 @@ class ControlThread(Generic[Command, To]):
             self._prover = prover
             if prover is not None:
                 undo.callback(prover.close)
+            # A transport writes to addresses: what it was made of lives as long as the thread does,
+            # whoever drops the node.
+            self._made_of = transport
             self.transport = transport(self.inbox.put)
             undo.callback(self.transport.close)
             self.control: Control[Command, To] = control(self.transport.metadata)

@@ -55,12 +55,13 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
     """The receiving side of a decode rank.
 
     Args:
-        pool: this rank's KV memory; it must outlive this.
+        pool: this rank's KV memory; kept until this has closed. Over shared memory a peer may write
+            there longer: see `close`.
         config: name, model, control and transport of it are used.
         mesh, rank: how the model is shared out over the ranks of the worker, and which of them this
             is. None: the pool holds all of the model's KV.
         worker: the `peer_id` of rank 0; None on rank 0.
-        state: this rank's share of the extra state of requests; it must outlive this.
+        state: this rank's share of the extra state of requests; kept as long.
         transport: makes another transport than NIXL's, for tests.
     Raises:
         ConfigError: a pool that is not the rank's share, or cannot be registered.

@@ -66,11 +66,12 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     """The sending side of a prefill rank.
 
     Args:
-        pool: this rank's KV memory; it must outlive this.
+        pool: this rank's KV memory; kept until this has closed. Over shared memory a peer may write
+            there longer: see `close`.
         config: name, bind, model, control and transport of it are used.
         mesh, rank: as for `DecodeTransfers`; every rank gets the same rooms and chunks.
         endpoints: on rank 0, the `endpoint` of each other rank, in order.
-        state: this rank's share of the extra state of requests; it must outlive this.
+        state: this rank's share of the extra state of requests; kept as long.
         transport: makes another transport than NIXL's, for tests.
     Raises:
         ConfigError: an address that cannot be bound, a pool that is not the rank's share or cannot

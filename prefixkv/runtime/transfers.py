@@ -83,6 +83,7 @@ class Memory:
     ) -> None:
         """Raises ConfigError, CapacityError for the staging memory."""
         self._layout, self._me, self._config = pool.layout, me, config
+        self._held = pool, place.state  # a layout has addresses only: what they name has to stay
         self._make = make or make_transport
         self._state = place.state_layout
         self._buffer: StagingBuffer | None = None
