@@ -291,6 +291,7 @@ def nodes_side(pipe: Connection, _watch: Watch, case: Steps) -> None:
             node.flush()
             prompt, room = _prompt(case, number, peer)
             node.add(Request(str(room), prompt, max_new_tokens=1, room=room, prefill=endpoint))
+            node.pop_preallocated()
         while left:
             for peer in list(left):
                 nodes[peer].pop_preallocated()

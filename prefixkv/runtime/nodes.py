@@ -65,7 +65,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     """A decode worker: prefix cache, admission and receiving side. Used from one thread.
 
     Args:
-        pool: the KV memory; it must outlive the node.
+        pool: the KV memory; kept until the node has closed.
         config: see DecodeConfig.
         ranks: a RankLog where this is rank 0 of several (ranks/replica.py); then call `take_log`
             once a pass.
@@ -345,7 +345,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
     """A prefill worker: its prefix cache and the sending side. Used from one thread.
 
     Args:
-        pool: the KV memory; it must outlive the node.
+        pool: the KV memory; kept until the node has closed.
         config: see PrefillConfig.
         mesh, rank: how the model is shared out over the ranks of this worker, and which of them
             this is. Every rank is a PrefillNode with its own share, and gets the same requests and
