@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefixkv import page_table, slot_mapping
 from prefixkv.errors import PageStateError
+from prefixkv.spi import page_table, slot_mapping
 
 
 def rows_of(rng: np.random.Generator, num: int) -> list[np.ndarray]:

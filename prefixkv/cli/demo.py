@@ -20,7 +20,7 @@ from prefixkv.cli.outputs import check_writable, writing
 from prefixkv.cli.report import CACHE_NAMES, Measured, Report, machine
 from prefixkv.cli.workers import SWITCH_INTERVAL_S, WorkerError, Workers
 from prefixkv.cli.workload import Workload
-from prefixkv.errors import ConfigError
+from prefixkv.spi import ConfigError
 
 if TYPE_CHECKING:
     from prefixkv.cli.chats.report import ChatsReport

@@ -17,19 +17,17 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from prefixkv import DecodeRequest, OutOfPagesError, Request
 from prefixkv.cli.report import Measured
 from prefixkv.cli.workload import Call, Clients, Tokens
-from prefixkv.decode.request import DecodeRequest
-from prefixkv.errors import OutOfPagesError
-from prefixkv.paging import pages_for
-from prefixkv.request import Request
+from prefixkv.spi import pages_for
 from prefixkv.testing.hashing import PrefixHasher, Words, extend, sample
 from prefixkv.testing.pair import StandInPrefill
 from prefixkv.testing.pattern import KVPattern
 
 if TYPE_CHECKING:
-    from prefixkv.prefill.request import PrefillRequest
-    from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
+    from prefixkv import PrefillRequest
+    from prefixkv.spi import DecodeGroup, PrefillGroup
 
 _IDLE_S: Final = 1.0  # the longest wait for something to happen
 _WARM_UP: Final = "warm-up"

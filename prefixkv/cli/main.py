@@ -13,10 +13,11 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from prefixkv import PrefixKVError
 from prefixkv.cli.options import DemoOptions
 from prefixkv.cli.replay import replay
 from prefixkv.cli.serve import add_commands
-from prefixkv.errors import CallerError, CapacityError, PrefixKVError
+from prefixkv.spi import CallerError, CapacityError
 
 app = typer.Typer(
     name="prefixkv",

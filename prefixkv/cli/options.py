@@ -8,15 +8,20 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY
+from prefixkv import Mesh, TransportConfig
 from prefixkv.cli.policies import policy_of
 from prefixkv.cli.workload import TRACE_BLOCK_TOKENS, Workload, chat, trace
-from prefixkv.config import TransportConfig
-from prefixkv.errors import ConfigError, HandshakeError, check_range
-from prefixkv.memory.kv_layout import ITEMSIZE, SLABS_PER_LAYER
-from prefixkv.memory.mesh import Mesh, check_meshes
-from prefixkv.memory.staging_area import BLOCK_BYTES
-from prefixkv.paging import pages_for
+from prefixkv.spi import (
+    BLOCK_BYTES,
+    DEFAULT_POLICY,
+    ITEMSIZE,
+    SLABS_PER_LAYER,
+    ConfigError,
+    HandshakeError,
+    check_meshes,
+    check_range,
+    pages_for,
+)
 
 RESERVE_TOKENS: Final = 64  # room decode keeps for each running request's answer
 LOAD_FRACTION: Final = 0.7  # of what cache-off sustains, in the timed passes

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prefixkv.errors import ConfigError, PrefixKVError
+from prefixkv import PrefixKVError
+from prefixkv.spi import ConfigError
 
 
 class OutputError(PrefixKVError):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any
 
-from prefixkv.cache.eviction.policy import Policy, make_policy
-from prefixkv.errors import ConfigError
+from prefixkv.spi import ConfigError, Policy, make_policy
 
 
 def policy_of(text: str) -> Policy:

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from prefixkv.errors import ConfigError
 from prefixkv.serving import check_extra, is_there
 from prefixkv.serving.config import KINDS, ProxyConfig, ServeConfig, ServerAt
 from prefixkv.serving.settings import (
@@ -21,6 +20,7 @@ from prefixkv.serving.settings import (
     read_toml,
     settings_of,
 )
+from prefixkv.spi import ConfigError
 
 TABLE: Final = "workers"
 """Of a file for `serve`: [workers.prefill] and [workers.decode] have what a worker's file has."""

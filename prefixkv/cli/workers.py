@@ -21,16 +21,15 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any, Final
 
+from prefixkv import PrefixKVError
 from prefixkv.cli.options import RESERVE_TOKENS, DemoOptions, PassPlan
 from prefixkv.cli.policies import policy_of
 from prefixkv.cli.report import PAGE_STATES, PAGES_LEFT, Measured
 from prefixkv.cli.workload import Clients, Workload, arrival_times
-from prefixkv.errors import PrefixKVError
 
 if TYPE_CHECKING:
-    from prefixkv.memory.kv_pool import KVPool
-    from prefixkv.memory.mesh import Mesh
-    from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
+    from prefixkv import KVPool, Mesh
+    from prefixkv.spi import DecodeGroup, PrefillGroup
 
 SWITCH_INTERVAL_S: Final = 0.0005
 _SETTLE_S: Final = 10.0  # for acknowledgements under way when the last answer is complete
@@ -193,9 +192,9 @@ def _make_pools(
 def _prefill_worker(end: Connection, options: DemoOptions, asks: Connection) -> None:
     mesh = options.mesh(options.prefill_tp)
     pools = _make_pools(options, mesh, options.prefill_pages, options.prefill_layout)
+    from prefixkv import PrefillConfig
     from prefixkv.cli.engine import PrefillEngine
-    from prefixkv.config import PrefillConfig
-    from prefixkv.runtime.groups import PrefillGroup
+    from prefixkv.spi import PrefillGroup
     from prefixkv.testing.pattern import make_patterns
 
     end.send(("ready", None))
@@ -231,9 +230,9 @@ def _decode_worker(
 ) -> None:
     mesh = options.mesh(options.decode_tp)
     pools = _make_pools(options, mesh, options.decode_pages, options.decode_layout)
+    from prefixkv import DecodeConfig
     from prefixkv.cli.engine import END_OF_PASS, DecodeEngine
-    from prefixkv.config import DecodeConfig
-    from prefixkv.runtime.groups import DecodeGroup
+    from prefixkv.spi import DecodeGroup
     from prefixkv.testing.pattern import make_patterns
 
     told_s = 0.0

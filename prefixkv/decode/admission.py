@@ -3,8 +3,7 @@ rest.
 
 Under every policy requests that were admitted before come first, and a request that has waited for
 `patience_s` is overtaken by nothing. A policy sees a request and an estimate, never the queue: it
-cannot break that. Write one by deriving from `AdmissionPolicy`, and `register` it to use it by
-name.
+cannot break that. Write one by deriving from `AdmissionPolicy`; `register_admission` names it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _POLICIES: Registry[AdmissionPolicy] = Registry("admission", AdmissionPolicy)
 P = TypeVar("P", bound=type[AdmissionPolicy])
 
 
-def register(policy: P) -> P:
+def register_admission(policy: P) -> P:
     """Make a policy class known by its `name`; a decorator. A later one of the same name replaces
     it."""
     _POLICIES.add(policy)
@@ -60,10 +59,10 @@ def make_admission(policy: str | Admission) -> Admission:
     return _POLICIES.make(cast("str | AdmissionPolicy", policy))
 
 
-register(AdmissionPolicy)
+register_admission(AdmissionPolicy)
 
 
-@register
+@register_admission
 class FewestNewPages(AdmissionPolicy):
     """Of those that fit, the one that needs the fewest new pages."""
 
@@ -74,7 +73,7 @@ class FewestNewPages(AdmissionPolicy):
         return new_pages
 
 
-@register
+@register_admission
 class HighestPriority(AdmissionPolicy):
     """By `Request.priority`, the highest first. A request that does not fit is overtaken by those
     of higher priority only."""

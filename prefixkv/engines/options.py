@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, Final, TypeVar
 
-from prefixkv.config import ControlConfig, CurveConfig, TransportConfig
-from prefixkv.errors import ConfigError
+from prefixkv import ControlConfig, CurveConfig, TransportConfig
+from prefixkv.spi import ConfigError
 
 C = TypeVar("C")
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.memory.kv_pool import KVPool
-from prefixkv.memory.mesh import Mesh
-from prefixkv.protocol.ids import PeerId
-from prefixkv.runtime.transfers import MakeTransport
+from prefixkv import DecodeConfig, KVPool, Mesh, PrefillConfig
+from prefixkv.spi import MakeTransport, PeerId
 from prefixkv.transfer import DecodeTransfers, PrefillTransfers
 
 Gather = Callable[[object], list[object]]

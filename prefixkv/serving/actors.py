@@ -18,13 +18,12 @@ from typing import Final
 
 import msgspec
 
-from prefixkv.config import PrefillConfig
-from prefixkv.protocol.messages import ProcessLife
-from prefixkv.runtime.death import HeldLife, is_dead
+from prefixkv import PrefillConfig
 from prefixkv.serving.config import PrefillWorkerConfig, WorkerConfig
 from prefixkv.serving.process import log_to_stderr
 from prefixkv.serving.wire import WorkerInfo
 from prefixkv.serving.worker import DecodeWorker, PrefillWorker, make_worker
+from prefixkv.spi import HeldLife, ProcessLife, is_dead
 
 logger = logging.getLogger("prefixkv.ray")
 

@@ -29,8 +29,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from prefixkv.config import CurveConfig
-from prefixkv.errors import ConfigError
+from prefixkv import CurveConfig
 from prefixkv.serving.actors import Life, WorkerActor, has_ended
 from prefixkv.serving.config import KINDS, PrefillWorkerConfig, WorkerConfig
 from prefixkv.serving.fleet import Fleet
@@ -38,6 +37,7 @@ from prefixkv.serving.http import ApiError, decode_body, json_response, read_bod
 from prefixkv.serving.launch import Launch, WorkerFailedError
 from prefixkv.serving.settings import load
 from prefixkv.serving.wire import Fence
+from prefixkv.spi import ConfigError
 
 logger = logging.getLogger("prefixkv.ray")
 

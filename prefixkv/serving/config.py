@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
-from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.errors import ConfigError
-from prefixkv.settings import above, at_least, check_types, check_whole
+from prefixkv import DecodeConfig, PrefillConfig
+from prefixkv.spi import ConfigError, above, at_least, check_types, check_whole
 
 _PLACEMENTS: Final = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 

@@ -16,10 +16,9 @@ from typing import Final
 
 import msgspec
 
-from prefixkv.cache.events import EventBatch
-from prefixkv.errors import ProtocolError
 from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import LIFE_SIGN_S
+from prefixkv.spi import EventBatch, ProtocolError
 
 _LENGTH: Final = struct.Struct("<I")
 _MAX_FRAME_BYTES: Final = 256 << 20

@@ -18,14 +18,18 @@ from typing import Final
 import httpx
 import msgspec
 
-from prefixkv.cache.events import page_keys
-from prefixkv.cache.radix_key import RadixKey
-from prefixkv.errors import ConfigError, ProtocolError
-from prefixkv.routing import BoundedAffinityRouter, Route
 from prefixkv.serving.failures import ApiError, failed, is_inner
 from prefixkv.serving.feed import batches_of
 from prefixkv.serving.streams import read_some
 from prefixkv.serving.wire import SILENCE_S, Ask, Fence, Lost, Said, WorkerInfo, namespace_of
+from prefixkv.spi import (
+    BoundedAffinityRouter,
+    ConfigError,
+    ProtocolError,
+    RadixKey,
+    Route,
+    page_keys,
+)
 
 logger = logging.getLogger("prefixkv.fleet")
 

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from prefixkv.errors import PrefixKVError
+from prefixkv import PrefixKVError
 from prefixkv.serving.config import ListenSettings
 from prefixkv.serving.failures import failed
 from prefixkv.serving.fleet import Fleet

@@ -29,10 +29,10 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from prefixkv.errors import ConfigError
 from prefixkv.serving.bodies import Counted, body_of
 from prefixkv.serving.config import Limits, is_loopback
 from prefixkv.serving.failures import ApiError as ApiError
+from prefixkv.spi import ConfigError
 
 logger = logging.getLogger("prefixkv.http")
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgspec
 from starlette.routing import BaseRoute
 
-from prefixkv.errors import PrefixKVError
+from prefixkv import PrefixKVError
 from prefixkv.serving.config import KINDS, ServeConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.front import Front

@@ -38,11 +38,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prefixkv.cache.events import page_keys
-from prefixkv.cache.radix_key import TOKEN_BYTES
-from prefixkv.errors import ConfigError
-from prefixkv.routing import BoundedAffinityRouter
-from prefixkv.routing import Route as Place
 from prefixkv.serving import usage
 from prefixkv.serving.config import ProxyConfig, ServerAt
 from prefixkv.serving.failures import failed
@@ -66,6 +61,8 @@ from prefixkv.serving.passing import (
 from prefixkv.serving.process import log_to_stderr
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import TooMuchError, read_all
+from prefixkv.spi import TOKEN_BYTES, BoundedAffinityRouter, ConfigError, page_keys
+from prefixkv.spi import Route as Place
 
 logger = logging.getLogger("prefixkv.proxy")
 

@@ -16,7 +16,7 @@ from types import UnionType
 from typing import Any, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 from typing import get_type_hints as hints_of
 
-from prefixkv.errors import ConfigError
+from prefixkv.spi import ConfigError
 
 PREFIX: Final = "PREFIXKV_"
 _PLAIN: Final = (bool, int, float, str)

@@ -32,7 +32,7 @@ def status_app(
     """
     registry = CollectorRegistry(auto_describe=False)
     if nodes:
-        from prefixkv.runtime.metrics import NodeCollector
+        from prefixkv.spi import NodeCollector
 
         registry.register(NodeCollector(*nodes))
     for collector in collectors:

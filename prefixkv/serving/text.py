@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from prefixkv.errors import CallerError, ConfigError
+from prefixkv.spi import CallerError, ConfigError
 
 # For a model without a template of its own.
 PLAIN_TEMPLATE: Final = (

@@ -21,7 +21,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from prefixkv.cache.namespace import Namespace
+from prefixkv import Namespace
 
 LIFE_SIGN_S: Final = 2.0
 """A stream that has nothing to say says an empty line so often."""

@@ -23,14 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prefixkv.errors import (
-    CallerError,
-    CapacityError,
-    ClosedError,
-    DrainingError,
-    PrefixKVError,
-    TokenError,
-)
+from prefixkv import PrefixKVError
 from prefixkv.serving.config import (
     OPTION_NAMES,
     DecodeWorkerConfig,
@@ -62,6 +55,7 @@ from prefixkv.serving.wire import (
     WorkerInfo,
     namespace_of,
 )
+from prefixkv.spi import CallerError, CapacityError, ClosedError, DrainingError, TokenError
 
 logger = logging.getLogger("prefixkv.worker")
 

@@ -14,13 +14,8 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.decode.request import DecodeRequest
-from prefixkv.errors import InternalError
-from prefixkv.memory.mesh import Mesh
-from prefixkv.prefill.request import PrefillRequest
-from prefixkv.request import Request
-from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
+from prefixkv import DecodeConfig, DecodeRequest, Mesh, PrefillConfig, PrefillRequest, Request
+from prefixkv.spi import DecodeGroup, InternalError, PrefillGroup
 from prefixkv.testing.hashing import PrefixHasher, Words, sample
 from prefixkv.testing.pattern import KVPattern, make_patterns, make_pools
 

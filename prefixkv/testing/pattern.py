@@ -18,11 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import astuple, replace
 
-from prefixkv.errors import CallerError
-from prefixkv.memory.kv_layout import KVLayout, Slab
-from prefixkv.memory.kv_pool import KVPool
-from prefixkv.memory.mesh import Mesh
-from prefixkv.paging import pages_for
+from prefixkv import KVPool, Mesh
+from prefixkv.spi import CallerError, KVLayout, Slab, pages_for
 from prefixkv.testing.hashing import Words, splitmix64
 
 Pages = npt.NDArray[np.int32]

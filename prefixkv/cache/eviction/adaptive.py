@@ -35,7 +35,7 @@ from typing import TypeAlias
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy, staircase
 from prefixkv.cache.eviction.hazards import Hazards
 from prefixkv.cache.eviction.least_worth import LeastWorth
-from prefixkv.cache.eviction.policy import Use, register
+from prefixkv.cache.eviction.policy import Use, register_policy
 from prefixkv.cache.eviction.queues import EvictionQueue
 from prefixkv.cache.node import Mark, Node
 from prefixkv.settings import at_least
@@ -127,7 +127,7 @@ def class_of(leaf: Node) -> int:
     return of_use.classes[visits if visits < MOST_TURNS else MOST_TURNS]  # type: ignore[no-any-return]
 
 
-@register
+@register_policy
 @dataclass(eq=False, repr=False)
 class Adaptive(GhostPolicy):
     """See the module's text.

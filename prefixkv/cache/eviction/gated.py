@@ -33,7 +33,7 @@ from operator import sub
 from typing import NamedTuple
 
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy, staircase
-from prefixkv.cache.eviction.policy import Use, register
+from prefixkv.cache.eviction.policy import Use, register_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, Place, Rank
 from prefixkv.cache.node import Node
 from prefixkv.settings import at_least
@@ -53,7 +53,7 @@ class Seen(NamedTuple):
     path_pages: int
 
 
-@register
+@register_policy
 @dataclass(eq=False, repr=False)
 class Gated(GhostPolicy):
     """See the module's text.

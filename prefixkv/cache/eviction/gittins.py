@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy
-from prefixkv.cache.eviction.policy import Use, register
+from prefixkv.cache.eviction.policy import Use, register_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, Place, Rank
 from prefixkv.cache.eviction.return_tables import ReturnTables, bin_of
 from prefixkv.cache.node import Node
@@ -52,7 +52,7 @@ class LastUse(NamedTuple):
     path_pages: int
 
 
-@register
+@register_policy
 @dataclass(eq=False, repr=False)
 class Gittins(GhostPolicy):
     """See the module's text.

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from prefixkv.cache.eviction.policy import Policy, Use, register
+from prefixkv.cache.eviction.policy import Policy, Use, register_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafOrders, Place, Rank
 from prefixkv.cache.node import Mark, Node
 from prefixkv.settings import at_least
 
 
-@register
+@register_policy
 class LeastRecentlyUsed(Policy):
     """The leaf used longest ago goes first. A mark is the tick of the use."""
 
@@ -35,7 +35,7 @@ class LeastRecentlyUsed(Policy):
         return history  # type: ignore[no-any-return]
 
 
-@register
+@register_policy
 class MostRecentlyUsed(LeastRecentlyUsed):
     """The leaf used last goes first: for scans longer than the cache."""
 
@@ -55,7 +55,7 @@ class Summing(Policy):
         return history[1]  # type: ignore[no-any-return]
 
 
-@register
+@register_policy
 class LeastFrequentlyUsed(Summing):
     """The fewest visits go first, then the least recently used. A mark is (visits, last tick).
 
@@ -78,7 +78,7 @@ class LeastFrequentlyUsed(Summing):
         return f", {history[0]} visits"
 
 
-@register
+@register_policy
 class SegmentedLru(LeastFrequentlyUsed):
     """Pages seen once go before pages seen again; within both, the least recently used.
 
@@ -95,7 +95,7 @@ class SegmentedLru(LeastFrequentlyUsed):
         return (history[0] > 1, history[1])
 
 
-@register
+@register_policy
 class FirstInFirstOut(Summing):
     """What was inserted first goes first. A mark is (tick of insertion, last tick)."""
 
@@ -108,7 +108,7 @@ class FirstInFirstOut(Summing):
         return ((use.old_pages, (-use.tick, use.tick)), (use.num_pages, (use.tick, use.tick)))
 
 
-@register
+@register_policy
 class FirstInLastOut(FirstInFirstOut):
     """What was inserted last goes first."""
 
@@ -118,7 +118,7 @@ class FirstInLastOut(FirstInFirstOut):
         return -history[0]
 
 
-@register
+@register_policy
 class ByPriority(Policy):
     """The lowest priority goes first, of those the least recently used; a mark is (priority, last
     tick, last time).

@@ -5,8 +5,7 @@ Eviction always takes the last page of some leaf, so a prompt outlives the outpu
 every policy. A policy sees uses and histories, never the tree: it cannot break it. What it raises
 is caught, and raised once by a later call; the use then leaves no mark, and leaves that it did not
 rank go first. To write one, derive from `Policy` or from a policy that is near it
-(`plain.LeastRecentlyUsed`); hand an object of it to a cache, or `register` the class to use it by
-name.
+(`plain.LeastRecentlyUsed`); hand an object to a cache, or name the class to `register_policy`.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Policy(ABC):
     """
 
     name: str
-    """What `register` makes it known by."""
+    """What `register_policy` makes it known by."""
 
     supersedes = False
     """Whether a later mark makes those above it in the same node worthless (true if only the last
@@ -186,4 +185,4 @@ class Policy(ABC):
 
 
 _POLICIES: Registry[Policy] = Registry("policy", Policy)  # type: ignore[type-abstract]
-register, policy_names, make_policy = _POLICIES.add, _POLICIES.names, _POLICIES.make
+register_policy, policy_names, make_policy = _POLICIES.add, _POLICIES.names, _POLICIES.make

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
-from prefixkv.errors import PrefixKVError
+from prefixkv import PrefixKVError
 from prefixkv.serving.config import KINDS
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any, NamedTuple
 
-from prefixkv.cache.radix_key import TOKEN_LIMIT
 from prefixkv.cli.traces import number_in
+from prefixkv.spi import TOKEN_LIMIT
 
 SCHEMA = "dynamo.agentic_mooncake"
 OUTPUT_TOKEN_S = 0.02

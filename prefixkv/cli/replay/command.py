@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
 from prefixkv.cli.outputs import check_writable, write_text, writing
 from prefixkv.cli.policies import policy_of
 from prefixkv.cli.replay.curves import (
@@ -29,7 +28,7 @@ from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
 from prefixkv.cli.replay.readers import SPREAD_S, read_trace
 from prefixkv.cli.replay.run import ReplayResult, replay_policy
 from prefixkv.cli.replay.trace import Trace, footprint, mix
-from prefixkv.errors import ConfigError, check_range
+from prefixkv.spi import DEFAULT_POLICY, ConfigError, check_range, policy_names
 
 LAYOUT = "{:<22.22} {:<10} {:>9} {:>7} {:>7} {:>10} {:>9} {:>7}"
 

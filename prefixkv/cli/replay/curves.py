@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.cli.replay.optimum import OPTIMUM
 from prefixkv.cli.replay.run import ReplayResult
-from prefixkv.errors import ConfigError
+from prefixkv.spi import DEFAULT_POLICY, ConfigError
 
 NOISE: Final = 0.02
 """Up to this share of what is hit, or of what is missed, a difference between two policies says

@@ -18,11 +18,10 @@ from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
-from prefixkv.cache.radix_key import TOKEN_LIMIT, RadixKey
 from prefixkv.cli.replay.agents import Agentic, Sessions
 from prefixkv.cli.replay.trace import Trace, TraceRequest
 from prefixkv.cli.traces import blocks_in, number_in, read_lines
-from prefixkv.errors import TraceError
+from prefixkv.spi import TOKEN_LIMIT, RadixKey, TraceError
 
 SPREAD_S = 4 * 3600.0
 

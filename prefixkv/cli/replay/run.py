@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixkv.cache.eviction.policy import Policy, make_policy
-from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cli.replay.trace import Trace
+from prefixkv.spi import Policy, RadixCache, make_policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
-from prefixkv.errors import ConfigError
+from prefixkv.spi import TOKEN_BYTES, ConfigError, RadixKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import AttentionInterface
 
-from prefixkv.errors import ConfigError
-from prefixkv.memory.kv_pool import KVPool
-from prefixkv.paging import Pages, page_table, pages_for, slot_mapping
+from prefixkv import KVPool
+from prefixkv.spi import ConfigError, Pages, page_table, pages_for, slot_mapping
 
 NAME: Final = "prefixkv"  # of the attention, as transformers knows it
 BATCHED: Final = ("cuda",)  # devices where a step of decode reads one padded batch

@@ -13,18 +13,23 @@ from typing import Any, Final
 
 import numpy as np
 
-from prefixkv.config import DecodeConfig
-from prefixkv.decode.request import DecodeRequest, PrefillAsk
+from prefixkv import (
+    DecodeConfig,
+    DecodeNode,
+    DecodeRequest,
+    KVPool,
+    OutOfPagesError,
+    PrefillAsk,
+    PrefixKVError,
+    Request,
+)
 from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.requests import Finish, Generate, Output, PrefillJob, unpack_first
 from prefixkv.engines.hf.sampling import Choice, Sampling, choose
 from prefixkv.engines.hf.text import AnswerText
-from prefixkv.errors import OutOfPagesError, PrefixKVError, RequestError
-from prefixkv.memory.kv_pool import KVPool
-from prefixkv.request import Request, whole_number
-from prefixkv.runtime.nodes import DecodeNode
+from prefixkv.spi import RequestError, whole_number
 
 OnOutput = Callable[[Output], None]
 

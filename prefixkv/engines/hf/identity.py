@@ -16,8 +16,8 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
-from prefixkv.kv_events.publisher import default_topic
+from prefixkv import DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv.spi import default_topic
 
 _Config = TypeVar("_Config", DecodeConfig, PrefillConfig)
 PIECE_BYTES: Final = 32 << 20

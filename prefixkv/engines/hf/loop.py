@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from prefixkv.errors import ClosedError
-from prefixkv.wakeups import Inbox
+from prefixkv.spi import ClosedError, Inbox
 
 logger = logging.getLogger("prefixkv.engine")
 

@@ -17,12 +17,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from prefixkv.config import ModelConfig
+from prefixkv import KVPool, ModelConfig
 from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
 from prefixkv.engines.hf.identity import identity_of
-from prefixkv.errors import ConfigError
-from prefixkv.memory.kv_pool import KVPool
-from prefixkv.paging import MAX_INDEX, Pages
+from prefixkv.spi import MAX_INDEX, ConfigError, Pages
 
 # A small Llama: 1.2 million parameters.
 SMALL: Final[Mapping[str, Any]] = {

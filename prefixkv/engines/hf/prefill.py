@@ -12,17 +12,13 @@ from typing import Final
 
 import numpy as np
 
-from prefixkv.config import PrefillConfig
+from prefixkv import KVPool, PrefillConfig, PrefillNode, PrefillRequest
 from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.requests import PrefillJob, pack_first
 from prefixkv.engines.hf.sampling import choose
-from prefixkv.errors import RequestError
-from prefixkv.memory.kv_pool import KVPool
-from prefixkv.prefill.request import PrefillRequest
-from prefixkv.runtime.nodes import PrefillNode
-from prefixkv.settings import at_least
+from prefixkv.spi import RequestError, at_least
 
 _AT_ONCE: Final = 16  # prompts that are begun in one pass
 _IDLE_S: Final = 0.1  # deadlines are looked at

@@ -10,8 +10,8 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from prefixkv import Request
 from prefixkv.engines.hf.sampling import Choice, Sampling
-from prefixkv.request import Request
 
 _FIRST: Final = struct.Struct("<ii")
 

@@ -16,8 +16,7 @@ from typing import Final
 
 import torch
 
-from prefixkv.errors import RequestError
-from prefixkv.request import whole_number
+from prefixkv.spi import RequestError, whole_number
 
 _DRAW: Final = struct.Struct("<QQQ")
 

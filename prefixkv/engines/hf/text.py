@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from prefixkv.errors import ConfigError
+from prefixkv.spi import ConfigError
 
 _PARTIAL: Final = "\ufffd"  # what stands for bytes that are no whole character
 _MOST_PARTIAL: Final = 8  # tokens; a character has 4 bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 from prefixkv.engines.sglang import internals as sgl
 from prefixkv.engines.sglang.waiting import Depths
-from prefixkv.paging import pages_for
+from prefixkv.spi import pages_for
 
 
 def head_is_blocked(queue: Any, ready: list[Any], depths: Depths) -> bool:

@@ -18,11 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy
-from prefixkv.cache.node import Node
-from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.cache.radix_key import RadixKey
-from prefixkv.cache.results import MatchResult, PrefixLock, packed_ids
 from prefixkv.engines.sglang import internals as sgl
 from prefixkv.engines.sglang.clock import CLOCK, RankClock
 from prefixkv.engines.sglang.keys import Packer, RequestKey, namespace_of
@@ -30,8 +25,19 @@ from prefixkv.engines.sglang.mirror import RowMirror
 from prefixkv.engines.sglang.order import weight_order
 from prefixkv.engines.sglang.slots import SlotTable
 from prefixkv.engines.sglang.words import Words
-from prefixkv.errors import LockError
-from prefixkv.paging import Pages, pages_for
+from prefixkv.spi import (
+    DEFAULT_POLICY,
+    LockError,
+    MatchResult,
+    Node,
+    Pages,
+    Policy,
+    PrefixLock,
+    RadixCache,
+    RadixKey,
+    packed_ids,
+    pages_for,
+)
 
 
 class Handle:

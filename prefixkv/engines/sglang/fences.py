@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 from typing import Final, Protocol
 
-from prefixkv.errors import ConfigError
-from prefixkv.protocol.ids import PeerId
+from prefixkv.spi import ConfigError, PeerId
 
 _log = logging.getLogger("prefixkv.sglang")
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
-from prefixkv.cache.radix_key import common_pages
 from prefixkv.engines.sglang.waiting import Depths
+from prefixkv.spi import common_pages
 
 MAX_LIKE: int = 8
 """Requests that begin alike and go on differently, among which it is looked for."""

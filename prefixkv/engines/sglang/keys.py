@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.cache.namespace import shortened
-from prefixkv.cache.radix_key import TOKEN_LIMIT, RadixKey
-from prefixkv.errors import TokenError
+from prefixkv.spi import TOKEN_LIMIT, RadixKey, TokenError, shortened
 
 FEW = 32
 """Up to so many tokens are packed one by one: an array costs more before its first element."""

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from prefixkv import KVPool
 from prefixkv.engines.sglang.shares import MLA, OPAQUE, UNKNOWN, Share
-from prefixkv.errors import ConfigError, RequestError
-from prefixkv.memory.kv_pool import KVPool
+from prefixkv.spi import ConfigError, RequestError
 
 
 def pool_of(

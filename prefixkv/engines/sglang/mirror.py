@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from prefixkv.engines.sglang.slots import to_device
-from prefixkv.errors import InternalError
-from prefixkv.paging import Pages, pages_for
+from prefixkv.spi import InternalError, Pages, pages_for
 
 
 class _Row:

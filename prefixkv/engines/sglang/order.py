@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from prefixkv.cache.node import Node
+from prefixkv.spi import Node
 
 
 def weight_order(ends: Sequence[Node | None]) -> list[int]:

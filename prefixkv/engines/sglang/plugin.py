@@ -25,10 +25,8 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
-from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.engines.sglang import NAME, TESTED
-from prefixkv.errors import ConfigError
+from prefixkv.spi import DEFAULT_POLICY, TOKEN_BYTES, ConfigError, policy_names
 
 _log = logging.getLogger("prefixkv.sglang")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from prefixkv.errors import InternalError, PrefixKVError
-from prefixkv.paging import PageIds
+from prefixkv import PrefixKVError
+from prefixkv.spi import InternalError, PageIds
 from prefixkv.transfer import DecodeTransfers, KVPoll, RoomDrained, RoomEnded, RoomOverdue
 
 _log = logging.getLogger("prefixkv.sglang")

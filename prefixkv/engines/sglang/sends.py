@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeVar
 
-from prefixkv.errors import InternalError, PrefixKVError
-from prefixkv.request import DeviceEvent
+from prefixkv import PrefixKVError
+from prefixkv.spi import DeviceEvent, InternalError
 from prefixkv.transfer import Bootstrapped, KVPoll, PrefillTransfers, RoomEnded, SourceFree
 
 _log = logging.getLogger("prefixkv.sglang")

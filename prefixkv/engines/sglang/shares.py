@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
-from prefixkv.memory.mesh import Mesh
+from prefixkv import Mesh
 
 OPAQUE: Final = "opaque"
 MHA: Final = "mha"

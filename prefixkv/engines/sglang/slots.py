@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefixkv.paging import Pages
+from prefixkv.spi import Pages
 
 
 def to_device(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:

@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import zmq
 
-from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv import DecodeConfig, ModelConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.rank_group import decode_transfers, prefill_transfers
 from prefixkv.engines.sglang import NAME
 from prefixkv.engines.sglang import internals_transfer as sgl
@@ -36,8 +36,7 @@ from prefixkv.engines.sglang.rooms import ROOMS
 from prefixkv.engines.sglang.sends import ALONE, ANNOUNCED, SILENT, First, Send, Sends
 from prefixkv.engines.sglang.shares import OPAQUE, UNKNOWN, said
 from prefixkv.engines.sglang.transfer_options import OPTION_NAMES, VARIABLE, TransferOptions
-from prefixkv.errors import ConfigError, PrefixKVError
-from prefixkv.paging import pages_for
+from prefixkv.spi import ConfigError, pages_for
 from prefixkv.transfer import KVPoll
 
 _log = logging.getLogger("prefixkv.sglang")

@@ -6,10 +6,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Final
 
-from prefixkv.config import ControlConfig, TransportConfig
+from prefixkv import ControlConfig, TransportConfig
 from prefixkv.engines.options import made
-from prefixkv.errors import ConfigError
-from prefixkv.settings import check_kind, check_types
+from prefixkv.spi import ConfigError, check_kind, check_types
 
 VARIABLE: Final = "PREFIXKV_TRANSFER"
 

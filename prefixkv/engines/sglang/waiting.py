@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.cache.radix_key import RadixKey
+from prefixkv.spi import RadixCache, RadixKey
 
 PATIENCE_S = 5.0
 """A request that has waited this long is overtaken by nothing (as `DecodeConfig.patience_s`)."""

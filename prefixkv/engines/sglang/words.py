@@ -16,15 +16,6 @@ from typing import Any, assert_never
 
 import numpy as np
 
-from prefixkv.cache.events import (
-    NO_PARENT,
-    Change,
-    Cleared,
-    Inserted,
-    PagePaths,
-    Place,
-    TakenOut,
-)
 from prefixkv.engines.sglang.internals import (
     BlockRemoved,
     BlockStored,
@@ -33,6 +24,7 @@ from prefixkv.engines.sglang.internals import (
     kv_event_namespace_seed,
     namespaced_block_hash,
 )
+from prefixkv.spi import NO_PARENT, Change, Cleared, Inserted, PagePaths, Place, TakenOut
 
 _HASH_BYTES = 8
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from prefixkv.cache.namespace import shortened
-from prefixkv.digest import prompt_digest
-from prefixkv.errors import RequestError
-from prefixkv.request import whole_number
+from prefixkv import prompt_digest
+from prefixkv.spi import RequestError, shortened, whole_number
 
 MAX_NAME_CHARS = 256
 

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from prefixkv.runtime.closing import Closing
+from prefixkv.spi import Closing
 
 _STOP: Final = b"stop"
 

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from prefixkv.engines.vllm.layout import check_config, check_sleep
-from prefixkv.errors import ConfigError
+from prefixkv.spi import ConfigError
 
 _log = logging.getLogger("vllm.prefixkv")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from prefixkv.config import ModelConfig
+from prefixkv import ModelConfig
 from prefixkv.engines.vllm import compat, hooks
 from prefixkv.engines.vllm.bell import Tower
 from prefixkv.engines.vllm.layout import is_plain, pool_of
@@ -19,7 +19,7 @@ from prefixkv.engines.vllm.rest import Rest
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.shadow import Shadow
 from prefixkv.engines.vllm.worker import WorkerSide
-from prefixkv.errors import ConfigError
+from prefixkv.spi import ConfigError
 
 if TYPE_CHECKING:
     from prefixkv.engines.vllm.metrics import PrefixKVMetrics, PrefixKVStats

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from prefixkv.errors import check_laws
+from prefixkv.spi import check_laws
 
 
 class Flights:

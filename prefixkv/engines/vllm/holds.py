@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from prefixkv.errors import InternalError
+from prefixkv.spi import InternalError
 
 
 class BlockPool(Protocol):

@@ -17,9 +17,8 @@ from typing import Any, Final
 
 import torch
 
-from prefixkv.errors import ConfigError
-from prefixkv.memory.kv_layout import ITEMSIZE
-from prefixkv.memory.kv_pool import KVPool
+from prefixkv import KVPool
+from prefixkv.spi import ITEMSIZE, ConfigError
 
 _log = logging.getLogger("vllm.prefixkv")
 

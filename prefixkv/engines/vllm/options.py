@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from prefixkv.config import ControlConfig, TransportConfig
+from prefixkv import ControlConfig, TransportConfig
 from prefixkv.engines.options import made
-from prefixkv.errors import ConfigError
-from prefixkv.settings import above, at_least, check_kind, check_types
+from prefixkv.spi import ConfigError, above, at_least, check_kind, check_types
 
 ANY_HOST: Final = ("", "tcp://*", "tcp://0.0.0.0", "tcp://[::]", "tcp://::")
 """What `bind` says for every address of the host."""

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Final
 
-from prefixkv.config import check_version
 from prefixkv.engines.vllm.asks import (
     LoadAsk,
     OfferAsk,
@@ -39,9 +38,14 @@ from prefixkv.engines.vllm.orders import News, Open, Orders, Refuse
 from prefixkv.engines.vllm.sends import Sends
 from prefixkv.engines.vllm.shadow import Shadow
 from prefixkv.engines.vllm.stats import GAUGES, Counters
-from prefixkv.errors import CallerError, RequestError, check_laws
-from prefixkv.paging import pages_for
-from prefixkv.runtime.transfers import secret_number
+from prefixkv.spi import (
+    CallerError,
+    RequestError,
+    check_laws,
+    check_version,
+    pages_for,
+    secret_number,
+)
 
 _log = logging.getLogger("vllm.prefixkv")
 

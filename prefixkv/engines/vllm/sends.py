@@ -30,8 +30,7 @@ from prefixkv.engines.vllm.asks import OfferAsk, SendAsk, computes_all, digest_o
 from prefixkv.engines.vllm.holds import Holds
 from prefixkv.engines.vllm.orders import Add, Chunk, Decline, Offer, Orders
 from prefixkv.engines.vllm.stats import Counters
-from prefixkv.errors import CallerError, RequestError
-from prefixkv.paging import pages_for
+from prefixkv.spi import CallerError, RequestError, pages_for
 
 _log = logging.getLogger("vllm.prefixkv")
 

@@ -15,11 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
-from prefixkv.cache.eviction.policy import Policy
-from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.cache.results import InsertResult, PrefixLock
-from prefixkv.errors import check_laws
-from prefixkv.paging import MAX_INDEX
+from prefixkv.spi import MAX_INDEX, InsertResult, Policy, PrefixLock, RadixCache, check_laws
 
 Usable = Callable[[int], bool]
 """Whether a block is free, and its hash is cached."""

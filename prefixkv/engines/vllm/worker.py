@@ -13,17 +13,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv import DecodeConfig, KVPool, Mesh, ModelConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.rank_group import Gather, decode_transfers, prefill_transfers
 from prefixkv.engines.vllm.bell import Bell
 from prefixkv.engines.vllm.options import ANY_HOST, Options
 from prefixkv.engines.vllm.orders import Add, Chunk, Decline, News, Offer, Open, Orders, Refuse
 from prefixkv.engines.vllm.stats import Counters
-from prefixkv.errors import HandshakeError, InternalError, PrefixKVError, RequestError
-from prefixkv.memory.kv_pool import KVPool
-from prefixkv.memory.mesh import Mesh
-from prefixkv.request import DeviceEvent
-from prefixkv.runtime.transfers import MakeTransport
+from prefixkv.spi import DeviceEvent, HandshakeError, InternalError, MakeTransport, RequestError
 from prefixkv.transfer import (
     Bootstrapped,
     DecodeEvent,

@@ -1,0 +1,32 @@
+"""Names of a module that are loaded when they are first used.
+
+A public module lists each of its names with the module that defines it. Importing the public module
+then loads neither torch nor nixl, nor the optional package that one of its names may need.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(
+    module: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` for `module`, whose names live where `homes` says.
+
+    A home is a module below `prefixkv`, written without that prefix.
+    """
+    space = vars(sys.modules[module])
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        value = getattr(import_module(f"prefixkv.{homes[name]}"), name)
+        # Kept in the module, so that the next use does not come here again.
+        space[name] = value
+        return value
+
+    return load, lambda: sorted({*space, *homes})

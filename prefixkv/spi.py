@@ -1,0 +1,237 @@
+"""Names for the author of an adapter: a plug-in of an engine, a server, a policy, a transport.
+
+The rings of the package (`engines`, `serving`, `cli`, `testing`) take what they need from
+`prefixkv`, `prefixkv.transfer` and this module, and from nothing else of the core; so can an
+adapter that lives elsewhere. Each name is loaded when it is first used. `prefixkv` has what the
+author of an engine needs, and `prefixkv.transfer` the transfer side alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prefixkv._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from prefixkv.cache.events import NO_PARENT as NO_PARENT
+    from prefixkv.cache.events import Change as Change
+    from prefixkv.cache.events import Cleared as Cleared
+    from prefixkv.cache.events import EventBatch as EventBatch
+    from prefixkv.cache.events import Inserted as Inserted
+    from prefixkv.cache.events import PagePaths as PagePaths
+    from prefixkv.cache.events import Place as Place
+    from prefixkv.cache.events import TakenOut as TakenOut
+    from prefixkv.cache.events import page_keys as page_keys
+    from prefixkv.cache.eviction.policy import DEFAULT_POLICY as DEFAULT_POLICY
+    from prefixkv.cache.eviction.policy import Policy as Policy
+    from prefixkv.cache.eviction.policy import make_policy as make_policy
+    from prefixkv.cache.eviction.policy import policy_names as policy_names
+    from prefixkv.cache.eviction.policy import register_policy as register_policy
+    from prefixkv.cache.namespace import shortened as shortened
+    from prefixkv.cache.node import Node as Node
+    from prefixkv.cache.radix_cache import RadixCache as RadixCache
+    from prefixkv.cache.radix_key import TOKEN_BYTES as TOKEN_BYTES
+    from prefixkv.cache.radix_key import TOKEN_LIMIT as TOKEN_LIMIT
+    from prefixkv.cache.radix_key import RadixKey as RadixKey
+    from prefixkv.cache.radix_key import common_pages as common_pages
+    from prefixkv.cache.results import InsertResult as InsertResult
+    from prefixkv.cache.results import MatchResult as MatchResult
+    from prefixkv.cache.results import PrefixLock as PrefixLock
+    from prefixkv.cache.results import packed_ids as packed_ids
+    from prefixkv.config import check_version as check_version
+    from prefixkv.decode.admission import AdmissionPolicy as AdmissionPolicy
+    from prefixkv.decode.admission import register_admission as register_admission
+    from prefixkv.errors import AbortedError as AbortedError
+    from prefixkv.errors import CallerError as CallerError
+    from prefixkv.errors import CapacityError as CapacityError
+    from prefixkv.errors import ClosedError as ClosedError
+    from prefixkv.errors import ConfigError as ConfigError
+    from prefixkv.errors import DrainingError as DrainingError
+    from prefixkv.errors import HandshakeError as HandshakeError
+    from prefixkv.errors import InternalError as InternalError
+    from prefixkv.errors import LockError as LockError
+    from prefixkv.errors import PeerLostError as PeerLostError
+    from prefixkv.errors import ProtocolError as ProtocolError
+    from prefixkv.errors import RequestError as RequestError
+    from prefixkv.errors import TokenError as TokenError
+    from prefixkv.errors import TraceError as TraceError
+    from prefixkv.errors import TransferError as TransferError
+    from prefixkv.errors import check_laws as check_laws
+    from prefixkv.errors import check_range as check_range
+    from prefixkv.kv_events.publisher import default_topic as default_topic
+    from prefixkv.memory.kv_layout import ITEMSIZE as ITEMSIZE
+    from prefixkv.memory.kv_layout import SLABS_PER_LAYER as SLABS_PER_LAYER
+    from prefixkv.memory.kv_layout import KVLayout as KVLayout
+    from prefixkv.memory.kv_layout import Slab as Slab
+    from prefixkv.memory.mesh import Shard as Shard
+    from prefixkv.memory.mesh import check_meshes as check_meshes
+    from prefixkv.memory.staging_area import BLOCK_BYTES as BLOCK_BYTES
+    from prefixkv.memory.staging_area import StagingArea as StagingArea
+    from prefixkv.memory.state_layout import StateLayout as StateLayout
+    from prefixkv.memory.state_layout import StateLink as StateLink
+    from prefixkv.paging import MAX_INDEX as MAX_INDEX
+    from prefixkv.paging import PageIds as PageIds
+    from prefixkv.paging import Pages as Pages
+    from prefixkv.paging import page_table as page_table
+    from prefixkv.paging import pages_for as pages_for
+    from prefixkv.paging import slot_mapping as slot_mapping
+    from prefixkv.protocol.ids import PeerId as PeerId
+    from prefixkv.protocol.messages import ProcessLife as ProcessLife
+    from prefixkv.protocol.tags import ChunkTag as ChunkTag
+    from prefixkv.ranks.replica import RankLog as RankLog
+    from prefixkv.request import DeviceEvent as DeviceEvent
+    from prefixkv.request import whole_number as whole_number
+    from prefixkv.routing import BoundedAffinityRouter as BoundedAffinityRouter
+    from prefixkv.routing import Route as Route
+    from prefixkv.runtime.closing import Closing as Closing
+    from prefixkv.runtime.death import HeldLife as HeldLife
+    from prefixkv.runtime.death import is_dead as is_dead
+    from prefixkv.runtime.decode_rank import DecodeRank as DecodeRank
+    from prefixkv.runtime.groups import DecodeGroup as DecodeGroup
+    from prefixkv.runtime.groups import PrefillGroup as PrefillGroup
+    from prefixkv.runtime.metrics import NodeCollector as NodeCollector
+    from prefixkv.runtime.transfers import MakeTransport as MakeTransport
+    from prefixkv.runtime.transfers import secret_number as secret_number
+    from prefixkv.settings import above as above
+    from prefixkv.settings import at_least as at_least
+    from prefixkv.settings import check_kind as check_kind
+    from prefixkv.settings import check_types as check_types
+    from prefixkv.settings import check_whole as check_whole
+    from prefixkv.transport.base import Arrived as Arrived
+    from prefixkv.transport.base import PeerUnreachable as PeerUnreachable
+    from prefixkv.transport.base import Settled as Settled
+    from prefixkv.transport.base import Sink as Sink
+    from prefixkv.transport.base import Transport as Transport
+    from prefixkv.transport.base import TransportEvent as TransportEvent
+    from prefixkv.transport.base import WriteDrained as WriteDrained
+    from prefixkv.transport.base import WriteFailed as WriteFailed
+    from prefixkv.transport.base import WriteJob as WriteJob
+    from prefixkv.transport.jobs import ActiveJob as ActiveJob
+    from prefixkv.transport.jobs import JobTable as JobTable
+    from prefixkv.transport.jobs import Outbox as Outbox
+    from prefixkv.transport.parts import Part as Part
+    from prefixkv.transport.parts import part_indices as part_indices
+    from prefixkv.transport.routes import PeerMemory as PeerMemory
+    from prefixkv.transport.routes import Routes as Routes
+    from prefixkv.transport.routes import routes_to as routes_to
+    from prefixkv.transport.runs import RunTable as RunTable
+    from prefixkv.wakeups import Inbox as Inbox
+
+_HOMES = {
+    # Prefix cache: keys, results, the tree.
+    "RadixCache": "cache.radix_cache",
+    "RadixKey": "cache.radix_key",
+    "TOKEN_BYTES": "cache.radix_key",
+    "TOKEN_LIMIT": "cache.radix_key",
+    "common_pages": "cache.radix_key",
+    "Node": "cache.node",
+    "InsertResult": "cache.results",
+    "MatchResult": "cache.results",
+    "PrefixLock": "cache.results",
+    "packed_ids": "cache.results",
+    "shortened": "cache.namespace",
+    # Changes of a cache, for routers.
+    "Change": "cache.events",
+    "Cleared": "cache.events",
+    "EventBatch": "cache.events",
+    "Inserted": "cache.events",
+    "NO_PARENT": "cache.events",
+    "PagePaths": "cache.events",
+    "Place": "cache.events",
+    "TakenOut": "cache.events",
+    "page_keys": "cache.events",
+    "default_topic": "kv_events.publisher",
+    # Eviction and admission policies.
+    "Policy": "cache.eviction.policy",
+    "DEFAULT_POLICY": "cache.eviction.policy",
+    "make_policy": "cache.eviction.policy",
+    "policy_names": "cache.eviction.policy",
+    "register_policy": "cache.eviction.policy",
+    "AdmissionPolicy": "decode.admission",
+    "register_admission": "decode.admission",
+    # Pages and tokens.
+    "MAX_INDEX": "paging",
+    "PageIds": "paging",
+    "Pages": "paging",
+    "page_table": "paging",
+    "pages_for": "paging",
+    "slot_mapping": "paging",
+    # Layouts and meshes.
+    "ITEMSIZE": "memory.kv_layout",
+    "KVLayout": "memory.kv_layout",
+    "SLABS_PER_LAYER": "memory.kv_layout",
+    "Slab": "memory.kv_layout",
+    "Shard": "memory.mesh",
+    "check_meshes": "memory.mesh",
+    "StateLayout": "memory.state_layout",
+    "StateLink": "memory.state_layout",
+    "BLOCK_BYTES": "memory.staging_area",
+    "StagingArea": "memory.staging_area",
+    # Several ranks, and routing between workers.
+    "DecodeGroup": "runtime.groups",
+    "PrefillGroup": "runtime.groups",
+    "DecodeRank": "runtime.decode_rank",
+    "RankLog": "ranks.replica",
+    "BoundedAffinityRouter": "routing",
+    "Route": "routing",
+    # Processes: peers, their death, their metrics, threads.
+    "PeerId": "protocol.ids",
+    "ProcessLife": "protocol.messages",
+    "HeldLife": "runtime.death",
+    "is_dead": "runtime.death",
+    "NodeCollector": "runtime.metrics",
+    "MakeTransport": "runtime.transfers",
+    "secret_number": "runtime.transfers",
+    "DeviceEvent": "request",
+    "Closing": "runtime.closing",
+    "Inbox": "wakeups",
+    # A transport of one's own.
+    "Transport": "transport.base",
+    "Sink": "transport.base",
+    "TransportEvent": "transport.base",
+    "Arrived": "transport.base",
+    "PeerUnreachable": "transport.base",
+    "Settled": "transport.base",
+    "WriteDrained": "transport.base",
+    "WriteFailed": "transport.base",
+    "WriteJob": "transport.base",
+    "ActiveJob": "transport.jobs",
+    "JobTable": "transport.jobs",
+    "Outbox": "transport.jobs",
+    "Part": "transport.parts",
+    "part_indices": "transport.parts",
+    "PeerMemory": "transport.routes",
+    "Routes": "transport.routes",
+    "routes_to": "transport.routes",
+    "RunTable": "transport.runs",
+    "ChunkTag": "protocol.tags",
+    # Checks of settings and of values.
+    "above": "settings",
+    "at_least": "settings",
+    "check_kind": "settings",
+    "check_types": "settings",
+    "check_whole": "settings",
+    "check_version": "config",
+    "whole_number": "request",
+    "check_laws": "errors",
+    "check_range": "errors",
+    # Errors (the whole tree is `prefixkv.errors`).
+    "AbortedError": "errors",
+    "CallerError": "errors",
+    "CapacityError": "errors",
+    "ClosedError": "errors",
+    "ConfigError": "errors",
+    "DrainingError": "errors",
+    "HandshakeError": "errors",
+    "InternalError": "errors",
+    "LockError": "errors",
+    "PeerLostError": "errors",
+    "ProtocolError": "errors",
+    "RequestError": "errors",
+    "TokenError": "errors",
+    "TraceError": "errors",
+    "TransferError": "errors",
+}
+# NodeCollector needs an extra, so that `import *` leaves it out.
+__all__ = sorted({*_HOMES} - {"NodeCollector"})  # pyright: ignore[reportUnsupportedDunderAll]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

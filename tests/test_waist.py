@@ -1,0 +1,130 @@
+"""The waist: the names through which everything around the core reaches it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import prefixkv
+from prefixkv import spi, transfer
+
+PACKAGE = Path(prefixkv.__file__).parent
+RINGS = ("engines", "serving", "cli", "testing")
+WAIST = {"prefixkv": prefixkv, "prefixkv.transfer": transfer, "prefixkv.spi": spi}
+# The names an engine's author meets. One more is a decision: it has to be kept for ever.
+PUBLIC = {
+    "ControlConfig",
+    "CurveConfig",
+    "DecodeConfig",
+    "DecodeNode",
+    "DecodeRequest",
+    "KVEventsConfig",
+    "KVPool",
+    "Mesh",
+    "ModelConfig",
+    "Namespace",
+    "OutOfPagesError",
+    "PrefillAsk",
+    "PrefillConfig",
+    "PrefillNode",
+    "PrefillRequest",
+    "PrefixKVError",
+    "Request",
+    "StatePool",
+    "StateTensor",
+    "TransportConfig",
+    "prompt_digest",
+    "shared_bytes",
+}
+
+
+def imports(text: str, ring: str) -> Iterator[tuple[str, str]]:
+    """Module and name of each import of the core in a ring's file, wherever it stands in it."""
+    for node in ast.walk(ast.parse(text)):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "prefixkv"
+        ):
+            for alias in node.names:
+                inside = f"{node.module}.{alias.name}".split(".")[1]
+                if inside not in RINGS:
+                    yield node.module, alias.name
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("prefixkv.") and alias.name.split(".")[1] not in RINGS:
+                    yield alias.name, ""
+
+
+def around(ring: str) -> list[str]:
+    return [
+        f"{path.relative_to(PACKAGE)} imports {name} of {module}"
+        for path in sorted((PACKAGE / ring).rglob("*.py"))
+        for module, name in imports(path.read_text(), ring)
+        if module not in WAIST
+        or (name not in vars(WAIST[module]).get("_HOMES", vars(transfer)) and name[:2] != "__")
+    ]
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_a_ring_takes_nothing_of_the_core_but_through_the_waist(ring: str) -> None:
+    assert around(ring) == []
+
+
+def test_an_import_around_the_waist_is_seen() -> None:
+    """Also one in a function, one for type checkers alone, and one of a module."""
+    text = (
+        "from prefixkv import DecodeNode\nimport prefixkv.paging\nfrom prefixkv import errors\n"
+        "def f():\n    from prefixkv.cache.tree import RadixTree\nfrom prefixkv.engines import hf\n"
+    )
+    assert list(imports(text, "cli")) == [
+        ("prefixkv", "DecodeNode"),
+        ("prefixkv.paging", ""),
+        ("prefixkv", "errors"),
+        ("prefixkv.cache.tree", "RadixTree"),
+    ]
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(prefixkv.__all__) == PUBLIC
+
+
+@pytest.mark.parametrize("module", [prefixkv, spi])
+def test_each_name_is_where_the_table_says_and_type_checkers_see_the_same(
+    module: ModuleType,
+) -> None:
+    homes: dict[str, str] = vars(module)["_HOMES"]
+    for name, home in homes.items():
+        inside = import_module(f"prefixkv.{home}")
+        assert getattr(module, name) is getattr(inside, name)
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    checked = {
+        alias.name: str(node.module).removeprefix("prefixkv.")
+        for branch in tree.body
+        if isinstance(branch, ast.If)
+        for node in branch.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert checked == homes
+
+
+def test_what_is_in_the_waist_is_used_by_a_ring_or_is_for_engines_of_ones_own() -> None:
+    """The waist is no attic: what no ring takes has a reason here."""
+    used = {
+        name
+        for ring in RINGS
+        for path in (PACKAGE / ring).rglob("*.py")
+        for _, name in imports(path.read_text(), ring)
+    }
+    for_others = {
+        "AdmissionPolicy", "register_admission", "register_policy",  # policies of one's own
+        "DecodeRank", "RankLog",  # an engine whose ranks are processes
+        "Transport",  # a transport of one's own
+    }  # fmt: skip
+    assert set(vars(spi)["_HOMES"]) - used == for_others
