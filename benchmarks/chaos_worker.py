@@ -42,8 +42,8 @@ from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.testing.hashing import PrefixHasher, Words, extend, sample
 from prefixkv.testing.pattern import KVPattern
-from prefixkv.transport.nixl_loop import NixlLoop
-from prefixkv.transport.shm_loop import ShmLoop
+from prefixkv.transport.nixl.loop import NixlLoop
+from prefixkv.transport.shm.loop import ShmLoop
 
 Tokens = npt.NDArray[np.int32]
 SALT = 7

@@ -85,7 +85,7 @@ class Steps:
 def receiving_side(pipe: Connection, _watch: Watch, case: Steps) -> None:
     """Eight agents with a pool each, whose notifications are polled without end."""
     from benchmarks.raw import make_agent
-    from prefixkv.transport.metadata import nixl_name
+    from prefixkv.transport.metadata.nixl_form import nixl_name
 
     pools = [case.pool(_PAGES_A_CHUNK) for _ in range(case.num_peers)]
     peers = [PeerId(f"decode-{number}", 1) for number in range(case.num_peers)]
@@ -111,7 +111,7 @@ class _Inline:
 
     def __init__(self, pool: Any, peers: Any) -> None:
         from benchmarks.raw import make_agent
-        from prefixkv.transport.metadata import nixl_name
+        from prefixkv.transport.metadata.nixl_form import nixl_name
         from prefixkv.transport.runs import paired_runs
 
         self._config = TransportConfig()
@@ -161,7 +161,7 @@ class _Thread:
     """Hands jobs to the transport's thread, which says when they are done."""
 
     def __init__(self, pool: Any, peers: Any) -> None:
-        from prefixkv.transport.nixl import NixlTransport
+        from prefixkv.transport.nixl.transport import NixlTransport
 
         self._peers = [peer for peer, _, _ in peers]
         self.done_s: dict[int, float] = {}

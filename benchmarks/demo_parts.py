@@ -80,7 +80,7 @@ def _around(
 def _watch_threads() -> None:
     from prefixkv.control.effects import FrameReceived, SendFrame
     from prefixkv.runtime.control_thread import ControlThread
-    from prefixkv.transport.nixl_loop import NixlLoop
+    from prefixkv.transport.nixl.loop import NixlLoop
 
     def sends(thread: Any, effect: Any) -> None:
         if isinstance(effect, SendFrame):

@@ -9,8 +9,8 @@ from typing import Any, Final
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import Pages
-from prefixkv.transport import nixl_agent
-from prefixkv.transport.nixl_agent import memory_type_of
+from prefixkv.transport.nixl import agent as nixl_agent
+from prefixkv.transport.nixl.agent import memory_type_of
 from prefixkv.transport.parts import cut_parts, part_indices
 from prefixkv.transport.runs import paired_runs
 

@@ -54,7 +54,7 @@ class _Timed:
 def prefill_side(pipe: Connection, watch: Watch, case: Transfer) -> None:
     """That of `transfer`, which says its marks at the end."""
     from prefixkv.runtime.nodes import PrefillNode
-    from prefixkv.transport.nixl_loop import NixlLoop
+    from prefixkv.transport.nixl.loop import NixlLoop
 
     marks: Marks = []
     new_agent, send_chunk = NixlLoop._new_agent, PrefillNode.send_chunk

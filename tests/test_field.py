@@ -56,7 +56,7 @@ def test_those_that_were_retracted_and_wait_do_not_keep_transfers_from_being_pol
 
 
 def test_no_progress_thread_burns_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefixkv.transport import nixl_agent
+    from prefixkv.transport.nixl import agent as nixl_agent
 
     asked: list[dict[str, Any]] = []
     config = nixl_agent.nixl_api.nixl_agent_config

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from prefixkv.control.links import Link
-from prefixkv.control.news import News
+from prefixkv.control.decode.links import Link
+from prefixkv.control.peer_changes import News
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.refusal_machine import RefusalMachine

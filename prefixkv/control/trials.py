@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from prefixkv.control.budgets import hello_bytes
 from prefixkv.control.effects import FrameReceived, PeerTried, TryPeer
 from prefixkv.control.handshake import Accepted, ranges
+from prefixkv.control.prefill.budgets import hello_bytes
 from prefixkv.errors import BudgetError, ProtocolError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Frame, Hello

@@ -46,7 +46,7 @@ from prefixkv.control.effects import (
     TryPeer,
     Unreached,
 )
-from prefixkv.control.news import News
+from prefixkv.control.peer_changes import News
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.protocol.events import (
     Bootstrapped,
@@ -67,7 +67,7 @@ from prefixkv.runtime.prover import Prover
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import Sink, Transport, TransportEvent, WriteJob
-from prefixkv.transport.trial import Tell, Trial
+from prefixkv.transport.metadata.trial import Tell, Trial
 from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.control")

@@ -10,9 +10,9 @@ from typing import cast
 
 from prefixkv.addresses import is_loopback
 from prefixkv.config import PrefillConfig
-from prefixkv.control.prefill import PrefillControl
+from prefixkv.control.prefill.control import PrefillControl
+from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.control.rooms import LostPeers
-from prefixkv.control.writes import StagingSlots
 from prefixkv.digest import check_digest
 from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
@@ -53,7 +53,7 @@ from prefixkv.runtime.transfers import (
     secret_number,
 )
 from prefixkv.transport.interfaces import check_interface
-from prefixkv.transport.trial import Tell, Trial
+from prefixkv.transport.metadata.trial import Tell, Trial
 
 
 def _key(room: int, generation: int, decode: str) -> RoomKey:

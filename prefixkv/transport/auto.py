@@ -21,10 +21,10 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Settled, Sink, Transport, TransportEvent, WriteFailed, WriteJob
-from prefixkv.transport.nixl import NixlTransport
+from prefixkv.transport.nixl.transport import NixlTransport
 from prefixkv.transport.offers import Offers, split_offers
 from prefixkv.transport.routes import PeerMemory
-from prefixkv.transport.shm import ShmTransport
+from prefixkv.transport.shm.transport import ShmTransport
 
 _log = logging.getLogger("prefixkv.transport")
 

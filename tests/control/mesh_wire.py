@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from prefixkv.config import ControlConfig
-from prefixkv.control.decode import DecodeControl, DecodeInput
+from prefixkv.control.decode.control import DecodeControl, DecodeInput
 from prefixkv.control.effects import FrameReceived, SendFrame, Tick
-from prefixkv.control.prefill import PrefillControl, PrefillInput
-from prefixkv.control.writes import StagingSlots
+from prefixkv.control.prefill.control import PrefillControl, PrefillInput
+from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol import messages

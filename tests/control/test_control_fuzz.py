@@ -18,7 +18,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefixkv.control.decode import DecodeEffect, DecodeInput
+from prefixkv.control.decode.control import DecodeEffect, DecodeInput
 from prefixkv.control.effects import (
     AgentDestroyed,
     ConnectFailed,
@@ -32,7 +32,7 @@ from prefixkv.control.effects import (
     Tick,
     Unreached,
 )
-from prefixkv.control.prefill import PrefillEffect, PrefillInput
+from prefixkv.control.prefill.control import PrefillEffect, PrefillInput
 from prefixkv.errors import InternalError, ProtocolError, RequestError
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from prefixkv.control.decode import DecodeControl
+from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.effects import FrameReceived, SendFrame
 from prefixkv.errors import PeerLostError
 from prefixkv.protocol import messages

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 
 from prefixkv.config import ControlConfig
-from prefixkv.control.decode import DecodeControl, DecodeInput
+from prefixkv.control.decode.control import DecodeControl, DecodeInput
 from prefixkv.control.effects import Expect, FrameReceived, SendFrame, Tick
-from prefixkv.control.prefill import PrefillControl, PrefillInput
-from prefixkv.control.writes import StagingSlots
+from prefixkv.control.prefill.control import PrefillControl, PrefillInput
+from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.digest import prove
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.protocol import messages

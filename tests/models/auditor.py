@@ -6,7 +6,7 @@ Each structure checks itself (`check_invariants`); here they are held against ea
 
 from __future__ import annotations
 
-from prefixkv.control.decode import DecodeControl
+from prefixkv.control.decode.control import DecodeControl
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.pages.allocator import PageState
 from prefixkv.paging import pages_for

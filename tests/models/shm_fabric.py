@@ -21,12 +21,14 @@ from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport import shm_door, shm_loop, shm_peer
 from prefixkv.transport.base import Sink
 from prefixkv.transport.jobs import ActiveJob
 from prefixkv.transport.queued import Queued
-from prefixkv.transport.shm_loop import Command, ShmLoop
-from prefixkv.transport.shm_peer import Peer
+from prefixkv.transport.shm import door as shm_door
+from prefixkv.transport.shm import loop as shm_loop
+from prefixkv.transport.shm import peer as shm_peer
+from prefixkv.transport.shm.loop import Command, ShmLoop
+from prefixkv.transport.shm.peer import Peer
 from tests.models.sim import Sim
 from tests.models.transport_pools import shared_zeros
 

@@ -19,7 +19,7 @@ import msgspec
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.shared import SharedBlock, block_of
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.shm_wire import MAGIC, TOKEN_BYTES, Offer, boot_id, listen
+from prefixkv.transport.shm.wire import MAGIC, TOKEN_BYTES, Offer, boot_id, listen
 from tests.models.patience import PATIENCE_S
 from tests.models.transport_pools import make_pool, shared_zeros
 

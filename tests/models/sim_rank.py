@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from prefixkv.config import Backend, ControlConfig, TransportConfig
 from prefixkv.control import effects
-from prefixkv.control.decode import DecodeControl
-from prefixkv.control.prefill import PrefillControl
-from prefixkv.control.writes import StagingSlots
+from prefixkv.control.decode.control import DecodeControl
+from prefixkv.control.prefill.control import PrefillControl
+from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.digest import prompt_digest
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor

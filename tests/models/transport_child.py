@@ -48,10 +48,10 @@ def _transport(pool: Any, me: PeerId, arrived: list[bytes], shm: bool) -> Any:
             arrived.append(event.tag)
 
     if shm:
-        from prefixkv.transport.shm import ShmTransport
+        from prefixkv.transport.shm.transport import ShmTransport
 
         return ShmTransport(me, pool.layout, sink)
-    from prefixkv.transport.nixl import NixlTransport
+    from prefixkv.transport.nixl.transport import NixlTransport
 
     return NixlTransport(me, pool.layout, sink)
 

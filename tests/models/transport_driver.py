@@ -198,7 +198,7 @@ class FakeDriver(Driver):
 
 class NixlDriver(Driver):
     def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        from prefixkv.transport.nixl import NixlTransport
+        from prefixkv.transport.nixl.transport import NixlTransport
 
         return NixlTransport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
 
@@ -215,7 +215,7 @@ class ShmDriver(NixlDriver):
     zeros = staticmethod(shared_zeros)
 
     def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        from prefixkv.transport.shm import ShmTransport
+        from prefixkv.transport.shm.transport import ShmTransport
 
         return ShmTransport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
 

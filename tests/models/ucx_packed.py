@@ -1,5 +1,5 @@
 """A UCX worker's address taken apart and packed again, whatever its fields are: a naive model of
-what `prefixkv/transport/ucx_form.py` reads."""
+what `prefixkv/transport/metadata/ucx_form.py` reads."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import struct
 
-from prefixkv.transport.ucx_form import transport_checksum
+from prefixkv.transport.metadata.ucx_form import transport_checksum
 from tests.models.ucx_packed import (
     Device,
     Packed,

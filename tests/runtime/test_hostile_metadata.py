@@ -22,7 +22,7 @@ from prefixkv.protocol.messages import Hello, HelloReply, HelloWanted
 from prefixkv.request import Request
 from prefixkv.runtime.fragments import Joiner, cut
 from prefixkv.runtime.nodes import DecodeNode
-from prefixkv.transport import trial as trial_module
+from prefixkv.transport.metadata import trial as trial_module
 from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import PATIENCE_S, until
 from tests.models.ucx_packed import address_of, keys_of, with_address

@@ -277,9 +277,9 @@ def test_every_counter_is_in_the_stats_from_the_start(pair: NodePair) -> None:
     root = Path(prefixkv.__file__).parent
     sources: dict[str, Callable[[], dict[str, int]]] = {
         "decode/scheduler.py": pair.decode.stats,
-        "control/decode.py": pair.decode.stats,
+        "control/decode/control.py": pair.decode.stats,
         "prefill/scheduler.py": pair.prefill.stats,
-        "control/prefill.py": pair.prefill.stats,
+        "control/prefill/control.py": pair.prefill.stats,
     }
     for source, stats in sources.items():
         counted = set(named.findall((root / source).read_text(encoding="utf-8")))

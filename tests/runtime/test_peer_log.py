@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from prefixkv.control.news import PeerNews
+from prefixkv.control.peer_changes import PeerNews
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime import peer_log
 from prefixkv.runtime.peer_log import LINES, REPEAT_S, WINDOW_S, PeerLog

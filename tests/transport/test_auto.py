@@ -22,11 +22,12 @@ from prefixkv.errors import (
 )
 from prefixkv.memory.mesh import Shard
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport import auto, nixl_agent
+from prefixkv.transport import auto
 from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteFailed
+from prefixkv.transport.nixl import agent as nixl_agent
 from prefixkv.transport.offers import Offers, split_offers, usable
-from prefixkv.transport.shm_copy import CopyPlan
-from prefixkv.transport.shm_wire import MAGIC, Offer, pack_offer
+from prefixkv.transport.shm.copy import CopyPlan
+from prefixkv.transport.shm.wire import MAGIC, Offer, pack_offer
 from tests.models.patience import until
 from tests.models.transport_driver import AutoDriver, NixlDriver, Node
 from tests.models.transport_pools import make_pool

@@ -17,9 +17,9 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateLink, state_blocks
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport import nixl_agent
 from prefixkv.transport.base import WriteDone
-from prefixkv.transport.nixl_loop import NixlLoop
+from prefixkv.transport.nixl import agent as nixl_agent
+from prefixkv.transport.nixl.loop import NixlLoop
 from prefixkv.transport.routes import PeerMemory
 from prefixkv.transport.runs import paired_runs
 from tests.models.gpu import GPU

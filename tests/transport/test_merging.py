@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import prefixkv.transport.nixl  # noqa: F401  (sets up logging before nixl is loaded)
+import prefixkv.transport.nixl.transport  # noqa: F401  (sets up logging before nixl is loaded)
 from prefixkv.memory.mesh import Shard
 from prefixkv.paging import unit_pages
 from prefixkv.transport.parts import Part, part_indices

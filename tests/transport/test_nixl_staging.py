@@ -12,8 +12,8 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.memory.staging_area import BLOCK_BYTES
-from prefixkv.transport import nixl_agent
 from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteDrained, WriteFailed, WriteJob
+from prefixkv.transport.nixl import agent as nixl_agent
 from tests.models.patience import until
 from tests.models.transport_driver import NixlDriver, Node
 

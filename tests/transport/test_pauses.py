@@ -3,7 +3,7 @@
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.transport.nixl_loop import pause_s
+from prefixkv.transport.nixl.loop import pause_s
 
 CONFIG = TransportConfig(spin_s=0.001, sleep_s=0.0001, idle_sleep_s=0.001)
 

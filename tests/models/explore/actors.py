@@ -24,9 +24,9 @@ import numpy as np
 
 from prefixkv.config import ControlConfig
 from prefixkv.control import effects
-from prefixkv.control.decode import DecodeControl
-from prefixkv.control.liveness import Liveness
-from prefixkv.control.prefill import PrefillControl
+from prefixkv.control.decode.control import DecodeControl
+from prefixkv.control.heartbeat import Liveness
+from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.mesh import Mesh, writers_to
 from prefixkv.protocol import commands, events, messages
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey

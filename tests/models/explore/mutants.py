@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from prefixkv.control.claims import Claims
-from prefixkv.control.decode import DecodeControl
-from prefixkv.control.greetings import Greetings
-from prefixkv.control.liveness import Liveness
-from prefixkv.control.prefill import PrefillControl
-from prefixkv.control.receiving import ReceiverRooms
-from prefixkv.control.sending import SenderRooms
+from prefixkv.control.decode.control import DecodeControl
+from prefixkv.control.decode.rooms import ReceiverRooms
+from prefixkv.control.heartbeat import Liveness
+from prefixkv.control.prefill.admission import Greetings
+from prefixkv.control.prefill.claims import Claims
+from prefixkv.control.prefill.control import PrefillControl
+from prefixkv.control.prefill.rooms import SenderRooms
 from prefixkv.digest import prove
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.sender_machine import SenderMachine

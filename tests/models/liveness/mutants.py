@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from prefixkv.control.prefill import PrefillControl
+from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.transfer_queue import DecodeTransferQueue

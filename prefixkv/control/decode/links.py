@@ -1,0 +1,345 @@
+"""Decode's links to prefill ranks: an address, what answered there last, and when it was heard.
+
+A request names the address of a prefill worker's rank 0, its *leader*, which tells how many ranks
+there are and where. A room waits at the leader's link until all ranks that are to be told of its
+pages have been greeted and answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from prefixkv.config import ControlConfig
+from prefixkv.control import handshake
+from prefixkv.control.death_watch import Deaths
+from prefixkv.control.effects import Connect, Disconnect, Reached, SendFrame, Unreached
+from prefixkv.control.heartbeat import Liveness, Stamper
+from prefixkv.control.peer_changes import News
+from prefixkv.digest import prove
+from prefixkv.errors import FormerLifeError, PeerLostError
+from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.messages import (
+    Abort,
+    AnyBody,
+    Fenced,
+    Frame,
+    Heartbeat,
+    Hello,
+    HelloRefused,
+    HelloReply,
+    HelloWanted,
+    Promise,
+)
+from prefixkv.protocol.timers import Backoff, Timers
+from prefixkv.staging.receiver import StagingPlan
+
+LinkEffect = SendFrame[str] | Connect | Disconnect
+Word = TypeVar("Word", bound=Promise | Abort)
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One prefill rank's address. `peer` is what answered there last; ready once the handshake is
+    through.
+
+    `told` are the addresses of the ranks that a room of this leader is promised to, by rank;
+    `leaders` are the links that have this one among theirs. `nonce` is that of the last
+    HelloWanted. `is_local`: the address is one of this machine. `plan` is of a leader whose ranks
+    stage what they write to us, once `planned`.
+    `waiting` are the rooms to be promised, in the order of admission.
+    """
+
+    address: str
+    live: Liveness
+    hello: Backoff
+    gone_s: float = math.inf  # since when there is no connection
+    gone_why: str = ""
+    peer: PeerId | None = None
+    ready: bool = False
+    reply: HelloReply | None = None
+    told: dict[int, str] = field(default_factory=dict)
+    plan: StagingPlan | None = None
+    planned: bool = False
+    leaders: set[str] = field(default_factory=set)
+    nonce: int = 0
+    is_local: bool = False
+    rooms: set[RoomKey] = field(default_factory=set)
+    waiting: dict[RoomKey, None] = field(default_factory=dict)
+
+    @property
+    def known(self) -> int:
+        """What our Hello says of the life that answered last; a reply has to repeat it to take that
+        one's place."""
+        return 0 if self.peer is None else self.peer.incarnation
+
+
+class Links:
+    """Owned by a `DecodeControl`. A method returns what is to be done for it, in order."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        hello: Hello,
+        timing: ControlConfig,
+        timers: Timers[str | RoomKey],
+        news: News,
+        lost: Callable[[float], Iterable[PeerId]],
+        born_s: float | None = None,
+    ) -> None:
+        """`timers` wake links by address; rooms share them. `lost` is as for `Deaths`, `born_s` as
+        for `DecodeControl`."""
+        self._born_s = born_s
+        self.news = news
+        self.deaths = Deaths(timing, lost, self._current)
+        self._hello = hello
+        self._timing = timing
+        self._timers = timers
+        self._stamp = Stamper(me)
+        self._links: dict[str, Link] = {}
+        self._changed: set[str] = set()  # leaders that may be ready now, or may not be any more
+
+    def take_changed(self) -> set[str]:
+        """The leaders for which something has changed since the last call, by address."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def note_change(self, link: Link) -> None:
+        """Whether its leaders are ready is to be asked again."""
+        self._changed.add(link.address)
+        self._changed |= link.leaders
+
+    def get(self, address: str) -> Link | None:
+        return self._links.get(address)
+
+    def all(self) -> list[Link]:
+        return list(self._links.values())  # at once: the scheduler's thread asks for `peers`
+
+    def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
+        """By address: what answers there, and "ready", "suspect" or "connecting"."""
+        return {link.address: (link.peer, self._state(link, now_s)) for link in self.all()}
+
+    def _state(self, link: Link, now_s: float) -> str:
+        if not link.ready:
+            return "connecting"
+        return "suspect" if link.live.suspect(self._timing, now_s) else "ready"
+
+    def wrong(self, link: Link, peer: PeerId, now_s: float) -> str:
+        """What is wrong with a process whose link this is or was, "" if nothing is."""
+        if link.peer != peer:
+            return "was replaced"
+        return "suspect" if link.live.suspect(self._timing, now_s) else ""
+
+    # --- what is said -----------------------------------------------------------------------------
+
+    def open(self, address: str, now_s: float) -> list[LinkEffect]:
+        """Connect, and say Hello, where there is no link of this address yet."""
+        if address in self._links:
+            return []
+        link = Link(address, Liveness(now_s, now_s), Backoff(self._timing.resend_s))
+        self._links[address] = link
+        return [Connect(address), *self.greet(link, now_s)]
+
+    def greet(self, link: Link, now_s: float) -> list[LinkEffect]:
+        """Say Hello, and again until it is answered."""
+        link.hello.start(now_s)
+        sent = self._say_hello(link, now_s)
+        self._timers.wake(link.address, link.hello.due_s)
+        return [sent]
+
+    def _say_hello(self, link: Link, now_s: float) -> SendFrame[str]:
+        # As it is now, and not as it was when the worker was made: the other side subtracts it from
+        # its own clock.
+        age_ms = None if self._born_s is None else max(0, int(1000 * (now_s - self._born_s)))
+        said = {"nonce": link.nonce, "known": link.known, "age_ms": age_ms}
+        hello = msgspec.structs.replace(self._hello, **said)
+        return self.send(link, hello, now_s)
+
+    def send(self, link: Link, body: AnyBody, now_s: float) -> SendFrame[str]:
+        link.live.sent_s = now_s
+        return SendFrame(link.address, self._stamp.frame(body))
+
+    def heard_of(self, what: Reached | Unreached, now_s: float) -> None:
+        """There is a connection to the address, or there is none."""
+        link = self._links.get(what.address)
+        if link is None:
+            return
+        if isinstance(what, Reached):
+            link.gone_s = math.inf
+        else:
+            link.gone_s, link.gone_why = min(link.gone_s, now_s), what.why
+            self.deaths.doubt(link.peer, now_s)
+            self._timers.wake(link.address, link.gone_s + self._timing.connect_timeout_s)
+
+    def gone(self, link: Link, now_s: float) -> PeerLostError | None:
+        """What is wrong where nobody has answered at the address for `connect_timeout_s`."""
+        if now_s < link.gone_s + self._timing.connect_timeout_s:
+            return None
+        return PeerLostError(f"prefill worker {link.address}: {link.gone_why}", link.peer)
+
+    def with_proof(self, link: Link, word: Word, digest: bytes) -> Word:
+        """The word as it is said to this rank, which has answered the handshake."""
+        assert link.reply is not None
+        proof = prove(digest, self._hello.secret, link.reply.secret)
+        return msgspec.structs.replace(word, proof=proof)
+
+    def tick(self, address: str, now_s: float) -> list[LinkEffect]:
+        """Repeat a Hello, say a Heartbeat, or close a link that is silent and has no rooms."""
+        link = self._links.get(address)
+        if link is None:
+            return []
+        if not link.rooms and link.live.forgettable(self._timing, now_s):
+            self.news.say("forgotten", link.peer or link.address, "was silent for long")
+            return self.close(link, now_s)
+        if link.peer is not None and link.ready:
+            is_silent = link.live.suspect(self._timing, now_s)
+            if self.news.silent(link.peer, is_silent):
+                self.note_change(link)
+                if is_silent:
+                    self.deaths.doubt(link.peer, now_s)
+        out: list[LinkEffect] = []
+        if not link.ready and link.hello.take(now_s):
+            out.append(self._say_hello(link, now_s))
+        elif link.ready and link.live.heartbeat_due(self._timing, now_s):
+            out.append(self.send(link, Heartbeat(), now_s))
+        # A rank that has not answered our Hello gets it again, and no heartbeats.
+        next_s = link.live.heartbeat_due_s(self._timing) if link.ready else link.hello.due_s
+        gone_s = link.gone_s + self._timing.connect_timeout_s
+        self._timers.wake(link.address, min(next_s, gone_s) if gone_s > now_s else next_s)
+        return out
+
+    def refuse(
+        self,
+        link: Link,
+        life: PeerId,
+        reply: HelloReply | HelloWanted | None,
+        error: Exception,
+        now_s: float,
+    ) -> list[LinkEffect]:
+        """Tell that process that we do not work with it, unless it has said so of us."""
+        if isinstance(reply, HelloReply) and reply.refused:
+            return []
+        is_over = isinstance(error, FormerLifeError)
+        if is_over:
+            self.news.say("refused", life, f"still speaks at {link.address}: {error}")
+        refusal = HelloRefused(life.incarnation, str(error)[:1000], is_over)
+        return [self.send(link, refusal, now_s)]
+
+    def farewell(self) -> list[LinkEffect]:
+        """Tell every rank that answered that this process leaves."""
+        return [
+            SendFrame(link.address, self._stamp.frame(Fenced()))
+            for link in self._links.values()
+            if link.peer is not None
+        ]
+
+    # --- handshake --------------------------------------------------------------------------------
+
+    def accept(self, link: Link, frame: Frame, reply: HelloReply, now_s: float) -> None:
+        """The rank that answered is the link's from now on. Raises HandshakeError or ConfigError
+        where the two cannot work together."""
+        handshake.check_reply(self._hello, reply)
+        is_leader = reply.rank == 0
+        link.told = handshake.addresses_told(self._hello, link.address, reply) if is_leader else {}
+        link.peer = frame.sender
+        link.ready = True
+        link.reply = reply
+        self.note_change(link)
+        self.deaths.met(frame.sender, reply.life, link.is_local, now_s)
+        for address in (link.address, *link.leaders):
+            if address in self._links:
+                self._links[address].planned = False
+        link.hello.due_s = math.inf
+        self._timers.wake(link.address, link.live.heartbeat_due_s(self._timing))
+
+    def wanted(self, link: Link, nonce: int, now_s: float) -> list[LinkEffect]:
+        """The rank does not know us: say Hello, unless one with this nonce is on its way."""
+        if not link.ready and link.hello.due_s != math.inf and nonce in (0, link.nonce):
+            return []
+        link.nonce = nonce or link.nonce
+        link.ready = False
+        self.note_change(link)
+        return self.greet(link, now_s)
+
+    def lost(self, link: Link, newer: PeerId | None, now_s: float) -> PeerId | None:
+        """Another process answers there, or none any more; returns the one before."""
+        former, link.peer, link.ready = link.peer, newer, False
+        self.note_change(link)
+        if former is not None:
+            self.news.forget(former)
+            self.deaths.doubt(former, now_s)
+        return former
+
+    def _current(self) -> list[PeerId]:
+        return [link.peer for link in self._links.values() if link.peer is not None]
+
+    def told(self, leader: Link, now_s: float) -> tuple[dict[int, Link], list[LinkEffect]]:
+        """By rank, the links of the ranks that rooms of this leader are promised to; those that
+        there are not yet are opened."""
+        links: dict[int, Link] = {}
+        out: list[LinkEffect] = []
+        for rank, address in leader.told.items():
+            out += self.open(address, now_s)
+            links[rank] = self._links[address]
+            links[rank].leaders.add(leader.address)
+        return links, out
+
+    def ready(self, leader: Link, links: dict[int, Link], now_s: float) -> bool:
+        """Whether every rank that is told of a room is there and answers.
+
+        Raises HandshakeError where one is not what the leader said it is, or stages where others do
+        not.
+        """
+        assert leader.reply is not None
+        replies = {
+            rank: link.reply
+            for rank, link in links.items()
+            if link.ready and link.reply is not None
+        }
+        for rank, link in [(0, leader), *links.items()]:
+            if link.ready and link.reply is not None:
+                handshake.check_rank(link.address, link.reply, rank, leader.reply)
+        if any(not link.ready or link.live.suspect(self._timing, now_s) for link in links.values()):
+            return False
+        if not leader.planned:
+            leader.plan = handshake.staging_plan(self._hello, leader.reply, replies)
+            leader.planned = True
+        return True
+
+    def max_tokens(self, leader: Link) -> int:
+        """What each rank of the worker holds, of those that are told of rooms and say it; 0 where
+        none does."""
+        links = [leader, *(self._links[address] for address in leader.told.values())]
+        said = [link.reply.max_tokens for link in links if link.reply is not None]
+        return min(filter(None, said), default=0)
+
+    def leaders(self, link: Link) -> Iterator[Link]:
+        """The links whose rooms may wait for this one: itself, and its leaders."""
+        for address in (link.address, *sorted(link.leaders)):
+            if (leader := self._links.get(address)) is not None:
+                yield leader
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def suspend(self, link: Link, now_s: float) -> None:
+        """The rank takes no new rooms until it has answered another Hello, but its word on the old
+        ones is still wanted."""
+        if link.ready:
+            link.ready = False
+            self.note_change(link)
+            link.hello.start(now_s)
+            self._timers.wake(link.address, link.hello.due_s)
+
+    def close(self, link: Link, now_s: float) -> list[LinkEffect]:
+        """Forget the address. Rooms of an earlier peer that are still undrained keep their link,
+        and only a fence can drain them."""
+        if self._links.get(link.address) is not link:
+            return []
+        del self._links[link.address]
+        self.lost(link, None, now_s)
+        self._timers.forget(link.address)
+        return [Disconnect(link.address)]

@@ -1,0 +1,702 @@
+"""Prefill's control object: what a prefill rank can hear, and what it can do about it. Pure.
+
+`PrefillControl.on` takes one input and the time, and returns effects: frames to send, what the
+transport and the copy threads have to do, and what became of rooms. It holds the decode ranks that
+are known (`prefill/peers.py`), the rooms it sends for, each a `SenderMachine` (`prefill/rooms.py`), and the
+staging of slices (`StagingSender`) between the two and the transport.
+
+What comes in are the cases of `on`. What goes out: SendFrame for the sockets; AddPeer, RemovePeer,
+WriteJob, Cancel and Renew for the transport, TryPeer for the trial, Gather for the copy threads;
+Bootstrapped, RoomEnded and SourceFree for the scheduler. `effects.py` has both as types.
+
+Page ids from a peer are bounds-checked here, before anything turns them into addresses. A room is
+of one decode worker, whose name is in its key, so that no other can say a word about it. A promise
+that comes before the engine's request is parked, bounded a peer and with a deadline; so is an
+abort, so that a request added later fails at once. The other way round, a room that our engine ends
+before its promise has come is kept for a while, so that decode hears of it at once.
+
+A room that our engine has drawn itself is an *offer* (`prefill/offers.py`): it becomes the room of the
+first decode worker whose promise proves the prompt, as if the engine had added it for that one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import assert_never
+
+from prefixkv.config import Backend, ControlConfig
+from prefixkv.control import handshake
+from prefixkv.control.death_watch import FENCED, FENCED_DEAD
+from prefixkv.control.effects import (
+    AgentDestroyed,
+    ConnectFailed,
+    CopyDone,
+    FrameFailed,
+    FrameReceived,
+    PeerTried,
+    Reached,
+    Renew,
+    Tick,
+    Unreached,
+)
+from prefixkv.control.former_lives import LEFT
+from prefixkv.control.prefill.admission import Greetings
+from prefixkv.control.prefill.claims import Claims
+from prefixkv.control.prefill.offers import Offer, Offers
+from prefixkv.control.prefill.peers import Peer, Peers
+from prefixkv.control.prefill.rooms import SenderRooms
+from prefixkv.control.prefill.writes import Granted, StagingSlots, Want, Welcome, Writes
+from prefixkv.control.rooms import LostPeers
+from prefixkv.control.sides import PrefillEffect as PrefillEffect
+from prefixkv.control.sides import PrefillInput as PrefillInput
+from prefixkv.control.trials import OnTrial
+from prefixkv.errors import (
+    AbortedError,
+    FormerLifeError,
+    PeerLostError,
+    PromptMismatchError,
+    ProtocolError,
+    RequestError,
+    TransferError,
+    TransferTimeoutError,
+    VersionError,
+    WeightsVersionError,
+)
+from prefixkv.protocol import messages
+from prefixkv.protocol import sender_events as sender
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    AddRoom,
+    DeclineRoom,
+    Fence,
+    MoveWeights,
+    OfferRoom,
+    SendChunk,
+    WithdrawRoom,
+)
+from prefixkv.protocol.events import RoomEnded, SourceFree
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.messages import (
+    Abort,
+    Drained,
+    Frame,
+    Heartbeat,
+    Hello,
+    HelloRefused,
+    LeaseGrant,
+    ModelDigest,
+    Outcome,
+    OutcomeAck,
+    ProcessLife,
+    Promise,
+    Topology,
+)
+from prefixkv.protocol.sender_events import Promised, abort_error
+from prefixkv.protocol.sender_machine import SenderMachine
+from prefixkv.protocol.timers import Timers
+from prefixkv.staging.sender import StagingSender
+from prefixkv.transport.base import (
+    Arrived,
+    PeerUnreachable,
+    Settled,
+    WriteDone,
+    WriteDrained,
+    WriteFailed,
+)
+
+
+class PrefillControl:
+    """See the module's text. Owned by one thread, but for `peers`, `lost_peers` and `num_rooms`.
+
+    Args:
+        me: this rank's identity.
+        secret: 16 to 32 random bytes, drawn for this life: see `prefixkv.digest`.
+        life: which process this is; None: not to be said.
+        digest, topology, rank: what it runs, how its worker shares the model out, and which of the
+            ranks it is.
+        endpoints: the addresses of all ranks, by rank; "" for one's own.
+        staging: None where slices are written one by one.
+        tries: whether a peer's metadata is tried before it is loaded: TryPeer, and no reply to its
+            Hello before PeerTried.
+        backend: as `TransportConfig.backend`.
+        option_names: as of `ModelConfig`.
+        max_tokens: what its pool holds, 0: not to be said.
+        weights_version: of the weights that it begins with.
+    """
+
+    def __init__(
+        self,
+        me: PeerId,
+        digest: ModelDigest,
+        topology: Topology,
+        timing: ControlConfig,
+        endpoints: tuple[str, ...] = (),
+        rank: int = 0,
+        staging: StagingSlots | None = None,
+        tries: bool = False,
+        *,
+        secret: bytes,
+        life: ProcessLife | None = None,
+        backend: Backend = "nixl",
+        option_names: Mapping[str, str] | None = None,
+        max_tokens: int = 0,
+        weights_version: str = "",
+    ) -> None:
+        self.me = me
+        self.counters: Counter[str] = Counter()
+        slot_bytes = 0 if staging is None else staging.slot_bytes
+        what = digest, topology, rank, slot_bytes, secret, life, backend
+        self._ours = handshake.OurSide(*what, option_names or {}, max_tokens)
+        self._rank = rank
+        self._weights_version = weights_version
+        self._timing = timing
+        self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key
+        self._peers = Peers(me, self._ours, endpoints, timing, self._timers, self.lost_peers)
+        self.news = self._peers.news
+        self._greetings = Greetings(self._ours, self._peers, timing, tries, self.counters)
+        self._claims = Claims(timing, secret)
+        self._offers = Offers(timing)
+        known = self._timers, self._peers, self._claims
+        self._rooms = SenderRooms(rank, topology.page_size, timing, *known, option_names or {})
+        self.staging = None
+        if staging is not None:
+            resend_s, next_id = timing.resend_s, self._rooms.next_job_id
+            self.staging = StagingSender(rank, *staging, resend_s, next_id)
+        self._writes = Writes(me, rank, self.staging, self._rooms, self._peers)
+        # Of the last `on`, those before an exception too.
+        self.last_effects: list[PrefillEffect] = []
+
+    def on(self, what: PrefillInput, now_s: float) -> list[PrefillEffect]:
+        """Take one input; returns what to do about it, in order."""
+        out = self.last_effects = []
+        match what:
+            case AddRoom() | OfferRoom():
+                try:
+                    if isinstance(what, AddRoom):
+                        wants = self._add(what, now_s)
+                    else:
+                        wants = self._offer(what, now_s)
+                    self._writes.carry_out(wants, now_s, out)
+                except RequestError as error:  # past staging: the room of that number goes on
+                    out += [RoomEnded(what.key, KVPoll.FAILED, error), SourceFree(what.key)]
+            case WithdrawRoom():
+                withdrawn = AbortedError(what.reason)
+                self._writes.carry_out(self._close_offer(what.key, withdrawn, now_s), now_s, out)
+            case SendChunk():
+                self._writes.carry_out(self._chunk(what, now_s), now_s, out)
+            case DeclineRoom():
+                self._writes.carry_out(self._decline(what, now_s), now_s, out)
+            case AbortRoom():
+                self._writes.carry_out(self._abort(what, now_s), now_s, out)
+            case MoveWeights():
+                self._writes.carry_out(self._move_weights(what, now_s), now_s, out)
+            case Fence():
+                self._writes.carry_out(self._fence(what, now_s), now_s, out)
+            case FrameReceived():
+                self._writes.carry_out(self._frame(what, now_s), now_s, out)
+            case FrameFailed():
+                self._writes.carry_out(self._frame_failed(what, now_s), now_s, out)
+            case WriteDone():
+                self.counters["bytes_sent"] += what.num_bytes
+                self.counters["writes_done"] += 1
+                self._writes.ended(what.job_id, None, True, now_s, out)
+            case WriteFailed():
+                self.counters["writes_failed"] += 1
+                self._writes.ended(what.job_id, what.error, what.drained, now_s, out)
+                if not what.drained:  # it holds decode's pages until the agent that posted it ends
+                    out.append(Renew())
+            case WriteDrained():
+                self.counters["writes_drained_by_renewal"] += 1
+                self._writes.drained(what.job_id, now_s, out)
+            case CopyDone():
+                if self.staging is not None:
+                    gathered = self.staging.on_gathered(what.copy_id, what.error, now_s)
+                    self._writes.stage(gathered, now_s, out)
+            case PeerUnreachable():
+                self.counters["peers_unreachable"] += 1
+                self._peers.deaths.doubt(what.peer, now_s)
+            case PeerTried():
+                self._writes.carry_out(self._tried(what, now_s), now_s, out)
+            case Arrived() | Settled() | ConnectFailed() | Reached() | Unreached():
+                pass  # decode writes nothing here, and prefill connects to nothing
+            case Tick():
+                self._writes.carry_out(self._tick(now_s), now_s, out)
+                if self.staging is not None:
+                    self._writes.stage(self.staging.tick(now_s), now_s, out)
+            case AgentDestroyed():
+                out += self._peers.farewell()
+            case _:
+                assert_never(what)
+        return out
+
+    @property
+    def wake_s(self) -> float:
+        """When the next Tick is wanted, infinity if never."""
+        wake_s = min(self._timers.next_s, self._peers.deaths.due_s)
+        return wake_s if self.staging is None else min(wake_s, self.staging.wake_s)
+
+    @property
+    def num_rooms(self) -> int:
+        """Rooms that an engine or a peer still has something to do with. Any thread may ask."""
+        return self._rooms.num_claimed + len(self._offers)
+
+    def rooms(self) -> Iterable[SenderMachine]:
+        """The machines of all rooms, for audits."""
+        return self._rooms.all()
+
+    def peers(self, now_s: float) -> dict[PeerId, str]:
+        """The decode ranks known, each "ready" or "suspect". Any thread may ask."""
+        return self._peers.states(now_s)
+
+    def check_invariants(self) -> None:
+        """The laws of what is held for decode ranks, for audits."""
+        self._claims.check_invariants(self._rooms.machines, self._peers.all())
+
+    def lost_peers(self, now_s: float) -> LostPeers:
+        """Decode ranks that are suspect or over, what is wrong with each, and the rooms that it is
+        still in. Any thread may ask."""
+        return self._claims.lost_peers(lambda peer: self._peers.wrong(peer, now_s))
+
+    # --- commands ---------------------------------------------------------------------------------
+
+    def _add(self, command: AddRoom, now_s: float) -> list[Want]:
+        """The engine has the request of this room. Raises RequestError if one with its number
+        still lives here."""
+        out: list[Want] = []
+        key = command.key
+        machine = self._rooms.get(key)
+        early = self._claims.take_abort(key, command.digest)
+        if machine is not None and machine.drained:
+            # 1. Only its acknowledgement is still to come. 2. It was declined, and never promised.
+            # 3. Decode has aborted it: the one that is begun instead tells that to what decode
+            #    promises from now on, which is of another use.
+            aborted = early is not None and machine.poll.ended
+            if machine.added or not machine.readers or aborted:
+                self._rooms.drop(machine)
+                machine = None
+        if machine is None:
+            machine = self._rooms.new(key, now_s)
+        elif machine.added:  # its number is in use by a room whose writes have not ended
+            raise RequestError(f"room {key.room} generation {key.generation} was added already")
+        if not machine.poll.ended:
+            self._claims.unpark(key)
+        ended_before = machine.poll.ended
+        added = sender.Added(command.num_tokens, command.digest, self._weights_version)
+        self._rooms.on(machine, added, now_s, out)
+        if ended_before:  # it ended while it was parked
+            ended = machine.error or AbortedError("the room ended before the request came")
+            out += [RoomEnded(key, KVPoll.FAILED, ended), SourceFree(key)]
+        elif early is not None:
+            self._rooms.on(machine, sender.Fail(early), now_s, out)
+        return out
+
+    def _offer(self, command: OfferRoom, now_s: float) -> list[Want]:
+        """The engine has drawn this room. Promises for it may be here already: the first that
+        proves the prompt opens it, the others' rooms end. So may be an abort, which ends it where
+        none opens it. Raises RequestError if the number is in use."""
+        out: list[Want] = []
+        numbers, until_s = command.key.numbers, now_s + command.timeout_s
+        same = [one for one in self._rooms.all() if one.key.numbers == numbers]
+        in_use = any(one.added and not one.drained for one in same)
+        if in_use or self._offers.get(command.key) is not None:
+            raise RequestError(f"room {numbers[0]} generation {numbers[1]} is in use already")
+        offer = Offer(command.num_tokens, command.digest, until_s)
+        self._offers.begin(numbers, offer)
+        self._timers.wake(command.key, until_s)
+        for machine in [one for one in same if one.is_parked]:
+            if self._offers.get(command.key) is not None and machine.proves(offer.proved_by):
+                out += self._open_offer(machine.key, offer, now_s)
+            else:
+                error = AbortedError(f"room {command.key.room} is another decode worker's")
+                self._rooms.on(machine, sender.Fail(error), now_s, out)
+        if (early := self._claims.take_aborts(numbers)) is not None:
+            out += self._close_offer(command.key, early, now_s)
+        return out
+
+    def _open_offer(self, key: RoomKey, offer: Offer, now_s: float) -> list[Want]:
+        """The decode worker of the key has proved the prompt: from now on the room is its own."""
+        why = f"room {key.room} was opened by another decode worker"
+        self._offers.end(key.numbers, why, now_s)
+        self._timers.forget(RoomKey(*key.numbers))
+        return self._add(AddRoom(key, offer.num_tokens, offer.digest), now_s)
+
+    def _close_offer(self, key: RoomKey, error: Exception, now_s: float) -> list[Want]:
+        """No decode worker has opened the room, and none will."""
+        if not self._offers.end(key.numbers, str(error), now_s):
+            return []
+        offered = RoomKey(*key.numbers)
+        self._timers.forget(offered)
+        return [RoomEnded(offered, KVPoll.FAILED, error), SourceFree(offered)]
+
+    def _decline(self, command: DeclineRoom, now_s: float) -> list[Want]:
+        """The engine does not take this request: decode hears why, also if it promises later. A
+        room that the engine has is not touched."""
+        out: list[Want] = []
+        key = command.key
+        if self._claims.take_abort(key, command.digest) is None:  # else decode wants it no more
+            machine = self._rooms.get(key)
+            if machine is not None and machine.drained and machine.added:
+                # Only its acknowledgement is still to come: its number may be in use again.
+                self._rooms.drop(machine)
+                machine = None
+            machine = machine or self._rooms.new(key, now_s)
+            if not machine.added:
+                machine.digest = command.digest
+                self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s, out)
+        return out
+
+    def _chunk(self, command: SendChunk, now_s: float) -> list[Want]:
+        """The engine hands over pages of the request. Ended or unknown: no-op."""
+        out: list[Want] = []
+        if (machine := self._rooms.get(command.key)) is not None:
+            self._rooms.on(machine, command, now_s, out)
+        return out
+
+    def _abort(self, command: AbortRoom, now_s: float) -> list[Want]:
+        out: list[Want] = []
+        machine = self._rooms.get(command.key)
+        if machine is not None:
+            self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s, out)
+        return out
+
+    def _move_weights(self, command: MoveWeights, now_s: float) -> list[Want]:
+        """KV that was computed, or promised, under another version is not sent any more."""
+        out: list[Want] = []
+        was, self._weights_version = self._weights_version, command.weights_version
+        if was == (now := self._weights_version):
+            return out
+        moved = WeightsVersionError(was, now)
+        for machine in list(self._rooms.all()):
+            if machine.poll.ended:
+                continue
+            if machine.added and not (machine.has_begun or command.ends_waiting):
+                machine.weights_version = now
+                continue
+            for promise, peer in machine.parked():  # the request is to come, and to hear of it
+                self._remember(machine.key, promise, moved, self._peers.find(peer), now_s)
+            self._rooms.on(machine, sender.Fail(moved), now_s, out)
+        for numbers in self._offers.all():  # the KV of each is computed
+            out += self._close_offer(RoomKey(*numbers), moved, now_s)
+        return out
+
+    def _remember(
+        self, key: RoomKey, event: Promised, error: TransferError, peer: Peer | None, now_s: float
+    ) -> None:
+        """This promise is answered: a request that comes for it ends likewise, at once."""
+        if peer is not None:
+            self._claims.end_early(key, error, (event.ticket, event.proof), peer, now_s)
+
+    def _fence(self, command: Fence, now_s: float) -> list[Want]:
+        """This decode process is dead: its rooms end, and it is not met again."""
+        out: list[Want] = []
+        peer_id, how = command.peer, FENCED_DEAD if command.proved else FENCED
+        if self._peers.deaths.fenced(peer_id) and command.proved:
+            self.counters["peers_proved_dead"] += 1
+        self._peers.lives.end(peer_id, how)
+        peer = self._peers.find(peer_id)
+        if peer is not None:
+            self._lose_peer(peer, PeerLostError(f"{peer_id} {how}", peer_id), now_s, out)
+        return out
+
+    def _tick(self, now_s: float) -> list[Want]:
+        """Deadlines, repeats, heartbeats, what was parked for too long."""
+        out: list[Want] = []
+
+        def look(key: str | RoomKey) -> None:
+            if isinstance(key, str):
+                out.extend(self._peers.tick(key, now_s))
+            elif (machine := self._rooms.get(key)) is not None:
+                self._rooms.tick(machine, now_s, out)
+            elif (offer := self._offers.get(key)) is not None and not key.decode:
+                if now_s < offer.until_s:
+                    self._timers.wake(key, offer.until_s)
+                    return
+                late = TransferTimeoutError(f"no decode worker has opened room {key.room} in time")
+                out.extend(self._close_offer(key, late, now_s))
+
+        self._timers.visit(now_s, look)
+        self._claims.expire(now_s)
+        out += self._peers.deaths.tick(now_s)
+        return out
+
+    # --- frames -----------------------------------------------------------------------------------
+
+    def _frame(self, received: FrameReceived[bytes], now_s: float) -> list[Want]:
+        """What is malformed, stale or foreign is counted and dropped."""
+        out: list[Want] = []
+        try:
+            frame = messages.decode(received.raw)
+            self._take(received, frame, now_s, out)
+        except ProtocolError as error:
+            self.counters["frames_dropped"] += 1
+            self.counters[f"dropped: {type(error).__name__}"] += 1
+            if isinstance(error, VersionError):
+                # Any word of ours tells the other side our version; it knows its own.
+                out.append(self._peers.hello_wanted(received.source))
+            elif isinstance(error, FormerLifeError):  # if it lives, it is to know
+                out.append(self._peers.reply(received.source, None, str(error)))
+        return out
+
+    def _frame_failed(self, what: FrameFailed[bytes], now_s: float) -> list[Want]:
+        """The room that the frame names ends, if its sender is one of the room's."""
+        out: list[Want] = []
+        self.counters["frames_failed"] += 1
+        frame = messages.decode(what.frame.raw)
+        peer = self._peers.find(frame.sender)
+        if peer is None or peer.credential != what.frame.credential:
+            return out
+        if isinstance(frame.body, messages.RoomBody):
+            machine = self._rooms.get(peer.key(frame.body))
+            if machine is not None and peer.id in self._claims.of(machine.key):
+                error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
+                self._rooms.on(machine, sender.Fail(error), now_s, out)
+        return out
+
+    def _take(
+        self, received: FrameReceived[bytes], frame: Frame, now_s: float, out: list[Want]
+    ) -> None:
+        route, body = received.source, frame.body
+        peer = self._peers.speaker(frame, received.credential)
+        if isinstance(body, Hello):
+            self._meet(peer, received, frame, body, now_s, out)
+            return
+        if isinstance(body, HelloRefused):
+            self._take_refusal(frame, body, now_s, out)
+            return
+        if peer is None or peer.id != frame.sender:
+            out.append(self._peers.hello_wanted(route, frame.sender))
+            raise ProtocolError(f"{frame.sender} has not introduced itself")
+        peer.live.take(frame, now_s)
+        peer.route = route
+        match body:
+            case Promise():
+                self._take_promise(peer, body, now_s, out)
+            case Abort():
+                self._take_abort(peer, body, now_s, out)
+            case OutcomeAck():
+                key = peer.key(body)
+                peer.past.answer((key, body.ticket))
+                machine = self._rooms.get(key)
+                named = peer.id in self._claims.of(key)
+                if machine is not None and named and machine.ticket == body.ticket:
+                    self._rooms.on(machine, sender.OutcomeAcked(peer.hello.rank), now_s, out)
+            case LeaseGrant():
+                out.append(Granted(peer.id, peer.key(body), body))
+            case messages.Fenced():
+                self._peers.lives.end(peer.id, LEFT)
+                self._lose_peer(peer, PeerLostError(f"{peer.id} {LEFT}", peer.id), now_s, out)
+            case Heartbeat():
+                pass
+            case (
+                messages.HelloReply()
+                | messages.HelloWanted()
+                | messages.PromiseAck()
+                | Drained()
+                | Outcome()
+                | messages.LeaseAsk()
+            ):
+                raise ProtocolError(f"{type(body).__name__} is not for prefill")
+            case _:
+                assert_never(body)
+
+    def _meet(
+        self,
+        peer: Peer | None,
+        received: FrameReceived[bytes],
+        frame: Frame,
+        hello: Hello,
+        now_s: float,
+        out: list[Want],
+    ) -> None:
+        """A decode rank introduces itself, perhaps again, or in another life. What the transport
+        would load of it is tried first."""
+        route = received.source
+        if peer is not None and peer.id == frame.sender:
+            peer.live.take(frame, now_s)
+            peer.route = route
+            out.append(self._peers.reply(route, hello, staged=peer.staged))
+            return
+        if hello.nonce != self._peers.nonce(frame.sender):
+            out.append(self._peers.hello_wanted(route, frame.sender))
+            return
+        self._greeted(self._greetings.hello(received, frame, hello, now_s, out), now_s, out)
+
+    def _tried(self, tried: PeerTried, now_s: float) -> list[Want]:
+        out: list[Want] = []
+        self._greeted(self._greetings.tried(tried, out), now_s, out)
+        return out
+
+    def _greeted(self, arrived: OnTrial | None, now_s: float, out: list[Want]) -> None:
+        if arrived is not None:
+            self._admit(arrived, now_s, out)
+
+    def _admit(self, arrived: OnTrial, now_s: float, out: list[Want]) -> None:
+        """It is a peer from now on, in the place of its former life."""
+        accepted, received, frame, hello, came_s = arrived
+        route, peer = received.source, self._peers.get(frame.name)
+        if peer is not None:
+            self._peers.lives.supersede(peer.id, frame.sender)
+            lost = PeerLostError(f"{peer.id} was replaced by life {frame.incarnation:x}", peer.id)
+            self._lose_peer(peer, lost, now_s, out)
+        self._peers.add(accepted, frame, (route, received.credential), hello, now_s)
+        self._peers.deaths.met(frame.sender, hello.life, received.is_local, now_s)
+        if accepted.added is not None:
+            out.append(Welcome(accepted.added, accepted.cut))
+        out.append(self._peers.reply(route, hello, staged=accepted.cut is not None))
+        if hello.rank == 0 and hello.age_ms is not None:
+            self._life_began(frame.sender, came_s - hello.age_ms / 1000, now_s, out)
+
+    def _life_began(self, life: PeerId, born_s: float, now_s: float, out: list[Want]) -> None:
+        """Requests for the worker that came before this life of it began are most likely a former
+        life's, which knows them no more. Only most likely, since a router may name a worker that is
+        about to start: so this life has a while to promise their pages."""
+        until_s = now_s + self._timing.suspect_after_s
+        for machine in list(self._rooms.all()):
+            before = machine.added_s is not None and machine.added_s < born_s
+            if before and machine.key.decode == life.name and not machine.poll.ended:
+                self._rooms.on(machine, sender.LifeBegan(life, until_s), now_s, out)
+
+    def _take_refusal(
+        self, frame: Frame, word: HelloRefused, now_s: float, out: list[Want]
+    ) -> None:
+        """Decode does not work with this process. It is never answered, lest the two go on so."""
+        if word.life != self.me.incarnation:
+            raise ProtocolError(f"a refusal of life {word.life:x}")
+        peer = self._peers.find(frame.sender)
+        if peer is not None:
+            peer.live.take(frame, now_s)
+        self.counters["refused_by_peers"] += 1
+        self.news.say("refused", frame.sender, f"refuses us: {word.reason}")
+        if peer is not None and word.is_over:
+            self._peers.lives.end(peer.id, "holds this process for dead")
+            self._lose_peer(peer, PeerLostError(f"{peer.id}: {word.reason}", peer.id), now_s, out)
+        elif peer is not None and not peer.rooms:
+            out.append(self._peers.forget(peer))
+
+    def _lose_peer(self, peer: Peer, error: Exception, now_s: float, out: list[Want]) -> None:
+        peer.gone = True
+        for key in list(peer.rooms):
+            self._rooms.on(
+                self._rooms.machines[key], sender.Fail(error, gone=peer.hello.rank), now_s, out
+            )
+        out.append(self._peers.forget(peer))
+
+    def _take_promise(self, peer: Peer, promise: Promise, now_s: float, out: list[Want]) -> None:
+        key = peer.key(promise)
+        try:
+            event = peer.promised(promise, self._ours.topology.page_size, self._ours.secret)
+            machine = self._rooms.get(key)
+            if not self._claims.allow(key, promise.ticket, machine, peer):
+                raise ProtocolError(f"room {key.room} is over, or another life's or rank's")
+            if machine is not None and machine.drained and machine.is_other_use(promise.ticket):
+                # Decode has done with that use of the room, if it uses its number again.
+                self._rooms.drop(machine)
+                machine = None
+            if machine is not None and machine.is_left_over and not machine.is_of(event):
+                # That request ended before decode had spoken of it: this is the next one's.
+                self._rooms.drop(machine)
+                machine = None
+            if machine is None or machine.is_parked:
+                self._check_weights(peer, event, key, now_s, out)
+            if machine is not None and not machine.same_promise(event):
+                raise ProtocolError(
+                    f"another promise for room {key.room} generation {key.generation}"
+                )
+            is_new = peer.id not in self._claims.of(key)
+            parks = is_new and not (machine is not None and machine.added)
+            offer = None if machine is not None else self._offers.check(key, event, now_s)
+            if parks and offer is None:
+                self._claims.check_parked(peer)
+            if machine is None:
+                machine = self._rooms.new(key, now_s)
+        except ProtocolError as error:
+            self._refuse_promise(peer, promise, str(error)[:1000], now_s, out)
+            raise
+        if not machine.poll.ended:
+            peer.num_parked += parks
+        self._claims.take_abort(key)  # its number is in use again
+        if machine.is_left_over and machine.digest:
+            # It may be the next request's, of the same prompt: then that has lost its promise.
+            gone = AbortedError(f"decode was told how a former request ended: {machine.error}")
+            self._remember(key, event, gone, peer, now_s)
+        self._claims.add(key, peer, len(event.pages))
+        self._rooms.on(machine, event, now_s, out)
+        if isinstance(machine.error, PromptMismatchError) and not machine.is_of(event):
+            self._remember(key, event, machine.error, peer, now_s)  # its request may still come
+        if offer is not None:  # behind the promise: it is parked for no time
+            out += self._open_offer(key, offer, now_s)
+
+    def _check_weights(
+        self, peer: Peer, event: Promised, key: RoomKey, now_s: float, out: list[Want]
+    ) -> None:
+        """Raises ProtocolError for a promise of other weights than ours; a request that comes later
+        hears of it, and so does the engine whose offer it would have opened."""
+        if event.weights_version == self._weights_version:
+            return
+        error = WeightsVersionError(event.weights_version, self._weights_version)
+        offer = self._offers.get(key)
+        if offer is None:
+            self._remember(key, event, error, peer, now_s)
+        elif offer.proved_by(event):
+            out += self._close_offer(key, error, now_s)
+        raise ProtocolError(str(error))
+
+    def _refuse_promise(
+        self, peer: Peer, promise: Promise, why: str, now_s: float, out: list[Want]
+    ) -> None:
+        """No write for this promise is under way, so its pages are drained as far as that goes.
+
+        If another promise of this room stands, decode has already ended or will end that one by its
+        own rules, and is told nothing.
+        """
+        key, ticket = peer.key(promise), promise.ticket
+        known = self._rooms.get(key)
+        named = peer.id in self._claims.of(key)
+        if known is None or not named or known.ticket != ticket:
+            peer.past.add((key, ticket))
+            drained = not self._rooms.renewed  # else decode is to ask, and to let settle
+            what = *key.numbers, self._rank, False, 0, 0, b"", why, drained, ticket
+            versions = promise.weights_version, self._weights_version
+            differ = versions[0] != versions[1]  # then decode is to hear that first of all
+            refusal = Outcome(*what, versions=versions if differ else None)
+            out += self._peers.send(peer, refusal, now_s)
+
+    def _take_abort(self, peer: Peer, abort: Abort, now_s: float, out: list[Want]) -> None:
+        key = peer.key(abort)
+        machine = self._rooms.get(key)
+        theirs = self._claims.allow(key, abort.ticket, machine, peer)
+        peer.past.answer((key, abort.ticket))
+        if machine is not None and machine.added and not machine.readers:
+            # It may be a word on a former use of the number, which has crossed the next request.
+            theirs = theirs and machine.is_meant(abort.proof, peer.secrets(self._ours.secret))
+            if not theirs:
+                machine = None
+        closed: list[Want] = []
+        if machine is None:
+            # Who knows the number of an offer, which is drawn at random, has it from its answer.
+            error = abort_error(abort.reason, abort.versions)
+            closed = self._close_offer(key, error, now_s)
+            out += closed
+        if theirs and not closed and (machine is None or not machine.added):
+            # The engine's request is still to come; the room itself will be over by then.
+            self._claims.abort_early(key, abort, peer, now_s)
+        if machine is None or not theirs or machine.is_other_use(abort.ticket):
+            # Nothing of ours can land in that peer's pages for this room: its later frames
+            # outnumber this one.
+            drained = Drained(*key.numbers, self._rank, abort.ticket, self._rooms.renewed)
+            out += self._peers.send(peer, drained, now_s)
+            return
+        is_new = peer.id not in self._claims.of(key)
+        if is_new and not machine.added and not machine.poll.ended:
+            peer.num_parked += 1  # until it has ended, which it does at once
+        self._claims.add(key, peer)
+        said = sender.AbortSaid(
+            peer=peer.id,
+            reason=abort.reason,
+            ticket=abort.ticket,
+            reader=peer.hello.rank,
+            readers=peer.readers,
+            versions=abort.versions,
+        )
+        self._rooms.on(machine, said, now_s, out)

@@ -1,0 +1,367 @@
+"""Prefill's peers: the decode ranks that have introduced themselves, and when each was heard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.config import ControlConfig
+from prefixkv.control.death_watch import Deaths
+from prefixkv.control.effects import RemovePeer, SendFrame
+from prefixkv.control.former_lives import Lives, nonce
+from prefixkv.control.handshake import Accepted, OurSide
+from prefixkv.control.heartbeat import Liveness, Stamper
+from prefixkv.control.peer_changes import News
+from prefixkv.control.prefill.budgets import PAGE_BYTES, Budget, Claimed, hello_bytes
+from prefixkv.control.uses import PastUses
+from prefixkv.errors import HandshakeError, ProtocolError
+from prefixkv.paging import pages_for
+from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.messages import (
+    AnyBody,
+    Fenced,
+    Frame,
+    Heartbeat,
+    Hello,
+    HelloReply,
+    HelloWanted,
+    Promise,
+    RoomBody,
+)
+from prefixkv.protocol.sender_events import Promised
+from prefixkv.protocol.timers import Timers
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Peer:
+    """A rank of a decode worker. `gone` once its rooms have ended because it left or was replaced.
+    `succeeded` is its number among those met, if it took the place of a former life.
+
+    `readers` are the ranks of its worker that promise us pages, `writes` says whether anything of
+    ours goes to it, `staged` whether that is staged, `takes_state` whether extra state does.
+    `budget` is that of all ranks of its worker.
+    """
+
+    id: PeerId
+    route: bytes
+    credential: str
+    hello: Hello
+    live: Liveness
+    readers: tuple[int, ...]
+    writes: bool
+    staged: bool
+    takes_state: bool
+    budget: Budget
+    claimed: Claimed
+    past: PastUses
+    num_parked: int = 0
+    succeeded: int = 0
+    gone: bool = False
+
+    @property
+    def rooms(self) -> Mapping[RoomKey, int]:
+        """The rooms it has named, and the pages it has promised there."""
+        return self.claimed.rooms
+
+    @property
+    def worker(self) -> PeerId:
+        return self.hello.worker or self.id
+
+    def secrets(self, ours: bytes) -> tuple[bytes, bytes]:
+        """What proofs on the link to it are made with: its secret, and ours."""
+        return self.hello.secret, ours
+
+    def key(self, word: RoomBody) -> RoomKey:
+        """The room that a word of this peer is about: always one of its own worker."""
+        return RoomKey(word.room, word.generation, self.worker.name)
+
+    def promised(self, promise: Promise, our_page_size: int, our_secret: bytes) -> Promised:
+        """The promise with page ids that are safe to turn into addresses. Raises ProtocolError,
+        BudgetError before an array is made of them."""
+        page_size = self.hello.topology.page_size
+        self.claimed.check(self.key(promise), len(promise.pages) // PAGE_BYTES)
+        # What is cheap first, and nothing that sorts: a promise may have two million pages.
+        if promise.prefix_len % page_size or promise.prefix_len > promise.fill_len:
+            raise ProtocolError(
+                f"prefix of {promise.prefix_len} tokens of {promise.fill_len}, pages of {page_size}"
+            )
+        wanted = pages_for(promise.fill_len, page_size) - promise.prefix_len // page_size
+        pages = promise.page_ids()
+        if len(pages) != wanted:
+            raise ProtocolError(f"{len(pages)} pages where {wanted} are needed")
+        num_pages = self.hello.layout.num_pages
+        if len(pages) and (pages.min() < 0 or pages.max() >= num_pages):
+            raise ProtocolError(
+                f"page ids {pages.min()} to {pages.max()}, the pool has {num_pages}"
+            )
+        if _has_repeats(pages, num_pages):
+            raise ProtocolError("a page id twice in one promise")
+        slot = promise.state_slot
+        num_slots = 0 if self.hello.state is None else self.hello.state.num_slots
+        if not (0 <= slot < num_slots if num_slots else slot == -1):
+            raise ProtocolError(f"state slot {slot} of {num_slots}")
+        unit_tokens = min(page_size, our_page_size)
+        fold = page_size // unit_tokens
+        num_units = pages_for(promise.fill_len - promise.prefix_len, unit_tokens)
+        return Promised(
+            peer=self.id,
+            fill_len=promise.fill_len,
+            prefix_len=promise.prefix_len,
+            pages=pages,
+            num_units=num_units,
+            ticket=promise.ticket,
+            reader=self.hello.rank,
+            readers=self.readers,
+            writes=self.writes,
+            unit_tokens=unit_tokens,
+            fold=fold,
+            state_slot=slot,
+            takes_state=self.takes_state,
+            proof=promise.proof,
+            weights_version=promise.weights_version,
+            secrets=self.secrets(our_secret),
+        )
+
+
+def _has_repeats(pages: npt.NDArray[np.int32], num_pages: int) -> bool:
+    """Whether a page id in [0, num_pages) is there twice. O(pages), but for few of a large pool.
+
+    >>> _has_repeats(np.array([3, 1, 3], np.int32), 4)
+    True
+    """
+    if num_pages > 64 * len(pages):
+        return len(np.unique(pages)) < len(pages)
+    is_named = np.zeros(num_pages, np.bool_)
+    is_named[pages] = True
+    return int(np.count_nonzero(is_named)) < len(pages)
+
+
+class Peers:
+    """Owned by a `PrefillControl`. A method returns what is to be done for it, in order."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        ours: OurSide,
+        endpoints: tuple[str, ...],
+        timing: ControlConfig,
+        timers: Timers[str | RoomKey],
+        lost: Callable[[float], Iterable[PeerId]],
+    ) -> None:
+        """`timers` wake peers by name; rooms share them. `lost` is as for `Deaths`."""
+        self._me = me
+        self.news = News()
+        self.lives = Lives(self.news)
+        self.deaths = Deaths(timing, lost, self._current)
+        self._ours = ours
+        self._endpoints = endpoints
+        self._timing = timing
+        self._timers = timers
+        self._stamp = Stamper(me)
+        self._peers: dict[str, Peer] = {}
+        self.num_met = 0
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def get(self, name: str) -> Peer | None:
+        return self._peers.get(name)
+
+    def find(self, peer_id: PeerId) -> Peer | None:
+        """The peer, if this incarnation is the one known."""
+        peer = self._peers.get(peer_id.name)
+        return peer if peer is not None and peer.id == peer_id else None
+
+    def all(self) -> list[Peer]:
+        return list(self._peers.values())  # at once: the scheduler's thread asks for `states`
+
+    def heard_s(self, worker: str, ranks: Iterable[int], since: int) -> float:
+        """By when all these ranks of a decode worker had been heard; -infinity where one is not
+        known, or has taken a former life's place since (as `num_met` was then): it knows nothing of
+        what that one was to promise."""
+        names = [f"{worker}/{rank}" if rank else worker for rank in ranks]
+        peers = [self._peers.get(name) for name in names]
+        return min(
+            -math.inf if peer is None or peer.succeeded > since else peer.live.heard_s
+            for peer in peers
+        )
+
+    def _current(self) -> list[PeerId]:
+        return [peer.id for peer in self._peers.values()]
+
+    def states(self, now_s: float) -> dict[PeerId, str]:
+        """Each "ready" or "suspect"."""
+        return {
+            peer.id: "suspect" if peer.live.suspect(self._timing, now_s) else "ready"
+            for peer in self.all()
+        }
+
+    def wrong(self, peer: Peer, now_s: float) -> str:
+        """What is wrong with it, "" if nothing is. Any thread may ask."""
+        suspect = "suspect" if peer.live.suspect(self._timing, now_s) else ""
+        return self.lives.how(peer.id) or suspect
+
+    def speaker(self, frame: Frame, credential: str) -> Peer | None:
+        """The peer of this name, None if there is none yet. Raises ProtocolError where the name is
+        not the credential's, FormerLifeError for a life that is over."""
+        curve = self._timing.curve
+        if curve is not None and not _may_speak(curve.allowed_clients, credential, frame.name):
+            raise ProtocolError(f"{frame.name!r} speaks under a key that is not its own")
+        peer = self._peers.get(frame.name)
+        if peer is not None and credential != peer.credential:
+            raise ProtocolError(f"{frame.name!r} speaks under another key than before")
+        self.lives.check(frame.sender)
+        return peer
+
+    def check_worker(self, frame: Frame, credential: str, hello: Hello) -> None:
+        """Whether the rank is of the worker that it says it is of.
+
+        Raises HandshakeError where that does not follow from its name and key, where it was made
+        before the one that has its name, where `max_peers` workers are known, or where its worker
+        has no `max_peer_bytes` left for it; FormerLifeError where the worker is over. A refusal
+        tells of no other worker.
+        """
+        rank, worker = hello.rank, hello.worker or frame.sender
+        name = f"{worker.name}/{rank}" if rank else worker.name
+        if frame.name != name or (rank == 0 and worker != frame.sender):
+            raise HandshakeError("name", name, frame.name, "is not that of the rank it says it is")
+        curve = self._timing.curve
+        is_listed = curve is not None and frame.name in curve.allowed_clients.values()
+        if curve is not None and rank == 0 and not is_listed:
+            raise HandshakeError("rank", 0, frame.name, "has another name than the key")
+        leader = self._peers.get(worker.name)
+        if leader is not None and leader.credential != credential and not is_listed:
+            raise HandshakeError("key", "rank 0's", "another", "differs")
+        self.lives.check(worker)
+        self._check_later(frame.sender, hello)
+        others = [peer for peer in self.all() if peer.worker == worker]
+        for peer in others:
+            if peer.hello.topology != hello.topology:
+                raise HandshakeError("topology", peer.hello.topology, hello.topology)
+        workers = {peer.worker.name for peer in self.all()}
+        if worker.name not in workers and len(workers) >= self._timing.max_peers:
+            most = self._timing.max_peers
+            raise HandshakeError("decode workers", most, most + 1, "are more than max_peers allows")
+        held = hello_bytes(hello) + (others[0].budget.num_bytes if others else 0)
+        if held > (most := self._timing.max_peer_bytes):
+            raise HandshakeError("bytes held for it", most, held, "are more than max_peer_bytes")
+
+    def _check_later(self, sender: PeerId, hello: Hello) -> None:
+        """One that was started anew has the name; the one before it may not know that yet, and we
+        may have been started later than both."""
+        peer = self._peers.get(sender.name)
+        if peer is None or peer.id == sender:
+            return
+        now, earlier = peer.hello.life, hello.life
+        if now is not None and earlier is not None and earlier.is_before(now):
+            lives = f"{peer.id.incarnation:x}", f"{sender.incarnation:x}"
+            raise HandshakeError("life", *lives, "was made before the one that has its name")
+
+    def add(
+        self,
+        accepted: Accepted,
+        frame: Frame,
+        received: tuple[bytes, str],
+        hello: Hello,
+        now_s: float,
+    ) -> None:
+        """A rank that passed the handshake. `received` are its route and credential."""
+        added = accepted.added
+        route, credential = received
+        self.lives.begin(frame.sender)
+        self.num_met += 1
+        worker = hello.worker or frame.sender
+        shared = [peer.budget for peer in self.all() if peer.worker == worker]
+        budget = shared[0] if shared else Budget(self._timing.max_peer_bytes)
+        budget.num_bytes += hello_bytes(hello)
+        self._peers[frame.name] = Peer(
+            id=frame.sender,
+            route=route,
+            credential=credential,
+            hello=hello,
+            live=Liveness(now_s, now_s, frame.seq),
+            succeeded=self.num_met if self.lives.has_former(frame.name) else 0,
+            readers=accepted.readers,
+            writes=added is not None,
+            staged=accepted.cut is not None,
+            takes_state=added is not None and added.state is not None,
+            budget=budget,
+            claimed=Claimed(hello.layout.num_pages, budget),
+            past=PastUses(self._timing.max_parked_per_peer),
+        )
+        self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
+        self.news.say("met", frame.sender)
+
+    # --- what is said -----------------------------------------------------------------------------
+
+    def reply(
+        self, route: bytes, hello: Hello | None, refused: str = "", staged: bool = False
+    ) -> SendFrame[bytes]:
+        """Return the answer to a Hello, or the refusal of it or of another frame."""
+        ours, known = self._ours, hello.known if hello is not None else 0
+        said = ours.secret, refused[:1000], ours.rank, staged, known
+        most = ours.max_tokens
+        body = HelloReply(ours.digest, ours.topology, self._endpoints, *said, ours.life, most)
+        return SendFrame(route, self._stamp.frame(body))
+
+    def hello_wanted(self, route: bytes, sender: PeerId | None = None) -> SendFrame[bytes]:
+        """`sender` is None where it could not be read."""
+        wanted = HelloWanted(0 if sender is None else self.nonce(sender))
+        return SendFrame(route, self._stamp.frame(wanted))
+
+    def nonce(self, sender: PeerId) -> int:
+        """What a Hello of it has to repeat."""
+        peer = self._peers.get(sender.name)
+        known = self.lives.last_silent(sender.name) if peer is None else peer.id
+        return nonce(self._me, sender, known)
+
+    def send(self, peer: Peer, body: AnyBody, now_s: float) -> list[SendFrame[bytes]]:
+        """A frame to the peer, none if it is gone."""
+        if peer.gone:
+            return []
+        peer.live.sent_s = now_s
+        return [SendFrame(peer.route, self._stamp.frame(body))]
+
+    def farewell(self) -> list[SendFrame[bytes]]:
+        """Tell every decode rank that our agent is gone."""
+        return [SendFrame(peer.route, self._stamp.frame(Fenced())) for peer in self._peers.values()]
+
+    def tick(self, name: str, now_s: float) -> list[SendFrame[bytes] | RemovePeer]:
+        """Say a Heartbeat, or forget a peer that is silent and has no rooms."""
+        peer = self._peers.get(name)
+        if peer is None:
+            return []
+        if not peer.rooms and peer.live.forgettable(self._timing, now_s):
+            self.lives.silent(peer.id)
+            self.news.say("forgotten", peer.id, "was silent for long")
+            return [self.forget(peer)]
+        is_silent = peer.live.suspect(self._timing, now_s)
+        if self.news.silent(peer.id, is_silent) and is_silent:
+            self.deaths.doubt(peer.id, now_s)
+        out: list[SendFrame[bytes] | RemovePeer] = []
+        if peer.live.heartbeat_due(self._timing, now_s):
+            out += self.send(peer, Heartbeat(), now_s)
+        self._timers.wake(name, peer.live.heartbeat_due_s(self._timing))
+        return out
+
+    def forget(self, peer: Peer) -> RemovePeer:
+        self.news.forget(peer.id)
+        self.deaths.forget(peer.id)
+        if self._peers.get(peer.id.name) is peer:
+            del self._peers[peer.id.name]
+            self._timers.forget(peer.id.name)
+            peer.budget.num_bytes -= hello_bytes(peer.hello)
+        return RemovePeer(peer.id)
+
+
+def _may_speak(allowed: Mapping[str, str], credential: str, name: str) -> bool:
+    """Whether the name is the key's, or, unless another key has it, of a further rank of the worker
+    that is."""
+    if name in allowed.values():
+        return allowed.get(credential) == name
+    worker, _, rank = name.rpartition("/")
+    return allowed.get(credential) == worker != "" and rank.isdecimal()

@@ -1,0 +1,146 @@
+"""Prefill's rooms: what happens to one goes through its machine, and what that wants comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import count
+from types import MappingProxyType
+from typing import Final
+
+from prefixkv.config import ControlConfig
+from prefixkv.control.handshake import named_end
+from prefixkv.control.prefill.claims import Claims
+from prefixkv.control.prefill.peers import Peers
+from prefixkv.control.prefill.writes import Want
+from prefixkv.protocol import sender_events as sender
+from prefixkv.protocol.events import RoomEnded, SourceFree
+from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.sender_events import PostWrite, Say
+from prefixkv.protocol.sender_machine import SenderMachine
+from prefixkv.protocol.timers import Timers
+
+_NO_ROOM: Final = RoomKey(0, -1)
+
+
+class SenderRooms:
+    """Owned by a `PrefillControl`. Where `out` is given, what is to be done is added to it, in
+    order.
+
+    Args:
+        rank, page_size: ours.
+        timers: they wake rooms by key; peers share them.
+        peers, claims: which decode ranks there are, and which have named a room.
+        option_names: as of `ModelConfig`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        page_size: int,
+        timing: ControlConfig,
+        timers: Timers[str | RoomKey],
+        peers: Peers,
+        claims: Claims,
+        option_names: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.machines: dict[RoomKey, SenderMachine] = {}
+        # Rooms that are over for our engine; kept to answer a promise that is on its way.
+        self.unclaimed: set[RoomKey] = set()
+        self.jobs: dict[int, RoomKey] = {}
+        self.renewed = False  # some Drained that was lost may have asked decode to let it settle
+        self._rank = rank
+        self._page_size = page_size
+        self._timing = timing
+        self._timers = timers
+        self._peers = peers
+        self._claims = claims
+        self._option_names = option_names
+        self._job_ids = count(1)
+
+    @property
+    def num_claimed(self) -> int:
+        """Rooms that an engine or a peer still has something to do with. Any thread may ask."""
+        return sum(key not in self.unclaimed for key in list(self.machines))
+
+    def all(self) -> Collection[SenderMachine]:
+        return self.machines.values()
+
+    def get(self, key: RoomKey) -> SenderMachine | None:
+        return self.machines.get(key)
+
+    def new(self, key: RoomKey, now_s: float) -> SenderMachine:
+        what = self._rank, self._page_size, self.next_job_id, self._timing
+        machine = SenderMachine(key, *what, now_s)
+        machine.met_before = self._peers.num_met
+        self.machines[key] = machine
+        return machine
+
+    def on(
+        self, machine: SenderMachine, event: sender.Event, now_s: float, out: list[Want]
+    ) -> None:
+        """Something happens to the room; it is dropped here once nothing more can."""
+        key = machine.key
+        open_before = not machine.poll.ended
+        for action in machine.on(event, now_s):
+            if isinstance(action, Say):
+                out += self._peers.send(self._claims.of(key)[action.peer], action.body, now_s)
+            elif isinstance(action, RoomEnded | SourceFree) and not machine.added:
+                continue  # the engine has never heard of it
+            else:
+                if isinstance(action, PostWrite):
+                    self.jobs[action.job_id] = key
+                elif isinstance(action, RoomEnded):
+                    action = named_end(action, self._option_names)
+                out.append(action)
+        if open_before and machine.poll.ended and not machine.added:
+            self._claims.unpark(key)
+        if machine.drained:
+            self._claims.drained(key)
+        # Peers that are gone drain their own pages, or never: only our writes' ends are waited for.
+        all_gone = self._claims.all_gone(key)
+        if machine.over or (all_gone and machine.poll.ended and not machine.in_flight):
+            self.drop(machine)
+        else:
+            self._timers.wake(key, machine.wake_s)
+            if machine.poll.ended and not machine.readers:
+                self.unclaimed.add(key)
+            else:
+                self.unclaimed.discard(key)
+
+    def tick(self, machine: SenderMachine, now_s: float, out: list[Want]) -> None:
+        """Its deadlines and repeats."""
+        key = machine.key
+        heard_s = self._peers.heard_s(key.decode, machine.expected, machine.met_before)
+        self.on(machine, sender.Tick(heard_s), now_s, out)
+
+    def drop(self, machine: SenderMachine) -> None:
+        self.machines.pop(machine.key, None)
+        self.unclaimed.discard(machine.key)
+        self._timers.forget(machine.key)
+        self._claims.drop(machine)
+
+    # --- writes -----------------------------------------------------------------------------------
+
+    def next_job_id(self) -> int:
+        """A number for a write or a copy, never given before."""
+        return next(self._job_ids)
+
+    def write_ended(
+        self, job_id: int, error: Exception | None, drained: bool, now_s: float
+    ) -> list[Want]:
+        out: list[Want] = []
+        machine = self.machines.get(self.jobs.get(job_id, _NO_ROOM))
+        if error is None or drained:
+            self.jobs.pop(job_id, None)
+        if machine is not None:
+            self.on(machine, sender.WriteEnded(job_id, error, drained), now_s, out)
+        return out
+
+    def write_drained(self, job_id: int, now_s: float) -> list[Want]:
+        """Of a write that had ended undrained, nothing can land any more."""
+        out: list[Want] = []
+        self.renewed = True
+        machine = self.machines.get(self.jobs.pop(job_id, _NO_ROOM))
+        if machine is not None:
+            self.on(machine, sender.WriteDrained(job_id), now_s, out)
+        return out

@@ -1,0 +1,157 @@
+"""One NIXL agent: made, its memory registered, destroyed. With `nixl/loop.py`, which drives it, the
+only user of nixl.
+
+- An error says nothing of its siblings and keeps its type; `bare` takes its traceback.
+- A post refused with an error may have begun: NIXL hands its descriptors on one by one and stops at
+  the first that fails. Only what NIXL refuses before that counts as never posted.
+- Only destroying the agent fences its writes. Every handle that is kept, also in the frames of a
+  traceback, keeps the agent: so errors leave here without their tracebacks, and logs get text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from typing import Any, Final
+
+from prefixkv.errors import MetadataError, TransferError
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.state_layout import StateLayout
+from prefixkv.transport.interfaces import ucx_options
+from prefixkv.transport.metadata.nixl_form import read_metadata
+from prefixkv.transport.runs import Runs
+
+# Read when the libraries load. Faults are expected here, and come back as typed exceptions.
+os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+os.environ.setdefault("UCX_LOG_LEVEL", "FATAL")
+_raise_exceptions = logging.raiseExceptions
+import nixl._api as nixl_api  # noqa: E402
+from nixl import _bindings as nixl_errors  # noqa: E402  # pyright: ignore[reportAttributeAccessIssue]
+
+logging.raiseExceptions = _raise_exceptions  # nixl's logging turns it off for the whole process
+
+_UCX: Final = "UCX"
+BINDINGS_FILE: Final[str] = nixl_errors.__file__
+_MIN_RESTS: Final = 50
+FORGOTTEN: Final = nixl_errors.nixlNotFoundError  # NIXL does not know the peer (any more)
+
+# NIXL checks its arguments before it hands anything on, and says so with these
+NEVER_POSTED: Final = (
+    nixl_errors.nixlInvalidParamError,
+    nixl_errors.nixlNotFoundError,
+    nixl_errors.nixlNotAllowedError,
+    nixl_errors.nixlMismatchError,
+    nixl_errors.nixlNotSupportedError,
+)
+CONNECTION_BROKEN: Final = (
+    nixl_errors.nixlRemoteDisconnectError,
+    nixl_errors.nixlBackendError,
+    FORGOTTEN,
+)
+
+
+class NixlAgent:
+    """An agent with the memory of pool, staging area and state registered. Owned by the transport
+    thread.
+
+    `lists` are descriptor lists that are kept for posts under way only. `unproven` are the jobs
+    with a part that failed after it was posted here: such a part may still land until `destroy`.
+    """
+
+    def __init__(
+        self, name: str, layout: KVLayout, staging: StagingArea | None = None,
+        state: StateLayout | None = None, interface: str = "", backends: tuple[str, ...] = (_UCX,),
+    ) -> None:  # fmt: skip
+        """Staging area and state are on the layout's device; `interface` and `backends` as in
+        TransportConfig. The memory is registered with UCX, which also brings the notifications.
+        Raises what NIXL raises."""
+        self.name = name
+        self._memory_type = memory_type_of(layout)
+        self.api: Any = nixl_api.nixl_agent(
+            name,
+            nixl_api.nixl_agent_config(
+                enable_prog_thread=False,
+                backends=[],
+                sync_mode=nixl_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
+            ),
+        )
+        with ucx_options(interface) as options:
+            self.api.create_backend(_UCX, options)
+        for backend in backends[1:]:
+            self.api.create_backend(backend, {})
+        ranges = [*layout.regions]
+        if staging is not None:
+            ranges.append((staging.base, staging.num_bytes))
+        if state is not None:
+            ranges += state.regions
+        regions = [(address, num_bytes, layout.device_id, "") for address, num_bytes in ranges]
+        self.api.register_memory(regions, self._memory_type, backends=list(backends))
+        self.metadata = bytes(self.api.get_agent_metadata())
+        self.lists: list[Any] = []
+        self.unproven: set[int] = set()
+        self._resting_since: float | None = None
+        self._rests = 0
+
+    def load(self, name: str, metadata: bytes) -> None:
+        """Take a peer's metadata. Raises MetadataError for another's, which would replace that
+        one's inside NIXL, or what is none; else what NIXL raises."""
+        if (found := read_metadata(metadata).name) != name:
+            raise MetadataError(f"it is of agent {found!r}, not of {name!r}")
+        self.api.add_remote_agent(metadata)
+
+    def prepare(self, name: str, runs: Runs, layout: KVLayout) -> tuple[Any, Any]:
+        """The descriptor lists of both sides; `layout` is the peer's. Raises what NIXL raises, e.g.
+        for memory that is not registered."""
+        local = self.api.prep_xfer_dlist("", runs.src, self._memory_type)
+        return local, self.api.prep_xfer_dlist(name, runs.dst, memory_type_of(layout))
+
+    def rest(self, now: float, for_s: float) -> bool:
+        """Make progress once. True when that has been going on for `for_s`: `destroy` may follow.
+
+        UCX tidies up a broken connection step by step, as it makes progress. To destroy the agent
+        before that is done may abort the process.
+
+        Source: UCX, "Assertion `ucs_arbiter_group_is_empty(group)' failed" when a worker with
+        pending requests is destroyed; seen here in 1 of 60 such ends.
+        """
+        if self._resting_since is None:
+            self._resting_since = now
+        self._rests += 1
+        with contextlib.suppress(Exception):
+            self.api.get_new_notifs()
+        return now - self._resting_since >= for_s and self._rests >= _MIN_RESTS
+
+    def destroy(self) -> bool:
+        """End it; every handle and list of it has to be dropped before. Returns whether it is gone:
+        only then are its writes fenced."""
+        self.lists.clear()
+        alive = weakref.ref(self.api.agent)
+        del self.api
+        return alive() is None
+
+
+def memory_type_of(layout: KVLayout) -> str:
+    """What NIXL calls the memory of the layout's device."""
+    return "DRAM" if layout.device == "cpu" else "VRAM"
+
+
+def error_of(state: str) -> Exception | None:
+    """What a state that NIXL reports means, None for the good ones."""
+    return None if state in ("DONE", "PROC") else TransferError(f"NIXL reports state {state}")
+
+
+def bare(error: BaseException) -> Exception:
+    """The error without its traceback, whose frames would keep the agent alive after it was
+    destroyed."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    if isinstance(error, Exception):
+        return error
+    wrapped = TransferError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,75 @@
+"""A peer as one agent knows it, and a post to it. Owned by the transport thread."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from prefixkv.protocol.ids import PeerId
+from prefixkv.transport.jobs import ActiveJob, Outbox
+from prefixkv.transport.metadata.nixl_form import nixl_name
+from prefixkv.transport.nixl.agent import FORGOTTEN, NixlAgent
+from prefixkv.transport.parts import Part
+from prefixkv.transport.routes import PeerMemory, Routes
+
+
+class Peer:
+    """A peer, the descriptor lists for it, and the jobs that go there.
+
+    `lists` holds (ours, theirs) by `WriteJob.route`.
+    """
+
+    def __init__(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
+        self.peer = peer
+        self.metadata = metadata
+        self.memory = memory
+        self.loaded = False  # NIXL has its metadata
+        self.routes: Routes | None = None  # None: to be connected before its next post
+        self.lists: dict[str, tuple[Any, Any]] = {}
+        self.outbox = Outbox()
+        self.in_flight = 0  # of the agent that posts now
+        self.retry_at = 0.0
+        self.removed = False
+
+    def load(self, agent: NixlAgent, routes: Routes) -> None:
+        """Make it known to the agent and prepare its lists. Raises HandshakeError, or what NIXL
+        raises."""
+        name = nixl_name(self.peer)
+        agent.load(name, self.metadata)
+        self.loaded = True
+        for route, runs in routes._asdict().items():
+            if runs is not None:
+                self.lists[route] = agent.prepare(name, runs, self.memory.layout)
+        self.routes = routes
+
+    def unload(self, agent: NixlAgent) -> None:
+        """Undo `load`, or as much of it as was done."""
+        self.routes = None
+        while self.lists:
+            _, pair = self.lists.popitem()
+            for prepared in pair:
+                prepared.release()
+        if self.loaded:
+            self.loaded = False
+            with contextlib.suppress(FORGOTTEN):  # NIXL forgot it by itself
+                agent.api.remove_remote_agent(nixl_name(self.peer))
+
+    def part_from_agent(self) -> list[Any]:
+        """Forget what belongs to the agent, which is ended elsewhere. Returns the lists: its posts
+        may still need them."""
+        lists = [prepared for pair in self.lists.values() for prepared in pair]
+        self.lists.clear()
+        self.routes, self.loaded, self.in_flight, self.retry_at = None, False, 0, 0.0
+        return lists
+
+
+@dataclass(slots=True, eq=False)
+class Post:
+    """A part under way, and the agent that posted it."""
+
+    agent: NixlAgent
+    handle: Any
+    peer: Peer
+    job: ActiveJob
+    part: Part

@@ -1,0 +1,327 @@
+"""What the thread of the shm transport does: it copies parts of jobs into memory of peers, and
+hears what peers have copied into ours.
+
+A copy is made by this thread, between two looks at its inbox. So no write is ever under way when a
+command is obeyed: a job that is cancelled is drained at once, none ends undrained, and once the
+thread has ended nothing can land. Where nothing is to be copied it sleeps until a socket or a
+command wakes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+import traceback
+from collections.abc import Callable, Hashable, Iterable
+from typing import Final
+
+from prefixkv.config import TransportConfig
+from prefixkv.errors import AbortedError, PeerLostError, TransferTimeoutError
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.shared import blocks_of
+from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.state_layout import StateLayout
+from prefixkv.protocol.ids import PeerId
+from prefixkv.transport.base import (
+    Arrived,
+    PeerUnreachable,
+    Settled,
+    Sink,
+    TransportEvent,
+    WriteJob,
+)
+from prefixkv.transport.jobs import ActiveJob, JobTable
+from prefixkv.transport.routes import PeerMemory, routes_to
+from prefixkv.transport.shm.door import Door
+from prefixkv.transport.shm.peer import Link, Peer
+from prefixkv.wakeups import Inbox
+
+_log = logging.getLogger("prefixkv.transport")
+
+_RECONNECT_S: Final = 0.1  # between two attempts
+_BLOCKS_A_PART: Final = 1 << 15  # 5 ms of 512 bytes each
+_PATIENCE_S: Final = 2e-3  # of looks at what is not ready, before sleeps become longer
+
+Command = Callable[["ShmLoop"], None]  # run by the thread
+Met = Callable[[PeerId, Exception | None], bool]
+
+
+class ShmLoop:
+    """Owned by the transport's thread."""
+
+    def __init__(
+        self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
+        staging: StagingArea | None, state: StateLayout | None, met: Met | None = None,
+    ) -> None:  # fmt: skip
+        """Raises OSError where the system lacks what this needs."""
+        self._layout, self._staging, self._state = layout, staging, state
+        self._sink = sink
+        self._config = config
+        self._met = met
+        self._epoll = select.epoll()
+        self._peers: dict[PeerId, Peer] = {}
+        self._jobs = JobTable(self.emit, config.post_bytes, _BLOCKS_A_PART)
+        self._settling: list[Hashable] = []
+        ranges = [*layout.regions]
+        if staging is not None:
+            ranges.append((staging.base, staging.num_bytes))
+        if state is not None:
+            ranges += state.regions
+        blocks = blocks_of(ranges) if layout.device == "cpu" else None
+        try:
+            self._door = Door(me, blocks, ranges, self._epoll) if blocks else None
+        except BaseException:
+            self._epoll.close()
+            raise
+        self.offer = b"" if self._door is None else self._door.offer
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def serve(self, inbox: Inbox[Command | None]) -> None:
+        """Obey commands and make progress until None comes."""
+        self._epoll.register(inbox.fd, select.EPOLLIN)
+        idle_since: float | None = None
+        while True:
+            ready = [what for what in self._ready(idle_since) if what[0] != inbox.fd]
+            moved = self.turn(ready, inbox.drain())
+            if moved is None:
+                return
+            if moved:
+                idle_since = None
+            elif idle_since is None:
+                idle_since = time.monotonic()
+
+    def turn(
+        self, ready: Iterable[tuple[int, int]], commands: Iterable[Command | None]
+    ) -> bool | None:
+        """One round: what came at sockets, then commands, then a part for each peer. Whether
+        anything was to be done for peers; None: a command was to end."""
+        for fd, events in ready:
+            self._guarded(lambda fd=fd, events=events: self._on_ready(fd, events))  # type: ignore[misc]
+        for command in commands:
+            if command is None:
+                return None
+            self._guarded(lambda command=command: command(self))  # type: ignore[misc]
+        return bool(self._guarded(self._progress))
+
+    def _guarded(self, step: Callable[[], bool | None]) -> bool | None:
+        """What the step returns. An exception that comes this far is a bug of ours; the thread
+        serves other rooms too."""
+        try:
+            return step()
+        except Exception:
+            _log.error("the shm transport's thread stumbled\n%s", traceback.format_exc())
+            return None
+
+    def _ready(self, idle_since: float | None) -> list[tuple[int, int]]:
+        """What came, waiting for it as long as nothing else is to do."""
+        if self._settling or (
+            idle_since is None and any(peer.outbox for peer in self._peers.values())
+        ):
+            return self._epoll.poll(0)
+        now = time.monotonic()
+        if idle_since is not None and any(
+            peer.outbox and peer.routes is not None for peer in self._peers.values()
+        ):  # a job waits for its `ready`, which only answers
+            quiet_s = now - idle_since
+            if quiet_s >= self._config.spin_s:
+                patient = quiet_s < _PATIENCE_S
+                time.sleep(self._config.sleep_s if patient else self._config.idle_sleep_s)
+            return self._epoll.poll(0)
+        links = [peer.link for peer in self._peers.values() if peer.link is not None]
+        times = [link.until_s for link in links if not link.answered]
+        times += [peer.retry_at for peer in self._peers.values() if peer.outbox and not peer.link]
+        if self._door is not None and (turned_s := self._door.wake_s()) is not None:
+            times.append(turned_s)
+        if any(
+            peer.link and not _is_greeting(peer) and not peer.routes
+            for peer in self._peers.values()
+        ):
+            return self._epoll.poll(0)  # pages are being brought in
+        return self._epoll.poll(None if not times else max(0.0, min(times) - now))
+
+    def _on_ready(self, fd: int, events: int) -> None:
+        if self._door is not None and self._door.on_ready(fd, self._arrived):
+            return
+        for peer in list(self._peers.values()):
+            if peer.link is not None and peer.link.fd == fd:
+                try:
+                    peer.link.on_ready(events)
+                except BlockingIOError:
+                    pass
+                except Exception as error:
+                    self._lose(peer, error)
+
+    def _progress(self) -> bool:
+        """One part for each peer. Whether anything moved."""
+        now, moved = time.monotonic(), False
+        for peer in list(self._peers.values()):
+            if peer.link is not None and peer.routes is None:
+                moved |= self._go_on(peer, now)
+            elif peer.outbox:
+                moved |= self._serve_peer(peer, now)
+        if self._door is not None:
+            self._door.turn_out(now)
+        if self._settling:
+            self._tell_settled()
+        return moved
+
+    # --- commands ---------------------------------------------------------------------------------
+
+    def add_peer(self, peer_id: PeerId, metadata: bytes, memory: PeerMemory) -> None:
+        peer = self._peers.get(peer_id)
+        if peer is not None:
+            if not peer.removed and (peer.metadata, peer.memory) == (metadata, memory):
+                return
+            if peer.memory != memory:
+                lost = PeerLostError(f"the memory of {peer_id.name} is another now")
+                self._jobs.drop(peer.outbox, lost)
+            peer.part()
+            peer.metadata, peer.memory, peer.removed = metadata, memory, False
+        else:
+            peer = self._peers[peer_id] = Peer(peer_id, metadata, memory)
+        self._connect(peer)
+
+    def remove_peer(self, peer_id: PeerId) -> None:
+        peer = self._peers.pop(peer_id, None)
+        if peer is not None:
+            peer.removed = True
+            self._jobs.drop(peer.outbox, AbortedError(f"peer {peer_id.name} was removed"))
+            peer.part()
+
+    def write(self, job: WriteJob) -> None:
+        peer = self._peers.get(job.peer)
+        if peer is None:
+            self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
+        elif peer.routes is None:
+            self._jobs.park(peer.outbox, job)
+        else:
+            self._jobs.start(peer.outbox, peer.routes, job)
+
+    def cancel(self, job_id: int) -> None:
+        self._jobs.cancel(job_id)
+
+    def settle(self, token: Hashable) -> None:
+        self._settling.append(token)
+
+    # --- peers ------------------------------------------------------------------------------------
+
+    def _connect(self, peer: Peer) -> None:
+        peer.part()
+        try:
+            # First: it says what is wrong with the peer's layout, and of what model it is.
+            routes_to(peer.memory, self._layout, self._staging, self._state)
+            if self._layout.device != "cpu" or peer.memory.layout.device != "cpu":
+                raise PeerLostError("shm copies between pools on the CPU")
+            peer.link = Link(peer.peer, peer.metadata, peer.memory, self._epoll)
+        except Exception as error:
+            self._lose(peer, error)
+
+    def _go_on(self, peer: Peer, now: float) -> bool:
+        """A step towards a peer whose memory is all here."""
+        link = peer.link
+        assert link is not None
+        try:
+            if not link.answered:
+                if now < link.until_s:
+                    return False
+                raise TransferTimeoutError(f"{peer.peer.name} does not answer at its door")
+            if not link.is_whole:
+                link.populate()
+                return True
+            routes = routes_to(peer.memory, self._layout, self._staging, self._state)
+            peer.plans = link.plans(routes)
+        except Exception as error:
+            self._lose(peer, error)
+            return True
+        peer.routes = routes
+        self._jobs.start_parked(peer.outbox, routes)
+        if self._met is not None:
+            self._met(peer.peer, None)
+        return True
+
+    def _lose(self, peer: Peer, error: Exception) -> None:
+        """The peer is gone as far as we know: what waits for it fails, a later write tries again.
+        Where nothing waits, that one finds it."""
+        connected = peer.routes is not None
+        error = error.with_traceback(None)
+        peer.part()
+        waited = bool(peer.outbox)
+        self._jobs.drop(peer.outbox, error)
+        peer.retry_at = 0.0 if connected else time.monotonic() + _RECONNECT_S
+        if not connected and self._met is not None and self._met(peer.peer, error):
+            return
+        if not peer.removed and (waited or not connected):
+            self.emit(PeerUnreachable(peer.peer, error))
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def _serve_peer(self, peer: Peer, now: float) -> bool:
+        """Copy one part, of the first room in turn that is ready. Connect first if that is due."""
+        if peer.routes is None:
+            if now < peer.retry_at:
+                return False
+            self._connect(peer)
+            return True
+        for job in peer.outbox.round():
+            try:
+                ready = job.poll_ready()
+            except BaseException as error:
+                self._jobs.stop(
+                    job, error if isinstance(error, Exception) else AbortedError(repr(error))
+                )
+                return True
+            if ready:
+                self._copy(peer, job)
+                return True
+        return False
+
+    def _copy(self, peer: Peer, job: ActiveJob) -> None:
+        number = job.next_part
+        part = job.parts[number]
+        self._jobs.part_posted(job)
+        error: Exception | None = None
+        try:
+            peer.plans[job.job.route].copy(part, job.src_pages, job.dst_pages)
+            assert peer.link is not None
+            peer.link.tell(job.tag(number))
+        except Exception as failure:
+            error = failure.with_traceback(None)
+        # Whatever went wrong, this thread is not copying any more: nothing of it lands later.
+        self._jobs.part_ended(job, part, error, may_land=False)
+        if isinstance(error, PeerLostError):
+            self._lose(peer, error)
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def _arrived(self, tag: bytes) -> None:
+        self.emit(Arrived(tag))
+
+    def _tell_settled(self) -> None:
+        """All that writers sent before is read: a copy lands at once, and its tag after it."""
+        if self._door is not None:
+            self._door.read_all(self._arrived)
+        tokens, self._settling = self._settling, []
+        for token in tokens:
+            self.emit(Settled(token))
+
+    def emit(self, event: TransportEvent) -> None:
+        try:
+            self._sink(event)
+        except BaseException:
+            _log.error("the sink of the transport failed on %r\n%s", event, traceback.format_exc())
+
+    def destroy(self) -> None:
+        """Give all memory of peers back, then end every job: nothing of ours can land from now
+        on."""
+        for peer in self._peers.values():
+            peer.part()
+        self._jobs.close(fenced=True)
+        if self._door is not None:
+            self._door.close()
+        self._epoll.close()
+
+
+def _is_greeting(peer: Peer) -> bool:
+    return peer.link is not None and not peer.link.answered
