@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixkv.decode import admission
-from prefixkv.decode.admission import AdmissionPolicy, admission_names, register
+from prefixkv.decode.admission import AdmissionPolicy, admission_names, register_admission
 from prefixkv.decode.prealloc_queue import MAX_LOOKS
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
@@ -77,7 +77,7 @@ def test_priority_goes_before_arrival_and_is_waited_for() -> None:
 def test_one_of_your_own_is_registered_by_a_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_POLICIES", copy.deepcopy(admission._POLICIES))
 
-    @register
+    @register_admission
     class ShortestPrompt(AdmissionPolicy):
         name = "shortest_prompt"
         overtakes = True

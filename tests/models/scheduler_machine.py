@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from prefixkv.cache.eviction.gated import Gated
-from prefixkv.cache.eviction.policy import policy_names, register
+from prefixkv.cache.eviction.policy import policy_names, register_policy
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.admission import DEFAULT_ADMISSION, admission_names
 from prefixkv.decode.lanes import Lanes
@@ -68,7 +68,7 @@ class Spelled(random.Random):
         return 1.0 - self._randbelow(1024) / 1024
 
 
-@register
+@register_policy
 class QuickGated(Gated):
     """Pages are overdue within the seconds that a run takes, so that the time decides many
     evictions."""

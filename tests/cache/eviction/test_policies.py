@@ -11,7 +11,7 @@ from prefixkv.cache.eviction.adaptive import Adaptive
 from prefixkv.cache.eviction.gated import Gated
 from prefixkv.cache.eviction.gittins import Gittins
 from prefixkv.cache.eviction.plain import ByPriority
-from prefixkv.cache.eviction.policy import Policy, make_policy, policy_names, register
+from prefixkv.cache.eviction.policy import Policy, make_policy, policy_names, register_policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.errors import ConfigError
 from tests.models.radix_machine import POLICIES, make_pair
@@ -93,7 +93,7 @@ def test_what_is_held_inherits_the_visits_of_all_that_was_evicted_below_it():
 
 
 def test_a_user_writes_and_registers_a_policy():
-    @register
+    @register_policy
     class ShortestFirst(Policy):
         """Of all leaves the one at the end of the shortest path goes first."""
 
