@@ -1,10 +1,10 @@
-"""Which peers may have died, so that the kernel has to be asked.
+"""Peers that may have died, so that the kernel has to be asked about their process.
 
 A peer says in its handshake which process it is (`ProcessLife`). That is evidence against itself
 alone: it counts where the peer is on this machine, as its connection shows, and only where every
-handshake under its identity has said the same. While something is wrong with the peer, Examine asks
-again and again whether that process has ended. `Fence(proved=True)` is the answer, once it is
-proved; there is no other answer, and no time after which a peer counts as dead.
+handshake under its identity has said the same. While something is wrong with the peer, `Examine`
+asks again and again whether that process has ended. The only answer is `Fence(proved=True)`, once
+the end is proved. No amount of silence makes a peer count as dead.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import ProcessLife
 
 EXAMINE_S: Final = 0.25
-"""From one look at a process to the next."""
+"""Time between two looks at a process."""
 FENCED: Final = "was fenced"
 FENCED_DEAD: Final = "was fenced, since it is proved dead"
 
 
 class Deaths:
-    """Owned by a control object.
+    """The processes whose death may be asked of the kernel. Owned by a control object.
 
     Args:
-        lost: the peers that are suspect or over and still hold something of ours, at a time.
-        current: the peers that links are to.
+        lost: returns the peers that are suspect or over at a time and still hold something of ours.
+        current: returns the peers that a link leads to now.
     """
 
     def __init__(
@@ -38,33 +38,43 @@ class Deaths:
         lost: Callable[[float], Iterable[PeerId]],
         current: Callable[[], Iterable[PeerId]],
     ) -> None:
-        self.due_s = math.inf  # when `tick` is wanted
+        self.due_s = math.inf  # when `tick` is wanted; infinity: nothing is to be asked
         self._timing = timing
         self._lost = lost
         self._current = current
-        # None: it has said nothing, or two things, or is fenced.
+        # The process that each peer says it is. None: it named none, named two different ones, or
+        # is fenced. None stays, so that a later handshake cannot point at a process again.
         self._lives: dict[PeerId, ProcessLife | None] = {}
-        self._doubted: dict[PeerId, float] = {}  # until when
+        self._doubted: dict[PeerId, float] = {}  # until when each is looked at for that alone
 
     def met(self, peer: PeerId, life: ProcessLife | None, is_local: bool, now_s: float) -> None:
-        """What a handshake that was accepted says of the peer. `is_local`: its connection does not
-        leave this machine."""
+        """Record which process an accepted handshake names as the peer's.
+
+        `is_local` says that the connection does not leave this machine: a process id means nothing
+        elsewhere.
+        """
         if not (is_local and self._timing.prove_death):
             life = None
+        # Before one is added, so that peers that come and go do not make the table grow.
         if peer not in self._lives:
             self._forget_others(now_s)
+        # Two different claims under one identity: one of them is a lie, so neither may prove a
+        # death. Otherwise a peer could name a process that ends soon, and have pages freed that it
+        # still writes.
         if self._lives.setdefault(peer, life) != life:
             self._lives[peer] = None
 
     def doubt(self, peer: PeerId | None, now_s: float) -> None:
-        """Something is wrong with it: it is silent, cannot be reached, or another is in its place.
-        It is looked at now, for as long as a peer may be silent, and then while it is lost."""
+        """Look at a peer's process from now on: it is silent, unreachable, or replaced.
+
+        It is examined for `suspect_after_s`, and beyond that while `lost` reports it.
+        """
         if peer is not None and self._lives.get(peer) is not None:
             self._doubted[peer] = now_s + self._timing.suspect_after_s
             self.due_s = min(self.due_s, now_s)
 
     def fenced(self, peer: PeerId) -> bool:
-        """There is nothing to find out of it any more; False if there was nothing before."""
+        """Stop examining a fenced peer; return False if there was nothing to examine."""
         self._doubted.pop(peer, None)
         known = self._lives.get(peer) is not None
         if known:
@@ -72,12 +82,12 @@ class Deaths:
         return known
 
     def forget(self, peer: PeerId) -> None:
-        """No link is to it, and it holds nothing."""
+        """Drop what is known of the process of a peer that the control object forgets."""
         self._doubted.pop(peer, None)
         self._lives.pop(peer, None)
 
     def tick(self, now_s: float) -> list[Examine]:
-        """What is to be looked at now."""
+        """Return the processes to examine now, and set `due_s` for the next look."""
         if now_s < self.due_s:
             return []
         asked = self._forget_others(now_s)
@@ -86,7 +96,7 @@ class Deaths:
         return out
 
     def _forget_others(self, now_s: float) -> Iterable[PeerId]:
-        """Forget what is of no use any more; returns the peers with which something is wrong."""
+        """Drop the peers without a link with which nothing is wrong; return those to ask about."""
         self._doubted = {peer: end_s for peer, end_s in self._doubted.items() if now_s < end_s}
         asked = dict.fromkeys((*self._doubted, *self._lost(now_s)))
         kept = {*asked, *self._current()}

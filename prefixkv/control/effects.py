@@ -1,6 +1,5 @@
-"""What goes into a control object besides commands and the transport's events, and what comes out
-of it besides events for the scheduler.
-"""
+"""Inputs and effects of control objects, apart from commands, transport events and events for the
+scheduler."""
 
 from __future__ import annotations
 
@@ -21,10 +20,11 @@ To = TypeVar("To", str, bytes)
 
 
 class FrameReceived(msgspec.Struct, Generic[To], frozen=True):
-    """A frame from a prefill rank's address (decode), or from behind a ROUTER's route (prefill).
+    """A frame from a prefill rank's address (on decode), or from behind a ROUTER's route (on
+    prefill).
 
-    `credential` is what the socket proved of the sender (its CURVE key), "" without keys.
-    `is_local`: what the socket is connected to is on this machine.
+    `credential` is the CURVE key that the socket proved for the sender, "" without keys. `is_local`
+    says that the other end of the connection is on this machine.
     """
 
     source: To
@@ -34,14 +34,15 @@ class FrameReceived(msgspec.Struct, Generic[To], frozen=True):
 
 
 class FrameFailed(msgspec.Struct, Generic[To], frozen=True):
-    """An exception came out of taking this frame: its sender's fault, whose room ends for it."""
+    """An exception was raised while this frame was taken. Its sender is held to be at fault, so
+    only the room that the frame names ends."""
 
     frame: FrameReceived[To]
     error: Exception
 
 
 class ConnectFailed(msgspec.Struct, frozen=True):
-    """The answer to a Connect: there is no such address."""
+    """The answer to a Connect: the address does not exist."""
 
     address: str
     error: Exception
@@ -61,15 +62,18 @@ class Reached(msgspec.Struct, frozen=True):
 
 
 class PeerTried(msgspec.Struct, frozen=True):
-    """The answer to a TryPeer: `error` says why the peer's metadata must not be loaded."""
+    """The answer to a TryPeer: `error` says why the peer's metadata must not be loaded, None: it
+    may."""
 
     peer: PeerId
     error: Exception | None = None
 
 
 class CopyDone(msgspec.Struct, frozen=True):
-    """A Gather or Scatter has ended, and nothing of it runs any more; `error` is what it raised, or
-    ClosedError if it never ran."""
+    """A Gather or Scatter has ended, and no thread touches its memory any more.
+
+    `error` is what it raised, or ClosedError if it never ran.
+    """
 
     copy_id: int
     error: Exception | None = None
@@ -80,12 +84,14 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class AgentDestroyed(msgspec.Struct, frozen=True):
-    """Our transport's agent is gone, so no write of ours can land any more: tell every peer."""
+    """The agent of our transport is destroyed, so no write of ours can land any more: tell all
+    peers."""
 
 
 # --- effects --------------------------------------------------------------------------------------
 
 
+# Generic in where it goes: decode knows prefill ranks by address, prefill answers routes.
 class SendFrame(msgspec.Struct, Generic[To], frozen=True):
     """Send to the prefill rank at this address, or to the decode rank behind this route."""
 
@@ -106,13 +112,13 @@ class Disconnect(msgspec.Struct, frozen=True):
 
 
 class Expect(msgspec.Struct, frozen=True):
-    """Peers may now be writing for so many rooms: `Transport.expect`."""
+    """Peers may be writing the pages of `num_rooms` rooms: see `Transport.expect`."""
 
     num_rooms: int
 
 
 class RankDrained(msgspec.Struct, frozen=True):
-    """A `Settle`'s token: this rank's Drained for one use of a room."""
+    """Token of a `Settle`: this rank has said Drained for one use of a room."""
 
     key: RoomKey
     rank: int
@@ -120,32 +126,37 @@ class RankDrained(msgspec.Struct, frozen=True):
 
 
 class Left(msgspec.Struct, frozen=True):
-    """A `Settle`'s token: the process that answered at this address has left."""
+    """Token of a `Settle`: the process that answered at this address has left."""
 
     peer: PeerId
     address: str
 
 
 class Settle(msgspec.Struct, frozen=True):
-    """A writer's agent is gone: read for `for_s` what kernels may still hold of it, then answer
-    Settled."""
+    """Read for `for_s` what kernels may still hold of a writer that is gone, then answer Settled.
+
+    Over TCP the kernel may hold what the writer sent before it ended; it lands as our transport
+    reads.
+    """
 
     token: PeerId | Left | RankDrained
     for_s: float
 
 
 class Examine(msgspec.Struct, frozen=True):
-    """Find out whether the peer, which says that it is this process, has ended. A proved Fence
-    answers if so, nothing if not."""
+    """Find out whether the process that the peer says it is has ended.
+
+    If so, a Fence with `proved` answers; if not, nothing does, and the question is repeated.
+    """
 
     peer: PeerId
     life: ProcessLife
 
 
 class TryPeer(msgspec.Struct, frozen=True):
-    """Find out whether the peer's metadata can be loaded. PeerTried answers.
+    """Find out, in another process, whether the peer's metadata can be loaded. PeerTried answers.
 
-    `ranges` are address and length of all memory that its Hello names.
+    `ranges` are address and length in bytes of all memory that its Hello names.
     """
 
     peer: PeerId
@@ -154,9 +165,10 @@ class TryPeer(msgspec.Struct, frozen=True):
 
 
 class AddPeer(msgspec.Struct, frozen=True, kw_only=True):
-    """Make the peer's pool a target of our transport: `parts` are what of ours goes where in it.
+    """Make the peer's pool a target of our transport.
 
-    Where `staged`, slices are gathered in unit pages of `unit_tokens`, and written to `staging`.
+    `parts` are the shards that match: what of ours is written, and where in the peer's pool. If
+    `staged`, slices are gathered in unit pages of `unit_tokens` tokens and written to `staging`.
     """
 
     peer: PeerId
@@ -176,10 +188,11 @@ class RemovePeer(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """Post no further part of the write: `Transport.cancel`."""
+    """Post no further part of this write: see `Transport.cancel`. Parts that are posted go on."""
 
     job_id: int
 
 
 class Renew(msgspec.Struct, frozen=True):
-    """Put another agent in place of the one a write failed on: `Transport.renew`."""
+    """Replace the agent that a write failed on, so that nothing of it can land:
+    `Transport.renew`."""

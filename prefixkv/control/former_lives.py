@@ -1,13 +1,13 @@
 """Which lives of peers are over, and what a Hello has to prove.
 
 Lives are random numbers, so none is newer than another by itself. Under one name the later accepted
-handshake wins, and the life before it is over: its words are refused, by name. A handshake is
-accepted only if it answers what was said after the life before was known, so a late frame of a
-process that is gone takes no place of a live one.
+handshake wins, and the life before it is over: its frames are refused, by name. A handshake is
+accepted only if it repeats a number that was made after the life before was known (`nonce`). So a
+late frame of a process that is gone cannot replace a live one.
 
-What is kept is bounded: `PER_NAME` lives of each of `MAX_NAMES` names. What was heard of last is
-kept longest. A life that was forgotten may come back only if it lives, by a handshake; then the one
-before is over, and hears so.
+What is kept is bounded: `PER_NAME` lives of each of `MAX_NAMES` names; those heard of last are kept
+longest. A life that was forgotten can come back only by a handshake, so only if it lives; then the
+one before it is over, and hears so.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ _NONE: Final[Mapping[int, str]] = MappingProxyType({})
 
 
 class Lives:
-    """Owned by a control object, which takes its news; but any thread may ask `how`."""
+    """Lives that are over, by name. Owned by a control object, which takes its news; any thread may
+    call `how`."""
 
     def __init__(self, news: News | None = None) -> None:
         self.news = news or News()
-        # By name, and by life: how it ended. The oldest first.
+        # By name, then by life: how it ended. In both the one heard of longest ago comes first.
         self._over: OrderedDict[str, OrderedDict[int, str]] = OrderedDict()
+        # By name: the life that was forgotten for its silence. It is not over.
         self._silent: OrderedDict[str, PeerId] = OrderedDict()
 
     def end(self, life: PeerId, how: str) -> None:
-        """It is over; `how` goes on after its name: "was fenced", `LEFT`."""
+        """Record that a life is over; `how` completes a sentence about it: "was fenced", `LEFT`."""
         lives = self._over.setdefault(life.name, OrderedDict())
+        # The first end stands: a later word must not turn "was fenced" into something weaker.
         if life.incarnation not in lives:
             lives[life.incarnation] = how
             self.news.say("left" if how == LEFT else "over", life, how)
@@ -51,47 +54,56 @@ class Lives:
             self._over.popitem(last=False)
 
     def supersede(self, life: PeerId, by: PeerId) -> None:
+        """Record that `life` is over because `by` was accepted under its name."""
         self.end(life, f"was superseded by life {by.incarnation:x}")
 
     def has_former(self, name: str) -> bool:
-        """Whether a life of this name is over."""
+        """Return whether a life of this name is over."""
         return name in self._over
 
     def check(self, life: PeerId) -> None:
-        """Raises FormerLifeError where the life is over."""
+        """Raise FormerLifeError if the life is over."""
         if how := self.how(life):
+            # It still speaks, so keep it among those remembered longest.
             self._heard(life)
             raise FormerLifeError(f"{life} {how}")
 
     def how(self, life: PeerId) -> str:
-        """How it ended, "" if it has not."""
+        """Return how the life ended, "" if it has not. Any thread may ask."""
         return self._over.get(life.name, _NONE).get(life.incarnation, "")
 
     def _heard(self, life: PeerId) -> None:
+        """Move a recorded life behind all others, so that it is forgotten last."""
         self._over.move_to_end(life.name)
         self._over[life.name].move_to_end(life.incarnation)
 
     # --- lives that were forgotten for their silence ----------------------------------------------
 
     def silent(self, life: PeerId) -> None:
-        """It was silent for long and is known no more; it may come back unless another comes."""
+        """Remember a life that is forgotten for its silence; it may come back unless another
+        comes."""
         self._silent[life.name] = life
         self._silent.move_to_end(life.name)
         if len(self._silent) > MAX_NAMES:
             self._silent.popitem(last=False)
 
     def begin(self, life: PeerId) -> None:
-        """It was accepted under its name."""
+        """Record that the life was accepted; a silent one that it replaces is over."""
         before = self._silent.pop(life.name, life)
         if before != life:
             self.supersede(before, life)
 
     def last_silent(self, name: str) -> PeerId | None:
+        """Return the life of this name that was forgotten for its silence, if any."""
         return self._silent.get(name)
 
 
 def nonce(me: PeerId, them: PeerId, known: PeerId | None) -> int:
-    """What a Hello of `them` has to repeat to take the place of `known`. It differs for each three,
-    so that nothing has to be kept."""
+    """Return the number that a Hello of `them` has to repeat to replace `known`.
+
+    It is derived from the three lives, so nothing has to be stored for strangers. It changes with
+    `known`, so an answer from before the present life came is of no use. Never 0, which says
+    "none".
+    """
     words = f"{me.incarnation} {them.incarnation} {known.incarnation if known else None}"
     return int.from_bytes(blake2b(words.encode(), digest_size=8).digest()) or 1

@@ -1,5 +1,6 @@
-"""What two ranks compare before anything is written, and what follows from it. Raises, changes
-nothing.
+"""The comparison of two ranks before anything is written, and what follows from it.
+
+Every function here only reads, and raises for a pair that cannot work together.
 """
 
 from __future__ import annotations
@@ -35,13 +36,12 @@ from prefixkv.transport.offers import Offers, usable
 
 
 def named(error: Exception, option_names: Mapping[str, str]) -> Exception:
-    """The refusal as the engine's user reads it: with the option of the engine that sets the
-    field."""
+    """Return the refusal as the engine's user reads it: with the engine's option for the field."""
     return error.named(option_names) if isinstance(error, HandshakeError) else error
 
 
 def named_end(ended: RoomEnded, option_names: Mapping[str, str]) -> RoomEnded:
-    """The end of a room, likewise."""
+    """Return the end of a room with its error named likewise; see `named`."""
     if not isinstance(ended.error, WeightsVersionError) or not option_names:
         return ended
     return msgspec.structs.replace(ended, error=ended.error.named(option_names))
@@ -50,8 +50,13 @@ def named_end(ended: RoomEnded, option_names: Mapping[str, str]) -> RoomEnded:
 def check_pair(
     ours: ModelDigest, our_topology: Topology, theirs: ModelDigest, their_topology: Topology
 ) -> None:
-    """Raises HandshakeError for the first thing that keeps two workers apart, ConfigError for a
-    mesh that cannot be."""
+    """Check that two workers can exchange KV at all.
+
+    Raises:
+        HandshakeError: for the first thing that keeps them apart.
+        ConfigError: a mesh cannot be.
+    """
+    # The model first: meshes and page sizes mean something only for the same model.
     ours.check(theirs)
     our_mesh, their_mesh = our_topology.mesh(ours), their_topology.mesh(theirs)
     check_meshes(our_mesh, their_mesh)
@@ -64,16 +69,20 @@ def check_pair(
 
 
 def check_reply(hello: Hello, reply: HelloReply) -> None:
-    """Raises HandshakeError or ConfigError for a worker that this one cannot work with."""
+    """Raise HandshakeError or ConfigError for a prefill worker that this one cannot work with."""
+    # Before `refused`: what differs says more than the refusal that prefill answers for it.
     check_pair(hello.digest, hello.topology, reply.digest, reply.topology)
     if reply.refused:
         raise HandshakeError("refused by prefill", "", reply.refused)
 
 
 def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, str]:
-    """By rank, the address of each rank of the leader at `address` that our pages are promised to.
+    """Return, by rank, the address of each rank that our pages are promised to.
 
-    Raises HandshakeError where it names fewer than it has.
+    `address` is that of rank 0, the leader, which answered with `reply`.
+
+    Raises:
+        HandshakeError: the reply names fewer endpoints than the worker has ranks.
     """
     theirs = reply.topology.mesh(reply.digest)
     if len(reply.endpoints) < theirs.num_ranks:
@@ -85,8 +94,8 @@ def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, s
 
 
 def check_rank(address: str, reply: HelloReply, rank: int, leader: HelloReply) -> None:
-    """Raises HandshakeError where another rank answers at `address` than its leader said, or one of
-    another topology."""
+    """Raise HandshakeError if the rank or topology that answers at `address` is not what its leader
+    said."""
     for name, expected in (("rank", rank), ("topology", leader.topology)):
         if getattr(reply, name) != expected:
             raise HandshakeError(name, expected, getattr(reply, name), f"of {address} differs")
@@ -95,9 +104,12 @@ def check_rank(address: str, reply: HelloReply, rank: int, leader: HelloReply) -
 def staging_plan(
     hello: Hello, leader: HelloReply, replies: dict[int, HelloReply]
 ) -> StagingPlan | None:
-    """How the worker of `leader` stages for us; None where nothing is staged. `replies` by rank.
+    """Return how the worker of `leader` stages what it writes to us; None if nothing is staged.
 
-    Raises HandshakeError where some of the writers stage, and others do not.
+    `replies` are by rank, of all ranks that write to us.
+
+    Raises:
+        HandshakeError: some of them stage and others do not.
     """
     theirs, ours = leader.topology.mesh(leader.digest), hello.topology.mesh(hello.digest)
     writers = writers_to(theirs, ours, hello.rank)
@@ -113,9 +125,11 @@ def staging_plan(
 
 
 class Accepted(NamedTuple):
-    """A decode rank that passed: what the transport has to know of it (None: nothing of ours goes
-    there), how what goes there is staged (None: it is not), and the ranks of its worker that
-    promise us pages."""
+    """The result for a decode rank that passed.
+
+    `added` is for the transport, None if nothing of ours goes there. `cut` says how what goes there
+    is staged, None if it is not. `readers` are the ranks of its worker that promise us pages.
+    """
 
     added: AddPeer | None
     cut: LeaseCut | None
@@ -123,7 +137,7 @@ class Accepted(NamedTuple):
 
 
 def ranges(hello: Hello) -> tuple[tuple[int, int], ...]:
-    """Address and length of all memory that a decode rank names."""
+    """Return address and length in bytes of all memory that a decode rank names."""
     found = [*hello.layout.regions]
     if hello.staging is not None:
         found.append((hello.staging.base, hello.staging.num_bytes))
@@ -133,10 +147,13 @@ def ranges(hello: Hello) -> tuple[tuple[int, int], ...]:
 
 
 class OurSide(NamedTuple):
-    """What a prefill rank is: `slot_bytes` of a slot that slices of heads are gathered into where
-    the reader has staging too, 0: none. `secret` is what it drew for its promises' proofs, `life`
-    which process it is, `backend` what it writes by, `option_names` is as of `ModelConfig`.
-    `max_tokens` is what its pool holds, 0 where that is not to be said."""
+    """A prefill rank as the handshake needs it.
+
+    `slot_bytes` is the size of a local slot that slices of heads are gathered into where the reader
+    has staging too; 0: none. `secret` keys the proofs in promises. `life` is this process,
+    `backend` the transport it writes by, `option_names` as of `ModelConfig`. `max_tokens` is what
+    its pool holds, 0 if that is not to be said.
+    """
 
     digest: ModelDigest
     topology: Topology
@@ -150,18 +167,26 @@ class OurSide(NamedTuple):
 
     @property
     def mesh(self) -> Mesh:
+        """Split of the model over this worker's ranks."""
         return self.topology.mesh(self.digest)
 
 
 def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
-    """Check a decode rank's Hello. Raises HandshakeError or ConfigError for a peer that nothing can
-    be written to."""
+    """Check a decode rank's Hello, and return what follows from it.
+
+    Raises:
+        HandshakeError, ConfigError: nothing can be written to the peer.
+    """
     digest, rank = ours.digest, ours.rank
+    # 1. The two workers fit each other.
     check_pair(digest, ours.topology, hello.digest, hello.topology)
+    # 2. The layout is consistent in itself, before sizes and addresses are taken from it.
     layout = hello.layout
     layout.validate()
+    # 3. The layout holds the part of the model that this rank has in its worker's mesh.
     our_mesh, theirs = ours.mesh, hello.topology.mesh(digest)
     check_holds(layout, theirs.shard(hello.rank))
+    # 4. The layout says the same as digest and topology, which are what was compared in 1.
     expected = {
         "dtype": digest.dtype,
         "attention": digest.attention,
@@ -172,6 +197,7 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
     for name, value in expected.items():
         if getattr(layout, name) != value:
             raise HandshakeError(f"layout.{name}", value, getattr(layout, name))
+    # 5. What of ours goes to this rank. Nothing: it still promises pages to us if it is a reader.
     readers = readers_awaited(our_mesh, rank, theirs)
     share = sent_share(our_mesh, rank, theirs, hello.rank)
     state = _state_link(ours, hello, theirs)
@@ -179,6 +205,7 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
         return Accepted(None, None, readers)
     mine, its = our_mesh.shard(rank), theirs.shard(hello.rank)
     unit_tokens = min(ours.topology.page_size, hello.topology.page_size)
+    # A page id of a unit page must fit an int32.
     check_unit_range(layout.num_pages, hello.topology.page_size // unit_tokens)
     added = AddPeer(
         peer=peer,
@@ -188,8 +215,10 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
         unit_tokens=unit_tokens,
         state=state,
     )
+    # 6. Staging: only where one side holds fewer heads than what is sent, both sides have memory
+    # for it, and bytes go by NIXL. The shm transport copies slices straight into pages.
     is_slice = share.num_heads < max(mine.num_heads, its.num_heads)
-    copied = ours.backend == "shm" or not hello.agent_metadata  # by shm, which needs no staging
+    copied = ours.backend == "shm" or not hello.agent_metadata
     if copied or not (is_slice and ours.slot_bytes and hello.staging is not None):
         return Accepted(added, None, readers)
     hello.staging.validate()
@@ -201,7 +230,8 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
 
 
 def _state_link(ours: OurSide, hello: Hello, theirs: Mesh) -> StateLink | None:
-    """What of our extra state goes there, None if nothing does. Raises as `accept`."""
+    """Return what of our extra state goes to this rank, None if nothing does. Raises as
+    `accept`."""
     tensors = ours.digest.state
     if (hello.state is None) != (not tensors):
         raise HandshakeError("state", tensors, hello.state, "is there on one side only")

@@ -1,4 +1,4 @@
-"""What both sides keep of a connection: when the other end was heard, which frames are fresh."""
+"""State of a connection on either side: when the other end was heard, which frames are new."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from prefixkv.protocol.messages import AnyBody, Frame, encode
 
 
 class Stamper:
-    """Numbers and encodes what one process says. One sequence over all its peers, so it grows for
-    each."""
+    """Numbers and encodes the frames of one process. One sequence for all peers, so it grows for
+    each of them."""
 
     def __init__(self, me: PeerId) -> None:
         self.me = me
         self._seq = count(1)
 
     def frame(self, body: AnyBody) -> bytes:
+        """Encode a frame with the next number."""
         return encode(self.me, next(self._seq), body)
 
 
@@ -33,22 +34,26 @@ class Liveness:
     in_seq: int = 0
 
     def take(self, frame: Frame, now_s: float) -> None:
-        """Count a frame in. Raises ProtocolError if it is not newer than all before it."""
+        """Count a frame in. Raise ProtocolError if its number is not above all before: it was
+        repeated or reordered."""
         if frame.seq <= self.in_seq:
             raise ProtocolError(f"frame {frame.seq} after {self.in_seq}")
         self.in_seq = frame.seq
         self.heard_s = now_s
 
     def suspect(self, timing: ControlConfig, now_s: float) -> bool:
+        """Return whether the other end has been silent for longer than `suspect_after_s`."""
         return now_s - self.heard_s > timing.suspect_after_s
 
     def heartbeat_due(self, timing: ControlConfig, now_s: float) -> bool:
+        """Return whether a Heartbeat is to be sent now."""
         return now_s >= self.heartbeat_due_s(timing)
 
     def heartbeat_due_s(self, timing: ControlConfig) -> float:
-        """When to say something again. Timers take this very sum, so that no wake-up is a rounding
-        error early."""
+        """Return when the next Heartbeat is due. Timers use this very sum, so that no wake-up comes
+        a rounding error too early."""
         return self.sent_s + timing.heartbeat_s
 
     def forgettable(self, timing: ControlConfig, now_s: float) -> bool:
+        """Return whether the other end has been silent for longer than `forget_after_s`."""
         return now_s - self.heard_s > timing.forget_after_s

@@ -1,4 +1,4 @@
-"""What becomes of peers, in words, for the log: a control object says it, its thread writes it."""
+"""Changes of peers, in sentences for the log. A control object records, its thread writes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ KEPT = 1000
 
 
 class PeerNews(msgspec.Struct, frozen=True):
-    """`kind` is "met", "refused", "silent", "heard", "over" (replaced or fenced), "left" (it was
+    """One change of a peer.
+
+    `kind` is "met", "refused", "silent", "heard", "over" (replaced or fenced), "left" (it was
     closed), "lost" (nothing answers), "forgotten" or "quarantined". `peer` is an address where it
-    is not known what answers there."""
+    is not known which process answers there.
+    """
 
     kind: str
     peer: PeerId | str
@@ -22,17 +25,24 @@ class PeerNews(msgspec.Struct, frozen=True):
 
 
 class News:
-    """Owned by a control object. What is not taken is bounded: the oldest goes first."""
+    """Changes that are not written yet. Owned by a control object. At most `KEPT`: the oldest is
+    dropped."""
 
     def __init__(self) -> None:
+        # Bounded, since peers cause the entries and nothing may take them for a while.
         self._kept: deque[PeerNews] = deque(maxlen=KEPT)
+        # Peers last reported as silent, so that only a change is reported.
         self._silent: set[PeerId] = set()
 
     def say(self, kind: str, peer: PeerId | str, why: str = "") -> None:
+        """Record a change."""
         self._kept.append(PeerNews(kind, peer, why))
 
     def silent(self, peer: PeerId, is_silent: bool) -> bool:
-        """To be said as often as one likes: a change is news, and True."""
+        """Record that a peer has become silent, or is heard again; return whether that is a change.
+
+        May be called on every look at the peer: without a change it does nothing.
+        """
         if is_silent is (peer in self._silent):
             return False
         if is_silent:
@@ -44,12 +54,14 @@ class News:
         return True
 
     def forget(self, peer: PeerId) -> None:
-        """Nothing is known of it any more."""
+        """Drop whether the peer was silent, once it is known no more."""
         self._silent.discard(peer)
 
     def take(self) -> list[PeerNews]:
-        """All that was said since the last call, in order."""
+        """Return and remove all that was recorded, in order."""
         taken = []
+        # One by one, so that an entry added meanwhile by another thread is neither lost nor
+        # doubled.
         while self._kept:
             taken.append(self._kept.popleft())
         return taken

@@ -1,5 +1,4 @@
-"""What a decode rank keeps of a room; and which of the prefill processes that are lost may still
-write in which."""
+"""State of a room on a decode rank; which lost prefill processes may still write its pages."""
 
 from __future__ import annotations
 
@@ -14,12 +13,17 @@ from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.refusal_machine import RefusalMachine
 
 LostPeers = dict[PeerId, tuple[str, int]]
-"""By life: what is wrong with it, and how much it still holds."""
+"""By life: what is wrong with it, and how many pages (on decode) or rooms (on prefill) it holds."""
 
 
 @dataclass(slots=True, eq=False)
 class Room:
-    """`link` is the leader's; `links` and `peers` are of the ranks that the pages were promised."""
+    """One room of a decode rank.
+
+    `link` leads to the leader of the prefill worker. `links` and `peers` are by rank, of those that
+    the pages were promised to: `peers` are the processes at the time of the promise, and stay so
+    when another process answers on the link.
+    """
 
     machine: ReceiverMachine | RefusalMachine
     link: Link
@@ -28,8 +32,8 @@ class Room:
     peers: dict[int, PeerId] = field(default_factory=dict)
 
     def ranks_of(self, peer: PeerId, address: str | None = None) -> list[int]:
-        """The ranks of the room that this process is; with `address`, those it was promised to
-        there."""
+        """Return the ranks of the room that this process is; with `address`, only those promised to
+        it there."""
         return [
             rank
             for rank, known in self.peers.items()
@@ -38,8 +42,10 @@ class Room:
 
     @property
     def heard_s(self) -> float:
-        """By when every rank that knows the room had been heard; -infinity where none does, or one
-        answers no more."""
+        """The time by which every rank of the room had been heard.
+
+        -infinity if it was promised to none yet, or if another process answers on one's link.
+        """
         times = [
             link.live.heard_s if link.peer == self.peers[rank] else -math.inf
             for rank, link in self.links.items()
@@ -47,13 +53,18 @@ class Room:
         return min(times, default=-math.inf)
 
     def writers(self) -> Iterator[tuple[PeerId, Link]]:
-        """What may still write its pages. Any thread may ask."""
+        """Yield the processes that may still write the room's pages, each with its link. Any thread
+        may ask."""
         if isinstance(self.machine, ReceiverMachine):
             for rank in self.machine.undrained:
+                # A rank may be undrained before `peers` has it: then nothing was promised to it
+                # yet.
                 if rank in self.peers:
                     yield self.peers[rank], self.links[rank]
 
     def tell_overdue(self, news: News) -> None:
+        """Report each process that has not proved in time that it no longer writes the room's
+        pages."""
         for peer, _ in self.writers():
             key, pages = self.machine.key, getattr(self.machine, "num_pages", 0)
             room = f"of room {key.room} generation {key.generation}"
@@ -61,7 +72,8 @@ class Room:
 
 
 def lost_peers(rooms: Iterable[Room], wrong: Callable[[PeerId, Link], str]) -> LostPeers:
-    """Of the writers with which something is `wrong`, how many pages each holds."""
+    """Return, for each writer with which something is `wrong`, the reason and the pages it
+    holds."""
     found: LostPeers = {}
     for room in rooms:
         for peer, link in room.writers():
@@ -73,7 +85,10 @@ def lost_peers(rooms: Iterable[Room], wrong: Callable[[PeerId, Link], str]) -> L
 
 
 def merged(ranks: Iterable[LostPeers]) -> LostPeers:
-    """Of all ranks of a decode worker, whose pages are the same ones: the most that each holds."""
+    """Merge the lost peers of all ranks of a decode worker.
+
+    Pages are the maximum over the ranks and not the sum: all ranks hold the same page ids.
+    """
     found: LostPeers = {}
     for lost in ranks:
         for peer, (what, pages) in lost.items():

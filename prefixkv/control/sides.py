@@ -1,4 +1,4 @@
-"""What each side's control object may be told, and what it may want."""
+"""The types of all inputs and effects of each side's control object."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DecodeInput = (
     | Arrived  # the transport's: a part of a write has landed
     | Settled
     | PeerUnreachable
-    | WriteDone  # never: decode writes nothing
+    | WriteDone  # decode writes nothing, so these four raise InternalError
     | WriteFailed
     | WriteDrained
     | PeerTried

@@ -1,4 +1,4 @@
-"""Decode ranks that passed the handshake, and whose metadata is on trial."""
+"""Decode ranks that passed the handshake, while their metadata is tried in another process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefixkv.protocol.messages import Frame, Hello
 
 
 class OnTrial(NamedTuple):
-    """A decode rank that passed the handshake, its last Hello, and when the first came."""
+    """A decode rank that passed the handshake, its latest Hello, and when its first one came."""
 
     accepted: Accepted
     received: FrameReceived[bytes]
@@ -25,22 +25,31 @@ class OnTrial(NamedTuple):
 
 
 class Trials:
-    """Owned by a `PrefillControl`. At most `limit` under way, of `max_bytes` a key."""
+    """The trials under way: at most `limit`, and at most `max_bytes` per key. Owned by a
+    `PrefillControl`."""
 
     def __init__(self, limit: int, max_bytes: int) -> None:
         self._limit = limit
         self._max_bytes = max_bytes
+        # By name: what is admitted if its trial ends well. A later life replaces an earlier one
+        # here.
         self._on_trial: dict[str, OnTrial] = {}
-        self._under_way: dict[PeerId, tuple[str, int]] = {}  # the key, bytes held; lost ones too
+        # By identity: the key, and the bytes held for it. A trial stays until it ends, even if its
+        # result is no longer wanted, since the child process is busy with it.
+        self._under_way: dict[PeerId, tuple[str, int]] = {}
 
     def begin(self, arrived: OnTrial) -> list[TryPeer]:
-        """The trial to be made: none where one of this life goes on, its Hello being said again.
-        Then what is tried stands, and only where the answer goes is new.
+        """Return the trial to start; none if one of this life is under way.
 
-        Raises ProtocolError where the limit is reached, BudgetError where that of the key is.
+        Then the Hello was repeated: what is tried stays, and only where the answer goes is updated.
+
+        Raises:
+            ProtocolError: an older life's trial is under way, or `limit` is reached.
+            BudgetError: the key's bytes are used up.
         """
         _, received, frame, hello, _ = arrived
-        # Without its bytes, which may be many more than what is of use in them.
+        # Drop the raw frame: what was decoded of it may be a small part of its size, and
+        # `hello_bytes` counts only that.
         received = msgspec.structs.replace(received, raw=b"")
         former = self._on_trial.get(frame.name)
         if former is not None and former.frame.sender == frame.sender:
@@ -50,10 +59,13 @@ class Trials:
                 hello=msgspec.structs.replace(former.hello, known=hello.known),
             )
             return []
+        # It was replaced under its name while its trial ran. The end of that trial would be taken
+        # for the end of a second one under the same identity.
         if frame.sender in self._under_way:
             raise ProtocolError(f"{frame.sender} is on trial, and another life has come since")
         if len(self._under_way) >= self._limit:
             raise ProtocolError(f"{len(self._under_way)} peers are on trial, the limit is reached")
+        # Bytes are counted by key, not by name: names are free to choose, a key is proved.
         key, num_bytes = received.credential, hello_bytes(hello)
         held = sum(num for other, num in self._under_way.values() if other == key)
         if held + num_bytes > self._max_bytes:
@@ -66,7 +78,7 @@ class Trials:
         return [TryPeer(frame.sender, hello.agent_metadata, ranges(hello))]
 
     def end(self, tried: PeerTried) -> OnTrial | None:
-        """What was on trial; None where another life of it has come meanwhile."""
+        """Remove and return what was on trial; None if another life has replaced it meanwhile."""
         self._under_way.pop(tried.peer, None)
         arrived = self._on_trial.get(tried.peer.name)
         if arrived is None or arrived.frame.sender != tried.peer:

@@ -1,5 +1,4 @@
-"""Uses of rooms that are over here, so that what a decode rank says late of one is not taken for a
-word on the next use of its number.
+"""Past uses of rooms, so that a late frame about one is not taken for the next use of its number.
 
 Links keep order, and a rank that has acknowledged the outcome of a use, or aborted it, promises its
 pages no more. Until then a repeat of that promise may be on its way, and the pages may be another
@@ -15,12 +14,16 @@ Use = tuple[RoomKey, int]  # a room, and the ticket of one use of its number
 
 
 class PastUses:
-    """Of one decode rank. At most `most` of which a promise may be on its way, and as many others;
-    beyond that the oldest is forgotten."""
+    """The past uses of one decode rank: at most `most` that it has not answered, and `most` that it
+    has; beyond that the oldest is forgotten.
+
+    They are kept apart, so that many uses that are settled do not push out one whose promise may
+    still be on its way.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # The oldest first.
+        # Both in order of arrival, the oldest first; the values are unused.
         self._unanswered: dict[Use, None] = {}
         self._answered: dict[Use, None] = {}
 
@@ -28,14 +31,15 @@ class PastUses:
         return use in self._unanswered or use in self._answered
 
     def add(self, use: Use, *, answered: bool = False) -> None:
-        """It is over; `answered`: the rank has acknowledged or aborted it."""
+        """Record a use that is over; `answered` says that the rank has acknowledged or aborted
+        it."""
         known = self._answered if answered else self._unanswered
         known[use] = None
         if len(known) > self._most:
             del known[next(iter(known))]
 
     def answer(self, use: Use) -> None:
-        """The rank has acknowledged or aborted it, if it is here."""
+        """Note that the rank has acknowledged or aborted a recorded use. Not recorded: no-op."""
         if use in self._unanswered:
             del self._unanswered[use]
             self.add(use, answered=True)

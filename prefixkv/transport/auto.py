@@ -1,8 +1,8 @@
 """Two transports side by side, for `TransportConfig(backend="auto")`: shm where a peer's memory can
 be mapped, NIXL for all others.
 
-Which of the two a peer is written by is settled once, when it is added: its jobs wait here until
-its memory is mapped, or is known not to be. Decode hears both.
+A peer is written by one of the two, and that is settled once, when it is added: its jobs wait here
+until its memory is mapped, or is known not to be. Decode receives by both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def make_transport(
     me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
     staging: StagingArea | None = None, state: StateLayout | None = None,
 ) -> Transport:  # fmt: skip
-    """The transport of `config.backend`. Raises what that raises."""
+    """Return the transport of `config.backend`. Raises what its constructor raises."""
     parts = me, layout, sink, config, staging, state
     if config.backend == "nixl":
         return NixlTransport(*parts)
@@ -43,14 +43,14 @@ def make_transport(
 
 
 class _SettleNext(NamedTuple):
-    """A token of shm's `settle`; NIXL's follows."""
+    """Token of shm's `settle` that asks for NIXL's to follow."""
 
     token: Hashable
     for_s: float
 
 
 class _Peer:
-    """`way` None: not settled, and `waiting` jobs wait for that."""
+    """A peer. `way` is None while it is not settled; `waiting` jobs wait for that."""
 
     def __init__(self, metadata: bytes, memory: PeerMemory) -> None:
         self.metadata, self.memory = metadata, memory
@@ -59,18 +59,21 @@ class _Peer:
 
 
 class AutoTransport:
-    """Keeps the contract of `base.Transport`. The sink is called from the threads of both, from one
-    at a time."""
+    """The contract of `base.Transport`, kept by one of two transports per peer.
+
+    The sink is called from the threads of both, from one at a time.
+    """
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
         staging: StagingArea | None = None, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
-        """Raises what either raises."""
+        """Start both transports. Raises what either raises."""
         self._sink = sink
-        self._telling = threading.Lock()
+        self._telling = threading.Lock()  # held around each call of the sink
         self._teller: int | None = None  # the thread that is in the sink
-        self._lock = threading.Lock()  # over all below; inside it both transports only queue
+        # Over all below; inside it both transports are only asked to queue
+        self._lock = threading.Lock()
         self._peers: dict[PeerId, _Peer] = {}
         self._closed = False
         self._nixl = NixlTransport(me, layout, self._tell, config, staging, state)
@@ -78,6 +81,7 @@ class AutoTransport:
             self._shm = ShmTransport(
                 me, layout, self._hear_shm, config, staging, state, met=self._met
             )
+        # NIXL is running already: its thread and agent would outlive this object.
         except BaseException:
             self._nixl.close()
             raise
@@ -88,15 +92,19 @@ class AutoTransport:
         parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
         state: StateLink | None = None,
     ) -> None:  # fmt: skip
+        """See `base.Transport.add_peer`."""
         memory = PeerMemory(layout, parts, staging, state)
         offers = split_offers(metadata)
         with self._lock:
             if self._closed:
                 raise ClosedError("the transport is closed")
             known = self._peers.get(peer)
+            # 1. Known as it is. 2. Settled: it stays with its way, since jobs of the other
+            # transport may be under way. 3. Not settled, or unknown: begins again; jobs that wait
+            # stay if they are for the same memory.
             if known is not None and (known.metadata, known.memory) == (metadata, memory):
                 return
-            if known is not None and known.way is not None:  # it stays with its way
+            if known is not None and known.way is not None:
                 known.metadata, known.memory = metadata, memory
                 self._add(peer, known)
                 return
@@ -107,10 +115,13 @@ class AutoTransport:
                 lost = PeerLostError(f"the memory of {peer.name} is another now")
                 for job in known.waiting:
                     self._end(job, lost)
+            # Without an offer of shm there is nothing to wait for.
             made.way = None if offers.shm else "nixl"
             self._add(peer, made)
 
     def remove_peer(self, peer: PeerId) -> None:
+        """See `base.Transport.remove_peer`. Both are asked: shm may know the peer only to find out
+        its way."""
         with self._lock:
             known = self._peers.pop(peer, None)
             self._nixl.remove_peer(peer)
@@ -119,15 +130,18 @@ class AutoTransport:
                 self._end(job, AbortedError(f"peer {peer.name} was removed"))
 
     def write(self, job: WriteJob) -> None:
+        """See `base.Transport.write`."""
         with self._lock:
             known = self._peers.get(job.peer)
             if known is not None and known.way is None and not self._closed:
                 known.waiting.append(job)
             else:
+                # An unknown peer's job goes to NIXL, which ends it with the proper error.
                 by_shm = known is not None and known.way == "shm"
                 (self._shm if by_shm else self._nixl).write(job)
 
     def cancel(self, job_id: int) -> None:
+        """See `base.Transport.cancel`."""
         with self._lock:
             for known in self._peers.values():
                 for job in known.waiting:
@@ -135,24 +149,34 @@ class AutoTransport:
                         known.waiting.remove(job)
                         self._end(job, AbortedError(f"job {job_id} was cancelled"))
                         return
+            # One of the two has the job, the other does not know it.
             self._shm.cancel(job_id)
             self._nixl.cancel(job_id)
 
     def expect(self, num_rooms: int) -> None:
+        """See `base.Transport.expect`."""
         self._shm.expect(num_rooms)
         self._nixl.expect(num_rooms)
 
     def settle(self, token: Hashable, for_s: float) -> None:
+        """See `base.Transport.settle`: by shm first, then by NIXL, see `_hear_shm`."""
         self._shm.settle(_SettleNext(token, for_s), for_s)
 
     def renew(self) -> None:
+        """See `base.Transport.renew`. Jobs by shm always end drained."""
         self._nixl.renew()
 
     def close(self) -> None:
-        """See `base.Transport.close`. May be called again. Raises InternalError if NIXL's agent
-        was not destroyed; shm has ended all the same."""
+        """See `base.Transport.close`. May be called again.
+
+        Raises:
+            CallerError: called from the sink.
+            InternalError: NIXL's agent was not destroyed; shm has ended all the same.
+        """
+        # The sink's thread would wait for itself.
         if self._teller == threading.get_ident():
             raise CallerError("close() was called from the transport's own sink")
+        # 1. Jobs that no transport has yet: they end by shm's thread, so before that is closed.
         with self._lock:
             self._closed = True
             waiting = [job for known in self._peers.values() for job in known.waiting]
@@ -160,6 +184,7 @@ class AutoTransport:
                 known.waiting = []
             for job in waiting:
                 self._end(job, ClosedError("the transport was closed"))
+        # 2. Outside the lock, which the threads that are joined may want (`_met`).
         try:
             self._shm.close()
         finally:
@@ -168,6 +193,7 @@ class AutoTransport:
     # --- inside the lock --------------------------------------------------------------------------
 
     def _add(self, peer: PeerId, known: _Peer) -> None:
+        """Add the peer to its transport; to shm while its way is not settled, to find out."""
         offers = split_offers(known.metadata)
         if known.way == "nixl":
             self._nixl.add_peer(peer, offers.nixl, *known.memory)
@@ -175,23 +201,30 @@ class AutoTransport:
             self._shm.add_peer(peer, offers.shm, *known.memory)
 
     def _end(self, job: WriteJob, error: Exception) -> None:
-        """Say so from a thread of the transport's own."""
+        """End a job that no transport has. Queued, since the sink is called by our threads only."""
         self._shm.say(WriteFailed(job.job_id, error, drained=True))
 
     # --- shm's thread -----------------------------------------------------------------------------
 
     def _met(self, peer: PeerId, error: Exception | None) -> bool:
-        """Its memory is mapped, or (`error`) is not. Whether NIXL takes the peer over."""
+        """Settle a peer's way: its memory is mapped, or is not (`error`). Return whether NIXL takes
+        it.
+
+        Called by shm's thread.
+        """
         with self._lock:
             known = self._peers.get(peer)
+            # It was removed, or settled before: then it keeps its way, and shm reports the loss.
             if known is None or known.way is not None or self._closed:
                 return False
             goes_by_nixl = error is not None and bool(split_offers(known.metadata).nixl)
             known.way = "nixl" if goes_by_nixl else "shm"
+            # Away from shm first, so that no job can reach the peer by both.
             if goes_by_nixl:
                 _log.info("%s is written over NIXL: %s", peer, error)
                 self._shm.remove_peer(peer)
                 self._add(peer, known)
+            # The jobs in their order, under the lock: one that comes now must not overtake them.
             waiting, known.waiting = known.waiting, []
             transport = self._nixl if goes_by_nixl else self._shm
             for job in waiting:
@@ -200,6 +233,8 @@ class AutoTransport:
             return goes_by_nixl
 
     def _hear_shm(self, event: TransportEvent) -> None:
+        """Take an event of shm's; a `_SettleNext` becomes NIXL's `settle`, all else goes to the
+        sink."""
         if isinstance(event, Settled) and isinstance(event.token, _SettleNext):
             with suppress(ClosedError):
                 self._nixl.settle(*event.token)
@@ -207,6 +242,7 @@ class AutoTransport:
             self._tell(event)
 
     def _tell(self, event: TransportEvent) -> None:
+        """Call the sink, from one thread at a time."""
         with self._telling:
             self._teller = threading.get_ident()
             try:

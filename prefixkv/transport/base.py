@@ -1,14 +1,14 @@
-"""The contract of a transport: writes from our pool into a peer's, or from our staging area into a
-peer's, and word of how they ended.
+"""The contract of a transport: it writes from our pool, staging area or state into a peer's, and
+reports how each write ended.
 
-`nixl.py`, `shm.py` and `testing/fabric.py` keep it, and one test suite holds them to it. A call
-queues and returns at once, from any thread. What happened comes back through the `sink` given at
-construction, one call at a time, from a thread of the transport's own (the fake: from the caller
+`nixl.py`, `shm.py`, `auto.py` and `testing/fabric.py` keep it, and one test suite holds them to it.
+A call queues and returns at once, from any thread. Events come through the `sink` given at
+construction, one call at a time, from a thread of the transport's own (in the fake: from the caller
 that steps it).
 
-A write goes through three points: *posted* (NIXL has it; it can no longer be called back), *ended*
-(DONE, or an error), and the job as a whole is *drained* when none of its writes can land any more.
-An error after posting is an end without proof of drain.
+A write passes three points: *posted* (NIXL has it; it can no longer be called back), *ended* (DONE,
+or an error), and the job as a whole is *drained* when none of its writes can land any more. An
+error after posting is an end without proof of drain.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ Route = Literal["pages", "staging", "state"]
 class WriteJob:
     """Copy page `src_pages[i]` of our pool to page `dst_pages[i]` of the peer's, for every i.
 
-    The pages are int32, equally many, at least one; the arrays are the job's until it ends. Where
-    page sizes differ they are unit pages (`paging.py`). On the route "staging" they are
+    Both are int32 arrays of the same length, at least 1; they belong to the job until it ends.
+    Where page sizes differ they are unit pages (`paging.py`). On the route "staging" they are
     numbers of blocks of BLOCK_BYTES in our staging area and in the peer's, on "state" slots of both
-    state pools; where one side has none, the job fails with a ConfigError. `job_id` is unique
-    among the jobs that have not ended drained. The job is cut into parts of bounded size; every
-    part notifies the peer with `tag`, with `part`, `num_parts` and `num_pages` filled in from what
-    is posted. Nothing is posted before `ready`, and the jobs of one room (`tag.room`,
-    `tag.generation`) are posted in the order they came.
+    state pools; where one side has none, the job fails with a ConfigError.
+
+    `job_id` is unique among the jobs that have not ended drained. The job is cut into parts of
+    bounded size. Every part notifies the peer with `tag`, with `part`, `num_parts` and `num_pages`
+    filled in from what is posted. Nothing is posted before `ready`, and the jobs of one room
+    (`tag.room`, `tag.generation`) are posted in the order in which they came.
     """
+
+    # Units: `src_pages` and `dst_pages` count what the route says, never bytes or addresses.
 
     job_id: int
     peer: PeerId
@@ -62,13 +65,13 @@ class WriteDone:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """The job ended otherwise, and no part of it is under way any more.
+    """The job ended without success, and no part of it is under way any more.
 
-    `drained` is True when every part either ended DONE or was never posted (cancelled, bad pages,
+    `drained` is True if every part either ended DONE or was never posted (cancelled, bad pages,
     unknown peer, refused before anything was handed on): nothing of the job can land from now on.
-    False when a part ended in an error after it was posted, or in the post itself, which may have
-    handed on some of its descriptors: it may still land until this agent is destroyed. `renew` sees
-    to that.
+    It is False if a part ended in an error after it was posted, or in the post itself, which may
+    have handed on some of its descriptors: it may still land until this agent is destroyed, see
+    `Transport.renew`.
     """
 
     job_id: int
@@ -78,10 +81,9 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class WriteDrained:
-    """After a WriteFailed that was not drained, and a `renew`: the agent that posted it is
-    destroyed.
+    """The agent that posted a job is destroyed, after the job's WriteFailed that was not drained.
 
-    What kernels held of it by then may still land as the target polls, as after `close`.
+    What kernels held of the job by then may still land as the target polls, as after `close`.
     """
 
     job_id: int
@@ -96,15 +98,15 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The answer to `settle`."""
+    """The answer to `Transport.settle`."""
 
     token: Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class PeerUnreachable:
-    """`add_peer` failed, or a write found the peer gone. A later write tries to reconnect on its
-    own."""
+    """`add_peer` failed, or a write found the peer gone. A later write tries to reconnect by
+    itself."""
 
     peer: PeerId
     error: Exception
@@ -115,12 +117,14 @@ Sink = Callable[[TransportEvent], None]
 
 
 class Transport(Protocol):
-    """See the module's text. One owner creates and closes it; the other methods may be called from
-    any thread."""
+    """The contract; see the module's text.
+
+    One owner creates and closes it; the other methods may be called from any thread.
+    """
 
     @property
     def metadata(self) -> bytes:
-        """What a peer's `add_peer` needs to reach this agent; opaque, sent in HELLO."""
+        """Bytes that a peer's `add_peer` needs to reach this agent; opaque, sent in Hello."""
         ...
 
     def add_peer(
@@ -128,10 +132,10 @@ class Transport(Protocol):
         parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
         state: StateLink | None = None,
     ) -> None:  # fmt: skip
-        """Make the peer's memory a target: load its metadata, prepare descriptor lists once.
+        """Make the peer's memory a target: load its metadata, and prepare descriptor lists once.
 
-        Of a peer that is known already, new metadata lets its jobs wait for the new connection;
-        jobs for another memory than before fail.
+        For a peer that is known already, new metadata lets its jobs wait for the new connection;
+        jobs for other memory than before fail.
 
         Args:
             parts: which layers and heads of our pool go to which of the peer's, each in its pool's
@@ -142,53 +146,58 @@ class Transport(Protocol):
         ...
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Forget the peer once its jobs have ended; jobs not yet posted end as cancelled. Unknown:
-        no-op."""
+        """Forget the peer once its jobs have ended; jobs that are not posted end as cancelled.
+
+        Unknown: no-op.
+        """
         ...
 
     def write(self, job: WriteJob) -> None:
-        """Queue a job. Exactly one WriteDone or WriteFailed follows, unless the peer stalls for
-        ever."""
+        """Queue a job. Exactly one WriteDone or WriteFailed follows, unless the peer stalls without
+        end."""
         ...
 
     def cancel(self, job_id: int) -> None:
-        """Post no further part of the job; it ends when what is posted has ended. Ended or unknown:
-        no-op."""
+        """Post no further part of the job; it ends when what is posted has ended.
+
+        Ended or unknown: no-op.
+        """
         ...
 
     def expect(self, num_rooms: int) -> None:
-        """How many rooms peers may now be writing for. Notifications are polled while it is not
-        0."""
+        """Set the number of rooms that peers may be writing now; while not 0, notifications are
+        polled."""
         ...
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Poll for `for_s`, then say Settled: what kernels still held of a writer that is gone has
-        landed by then.
+        """Poll for `for_s` seconds, then emit Settled: what kernels held of a writer that is gone
+        has landed.
 
-        Only time in which this transport was at it counts: a process that was stopped meanwhile has
-        read nothing.
+        Only time in which this transport really polled counts: a process that was stopped meanwhile
+        has read nothing.
         """
         ...
 
     def renew(self) -> None:
-        """Put another agent in place of this one if any job ended undrained: WriteDrained follows
-        for each of these.
+        """Replace this agent if any job ended undrained; WriteDrained follows for each such job.
 
         New posts go through the new agent at once. The former one is destroyed when its posts have
-        ended, or after `renew_grace_s`; what it has not ended by then fails, drained. Calls
-        meanwhile are good for one more renewal. Only for a transport that peers do not write to:
-        they know the former agent. Closed: no-op.
+        ended, or after `renew_grace_s`; what has not ended by then fails, drained. All calls during
+        one renewal lead to one more. Only for a transport that peers do not write to: they know the
+        former agent. Closed: no-op.
         """
         ...
 
     def close(self) -> None:
-        """Destroy the agent and join the thread; jobs left end with ClosedError. Once it returns,
-        no write of ours can start to land: a fence. May be called again.
+        """Destroy the agent and join the thread; jobs that are left end with ClosedError.
+
+        Once it returns, no write of ours can start to land: a fence. May be called again.
 
         Over TCP the kernels may still hold bytes sent before; they land when the *target* polls
         next (measured: 2 MiB). So a target that learns of a fence polls for a moment (`settle`)
         before it frees pages.
 
-        Raises: InternalError when the agent could not be destroyed; then it is no fence.
+        Raises:
+            InternalError: the agent could not be destroyed; then it is no fence.
         """
         ...

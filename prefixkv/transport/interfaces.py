@@ -1,8 +1,8 @@
-"""Which network interfaces UCX listens on: by default the loopback one alone.
+"""The network interfaces that UCX listens on: by default the loopback interface alone.
 
-UCX takes every interface it finds, and whoever reaches its port can write into registered memory.
-Memory shared between processes of one machine, and CUDA's transports, are no network devices: they
-stay in any case. What the user has set in UCX_NET_DEVICES is never overridden.
+UCX takes every interface it finds, and any process that reaches its port can write into registered
+memory. Memory shared between processes of one machine, and CUDA's transports, are no network
+devices: they are used in any case. UCX_NET_DEVICES, if the user has set it, is never overridden.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _log = logging.getLogger("prefixkv.transport")
 
 LOOPBACK: Final = "lo"
 _VARIABLE: Final = "UCX_NET_DEVICES"
-_environment = threading.RLock()  # held while it is not the user's
+_environment = threading.RLock()  # held while the variable may be ours
 
 
 def net_devices(interface: str) -> str:
-    """What UCX's NET_DEVICES is set to for `TransportConfig.interface`; "" where the user has set
-    it."""
+    """Return the value of UCX's NET_DEVICES for `TransportConfig.interface`; "" if the user
+    set it."""
+    # Under the lock, since `ucx_options` may have set the variable for a moment.
     with _environment:
         return "" if _VARIABLE in os.environ else interface or LOOPBACK
 
 
 def check_interface(interface: str, what: str, is_local: bool) -> None:
-    """`what` (bind, or a prefill's address) stays on this machine, or an interface for KV has been
-    named.
+    """Raise ConfigError unless an address is local or an interface for KV has been named.
 
-    Raises ConfigError that says what to set.
+    `what` names the address (bind, or a prefill's) in the message, which says what to set.
     """
     if not is_local and not interface and _VARIABLE not in os.environ:
         raise ConfigError(
@@ -45,7 +45,7 @@ def check_interface(interface: str, what: str, is_local: bool) -> None:
 
 
 def warn_if_open(interface: str) -> None:
-    """Log it where UCX will listen beyond the loopback interface."""
+    """Log a warning if UCX will listen beyond the loopback interface."""
     devices = os.environ.get(_VARIABLE) or interface or LOOPBACK
     if devices != LOOPBACK:
         _log.warning(
@@ -57,11 +57,12 @@ def warn_if_open(interface: str) -> None:
 
 @contextmanager
 def ucx_options(interface: str) -> Iterator[dict[str, str]]:
-    """The options to create NIXL's UCX backend with, inside this context.
+    """Yield the options to create NIXL's UCX backend with, inside this context.
 
     One interface is an option of the backend. Several cannot be, since NIXL splits its options at
     commas: they are put into the environment while the backend is created.
     """
+    # The environment belongs to the whole process: one agent at a time, and undone at once.
     with _environment:
         devices = net_devices(interface)
         if "," not in devices:

@@ -1,4 +1,4 @@
-"""Which writes are under way, the same for both transports: every job ends once, by the same rules.
+"""The writes under way, the same for both transports: every job ends once, by the same rules.
 
 A transport asks an `Outbox` what to post next, and tells the `JobTable` how each part ended.
 Nothing here waits, and nothing knows NIXL.
@@ -23,18 +23,22 @@ _COUNTED = {"pages": "page", "staging": "block", "state": "slot"}
 
 
 class ActiveJob:
-    """A write job cut into parts, and how many of them are where.
+    """A write job cut into parts, with counts of how many are where.
 
     A part is unposted, then in flight, then ended. The first error stops the unposted ones; the job
-    ends when none is in flight and either all have been posted or an error came. `drained` falls,
-    and stays down, when a part fails that may still land.
+    ends when none is in flight and either all have been posted or an error came. `drained` becomes
+    False, and stays so, when a part fails that may still land.
     """
 
     def __init__(
         self, job: WriteJob, outbox: Outbox, runs: Runs, max_bytes: int, max_descriptors: int
     ) -> None:
-        """Check the pages and cut the parts. Raises PageStateError for pages that may not become
-        addresses."""
+        """Check the pages and cut the parts.
+
+        Raises:
+            PageStateError: pages outside the pool, or not as many on both sides: they must not
+                become addresses.
+        """
         self.job = job
         self.outbox = outbox
         self.runs = runs
@@ -48,72 +52,82 @@ class ActiveJob:
         self.parts: list[Part] = cut_parts(
             runs, self.src_pages, self.dst_pages, max_bytes, max_descriptors
         )
+        # Larger parts rather than too many: the tag could not count them.
         while len(self.parts) > _MAX_PARTS:
             max_bytes, max_descriptors = 2 * max_bytes, 2 * max_descriptors
             self.parts = cut_parts(runs, self.src_pages, self.dst_pages, max_bytes, max_descriptors)
         self.is_ready = job.ready is None
         self.next_part = 0
         self.in_flight = 0
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # the first one
         self.drained = True
         self._num_bytes = 0
 
     @property
     def room(self) -> RoomKey:
+        """The room that the job belongs to."""
         return RoomKey(self.job.tag.room, self.job.tag.generation)
 
     @property
     def may_post(self) -> bool:
+        """True while parts are left to post and nothing has gone wrong."""
         return self.error is None and self.next_part < len(self.parts)
 
     @property
     def ended(self) -> bool:
+        """True once nothing of the job is under way or will be."""
         return self.in_flight == 0 and not self.may_post
 
     def poll_ready(self) -> bool:
-        """Whether posting may begin. Raises what `ready.query()` raises."""
+        """Return whether posting may begin. Raises what `ready.query()` raises."""
+        # Asked until it says yes, and never again after.
         if not self.is_ready:
             self.is_ready = self.job.ready is None or bool(self.job.ready.query())
         return self.is_ready
 
     def tag(self, part: int) -> bytes:
+        """Return the packed tag of a part."""
         return self.part_tag(part).pack()
 
     def part_tag(self, part: int) -> ChunkTag:
-        """What the peer is notified with. The pages are counted here, from what is posted."""
+        """Return the tag that the peer is notified with. The pages are counted from what is
+        posted."""
         return self.job.tag._replace(
             part=part, num_parts=len(self.parts), num_pages=len(self.dst_pages)
         )
 
     def posted(self) -> None:
+        """Count the next part as posted."""
         self.next_part += 1
         self.in_flight += 1
 
     def part_done(self, part: Part) -> None:
+        """Count a posted part as DONE."""
         self.in_flight -= 1
         self._num_bytes += part.num_bytes
 
     def part_failed(self, error: Exception, may_land: bool) -> None:
-        """A posted part ended in an error."""
+        """Count a posted part as ended in an error; `may_land` says that it may still land."""
         self.in_flight -= 1
         self.drained = self.drained and not may_land
         self.error = self.error or error
 
     def stop(self, error: Exception) -> None:
-        """Post nothing more. Once everything is posted there is nothing to stop, and the parts
+        """Post nothing more. Once everything is posted there is nothing to stop: the parts
         decide."""
         if self.may_post:
             self.error = error
 
     def end_event(self) -> WriteDone | WriteFailed:
+        """Return the event that ends the job."""
         if self.error is None:
             return WriteDone(self.job.job_id, self._num_bytes)
         return WriteFailed(self.job.job_id, self.error, self.drained)
 
 
 class Outbox:
-    """The jobs to one peer that still have parts to post: rooms take turns, the jobs of a room go
-    in order.
+    """The jobs to one peer that still have parts to post. Rooms take turns, jobs of a room go in
+    order.
 
     `parked` holds jobs that came while the peer was not connected; they are cut once it is.
     """
@@ -121,19 +135,20 @@ class Outbox:
     def __init__(self) -> None:
         self.parked: list[WriteJob] = []
         self._rooms: dict[RoomKey, deque[ActiveJob]] = {}
-        self._turns: deque[RoomKey] = deque()
+        self._turns: deque[RoomKey] = deque()  # the rooms in `_rooms`, the next in turn first
 
     def __bool__(self) -> bool:
         return bool(self._turns or self.parked)
 
     def add(self, job: ActiveJob) -> None:
+        """Queue a job behind those of its room."""
         jobs = self._rooms.setdefault(job.room, deque())
         if not jobs:
             self._turns.append(job.room)
         jobs.append(job)
 
     def discard(self, job: ActiveJob) -> None:
-        """Take the job out, if it is in."""
+        """Take the job out if it is in. O(jobs of its room + rooms)."""
         jobs = self._rooms.get(job.room)
         if jobs is not None and job in jobs:
             jobs.remove(job)
@@ -142,10 +157,10 @@ class Outbox:
                 self._turns.remove(job.room)
 
     def round(self) -> Iterator[ActiveJob]:
-        """The first job of each room, the next in turn first; a room looked at goes behind the
-        others.
+        """Yield the first job of each room, the next in turn first; a room that was looked at goes
+        last.
 
-        The caller may take a job out and must stop iterating then.
+        The caller may take a job out, and must stop iterating then.
         """
         for _ in range(len(self._turns)):
             room = self._turns[0]
@@ -153,7 +168,7 @@ class Outbox:
             yield self._rooms[room][0]
 
     def clear(self) -> list[ActiveJob]:
-        """Take all active jobs out."""
+        """Take out and return all jobs that are cut."""
         jobs = [job for room in self._turns for job in self._rooms[room]]
         self._rooms.clear()
         self._turns.clear()
@@ -168,6 +183,7 @@ class JobTable:
         self._emit = emit
         self._max_bytes = max_bytes
         self._max_descriptors = max_descriptors
+        # Parked as WriteJob, cut as ActiveJob
         self._jobs: dict[int, tuple[Outbox, WriteJob | ActiveJob]] = {}
 
     def __bool__(self) -> bool:
@@ -178,6 +194,7 @@ class JobTable:
 
     def refuse(self, job: WriteJob, error: Exception) -> None:
         """End a job of which nothing was posted."""
+        # Removed before the event: after it the number may be used again.
         self._jobs.pop(job.job_id, None)
         self._emit(WriteFailed(job.job_id, error, drained=True))
 
@@ -187,21 +204,23 @@ class JobTable:
         outbox.parked.append(job)
 
     def start(self, outbox: Outbox, routes: Routes, job: WriteJob) -> None:
-        """Cut the job and queue it; bad pages or blocks, or staging that is not there, end it."""
+        """Cut the job and queue it; bad pages or blocks, or a route that is not there, end it."""
         try:
             active = ActiveJob(job, outbox, routes.of(job), self._max_bytes, self._max_descriptors)
         except CallerError as error:
-            self.refuse(job, error.with_traceback(None))
+            self.refuse(job, error.with_traceback(None))  # its frames would keep the agent
             return
         self._jobs[job.job_id] = (outbox, active)
         outbox.add(active)
 
     def start_parked(self, outbox: Outbox, routes: Routes) -> None:
+        """Cut and queue the jobs that waited for the peer, in their order."""
         parked, outbox.parked = outbox.parked, []
         for job in parked:
             self.start(outbox, routes, job)
 
     def cancel(self, job_id: int) -> None:
+        """Post no more of a job. Ended or unknown: no-op."""
         outbox, job = self._jobs.get(job_id, (None, None))
         error = AbortedError(f"job {job_id} was cancelled")
         if isinstance(job, ActiveJob):
@@ -216,6 +235,7 @@ class JobTable:
         self._end_if_over(job)
 
     def part_posted(self, job: ActiveJob) -> None:
+        """Count a part as posted; a job with nothing left to post leaves its outbox."""
         job.posted()
         if not job.may_post:
             job.outbox.discard(job)
@@ -223,8 +243,8 @@ class JobTable:
     def part_ended(
         self, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
     ) -> None:
-        """A posted part ended, DONE where `error` is None. `may_land`: whether a failed one may
-        still land."""
+        """Take the end of a posted part: DONE if `error` is None; `may_land` says that a failed
+        part may still land."""
         if error is None:
             job.part_done(part)
         else:
@@ -232,7 +252,7 @@ class JobTable:
         self._end_if_over(job)
 
     def drop(self, outbox: Outbox, error: Exception) -> None:
-        """Post nothing more to a peer."""
+        """Post nothing more to a peer: all its jobs end, now or with their parts in flight."""
         parked, outbox.parked = outbox.parked, []
         for waiting in parked:
             self.refuse(waiting, error)
@@ -240,7 +260,8 @@ class JobTable:
             self.stop(job, error)
 
     def close(self, fenced: bool) -> None:
-        """End every job. `fenced`: nothing of the agent's can land any more."""
+        """End every job; `fenced` says that nothing of the transport can land any more."""
+        # Emptied first, so that an event's consequences find no job that is ended twice.
         jobs, self._jobs = self._jobs, {}
         closed = ClosedError("the transport was closed")
         for job_id, (_, job) in jobs.items():
@@ -248,6 +269,8 @@ class JobTable:
             self._emit(WriteFailed(job_id, error or closed, drained=fenced))
 
     def _end_if_over(self, job: ActiveJob) -> None:
+        """End the job if nothing of it is under way or to be posted, exactly once."""
+        # Out of its outbox first: nothing more of it may be posted, even if parts are in flight.
         if not job.may_post:
             job.outbox.discard(job)
         if job.ended and self._jobs.pop(job.job.job_id, None) is not None:

@@ -1,8 +1,8 @@
-"""What a decode rank offers prefill to write by: the metadata of its NIXL agent, the offer of its
-shm transport, or both. Pure.
+"""The ways by which a decode rank can be written to: its NIXL agent's metadata, its shm transport's
+offer, or both. Pure.
 
 Each travels in a field of its own of the Hello, so that a peer that knows NIXL alone reads what it
-has always read. A transport has them in one: `Transport.metadata`, and what `add_peer` takes.
+has always read. A transport has them joined: in `Transport.metadata`, and for `add_peer`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _LENGTH_BYTES: Final = 4
 
 
 class Offers(NamedTuple):
-    """b"" where there is none."""
+    """The two offers; b"" where there is none."""
 
     nixl: bytes
     shm: bytes
 
     def join(self) -> bytes:
-        """In one; one alone is as it is."""
+        """Return both in one; one alone stays as it is."""
         if not (self.nixl and self.shm):
             return self.nixl or self.shm
         return _BOTH + len(self.nixl).to_bytes(_LENGTH_BYTES, "little") + self.nixl + self.shm
@@ -46,8 +46,11 @@ def split_offers(metadata: bytes) -> Offers:
 
 
 def usable(backend: Backend, offers: Offers) -> bytes:
-    """What a prefill rank with this `TransportConfig.backend` takes of a decode rank's offers.
-    Raises HandshakeError where that is nothing."""
+    """Return what a prefill rank with this `TransportConfig.backend` can use of the offers.
+
+    Raises:
+        HandshakeError: nothing of them.
+    """
     taken = {
         "nixl": Offers(offers.nixl, b""),
         "shm": Offers(b"", offers.shm),

@@ -1,4 +1,4 @@
-"""Which blocks a write takes: flat indices into the prepared lists of both sides, cut into bounded
+"""The blocks of a write: flat indices into the prepared lists of both sides, cut into bounded
 parts.
 
 Indices go run by run, pages inside: NIXL merges neighbouring index pairs only inside one run, and
@@ -20,8 +20,8 @@ from prefixkv.transport.runs import RunGroup, Runs, check_index_range
 
 
 class Part(NamedTuple):
-    """What one post carries: blocks `start` to `stop` of `group`, counted run by run, a job's pages
-    inside."""
+    """The content of one post: blocks `start` to `stop` of `group`, counted run by run, with the
+    job's pages inside each run."""
 
     group: RunGroup
     start: int
@@ -29,6 +29,7 @@ class Part(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all blocks of the part."""
         return (self.stop - self.start) * self.group.block_bytes
 
 
@@ -38,8 +39,8 @@ class Part(NamedTuple):
 def flat_indices(
     pages: Pages, num_runs: int, num_pages: int, start: int = 0, stop: int | None = None
 ) -> Pages:
-    """Indices `run * num_pages + page` for every run and page, run by run; or a slice of that
-    sequence.
+    """Return the indices `run * num_pages + page` for every run and page, run by run, or a slice of
+    that sequence.
 
     The slice is computed without the rest, so a part of a large job costs only itself.
 
@@ -52,11 +53,13 @@ def flat_indices(
         pages: int32, checked to lie in [0, num_pages).
         start, stop: positions in the sequence, 0 <= start < stop <= num_runs * len(pages).
 
-    Raises: ConfigError where an index would not fit into an int32.
+    Raises:
+        ConfigError: an index would not fit into an int32.
     """
     check_index_range(num_runs, num_pages)
     length = len(pages)
     stop = num_runs * length if stop is None else stop
+    # Often a part lies in one run: then no table of runs and pages is built.
     first, last = start // length, (stop - 1) // length
     if first == last:
         return pages[start - first * length : stop - first * length] + np.int32(first * num_pages)
@@ -65,8 +68,8 @@ def flat_indices(
 
 
 def part_indices(runs: Runs, part: Part, src_pages: Pages, dst_pages: Pages) -> tuple[Pages, Pages]:
-    """The int32 indices of a part into the prepared lists of both sides; pair i is one block's
-    copy."""
+    """Return the int32 indices of a part into the prepared lists of both sides; pair i is one
+    block."""
     first = part.group.first_run * len(src_pages)
     start, stop = first + part.start, first + part.stop
     src, dst = runs.src_positions, runs.dst_positions
@@ -82,14 +85,14 @@ def part_indices(runs: Runs, part: Part, src_pages: Pages, dst_pages: Pages) -> 
 def cut_parts(
     runs: Runs, src_pages: Pages, dst_pages: Pages, max_bytes: int, max_descriptors: int
 ) -> list[Part]:
-    """Cut a job into parts of at most `max_bytes` and `max_descriptors` after merging, and at least
-    a block.
+    """Cut a job into parts of at most `max_bytes` and `max_descriptors` after merging, each at
+    least one block.
 
     A post blocks its thread for its whole copy on some transports, and no other peer is served
     meanwhile: hence the bounds. O(len(pages) + parts).
     """
-    # positions where a page does not continue its predecessor on both sides: each begins a
-    # descriptor
+    # Positions where a page does not continue its predecessor on both sides: each begins a
+    # descriptor.
     steps = (np.diff(runs.src_positions.of(src_pages)) == 1) & (
         np.diff(runs.dst_positions.of(dst_pages)) == 1
     )
@@ -107,19 +110,22 @@ def _group_parts(
     max_bytes: int,
     max_descriptors: int,
 ) -> Iterator[Part]:
+    """Yield the parts of one group; `breaks` are the positions in `pages` that begin a
+    descriptor."""
     end = group.num_runs * num_pages
     most_blocks = max(1, max_bytes // group.block_bytes)
+    # Blocks that do not touch never merge: one descriptor each.
     if not group.dense:
         most_blocks = min(most_blocks, max_descriptors)
-    # with few pieces the byte bound always comes first, which spares the search
+    # With few pieces the byte bound always comes first, which spares the search.
     may_exceed = group.dense and max_descriptors < most_blocks
     start = 0
     while start < end:
         stop = min(start + most_blocks, end)
         if may_exceed:
             run, within = divmod(start, num_pages)
-            # the part holds one descriptor, and one more for each break behind `start`; find the
-            # break too many
+            # The part holds one descriptor, and one more for each break behind `start`. It ends at
+            # the first break that would be too many.
             descriptor = run * len(breaks) + int(np.searchsorted(breaks, within, side="right"))
             run, nth = divmod(descriptor + max_descriptors - 1, len(breaks))
             stop = min(stop, run * num_pages + int(breaks[nth]))

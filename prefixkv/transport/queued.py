@@ -1,5 +1,5 @@
-"""What any thread may ask of a transport whose one thread does all the work: each call is a command
-for that thread's loop, queued."""
+"""The calls of a transport that has one thread for all its work: each is queued as a command for
+that thread's loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prefixkv.transport.routes import PeerMemory
 
 
 class Loop(Protocol):
-    """What the thread runs, as far as it is the same for all."""
+    """The part of a loop that all transports share. Its methods run on the transport's thread."""
 
     def add_peer(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None: ...
 
@@ -32,25 +32,32 @@ L = TypeVar("L", bound=Loop)
 
 
 class Queued(ABC, Generic[L]):
-    """The calls of `base.Transport` that every loop takes alike. Owns nothing."""
+    """The calls of `base.Transport` that every loop takes alike. Holds no state."""
 
     @abstractmethod
     def _call(self, command: Callable[[L], None], or_raise: bool = True) -> None:
-        """Queue it, behind all before it. Closed: ClosedError, or nothing with `or_raise` false."""
+        """Queue a command behind all before it. Closed: ClosedError, or nothing with `or_raise`
+        False."""
 
     def add_peer(
         self, peer: PeerId, metadata: bytes, layout: KVLayout,
         parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
         state: StateLink | None = None,
     ) -> None:  # fmt: skip
+        """See `base.Transport.add_peer`."""
         memory = PeerMemory(layout, parts, staging, state)
         self._call(lambda loop: loop.add_peer(peer, metadata, memory))
 
     def remove_peer(self, peer: PeerId) -> None:
+        """See `base.Transport.remove_peer`."""
+        # Closing has ended all jobs and forgotten all peers: nothing to raise about, here and in
+        # `cancel`.
         self._call(lambda loop: loop.remove_peer(peer), or_raise=False)
 
     def write(self, job: WriteJob) -> None:
+        """See `base.Transport.write`."""
         self._call(lambda loop: loop.write(job))
 
     def cancel(self, job_id: int) -> None:
+        """See `base.Transport.cancel`."""
         self._call(lambda loop: loop.cancel(job_id), or_raise=False)

@@ -1,9 +1,9 @@
-"""What a peer can be written to, and the runs that each job goes by: pages into pages, our staging
-or state into its.
+"""The routes of a write to one peer, with their runs: pages into pages, our staging or state into
+its.
 
 A staging area is one dense run of blocks of BLOCK_BYTES, so NIXL merges neighbouring blocks into
-one descriptor. State has a run for each block of a slot that goes there.
-Pure numpy, no address is dereferenced.
+one descriptor. State has a run for each block of a slot that goes there. Pure numpy, no address is
+dereferenced.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from prefixkv.transport.runs import (
 
 
 class PeerMemory(NamedTuple):
-    """A peer's memory as `add_peer` was told of it. `parts`: what to pair of both pools; None: all
-    of them."""
+    """A peer's memory as `add_peer` gave it. `parts` says what to pair of both pools; None: all."""
 
     layout: KVLayout
     parts: tuple[Shard, Shard] | None = None
@@ -40,7 +39,7 @@ class PeerMemory(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """The runs to one peer, by `WriteJob.route`. None where not both sides have an area, or
+    """The runs to one peer, by `WriteJob.route`; None where one side has no staging area or
     state."""
 
     pages: Runs
@@ -48,7 +47,7 @@ class Routes(NamedTuple):
     state: Runs | None = None
 
     def of(self, job: WriteJob) -> Runs:
-        """Raises ConfigError for a route that is not there."""
+        """Return the runs of the job's route. Raise ConfigError if there are none."""
         runs: Runs | None = getattr(self, job.route)
         if runs is None:
             raise ConfigError(
@@ -63,13 +62,15 @@ def routes_to(
     staging: StagingArea | None,
     state: StateLayout | None = None,
 ) -> Routes:
-    """The runs from our pool, our area and our state to a peer's.
+    """Return the runs from our pool, staging area and state to a peer's.
 
-    Raises: what `paired_runs` raises; ConfigError for an area or a state layout of the peer's that
-    breaks a law.
+    Raises:
+        HandshakeError: see `paired_runs`.
+        ConfigError: likewise; or the peer's staging area or state layout breaks a law.
     """
     src_part, dst_part = peer.parts or (None, None)
     pages = paired_runs(layout, peer.layout, src_part=src_part, dst_part=dst_part)
+    # The peer's word: validated before addresses are taken from it.
     if peer.staging is not None:
         peer.staging.validate()
     ids = layout.device_id, peer.layout.device_id
@@ -81,28 +82,34 @@ def routes_to(
 
 
 def staging_runs(src: StagingArea, dst: StagingArea, src_device: int, dst_device: int) -> Runs:
-    """One run: block i of either area. Raises ConfigError for an area with more blocks than an
-    int32 can name."""
+    """Return one run: block i of either area. Raise ConfigError for more blocks than an int32
+    names."""
     group = RunGroup(0, 1, BLOCK_BYTES, dense=True)
     tables = _table(src, src_device), _table(dst, dst_device)
     return Runs(*tables, (group,), 1, _positions(src), _positions(dst))
 
 
 def _table(area: StagingArea, device: int) -> RunTable:
+    """Return the table row of an area."""
     check_index_range(1, area.num_blocks)
     row = [area.base, BLOCK_BYTES, device, BLOCK_BYTES, area.num_blocks]
     return np.array([row], dtype=np.uint64)
 
 
 def _positions(area: StagingArea) -> Positions:
+    """Return the positions of an area: a block's number is its position."""
     return Positions.stepping(area.num_blocks, fold=1, step=1)
 
 
 def state_runs(src: StateLayout, link: StateLink, src_device: int, dst_device: int) -> Runs:
-    """A run for each block that goes to a peer. Raises ConfigError for a peer's layout, or a block,
-    that cannot be."""
+    """Return a run for each block of state that goes to a peer.
+
+    Raises:
+        ConfigError: the peer's layout breaks a law, or a block is not inside a slot.
+    """
     dst, blocks = link.layout, link.blocks
     dst.validate()
+    # A block outside its slot would read or write a neighbour's state.
     for block in blocks:
         sides = (src, block.src_entry, block.src_offset), (dst, block.dst_entry, block.dst_offset)
         for layout, entry, offset in sides:
@@ -111,9 +118,8 @@ def state_runs(src: StateLayout, link: StateLink, src_device: int, dst_device: i
                 or offset + block.num_bytes > layout.entries[entry].num_bytes
             ):
                 raise ConfigError(f"{block} is not inside a slot of {len(layout.entries)} entries")
-    blocks = tuple(
-        sorted(blocks, key=lambda block: block.num_bytes)
-    )  # groups are of blocks of one size
+    # A group has blocks of one size.
+    blocks = tuple(sorted(blocks, key=lambda block: block.num_bytes))
     groups: list[RunGroup] = []
     for num_bytes, same in groupby(block.num_bytes for block in blocks):
         first = sum(group.num_runs for group in groups)
@@ -137,6 +143,7 @@ def state_runs(src: StateLayout, link: StateLink, src_device: int, dst_device: i
 
 
 def _state_table(layout: StateLayout, blocks: list[tuple[int, int, int]], device: int) -> RunTable:
+    """Return the table rows of one side; `blocks` are (entry, offset, bytes)."""
     check_index_range(len(blocks), layout.num_slots)
     rows = [
         (

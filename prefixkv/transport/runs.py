@@ -1,18 +1,14 @@
-"""Where the bytes of a page lie on both sides of a write: runs of equal blocks, for NIXL's prepared
+"""The places of a page's bytes on both sides of a write: runs of equal blocks, for NIXL's prepared
 lists.
 
 A *run* is one block of each page: equal blocks, a page stride apart. Source and target have the
-same runs in the same order, so a block of one side belongs to the block of the same run on the
-other. What is described is the part of a model that the source rank sends the target rank
-(`memory/mesh.py`): some layers, some heads.
+same runs in the same order. What is described is the part of a model that the source rank sends the
+target rank (`memory/mesh.py`): some layers, some heads.
 
-Where page sizes differ by a whole factor, both sides count pages of the smaller size
-(`paging.py`). On the side with larger pages the units of a page are blocks of the same run
-where a stride can be found that steps through them and from page to page, since NIXL merges
-neighbours of one run only; else each is a row of its own. A *position* is a unit page's place in a
-run, so a block's flat index is `run * num_positions + position`.
-
-Pure numpy, no address is dereferenced.
+Where page sizes differ by a whole factor, both sides count pages of the smaller size. On the side
+with larger pages the units of a page are blocks of one run where a stride steps through them and
+from page to page, since NIXL merges inside a run only; else each is a row of its own. A *position*
+is a unit page's place in a run: a block's flat index is `run * num_positions + position`. Pure.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ _PART_MUST_BE_EQUAL: Final = (("num_layers", "num_layers"), ("num_heads", "num_k
 
 
 class RunGroup(NamedTuple):
-    """Neighbouring runs with blocks of one size that all can or all cannot merge."""
+    """Neighbouring runs with blocks of one size, all of which can merge, or none."""
 
     first_run: int
     num_runs: int
@@ -50,11 +46,11 @@ class RunGroup(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """From the unit pages of one side to the positions of each of its runs.
+    """The mapping from the unit pages of one side to the positions of each of its runs.
 
-    `step` is the positions from one page to the next; 0 where unit j of all pages makes row j of
-    the run's `fold` rows. `num_positions` are those of one run; some may stand for no unit. With
-    equal page sizes page, unit page and position are the same.
+    `step` is the number of positions from one page to the next; 0 where unit j of all pages makes
+    row j of the run's `fold` rows. `num_positions` are those of one run; some may stand for no
+    unit. With equal page sizes page, unit page and position are the same.
     """
 
     num_pages: int
@@ -64,12 +60,14 @@ class Positions(NamedTuple):
 
     @classmethod
     def stepping(cls, num_pages: int, fold: int, step: int) -> Positions:
+        """Return the positions with this step, and as many of them as reach the last unit."""
         return cls(
             num_pages, fold, step, (num_pages - 1) * step + fold if step else num_pages * fold
         )
 
     def of(self, units: Pages) -> Pages:
-        """int32, from unit pages that were checked to lie in the pool."""
+        """Return the positions (int32) of unit pages that were checked to lie in the pool."""
+        # Three cases: position equals unit; units stepped through by one stride; one row per unit.
         if self.step == self.fold:
             return units
         page, unit = np.divmod(units, np.int32(self.fold))
@@ -96,15 +94,17 @@ class Runs:
 
     @property
     def src_num_pages(self) -> int:
+        """Unit pages of the source pool."""
         return self.src_positions.num_pages * self.src_positions.fold
 
     @property
     def dst_num_pages(self) -> int:
+        """Unit pages of the target pool."""
         return self.dst_positions.num_pages * self.dst_positions.fold
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one unit page in all runs."""
+        """Bytes of one unit page, summed over all runs."""
         return sum(group.num_runs * group.block_bytes for group in self.groups)
 
 
@@ -114,13 +114,12 @@ def paired_runs(
     src_part: Shard | None = None,
     dst_part: Shard | None = None,
 ) -> Runs:
-    """Runs of the largest blocks that are contiguous in a page of both pools, whatever their
-    orders.
+    """Return runs of the largest blocks that are contiguous in a page of both pools.
 
     Found by walking the smallest pieces (one head of one token of one slab) in the order of the
     source's addresses and joining neighbours that are neighbours on the target too: whole pages
     where both are page-major, a slab's page where one is layer-major, a token or a head where
-    strides demand it. O(slabs * page_size * heads) once a peer.
+    strides demand it. O(slabs * page_size * heads) once per peer.
 
     Args:
         src, dst: our layout and the peer's. The peer's is validated here.
@@ -129,10 +128,12 @@ def paired_runs(
 
     Raises:
         HandshakeError: the parts or the models differ, or neither page size divides the other;
-        names the field. ConfigError: `dst` breaks a law of layouts, a part is not in its pool, or
-        the pools have more blocks than
-            an int32 can index.
+            names the field.
+        ConfigError: `dst` breaks a law of layouts, a part is not in its pool, or the pools have
+            more blocks than an int32 can index.
     """
+    # 1. Same model, same shape of the part, page sizes that divide. Only then is the peer's layout
+    # read further.
     src_part, dst_part = src_part or Shard.whole(src), dst_part or Shard.whole(dst)
     for name in (*_MUST_BE_EQUAL, *(_WHOLE if src.opaque else ())):
         _check_equal(name, getattr(src, name), getattr(dst, name))
@@ -144,6 +145,7 @@ def paired_runs(
     dst = dst.sized()
     dst.validate()
 
+    # 2. The smallest pieces of both sides, both in the order of the source's addresses.
     unit_tokens = min(src.page_size, dst.page_size)
     src_pieces, dst_pieces = (
         _pieces(src, src_part, unit_tokens),
@@ -152,10 +154,12 @@ def paired_runs(
     order = np.argsort(src_pieces.address, kind="stable")
     src_pieces, dst_pieces = src_pieces.take(order), dst_pieces.take(order)
     head_bytes = src.head_bytes
+    # 3. Join what continues on both sides: `firsts` begin a block, `lengths` are in bytes.
     joined = src_pieces.continues(head_bytes) & dst_pieces.continues(head_bytes)
     firsts = np.flatnonzero(np.concatenate(([True], ~joined)))
     lengths = np.diff(firsts, append=len(joined) + 1) * head_bytes
 
+    # 4. The tables of both sides, then groups of equal blocks that can all merge or cannot.
     src_positions, src_table = _side(src, src_pieces.take(firsts), lengths, unit_tokens)
     dst_positions, dst_table = _side(dst, dst_pieces.take(firsts), lengths, unit_tokens)
     dense = _is_dense(src_table) & _is_dense(dst_table)
@@ -172,6 +176,7 @@ def paired_runs(
 
 
 def _check_equal(name: str, ours: object, theirs: object) -> None:
+    """Raise HandshakeError if the two differ."""
     if ours != theirs:
         raise HandshakeError(name, ours, theirs)
 
@@ -180,7 +185,7 @@ class _Pieces(NamedTuple):
     """One entry for each (slab, token, head) of the first unit of page 0.
 
     `kind` is a row of `strides`, int64 [kinds, 3] with columns (page stride, unit stride, region);
-    a stride of a dimension with one element means nothing, so it counts as 0.
+    the stride of a dimension with one element means nothing, so it counts as 0.
     """
 
     address: Int64s
@@ -188,28 +193,34 @@ class _Pieces(NamedTuple):
     strides: Int64s
 
     def take(self, order: npt.NDArray[np.intp]) -> _Pieces:
+        """Return the entries in this order."""
         return _Pieces(self.address[order], self.kind[order], self.strides)
 
     def continues(self, head_bytes: int) -> Bools:
-        """Whether piece i + 1 follows piece i without a gap in every unit of every page. Regions
-        that touch stay
-        apart: a descriptor across two registrations is refused by NIXL."""
+        """Return, for each i, whether piece i + 1 follows piece i without a gap in every unit of
+        every page.
+
+        Regions that touch stay apart: NIXL refuses a descriptor across two registrations.
+        """
         follows: Bools = np.diff(self.address) == head_bytes
         follows &= np.diff(self.kind) == 0
         return follows
 
     @property
     def page_stride(self) -> Int64s:
+        """Page stride of each piece, in bytes."""
         strides: Int64s = self.strides[self.kind, 0]
         return strides
 
     @property
     def unit_stride(self) -> Int64s:
+        """Unit stride of each piece, in bytes."""
         strides: Int64s = self.strides[self.kind, 1]
         return strides
 
 
 def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
+    """Return the pieces of the part. Raise ConfigError if it is not inside the pool."""
     whole = Shard.whole(layout)
     if part.overlap(whole) != part:
         raise ConfigError(
@@ -222,6 +233,7 @@ def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
     starts = sorted(start for start, _ in layout.regions)
     kinds: dict[tuple[int, int, int], int] = {}
     columns = []
+    # A kind is what two pieces must share to continue each other everywhere, not just in page 0.
     for slab in slabs:
         page = slab.page_stride if layout.num_pages > 1 else 0
         token = slab.token_stride if layout.page_size > 1 else 0
@@ -248,7 +260,7 @@ def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
 def _side(
     layout: KVLayout, firsts: _Pieces, lengths: Int64s, unit_tokens: int
 ) -> tuple[Positions, RunTable]:
-    """How one side's positions are counted, and its table [runs, rows, 5]."""
+    """Return how one side's positions are counted, and its table [runs, rows, 5]."""
     num_runs, num_pages, fold = len(lengths), layout.num_pages, layout.page_size // unit_tokens
     positions = Positions.stepping(
         num_pages, fold, _position_step(firsts, num_pages, fold, num_runs)
@@ -262,14 +274,15 @@ def _side(
     )
     table[:, :, 1] = lengths[:, None]
     table[:, :, 2] = layout.device_id
+    # A stride of 0 (one element) becomes the block's length, so that the run counts as dense.
     table[:, :, 3] = np.where(stride, stride, lengths)[:, None]
     table[:, :, 4] = positions.num_positions // rows
     return positions, table
 
 
 def _position_step(firsts: _Pieces, num_pages: int, fold: int, num_runs: int) -> int:
-    """Units from page to page, where that is the same whole number in every run and the positions
-    fit into an index."""
+    """Return the units from page to page; 0 if they are not the same whole number in every run, or
+    the positions do not fit into an index."""
     if fold == 1 or num_pages == 1:
         return fold
     page, unit = firsts.page_stride, firsts.unit_stride
@@ -280,12 +293,13 @@ def _position_step(firsts: _Pieces, num_pages: int, fold: int, num_runs: int) ->
 
 
 def _is_dense(table: RunTable) -> Bools:
-    """Whether the blocks of neighbouring positions touch."""
+    """Return, for each run, whether the blocks of neighbouring positions touch."""
     dense: Bools = table[:, 0, 3] == table[:, 0, 1]
     return dense
 
 
 def _groups(lengths: Int64s, dense: Bools) -> Iterator[RunGroup]:
+    """Yield the groups: a new one begins where the length or the density changes."""
     changes = np.flatnonzero((np.diff(lengths) != 0) | (np.diff(dense.astype(np.int8)) != 0)) + 1
     edges = [0, *changes.tolist(), len(lengths)]
     for first, end in pairwise(edges):
@@ -293,8 +307,7 @@ def _groups(lengths: Int64s, dense: Bools) -> Iterator[RunGroup]:
 
 
 def check_index_range(num_runs: int, num_positions: int) -> None:
-    """Raises ConfigError when a flat index would not fit into an int32, the width that NIXL
-    takes."""
+    """Raise ConfigError if a flat index would not fit into an int32, the width that NIXL takes."""
     if num_runs * num_positions - 1 > MAX_INDEX:
         raise ConfigError(
             f"{num_runs} runs of {num_positions} pages are {num_runs * num_positions} blocks, "

@@ -1,17 +1,14 @@
-"""Decode's control object: what a decode rank can hear, and what it can do about it. Pure.
+"""Decode's control object: all inputs that a decode rank takes, and what it does about them. Pure.
 
 `DecodeControl.on` takes one input and the time, and returns effects: frames to send, what the
 transport and the copy threads have to do, and what became of rooms. It holds the rank's links to
 prefill workers (`decode/links.py`) and the rooms that are open on them (`decode/rooms.py`), each a state
-machine (`ReceiverMachine`, or a `RefusalMachine` for a room that will not be opened).
+machine: `ReceiverMachine`, or `RefusalMachine` for a room that will not be opened.
 
-What comes in are the cases of `on`. What goes out: SendFrame, Connect and Disconnect for the
-sockets, Expect and Settle for the transport, Scatter for the copy threads, RoomEnded, RoomDrained
-and RoomOverdue for the scheduler, and PrefillReady, PrefillAway and PrefillLost, of workers that it
-asked about (MeetPrefill). `effects.py` has both as types.
+Inputs are the cases of `on`; effects are listed in `effects.py`.
 
-It owns what machines cannot know: which incarnation a room was promised to. Only that one's word
-counts, since a restarted worker knows nothing of its predecessor's writes.
+It owns what machines cannot know: which incarnation a room was promised to. Only that one's frames
+count, since a restarted worker knows nothing of the writes of the life before.
 """
 
 from __future__ import annotations
@@ -103,13 +100,15 @@ from prefixkv.transport.base import (
 
 
 class DecodeControl:
-    """See the module's text. Owned by one thread, but for `peers`, `lost_peers` and `num_rooms`.
+    """The control object of one decode rank; see the module's text.
+
+    Owned by the control thread. Other threads may call `peers`, `lost_peers` and `num_rooms` only.
 
     Args:
         me: this rank's identity.
-        hello: what it says of itself.
+        hello: what it says of itself in the handshake.
         option_names: as of `ModelConfig`.
-        born_s: when this life of the worker began, on the clock of `on`; None on other ranks than
+        born_s: when this life of the worker began, on the clock of `on`; None on ranks other than
             0, and where it is not to be said.
     """
 
@@ -134,13 +133,16 @@ class DecodeControl:
         parts = self._timers, self._links, self.staging, self.news
         self._rooms = ReceiverRooms(timing, *parts, self._option_names)
         self._lives = Lives(self.news)
-        self._met: dict[str, bool] = {}  # by address: what was said last to whoever asked
+        # By address that the scheduler asked about: was PrefillReady the last answer?
+        self._met: dict[str, bool] = {}
+        # The number in the last Expect; -1 forces the next one.
         self._said_expected = 0
-        # Of the last `on`, those before an exception too.
+        # Effects of the last `on`. Where it raised, those from before the exception: they have
+        # changed state here, so the thread must carry them out all the same.
         self.last_effects: list[DecodeEffect] = []
 
     def on(self, what: DecodeInput, now_s: float) -> list[DecodeEffect]:
-        """Take one input; returns what to do about it, in order."""
+        """Take one input and return what to do about it, in order."""
         out = self.last_effects = []
         match what:
             case OpenRoom():
@@ -154,6 +156,7 @@ class DecodeControl:
             case MoveWeights():
                 self._move_weights(what, now_s, out)
             case Fence(peer, proved):
+                # Before `_fence`, which has every process examined that a link loses.
                 if self._links.deaths.fenced(peer) and proved:
                     self.counters["peers_proved_dead"] += 1
                 self._fence(peer, FENCED_DEAD if proved else FENCED, now_s, out)
@@ -183,8 +186,11 @@ class DecodeControl:
                 out += self._links.farewell()
             case _:
                 assert_never(what)
+        # The two answers that depend on the state after the input, not on the input. Asking whether
+        # a worker is ready may change links itself, so until nothing changes.
         while changed := self._links.take_changed():
             self._say_workers(changed, now_s, out)
+        # At the end, so that an input which closes one room and opens another says it once.
         if self._rooms.num_expected != self._said_expected:
             self._said_expected = self._rooms.num_expected
             out.append(Expect(self._rooms.num_expected))
@@ -192,37 +198,39 @@ class DecodeControl:
 
     @property
     def wake_s(self) -> float:
-        """When the next Tick is wanted, infinity if never."""
+        """Time at which the next Tick is wanted, infinity if never."""
         return min(self._timers.next_s, self._links.deaths.due_s)
 
     @property
     def num_expected(self) -> int:
-        """Rooms whose pages a peer may be writing now."""
+        """Number of rooms that peers may be writing now."""
         return self._rooms.num_expected
 
     @property
     def num_rooms(self) -> int:
-        """Rooms that are open, or not drained yet. Any thread may ask."""
+        """Number of rooms that are open or not drained yet. Any thread may ask."""
         return len(self._rooms)
 
     def rooms(self) -> Iterable[ReceiverMachine]:
-        """The machines of all open or undrained rooms, for audits."""
+        """Return the machines of all open or undrained rooms, for audits."""
         machines = [room.machine for room in self._rooms.all()]
         return [machine for machine in machines if isinstance(machine, ReceiverMachine)]
 
     def poll(self, key: RoomKey) -> KVPoll | None:
-        """How far a room is; None once it has ended and is drained."""
+        """Return how far a room is; None once it has ended and is drained."""
         room = self._rooms.get(key)
         return None if room is None else room.machine.poll
 
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
-        """By address: what answers there, and "ready", "suspect" or "connecting". Any thread may
-        ask."""
+        """Return, by address, which process answers there, and "ready", "suspect" or "connecting".
+
+        Any thread may ask.
+        """
         return self._links.peers(now_s)
 
     def lost_peers(self, now_s: float) -> LostPeers:
-        """Prefill processes that are suspect or over, what is wrong with each, and how many pages
-        it may still write. Any thread may ask."""
+        """Return the prefill processes that are suspect or over, what is wrong with each, and how
+        many pages it may still write. Any thread may ask."""
 
         def wrong(peer: PeerId, link: Link) -> str:
             return self._lives.how(peer) or self._links.wrong(link, peer, now_s)
@@ -232,20 +240,24 @@ class DecodeControl:
     # --- commands ---------------------------------------------------------------------------------
 
     def _open(self, command: OpenRoom, now_s: float, out: list[DecodeEffect]) -> None:
+        """Open a room: promise its pages once the prefill worker answers."""
         machine = ReceiverMachine(command.promise, self._timing, now_s, command.address)
         try:
             self._enter(machine, command.address, now_s, out, command.digest)
-        except RequestError as error:  # no peer has been told of the pages
+        except RequestError as error:  # no peer has learned of the pages
             out += [RoomEnded(machine.key, KVPoll.FAILED, error), RoomDrained(machine.key)]
 
     def _meet_worker(self, address: str, now_s: float, out: list[DecodeEffect]) -> None:
+        """Connect to a prefill worker that the scheduler asks about, and report once whether it
+        answers."""
         out += self._links.open(address, now_s)
-        self._met[address] = False  # so that what is so now is said, though it was said before
+        self._met[address] = False  # so that the present state is reported, though it was before
         link = self._links.get(address)
         assert link is not None
         self._links.note_change(link)
 
     def _refuse(self, command: RefuseRoom, now_s: float, out: list[DecodeEffect]) -> None:
+        """Tell prefill that no promise will come for a request that it may have."""
         machine = RefusalMachine(command.key, command.ticket, command.reason, self._timing, now_s)
         self._enter(machine, command.address, now_s, out, command.digest)
 
@@ -257,26 +269,31 @@ class DecodeControl:
         out: list[DecodeEffect],
         digest: bytes = b"",
     ) -> None:
-        """Raises RequestError if the room is open."""
+        """Let a new room wait at its leader's link. Raise RequestError if its number is in use."""
         key = machine.key
         known = self._rooms.get(key)
         if known is not None:
+            # Only a refusal of our own (`_give_up`) makes way: no pages hang on it, and the
+            # scheduler does not wait for its end.
             if not isinstance(known.machine, RefusalMachine) or known.machine.is_news:
                 raise RequestError(f"room {key.room} generation {key.generation} is open already")
             self._rooms.drop(known)  # the number is in use again
         out += self._links.open(address, now_s)
         link = self._links.get(address)
         assert link is not None
+        # The room must be at its link before the link is looked at, or it would wait for the next
+        # frame.
         self._rooms.add(Room(machine, link, digest))
         self._promote(link, now_s, out)
 
     def _abort(self, command: AbortRoom, now_s: float, out: list[DecodeEffect]) -> None:
+        """End a room that the scheduler wants no more. Unknown or a refusal: no-op."""
         room = self._rooms.get(command.key)
         if room is not None and isinstance(room.machine, ReceiverMachine):
             self._give_up(room, room.machine, AbortedError(command.reason), now_s, out)
 
     def _move_weights(self, command: MoveWeights, now_s: float, out: list[DecodeEffect]) -> None:
-        """KV that was computed under another version is not taken any more."""
+        """End the open rooms of another weights version: their KV is not taken any more."""
         now = command.weights_version
         for room in self._rooms.all():
             machine = room.machine
@@ -293,46 +310,59 @@ class DecodeControl:
         now_s: float,
         out: list[DecodeEffect],
     ) -> None:
-        """End a room from our side, and let prefill know."""
+        """End a room from this side, and let prefill know."""
+        # A room that was promised says so to its ranks itself.
         self._rooms.on(room, receiver.Fail(error), now_s, out)
         if not room.peers:
-            # Prefill has not heard of the room, but may have the request, and wait. Its answer is
-            # no news here.
+            # Prefill has not heard of this one, but may have the request and wait for a promise.
+            # Its answer is of no interest to the scheduler, which has heard the end by now.
             versions = error.versions if isinstance(error, WeightsVersionError) else None
             what = machine.key, machine.ticket, str(error)
             refusal = RefusalMachine(*what, self._timing, now_s, is_news=False, versions=versions)
             self._enter(refusal, room.link.address, now_s, out, room.digest)
 
     def _fence(self, peer: PeerId, how: str, now_s: float, out: list[DecodeEffect]) -> None:
-        """This incarnation can write no more: its rooms end now, and are drained soon after.
+        """End the rooms of a process that is proved unable to write any more, and drain them soon
+        after.
 
         Not at once: over TCP the kernels may still hold what it sent before, and that lands as our
         own transport reads it. So rooms stay undrained until it has been at that for
         `fence_settle_s`.
         """
+        # 1. Over first: what ends below may send frames, and answers of this life must not count.
         self._lives.end(peer, how)
         self._rooms.fail_of(peer, PeerLostError(f"{peer} {how}", peer), now_s, out)
+        # 2. Its links are free for another life.
         for link in self._links.all():
             if link.peer == peer:
                 self._links.lost(link, None, now_s)
                 out += self._links.greet(link, now_s)
+        # 3. The pages last: with `fence_settle_s` 0 they are drained at once, and a room has to end
+        # before it is drained.
         self._rooms.settle(peer, now_s, out)
 
     # --- what the transport and the copies say ----------------------------------------------------
 
     def _arrived(self, raw_tag: bytes, now_s: float, out: list[DecodeEffect]) -> None:
-        """A notification. A late, double or foreign one does no harm; a room that lacks one does
-        not succeed."""
+        """Take a notification: a part of a write has landed.
+
+        Late, repeated and foreign ones are counted and dropped. They can do no harm, since nothing
+        is freed by a notification; a room that lacks one does not succeed.
+        """
         try:
             tag = ChunkTag.unpack(raw_tag)
         except ProtocolError:
             self.counters["tags_dropped"] += 1
             return
+        # The tag is a peer's word: it counts only from the incarnation that the room was promised
+        # to.
         room = self._rooms.get(RoomKey(tag.room, tag.generation))
         peer = None if room is None else room.peers.get(tag.rank)
         if room is None or peer is None or peer.incarnation != tag.incarnation:
             self.counters["tags_dropped"] += 1
             return
+        # lease_id < 0: straight into our pages. Else into a lease, from where it is to be
+        # scattered.
         if tag.lease_id < 0:
             landed = receiver.ChunkLanded(*tag[3:7], num_units=tag.num_pages)
             self._rooms.on(room, landed, now_s, out)
@@ -340,13 +370,17 @@ class DecodeControl:
             self._rooms.staged(self.staging.on_arrival(tag), now_s, out)
 
     def _scattered(self, done: CopyDone, now_s: float, out: list[DecodeEffect]) -> None:
+        """Take the end of a scatter: its units are in the pages, or the room fails."""
         if self.staging is not None:
             self._rooms.staged(self.staging.on_scattered(done.copy_id, done.error), now_s, out)
 
     def _tick(self, now_s: float, out: list[DecodeEffect]) -> None:
+        """Look at the links and rooms that are due, then at processes to examine."""
+
         def look(key: str | RoomKey) -> None:
             if isinstance(key, str):
                 out.extend(self._links.tick(key, now_s))
+                # No connection for too long: the rooms that wait there fail.
                 if (link := self._links.get(key)) and (why := self._links.gone(link, now_s)):
                     self._refuse_link(link, why, now_s, out)
             elif (room := self._rooms.get(key)) is not None:
@@ -358,7 +392,8 @@ class DecodeControl:
     # --- frames -----------------------------------------------------------------------------------
 
     def _frame(self, received: FrameReceived[str], now_s: float, out: list[DecodeEffect]) -> None:
-        """What is malformed, stale or foreign is counted and dropped."""
+        """Decode a frame and take it. Malformed, stale and foreign frames are counted and
+        dropped."""
         link = self._links.get(received.source)
         try:
             frame = messages.decode(received.raw)
@@ -366,16 +401,22 @@ class DecodeControl:
                 raise ProtocolError("a frame on a closed link")
             link.is_local = received.is_local
             self._take(link, frame, now_s, out)
+        # Effects of a frame that is refused half way stay in `out`: see `last_effects`.
         except ProtocolError as error:
             self.counters["frames_dropped"] += 1
             self.counters[f"dropped: {type(error).__name__}"] += 1
+            # A worker of another version that has never answered never will: the rooms that wait
+            # for it fail now.
             if isinstance(error, VersionError) and link is not None and link.peer is None:
                 self.counters["handshakes_refused"] += 1
                 refused = HandshakeError("protocol version", error.ours, error.theirs)
                 self._refuse_link(link, refused, now_s, out)
 
     def _frame_failed(self, what: FrameFailed[str], now_s: float, out: list[DecodeEffect]) -> None:
-        """The room that the frame names ends, if it is promised to its sender."""
+        """End the room that a frame names, after an exception while it was taken.
+
+        Only if the room was promised to the sender, so that no peer can end rooms of another.
+        """
         self.counters["frames_failed"] += 1
         frame = messages.decode(what.frame.raw)
         if isinstance(frame.body, messages.RoomBody):
@@ -385,13 +426,18 @@ class DecodeControl:
                 self._rooms.on(room, receiver.Fail(error), now_s, out)
 
     def _take(self, link: Link, frame: Frame, now_s: float, out: list[DecodeEffect]) -> None:
+        """Take a decoded frame: handshakes from any process, all else only from the link's peer."""
         body = frame.body
+        # 1. A handshake may come from a process that is to replace the peer.
         if isinstance(body, HelloReply | HelloWanted):
             self._meet(link, frame, body, now_s, out)
             return
+        # 2. Anything else counts only from the process that answers here, and only in order.
         if frame.sender != link.peer:
             raise ProtocolError(f"a frame of {frame.sender}, {link.peer} is known here")
         link.live.take(frame, now_s)
+        # 3. By type. What is for prefill is refused by name, so that a new type is not forgotten
+        # here.
         match body:
             case Outcome():
                 self._take_outcome(link, body, now_s, out)
@@ -412,26 +458,33 @@ class DecodeControl:
                 raise ProtocolError(f"{type(body).__name__} is not for decode")
             case _:
                 assert_never(body)
-        self._promote(link, now_s, out)  # it speaks, so it is suspect no more
+        # It speaks, so it is suspect no more, and rooms may have waited for that.
+        self._promote(link, now_s, out)
 
     def _take_outcome(
         self, link: Link, outcome: Outcome, now_s: float, out: list[DecodeEffect]
     ) -> None:
+        """Take how a room ended at prefill; acknowledge it even if the room is over here."""
         room = self._rooms.get(outcome.key)
         if room is None or room.machine.ticket != outcome.ticket:
-            # That use of the room has ended and is drained here: only the acknowledgement was lost.
+            # That use of the room has ended and is drained here; only the acknowledgement was lost.
+            # Without one, prefill would repeat itself until its `ack_timeout_s`.
             ack = OutcomeAck(outcome.room, outcome.generation, outcome.rank, outcome.ticket)
             out.append(self._links.send(link, ack, now_s))
         else:
             self._to_room(link, outcome, receiver.OutcomeSaid(outcome), now_s, out)
             if isinstance(room.machine, ReceiverMachine) and room.machine.awaits_notifications:
-                # They came with the bytes, before the outcome: let the transport look at once.
+                # The notifications came with the bytes, before the outcome, so they are there: make
+                # the transport look at once, by another Expect.
                 self._said_expected = -1
 
     def _take_drained(
         self, link: Link, drained: Drained, now_s: float, out: list[DecodeEffect]
     ) -> None:
+        """Take a rank's word that it no longer writes the room; let settle first if it asks for
+        that."""
         room = self._room_of(link, drained)
+        # Only once the room has ended: until then its pages are in use, and nothing is freed.
         if room is not None and drained.settle and room.machine.poll.ended:
             self._rooms.settle(
                 RankDrained(room.machine.key, drained.rank, drained.ticket), now_s, out
@@ -440,6 +493,7 @@ class DecodeControl:
             self._rooms.on(room, receiver.DrainedSaid(drained.rank), now_s, out)
 
     def _take_ask(self, link: Link, ask: LeaseAsk, now_s: float, out: list[DecodeEffect]) -> None:
+        """Take a writer's request for a lease. A request that cannot be honest ends the room."""
         room = self._room_of(link, ask)
         if room is None:
             return
@@ -447,7 +501,7 @@ class DecodeControl:
             raise ProtocolError("a lease is asked for where there is no staging")
         try:
             self._rooms.staged(self.staging.on_ask(ask.rank, ask), now_s, out)
-        except ProtocolError as error:
+        except ProtocolError as error:  # and the frame is counted as dropped
             self._rooms.on(room, receiver.Fail(error), now_s, out)
             raise
 
@@ -459,16 +513,23 @@ class DecodeControl:
         now_s: float,
         out: list[DecodeEffect],
     ) -> None:
+        """Give an event to the room that a frame is about, if it lives."""
         room = self._room_of(link, body)
         if room is not None:
             self._rooms.on(room, event, now_s, out)
 
     def _room_of(self, link: Link, body: Outcome | PromiseAck | Drained | LeaseAsk) -> Room | None:
-        """The room that this is a word of, None if it is over. Raises ProtocolError for
-        another's."""
+        """Return the room that a frame is about, None if it is over.
+
+        Raises:
+            ProtocolError: the room was not promised to the sender as this rank, or the frame is
+                about an earlier use of the room's number.
+        """
         room = self._rooms.get(body.key)
         if room is None:
             return None
+        # A process may say any rank: it must be the very one that was promised the pages as this
+        # rank.
         if link.peer is None or room.peers.get(body.rank) != link.peer:
             raise ProtocolError(
                 f"room {body.room} was promised to {room.peers}, {link.peer} speaks as {body.rank}"
@@ -487,39 +548,50 @@ class DecodeControl:
         now_s: float,
         out: list[DecodeEffect],
     ) -> None:
-        """A HelloReply, or a worker that does not know us (it was restarted, or has forgotten)."""
+        """Take a HelloReply, or the HelloWanted of a rank that does not know us.
+
+        It was restarted, or has forgotten us.
+        """
+        # 1. A life that is over gets no second chance. If it lives, it has to know that.
         try:
             self._lives.check(frame.sender)
-        except FormerLifeError as error:  # if it lives, it is to know
+        except FormerLifeError as error:
             out += self._links.refuse(link, frame.sender, body, error, now_s)
             raise
         is_other = frame.sender != link.peer
+        # 2. Of the peer that is known: its frames are counted in order.
         if not is_other:
             link.live.take(frame, now_s)
+        # 3. A reply that does not answer our present Hello may be late, sent by a process that is
+        # gone: it replaces nothing. The rank gets another Hello.
         if isinstance(body, HelloWanted) or (is_other and body.known != link.known):
-            # What does not answer our present Hello may be late: it takes nothing's place.
             nonce = body.nonce if isinstance(body, HelloWanted) else 0
             out += self._links.wanted(link, nonce, now_s)
             return
+        # 4. Another process has proved that it answers now: it replaces the one before, and its
+        # numbers begin again.
         if is_other:
             self._lose_peer(link, frame.sender, now_s, out)
             link.live.in_seq = 0
             link.live.take(frame, now_s)
+        # 5. Its word on itself must fit. A refused rank stays the link's peer and is not ready.
         try:
             self._links.accept(link, frame, body, now_s)
         except (HandshakeError, ConfigError) as refused:
             self._refuse_peer(link, frame.sender, body, refused, now_s, out)
             return
+        # 6. Reported once per process. Then the rooms that waited for it are promised.
         if is_other:
             self.news.say("met", frame.sender, f"at {link.address}")
         self._promote(link, now_s, out)
 
     def _lose_peer(self, link: Link, newer: PeerId, now_s: float, out: list[DecodeEffect]) -> None:
-        """Another process answers at this address: whatever was promised to the one before has
-        ended."""
+        """End what was promised here to a process that another has replaced at this address."""
         lost = self._links.lost(link, newer, now_s)
         if lost is None:
             return
+        # The same name, and it answers nowhere else: a restart, so the life before is over. Another
+        # name says nothing about that life, which may go on elsewhere.
         if lost.name == newer.name and not self._is_elsewhere(lost, link):
             self._lives.supersede(lost, newer)
         else:
@@ -530,8 +602,11 @@ class DecodeControl:
     def _take_farewell(
         self, link: Link, peer: PeerId, now_s: float, out: list[DecodeEffect]
     ) -> None:
-        """What answers here can write no more. That ends what was promised here: a process may
-        answer under any name, so its word proves nothing of what answers elsewhere."""
+        """Take a rank's word that it can write no more: end and drain what was promised to it here.
+
+        Only here: any process may answer under any name, so its word proves nothing about the
+        process that answers elsewhere.
+        """
         if not self._is_elsewhere(peer, link):
             self._links.deaths.fenced(peer)
             self._lives.end(peer, LEFT)
@@ -542,21 +617,24 @@ class DecodeControl:
         self._rooms.settle(Left(peer, link.address), now_s, out)
 
     def _is_elsewhere(self, peer: PeerId, link: Link) -> bool:
-        """Whether another address is this process's too, or the name is borrowed here."""
+        """Return whether another address leads to this process too, or to one that uses its
+        name."""
         return any(other.peer == peer for other in self._links.all() if other is not link)
 
     def _promote(self, link: Link, now_s: float, out: list[DecodeEffect]) -> None:
-        """A rank is there and answers: promise the pages of the rooms that waited only for that."""
+        """Promise the rooms that waited only for this rank to answer."""
         for leader in self._links.leaders(link):
             if leader.waiting and leader.ready:
                 self._promote_rooms(leader, now_s, out)
+            # The scheduler waits to hear that this worker is ready.
             if self._met.get(leader.address) is False:
                 self._links.note_change(leader)
 
     def _ranks_ready(
         self, leader: Link, now_s: float, out: list[DecodeEffect]
     ) -> dict[int, Link] | None:
-        """The ranks that rooms of this leader are promised to, if all of them answer."""
+        """Return the links of the ranks that rooms of this leader are promised to, None if one of
+        them does not answer. Opens those that are missing; a rank that does not fit is refused."""
         links, opened = self._links.told(leader, now_s)
         out += opened
         try:
@@ -566,36 +644,45 @@ class DecodeControl:
             return None
 
     def _say_workers(self, changed: set[str], now_s: float, out: list[DecodeEffect]) -> None:
-        """Tell the scheduler which of the workers that it asked about answer now, and which do so
-        no more."""
+        """Tell the scheduler which workers that it asked about answer now, and which do so no
+        more."""
+        # Sorted, so that a run from a seed replays exactly.
         for address in sorted(changed & self._met.keys()):
             leader = self._links.get(address)
             if leader is None:
                 silent = PeerLostError(f"prefill worker {address} was silent for long")
                 self._lose_worker(address, silent, out)
                 continue
+            # `_ranks_ready` may refuse the worker, which removes it from `_met`: hence `get` below,
+            # and a missing entry is neither True nor False.
             is_ready = leader.ready and self._ranks_ready(leader, now_s, out) is not None
-            if self._met.get(address) is (not is_ready):  # it may have been refused just now
+            if self._met.get(address) is (not is_ready):
                 self._met[address] = is_ready
                 most = self._links.max_tokens(leader) if is_ready else 0
                 out.append(PrefillReady(address, most) if is_ready else PrefillAway(address))
 
     def _lose_worker(self, address: str, error: Exception, out: list[DecodeEffect]) -> None:
+        """Report that a worker which the scheduler asked about is lost, once."""
         if self._met.pop(address, None) is not None:
             out.append(PrefillLost(address, error))
 
     def _promote_rooms(self, leader: Link, now_s: float, out: list[DecodeEffect]) -> None:
+        """Promise every room that waits at this leader, if all its ranks answer."""
         links = self._ranks_ready(leader, now_s, out)
         if links is None:
             return
         for key in list(leader.waiting):
             room = self._rooms[key]
+            # Out of the queue first: if what follows raises, it must not be done a second time.
             leader.waiting.pop(key, None)
+            # From here on the room belongs to these processes, whatever answers on the links later.
+            # `peers` is set before the promise is sent, so that an answer finds its room.
             room.links = links
             for rank, link in links.items():
                 assert link.peer is not None
                 room.peers[rank] = link.peer
                 link.rooms.add(key)
+            # Staging knows the room before the promise is out: a lease may be asked for right away.
             if leader.plan is not None and isinstance(room.machine, ReceiverMachine):
                 assert self.staging is not None
                 promise = room.machine.promise
@@ -612,7 +699,7 @@ class DecodeControl:
         now_s: float,
         out: list[DecodeEffect],
     ) -> None:
-        """A rank that answered does not fit: it is told, and so are the rooms that wait for it."""
+        """Refuse a rank that answered and does not fit, and fail the rooms that wait for it."""
         error = handshake.named(refused, self._option_names)
         self.counters["handshakes_refused"] += 1
         if life is not None:
@@ -622,14 +709,16 @@ class DecodeControl:
     def _refuse_link(
         self, link: Link, error: Exception, now_s: float, out: list[DecodeEffect]
     ) -> None:
-        """The rooms that wait for this rank fail, those of its leaders too."""
+        """Fail the rooms that wait for this rank, at its link and at those of its leaders."""
         kind = "lost" if isinstance(error, PeerLostError) else "refused"
         self.news.say(kind, link.peer or link.address, str(error))
+        # `close` below removes the link, so its leaders are collected first, each once.
         for leader in dict.fromkeys((link, *self._links.leaders(link))):
+            # A copy, since a failed room leaves `waiting`.
             for key in list(leader.waiting):
                 self._rooms.on(self._rooms[key], receiver.Fail(error), now_s, out)
             self._lose_worker(leader.address, error, out)
         if any(link.peer in self._rooms[key].peers.values() for key in link.rooms):
-            self._links.suspend(link, now_s)  # it has pages of ours
+            self._links.suspend(link, now_s)  # it has pages of ours: only its word can drain them
         else:
             out += self._links.close(link, now_s)

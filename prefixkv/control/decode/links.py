@@ -1,7 +1,7 @@
 """Decode's links to prefill ranks: an address, what answered there last, and when it was heard.
 
-A request names the address of a prefill worker's rank 0, its *leader*, which tells how many ranks
-there are and where. A room waits at the leader's link until all ranks that are to be told of its
+A request names the address of a prefill worker's rank 0, its *leader*, which says how many ranks
+there are and where. A room waits at the leader's link until all ranks that are to learn of its
 pages have been greeted and answer.
 """
 
@@ -44,14 +44,14 @@ Word = TypeVar("Word", bound=Promise | Abort)
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """One prefill rank's address. `peer` is what answered there last; ready once the handshake is
-    through.
+    """The link to one prefill rank's address.
 
-    `told` are the addresses of the ranks that a room of this leader is promised to, by rank;
-    `leaders` are the links that have this one among theirs. `nonce` is that of the last
-    HelloWanted. `is_local`: the address is one of this machine. `plan` is of a leader whose ranks
-    stage what they write to us, once `planned`.
-    `waiting` are the rooms to be promised, in the order of admission.
+    `peer` is the process that answered there last; `ready` is True once its handshake is accepted,
+    and False while it has to be repeated. `told` are the addresses, by rank, that a room of this
+    leader is promised to; `leaders` are the addresses of the links that have this one among theirs.
+    `nonce` is that of the last HelloWanted. `is_local`: the address is on this machine. `plan` says
+    how the ranks of this leader stage what they write to us, once `planned`. `rooms` are those that
+    hold on to this link; `waiting` those to be promised, in the order of admission.
     """
 
     address: str
@@ -73,13 +73,16 @@ class Link:
 
     @property
     def known(self) -> int:
-        """What our Hello says of the life that answered last; a reply has to repeat it to take that
-        one's place."""
+        """Incarnation that answered last, 0 if none has. Our Hello says it, and only a reply that
+        repeats it may replace that incarnation."""
         return 0 if self.peer is None else self.peer.incarnation
 
 
 class Links:
-    """Owned by a `DecodeControl`. A method returns what is to be done for it, in order."""
+    """The links of one decode rank, by address. Owned by a `DecodeControl`.
+
+    A method that returns effects returns them in the order in which they must be carried out.
+    """
 
     def __init__(
         self,
@@ -91,8 +94,8 @@ class Links:
         lost: Callable[[float], Iterable[PeerId]],
         born_s: float | None = None,
     ) -> None:
-        """`timers` wake links by address; rooms share them. `lost` is as for `Deaths`, `born_s` as
-        for `DecodeControl`."""
+        """Start without links; `timers` wake links by address and are shared with rooms, `lost` is
+        as for `Deaths`, `born_s` as for `DecodeControl`."""
         self._born_s = born_s
         self.news = news
         self.deaths = Deaths(timing, lost, self._current)
@@ -104,32 +107,37 @@ class Links:
         self._changed: set[str] = set()  # leaders that may be ready now, or may not be any more
 
     def take_changed(self) -> set[str]:
-        """The leaders for which something has changed since the last call, by address."""
+        """Return and reset the addresses of leaders for which something has changed."""
         changed, self._changed = self._changed, set()
         return changed
 
     def note_change(self, link: Link) -> None:
-        """Whether its leaders are ready is to be asked again."""
+        """Note that this link's leaders may have become ready, or may be ready no more."""
         self._changed.add(link.address)
         self._changed |= link.leaders
 
     def get(self, address: str) -> Link | None:
+        """Return the link to this address, if there is one."""
         return self._links.get(address)
 
     def all(self) -> list[Link]:
-        return list(self._links.values())  # at once: the scheduler's thread asks for `peers`
+        """Return a copy of the list of links."""
+        return list(self._links.values())  # in one step: the scheduler's thread calls `peers`
 
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
-        """By address: what answers there, and "ready", "suspect" or "connecting"."""
+        """Return, by address, which process answers there, and "ready", "suspect" or
+        "connecting"."""
         return {link.address: (link.peer, self._state(link, now_s)) for link in self.all()}
 
     def _state(self, link: Link, now_s: float) -> str:
+        """Return the state of a link as `peers` says it."""
         if not link.ready:
             return "connecting"
         return "suspect" if link.live.suspect(self._timing, now_s) else "ready"
 
     def wrong(self, link: Link, peer: PeerId, now_s: float) -> str:
-        """What is wrong with a process whose link this is or was, "" if nothing is."""
+        """Return what is wrong with a process that this link leads to or led to, "" if
+        nothing is."""
         if link.peer != peer:
             return "was replaced"
         return "suspect" if link.live.suspect(self._timing, now_s) else ""
@@ -137,7 +145,7 @@ class Links:
     # --- what is said -----------------------------------------------------------------------------
 
     def open(self, address: str, now_s: float) -> list[LinkEffect]:
-        """Connect, and say Hello, where there is no link of this address yet."""
+        """Connect to the address and say Hello, unless there is a link to it already."""
         if address in self._links:
             return []
         link = Link(address, Liveness(now_s, now_s), Backoff(self._timing.resend_s))
@@ -145,13 +153,15 @@ class Links:
         return [Connect(address), *self.greet(link, now_s)]
 
     def greet(self, link: Link, now_s: float) -> list[LinkEffect]:
-        """Say Hello, and again until it is answered."""
+        """Say Hello, and repeat it until it is answered."""
+        # The backoff starts first: its first repeat is what the timer is set for.
         link.hello.start(now_s)
         sent = self._say_hello(link, now_s)
         self._timers.wake(link.address, link.hello.due_s)
         return [sent]
 
     def _say_hello(self, link: Link, now_s: float) -> SendFrame[str]:
+        """Return a Hello with what has changed since the last one: nonce, incarnation, age."""
         # As it is now, and not as it was when the worker was made: the other side subtracts it from
         # its own clock.
         age_ms = None if self._born_s is None else max(0, int(1000 * (now_s - self._born_s)))
@@ -160,29 +170,33 @@ class Links:
         return self.send(link, hello, now_s)
 
     def send(self, link: Link, body: AnyBody, now_s: float) -> SendFrame[str]:
+        """Return a frame to the link's rank, and note when it was spoken to."""
         link.live.sent_s = now_s
         return SendFrame(link.address, self._stamp.frame(body))
 
     def heard_of(self, what: Reached | Unreached, now_s: float) -> None:
-        """There is a connection to the address, or there is none."""
+        """Note that there is a connection to the address, or that there is none."""
         link = self._links.get(what.address)
         if link is None:
             return
         if isinstance(what, Reached):
             link.gone_s = math.inf
         else:
+            # The first failure counts: attempts go on, and each is reported.
             link.gone_s, link.gone_why = min(link.gone_s, now_s), what.why
             self.deaths.doubt(link.peer, now_s)
             self._timers.wake(link.address, link.gone_s + self._timing.connect_timeout_s)
 
     def gone(self, link: Link, now_s: float) -> PeerLostError | None:
-        """What is wrong where nobody has answered at the address for `connect_timeout_s`."""
+        """Return an error if the address has had no connection for `connect_timeout_s`, else
+        None."""
         if now_s < link.gone_s + self._timing.connect_timeout_s:
             return None
         return PeerLostError(f"prefill worker {link.address}: {link.gone_why}", link.peer)
 
     def with_proof(self, link: Link, word: Word, digest: bytes) -> Word:
-        """The word as it is said to this rank, which has answered the handshake."""
+        """Return the frame body with the proof for this link; its rank must have answered the
+        handshake."""
         assert link.reply is not None
         proof = prove(digest, self._hello.secret, link.reply.secret)
         return msgspec.structs.replace(word, proof=proof)
@@ -192,11 +206,13 @@ class Links:
         link = self._links.get(address)
         if link is None:
             return []
+        # A link with rooms is kept however long it is silent: its word may still drain their pages.
         if not link.rooms and link.live.forgettable(self._timing, now_s):
             self.news.say("forgotten", link.peer or link.address, "was silent for long")
             return self.close(link, now_s)
         if link.peer is not None and link.ready:
             is_silent = link.live.suspect(self._timing, now_s)
+            # Every look repeats the question; only a change is acted upon.
             if self.news.silent(link.peer, is_silent):
                 self.note_change(link)
                 if is_silent:
@@ -206,7 +222,8 @@ class Links:
             out.append(self._say_hello(link, now_s))
         elif link.ready and link.live.heartbeat_due(self._timing, now_s):
             out.append(self.send(link, Heartbeat(), now_s))
-        # A rank that has not answered our Hello gets it again, and no heartbeats.
+        # A rank that has not answered our Hello gets it again, and no heartbeats. The time at which
+        # the address counts as lost is a wake-up of its own, until it has passed.
         next_s = link.live.heartbeat_due_s(self._timing) if link.ready else link.hello.due_s
         gone_s = link.gone_s + self._timing.connect_timeout_s
         self._timers.wake(link.address, min(next_s, gone_s) if gone_s > now_s else next_s)
@@ -220,7 +237,7 @@ class Links:
         error: Exception,
         now_s: float,
     ) -> list[LinkEffect]:
-        """Tell that process that we do not work with it, unless it has said so of us."""
+        """Tell a process that we do not work with it, unless it has refused us itself."""
         if isinstance(reply, HelloReply) and reply.refused:
             return []
         is_over = isinstance(error, FormerLifeError)
@@ -230,7 +247,7 @@ class Links:
         return [self.send(link, refusal, now_s)]
 
     def farewell(self) -> list[LinkEffect]:
-        """Tell every rank that answered that this process leaves."""
+        """Return a Fenced for every rank that answered: this process leaves."""
         return [
             SendFrame(link.address, self._stamp.frame(Fenced()))
             for link in self._links.values()
@@ -240,8 +257,12 @@ class Links:
     # --- handshake --------------------------------------------------------------------------------
 
     def accept(self, link: Link, frame: Frame, reply: HelloReply, now_s: float) -> None:
-        """The rank that answered is the link's from now on. Raises HandshakeError or ConfigError
-        where the two cannot work together."""
+        """Make the rank that answered the link's.
+
+        Raises:
+            HandshakeError, ConfigError: the two cannot work together; the link is unchanged.
+        """
+        # Both checks before anything is changed.
         handshake.check_reply(self._hello, reply)
         is_leader = reply.rank == 0
         link.told = handshake.addresses_told(self._hello, link.address, reply) if is_leader else {}
@@ -250,14 +271,18 @@ class Links:
         link.reply = reply
         self.note_change(link)
         self.deaths.met(frame.sender, reply.life, link.is_local, now_s)
+        # Its leaders plan from the replies of their ranks: this one's may say something else now.
         for address in (link.address, *link.leaders):
             if address in self._links:
                 self._links[address].planned = False
+        # The Hello is answered, so it is not repeated; heartbeats take over the timer.
         link.hello.due_s = math.inf
         self._timers.wake(link.address, link.live.heartbeat_due_s(self._timing))
 
     def wanted(self, link: Link, nonce: int, now_s: float) -> list[LinkEffect]:
-        """The rank does not know us: say Hello, unless one with this nonce is on its way."""
+        """Say Hello to a rank that does not know us, unless one with this nonce is on its way."""
+        # A Hello with this nonce is being repeated already: one more for each HelloWanted would
+        # only multiply frames. Nonce 0: the rank could not read the frame that it answers.
         if not link.ready and link.hello.due_s != math.inf and nonce in (0, link.nonce):
             return []
         link.nonce = nonce or link.nonce
@@ -266,7 +291,8 @@ class Links:
         return self.greet(link, now_s)
 
     def lost(self, link: Link, newer: PeerId | None, now_s: float) -> PeerId | None:
-        """Another process answers there, or none any more; returns the one before."""
+        """Note that another process answers at the link (`newer`), or none; return the one
+        before."""
         former, link.peer, link.ready = link.peer, newer, False
         self.note_change(link)
         if former is not None:
@@ -275,11 +301,12 @@ class Links:
         return former
 
     def _current(self) -> list[PeerId]:
+        """Return the processes that links lead to now."""
         return [link.peer for link in self._links.values() if link.peer is not None]
 
     def told(self, leader: Link, now_s: float) -> tuple[dict[int, Link], list[LinkEffect]]:
-        """By rank, the links of the ranks that rooms of this leader are promised to; those that
-        there are not yet are opened."""
+        """Return, by rank, the links to the ranks that rooms of this leader are promised to, with
+        the effects that open those that did not exist."""
         links: dict[int, Link] = {}
         out: list[LinkEffect] = []
         for rank, address in leader.told.items():
@@ -289,10 +316,10 @@ class Links:
         return links, out
 
     def ready(self, leader: Link, links: dict[int, Link], now_s: float) -> bool:
-        """Whether every rank that is told of a room is there and answers.
+        """Return whether every rank that learns of a room is known and answers.
 
-        Raises HandshakeError where one is not what the leader said it is, or stages where others do
-        not.
+        Raises:
+            HandshakeError: a rank is not what the leader said, or only some of the ranks stage.
         """
         assert leader.reply is not None
         replies = {
@@ -300,25 +327,28 @@ class Links:
             for rank, link in links.items()
             if link.ready and link.reply is not None
         }
+        # Checked even while others are missing, so that a wrong rank is refused at once.
         for rank, link in [(0, leader), *links.items()]:
             if link.ready and link.reply is not None:
                 handshake.check_rank(link.address, link.reply, rank, leader.reply)
         if any(not link.ready or link.live.suspect(self._timing, now_s) for link in links.values()):
             return False
+        # Computed once per set of replies, since rooms ask for it each time: see `accept`.
         if not leader.planned:
             leader.plan = handshake.staging_plan(self._hello, leader.reply, replies)
             leader.planned = True
         return True
 
     def max_tokens(self, leader: Link) -> int:
-        """What each rank of the worker holds, of those that are told of rooms and say it; 0 where
-        none does."""
+        """Return the smallest token capacity that the worker's ranks say they have, 0 if none says
+        one."""
         links = [leader, *(self._links[address] for address in leader.told.values())]
         said = [link.reply.max_tokens for link in links if link.reply is not None]
         return min(filter(None, said), default=0)
 
     def leaders(self, link: Link) -> Iterator[Link]:
-        """The links whose rooms may wait for this one: itself, and its leaders."""
+        """Yield the links at which rooms may wait for this one: itself, then its leaders."""
+        # Sorted, so that a run from a seed replays exactly.
         for address in (link.address, *sorted(link.leaders)):
             if (leader := self._links.get(address)) is not None:
                 yield leader
@@ -326,8 +356,10 @@ class Links:
     # --- ends -------------------------------------------------------------------------------------
 
     def suspend(self, link: Link, now_s: float) -> None:
-        """The rank takes no new rooms until it has answered another Hello, but its word on the old
-        ones is still wanted."""
+        """Give the rank no new rooms until it has answered another Hello.
+
+        The link stays open, since its word on the old rooms is still needed to drain them.
+        """
         if link.ready:
             link.ready = False
             self.note_change(link)
@@ -335,8 +367,11 @@ class Links:
             self._timers.wake(link.address, link.hello.due_s)
 
     def close(self, link: Link, now_s: float) -> list[LinkEffect]:
-        """Forget the address. Rooms of an earlier peer that are still undrained keep their link,
-        and only a fence can drain them."""
+        """Close the link and forget the address.
+
+        Undrained rooms of an earlier peer keep the `Link` object; only a fence can drain them then.
+        """
+        # It was closed before, and the address may have another link by now.
         if self._links.get(link.address) is not link:
             return []
         del self._links[link.address]

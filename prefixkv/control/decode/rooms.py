@@ -1,5 +1,4 @@
-"""Decode's rooms: what happens to one goes through its machine, and through staging, and what these
-want comes out."""
+"""Decode's open rooms: events go to a room's machine and through staging, effects come out."""
 
 from __future__ import annotations
 
@@ -27,8 +26,9 @@ from prefixkv.staging.receiver import Arrived, BreakRoom, Grant, Scatter, Stagin
 
 
 class ReceiverRooms:
-    """Owned by a `DecodeControl`. Where `out` is given, what is to be done is added to it, in
-    order.
+    """The rooms of one decode rank that are open or not drained. Owned by a `DecodeControl`.
+
+    Methods append what is to be done to `out`, in order.
 
     Args:
         timers: they wake rooms by key; links share them.
@@ -46,7 +46,7 @@ class ReceiverRooms:
         option_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.num_expected = 0  # rooms whose pages a peer may be writing now
-        self.settling: set[Hashable] = set()  # tokens
+        self.settling: set[Hashable] = set()  # tokens of the `Settle`s that are not answered yet
         self._rooms: dict[RoomKey, Room] = {}
         self._timing = timing
         self._timers = timers
@@ -62,13 +62,15 @@ class ReceiverRooms:
         return self._rooms[key]
 
     def get(self, key: RoomKey) -> Room | None:
+        """Return the open or undrained room of this key, if any."""
         return self._rooms.get(key)
 
     def all(self) -> list[Room]:
-        return list(self._rooms.values())  # at once: any thread may ask
+        """Return a copy of the list of rooms."""
+        return list(self._rooms.values())  # in one step: any thread may call this
 
     def add(self, room: Room) -> None:
-        """It waits at its leader's link until it can be promised."""
+        """Let a room wait at its leader's link until it can be promised."""
         key, link = room.machine.key, room.link
         self._rooms[key] = room
         link.rooms.add(key)
@@ -76,9 +78,12 @@ class ReceiverRooms:
         self._timers.wake(key, room.machine.wake_s)
 
     def on(self, room: Room, event: receiver.Event, now_s: float, out: list[DecodeEffect]) -> None:
-        """Something happens to the room; it is dropped here once nothing more can."""
+        """Give an event to the room's machine and carry out its actions; drop the room once it is
+        over."""
         machine = room.machine
         expected = machine.is_written
+        # The count is corrected even if an action raises: the transport must go on listening for
+        # the room, since its pages may be written all the same.
         try:
             for action in machine.on(event, now_s):
                 if isinstance(action, Say):
@@ -86,6 +91,8 @@ class ReceiverRooms:
                     continue
                 if isinstance(action, RoomEnded):
                     action = named_end(action, self._option_names)
+                # Staging sees the end of a room first: it may still hold leases that peers write,
+                # and passes RoomDrained on only when these are free.
                 if self._staging is not None:
                     self.staged(self._staging.pass_on(action), now_s, out)
                 else:
@@ -107,7 +114,7 @@ class ReceiverRooms:
         out: list[DecodeEffect],
         address: str | None = None,
     ) -> None:
-        """Those that were promised to this process end; with `address`, those promised to it
+        """End the rooms that were promised to this process; with `address`, only those promised
         there."""
         for room in self.all():
             for rank in room.ranks_of(peer, address):
@@ -116,8 +123,11 @@ class ReceiverRooms:
     def settle(
         self, token: PeerId | Left | RankDrained, now_s: float, out: list[DecodeEffect]
     ) -> None:
-        """A writer's agent is gone: its writes are over once the transport has read what kernels
-        may still hold of it."""
+        """Drain what a writer holds, once the transport has read what kernels may still hold of it.
+
+        The writer's agent is gone, as the token says. A token that is settling already is not
+        repeated.
+        """
         if not self._timing.fence_settle_s:
             self._drain(token, now_s, out)
         elif token not in self.settling:
@@ -125,17 +135,22 @@ class ReceiverRooms:
             out.append(Settle(token, self._timing.fence_settle_s))
 
     def settled(self, token: Hashable, now_s: float, out: list[DecodeEffect]) -> None:
-        """The transport has been reading for long enough since that `Settle`."""
+        """Drain what the token names: the transport has read for long enough. Unknown: no-op."""
         if token in self.settling:
             self.settling.discard(token)
             self._drain(token, now_s, out)
 
     def _drain(self, token: Hashable, now_s: float, out: list[DecodeEffect]) -> None:
+        """Tell the rooms that the token names that its writes are over."""
         if isinstance(token, RankDrained):
             drained = self._rooms.get(token.key)
+            # One rank, one use of a room. The number may be in use again: then the ticket differs.
             if drained is not None and drained.machine.ticket == token.ticket:
                 self.on(drained, receiver.DrainedSaid(token.rank), now_s, out)
         elif isinstance(token, PeerId | Left):
+            # A whole process: all its rooms if it was fenced. If it said itself that it leaves,
+            # only those that were promised to it at that address, since any process may speak under
+            # its name elsewhere.
             left = token if isinstance(token, Left) else None
             what = (token, None) if left is None else (left.peer, left.address)
             for room in self.all():
@@ -143,10 +158,11 @@ class ReceiverRooms:
                     self.on(room, receiver.FencedOff(rank), now_s, out)
 
     def staged(self, actions: list[StagingAction], now_s: float, out: list[DecodeEffect]) -> None:
-        """What staging wants."""
+        """Carry out what staging wants: grants for writers, arrivals and failures for rooms."""
         for action in actions:
             match action:
                 case Grant():
+                    # The room may have ended since staging decided; then nothing is to be granted.
                     room = self._rooms.get(action.key)
                     if room is not None:
                         self._say(room, action.rank, action.grant, now_s, out)
@@ -164,11 +180,13 @@ class ReceiverRooms:
     def _say(
         self, room: Room, rank: int, body: messages.AnyBody, now_s: float, out: list[DecodeEffect]
     ) -> None:
+        """Send a frame to the process that a rank of the room was promised to."""
         link = room.links[rank]
         if link.peer != room.peers[rank]:  # the one it is meant for listens there no more
             if isinstance(body, messages.Abort) and link.ready and room.digest:
-                # Another life answers there, and its engine may still get the request. Without the
-                # ticket, which is only the former one's to know.
+                # Another life answers there, and its engine may still get the request. The abort
+                # goes without the ticket, which only the former life knows. No other word concerns
+                # the new life.
                 word = msgspec.structs.replace(body, ticket=0)
                 word = self._links.with_proof(link, word, room.digest)
                 out.append(self._links.send(link, word, now_s))
@@ -178,6 +196,7 @@ class ReceiverRooms:
         out.append(self._links.send(link, body, now_s))
 
     def drop(self, room: Room) -> None:
+        """Forget a room that is over, here and at all links that it held on to."""
         key = room.machine.key
         del self._rooms[key]
         for link in (room.link, *room.links.values()):

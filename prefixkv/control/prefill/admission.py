@@ -1,4 +1,4 @@
-"""How decode ranks become prefill's peers: their Hello is checked, and their metadata is tried."""
+"""The way of a decode rank to become prefill's peer: Hello checked, then its metadata tried."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from prefixkv.protocol.messages import Frame, Hello
 
 
 class Greetings:
-    """Owned by a `PrefillControl`. Where a method returns something, that is to be admitted now."""
+    """The two steps before a decode rank is admitted. Owned by a `PrefillControl`.
+
+    A returned `OnTrial` is to be admitted now; None means that it was refused, or has to wait.
+    """
 
     def __init__(
         self,
@@ -39,13 +42,17 @@ class Greetings:
         now_s: float,
         out: list[Want],
     ) -> OnTrial | None:
-        """A decode rank introduces itself. What the transport would load of it is tried first."""
+        """Check the Hello of a decode rank, and start the trial of what the transport would load of
+        it."""
+        # 1. Can the two work together, and is the sender what it says it is? Both before the trial:
+        # a trial costs a child process, which a stranger must not be able to start.
         try:
             accepted = handshake.accept(self._ours, frame.sender, hello)
             self._peers.check_worker(frame, received.credential, hello)
         except (HandshakeError, ConfigError) as error:
             self._refuse(received, frame, hello, error, out)
             return None
+        # 2. Nothing to load, so nothing to try: where we do not write to it, or by shm alone.
         arrived = OnTrial(accepted, received, frame, hello, now_s)
         if not self._tries or accepted.added is None or not hello.agent_metadata:
             return arrived
@@ -53,12 +60,13 @@ class Greetings:
         return None
 
     def tried(self, tried: PeerTried, out: list[Want]) -> OnTrial | None:
+        """Take the end of a trial: return the rank if it may be admitted, refuse it otherwise."""
         arrived = self._trials.end(tried)
         if arrived is None:
             return None
         _, received, frame, hello, _ = arrived
         error = tried.error
-        try:  # what was so as the trial began may be so no more
+        try:  # a trial takes time: the life may be over by now, the last place taken
             self._peers.lives.check(frame.sender)
             self._peers.check_worker(frame, received.credential, hello)
         except (HandshakeError, FormerLifeError) as late:
@@ -76,6 +84,7 @@ class Greetings:
         error: Exception,
         out: list[Want],
     ) -> None:
+        """Answer with the reason, count it, and say it in the log."""
         error = handshake.named(error, self._ours.option_names)
         self.counters["handshakes_refused"] += 1
         self._peers.news.say("refused", frame.sender, str(error))

@@ -1,11 +1,11 @@
-"""What a prefill rank may hold for a decode worker: bytes of all, pages of each of its ranks.
+"""Limits on what one decode worker can make a prefill rank hold: bytes per worker, promised pages
+per rank.
 
 A page of decode's is in one undrained room at a time, on both sides: decode promises it again only
 after it has heard that the room before is drained, and prefill says so only when that is true here
-(`SenderMachine.drained`); one decode process's frames are taken in their order. What a flight
-shares is promised by one room, the others name it in their prefix; a partial last page is its own
-request's. So no honest rank has more pages in undrained rooms than its pool has, and no slack is
-needed.
+(`SenderMachine.drained`). Frames of one decode process are taken in their order. A prefix that
+several requests share is promised by one room; a partial last page belongs to one request. So no
+honest rank has more pages in undrained rooms than its pool has, and no slack is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RANGE_BYTES: Final = 256  # one slab, region or tensor of a Hello
 
 
 def hello_bytes(hello: Hello) -> int:
-    """What a Hello takes while it is kept, in bytes, roughly."""
+    """Return roughly how many bytes a Hello takes while it is kept."""
     lists: list[Collection[object]] = [hello.layout.slabs, hello.layout.regions]
     if hello.state is not None:
         lists += [hello.state.entries, hello.state.regions]
@@ -32,15 +32,19 @@ def hello_bytes(hello: Hello) -> int:
 
 
 class Budget:
-    """The bytes held for one decode worker: the Hellos of its ranks, their rooms with the page ids
-    promised, aborts of rooms that are not known yet."""
+    """The bytes held for one decode worker, counted against `limit`.
+
+    It counts the Hellos of all its ranks, their rooms with the promised page ids, and aborts that
+    came before the engine's request. All ranks of a worker share one `Budget`, so that a peer
+    cannot raise its limit by opening more ranks.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.num_bytes = 0
 
     def check(self, num_bytes: int) -> None:
-        """Raises BudgetError where that many more are too many."""
+        """Raise BudgetError if `num_bytes` more would exceed the limit. Nothing is counted yet."""
         if self.num_bytes + num_bytes > self.limit:
             raise BudgetError(
                 f"{self.num_bytes} bytes are held for this decode worker and {num_bytes} more are "
@@ -49,21 +53,27 @@ class Budget:
 
 
 class Claimed:
-    """The rooms that one decode rank has named, and the pages it has promised there."""
+    """The rooms that one decode rank has named, with the number of pages it promised in each."""
 
     def __init__(self, num_pages: int, budget: Budget) -> None:
-        """`num_pages` of its pool."""
-        self.rooms: dict[RoomKey, int] = {}  # the pages promised
-        self.num_undrained = 0  # pages
+        """Start with no rooms; `num_pages` is the size of the rank's pool, `budget` its
+        worker's."""
+        self.rooms: dict[RoomKey, int] = {}  # pages promised in each, 0 for an abort
+        self.num_undrained = 0  # pages that our writes may still reach: the sum over `_undrained`
         self._num_pages = num_pages
         self._budget = budget
+        # The part of `rooms` that is not drained. A room leaves it first (`drained`), then `rooms`.
         self._undrained: dict[RoomKey, int] = {}
 
     def check(self, key: RoomKey, num_pages: int) -> None:
-        """Before a promise of that many pages is looked at. One that is said again, or for the next
-        use of the number, stands in the place of the one before.
+        """Check that a promise of `num_pages` fits, before anything is read of its pages.
 
-        Raises BudgetError where the rank's pool has fewer, or its worker has too many bytes.
+        A promise that is repeated, or that is for the next use of the number, replaces the one
+        before, so that one's pages and bytes are not counted against it.
+
+        Raises:
+            BudgetError: the rank's pool has fewer pages, or the worker has no bytes left; nothing
+                changes.
         """
         others = self.num_undrained - self._undrained.get(key, 0)
         if others + num_pages > self._num_pages:
@@ -74,7 +84,8 @@ class Claimed:
         self._budget.check(self._cost(num_pages) - self._cost(self.rooms.get(key)))
 
     def add(self, key: RoomKey, num_pages: int) -> None:
-        """A promise that was checked, said perhaps again; or an abort, of no pages."""
+        """Count a room that was checked: a first or repeated promise, or an abort, which has no
+        pages."""
         known = self.rooms.get(key)
         if known is not None and not num_pages:
             return  # an abort leaves the promise as it is
@@ -83,22 +94,25 @@ class Claimed:
         self.rooms[key] = self._undrained[key] = num_pages
 
     def drained(self, key: RoomKey) -> None:
-        """Its pages may be promised again."""
+        """Stop counting the room's pages as undrained: they may be promised again."""
         self.num_undrained -= self._undrained.pop(key, 0)
 
     def drop(self, key: RoomKey) -> None:
+        """Stop counting a room, its pages and its bytes. Unknown: no-op."""
+        # Pages first: a room may leave `rooms` only when `_undrained` counts no page of it.
         self.drained(key)
         self._budget.num_bytes -= self._cost(self.rooms.pop(key, None))
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of this rank's rooms within the worker's budget."""
         return sum(map(self._cost, self.rooms.values()))
 
     def _cost(self, num_pages: int | None) -> int:
         return 0 if num_pages is None else ROOM_BYTES + PAGE_BYTES * num_pages
 
     def check_invariants(self, is_drained: Mapping[RoomKey, bool]) -> None:
-        """The laws, given all rooms there are."""
+        """Raise AssertionError if a count differs from the rooms; `is_drained` is by room."""
         undrained = {key: num for key, num in self.rooms.items() if not is_drained[key]}
         laws = {
             "what is not drained is what was promised and may land": self._undrained == undrained,

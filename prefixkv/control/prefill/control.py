@@ -1,22 +1,15 @@
-"""Prefill's control object: what a prefill rank can hear, and what it can do about it. Pure.
+"""Prefill's control object: all inputs that a prefill rank takes, and what it does about them.
+Pure.
 
-`PrefillControl.on` takes one input and the time, and returns effects: frames to send, what the
-transport and the copy threads have to do, and what became of rooms. It holds the decode ranks that
-are known (`prefill/peers.py`), the rooms it sends for, each a `SenderMachine` (`prefill/rooms.py`), and the
-staging of slices (`StagingSender`) between the two and the transport.
+`PrefillControl.on` takes one input and the time, and returns effects; `effects.py` lists both. It
+holds the decode ranks that are known (`prefill/peers.py`), the rooms it sends for, each a `SenderMachine`
+(`prefill/rooms.py`), and staging (`StagingSender`), which stands between the two and the transport.
 
-What comes in are the cases of `on`. What goes out: SendFrame for the sockets; AddPeer, RemovePeer,
-WriteJob, Cancel and Renew for the transport, TryPeer for the trial, Gather for the copy threads;
-Bootstrapped, RoomEnded and SourceFree for the scheduler. `effects.py` has both as types.
-
-Page ids from a peer are bounds-checked here, before anything turns them into addresses. A room is
-of one decode worker, whose name is in its key, so that no other can say a word about it. A promise
-that comes before the engine's request is parked, bounded a peer and with a deadline; so is an
-abort, so that a request added later fails at once. The other way round, a room that our engine ends
-before its promise has come is kept for a while, so that decode hears of it at once.
-
-A room that our engine has drawn itself is an *offer* (`prefill/offers.py`): it becomes the room of the
-first decode worker whose promise proves the prompt, as if the engine had added it for that one.
+A room belongs to one decode worker, named in its key, so that no other can speak about it. Page ids
+are checked before they become addresses. A promise or an abort that comes before the engine's
+request is kept, bounded per peer and with a deadline. A room that our engine ends before its
+promise has come is kept for a while, so that decode hears of it at once. A room that our engine has
+drawn itself is an *offer* (`prefill/offers.py`): the first decode worker that proves the prompt gets it.
 """
 
 from __future__ import annotations
@@ -107,21 +100,23 @@ from prefixkv.transport.base import (
 
 
 class PrefillControl:
-    """See the module's text. Owned by one thread, but for `peers`, `lost_peers` and `num_rooms`.
+    """The control object of one prefill rank; see the module's text.
+
+    Owned by the control thread. Other threads may call `peers`, `lost_peers` and `num_rooms` only.
 
     Args:
         me: this rank's identity.
+        digest, topology, rank: the model it runs, how its worker shares the model out, and which of
+            the ranks it is.
+        endpoints: the addresses of all ranks, by rank; "" for its own.
+        staging: None where slices are written one by one.
+        tries: whether a peer's metadata is tried before it is loaded. Then TryPeer is returned, and
+            a Hello is answered only after PeerTried.
         secret: 16 to 32 random bytes, drawn for this life: see `prefixkv.digest`.
         life: which process this is; None: not to be said.
-        digest, topology, rank: what it runs, how its worker shares the model out, and which of the
-            ranks it is.
-        endpoints: the addresses of all ranks, by rank; "" for one's own.
-        staging: None where slices are written one by one.
-        tries: whether a peer's metadata is tried before it is loaded: TryPeer, and no reply to its
-            Hello before PeerTried.
         backend: as `TransportConfig.backend`.
         option_names: as of `ModelConfig`.
-        max_tokens: what its pool holds, 0: not to be said.
+        max_tokens: what its pool holds; 0: not to be said.
         weights_version: of the weights that it begins with.
     """
 
@@ -164,11 +159,12 @@ class PrefillControl:
             resend_s, next_id = timing.resend_s, self._rooms.next_job_id
             self.staging = StagingSender(rank, *staging, resend_s, next_id)
         self._writes = Writes(me, rank, self.staging, self._rooms, self._peers)
-        # Of the last `on`, those before an exception too.
+        # Effects of the last `on`. Where it raised, those from before the exception: they have
+        # changed state here, so the thread must carry them out all the same.
         self.last_effects: list[PrefillEffect] = []
 
     def on(self, what: PrefillInput, now_s: float) -> list[PrefillEffect]:
-        """Take one input; returns what to do about it, in order."""
+        """Take one input and return what to do about it, in order."""
         out = self.last_effects = []
         match what:
             case AddRoom() | OfferRoom():
@@ -178,7 +174,8 @@ class PrefillControl:
                     else:
                         wants = self._offer(what, now_s)
                     self._writes.carry_out(wants, now_s, out)
-                except RequestError as error:  # past staging: the room of that number goes on
+                # Not by `carry_out`: staging would forget the room that has this number
+                except RequestError as error:
                     out += [RoomEnded(what.key, KVPoll.FAILED, error), SourceFree(what.key)]
             case WithdrawRoom():
                 withdrawn = AbortedError(what.reason)
@@ -204,7 +201,7 @@ class PrefillControl:
             case WriteFailed():
                 self.counters["writes_failed"] += 1
                 self._writes.ended(what.job_id, what.error, what.drained, now_s, out)
-                if not what.drained:  # it holds decode's pages until the agent that posted it ends
+                if not what.drained:  # it holds decode's pages until its agent is destroyed
                     out.append(Renew())
             case WriteDrained():
                 self.counters["writes_drained_by_renewal"] += 1
@@ -219,8 +216,9 @@ class PrefillControl:
             case PeerTried():
                 self._writes.carry_out(self._tried(what, now_s), now_s, out)
             case Arrived() | Settled() | ConnectFailed() | Reached() | Unreached():
-                pass  # decode writes nothing here, and prefill connects to nothing
+                pass  # prefill connects to nothing, and decode writes nothing here
             case Tick():
+                # Rooms first: what they cancel now, staging must not repeat an ask for.
                 self._writes.carry_out(self._tick(now_s), now_s, out)
                 if self.staging is not None:
                     self._writes.stage(self.staging.tick(now_s), now_s, out)
@@ -232,59 +230,72 @@ class PrefillControl:
 
     @property
     def wake_s(self) -> float:
-        """When the next Tick is wanted, infinity if never."""
+        """Time at which the next Tick is wanted, infinity if never."""
         wake_s = min(self._timers.next_s, self._peers.deaths.due_s)
         return wake_s if self.staging is None else min(wake_s, self.staging.wake_s)
 
     @property
     def num_rooms(self) -> int:
-        """Rooms that an engine or a peer still has something to do with. Any thread may ask."""
+        """Number of rooms and offers that an engine or a peer still has something to do with.
+
+        Any thread may ask.
+        """
         return self._rooms.num_claimed + len(self._offers)
 
     def rooms(self) -> Iterable[SenderMachine]:
-        """The machines of all rooms, for audits."""
+        """Return the machines of all rooms, for audits."""
         return self._rooms.all()
 
     def peers(self, now_s: float) -> dict[PeerId, str]:
-        """The decode ranks known, each "ready" or "suspect". Any thread may ask."""
+        """Return "ready" or "suspect" for each decode rank known. Any thread may ask."""
         return self._peers.states(now_s)
 
     def check_invariants(self) -> None:
-        """The laws of what is held for decode ranks, for audits."""
+        """Raise AssertionError if what is counted for decode ranks differs from what is held."""
         self._claims.check_invariants(self._rooms.machines, self._peers.all())
 
     def lost_peers(self, now_s: float) -> LostPeers:
-        """Decode ranks that are suspect or over, what is wrong with each, and the rooms that it is
-        still in. Any thread may ask."""
+        """Return the decode ranks that are suspect or over, what is wrong with each, and how many
+        rooms it is still in. Any thread may ask."""
         return self._claims.lost_peers(lambda peer: self._peers.wrong(peer, now_s))
 
     # --- commands ---------------------------------------------------------------------------------
 
     def _add(self, command: AddRoom, now_s: float) -> list[Want]:
-        """The engine has the request of this room. Raises RequestError if one with its number
-        still lives here."""
+        """Take the engine's request for a room: new, or promised already.
+
+        Raises:
+            RequestError: a room with its number has writes that have not ended.
+        """
+        # 1. Has decode aborted it before it came? Taken even if for another prompt: see
+        # `take_abort`.
         out: list[Want] = []
         key = command.key
         machine = self._rooms.get(key)
         early = self._claims.take_abort(key, command.digest)
+        # 2. A room that has ended under this number makes way, in three cases: (a) the engine knew
+        # it, and only its acknowledgement is still to come; (b) it was declined, and never
+        # promised; (c) decode has aborted it: the room begun instead passes that on to what decode
+        # promises from now on, which is of another use.
         if machine is not None and machine.drained:
-            # 1. Only its acknowledgement is still to come. 2. It was declined, and never promised.
-            # 3. Decode has aborted it: the one that is begun instead tells that to what decode
-            #    promises from now on, which is of another use.
             aborted = early is not None and machine.poll.ended
             if machine.added or not machine.readers or aborted:
                 self._rooms.drop(machine)
                 machine = None
+        # 3. A room that is left is a promise that was waiting for this request, or in use.
         if machine is None:
             machine = self._rooms.new(key, now_s)
-        elif machine.added:  # its number is in use by a room whose writes have not ended
+        elif machine.added:
             raise RequestError(f"room {key.room} generation {key.generation} was added already")
+        # 4. No longer parked, before the machine may end it and count it down again.
         if not machine.poll.ended:
             self._claims.unpark(key)
+        # 5. It may have ended while it was parked: the machine has said so to decode, and says
+        # nothing to an engine that had not added it. So the engine hears of it here.
         ended_before = machine.poll.ended
         added = sender.Added(command.num_tokens, command.digest, self._weights_version)
         self._rooms.on(machine, added, now_s, out)
-        if ended_before:  # it ended while it was parked
+        if ended_before:
             ended = machine.error or AbortedError("the room ended before the request came")
             out += [RoomEnded(key, KVPoll.FAILED, ended), SourceFree(key)]
         elif early is not None:
@@ -292,37 +303,48 @@ class PrefillControl:
         return out
 
     def _offer(self, command: OfferRoom, now_s: float) -> list[Want]:
-        """The engine has drawn this room. Promises for it may be here already: the first that
-        proves the prompt opens it, the others' rooms end. So may be an abort, which ends it where
-        none opens it. Raises RequestError if the number is in use."""
+        """Take a room that the engine has drawn for a computed prompt.
+
+        Promises for it may be here already: the first that proves the prompt opens it, rooms of the
+        others end. An early abort ends it where none opens it.
+
+        Raises:
+            RequestError: the number is in use.
+        """
         out: list[Want] = []
         numbers, until_s = command.key.numbers, now_s + command.timeout_s
+        # 1. The number must be free among rooms of all decode workers: any of them may open it.
         same = [one for one in self._rooms.all() if one.key.numbers == numbers]
         in_use = any(one.added and not one.drained for one in same)
         if in_use or self._offers.get(command.key) is not None:
             raise RequestError(f"room {numbers[0]} generation {numbers[1]} is in use already")
+        # 2. Open before the promises are looked at, so that each is judged as one that comes later.
         offer = Offer(command.num_tokens, command.digest, until_s)
         self._offers.begin(numbers, offer)
         self._timers.wake(command.key, until_s)
+        # 3. Promises that came first. Once one has opened the offer, it is gone for the others.
         for machine in [one for one in same if one.is_parked]:
             if self._offers.get(command.key) is not None and machine.proves(offer.proved_by):
                 out += self._open_offer(machine.key, offer, now_s)
             else:
                 error = AbortedError(f"room {command.key.room} is another decode worker's")
                 self._rooms.on(machine, sender.Fail(error), now_s, out)
+        # 4. Aborts last: a worker that aborts cannot take the offer from one that has proved it.
         if (early := self._claims.take_aborts(numbers)) is not None:
             out += self._close_offer(command.key, early, now_s)
         return out
 
     def _open_offer(self, key: RoomKey, offer: Offer, now_s: float) -> list[Want]:
-        """The decode worker of the key has proved the prompt: from now on the room is its own."""
+        """Give an offer to the decode worker of `key`, which has proved the prompt."""
+        # Closed first, so that the next promise is refused and not taken for a second opening.
         why = f"room {key.room} was opened by another decode worker"
         self._offers.end(key.numbers, why, now_s)
         self._timers.forget(RoomKey(*key.numbers))
         return self._add(AddRoom(key, offer.num_tokens, offer.digest), now_s)
 
     def _close_offer(self, key: RoomKey, error: Exception, now_s: float) -> list[Want]:
-        """No decode worker has opened the room, and none will."""
+        """Close an offer that no decode worker has opened; it ends with `error`. Not open:
+        no-op."""
         if not self._offers.end(key.numbers, str(error), now_s):
             return []
         offered = RoomKey(*key.numbers)
@@ -330,14 +352,16 @@ class PrefillControl:
         return [RoomEnded(offered, KVPoll.FAILED, error), SourceFree(offered)]
 
     def _decline(self, command: DeclineRoom, now_s: float) -> list[Want]:
-        """The engine does not take this request: decode hears why, also if it promises later. A
-        room that the engine has is not touched."""
+        """Refuse a request for the engine, so that decode hears why, now or when it promises.
+
+        A room that the engine has added is not touched.
+        """
         out: list[Want] = []
         key = command.key
         if self._claims.take_abort(key, command.digest) is None:  # else decode wants it no more
             machine = self._rooms.get(key)
             if machine is not None and machine.drained and machine.added:
-                # Only its acknowledgement is still to come: its number may be in use again.
+                # The engine's former use of the number; only its acknowledgement is still to come.
                 self._rooms.drop(machine)
                 machine = None
             machine = machine or self._rooms.new(key, now_s)
@@ -347,13 +371,14 @@ class PrefillControl:
         return out
 
     def _chunk(self, command: SendChunk, now_s: float) -> list[Want]:
-        """The engine hands over pages of the request. Ended or unknown: no-op."""
+        """Pass pages that the engine hands over to their room. Ended or unknown: no-op."""
         out: list[Want] = []
         if (machine := self._rooms.get(command.key)) is not None:
             self._rooms.on(machine, command, now_s, out)
         return out
 
     def _abort(self, command: AbortRoom, now_s: float) -> list[Want]:
+        """End a room that the engine wants no more. Unknown: no-op."""
         out: list[Want] = []
         machine = self._rooms.get(command.key)
         if machine is not None:
@@ -361,7 +386,11 @@ class PrefillControl:
         return out
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> list[Want]:
-        """KV that was computed, or promised, under another version is not sent any more."""
+        """Move to another weights version: KV computed or promised under the old one is not sent.
+
+        Rooms that the engine has added and that nothing was computed or promised for move with it,
+        unless the command ends them too.
+        """
         out: list[Want] = []
         was, self._weights_version = self._weights_version, command.weights_version
         if was == (now := self._weights_version):
@@ -370,29 +399,35 @@ class PrefillControl:
         for machine in list(self._rooms.all()):
             if machine.poll.ended:
                 continue
+            # 1. Nothing is computed, nothing promised: it will be, under the new version.
             if machine.added and not (machine.has_begun or command.ends_waiting):
                 machine.weights_version = now
                 continue
-            for promise, peer in machine.parked():  # the request is to come, and to hear of it
+            # 2. Parked: the request is to come, and is to end likewise.
+            for promise, peer in machine.parked():
                 self._remember(machine.key, promise, moved, self._peers.find(peer), now_s)
             self._rooms.on(machine, sender.Fail(moved), now_s, out)
-        for numbers in self._offers.all():  # the KV of each is computed
+        for numbers in self._offers.all():  # 3. offers: the KV of each is computed
             out += self._close_offer(RoomKey(*numbers), moved, now_s)
         return out
 
     def _remember(
         self, key: RoomKey, event: Promised, error: TransferError, peer: Peer | None, now_s: float
     ) -> None:
-        """This promise is answered: a request that comes for it ends likewise, at once."""
+        """Remember that a promise was answered with `error`: a request that comes for it ends so,
+        at once."""
         if peer is not None:
             self._claims.end_early(key, error, (event.ticket, event.proof), peer, now_s)
 
     def _fence(self, command: Fence, now_s: float) -> list[Want]:
-        """This decode process is dead: its rooms end, and it is not met again."""
+        """End all rooms of a decode process that is dead, and refuse it from now on."""
         out: list[Want] = []
         peer_id, how = command.peer, FENCED_DEAD if command.proved else FENCED
+        # First: forgetting the peer below drops what is known of its process, and the death would
+        # not be counted.
         if self._peers.deaths.fenced(peer_id) and command.proved:
             self.counters["peers_proved_dead"] += 1
+        # Over before its rooms end: a frame of it that is on its way is refused by name.
         self._peers.lives.end(peer_id, how)
         peer = self._peers.find(peer_id)
         if peer is not None:
@@ -400,17 +435,20 @@ class PrefillControl:
         return out
 
     def _tick(self, now_s: float) -> list[Want]:
-        """Deadlines, repeats, heartbeats, what was parked for too long."""
+        """Look at the peers, rooms and offers that are due, at early aborts, and at processes to
+        examine."""
         out: list[Want] = []
 
         def look(key: str | RoomKey) -> None:
+            # Three kinds of keys: a peer's name; a room; the numbers of an offer, as a room without
+            # a decode worker.
             if isinstance(key, str):
                 out.extend(self._peers.tick(key, now_s))
             elif (machine := self._rooms.get(key)) is not None:
                 self._rooms.tick(machine, now_s, out)
             elif (offer := self._offers.get(key)) is not None and not key.decode:
                 if now_s < offer.until_s:
-                    self._timers.wake(key, offer.until_s)
+                    self._timers.wake(key, offer.until_s)  # the timer may wake early
                     return
                 late = TransferTimeoutError(f"no decode worker has opened room {key.room} in time")
                 out.extend(self._close_offer(key, late, now_s))
@@ -423,7 +461,8 @@ class PrefillControl:
     # --- frames -----------------------------------------------------------------------------------
 
     def _frame(self, received: FrameReceived[bytes], now_s: float) -> list[Want]:
-        """What is malformed, stale or foreign is counted and dropped."""
+        """Decode a frame and take it. Malformed, stale and foreign frames are counted and
+        dropped."""
         out: list[Want] = []
         try:
             frame = messages.decode(received.raw)
@@ -431,19 +470,24 @@ class PrefillControl:
         except ProtocolError as error:
             self.counters["frames_dropped"] += 1
             self.counters[f"dropped: {type(error).__name__}"] += 1
+            # Only two kinds are answered, those where the sender can act on the answer.
             if isinstance(error, VersionError):
-                # Any word of ours tells the other side our version; it knows its own.
+                # Any frame of ours tells the other side our version; it knows its own.
                 out.append(self._peers.hello_wanted(received.source))
             elif isinstance(error, FormerLifeError):  # if it lives, it is to know
                 out.append(self._peers.reply(received.source, None, str(error)))
         return out
 
     def _frame_failed(self, what: FrameFailed[bytes], now_s: float) -> list[Want]:
-        """The room that the frame names ends, if its sender is one of the room's."""
+        """End the room that a frame names, after an exception while it was taken.
+
+        Only if its sender has named the room: no peer can end rooms of another.
+        """
         out: list[Want] = []
         self.counters["frames_failed"] += 1
         frame = messages.decode(what.frame.raw)
         peer = self._peers.find(frame.sender)
+        # The name alone proves nothing: it was accepted with this key.
         if peer is None or peer.credential != what.frame.credential:
             return out
         if isinstance(frame.body, messages.RoomBody):
@@ -456,19 +500,26 @@ class PrefillControl:
     def _take(
         self, received: FrameReceived[bytes], frame: Frame, now_s: float, out: list[Want]
     ) -> None:
+        """Take a decoded frame: introductions from any process, all else only from known peers."""
         route, body = received.source, frame.body
+        # 1. Is the name the sender's to use, and its life not over?
         peer = self._peers.speaker(frame, received.credential)
+        # 2. An introduction, or the refusal of one, may come from a process that is not known yet.
         if isinstance(body, Hello):
             self._meet(peer, received, frame, body, now_s, out)
             return
         if isinstance(body, HelloRefused):
             self._take_refusal(frame, body, now_s, out)
             return
+        # 3. Anything else counts only from the very incarnation that is known, in order. It may
+        # come by a new connection, so answers go there from now on.
         if peer is None or peer.id != frame.sender:
             out.append(self._peers.hello_wanted(route, frame.sender))
             raise ProtocolError(f"{frame.sender} has not introduced itself")
         peer.live.take(frame, now_s)
         peer.route = route
+        # 4. By type. What is for decode is refused by name, so that a new type is not forgotten
+        # here.
         match body:
             case Promise():
                 self._take_promise(peer, body, now_s, out)
@@ -476,8 +527,11 @@ class PrefillControl:
                 self._take_abort(peer, body, now_s, out)
             case OutcomeAck():
                 key = peer.key(body)
+                # The rank has answered that use even if the room is gone: no promise of it can come
+                # any more.
                 peer.past.answer((key, body.ticket))
                 machine = self._rooms.get(key)
+                # Only a rank that has named the room, about the use that it named.
                 named = peer.id in self._claims.of(key)
                 if machine is not None and named and machine.ticket == body.ticket:
                     self._rooms.on(machine, sender.OutcomeAcked(peer.hello.rank), now_s, out)
@@ -509,31 +563,38 @@ class PrefillControl:
         now_s: float,
         out: list[Want],
     ) -> None:
-        """A decode rank introduces itself, perhaps again, or in another life. What the transport
-        would load of it is tried first."""
+        """Take a Hello: of a peer that repeats it, of a stranger, or of a peer's next life."""
         route = received.source
+        # 1. The peer repeats itself: it has not had our reply. Nothing else changes.
         if peer is not None and peer.id == frame.sender:
             peer.live.take(frame, now_s)
             peer.route = route
             out.append(self._peers.reply(route, hello, staged=peer.staged))
             return
+        # 2. It has to repeat a number that was made after its predecessor was known, so that a late
+        # Hello of a process that is gone cannot replace a live one.
         if hello.nonce != self._peers.nonce(frame.sender):
             out.append(self._peers.hello_wanted(route, frame.sender))
             return
+        # 3. Checked, and perhaps tried in another process before it is admitted.
         self._greeted(self._greetings.hello(received, frame, hello, now_s, out), now_s, out)
 
     def _tried(self, tried: PeerTried, now_s: float) -> list[Want]:
+        """Take the end of a trial."""
         out: list[Want] = []
         self._greeted(self._greetings.tried(tried, out), now_s, out)
         return out
 
     def _greeted(self, arrived: OnTrial | None, now_s: float, out: list[Want]) -> None:
+        """Admit what has passed all checks, if anything has."""
         if arrived is not None:
             self._admit(arrived, now_s, out)
 
     def _admit(self, arrived: OnTrial, now_s: float, out: list[Want]) -> None:
-        """It is a peer from now on, in the place of its former life."""
+        """Make a decode rank a peer, in the place of its former life."""
         accepted, received, frame, hello, came_s = arrived
+        # 1. The former life goes first, while the name still leads to it: otherwise the bytes of
+        # its Hello would stay counted.
         route, peer = received.source, self._peers.get(frame.name)
         if peer is not None:
             self._peers.lives.supersede(peer.id, frame.sender)
@@ -541,16 +602,21 @@ class PrefillControl:
             self._lose_peer(peer, lost, now_s, out)
         self._peers.add(accepted, frame, (route, received.credential), hello, now_s)
         self._peers.deaths.met(frame.sender, hello.life, received.is_local, now_s)
+        # 2. The transport before the reply: decode promises pages as soon as it has the reply, and
+        # a write must not be asked for before its target is known.
         if accepted.added is not None:
             out.append(Welcome(accepted.added, accepted.cut))
         out.append(self._peers.reply(route, hello, staged=accepted.cut is not None))
+        # 3. Requests that are older than this life are most likely not its own.
         if hello.rank == 0 and hello.age_ms is not None:
             self._life_began(frame.sender, came_s - hello.age_ms / 1000, now_s, out)
 
     def _life_began(self, life: PeerId, born_s: float, now_s: float, out: list[Want]) -> None:
-        """Requests for the worker that came before this life of it began are most likely a former
-        life's, which knows them no more. Only most likely, since a router may name a worker that is
-        about to start: so this life has a while to promise their pages."""
+        """Give this life of a decode worker a while to promise requests that came before it began.
+
+        They are most likely a former life's, which knows them no more. Only most likely, since a
+        router may name a worker that is about to start.
+        """
         until_s = now_s + self._timing.suspect_after_s
         for machine in list(self._rooms.all()):
             before = machine.added_s is not None and machine.added_s < born_s
@@ -560,7 +626,9 @@ class PrefillControl:
     def _take_refusal(
         self, frame: Frame, word: HelloRefused, now_s: float, out: list[Want]
     ) -> None:
-        """Decode does not work with this process. It is never answered, lest the two go on so."""
+        """Take a decode rank's refusal to work with this process. It is never answered, lest two
+        processes refuse each other without end."""
+        # A refusal names the life that it is for. One meant for a former life of ours says nothing.
         if word.life != self.me.incarnation:
             raise ProtocolError(f"a refusal of life {word.life:x}")
         peer = self._peers.find(frame.sender)
@@ -568,6 +636,8 @@ class PrefillControl:
             peer.live.take(frame, now_s)
         self.counters["refused_by_peers"] += 1
         self.news.say("refused", frame.sender, f"refuses us: {word.reason}")
+        # 1. It holds us for dead: what we would write to it is of no use. 2. It does not fit:
+        # forget it unless rooms are still to be drained.
         if peer is not None and word.is_over:
             self._peers.lives.end(peer.id, "holds this process for dead")
             self._lose_peer(peer, PeerLostError(f"{peer.id}: {word.reason}", peer.id), now_s, out)
@@ -575,6 +645,9 @@ class PrefillControl:
             out.append(self._peers.forget(peer))
 
     def _lose_peer(self, peer: Peer, error: Exception, now_s: float, out: list[Want]) -> None:
+        """End the rooms of a peer that has left or was replaced, and forget it."""
+        # Before its rooms end, so that nothing more is sent to it, and each room sees whether all
+        # its ranks are gone.
         peer.gone = True
         for key in list(peer.rooms):
             self._rooms.on(
@@ -583,26 +656,41 @@ class PrefillControl:
         out.append(self._peers.forget(peer))
 
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float, out: list[Want]) -> None:
+        """Take a promise of pages: for a room of the engine, an offer, or a request that is to
+        come.
+
+        Raises:
+            ProtocolError: it is refused, and decode was answered.
+        """
         key = peer.key(promise)
+        # Everything that may refuse the promise stands in this block, before it is counted
+        # anywhere. Rooms that make way in it are over in any case.
         try:
+            # 1. The pages themselves.
             event = peer.promised(promise, self._ours.topology.page_size, self._ours.secret)
             machine = self._rooms.get(key)
+            # 2. May this rank speak about this use of the room?
             if not self._claims.allow(key, promise.ticket, machine, peer):
                 raise ProtocolError(f"room {key.room} is over, or another life's or rank's")
+            # 3. A room that has ended under this number makes way: (a) decode has done with that
+            # use, if it uses the number again; (b) the request ended before decode had spoken of
+            # it, and the proof says that this promise is for another prompt, so for the next
+            # request.
             if machine is not None and machine.drained and machine.is_other_use(promise.ticket):
-                # Decode has done with that use of the room, if it uses its number again.
                 self._rooms.drop(machine)
                 machine = None
             if machine is not None and machine.is_left_over and not machine.is_of(event):
-                # That request ended before decode had spoken of it: this is the next one's.
                 self._rooms.drop(machine)
                 machine = None
+            # 4. Of our weights? A room that the engine has added compares them itself.
             if machine is None or machine.is_parked:
                 self._check_weights(peer, event, key, now_s, out)
+            # 5. A promise stands: only a repeat, or another rank's equal one, is let through.
             if machine is not None and not machine.same_promise(event):
                 raise ProtocolError(
                     f"another promise for room {key.room} generation {key.generation}"
                 )
+            # 6. Does it open an offer, is it waited for, or has it to wait, and may it?
             is_new = peer.id not in self._claims.of(key)
             parks = is_new and not (machine is not None and machine.added)
             offer = None if machine is not None else self._offers.check(key, event, now_s)
@@ -613,25 +701,31 @@ class PrefillControl:
         except ProtocolError as error:
             self._refuse_promise(peer, promise, str(error)[:1000], now_s, out)
             raise
+        # Accepted. From here on nothing is refused.
         if not machine.poll.ended:
             peer.num_parked += parks
-        self._claims.take_abort(key)  # its number is in use again
+        self._claims.take_abort(key)  # its number is in use again, so the abort is of no use
+        # It may be for the next request, of the same prompt: then that one has lost its promise, as
+        # decode hears now how the former request ended.
         if machine.is_left_over and machine.digest:
-            # It may be the next request's, of the same prompt: then that has lost its promise.
             gone = AbortedError(f"decode was told how a former request ended: {machine.error}")
             self._remember(key, event, gone, peer, now_s)
+        # Before the machine takes it, since its answers go to the peers that have claimed the room.
         self._claims.add(key, peer, len(event.pages))
         self._rooms.on(machine, event, now_s, out)
         if isinstance(machine.error, PromptMismatchError) and not machine.is_of(event):
             self._remember(key, event, machine.error, peer, now_s)  # its request may still come
-        if offer is not None:  # behind the promise: it is parked for no time
+        if offer is not None:  # behind the promise: so the room is parked for no time
             out += self._open_offer(key, offer, now_s)
 
     def _check_weights(
         self, peer: Peer, event: Promised, key: RoomKey, now_s: float, out: list[Want]
     ) -> None:
-        """Raises ProtocolError for a promise of other weights than ours; a request that comes later
-        hears of it, and so does the engine whose offer it would have opened."""
+        """Raise ProtocolError for a promise of other weights than ours.
+
+        A request that comes later ends likewise, and so does the offer that the promise would have
+        opened.
+        """
         if event.weights_version == self._weights_version:
             return
         error = WeightsVersionError(event.weights_version, self._weights_version)
@@ -645,51 +739,62 @@ class PrefillControl:
     def _refuse_promise(
         self, peer: Peer, promise: Promise, why: str, now_s: float, out: list[Want]
     ) -> None:
-        """No write for this promise is under way, so its pages are drained as far as that goes.
+        """Answer a promise that was refused; its pages are drained as far as this rank goes.
 
-        If another promise of this room stands, decode has already ended or will end that one by its
-        own rules, and is told nothing.
+        No write for it is under way. If another promise of this room stands, decode has ended that
+        one or will do so by its own rules, and gets no answer.
         """
         key, ticket = peer.key(promise), promise.ticket
         known = self._rooms.get(key)
         named = peer.id in self._claims.of(key)
         if known is None or not named or known.ticket != ticket:
             peer.past.add((key, ticket))
-            drained = not self._rooms.renewed  # else decode is to ask, and to let settle
+            # Otherwise decode is to ask with an Abort, and to let settle.
+            drained = not self._rooms.renewed
             what = *key.numbers, self._rank, False, 0, 0, b"", why, drained, ticket
             versions = promise.weights_version, self._weights_version
-            differ = versions[0] != versions[1]  # then decode is to hear that first of all
+            differ = versions[0] != versions[1]  # then decode hears that first of all
             refusal = Outcome(*what, versions=versions if differ else None)
             out += self._peers.send(peer, refusal, now_s)
 
     def _take_abort(self, peer: Peer, abort: Abort, now_s: float, out: list[Want]) -> None:
+        """Take decode's abort of a room: end it, remember it for a request to come, answer
+        Drained."""
         key = peer.key(abort)
+        # 1. Does this use of the room belong to the sender?
         machine = self._rooms.get(key)
         theirs = self._claims.allow(key, abort.ticket, machine, peer)
         peer.past.answer((key, abort.ticket))
         if machine is not None and machine.added and not machine.readers:
-            # It may be a word on a former use of the number, which has crossed the next request.
+            # It may be about a former use of the number, and have crossed the next request: the
+            # proof tells.
             theirs = theirs and machine.is_meant(abort.proof, peer.secrets(self._ours.secret))
             if not theirs:
                 machine = None
         closed: list[Want] = []
+        # 2. An offer: its number is drawn at random, so a worker that names it has it from its
+        # answer.
         if machine is None:
-            # Who knows the number of an offer, which is drawn at random, has it from its answer.
             error = abort_error(abort.reason, abort.versions)
             closed = self._close_offer(key, error, now_s)
             out += closed
+        # 3. The engine's request is still to come, and the room itself will be over by then.
         if theirs and not closed and (machine is None or not machine.added):
-            # The engine's request is still to come; the room itself will be over by then.
             self._claims.abort_early(key, abort, peer, now_s)
+        # 4. No room of ours, or another's: nothing can land in that peer's pages for it, and its
+        # later frames have higher numbers than this one. Say so, since decode repeats an Abort
+        # until it is answered.
         if machine is None or not theirs or machine.is_other_use(abort.ticket):
-            # Nothing of ours can land in that peer's pages for this room: its later frames
-            # outnumber this one.
             drained = Drained(*key.numbers, self._rank, abort.ticket, self._rooms.renewed)
             out += self._peers.send(peer, drained, now_s)
             return
+        # 5. The room ends. If it was the peer's first word on it, it counts as parked until it has
+        # ended, which it does at once.
         is_new = peer.id not in self._claims.of(key)
         if is_new and not machine.added and not machine.poll.ended:
-            peer.num_parked += 1  # until it has ended, which it does at once
+            peer.num_parked += 1
+        # Before the machine takes it, since the answer goes to the peers that have claimed the
+        # room.
         self._claims.add(key, peer)
         said = sender.AbortSaid(
             peer=peer.id,

@@ -24,53 +24,68 @@ class Offer(NamedTuple):
     until_s: float
 
     def proved_by(self, promise: Promised) -> bool:
-        """Whether who promises this knows the prompt. The number of a room proves nothing."""
+        """Return whether the sender of this promise knows the prompt.
+
+        The number of a room proves nothing: it travels through routers, and can be guessed or
+        repeated.
+        """
         known = promise.fill_len == self.num_tokens
         return known and proves(promise.proof, self.digest, *promise.secrets)
 
 
 class _Closed(NamedTuple):
+    """An offer that is open no more: the reason, and until when it is remembered."""
+
     why: str
     until_s: float
 
 
 class Offers:
-    """Owned by a `PrefillControl`. An offer's key has no decode worker."""
+    """The offers of one prefill rank. Owned by a `PrefillControl`.
+
+    An offer's key names no decode worker, so offers are kept by room and generation alone.
+    """
 
     def __init__(self, timing: ControlConfig) -> None:
         self._timing = timing
         self._open: dict[Numbers, Offer] = {}
-        # Rooms that were opened, withdrawn or overdue: who comes too late hears why.
+        # Offers that were opened, withdrawn or overdue, so that a late promise is refused with the
+        # reason. The oldest comes first.
         self._closed: dict[Numbers, _Closed] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
     def begin(self, numbers: Numbers, offer: Offer) -> None:
+        """Open an offer; a closed one of the same numbers is forgotten."""
         self._closed.pop(numbers, None)
         self._open[numbers] = offer
 
     def all(self) -> list[Numbers]:
-        """Those that are open."""
+        """Return the numbers of the open offers."""
         return list(self._open)
 
     def get(self, key: RoomKey) -> Offer | None:
+        """Return the open offer with the numbers of this key, whichever decode worker it names."""
         return self._open.get(key.numbers)
 
     def end(self, numbers: Numbers, why: str, now_s: float) -> bool:
-        """Nobody opens the room any more. False: it was not open."""
+        """Close the offer and remember why until `parked_timeout_s`; return False if it was not
+        open."""
         if self._open.pop(numbers, None) is None:
             return False
         self._closed[numbers] = _Closed(why, now_s + self._timing.parked_timeout_s)
+        # All stay equally long, so the first is the one that would go next.
         if len(self._closed) > _MAX_CLOSED:
             del self._closed[next(iter(self._closed))]
         return True
 
     def check(self, key: RoomKey, promise: Promised, now_s: float) -> Offer | None:
-        """The offer that this first promise of a worker takes; None: its room is no offer.
+        """Return the offer that this first promise of a worker takes, None if its room is no offer.
 
-        Raises ProtocolError where the promise proves nothing, which leaves the offer to others, and
-        where the room was opened or withdrawn.
+        Raises:
+            ProtocolError: the promise does not prove the prompt, which leaves the offer to others;
+                or the offer was opened or withdrawn.
         """
         offer = self._open.get(key.numbers)
         if offer is not None and not offer.proved_by(promise):

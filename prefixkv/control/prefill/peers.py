@@ -1,4 +1,8 @@
-"""Prefill's peers: the decode ranks that have introduced themselves, and when each was heard."""
+"""Prefill's peers: the decode ranks that have introduced themselves, and when each was heard.
+
+Whatever a peer says is checked here before anything is derived from it: its name against its key,
+its page ids against its pool.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +42,14 @@ from prefixkv.protocol.timers import Timers
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Peer:
-    """A rank of a decode worker. `gone` once its rooms have ended because it left or was replaced.
-    `succeeded` is its number among those met, if it took the place of a former life.
+    """One decode rank that passed the handshake.
 
-    `readers` are the ranks of its worker that promise us pages, `writes` says whether anything of
-    ours goes to it, `staged` whether that is staged, `takes_state` whether extra state does.
-    `budget` is that of all ranks of its worker.
+    `readers` are the ranks of its worker that promise us pages. `writes` says whether we write KV
+    to it, `staged` whether that goes through staging, `takes_state` whether we write extra state to
+    it. `budget` is shared by all ranks of its worker. `num_parked` counts its promises that wait
+    for their request. `succeeded` is its number among the peers met (`Peers.num_met`) if it
+    replaced a former life, else 0. `gone` is True once it has left or was replaced, and its rooms
+    have ended.
     """
 
     id: PeerId
@@ -64,27 +70,39 @@ class Peer:
 
     @property
     def rooms(self) -> Mapping[RoomKey, int]:
-        """The rooms it has named, and the pages it has promised there."""
+        """The rooms it has named, with the number of pages promised in each."""
         return self.claimed.rooms
 
     @property
     def worker(self) -> PeerId:
+        """Identity of rank 0 of its worker, which is the worker's."""
         return self.hello.worker or self.id
 
     def secrets(self, ours: bytes) -> tuple[bytes, bytes]:
-        """What proofs on the link to it are made with: its secret, and ours."""
+        """Return the two secrets that proofs on the link to this peer are keyed with: its own, and
+        ours."""
         return self.hello.secret, ours
 
     def key(self, word: RoomBody) -> RoomKey:
-        """The room that a word of this peer is about: always one of its own worker."""
+        """Return the key of the room that a frame of this peer is about.
+
+        The decode worker in it is the peer's own, whatever the frame says: so no peer can name a
+        room of another worker.
+        """
         return RoomKey(word.room, word.generation, self.worker.name)
 
     def promised(self, promise: Promise, our_page_size: int, our_secret: bytes) -> Promised:
-        """The promise with page ids that are safe to turn into addresses. Raises ProtocolError,
-        BudgetError before an array is made of them."""
+        """Check a promise and return it with page ids that are safe to turn into addresses.
+
+        Raises:
+            BudgetError: it has more pages than fit; raised before an array is made of them.
+            ProtocolError: its prefix, number of pages, page ids or state slot cannot be.
+        """
+        # 1. Is there room for it at all? The number of bytes tells, before they are read.
         page_size = self.hello.topology.page_size
         self.claimed.check(self.key(promise), len(promise.pages) // PAGE_BYTES)
-        # What is cheap first, and nothing that sorts: a promise may have two million pages.
+        # 2. What is cheap before what costs, and nothing that sorts: a promise may have two million
+        # pages.
         if promise.prefix_len % page_size or promise.prefix_len > promise.fill_len:
             raise ProtocolError(
                 f"prefix of {promise.prefix_len} tokens of {promise.fill_len}, pages of {page_size}"
@@ -93,17 +111,24 @@ class Peer:
         pages = promise.page_ids()
         if len(pages) != wanted:
             raise ProtocolError(f"{len(pages)} pages where {wanted} are needed")
+        # 3. The ids themselves. One outside the pool would become an address beyond it, in memory
+        # of the peer that is not KV.
         num_pages = self.hello.layout.num_pages
         if len(pages) and (pages.min() < 0 or pages.max() >= num_pages):
             raise ProtocolError(
                 f"page ids {pages.min()} to {pages.max()}, the pool has {num_pages}"
             )
+        # A repeated id would let two parts of one write land on the same page in any order, and the
+        # pages counted as undrained would exceed those in use.
         if _has_repeats(pages, num_pages):
             raise ProtocolError("a page id twice in one promise")
+        # 4. The slot of extra state: -1, and only -1, where the peer has none.
         slot = promise.state_slot
         num_slots = 0 if self.hello.state is None else self.hello.state.num_slots
         if not (0 <= slot < num_slots if num_slots else slot == -1):
             raise ProtocolError(f"state slot {slot} of {num_slots}")
+        # Where page sizes differ, both sides count in the smaller page: one page of the peer is
+        # `fold` unit pages.
         unit_tokens = min(page_size, our_page_size)
         fold = page_size // unit_tokens
         num_units = pages_for(promise.fill_len - promise.prefix_len, unit_tokens)
@@ -128,10 +153,9 @@ class Peer:
 
 
 def _has_repeats(pages: npt.NDArray[np.int32], num_pages: int) -> bool:
-    """Whether a page id in [0, num_pages) is there twice. O(pages), but for few of a large pool.
+    """Return whether a page id in [0, num_pages) occurs twice.
 
-    >>> _has_repeats(np.array([3, 1, 3], np.int32), 4)
-    True
+    O(pages + pool): a mark for each page of the pool. Few pages of a large pool are sorted instead.
     """
     if num_pages > 64 * len(pages):
         return len(np.unique(pages)) < len(pages)
@@ -141,7 +165,10 @@ def _has_repeats(pages: npt.NDArray[np.int32], num_pages: int) -> bool:
 
 
 class Peers:
-    """Owned by a `PrefillControl`. A method returns what is to be done for it, in order."""
+    """The decode ranks that a prefill rank knows, by name. Owned by a `PrefillControl`.
+
+    A method that returns effects returns them in the order in which they must be carried out.
+    """
 
     def __init__(
         self,
@@ -152,7 +179,8 @@ class Peers:
         timers: Timers[str | RoomKey],
         lost: Callable[[float], Iterable[PeerId]],
     ) -> None:
-        """`timers` wake peers by name; rooms share them. `lost` is as for `Deaths`."""
+        """Start with no peer; `timers` wake peers by name and are shared with rooms, `lost` is as
+        for `Deaths`."""
         self._me = me
         self.news = News()
         self.lives = Lives(self.news)
@@ -163,26 +191,30 @@ class Peers:
         self._timers = timers
         self._stamp = Stamper(me)
         self._peers: dict[str, Peer] = {}
-        self.num_met = 0
+        self.num_met = 0  # peers ever added: orders them against rooms (`SenderMachine.met_before`)
 
     def __len__(self) -> int:
         return len(self._peers)
 
     def get(self, name: str) -> Peer | None:
+        """Return the peer of this name, whichever of its incarnations it is."""
         return self._peers.get(name)
 
     def find(self, peer_id: PeerId) -> Peer | None:
-        """The peer, if this incarnation is the one known."""
+        """Return the peer if exactly this incarnation is the one known, else None."""
         peer = self._peers.get(peer_id.name)
         return peer if peer is not None and peer.id == peer_id else None
 
     def all(self) -> list[Peer]:
-        return list(self._peers.values())  # at once: the scheduler's thread asks for `states`
+        """Return a copy of the list of peers."""
+        return list(self._peers.values())  # in one step: the scheduler's thread calls `states`
 
     def heard_s(self, worker: str, ranks: Iterable[int], since: int) -> float:
-        """By when all these ranks of a decode worker had been heard; -infinity where one is not
-        known, or has taken a former life's place since (as `num_met` was then): it knows nothing of
-        what that one was to promise."""
+        """Return the time by which all `ranks` of a decode worker had been heard.
+
+        -infinity if one of them is not known, or replaced a former life after `since` (a value of
+        `num_met`): the new life knows nothing of what the former one was to promise.
+        """
         names = [f"{worker}/{rank}" if rank else worker for rank in ranks]
         peers = [self._peers.get(name) for name in names]
         return min(
@@ -194,41 +226,53 @@ class Peers:
         return [peer.id for peer in self._peers.values()]
 
     def states(self, now_s: float) -> dict[PeerId, str]:
-        """Each "ready" or "suspect"."""
+        """Return "ready" or "suspect" for each peer. Any thread may ask."""
         return {
             peer.id: "suspect" if peer.live.suspect(self._timing, now_s) else "ready"
             for peer in self.all()
         }
 
     def wrong(self, peer: Peer, now_s: float) -> str:
-        """What is wrong with it, "" if nothing is. Any thread may ask."""
+        """Return what is wrong with the peer, "" if nothing is. Any thread may ask."""
         suspect = "suspect" if peer.live.suspect(self._timing, now_s) else ""
         return self.lives.how(peer.id) or suspect
 
     def speaker(self, frame: Frame, credential: str) -> Peer | None:
-        """The peer of this name, None if there is none yet. Raises ProtocolError where the name is
-        not the credential's, FormerLifeError for a life that is over."""
+        """Return the peer that the frame claims to be from, None if no peer has that name yet.
+
+        Raises:
+            ProtocolError: the name does not belong to the key that the connection proved.
+            FormerLifeError: this life of the peer is over.
+        """
+        # 1. With a list of clients, the key decides which names may be used.
         curve = self._timing.curve
         if curve is not None and not _may_speak(curve.allowed_clients, credential, frame.name):
             raise ProtocolError(f"{frame.name!r} speaks under a key that is not its own")
+        # 2. A name belongs to the first key that used it: another client cannot take it over.
         peer = self._peers.get(frame.name)
         if peer is not None and credential != peer.credential:
             raise ProtocolError(f"{frame.name!r} speaks under another key than before")
+        # 3. Last, so that a process without the key does not learn which lives have ended.
         self.lives.check(frame.sender)
         return peer
 
     def check_worker(self, frame: Frame, credential: str, hello: Hello) -> None:
-        """Whether the rank is of the worker that it says it is of.
+        """Check that a rank belongs to the worker that it says it belongs to.
 
-        Raises HandshakeError where that does not follow from its name and key, where it was made
-        before the one that has its name, where `max_peers` workers are known, or where its worker
-        has no `max_peer_bytes` left for it; FormerLifeError where the worker is over. A refusal
-        tells of no other worker.
+        The messages of refusals mention no other worker.
+
+        Raises:
+            HandshakeError: its name and key do not fit the worker, a later process has its name,
+                `max_peers` workers are known, or the worker has no `max_peer_bytes` left.
+            FormerLifeError: that life of the worker is over.
         """
+        # 1. Its name follows from the worker and the rank.
         rank, worker = hello.rank, hello.worker or frame.sender
         name = f"{worker.name}/{rank}" if rank else worker.name
         if frame.name != name or (rank == 0 and worker != frame.sender):
             raise HandshakeError("name", name, frame.name, "is not that of the rank it says it is")
+        # 2. Its key is that of rank 0, or is listed for this very name. Otherwise a client with any
+        # accepted key could join the worker of another, and promise pages in its rooms.
         curve = self._timing.curve
         is_listed = curve is not None and frame.name in curve.allowed_clients.values()
         if curve is not None and rank == 0 and not is_listed:
@@ -236,12 +280,15 @@ class Peers:
         leader = self._peers.get(worker.name)
         if leader is not None and leader.credential != credential and not is_listed:
             raise HandshakeError("key", "rank 0's", "another", "differs")
+        # 3. It is of a life that goes on, and not older than the process that is known by its name.
         self.lives.check(worker)
         self._check_later(frame.sender, hello)
+        # 4. It agrees with the other ranks of its worker on how the model is shared out.
         others = [peer for peer in self.all() if peer.worker == worker]
         for peer in others:
             if peer.hello.topology != hello.topology:
                 raise HandshakeError("topology", peer.hello.topology, hello.topology)
+        # 5. There is room for it: workers, then bytes.
         workers = {peer.worker.name for peer in self.all()}
         if worker.name not in workers and len(workers) >= self._timing.max_peers:
             most = self._timing.max_peers
@@ -251,8 +298,11 @@ class Peers:
             raise HandshakeError("bytes held for it", most, held, "are more than max_peer_bytes")
 
     def _check_later(self, sender: PeerId, hello: Hello) -> None:
-        """One that was started anew has the name; the one before it may not know that yet, and we
-        may have been started later than both."""
+        """Raise HandshakeError if the Hello is of an older process than the peer that has its name.
+
+        The older one may not know yet that it was replaced, and we may have been started after
+        both, so that `lives` does not list it as over.
+        """
         peer = self._peers.get(sender.name)
         if peer is None or peer.id == sender:
             return
@@ -269,12 +319,16 @@ class Peers:
         hello: Hello,
         now_s: float,
     ) -> None:
-        """A rank that passed the handshake. `received` are its route and credential."""
+        """Make a rank that passed the handshake a peer; `received` is its route and its credential.
+
+        A former life under its name must have been removed before (`PrefillControl._admit`).
+        """
         added = accepted.added
         route, credential = received
         self.lives.begin(frame.sender)
         self.num_met += 1
         worker = hello.worker or frame.sender
+        # All ranks of a worker share one budget; `check_worker` found room in it for this Hello.
         shared = [peer.budget for peer in self.all() if peer.worker == worker]
         budget = shared[0] if shared else Budget(self._timing.max_peer_bytes)
         budget.num_bytes += hello_bytes(hello)
@@ -283,6 +337,7 @@ class Peers:
             route=route,
             credential=credential,
             hello=hello,
+            # The Hello's own number: only frames after it are taken from now on.
             live=Liveness(now_s, now_s, frame.seq),
             succeeded=self.num_met if self.lives.has_former(frame.name) else 0,
             readers=accepted.readers,
@@ -309,37 +364,42 @@ class Peers:
         return SendFrame(route, self._stamp.frame(body))
 
     def hello_wanted(self, route: bytes, sender: PeerId | None = None) -> SendFrame[bytes]:
-        """`sender` is None where it could not be read."""
+        """Return the request to say Hello; `sender` is None if the frame could not be read."""
         wanted = HelloWanted(0 if sender is None else self.nonce(sender))
         return SendFrame(route, self._stamp.frame(wanted))
 
     def nonce(self, sender: PeerId) -> int:
-        """What a Hello of it has to repeat."""
+        """Return the number that a Hello of `sender` has to repeat; see `lives.nonce`."""
         peer = self._peers.get(sender.name)
         known = self.lives.last_silent(sender.name) if peer is None else peer.id
         return nonce(self._me, sender, known)
 
     def send(self, peer: Peer, body: AnyBody, now_s: float) -> list[SendFrame[bytes]]:
-        """A frame to the peer, none if it is gone."""
+        """Return a frame to the peer, none if it is gone."""
+        # Its route may lead to the life that replaced it, which must not get these words.
         if peer.gone:
             return []
         peer.live.sent_s = now_s
         return [SendFrame(peer.route, self._stamp.frame(body))]
 
     def farewell(self) -> list[SendFrame[bytes]]:
-        """Tell every decode rank that our agent is gone."""
+        """Return a Fenced for every decode rank: our agent is gone, so no write of ours can
+        land."""
         return [SendFrame(peer.route, self._stamp.frame(Fenced())) for peer in self._peers.values()]
 
     def tick(self, name: str, now_s: float) -> list[SendFrame[bytes] | RemovePeer]:
-        """Say a Heartbeat, or forget a peer that is silent and has no rooms."""
+        """Return a Heartbeat if one is due, or forget a peer that is silent and has no rooms."""
         peer = self._peers.get(name)
         if peer is None:
             return []
+        # A peer with rooms is never forgotten for silence: its pages are drained by proof alone.
         if not peer.rooms and peer.live.forgettable(self._timing, now_s):
             self.lives.silent(peer.id)
             self.news.say("forgotten", peer.id, "was silent for long")
             return [self.forget(peer)]
         is_silent = peer.live.suspect(self._timing, now_s)
+        # Every look repeats the question; only the change from heard to silent starts an
+        # examination.
         if self.news.silent(peer.id, is_silent) and is_silent:
             self.deaths.doubt(peer.id, now_s)
         out: list[SendFrame[bytes] | RemovePeer] = []
@@ -349,6 +409,10 @@ class Peers:
         return out
 
     def forget(self, peer: Peer) -> RemovePeer:
+        """Remove the peer, and return what removes it from the transport.
+
+        Its name may belong to another life already; that one stays.
+        """
         self.news.forget(peer.id)
         self.deaths.forget(peer.id)
         if self._peers.get(peer.id.name) is peer:
@@ -359,8 +423,11 @@ class Peers:
 
 
 def _may_speak(allowed: Mapping[str, str], credential: str, name: str) -> bool:
-    """Whether the name is the key's, or, unless another key has it, of a further rank of the worker
-    that is."""
+    """Return whether the key may use the name.
+
+    It may if the name is listed for it. A name that is listed for no key may be used by a further
+    rank ("worker/3") of the worker that the key is listed for.
+    """
     if name in allowed.values():
         return allowed.get(credential) == name
     worker, _, rank = name.rpartition("/")

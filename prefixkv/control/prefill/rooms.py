@@ -1,4 +1,4 @@
-"""Prefill's rooms: what happens to one goes through its machine, and what that wants comes out."""
+"""Prefill's rooms: events go to a room's machine, and what it wants comes out."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _NO_ROOM: Final = RoomKey(0, -1)
 
 
 class SenderRooms:
-    """Owned by a `PrefillControl`. Where `out` is given, what is to be done is added to it, in
-    order.
+    """The rooms of one prefill rank, with the writes under way for them. Owned by a
+    `PrefillControl`.
+
+    Methods append what is to be done to `out`, in order.
 
     Args:
         rank, page_size: ours.
@@ -44,10 +46,14 @@ class SenderRooms:
         option_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.machines: dict[RoomKey, SenderMachine] = {}
-        # Rooms that are over for our engine; kept to answer a promise that is on its way.
+        # Rooms that are over for our engine and that no peer has named: they are kept for a while,
+        # to answer a promise that is on its way.
         self.unclaimed: set[RoomKey] = set()
+        # The room of each write that is not proved over. A write that failed undrained stays, so
+        # that its proof (`write_drained`) finds the room.
         self.jobs: dict[int, RoomKey] = {}
-        self.renewed = False  # some Drained that was lost may have asked decode to let it settle
+        # An agent was replaced: a Drained that was lost may have asked decode to let it settle
+        self.renewed = False
         self._rank = rank
         self._page_size = page_size
         self._timing = timing
@@ -63,14 +69,18 @@ class SenderRooms:
         return sum(key not in self.unclaimed for key in list(self.machines))
 
     def all(self) -> Collection[SenderMachine]:
+        """Return all room machines: a live view."""
         return self.machines.values()
 
     def get(self, key: RoomKey) -> SenderMachine | None:
+        """Return the machine of this room, if there is one."""
         return self.machines.get(key)
 
     def new(self, key: RoomKey, now_s: float) -> SenderMachine:
+        """Add a room that begins now, for a request, a promise or an offer."""
         what = self._rank, self._page_size, self.next_job_id, self._timing
         machine = SenderMachine(key, *what, now_s)
+        # Peers met later may know nothing of the room: see `Peers.heard_s`.
         machine.met_before = self._peers.num_met
         self.machines[key] = machine
         return machine
@@ -78,7 +88,8 @@ class SenderRooms:
     def on(
         self, machine: SenderMachine, event: sender.Event, now_s: float, out: list[Want]
     ) -> None:
-        """Something happens to the room; it is dropped here once nothing more can."""
+        """Give an event to the room's machine and carry out its actions; drop the room once it is
+        over."""
         key = machine.key
         open_before = not machine.poll.ended
         for action in machine.on(event, now_s):
@@ -92,11 +103,14 @@ class SenderRooms:
                 elif isinstance(action, RoomEnded):
                     action = named_end(action, self._option_names)
                 out.append(action)
+        # A promise counts as parked until its request comes or its room ends.
         if open_before and machine.poll.ended and not machine.added:
             self._claims.unpark(key)
+        # From now on decode may promise these pages in another room: see `prefill/budgets.py`.
         if machine.drained:
             self._claims.drained(key)
-        # Peers that are gone drain their own pages, or never: only our writes' ends are waited for.
+        # Peers that are gone drain their own pages, or never. So only the ends of our writes are
+        # waited for, which read our own pages.
         all_gone = self._claims.all_gone(key)
         if machine.over or (all_gone and machine.poll.ended and not machine.in_flight):
             self.drop(machine)
@@ -108,12 +122,13 @@ class SenderRooms:
                 self.unclaimed.discard(key)
 
     def tick(self, machine: SenderMachine, now_s: float, out: list[Want]) -> None:
-        """Its deadlines and repeats."""
+        """Let the room look at its deadlines and repeats."""
         key = machine.key
         heard_s = self._peers.heard_s(key.decode, machine.expected, machine.met_before)
         self.on(machine, sender.Tick(heard_s), now_s, out)
 
     def drop(self, machine: SenderMachine) -> None:
+        """Forget a room. Its claims go with it, and the peers remember the use as past."""
         self.machines.pop(machine.key, None)
         self.unclaimed.discard(machine.key)
         self._timers.forget(machine.key)
@@ -128,8 +143,10 @@ class SenderRooms:
     def write_ended(
         self, job_id: int, error: Exception | None, drained: bool, now_s: float
     ) -> list[Want]:
+        """Tell the room of a write that it has ended, and return what the room wants then."""
         out: list[Want] = []
         machine = self.machines.get(self.jobs.get(job_id, _NO_ROOM))
+        # A write that failed and is not drained stays known, for `write_drained`.
         if error is None or drained:
             self.jobs.pop(job_id, None)
         if machine is not None:
@@ -137,8 +154,10 @@ class SenderRooms:
         return out
 
     def write_drained(self, job_id: int, now_s: float) -> list[Want]:
-        """Of a write that had ended undrained, nothing can land any more."""
+        """Tell the room that nothing can land any more of a write that had ended undrained."""
         out: list[Want] = []
+        # From now on any Drained may follow the end of an agent, so decode is asked to let settle
+        # what kernels may hold of it.
         self.renewed = True
         machine = self.machines.get(self.jobs.pop(job_id, _NO_ROOM))
         if machine is not None:

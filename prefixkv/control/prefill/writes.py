@@ -1,7 +1,7 @@
 """Prefill's writes, between its rooms and the transport: straight into pages, or staged in slices.
 
-Rooms and peers say what they want; here it becomes effects. Where slices are staged, the
-`StagingSender` stands in between, and what it says of a room's write comes back to the room.
+Rooms and peers return wants (`Want`), which become effects here. Where slices are staged,
+`StagingSender` stands between the two, and reports the end of a room's write back to the room.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from prefixkv.transport.base import Route, WriteJob
 
 
 class StagingSlots(NamedTuple):
-    """The local memory that slices are gathered into: `num_slots` of `slot_bytes` each; `window`
-    pieces of a room and reader may be under way."""
+    """The local memory that slices are gathered into: `num_slots` slots of `slot_bytes` bytes.
+
+    At most `window` pieces per room and reader are under way.
+    """
 
     num_slots: int
     slot_bytes: int
@@ -42,13 +44,16 @@ class StagingSlots(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """A peer to write to; `cut` says how slices for it are staged, None: they are not."""
+    """A peer that can be written to from now on; `cut` says how slices for it are staged, None: not
+    at all."""
 
     added: AddPeer
     cut: LeaseCut | None
 
 
 class Granted(NamedTuple):
+    """A lease in a peer's staging memory was granted to one of our rooms."""
+
     peer: PeerId
     key: RoomKey
     grant: LeaseGrant
@@ -79,11 +84,11 @@ WriteEffect = (
     | Gather
     | PrefillEvent
 )
-"""What becomes of it: all that `PrefillControl` may want, see there."""
+"""What becomes of it: all effects of `PrefillControl`."""
 
 
 class Rooms(Protocol):
-    """What is told of the writes that were wanted; each returns what the rooms want then."""
+    """The rooms that hear how their writes ended; each method returns what they want next."""
 
     def write_ended(
         self, job_id: int, error: Exception | None, drained: bool, now_s: float
@@ -93,7 +98,7 @@ class Rooms(Protocol):
 
 
 class Writes:
-    """Owned by a `PrefillControl`. Every method adds what is to be done to `out`, in order."""
+    """Turns wants into effects. Owned by a `PrefillControl`; methods append to `out`, in order."""
 
     def __init__(
         self, me: PeerId, rank: int, staging: StagingSender | None, rooms: Rooms, peers: Peers
@@ -101,6 +106,7 @@ class Writes:
         self._me = me
         self._rank = rank
         self._staging = staging
+        # Blocks per slot
         self._slot_blocks = 0 if staging is None else staging.slot_bytes // BLOCK_BYTES
         self._rooms = rooms
         self._peers = peers
@@ -113,7 +119,7 @@ class Writes:
         now_s: float,
         out: list[WriteEffect],
     ) -> None:
-        """The transport's word on a write: a room's, or a piece's that is staged."""
+        """Take the end of a write: a staged piece's goes to staging, any other to its room."""
         if self._staging is not None and self._staging.owns(job_id):
             ended = self._staging.on_write_ended(job_id, error, drained, now_s)
             self.stage(ended, now_s, out)
@@ -122,24 +128,27 @@ class Writes:
             self.carry_out(wants, now_s, out)
 
     def drained(self, job_id: int, now_s: float, out: list[WriteEffect]) -> None:
-        """Of a write that had ended undrained, nothing can land any more."""
+        """Take the proof that nothing can land any more of a write that had ended undrained."""
         if self._staging is not None and self._staging.owns(job_id):
             self.stage(self._staging.on_write_drained(job_id), now_s, out)
         else:
             self.carry_out(self._rooms.write_drained(job_id, now_s), now_s, out)
 
     def carry_out(self, wants: list[Want], now_s: float, out: list[WriteEffect]) -> None:
-        """What rooms and peers want, with staging between them and the transport."""
+        """Turn wants into effects, with staging between rooms and transport."""
         staging = self._staging
         if staging is not None:
             for want in wants:
-                if isinstance(want, SourceFree):  # none of the room's writes is under way
+                # None of the room's writes is under way, so staging has no job of it either.
+                if isinstance(want, SourceFree):
                     staging.forget(want.key)
         for want in wants:
             match want:
                 case PostWrite():
                     self._write(want, now_s, out)
                 case CancelWrite():
+                    # The job is either staging's or the transport's; the other one does not know
+                    # it.
                     if staging is not None:
                         self.stage(staging.cancel(want.job_id), now_s, out)
                     out.append(Cancel(want.job_id))
@@ -147,6 +156,7 @@ class Writes:
                     if staging is not None:
                         self.stage(staging.on_grant(want.peer, want.key, want.grant), now_s, out)
                 case Welcome():
+                    # The transport must know the peer before anything is written to it.
                     out.append(want.added)
                     if staging is not None and want.cut is not None:
                         staging.add_peer(want.added.peer, want.cut)
@@ -162,7 +172,10 @@ class Writes:
                     assert_never(want)
 
     def _write(self, want: PostWrite, now_s: float, out: list[WriteEffect]) -> None:
+        """Post a room's write: by staging if its peer takes slices of what we hold, else into
+        pages."""
         staging = self._staging
+        # Extra state is never staged: it goes straight to its slot.
         if staging is not None and want.peer in staging.peers and not want.state:
             what = want.first_unit, want.src_pages, want.ready, now_s
             staged = staging.write(want.job_id, want.key, want.ticket, want.peer, *what)
@@ -174,6 +187,7 @@ class Writes:
         out.append(WriteJob(want.job_id, want.peer, *pages, tag, want.ready, route))
 
     def stage(self, actions: list[StagingAction], now_s: float, out: list[WriteEffect]) -> None:
+        """Turn what staging wants into effects; ends of jobs go back to their rooms."""
         for action in actions:
             match action:
                 case SendAsk():
@@ -187,6 +201,8 @@ class Writes:
                 case CancelStaged():
                     out.append(Cancel(action.write_id))
                 case JobEnded(job_id, error, drained):
+                    # The recursion ends: a room answers a job's end by wants, and each job ends
+                    # once.
                     ended = self._rooms.write_ended(job_id, error, drained, now_s)
                     self.carry_out(ended, now_s, out)
                 case JobDrained(job_id):
@@ -195,7 +211,8 @@ class Writes:
                     assert_never(action)
 
     def _staged_write(self, post: PostStaged) -> WriteJob:
-        """The write of a slot into a lease, in blocks."""
+        """Return the write of one gathered slot into a lease, in blocks of BLOCK_BYTES."""
+        # Rounded up: slots and leases are whole blocks, so the last one stays inside both.
         blocks = np.arange(-(-post.num_bytes // BLOCK_BYTES), dtype=np.int32)
         src = blocks + np.int32(post.slot * self._slot_blocks)
         dst = blocks + np.int32(post.dst_offset // BLOCK_BYTES)

@@ -1,7 +1,7 @@
-"""One NIXL agent: made, its memory registered, destroyed. With `nixl/loop.py`, which drives it, the
-only user of nixl.
+"""One NIXL agent: created, its memory registered, destroyed. With `nixl/loop.py`, which drives it,
+the only user of nixl.
 
-- An error says nothing of its siblings and keeps its type; `bare` takes its traceback.
+- An error of one part says nothing about the others and keeps its type; `bare` takes its traceback.
 - A post refused with an error may have begun: NIXL hands its descriptors on one by one and stops at
   the first that fails. Only what NIXL refuses before that counts as never posted.
 - Only destroying the agent fences its writes. Every handle that is kept, also in the frames of a
@@ -35,7 +35,7 @@ logging.raiseExceptions = _raise_exceptions  # nixl's logging turns it off for t
 
 _UCX: Final = "UCX"
 BINDINGS_FILE: Final[str] = nixl_errors.__file__
-_MIN_RESTS: Final = 50
+_MIN_RESTS: Final = 50  # polls that `rest` makes at least, however long each takes
 FORGOTTEN: Final = nixl_errors.nixlNotFoundError  # NIXL does not know the peer (any more)
 
 # NIXL checks its arguments before it hands anything on, and says so with these
@@ -57,7 +57,7 @@ class NixlAgent:
     """An agent with the memory of pool, staging area and state registered. Owned by the transport
     thread.
 
-    `lists` are descriptor lists that are kept for posts under way only. `unproven` are the jobs
+    `lists` are descriptor lists that are kept only for posts under way. `unproven` are the jobs
     with a part that failed after it was posted here: such a part may still land until `destroy`.
     """
 
@@ -65,11 +65,14 @@ class NixlAgent:
         self, name: str, layout: KVLayout, staging: StagingArea | None = None,
         state: StateLayout | None = None, interface: str = "", backends: tuple[str, ...] = (_UCX,),
     ) -> None:  # fmt: skip
-        """Staging area and state are on the layout's device; `interface` and `backends` as in
-        TransportConfig. The memory is registered with UCX, which also brings the notifications.
-        Raises what NIXL raises."""
+        """Create the agent and register its memory with UCX, which also brings the notifications.
+
+        Staging area and state are on the layout's device; `interface` and `backends` are as in
+        TransportConfig. Raises what NIXL raises.
+        """
         self.name = name
         self._memory_type = memory_type_of(layout)
+        # No progress thread, which would burn a core; no default backend, since UCX needs options.
         self.api: Any = nixl_api.nixl_agent(
             name,
             nixl_api.nixl_agent_config(
@@ -78,6 +81,7 @@ class NixlAgent:
                 sync_mode=nixl_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
             ),
         )
+        # UCX is there in any case: it carries the notifications, whatever else moves the bytes.
         with ucx_options(interface) as options:
             self.api.create_backend(_UCX, options)
         for backend in backends[1:]:
@@ -90,26 +94,33 @@ class NixlAgent:
         regions = [(address, num_bytes, layout.device_id, "") for address, num_bytes in ranges]
         self.api.register_memory(regions, self._memory_type, backends=list(backends))
         self.metadata = bytes(self.api.get_agent_metadata())
-        self.lists: list[Any] = []
+        self.lists: list[Any] = []  # dropped in `destroy`, before the agent
         self.unproven: set[int] = set()
         self._resting_since: float | None = None
         self._rests = 0
 
     def load(self, name: str, metadata: bytes) -> None:
-        """Take a peer's metadata. Raises MetadataError for another's, which would replace that
-        one's inside NIXL, or what is none; else what NIXL raises."""
+        """Load a peer's metadata.
+
+        Raises:
+            MetadataError: it is of another agent, which it would replace inside NIXL, or it is
+                malformed.
+            Exception: whatever NIXL raises.
+        """
         if (found := read_metadata(metadata).name) != name:
             raise MetadataError(f"it is of agent {found!r}, not of {name!r}")
         self.api.add_remote_agent(metadata)
 
     def prepare(self, name: str, runs: Runs, layout: KVLayout) -> tuple[Any, Any]:
-        """The descriptor lists of both sides; `layout` is the peer's. Raises what NIXL raises, e.g.
-        for memory that is not registered."""
+        """Return the descriptor lists of both sides; `layout` is the peer's.
+
+        Raises what NIXL raises, for memory that is not registered, say.
+        """
         local = self.api.prep_xfer_dlist("", runs.src, self._memory_type)
         return local, self.api.prep_xfer_dlist(name, runs.dst, memory_type_of(layout))
 
     def rest(self, now: float, for_s: float) -> bool:
-        """Make progress once. True when that has been going on for `for_s`: `destroy` may follow.
+        """Make progress once; return True when that has gone on for `for_s`: `destroy` may follow.
 
         UCX tidies up a broken connection step by step, as it makes progress. To destroy the agent
         before that is done may abort the process.
@@ -125,8 +136,11 @@ class NixlAgent:
         return now - self._resting_since >= for_s and self._rests >= _MIN_RESTS
 
     def destroy(self) -> bool:
-        """End it; every handle and list of it has to be dropped before. Returns whether it is gone:
-        only then are its writes fenced."""
+        """Destroy the agent; return True if it is gone: only then are its writes fenced.
+
+        Every handle and list of it has to be dropped before.
+        """
+        # A weak reference tells whether anything still holds the agent: then NIXL goes on writing.
         self.lists.clear()
         alive = weakref.ref(self.api.agent)
         del self.api
@@ -134,18 +148,21 @@ class NixlAgent:
 
 
 def memory_type_of(layout: KVLayout) -> str:
-    """What NIXL calls the memory of the layout's device."""
+    """Return NIXL's name for the memory of the layout's device."""
     return "DRAM" if layout.device == "cpu" else "VRAM"
 
 
 def error_of(state: str) -> Exception | None:
-    """What a state that NIXL reports means, None for the good ones."""
+    """Return the error that a NIXL state stands for, None for DONE and PROC."""
     return None if state in ("DONE", "PROC") else TransferError(f"NIXL reports state {state}")
 
 
 def bare(error: BaseException) -> Exception:
-    """The error without its traceback, whose frames would keep the agent alive after it was
-    destroyed."""
+    """Return the error without tracebacks: their frames would keep the agent alive.
+
+    An exception that is no `Exception` (KeyboardInterrupt, say) comes back wrapped.
+    """
+    # Causes and contexts have tracebacks of their own.
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = None

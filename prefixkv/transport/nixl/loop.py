@@ -1,17 +1,12 @@
-"""What the transport thread does: it owns a NIXL agent, posts jobs, checks posts and polls
+"""The work of the transport thread: it owns a NIXL agent, posts jobs, checks posts and polls
 notifications.
 
-Rules, each the answer to something measured:
-
 - NIXL gets no progress thread (it burns a core): our thread polls, on both sides, while something
-  is under way.
-- On shared memory the copy runs inside the post. So a post is bounded, and between two posts to one
-  peer every other peer gets one.
-- A lost peer does not heal: it is removed and added again, with new descriptor lists, at its next
-  write.
-- A write that failed after its post may still land until its agent is destroyed. So `renew` puts
-  another agent in its place, which posts from then on. The former agent ends what it has posted and
-  is destroyed.
+is under way. - On shared memory the copy runs inside the post. So a post is bounded, and between
+two posts to one peer every other peer gets one. - A lost peer does not heal: it is removed and
+added again, with new descriptor lists, at its next write. - A write that failed after its post may
+still land until its agent is destroyed. So `renew` puts another agent in its place. The former one
+ends what it has posted and is destroyed.
 """
 
 from __future__ import annotations
@@ -56,12 +51,12 @@ from prefixkv.transport.wait import Inbox
 _log = logging.getLogger("prefixkv.transport")
 
 _PATIENCE_S: Final = 2e-3  # of empty polls, before sleeps become long
-# Of the quiet so far is the longest sleep: what comes is seen 3% late, and what a post gives the
-# network between two polls is a thousandth of it.
+# The longest sleep as a part of the quiet so far: what comes is seen 3% late, and what a post gives
+# the network between two polls is a thousandth of it.
 _QUIET_PART: Final = 1 / 32
 _QUIET_PART_SENDING: Final = 1 / 1024
-# Times `idle_sleep_s`. A poll with the sleep before it costs 60 us where other threads want the
-# interpreter: at 1 ms a server that only waits took 6% of a core for it, at 5 ms 1%.
+# A multiple of `idle_sleep_s`. A poll with the sleep before it costs 60 us where other threads want
+# the interpreter: at 1 ms a server that only waits took 6% of a core for it, at 5 ms 1%.
 _LONGEST_IDLE: Final = 25
 _LINGER_S: Final = 5e-3  # a notification may still sit in UCX's buffers when its write is DONE
 _COMMANDS_A_TURN: Final = 64  # then the posts get theirs
@@ -74,7 +69,7 @@ Command = Callable[["NixlLoop"], None]  # run by the thread
 
 
 def pause_s(config: TransportConfig, quiet_s: float, sending: bool) -> float:
-    """How long to sleep between two polls, the last `quiet_s` of which were empty.
+    """Return how long to sleep between two polls; the last `quiet_s` seconds of polls were empty.
 
     A side that only receives may wait for a prefill that takes seconds, so its sleeps grow with the
     quiet. One that writes has to make progress for what it has posted: its sleeps grow too, since
@@ -96,16 +91,16 @@ def pause_s(config: TransportConfig, quiet_s: float, sending: bool) -> float:
 
 
 class NixlLoop:
-    """The NIXL agent and all that hangs on it. Owned by the transport thread, nothing of it leaves.
+    """The NIXL agent and all that hangs on it. Owned by the transport thread; nothing of it leaves.
 
-    The memory of `layout`, of `staging` and of `state` is registered here.
+    The memory of `layout`, `staging` and `state` is registered here.
     """
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
         staging: StagingArea | None = None, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
-        """Raises what NIXL raises."""
+        """Create the agent. Raises what NIXL raises."""
         self._layout = layout
         self._staging = staging
         self._state = state
@@ -114,18 +109,20 @@ class NixlLoop:
         self._name = nixl_name(me)
         warn_if_open(config.interface)
         self._agent = self._new_agent(self._name)
-        self._former_agent: NixlAgent | None = None  # posts nothing more
-        self._former_until = 0.0
-        # Agents that could not be destroyed: what failed there is never proven.
+        # Replaced: posts nothing more, is destroyed in `_end_former`
+        self._former_agent: NixlAgent | None = None
+        self._former_until = 0.0  # monotonic: then it is destroyed even with posts under way
+        # Agents that could not be destroyed. Jobs that failed there are never proved drained.
         self._outlived: list[NixlAgent] = []
-        self._num_renewed = 0
+        self._num_renewed = 0  # numbers the names of agents, which must differ
         self._renew_wanted = False
-        self._renew_from = 0.0
+        self._renew_from = 0.0  # monotonic: no renewal before
         self.metadata = self._agent.metadata
         self._peers: dict[PeerId, Peer] = {}
         self._jobs = JobTable(self._emit, config.post_bytes, config.post_descriptors)
-        self._posts: list[Post] = []
-        self._expected = 0
+        self._posts: list[Post] = []  # under way, of both agents
+        self._expected = 0  # rooms that peers may be writing: above 0, notifications are polled
+        # Monotonic: polled until then for the notifications of what is DONE
         self._linger_until = 0.0
         self._polled_s = 0.0  # time spent polling, without the gaps between polls
         self._last_poll = 0.0
@@ -134,26 +131,33 @@ class NixlLoop:
     # --- the loop ---------------------------------------------------------------------------------
 
     def serve(self, inbox: Inbox[Command]) -> None:
-        """Obey commands and make progress until the closing one."""
+        """Obey commands and make progress until None comes, the command that closes."""
         quiet_since: float | None = None
         while True:
+            # 1. Wait where nothing is to be done, or only to be looked at again. 0 means: poll at
+            # once.
             wait_s = self._wait_s(quiet_since)
             if wait_s != 0.0:
                 inbox.wait(wait_s)
+            # 2. Commands, a bounded number: a thread that queues without pause must not stop the
+            # posts.
             for _ in range(min(len(inbox), _COMMANDS_A_TURN)):
                 command = inbox.take()
                 if command is None:
                     return
                 self._guarded(command)
                 quiet_since = None
+            # 3. One step for everything under way. `quiet_since` is when the last one moved
+            # nothing.
             if self._guarded(NixlLoop._progress):
                 quiet_since = None
             elif quiet_since is None:
                 quiet_since = time.monotonic()
 
     def _guarded(self, step: Callable[[NixlLoop], bool | None]) -> bool | None:
-        """What the step returns. An exception that comes this far is a bug of ours. It is logged,
-        and the thread goes on: it serves other rooms too.
+        """Run a step and return its result; log an exception and return None.
+
+        Such an exception is a bug of ours. The thread goes on, since it serves other rooms too.
         """
         try:
             return step(self)
@@ -162,10 +166,12 @@ class NixlLoop:
             return None
 
     def _wait_s(self, quiet_since: float | None) -> float | None:
-        """How long to wait for a command: 0 to poll again at once, None when only a command brings
+        """Return how long to wait for a command: 0 to poll at once, None if only a command brings
         work."""
         now = time.monotonic()
         renewing = self._renew_wanted or self._former_agent is not None
+        # Each of these needs polls: posts, expected notifications, settling, an agent to be
+        # replaced, and notifications that linger in UCX's buffers.
         if not (
             self._jobs or self._expected or self._settling or renewing or now < self._linger_until
         ):
@@ -177,14 +183,17 @@ class NixlLoop:
         return pause_s(self._config, quiet_s, bool(self._jobs) or renewing)
 
     def _progress(self) -> bool:
-        """One post for each peer, one check of each post, one poll. Whether anything moved."""
+        """Make one post per peer, check each post once, poll once; return whether anything
+        moved."""
         moved = False
+        # Posts before checks, so that a small one may be found DONE in the same turn.
         if self._jobs:
             for peer in list(self._peers.values()):
                 if peer.outbox:
                     moved |= self._serve_peer(peer)
             if self._posts:
                 moved |= self._check_posts()
+        # A renewal only when the one before is finished: at most two agents live.
         if self._former_agent is not None:
             self._end_former(self._former_agent)
         elif self._renew_wanted and time.monotonic() >= self._renew_from:
@@ -196,67 +205,85 @@ class NixlLoop:
     # --- commands ---------------------------------------------------------------------------------
 
     def add_peer(self, peer_id: PeerId, metadata: bytes, memory: PeerMemory) -> None:
+        """See `base.Transport.add_peer`."""
+        # Three cases: unknown; known with new metadata or memory (or removed and not gone yet);
+        # known as it is.
         peer = self._peers.get(peer_id)
         if peer is None:
             peer = self._peers[peer_id] = Peer(peer_id, metadata, memory)
             self._connect(peer)
         elif peer.removed or (peer.metadata, peer.memory) != (metadata, memory):
+            # Its jobs were checked against the bounds of the former memory.
             if peer.memory != memory:
                 self._jobs.drop(
                     peer.outbox, PeerLostError(f"the memory of {peer_id.name} is another now")
                 )
-            # Its lists may be in use, so they are built again only before its next post.
+            # Its lists may be in use by posts, so they are built again only before its next post.
             peer.metadata, peer.memory, peer.removed = metadata, memory, False
             peer.routes, peer.retry_at = None, 0.0
 
     def remove_peer(self, peer_id: PeerId) -> None:
+        """See `base.Transport.remove_peer`."""
         peer = self._peers.get(peer_id)
         if peer is None:
             return
+        # Jobs that are not posted end now; the peer itself goes with its last post under way.
         peer.removed = True
         self._jobs.drop(peer.outbox, AbortedError(f"peer {peer_id.name} was removed"))
         self._forget_if_unused(peer)
 
     def write(self, job: WriteJob) -> None:
+        """See `base.Transport.write`."""
         peer = self._peers.get(job.peer)
         if peer is None or peer.removed:
             self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
+        # Not connected: parked until the peer is, since pages are checked against its runs.
         elif peer.routes is None:
             self._jobs.park(peer.outbox, job)
         else:
             self._jobs.start(peer.outbox, peer.routes, job)
 
     def cancel(self, job_id: int) -> None:
+        """See `base.Transport.cancel`."""
         self._jobs.cancel(job_id)
 
     def expect(self, num_rooms: int) -> None:
+        """See `base.Transport.expect`."""
         self._expected = num_rooms
 
     def settle(self, token: Hashable, for_s: float) -> None:
+        """See `base.Transport.settle`."""
+        # In time that was spent polling, see `_poll_notifications`.
         self._settling.append((self._polled_s + for_s, token))
 
     def renew(self) -> None:
+        """See `base.Transport.renew`."""
         self._renew_wanted = True
 
     # --- peers ------------------------------------------------------------------------------------
 
     def _connect(self, peer: Peer) -> bool:
-        """Make the peer known to NIXL, anew if need be, and prepare its lists. Never with a post in
-        flight: NIXL forgets the state of a handle whose peer is removed.
+        """Make the peer known to NIXL, again if need be, and prepare its lists; return False if
+        that failed.
+
+        Never with a post in flight: NIXL forgets the state of a handle if its peer is removed.
         """
         try:
+            # Unloaded first, also what an attempt before has half done.
             peer.unload(self._agent)
             routes = routes_to(peer.memory, self._layout, self._staging, self._state)
             peer.load(self._agent, routes)
         except Exception as error:
             self._lose(peer, bare(error))
             return False
+        # Only now: jobs are cut by the routes that the lists were made for.
         self._jobs.start_parked(peer.outbox, routes)
         return True
 
     def _lose(self, peer: Peer, error: Exception) -> None:
-        """The peer is gone as far as we know: what waits for it fails, a later write tries
-        again."""
+        """Treat the peer as gone: what waits for it fails, a later write tries again."""
+        # `routes` None makes the next write connect; not at once, since each attempt may hold the
+        # thread for 20 ms.
         peer.routes = None
         peer.retry_at = time.monotonic() + _RECONNECT_S
         self._jobs.drop(peer.outbox, error)
@@ -264,6 +291,8 @@ class NixlLoop:
             self._emit(PeerUnreachable(peer.peer, error))
 
     def _forget_if_unused(self, peer: Peer) -> None:
+        """Drop a removed peer once none of its posts is under way: until then its lists are
+        in use."""
         if peer.removed and peer.in_flight == 0 and self._peers.get(peer.peer) is peer:
             del self._peers[peer.peer]
             try:
@@ -274,17 +303,21 @@ class NixlLoop:
     # --- writes -----------------------------------------------------------------------------------
 
     def _serve_peer(self, peer: Peer) -> bool:
-        """Post one part, of the first room in turn that is ready. Connect first if that is
-        due."""
+        """Post one part, of the first room in turn that is ready; connect first if that is due.
+
+        Returns whether anything moved. One part only, so that peers take turns.
+        """
         if peer.routes is None:
             if peer.in_flight or time.monotonic() < peer.retry_at:
                 return False
             return self._connect(peer)
+        # At most `window` posts per peer, so that one slow peer does not fill the thread's checks.
         if peer.in_flight >= self._config.window:
             return False
         for job in peer.outbox.round():
             try:
                 ready = job.poll_ready()
+            # `ready` is the engine's code: an error ends its job alone
             except BaseException as error:
                 self._jobs.stop(job, bare(error))
                 return True
@@ -294,8 +327,10 @@ class NixlLoop:
         return False
 
     def _post(self, peer: Peer, job: ActiveJob) -> None:
+        """Post the next part of a job, and note how that ended if it did so at once."""
         number = job.next_part
         part = job.parts[number]
+        # Counted before the post, so that every way out below ends in exactly one `part_ended`.
         self._jobs.part_posted(job)
         peer.in_flight += 1
         handle: Any = None
@@ -305,7 +340,10 @@ class NixlLoop:
             src, dst = part_indices(job.runs, part, job.src_pages, job.dst_pages)
             local, remote = peer.lists[job.job.route]
             handle = self._agent.api.make_prepped_xfer("WRITE", local, src, remote, dst)
-            may_land = True  # before the post: one that raises may have handed on descriptors
+
+            # then their pages must not be freed. Only what NIXL refuses before it touches anything
+            # is certain.
+            may_land = True
             state = self._agent.api.transfer(handle, job.tag(number))
         except Exception as refusal:
             state, error = "", bare(refusal)
@@ -319,6 +357,7 @@ class NixlLoop:
             self._part_ended(post, error, may_land)
 
     def _check_posts(self) -> bool:
+        """Check all posts under way; return whether one has ended."""
         ended: list[tuple[Post, Exception | None]] = []
         going: list[Post] = []
         for post in self._posts:
@@ -331,18 +370,23 @@ class NixlLoop:
                     going.append(post)
                 else:
                     ended.append((post, error_of(state)))
+        # The list is replaced first: `_part_ended` may lose the peer or end the job, and no post
+        # that has ended may be found in it then.
         self._posts = going
         for post, error in ended:
             self._part_ended(post, error, may_land=True)
         return bool(ended)
 
     def _part_ended(self, post: Post, error: Exception | None, may_land: bool) -> None:
+        """Note the end of a posted part: in its peer, its agent, and its job."""
         peer = post.peer
         current = post.agent is self._agent  # a former agent's posts were taken off `in_flight`
         if current:
             peer.in_flight -= 1
+        # Released in any case: a handle that is kept would keep the agent.
         self._release(post)
         if error is None:
+            # The notification may still sit in UCX's buffers: poll on for a while.
             self._linger_until = time.monotonic() + _LINGER_S
         elif may_land:
             # Before the job may end: its WriteFailed asks `_tell_if_proven`, which reads this.
@@ -353,6 +397,7 @@ class NixlLoop:
         self._forget_if_unused(peer)
 
     def _release(self, post: Post) -> None:
+        """Release a post's handle; a failure is logged and not fatal."""
         if post.handle is not None:
             try:
                 post.handle.release()
@@ -364,7 +409,10 @@ class NixlLoop:
     # --- notifications and events -----------------------------------------------------------------
 
     def _poll_notifications(self) -> bool:
-        """Also what makes NIXL progress on a side that only receives."""
+        """Poll notifications once; return whether any came.
+
+        This is also what makes NIXL progress on a side that only receives.
+        """
         if self._linger_until and time.monotonic() >= self._linger_until:
             self._linger_until = 0.0
         try:
@@ -375,6 +423,8 @@ class NixlLoop:
         for tags in arrived.values():
             for tag in tags:
                 self._emit(Arrived(bytes(tag)))
+        # Only what was really polled counts for `settle`: a gap longer than `_POLL_GAP_S` is cut,
+        # so that a process that was stopped in between does not take its sleep for reading.
         now = time.monotonic()
         self._polled_s += min(now - self._last_poll, _POLL_GAP_S)
         self._last_poll = now
@@ -383,16 +433,20 @@ class NixlLoop:
         return bool(arrived)
 
     def _tell_settled(self) -> None:
+        """Emit Settled for the tokens that have been polled for long enough."""
         due = [token for until_s, token in self._settling if until_s <= self._polled_s]
         self._settling = [waiting for waiting in self._settling if waiting[0] > self._polled_s]
         for token in due:
             self._emit(Settled(token))
 
     def _emit(self, event: TransportEvent) -> None:
+        """Hand an event to the sink; an exception of the sink's is logged, since the thread goes
+        on."""
         try:
             self._sink(event)
         except BaseException:
             _log.error("the sink of the transport failed on %r\n%s", event, traceback.format_exc())
+        # The agent may be gone already when the job ends. So WriteDrained follows at once then.
         if isinstance(event, WriteFailed) and not event.drained:
             self._tell_if_proven(event.job_id)
 
@@ -400,17 +454,20 @@ class NixlLoop:
 
     @property
     def _agents(self) -> list[NixlAgent]:
-        """The one that posts, and the one it replaced until that is destroyed."""
+        """The agent that posts, and the one that it replaced until that is destroyed."""
         return [self._agent] if self._former_agent is None else [self._agent, self._former_agent]
 
     def _new_agent(self, name: str) -> NixlAgent:
+        """Create an agent with all our memory registered."""
         config = self._config
         where = config.interface, config.nixl_backends
         return NixlAgent(name, self._layout, self._staging, self._state, *where)
 
     def _renew(self) -> None:
-        """Another agent posts from now on. If none can be made, the present one goes on, and
-        another attempt follows."""
+        """Replace the agent, if a job has failed undrained on it.
+
+        If none can be created, the present one goes on, and another attempt follows.
+        """
         self._renew_wanted = False  # first: a call from here on asks for one more renewal
         if not self._agent.unproven:
             return
@@ -423,15 +480,19 @@ class NixlLoop:
         self._num_renewed += 1
         self._former_agent, self._agent = self._agent, successor
         self._former_until = time.monotonic() + self._config.renew_grace_s
-        # The lists stay with the former agent, whose posts use them; each peer connects anew.
+        # The lists stay with the former agent, for its posts under way; each peer connects again.
         for peer in self._peers.values():
             self._former_agent.lists += peer.part_from_agent()
+        # No post of the new agent is under way yet, so removed peers can go.
         for peer in list(self._peers.values()):
             self._forget_if_unused(peer)
 
     def _end_former(self, former: NixlAgent) -> None:
-        """Destroy it once its posts have ended, or have had their time: then none of them can land
-        any more. The order matters; see at each step."""
+        """Destroy the replaced agent once its posts have ended or have had their time.
+
+        Then none of them can land any more. The order of the steps matters; the reasons stand at
+        each.
+        """
         posts = [post for post in self._posts if post.agent is former]
         now = time.monotonic()
         if posts and now < self._former_until:
@@ -455,8 +516,9 @@ class NixlLoop:
                 "proven to end"
             )
             self._outlived.append(former)
-        # A job that has not ended is told of when it ends, in `_emit`: a WriteDrained never comes
+        # A job that has not ended is reported when it ends, in `_emit`: a WriteDrained never comes
         # before its WriteFailed.
+        # Jobs with other parts under way end later, and are reported in `_emit`.
         for job_id in sorted(former.unproven):
             if job_id not in self._jobs:
                 self._tell_if_proven(job_id)
@@ -468,10 +530,11 @@ class NixlLoop:
             self._part_ended(post, error, may_land=not destroyed)
 
     def _tell_if_proven(self, job_id: int) -> None:
-        """Say that the job is drained, if no agent is left that could still write for it.
+        """Emit WriteDrained if no agent is left that could still write for the job.
 
-        Called when the job has ended, and when an agent was destroyed: the later of the two finds
-        no agent and tells, the earlier one finds one and says nothing.
+        Called when the job has ended, and when an agent was destroyed. The later of the two finds
+        no such agent and emits; the earlier one finds one and does nothing. So there is one
+        WriteDrained.
         """
         if not any(job_id in agent.unproven for agent in [*self._agents, *self._outlived]):
             self._emit(WriteDrained(job_id))
@@ -479,22 +542,24 @@ class NixlLoop:
     # --- the end ----------------------------------------------------------------------------------
 
     def destroy(self) -> Exception | None:
-        """Drop every handle, destroy the agents, then end every job: from then on nothing of ours
-        can land.
+        """Drop every handle, destroy the agents, then end every job; from then on nothing can land.
 
-        Returns the InternalError to raise where the agent outlived this.
+        Returns the InternalError to raise if an agent could not be destroyed, else None.
         """
+        # 1. Handles and lists: each that is kept keeps its agent.
         while self._posts:
-            self._release(self._posts.pop())  # popped: a post that is kept keeps its handle
+            self._release(self._posts.pop())  # popped: the list itself would keep the handle
         for peer in self._peers.values():
             peer.part_from_agent()
+        # 2. The agents. One that could not be destroyed earlier already spoils the fence.
         fenced = not self._outlived
         for agent in self._agents:
             # Only an agent with a broken connection has to rest first, see `NixlAgent.rest`.
             while agent.unproven and not agent.rest(time.monotonic(), _REST_S):
                 time.sleep(self._config.idle_sleep_s)
             fenced &= agent.destroy()
-        # After the agents: `drained` in these events is a proof that nothing more lands.
+        # 3. The jobs, after the agents: `drained` in these events is a proof that nothing more
+        # lands.
         self._jobs.close(fenced)
         if fenced:
             return None

@@ -1,4 +1,4 @@
-"""A peer as one agent knows it, and a post to it. Owned by the transport thread."""
+"""A peer as one NIXL agent knows it, and a post to it. Owned by the transport thread."""
 
 from __future__ import annotations
 
@@ -28,24 +28,29 @@ class Peer:
         self.routes: Routes | None = None  # None: to be connected before its next post
         self.lists: dict[str, tuple[Any, Any]] = {}
         self.outbox = Outbox()
-        self.in_flight = 0  # of the agent that posts now
-        self.retry_at = 0.0
-        self.removed = False
+        self.in_flight = 0  # posts of the present agent under way
+        self.retry_at = 0.0  # monotonic: no attempt to connect before
+        self.removed = False  # by the owner; kept while posts are under way
 
     def load(self, agent: NixlAgent, routes: Routes) -> None:
-        """Make it known to the agent and prepare its lists. Raises HandshakeError, or what NIXL
-        raises."""
+        """Load the peer into the agent and prepare its lists.
+
+        Raises HandshakeError, or what NIXL raises; `unload` undoes what was done by then.
+        """
         name = nixl_name(self.peer)
         agent.load(name, self.metadata)
         self.loaded = True
         for route, runs in routes._asdict().items():
             if runs is not None:
                 self.lists[route] = agent.prepare(name, runs, self.memory.layout)
+        # Last: `routes` says that all lists are there.
         self.routes = routes
 
     def unload(self, agent: NixlAgent) -> None:
         """Undo `load`, or as much of it as was done."""
         self.routes = None
+        # Popped one by one, so that a list that cannot be released is not tried a second time. The
+        # lists go before the agent forgets the peer that they refer to.
         while self.lists:
             _, pair = self.lists.popitem()
             for prepared in pair:
@@ -56,8 +61,10 @@ class Peer:
                 agent.api.remove_remote_agent(nixl_name(self.peer))
 
     def part_from_agent(self) -> list[Any]:
-        """Forget what belongs to the agent, which is ended elsewhere. Returns the lists: its posts
-        may still need them."""
+        """Forget what belongs to the agent, which is destroyed elsewhere; return the lists.
+
+        Posts under way may still need them.
+        """
         lists = [prepared for pair in self.lists.values() for prepared in pair]
         self.lists.clear()
         self.routes, self.loaded, self.in_flight, self.retry_at = None, False, 0, 0.0

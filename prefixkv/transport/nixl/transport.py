@@ -1,7 +1,7 @@
 """The transport over NIXL, as other threads see it. One thread, which runs `nixl/loop.py`, makes
 every NIXL call.
 
-The thread waits at its inbox, so a call from outside wakes it at once whatever it waits for. (An
+The thread waits at its inbox, so a call from outside wakes it at once, whatever it waits for. (An
 eventfd would do for the idle wait, but a poll on it cannot time out in microseconds; a lock can.)
 """
 
@@ -35,7 +35,7 @@ _CLOSE_TIMEOUT_S: Final = 120.0
 
 
 class NixlTransport(Queued[NixlLoop]):
-    """Keeps the contract of `base.Transport` over a NIXL agent of its own.
+    """The contract of `base.Transport`, kept over a NIXL agent of its own.
 
     The owner creates and closes it; the other methods may be called from any thread, queue and
     return. The memory of `layout`, `staging` and `state`, all of it on the layout's device, is
@@ -46,11 +46,11 @@ class NixlTransport(Queued[NixlLoop]):
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
         staging: StagingArea | None = None, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
-        """Start the thread, create the agent in it and register the pool's memory; takes 0.05 to
-        0.5 s.
+        """Start the thread, create the agent in it and register the memory; takes 0.05 to 0.5 s.
 
-        Raises: ConfigError for a layout or an area that breaks its laws; what NIXL raises when
-        it cannot start.
+        Raises:
+            ConfigError: a layout or an area breaks its laws.
+            Exception: whatever NIXL raises when it cannot start.
         """
         layout.validate()
         if staging is not None:
@@ -59,8 +59,10 @@ class NixlTransport(Queued[NixlLoop]):
             state.validate()
         self._me = me
         self._inbox: Inbox[Command] = Inbox()
-        self._lock = threading.Lock()  # no command is queued behind the one that closes
+        # Over `_closed` and the inbox: nothing is queued behind the closing command
+        self._lock = threading.Lock()
         self._closed = False
+        # Set by the thread before it ends, read after the join
         self._close_error: Exception | None = None
         started: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -69,6 +71,8 @@ class NixlTransport(Queued[NixlLoop]):
             name=f"prefixkv-transport-{me.name}",
             daemon=True,
         )
+        # NIXL's objects are created, used and destroyed by this thread alone. A failure to start
+        # comes back through `started`, so that the caller gets it as its own exception.
         self._thread.start()
         try:
             outcome = started.get(timeout=_START_TIMEOUT_S)
@@ -82,21 +86,28 @@ class NixlTransport(Queued[NixlLoop]):
 
     @property
     def metadata(self) -> bytes:
+        """Metadata of the agent as it was at the start. A later `renew` does not change it: only a
+        side that peers do not write to is renewed."""
         return self._metadata
 
     def expect(self, num_rooms: int) -> None:
+        """See `base.Transport.expect`."""
         self._call(lambda loop: loop.expect(num_rooms))
 
     def settle(self, token: Hashable, for_s: float) -> None:
+        """See `base.Transport.settle`."""
         self._call(lambda loop: loop.settle(token, for_s))
 
     def renew(self) -> None:
+        """See `base.Transport.renew`."""
         self._call(lambda loop: loop.renew(), or_raise=False)
 
     def close(self) -> None:
         """See `base.Transport.close`. May be called again.
 
-        Raises: InternalError if the agent was not destroyed: then our writes are not fenced.
+        Raises:
+            CallerError: called from the sink, by the very thread that is to be joined.
+            InternalError: the agent was not destroyed: then our writes are not fenced.
         """
         if threading.current_thread() is self._thread:
             raise CallerError("close() was called from the transport's own sink")
@@ -104,6 +115,7 @@ class NixlTransport(Queued[NixlLoop]):
             if not self._closed:
                 self._closed = True
                 self._inbox.put(None)
+        # Outside the lock: the thread's sink may call methods of ours, which take it.
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             raise InternalError(
@@ -113,6 +125,7 @@ class NixlTransport(Queued[NixlLoop]):
             raise self._close_error
 
     def _call(self, command: Command, or_raise: bool = True) -> None:
+        """Queue a command for the thread. Closed: ClosedError, or nothing with `or_raise` False."""
         with self._lock:
             if not self._closed:
                 self._inbox.put(command)
@@ -123,10 +136,11 @@ class NixlTransport(Queued[NixlLoop]):
         self, layout: KVLayout, sink: Sink, config: TransportConfig, staging: StagingArea | None,
         state: StateLayout | None, started: queue.SimpleQueue[bytes | Exception],
     ) -> None:  # fmt: skip
-        """The thread. Everything of NIXL hangs on `loop`, which dies with this frame's work."""
+        """Run the thread. All NIXL objects hang on `loop`, so they die when this frame ends."""
         try:
             loop = NixlLoop(self._me, layout, sink, config, staging, state)
             started.put(loop.metadata)
+        # `bare`: a traceback would keep this frame, and with it the agent.
         except BaseException as error:
             started.put(bare(error))
             return
