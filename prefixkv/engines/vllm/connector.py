@@ -126,7 +126,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         return self.scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        # vLLM has just counted the loaded tokens as cached; only here can that be undone.
+        # Only here is it known that some tokens are loaded, which vLLM counts as cached.
         if num_external_tokens:
             compat.count_own_cache_only(request)
         (pages,) = blocks.get_block_ids()
