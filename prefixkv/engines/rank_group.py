@@ -1,5 +1,5 @@
-"""Transfers of a server whose ranks are processes: what they have to know of each other is gathered
-when they start."""
+"""Transfers of a server that has a process per rank: the ranks gather each other's addresses and
+ids when they start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prefixkv.spi import MakeTransport, PeerId
 from prefixkv.transfer import DecodeTransfers, PrefillTransfers
 
 Gather = Callable[[object], list[object]]
-"""Called on all ranks of the server at once: what each of them gave, in the order of ranks."""
+"""Collective function, called on all ranks at once: returns each rank's object, by rank."""
 
 
 def decode_transfers(
@@ -21,7 +21,11 @@ def decode_transfers(
     gather: Gather,
     transport: MakeTransport | None = None,
 ) -> DecodeTransfers:
-    """Rank 0 first: the others name it in their handshake. Raises what `DecodeTransfers` raises."""
+    """Make a rank's decode transfers, together with all other ranks of its server.
+
+    Raises what `DecodeTransfers` raises.
+    """
+    # Rank 0 comes first: the others name it as their worker in the handshake.
     made: DecodeTransfers | None = None
     if rank == 0:
         made = DecodeTransfers(pool, config, mesh, transport=transport)
@@ -41,8 +45,12 @@ def prefill_transfers(
     transport: MakeTransport | None = None,
     reach: Callable[[str], str] = str,
 ) -> PrefillTransfers:
-    """Rank 0 last: it names the others' endpoints, as `reach` says how they are reached. Raises
-    what `PrefillTransfers` raises."""
+    """Make a rank's prefill transfers, together with all other ranks of its server.
+
+    `reach` turns a rank's own endpoint into the address at which other hosts reach it. Raises what
+    `PrefillTransfers` raises.
+    """
+    # Rank 0 comes last: decode connects to it alone, and learns the others' endpoints from it.
     made: PrefillTransfers | None = None
     if rank != 0:
         made = PrefillTransfers(pool, config, mesh, rank, transport=transport)

@@ -1,12 +1,12 @@
-"""prefixkv inside vLLM: a KV connector that pushes what a decode server lacks of a prompt while a
+"""A KV connector for vLLM: it pushes the blocks that a decode server lacks of a prompt while a
 prefill server computes it. See docs/vllm.md.
 
     --kv-transfer-config '{"kv_connector": "PrefixKVConnector",
         "kv_connector_module_path": "prefixkv.engines.vllm", "kv_role": "kv_producer", ...}'
 
-Only `compat` imports vLLM, and says by name what a version of it lacks; `connector`, `metrics` and
-`block_queue` have it from there, and are imported when the connector is asked for. `scheduler` and
-`worker` are the two sides, and know vLLM's objects by their attributes.
+Only `compat` imports vLLM, and names what a version of it lacks. `connector`, `metrics` and
+`block_queue` take vLLM's classes from there, and are imported when the connector is asked for.
+`scheduler` and `worker` are the two sides; they use vLLM's objects by attribute, without imports.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ __all__ = ["PrefixKVConnector"]
 
 
 def __getattr__(name: str) -> Any:
+    # Lazy, so that importing `prefixkv.engines.vllm` works where vLLM is not installed, and so that
+    # `compat` can report a missing class as a ConfigError when the connector is really wanted.
     if name != "PrefixKVConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from prefixkv.engines.vllm.connector import PrefixKVConnector

@@ -1,4 +1,5 @@
-"""What the `kv_transfer_params` of a request ask for, and what names its prompt on both servers."""
+"""Requests for a transfer, read from `kv_transfer_params`, and the digest that names a prompt on
+both servers. Everything here comes from a client or a router, so all of it is checked."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ MAX_NONCE_CHARS = 64
 
 @dataclass(frozen=True, slots=True)
 class LoadAsk:
-    """Decode: the KV comes from the prefill server at the address `prefill`. `nonce` is the secret
-    of a room that prefill has drawn; "": the room was drawn by a router."""
+    """On decode: load the KV from the prefill server at the address `prefill`.
+
+    `nonce` is the secret of a room that prefill has drawn; "" where a router drew the room.
+    """
 
     room: int
     prefill: str
@@ -29,7 +32,7 @@ class LoadAsk:
 
 @dataclass(frozen=True, slots=True)
 class SendAsk:
-    """Prefill: the KV goes to the decode server of the name `decode`."""
+    """On prefill: send the KV to the decode server named `decode`."""
 
     room: int
     decode: str
@@ -37,22 +40,24 @@ class SendAsk:
 
 @dataclass(frozen=True, slots=True)
 class OfferAsk:
-    """Prefill: draw a room, and send the KV to the decode server that opens it."""
+    """On prefill: draw a room, and send the KV to the decode server that opens it."""
 
 
 Ask = LoadAsk | SendAsk | OfferAsk
 
 
 def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
-    """What a request asks for; None: nothing.
+    """Read the `kv_transfer_params` of a request; None where they ask for no transfer.
 
         {"do_remote_prefill": true, "room": 7, "prefill": "tcp://10.0.0.1:14579"}
         {"do_remote_prefill": true, "room": 7, "prefill": "tcp://10.0.0.1:14579", "nonce": "5f..."}
         {"do_remote_decode": true, "room": 7, "decode": "decode-0"}
         {"do_remote_decode": true}
 
-    Raises RequestError for what cannot be meant, or not here.
+    Raises RequestError for parameters that are malformed, contradict each other, or need a role
+    that this server does not have.
     """
+    # 1. No transfer. Null and missing flags are both common: routers fill in what they know.
     if params is None:
         return None
     if not isinstance(params, Mapping):
@@ -60,14 +65,17 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
     loads, sends = bool(params.get("do_remote_prefill")), bool(params.get("do_remote_decode"))
     if not loads and not sends:
         return None
+    # 2. Contradictions, and roles that this server does not have.
     if loads and sends:
         raise RequestError("kv_transfer_params has do_remote_prefill and do_remote_decode")
     what, key = ("do_remote_prefill", "prefill") if loads else ("do_remote_decode", "decode")
     if not (is_consumer if loads else is_producer):
         role = "kv_consumer" if loads else "kv_producer"
         raise RequestError(f"kv_transfer_params has {what}; this server is no {role}")
+    # 3. Prefill draws the room. Only if both are missing: half of a router's answer is an error.
     if sends and params.get("room") is None and params.get("decode") is None:
         return OfferAsk()  # routers of NixlConnector's kind add fields that are null
+    # 4. A router has drawn the room: it must name the other server too.
     if params.get("room") is None:
         raise RequestError("kv_transfer_params has no room")
     room, where = _room(params["room"]), _name(key, params.get(key))
@@ -99,33 +107,42 @@ def _nonce(nonce: Any) -> str:
 
 
 def computes_all(request: Any) -> bool:
-    """Whether vLLM computes the whole prompt whatever its cache has, and whatever a connector says
-    of it, "not yet" included: for log-probabilities of the prompt."""
+    """Return whether vLLM computes the whole prompt, for log-probabilities of the prompt.
+
+    It then ignores its prefix cache, and also a connector's answer, "not yet" included.
+    """
     return bool(request.skip_reading_prefix_cache)
 
 
 def digest_of(request: Any, nonce: str = "") -> bytes:
-    """What both servers have to agree on: the prompt's tokens, and all else that vLLM keys its own
-    blocks by: LoRA adapter, cache salt, and the content and place of images. With a `nonce` the
-    digest is that of a room that prefill has drawn: only who knows the nonce can prove it.
+    """Return the digest of a prompt, on which both servers have to agree.
 
-    Raises RequestError for a prompt that cannot be named so.
+    It covers the tokens and all else that vLLM keys its own blocks by: LoRA adapter, cache salt,
+    and the content and place of images. With a `nonce` it is the digest of a room that prefill has
+    drawn: only a server that was given the nonce can prove it.
+
+    Raises RequestError for a prompt of embeddings, or one that is still growing.
     """
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise RequestError("a prompt of embeddings cannot be transferred")
     if request.resumable:
         raise RequestError("a prompt that goes on cannot be transferred")
     namespace = namespace_of(request)
+    # "offer" keeps the two kinds of digest apart: one of a router's room never opens an offer.
     tokens = np.asarray(request.prompt_token_ids, np.int32)
     return prompt_digest(tokens, ("offer", nonce, namespace) if nonce else namespace)
 
 
 def namespace_of(request: Any) -> tuple[Any, ...] | None:
-    """LoRA adapter by name, salt, and (hash, offset, length) of each image."""
+    """Return (LoRA adapter's name, salt, images), where an image is (hash, offset, length).
+
+    None where the request has none of the three, which is the namespace of plain prompts.
+    """
     lora = request.lora_request.lora_name if request.lora_request else None
     media = tuple(
         (shortened(str(one.identifier)), int(one.mm_position.offset), int(one.mm_position.length))
         for one in request.mm_features
     )
+    # Salts and identifiers are the client's, of any length; `shortened` bounds what is kept.
     salt = shortened(request.cache_salt) if request.cache_salt else None
     return (lora, salt, media) if lora is not None or salt is not None or media else None

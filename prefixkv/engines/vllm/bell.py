@@ -1,14 +1,11 @@
-"""How a worker's process wakes the scheduler's: vLLM has no way for it but to step again.
+"""Wake-ups from a worker's process to the scheduler's. vLLM itself only polls, a step each
+millisecond, and each step makes the worker spin for a second: an idle server uses all its cores.
 
-An engine with nothing to compute steps every millisecond, and each step makes the worker spin for a
-second. So a server that only waits uses all of its cores. With bells it steps when there is
-something to hear.
-
-The scheduler has a `Tower`: an abstract unix datagram socket, whose random name travels to the
-workers in `Orders`. Each worker has a `Bell`: a thread that sleeps until one of its transfers has
-events, rings once, and sleeps until the worker's own thread has taken them and armed it again. A
-datagram carries nothing: whoever sends one makes the engine step once, for nothing. Workers on
-another host cannot ring; vLLM then goes on polling.
+The scheduler has a `Tower`: an abstract unix datagram socket with a random name, which travels to
+the workers in `Orders`. Each worker has a `Bell`: a thread that sleeps until a transfer has events,
+rings once, and waits until the worker's thread has taken them and armed it again. A datagram
+carries nothing: a forged one costs the engine one empty step. Workers on another host cannot ring;
+vLLM then continues to poll.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ _STOP: Final = b"stop"
 
 
 class Tower(Closing):
-    """Hears the bells. `on_ring` is called in a thread of the tower's own.
+    """A socket that bells ring at. `on_ring` is called in a thread of the tower's own.
 
     Raises OSError where there are no abstract unix sockets.
     """
@@ -41,6 +38,7 @@ class Tower(Closing):
         except BaseException:
             self._socket.close()
             raise
+        # Any local process that learns the address may send: only `close` can stop the thread.
         self._secret = secrets.token_bytes(16)
         self._thread = threading.Thread(target=self._listen, name="prefixkv tower", daemon=True)
         self._thread.start()
@@ -50,7 +48,8 @@ class Tower(Closing):
             self._on_ring()
 
     def close(self) -> None:
-        """Stop listening. Again: no-op."""
+        """Stop listening, and join the thread. Idempotent."""
+        # A datagram of our own ends the thread's blocking `recv`; closing the socket would not.
         if self._thread.is_alive():
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mine:
                 mine.sendto(_STOP + self._secret, "\0" + self.address)
@@ -59,16 +58,17 @@ class Tower(Closing):
 
 
 class Bell(Closing):
-    """Rings at a tower's address when one of `fds` is readable, once each time it is armed.
+    """A thread that rings at a tower when one of `fds` is readable, once each time it is armed.
 
-    The descriptors stay their owner's, and must be open until `close` has returned. Raises OSError
-    where the tower is not reached.
+    The descriptors belong to the caller, and must stay open until `close` has returned. Raises
+    OSError where the tower cannot be reached.
     """
 
     def __init__(self, address: str, fds: Sequence[int]) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            self._socket.setblocking(False)  # a full tower rings already
+            # A full tower has rings to read already, so one more is not worth waiting for.
+            self._socket.setblocking(False)
             self._socket.connect("\0" + address)
         except BaseException:
             self._socket.close()
@@ -82,12 +82,17 @@ class Bell(Closing):
         self._thread.start()
 
     def arm(self) -> None:
-        """Ring at the next event. Called behind taking those that are there, so that none is
-        missed: a descriptor that is readable then is readable still."""
+        """Ring at the next event.
+
+        Called after the present events were taken. An event that came since is not missed: its
+        descriptor is still readable.
+        """
         self._armed.set()
 
     def _watch(self) -> None:
+        """Ring for events until `close`, or until the tower is gone."""
         while True:
+            # Cleared before polling: an `arm` during the ring below then counts for the next turn.
             self._armed.wait()
             self._armed.clear()
             self._poll.poll()
@@ -101,9 +106,10 @@ class Bell(Closing):
                 return  # the scheduler's process is gone
 
     def close(self) -> None:
-        """Stop watching. Again: no-op."""
+        """Stop watching, and join the thread. Idempotent."""
         if self._closing:
             return
+        # The thread is in one of two waits, so both are ended, after the flag that it checks.
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._armed.set()

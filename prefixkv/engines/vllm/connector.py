@@ -1,4 +1,5 @@
-"""`PrefixKVConnector`, what vLLM calls: each hook goes to the side that it is for."""
+"""`PrefixKVConnector`, the class that vLLM calls: each hook is passed on to the scheduler's side or
+the worker's side."""
 
 from __future__ import annotations
 
@@ -25,26 +26,30 @@ if TYPE_CHECKING:
     from prefixkv.engines.vllm.metrics import PrefixKVMetrics, PrefixKVStats
 
 _base = compat.require(compat.CLASSES)
+# Registered, not inherited: `orders` then needs no vLLM, and both sides are tested without it.
 _base.KVConnectorMetadata.register(Orders)
 _base.KVConnectorWorkerMetadata.register(News)
 
 
 class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: ignore[name-defined]
-    """One in vLLM's scheduler, one in each worker. See docs/vllm.md.
+    """The connector object: one in vLLM's scheduler, and one in each worker. See docs/vllm.md.
 
-    Raises ConfigError, by name, for options that are wrong, for what cannot be transferred, and for
-    what this version of vLLM lacks.
+    Raises ConfigError, which names the cause, for a wrong option, for a model or parallel setup
+    that cannot be transferred, and for a class or method that this version of vLLM lacks.
     """
 
     is_prefixkv = True
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        # Checks come before the base class: its own error about an unknown version or a missing
+        # class would name neither prefixkv nor the option that is wrong.
         compat.share_log()
         compat.check_version()
         compat.check_engine(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = Options.of(transfer.kv_connector_extra_config, transfer.kv_port)
+        # A wildcard `bind` names no host that a decode server could connect to.
         if self._options.is_on_every_address:
             at = compat.reached_at(self._options.bind)
             self._options = replace(self._options, advertise=at)
@@ -53,6 +58,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             "is_consumer": transfer.is_kv_consumer,
         }
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
+        # Exactly one of the two sides is made, by role. The worker's waits for the KV memory.
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
@@ -69,34 +75,40 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
                 max_len=vllm_config.model_config.max_model_len,
                 **self._roles,
             )
+            # Without the resting hook nothing would listen to the bells, so none are hung up.
             if hooks.install():
                 self._tower = Tower(self.rest.ring)
                 self._scheduler.hang_bell(self._tower.address)
         else:
             compat.require(compat.WORKER)
+            # Checked now, not at first use: a vLLM that lacks it fails at start, by name.
             if self._num_ranks > 1:
                 compat.require(compat.RANKS)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """False: transfers do not follow KV memory that is mapped anew. vLLM asks from 0.33.0 on;
-        `check_engine` refuses it in any version."""
+        """Return False: transfers do not follow KV memory that is mapped again elsewhere.
+
+        vLLM asks this from 0.33.0 on; `check_engine` refuses sleep mode in any version.
+        """
         return False
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: the blocks of a request that is preempted are held until they are sent."""
+        """False: blocks of a preempted request are held here until they are sent."""
         return False
 
     # --- in the scheduler -------------------------------------------------------------------------
 
     @property
     def scheduler(self) -> SchedulerSide:
+        """The scheduler's side; only the connector in vLLM's scheduler has it."""
         assert self._scheduler is not None, "the scheduler's connector"
         return self._scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         shadow: Shadow | None = None
+        # The queue is replaced before any block is cached, so the shadow misses none.
         if self._options.policy and compat.can_govern(gpu_block_pool):
             from prefixkv.engines.vllm.block_queue import GovernedQueue
 
@@ -114,6 +126,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         return self.scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        # Only here is it known that some tokens are loaded, which vLLM counts as cached.
         if num_external_tokens:
             compat.count_own_cache_only(request)
         (pages,) = blocks.get_block_ids()
@@ -130,6 +143,8 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        # False: vLLM need not delay the free. Blocks that must outlive the request carry
+        # references of `Holds`, which vLLM's own free leaves in place.
         return False, self.scheduler.finished(request, block_ids)
 
     def request_finished_all_groups(
@@ -145,13 +160,14 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """None: blocks that arrive are cached by vLLM's own pool, which says so itself."""
+        """Return no events: vLLM's own pool caches the blocks that arrive, and reports them."""
         return ()
 
     # --- in a worker ------------------------------------------------------------------------------
 
     @property
     def worker(self) -> WorkerSide:
+        """The worker's side; it exists from `register_kv_caches` on."""
         assert self._worker is not None, "a worker's connector, with its KV memory"
         return self._worker
 
@@ -174,14 +190,19 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             gather=compat.gather if self._num_ranks > 1 else None,
             **self._roles,
         )
+        # The tag goes into every handshake: pages are copied as bytes, so two servers must agree on
+        # all that decides how a kernel packs a block.
         backends = compat.backends_of(config, kv_cache)
         tag = compat.block_format(config, kv_cache, backends)
         plain = is_plain(kv_cache.kv_cache_groups[0].kv_cache_spec, backends)
         self._worker.register(pool_of(kv_caches, kv_cache, tag, plain=plain))
 
     def unregister_kv_caches(self) -> None:
-        """vLLM is about to give the KV memory back (from 0.33.0 on). Raises ConfigError where that
-        is so: a peer may still read or write what is registered."""
+        """Refuse to let vLLM give the KV memory back (which it asks for from 0.33.0 on).
+
+        Raises ConfigError for memory of a device: a peer may still read or write what is
+        registered. On a CPU vLLM releases nothing, and this does nothing.
+        """
         device = next(iter(self._kv_caches.values())).device.type if self._kv_caches else "cpu"
         if device != "cpu":
             raise ConfigError(
@@ -189,7 +210,11 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             )
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Before the forward: `start_load_kv` comes after it where nothing is loaded in step."""
+        """Carry out the orders that precede the forward pass.
+
+        Here and not in `start_load_kv`, which vLLM calls after the forward where nothing is loaded
+        in this step.
+        """
         super().bind_connector_metadata(connector_metadata)
         self.worker.before_forward(connector_metadata)
 
@@ -205,6 +230,8 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         pass
 
     def wait_for_save(self) -> None:
+        # vLLM calls this when the step's kernels are queued. The event stands behind them, so a
+        # chunk is read only once its KV is written.
         orders = self._get_connector_metadata()
         if orders.chunks or orders.offers:
             self.worker.after_forward(orders, compat.event_on(self._kv_caches))
@@ -230,6 +257,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixKVStats | None:
+        # The import raises without METRICS, and a server without metrics must still run.
         if not compat.available(compat.METRICS):
             return None
         from prefixkv.engines.vllm.metrics import PrefixKVStats

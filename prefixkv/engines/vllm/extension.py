@@ -1,4 +1,4 @@
-"""What an operator or a supervisor asks of a server's workers, by vLLM's own way of calling them:
+"""Methods of a server's workers for an operator or a supervisor, called through vLLM:
 
     --worker-extension-cls prefixkv.engines.vllm.extension.WorkerExtension
 
@@ -14,29 +14,35 @@ from prefixkv.engines.vllm import compat
 
 
 class WorkerExtension:
-    """Methods of each worker. Called between steps, in the worker's own thread."""
+    """Methods that vLLM mixes into each worker. Called between steps, in the worker's thread."""
 
     def prefixkv_lost_peers(self) -> list[dict[str, Any]]:
-        """Peers that are silent or over and still hold something here: `peer` and `life`, its name
-        and which life of it; `why`; `held`, pages on decode and rooms on prefill."""
+        """Return the peers that are silent or dead and still hold something here.
+
+        Per peer: `peer`, its name; `life`, its incarnation in hexadecimal; `why`; `held`, a number
+        of pages on decode and of rooms on prefill.
+        """
         found: list[dict[str, Any]] = _side().lost_peers()
         return found
 
     def prefixkv_fence(self, peer: str, life: str) -> None:
-        """The caller knows that this process is dead: what it held is free. `peer` and `life` as
-        `prefixkv_lost_peers` and the log name them.
+        """Free all that a process holds which the caller knows to be dead.
 
-        Fencing one that lives loses its transfers, and may let it write into blocks that are
-        another request's.
+        `peer` and `life` are as in `prefixkv_lost_peers` and the log. Fencing a live process loses
+        its transfers, and may let it write into blocks that belong to another request.
         """
         _side().fence(peer, life)
 
     def prefixkv_move_weights(self, weights_version: str) -> None:
-        """The weights were changed in place, and are of this version now: transfers under way end,
-        and none is begun with a server of another version. For a vLLM that has no weight version of
-        its own; call it while nothing runs, with the prefix cache reset."""
+        """Move to a weights version after the weights were changed in place.
+
+        Transfers under way end, and none begins with a server of another version. For a vLLM
+        without a weight version of its own; call it while nothing runs, with the prefix cache
+        reset.
+        """
         _side().move_weights(weights_version)
 
 
 def _side() -> Any:
+    """Return the worker's side of the connector in this process."""
     return compat.require(compat.FENCING).get_kv_transfer_group().worker

@@ -1,5 +1,5 @@
-"""Blocks that are being loaded, by vLLM's hash: a request that lacks one of them waits for it,
-instead of having it sent again."""
+"""Blocks that are being loaded, by vLLM's hash: a request that lacks one of them waits for it
+instead of loading it a second time."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from prefixkv.spi import check_laws
 
 
 class Flights:
-    """Which request loads a block. A block that two load is that of the one that began first."""
+    """Index from a block's hash to the request that loads it: the one that began first."""
 
     def __init__(self) -> None:
         self._carrier: dict[Hashable, str] = {}
-        self._blocks: dict[str, list[Hashable]] = {}  # that a request carries
+        self._blocks: dict[str, list[Hashable]] = {}  # by request; the inverse of `_carrier`
 
     def __len__(self) -> int:
         return len(self._carrier)
 
     def begin(self, rid: str, hashes: Iterable[Hashable]) -> None:
-        """`rid` loads these blocks, from now on until `land`."""
+        """Record that the request `rid` loads these blocks, until `land`."""
         mine = self._blocks.setdefault(rid, [])
         for block in hashes:
+            # Two requests load one block where they do not join. The first stays its carrier, so
+            # that `land` of the second does not end the wait of those that joined the first.
             if block not in self._carrier:
                 self._carrier[block] = rid
                 mine.append(block)
 
     def carrier(self, block: Hashable) -> str | None:
-        """The request that loads this block."""
+        """Return the request that loads this block, or None."""
         return self._carrier.get(block)
 
     def land(self, rid: str) -> None:
-        """The request's blocks are here, or will not come. Unknown: no-op."""
+        """Forget a request's blocks: they have arrived, or will not. No-op for an unknown id."""
         for block in self._blocks.pop(rid, ()):
             del self._carrier[block]
 

@@ -1,15 +1,12 @@
-"""Three methods of vLLM that the connector goes through, since its interface has no place for it.
+"""Three methods of vLLM that are wrapped, since its connector interface lacks the hook.
 
-`Scheduler.update_from_output`: a request that is not to be computed ends there, as vLLM ends those
-whose grammar does not compile. A connector can only say "not yet" of a request, for ever.
+`Scheduler.update_from_output`: ends requests that are not to be computed. A connector by itself can
+only answer "not yet" for a request, without an end. `EngineCoreProc._process_engine_step`: waits
+for a request or a ring where nothing can run; vLLM would sleep a millisecond and step again.
+`EngineCore.set_weight_version`: passes on the version of weights that were changed in place.
 
-`EngineCoreProc._process_engine_step`: where nothing was computed and nothing can be until a request
-comes or a worker rings, the engine waits for that. vLLM sleeps for a millisecond and steps again.
-
-`EngineCore.set_weight_version`: the weights were changed in place, and this is their version.
-
-All are put in place when the scheduler's connector is made, each where vLLM has what it needs.
-They do nothing for another connector, and nothing where `MultiConnector` is between.
+All are wrapped when the scheduler's connector is made, each where vLLM has the names it needs. They
+do nothing for another connector, nor where `MultiConnector` stands between.
 """
 
 from __future__ import annotations
@@ -22,7 +19,8 @@ from prefixkv.engines.vllm.scheduler import SchedulerSide
 
 
 def install() -> bool:
-    """Put all in place, in this process. Again: no-op. Returns whether the engine can rest."""
+    """Wrap the methods, in this process. Idempotent. Returns whether the engine can rest."""
+    # The mark on a wrapper keeps a second connector in the same process from wrapping it twice.
     if compat.available(compat.ENDING):
         scheduler = compat.require(compat.ENDING).Scheduler
         if not hasattr(scheduler.update_from_output, "prefixkv"):
@@ -40,11 +38,15 @@ def install() -> bool:
 
 
 def _ending(original: Any) -> Any:
+    """Return `update_from_output`, which then ends the requests that decode does not want."""
+
     @functools.wraps(original)
     def update_from_output(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
         side = _side(self)
         if side is not None:
+            # Only now is it known that this scheduler passes here: from the first call on `Sends`
+            # keeps such requests waiting until they are ended, instead of computing them.
             side.sends.can_end = True
             for rid, params in side.take_ended().items():
                 compat.end_request(self, rid, params, outputs)
@@ -55,6 +57,8 @@ def _ending(original: Any) -> Any:
 
 
 def _moving(original: Any) -> Any:
+    """Return `set_weight_version`, which first moves the connector to the version."""
+
     @functools.wraps(original)
     def set_weight_version(self: Any, weight_version: str) -> None:
         side = _side(self.scheduler)
@@ -67,9 +71,12 @@ def _moving(original: Any) -> Any:
 
 
 def _resting(original: Any) -> Any:
+    """Return `_process_engine_step`, which then waits while nothing can run."""
+
     @functools.wraps(original)
     def _process_engine_step(self: Any) -> Any:
         executed = original(self)
+        # After the step, so that its orders and reports are out before the engine sleeps.
         side = None if executed else _side(self.scheduler)
         if side is not None and compat.may_rest(self):
             timeout_s = side.rest_s()
@@ -83,7 +90,7 @@ def _resting(original: Any) -> Any:
 
 
 def _side(scheduler: Any) -> SchedulerSide | None:
-    """Our side of a vLLM scheduler; None where its connector is another one."""
+    """Return our side of a vLLM scheduler, or None where it has another connector."""
     connector = getattr(scheduler, "connector", None)
     if not getattr(connector, "is_prefixkv", False):
         return None

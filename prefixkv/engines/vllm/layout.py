@@ -1,11 +1,10 @@
-"""vLLM's KV tensors as a pool of opaque pages, and the refusal of what is not such a pool.
+"""vLLM's KV tensors as a pool of pages, and the refusal of caches that cannot be such a pool.
 
 vLLM gives a view [block, head, token, content] of each layer. Where the kernels are known to keep
-K and V (or a latent vector) there as they are, the pool says so, and servers may differ in block
-size and tensor parallelism. Otherwise what `content` is, and how kernels pack a block, is theirs to
-know, so a block travels whole: one run of bytes a layer. The tag then names all that the bytes
-depend on; servers whose tags, block sizes or shares of heads differ refuse each other in the
-handshake.
+plain K and V (or a latent vector) there, the pool declares it, and servers may differ in block size
+and tensor parallelism. Otherwise only the kernels know how a block is packed, so it travels whole:
+one run of bytes per layer. A tag then names all that the bytes depend on; servers with different
+tags, block sizes or shares of heads refuse each other in the handshake.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from prefixkv.spi import ITEMSIZE, ConfigError
 _log = logging.getLogger("vllm.prefixkv")
 
 SPECS: Final = ("FullAttentionSpec", "MLAAttentionSpec")
-"""Of these every token's KV stays in its block until the request ends."""
+"""Kinds of cache in which every token's KV stays in its block until the request ends."""
 
 PLAIN: Final = (
     "FLASH_ATTN", "FLEX_ATTENTION", "TRITON_ATTN",
@@ -40,8 +39,10 @@ _PARALLEL: Final = {
 
 
 def check_config(parallel: Any, kv_cache: Any) -> None:
-    """Raises ConfigError, by name, for a vLLM `ParallelConfig` or `KVCacheConfig` whose KV cannot
-    be transferred here."""
+    """Raise ConfigError for a vLLM `ParallelConfig` or `KVCacheConfig` that is not supported.
+
+    The error names the setting, or the kind of cache.
+    """
     for name, what in _PARALLEL.items():
         size = getattr(parallel, name, 1)
         if size > 1:
@@ -62,9 +63,11 @@ def check_config(parallel: Any, kv_cache: Any) -> None:
 
 
 def check_sleep(model: Any, device: str) -> None:
-    """Raises ConfigError where vLLM's sleep mode would put the KV memory elsewhere: what NIXL has
-    registered would be memory that is gone. On a CPU nothing moves. Warns of an allocator that can
-    do it where vLLM is told to, without sleep mode."""
+    """Raise ConfigError if vLLM's sleep mode may move the KV memory: NIXL has it registered.
+
+    Never on a CPU, where nothing moves. An allocator that could release the memory without sleep
+    mode is only warned of.
+    """
     if device == "cpu":
         return
     if model.enable_sleep_mode:
@@ -80,7 +83,8 @@ def check_sleep(model: Any, device: str) -> None:
 
 
 def is_plain(spec: Any, backends: Iterable[str]) -> bool:
-    """Whether these kernels keep a cache of this spec as `PLAIN` says."""
+    """Return whether these kernels keep a cache of this spec plainly, as `PLAIN` describes."""
+    # Each further field of a spec means bytes in a block besides K and V, or K and V of two sizes.
     return (
         {*backends} <= {*PLAIN}
         and spec.kv_quant_mode.name in ("NONE", "FP8_PER_TENSOR")
@@ -93,25 +97,28 @@ def is_plain(spec: Any, backends: Iterable[str]) -> bool:
 def pool_of(
     kv_caches: Mapping[str, torch.Tensor], kv_cache: Any, tag: str, *, plain: bool = False
 ) -> KVPool:
-    """The pool whose page numbers are vLLM's block numbers.
+    """Return a pool over vLLM's KV tensors, with vLLM's block numbers as page numbers.
 
     Args:
         kv_caches: by layer name, [kernel block, head, token, content]. A block of the manager is
-            one or more kernel blocks, one behind the other.
-        kv_cache: vLLM's `KVCacheConfig`, that `check_config` has seen.
-        tag: names what the bytes of a block depend on.
-        plain: what `is_plain` said. Kernel blocks that are not one array of tokens are opaque all
-            the same.
+            one or more consecutive kernel blocks.
+        kv_cache: vLLM's `KVCacheConfig`, which `check_config` has accepted.
+        tag: names all that the bytes of a block depend on.
+        plain: the result of `is_plain`. Kernel blocks that do not form one array of tokens are
+            opaque all the same.
     Raises:
-        ConfigError: a block that is not one run of bytes a layer.
+        ConfigError: a block is not one run of bytes per layer.
     """
     (group,) = kv_cache.kv_cache_groups
     spec, num_blocks = group.kv_cache_spec, kv_cache.num_blocks
     names = [name for name in group.layer_names if name in kv_caches]
-    seen = {kv_caches[name].data_ptr(): name for name in reversed(names)}  # layers may share one
+    # Layers may share one tensor, which is registered once. Reversed, so that the first name stays.
+    seen = {kv_caches[name].data_ptr(): name for name in reversed(names)}
     names = [name for name in names if name in seen.values()]
-    # Of MLA each rank has the whole latent vector; vLLM calls its one head by other numbers.
+    # With MLA each rank has the whole latent vector, which counts as one head here; vLLM's own
+    # number for it differs.
     heads = 1 if type(spec).__name__ == "MLAAttentionSpec" else spec.num_kv_heads
+    # 1. Plain: the pool has named axes, so servers of another block size or TP can read it.
     if plain and (views := [_tokens(kv_caches[name], num_blocks) for name in names])[0] is not None:
         whole = [view for view in views if view is not None]
         if heads == 1 and type(spec).__name__ == "MLAAttentionSpec":
@@ -121,6 +128,7 @@ def pool_of(
         axes = "page", "head", "token", "kv", "dim"
         said = {"num_kv_heads": heads, "head_dim": spec.head_size}
         return KVPool.from_tensors(k_and_v, page_size=spec.block_size, axes=axes, **said)
+    # 2. Opaque: bytes, under a tag that the other server must have too.
     return KVPool.from_tensors(
         [_blocks(name, kv_caches[name], num_blocks) for name in names],
         page_size=spec.block_size,
@@ -131,8 +139,10 @@ def pool_of(
 
 
 def _tokens(cache: torch.Tensor, num_blocks: int) -> torch.Tensor | None:
-    """[num_blocks, head, token of the block, content], a view; None where the kernel blocks of a
-    block have their tokens not one behind the other."""
+    """Return a view [num_blocks, head, token of the block, content] of a layer's tensor.
+
+    None where the tokens of a block's kernel blocks are not consecutive in memory.
+    """
     cache = _named(cache)
     parts, (_, heads, tokens, content) = cache.shape[0] // num_blocks, cache.shape
     step, *inner = cache.stride()
@@ -142,13 +152,18 @@ def _tokens(cache: torch.Tensor, num_blocks: int) -> torch.Tensor | None:
 
 
 def _blocks(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """[num_blocks, elements of a block], a view. Raises ConfigError, by the layer's name."""
+    """Return a view [num_blocks, elements of a block] of a layer's tensor.
+
+    Raises ConfigError, with the layer's name, where a block is not one run of bytes.
+    """
     parts, rest = divmod(cache.shape[0], num_blocks)
     if rest:
         raise ConfigError(f"{name} has {cache.shape[0]} kernel blocks for {num_blocks} blocks")
     cache = _named(cache)
     shape, strides = (parts, *cache.shape[1:]), cache.stride()
     dims = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1)
+    # In order of stride each axis must continue where the smaller ones end. A gap would mean bytes
+    # of another block in between, which a transfer would overwrite.
     run = 1
     for stride, size in dims:
         if stride != run:
@@ -162,6 +177,6 @@ def _blocks(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def _named(cache: torch.Tensor) -> torch.Tensor:
-    """An element type that a layout has no name for moves as bytes."""
+    """Return the tensor, as bytes where a layout has no name for its element type."""
     known = str(cache.dtype).removeprefix("torch.") in ITEMSIZE
     return cache if known else cache.view(torch.uint8)

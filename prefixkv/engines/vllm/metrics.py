@@ -1,6 +1,6 @@
-"""The connector's counters as vLLM carries them from its processes to log and Prometheus.
+"""The connector's counters in the classes in which vLLM carries them to its log and to Prometheus.
 
-Importing it raises ConfigError where vLLM lacks what carries them (`compat.METRICS`).
+Importing it raises ConfigError where vLLM lacks these classes (`compat.METRICS`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PrefixKVStats(_base.KVConnectorStats):  # type: ignore[name-defined]
 
 
 class PrefixKVMetrics(_base.KVConnectorPromMetrics):  # type: ignore[name-defined]
-    """A counter `vllm:prefixkv_..._total` for each, and the gauges."""
+    """Prometheus metrics: a counter `vllm:prefixkv_..._total` per count, and the gauges."""
 
     def __init__(
         self,
@@ -58,6 +58,8 @@ class PrefixKVMetrics(_base.KVConnectorPromMetrics):  # type: ignore[name-define
             )
             for name, text in GAUGES.items()
         }
+        # At 0 from the start: a gauge that was never set would be missing, not 0. Only changes
+        # come.
         for labels in per_engine_labelvalues.values():
             for gauge in self._gauges.values():
                 gauge.labels(*labels).set(0)

@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say."""
+"""The connector's settings, read from `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prefixkv.engines.options import made
 from prefixkv.spi import ConfigError, above, at_least, check_kind, check_types
 
 ANY_HOST: Final = ("", "tcp://*", "tcp://0.0.0.0", "tcp://[::]", "tcp://::")
-"""What `bind` says for every address of the host."""
+"""Hosts in `bind` that stand for every address of the host."""
 
 _MODEL: Final = "--model, or `model` in kv_connector_extra_config"
 _EXTRA: Final = "`{}` in kv_connector_extra_config"
@@ -26,7 +26,7 @@ OPTION_NAMES: Final = {
     "num_layers": "--model",
     "num_kv_heads": "--model",
     "head_dim": "--model",
-    # Words of `compat.block_format`.
+    # The words of `compat.block_format`; a new word there needs a line here.
     "opaque": "--attention-backend, and what else a block's bytes depend on",
     "opaque.vllm": "the version of vLLM",
     "opaque.kernels": "--attention-backend",
@@ -43,26 +43,27 @@ OPTION_NAMES: Final = {
     "decode workers": _EXTRA.format("control.max_peers"),
     "bytes held for it": _EXTRA.format("control.max_peer_bytes"),
 }
-"""By field of a handshake, what an operator of vLLM sets it by: `ModelConfig.option_names`."""
+"""By field of a handshake, the option of vLLM that sets it. Used as `ModelConfig.option_names`, so
+that a refusal names what an operator can change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """Settings of the connector; each is a key of `kv_connector_extra_config`.
 
-    `name` is this server's name, one of its own, the same after a restart: prefill requests name
-    the decode server by it. `bind` is where a prefill server listens; "": the loopback interface,
-    port `kv_port` of vLLM's configuration. `advertise` is how decode servers reach it, for rooms
-    that prefill draws itself; "": `bind`, with this host's address where that names none. `model`
-    is what both servers have to agree on; "": the model as vLLM was given it. `weights_version`
-    likewise.
+    `name` is this server's unique name, the same after a restart: prefill requests name the decode
+    server by it. `bind` is the address at which a prefill server listens; "": the loopback
+    interface, port `kv_port` of vLLM's configuration. `advertise` is the address at which decode
+    servers reach it, for rooms that prefill draws itself; "": `bind`, with this host's address
+    where `bind` names none. Both servers have to agree on `model` ("": the model as vLLM was given
+    it) and on `weights_version`.
 
-    A request on decode waits for another that loads the same blocks (`join_flights`), and computes
-    what it lacks itself where that is at most `recompute_below` tokens.
+    With `join_flights` a request on decode waits for another that loads the same blocks. It
+    computes missing tokens itself where they are at most `recompute_below`.
 
-    The blocks of a room that prefill has drawn are kept for a decode server to open it for
-    `offer_timeout_s` at most, and for `offer_grace_s` before a request that no decode server waits
-    for may have them.
+    The blocks of a room that prefill has drawn are kept for a decode server: at most
+    `offer_timeout_s`, and at least `offer_grace_s` against requests for which no decode server
+    waits.
 
     `policy` names the rule by which cached blocks are evicted (docs/policies.md); "": vLLM's own.
     `control` and `transport` are the fields of `ControlConfig` and `TransportConfig`.
@@ -91,7 +92,7 @@ class Options:
 
     @property
     def reached_at(self) -> str:
-        """Where decode servers reach this prefill server, as far as the options say it; ""."""
+        """Address at which decode servers reach this prefill server; "" if the options lack it."""
         if self.advertise:
             return self.advertise
         has_port = self.bind.rpartition(":")[2] not in ("", "*", "0")
@@ -99,14 +100,17 @@ class Options:
 
     @property
     def is_on_every_address(self) -> bool:
-        """Whether `bind` has a port and no address, and nothing else says how it is reached."""
+        """True where `bind` has a port and a wildcard address, and `advertise` is not given."""
         host, _, port = self.bind.rpartition(":")
         return not self.advertise and host in ANY_HOST and port not in ("", "*", "0")
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], kv_port: int) -> Options:
-        """The options that `extra` says. Raises ConfigError, with its name, for one that is unknown
-        or out of range, and where there is no name."""
+        """Return the options in `extra`.
+
+        Raises ConfigError, which names the option, for one that is unknown or out of range, and
+        where `name` is missing.
+        """
         said = dict(extra)
         if not said.get("name"):
             raise ConfigError(

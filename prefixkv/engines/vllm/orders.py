@@ -1,5 +1,6 @@
-"""What the two sides of the connector tell each other, once a step of the engine. Plain data: it
-is pickled, since they are in different processes."""
+"""Messages between the two sides of the connector, exchanged once per step of the engine. Plain
+data: they are pickled, since scheduler and workers are different processes. Loads and sends are
+named by request id (`rid`)."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Decode: promise `pages` for tokens `prefix_len` to `num_tokens` of a prompt. `ticket` is the
-    same on all workers, and never used again."""
+    """On decode: promise `pages` for tokens `prefix_len` to `num_tokens` of a prompt.
+
+    `ticket` is the same on all workers, and never used again.
+    """
 
     rid: str
     room: int
@@ -24,7 +27,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Decode: this room will not be opened here."""
+    """On decode: tell prefill that this room will not be opened here."""
 
     room: int
     prefill: str
@@ -34,7 +37,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Prefill: the prompt of this room is here."""
+    """On prefill: a request for this room's prompt has arrived."""
 
     rid: str
     room: int
@@ -45,7 +48,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """Prefill: the prompt of this room is not sent, and decode is not to wait for it."""
+    """On prefill: tell decode not to wait for this room, since its prompt is not sent."""
 
     room: int
     decode: str
@@ -54,9 +57,11 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prefill: this step computes the prompt up to token `end`, whole pages but for the last chunk.
-    `pages` are the request's pages
-    from its page number `first_page` on."""
+    """On prefill: this step computes the prompt up to token `end`.
+
+    `end` is a multiple of the page size, except in the last chunk. `pages` are the request's pages
+    from its page number `first_page` on.
+    """
 
     rid: str
     first_page: int
@@ -67,8 +72,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Prefill: the prompt is computed with this step, in `pages`. The decode server that proves the
-    digest gets it; nobody opens the room after `timeout_s`."""
+    """On prefill: the prompt is complete with this step, in `pages`.
+
+    The decode server that proves the digest gets it. After `timeout_s` the room can no longer be
+    opened.
+    """
 
     rid: str
     room: int
@@ -80,11 +88,13 @@ class Offer:
 
 @dataclass(slots=True)
 class Orders:
-    """From the scheduler to every worker. `abort_loads`, `abort_sends` and `withdrawals` are
-    request ids, with the reason. `bell` is where a worker rings when it has news; "": nowhere.
+    """Orders of one step, from the scheduler to every worker.
 
-    Where `weights_version` is not None the weights have moved to it: the orders in `before` are
-    carried out first, then the move, then the others."""
+    `abort_loads`, `abort_sends` and `withdrawals` map request ids to the reason. `bell` is the
+    address at which a worker wakes the scheduler; "" for none. Where `weights_version` is not None
+    the weights have moved to it: the orders in `before` are carried out first, then the move, then
+    the others. Orders that have nothing but a bell count as empty.
+    """
 
     opens: list[Open] = field(default_factory=list)
     refusals: list[Refuse] = field(default_factory=list)
@@ -115,14 +125,14 @@ class Orders:
 
 @dataclass(slots=True)
 class News:
-    """From the workers to the scheduler, by request id; each worker says each thing once.
+    """Reports of one step, from the workers to the scheduler; each worker reports each thing once.
 
-    `failed`: loads that did not arrive, and why. `refused`: those of them whose two servers do not
-    work with each other, which the log of peers says once. `settled`: loads whose pages no peer
-    writes any more. `overdue`: loads that are not settled in time. `promised`: sends for which
-    decode has promised its pages. `unsent`: sends that failed, and why. `freed`: sends whose pages
-    no write reads any more. `bells`: how many workers ring from now on. `address`: where the
-    prefill side listens.
+    `failed`: loads that did not arrive, with the reason. `refused`: those failed loads for which
+    the two servers do not fit each other, which the log of peers reports once. `settled`:
+    loads into which no peer writes any more. `overdue`: loads that are not settled in time.
+    `promised`: sends for which decode has promised its pages. `unsent`: sends that failed, with the
+    reason. `freed`: sends from which no write reads any more. All are request ids. `bells`: the
+    number of workers that ring from now on. `address`: the address at which prefill listens.
     """
 
     failed: dict[str, str] = field(default_factory=dict)
@@ -140,7 +150,7 @@ class News:
 
     @property
     def has_outcomes(self) -> bool:
-        """Whether something became of a request."""
+        """True where the report is about some request."""
         return bool(
             self.failed
             or self.settled
@@ -151,7 +161,9 @@ class News:
         )
 
     def aggregate(self, other: Self) -> Self:
-        """What two workers say, as vLLM asks for it."""
+        """Return the reports of two workers as one; vLLM folds all ranks into one this way."""
+        # Lists keep an entry per rank: the scheduler counts down from `num_ranks`, and only the
+        # last rank's report frees a block. Of errors one text per request is enough.
         return type(self)(
             {**other.failed, **self.failed},
             self.settled + other.settled,

@@ -1,4 +1,4 @@
-"""How vLLM's engine waits where it would poll: until a request comes, or a worker rings."""
+"""The wait of vLLM's engine where it would poll: until a request comes, or a worker rings."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ from typing import Any
 
 
 class Rest:
-    """One engine's. `wait` is called in the engine's own thread, `ring` in any."""
+    """The wait of one engine. `wait` is called in the engine's own thread, `ring` in any."""
 
     def __init__(self) -> None:
+        # Stays set until the next `wait`, so a ring that comes between two waits is not lost.
         self._rung = False
+        # The condition of the queue on which the engine rests; None while it does not rest.
         self._resting: threading.Condition | None = None
 
     def ring(self) -> None:
         """Wake the engine, or keep it from resting once."""
-        self._rung = True  # first: whoever holds the lock below looks at it before it waits
+        # The flag before the condition is read. If `wait` has not set `_resting` yet, no
+        # notification is sent, and it finds the flag before it waits. The other way round a ring
+        # between its two steps would be lost.
+        self._rung = True
         if (condition := self._resting) is not None:
             with condition:
                 condition.notify_all()
 
     def wait(self, inputs: Queue[Any], timeout_s: float) -> None:
-        """Return when there is an input, at the next ring, or after `timeout_s`. Takes nothing out
-        of `inputs`."""
+        """Wait until there is an input, until the next ring, or for `timeout_s` at most.
+
+        Takes nothing out of `inputs`. At a ring since the last wait it returns at once.
+        """
         until_s = time.monotonic() + timeout_s
-        with inputs.not_empty:  # who puts an input notifies this condition, as `ring` does
+        # The queue's own condition: `put` notifies it too, so one wait covers inputs and rings.
+        with inputs.not_empty:
             self._resting = inputs.not_empty
             while not self._rung and not inputs.queue:
                 left_s = until_s - time.monotonic()

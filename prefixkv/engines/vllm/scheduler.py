@@ -1,15 +1,10 @@
-"""The connector in vLLM's scheduler: decides what is loaded and sent, and holds the blocks.
+"""The connector in vLLM's scheduler: it decides which prompts are loaded and sent, and holds the
+blocks that peers may still use. It runs in the engine's process, without access to KV memory.
 
-It runs in the engine's process and has no memory of KV; `worker` has. It knows vLLM's requests and
-blocks by their attributes and imports nothing of vLLM.
-
-Who frees a block. Decode: the blocks of a load are the request's. Where the load fails, vLLM takes
-them from the request at once (to compute elsewhere, or to end it); from then on they are held here
-until every worker says that no peer writes them any more. Prefill: see `sends`. So neither a client
-that leaves nor a preemption makes a block free that is on its way.
-
-A server that both loads and computes for others keeps blocks for computing: loads that fill it
-would wait for another server, whose loads wait for this one.
+Freeing a block. Decode: the blocks of a load belong to its request. Where the load fails, vLLM
+takes them from the request at once; from then on they are held here until every worker reports that
+no peer writes them any more. Prefill: see `sends`. So neither a client that leaves nor a preemption
+frees a block into which a peer writes.
 
     wanted --allocated--> loading --finished_recving--> over --settled by all ranks--> forgotten
 """
@@ -50,16 +45,20 @@ from prefixkv.spi import (
 _log = logging.getLogger("vllm.prefixkv")
 
 RECENT_ROOMS: Final = 4096
-"""Where a client leaves, vLLM adds a request of its parameters and ends it at once, whether or not
-its own has reached the engine. Rooms that were seen are known for so many others."""
+"""Number of rooms that are remembered. Where a client leaves, vLLM adds a request with the same
+parameters and ends it at once, whether or not the original has reached the engine; a remembered
+room tells the two cases apart."""
 
 QUIET_STEPS: Final = 3
+"""Steps without any event before the engine may rest; see `SchedulerSide.rest_s`."""
 LONGEST_REST_S: Final = 60.0
-"""No wait is without a limit."""
+"""Limit of one rest, seconds: no wait is without a limit."""
 
 
 @dataclass(slots=True)
 class _Load:
+    """One load on decode, from its admission until all ranks have settled it."""
+
     room: int
     num_blocks: int  # of the whole prompt
     pages: tuple[int, ...]  # to be loaded
@@ -73,13 +72,13 @@ class _Load:
 
 
 class SchedulerSide:
-    """One engine's. Not thread safe: vLLM's engine loop calls everything.
+    """The scheduler's side of one engine. Not thread safe: vLLM's engine loop makes every call.
 
     Args:
         block_size, hash_size: tokens of a block, and of each entry of `Request.block_hashes`.
-        num_ranks: workers that each hold a share of every block.
+        num_ranks: number of workers, each of which holds a share of every block.
         max_len: tokens of the longest request that vLLM takes; 0: unknown.
-        draw: draws tickets, at random.
+        draw: returns a new random ticket.
         now_s: seconds since the epoch.
     """
 
@@ -104,17 +103,20 @@ class SchedulerSide:
         self._holds: Holds | None = None
         self._shadow: Shadow | None = None
         self._orders = Orders()
-        self._wanted: dict[str, tuple[LoadAsk, bytes]] = {}  # not admitted yet
+        # A load is in `_wanted` until vLLM admits its request, then in `_loads` until every rank
+        # has settled it, which may be after the request has ended.
+        self._wanted: dict[str, tuple[LoadAsk, bytes]] = {}
         self._loads: dict[str, _Load] = {}
-        # Of requests that live, for their answers.
+        # Parts of the answers of live requests; `finished` takes them out.
         self._errors: dict[str, str] = {}
         self._loaded_of: dict[str, tuple[int, int, int]] = {}  # room, tokens loaded, and cached
         self._hits: dict[str, int] = {}  # tokens that were cached when it was matched last
-        self._joined: set[str] = set()  # have waited for another's load
+        self._joined: set[str] = set()  # requests that waited for another request's load
         self._followers: set[str] = set()  # other choices of a prompt that another request loads
-        self._rooms: dict[int, bytes] = {}  # wanted or loading: the digest of the prompt
+        self._rooms: dict[int, bytes] = {}  # wanted or loading rooms: the digest of the prompt
         self._recent: dict[int | tuple[str, int], None] = {}  # rooms, the oldest first
-        self._quiet_steps = 0  # in a row, in which nothing was ordered, computed or heard
+        # Consecutive steps in which nothing was ordered, computed or reported.
+        self._quiet_steps = 0
         self._bell, self._bells = "", 0
         self._told_gauges = dict.fromkeys(GAUGES, 0.0)
         self.flights = Flights()
@@ -130,8 +132,10 @@ class SchedulerSide:
         )
 
     def bind(self, pool: BlockPool, shadow: Shadow | None = None) -> None:
-        """vLLM has made its block pool. `shadow` names its victims, where a policy does."""
+        """Take vLLM's block pool, once it exists. `shadow` names victims where a policy is set."""
         self._holds, self._shadow = Holds(pool), shadow
+        # A server of both roles keeps blocks back for computing. If loads could fill it, it would
+        # wait for another server, and that server's loads might wait for this one: a deadlock.
         if all(self._roles):
             usable = len(pool.blocks) - 1  # vLLM keeps a null block
             longest = pages_for(self._max_len, self._block_size) if self._max_len else usable
@@ -140,15 +144,19 @@ class SchedulerSide:
 
     @property
     def holds(self) -> Holds:
+        """References on vLLM's blocks; they exist from `bind` on."""
         assert self._holds is not None, "bind comes before any request"
         return self._holds
 
     # --- requests ---------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """A request has come. What its parameters ask for in vain it does without: vLLM computes
-        its prompt, and the answer says why. One that is there to be ended at once says that a
-        client has left: the peer is told if the room was never seen."""
+        """Register a new request and begin the transfer that its parameters ask for.
+
+        If the transfer is refused, vLLM computes the prompt, and the answer has the reason. A
+        request that vLLM adds only to end it at once stands for a client that has left: the peer is
+        informed if the original request never came here.
+        """
         rid = request.request_id
         try:
             ask = ask_of(request.kv_transfer_params, *self._roles)
@@ -160,6 +168,7 @@ class SchedulerSide:
             room = ask.room if isinstance(ask, LoadAsk) else (ask.decode, ask.room)
             if request.abort_immediately and room in self._recent:
                 return  # what became of the room was seen to when the request itself ended
+            # Before the parameters are checked further: a refused room has been dealt with too.
             self._seen(room)
             if isinstance(ask, LoadAsk):
                 self._begin_load(request, ask)
@@ -174,19 +183,29 @@ class SchedulerSide:
             del self._recent[next(iter(self._recent))]
 
     def _begin_load(self, request: Any, ask: LoadAsk) -> None:
-        """Raises CallerError for a prompt that is not loaded; prefill hears of it where the room is
-        this request's."""
+        """Register a load, or a follower of one.
+
+        Raises CallerError for a prompt that cannot be loaded. Prefill is then refused, unless the
+        room belongs to another request.
+        """
         rid, known = request.request_id, self._rooms.get(ask.room)
         try:
             if rid in self._loads:
                 raise RequestError(f"a request of the id {rid!r} is still being transferred")
             digest = digest_of(request, ask.nonce)
         except CallerError as error:
+            # A room that another request has opened here must not be refused on behalf of this one.
             if known is None:
                 self._order_refusal(ask, str(error))
             raise
+        # Cases of a well-formed ask:
+        # 1. The room is known, with this prompt: `n` choices of one request arrive as `n` requests
+        #    with the same parameters. One of them loads, the others use its blocks.
+        # 2. The room is known, with another prompt: one of the two requests is wrong.
+        # 3. vLLM computes this prompt in any case, so nothing is loaded.
+        # 4. The load waits for its admission.
         if known == digest:
-            self._followers.add(rid)  # `n` choices are so many requests, with the same parameters
+            self._followers.add(rid)
             return
         if known is not None:
             raise RequestError(f"room {ask.room} is in use by another request")
@@ -202,33 +221,45 @@ class SchedulerSide:
         self._errors[rid] = error
 
     def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
-        """How many tokens behind the first `num_computed` can be loaded; None: ask again. May be
-        called any number of times."""
+        """Answer vLLM's question how many tokens after the first `num_computed` can be loaded.
+
+        Returns (tokens, asynchronous). (None, False): vLLM has to ask again later; (0, False): vLLM
+        computes the prompt. vLLM may ask any number of times before it admits the request.
+        """
         rid = request.request_id
         num_free = self.holds.num_free
+        # 1. A promised send on prefill: the order law decides whether it may start.
         may_start = self.sends.may_start(rid, num_free, self._orders)
         if may_start is not None:
             return (0, False) if may_start else (None, False)
         missing = request.num_prompt_tokens - num_computed
-        # All of its blocks: those that are in the prefix cache may be among the free ones. One that
-        # was preempted has more tokens than its prompt.
+        # 2. Any other request may need blocks that offers hold. All of its blocks count: those in
+        # the prefix cache may be among the free ones. After a preemption it has more tokens than
+        # its prompt.
         need = pages_for(len(request.all_token_ids), self._block_size) - num_free
-        # Whatever a promised prompt or a load stands behind in vLLM's queue, another server waits.
+        # vLLM's queue is in order, so a promised send or a load behind this request waits for it,
+        # and another server waits for that one: offers then get no grace.
         is_waited_for = bool(self._wanted) or self.sends.owes
         grace_s = 0.0 if is_waited_for else self._options.offer_grace_s
         self.sends.make_room(need, grace_s, self._orders)
+        # 3. Not a load, or one that has been opened already.
         if rid not in self._wanted and rid not in self._followers:
             return 0, False
         self._hits[rid] = num_computed
+        # 4. Too little is missing for a transfer to pay.
         if missing <= self._options.recompute_below:
             return 0, False
+        # 5. Another request loads the first block that is missing here: wait for it instead.
+        # Looked up on each call, so the wait ends with the other load, however that ends.
         if self._options.join_flights or rid in self._followers:
             hashes = self._hashes(request, num_computed, num_computed + self._block_size)
             if hashes and self.flights.carrier(hashes[0]) not in (None, rid):
                 self._joined.add(rid)
                 return None, False  # it will be in the prefix cache
+        # 6. A follower, and no load of its prompt is under way: vLLM computes what is missing.
         if rid in self._followers:
             return 0, False
+        # 7. A server of both roles: loads together leave blocks to compute with (see `bind`).
         if self._most_loading is not None:
             num_blocks = pages_for(request.num_prompt_tokens, self._block_size)
             if num_blocks > self._most_loading:
@@ -239,22 +270,28 @@ class SchedulerSide:
         return missing, True
 
     def _hashes(self, request: Any, start: int, end: int) -> list[Any]:
-        """Of whole blocks of the prompt from token `start` to `end`, the hash of each. The last
-        ones may have none yet, where a hash depends on tokens behind its block."""
+        """Return the hash of each whole block of the prompt from token `start` to `end`.
+
+        The last blocks may be missing, where a hash depends on tokens after its block.
+        """
         size, per_block = self._block_size, self._block_size // self._hash_size
         end = min(end, request.num_prompt_tokens, len(request.block_hashes) * self._hash_size)
         blocks = range(start // size, end // size)
         return [request.block_hashes[(block + 1) * per_block - 1] for block in blocks]
 
     def allocated(self, request: Any, pages: Sequence[int], num_external: int) -> None:
-        """vLLM has admitted a request. `pages` are all its blocks; the KV of its last
-        `num_external` prompt tokens is to be loaded."""
+        """Record that vLLM has admitted a request, and order its load.
+
+        `pages` are all its blocks; the KV of its last `num_external` prompt tokens is to be loaded.
+        """
         rid = request.request_id
         self.sends.allocated(rid)
+        # The shadow enters whole blocks only, as vLLM hashes whole blocks only.
         if self._shadow is not None and request.prompt_token_ids is not None:
             tokens = request.prompt_token_ids
             whole = pages[: len(tokens) // self._block_size]
             self._shadow.admitted(rid, tokens, whole, namespace_of(request))
+        # vLLM calls this again after a preemption. The ask is taken out here, so a room opens once.
         wanted, hit = self._wanted.pop(rid, None), self._hits.pop(rid, 0)
         self._followers.discard(rid)
         if rid in self._joined:
@@ -263,6 +300,7 @@ class SchedulerSide:
         if wanted is None:
             return  # asks for nothing, or has been loaded already
         ask, digest = wanted
+        # The prefix cache had the prompt, or it is cheaper to compute: prefill must stop waiting.
         if num_external <= 0:
             self._loaded_of[rid] = ask.room, 0, hit
             self._refuse(ask, "decode computes it itself")
@@ -287,22 +325,29 @@ class SchedulerSide:
         self.counters.add("loads_refused")
 
     def finished(self, request: Any, pages: Sequence[int]) -> dict[str, Any] | None:
-        """A request has ended, however it did, and has these blocks still. Returns what its answer
-        says of its transfer."""
+        """End a request, which still has the blocks `pages`. Returns its `kv_transfer_params`.
+
+        Called for every end: finished, aborted, or failed.
+        """
         rid = request.request_id
+        # The shadow first: it needs the blocks' hashes, which are there until vLLM frees them.
         if self._shadow is not None and request.prompt_token_ids is not None:
             blocks = self._cached(request, pages)
             self._shadow.ended(rid, request.all_token_ids, blocks, namespace_of(request))
         self._joined.discard(rid)
         self._followers.discard(rid)
         self._hits.pop(rid, None)
+        # 1. Never admitted: no block was promised, and a refusal is all that prefill needs.
         if (wanted := self._wanted.pop(rid, None)) is not None:
             self._refuse(wanted[0], "decode's request ended before it was admitted")
+        # 2. Loading: the load and its room stay known until proof. Its flight lands at once, so
+        # that requests that joined it stop waiting.
         load = self._loads.get(rid)
         if load is not None and not load.over:
             load.left = True
             self._orders.abort_loads[rid] = "decode's request ended"
             self.flights.land(rid)
+        # 3. The answer: an error first, then a load's figures, then an offer's room.
         said = self.sends.finished(rid, self._orders)
         error, loaded = self._errors.pop(rid, None), self._loaded_of.pop(rid, None)
         if error is not None:
@@ -313,14 +358,17 @@ class SchedulerSide:
         return said
 
     def take_ended(self) -> dict[str, dict[str, Any]]:
-        """Requests that vLLM is to end now, since decode does not want them, and what their answers
-        say. vLLM tells `finished` of each."""
+        """Return the requests that vLLM is to end now, since decode does not want them.
+
+        Maps request ids to the `kv_transfer_params` of their answers. Nothing is forgotten here:
+        vLLM calls `finished` for each as it ends.
+        """
         ended = {rid: {"prefixkv": {"error": error}} for rid, error in self.sends.ending.items()}
         self.counters.add("requests_ended", len(ended))
         return ended
 
     def _cached(self, request: Any, pages: Sequence[int]) -> list[int]:
-        """Of a request's blocks, those that are in the prefix cache."""
+        """Return the leading blocks of a request that are in the prefix cache."""
         whole = min(request.num_computed_tokens, len(request.all_token_ids)) // self._block_size
         cached = self.holds.is_cached
         return list(takewhile(cached, pages[:whole]))
@@ -328,20 +376,23 @@ class SchedulerSide:
     # --- steps ------------------------------------------------------------------------------------
 
     def orders(self, step: Any) -> Orders:
-        """What the workers are to do in this step of the engine, a vLLM `SchedulerOutput`."""
+        """Return the workers' orders for one step of the engine, a vLLM `SchedulerOutput`."""
         scheduled = step.num_scheduled_tokens
         for new in step.scheduled_new_reqs:
             self._compute(new.req_id, new.num_computed_tokens, step)
         again = step.scheduled_cached_reqs
         for rid, computed in zip(again.req_ids, again.num_computed_tokens, strict=True):
             self._compute(rid, computed, step)
+        # Everything ordered since the last step goes out together; the next step starts empty.
         orders, self._orders = self._orders, Orders()
         self._quiet_steps = 0 if orders or scheduled else self._quiet_steps + 1
+        # Until every worker has answered; a worker takes only the first address.
         if self._bells < self._num_ranks:
             orders.bell = self._bell
         return orders
 
     def _compute(self, rid: str, computed: int, step: Any) -> None:
+        # Looked up only where a send or an offer needs it: most requests of a step do not.
         def table() -> list[int]:
             (pages,) = step.kv_connector_block_state.get_block_ids(rid)
             return list(pages)
@@ -350,8 +401,13 @@ class SchedulerSide:
         self.sends.compute(rid, computed, count, table, self.holds, self._orders)
 
     def heard(self, news: News | None, received: Iterable[str]) -> None:
-        """What the workers said, and which loads vLLM takes for over. Before vLLM frees their
-        blocks."""
+        """Take in the workers' reports, and the loads that vLLM considers over.
+
+        Called before vLLM frees the blocks of failed loads, so they can still be held.
+        """
+        # The order matters: `_received` reads a load's error, and takes a hold only if some rank is
+        # unsettled; `_settle` frees only a load that is over. Any other order would hold blocks
+        # that are settled, or free them before the hold exists.
         news = news or News()
         received = list(received)
         if news.has_outcomes or received:
@@ -379,6 +435,7 @@ class SchedulerSide:
             self.sends.freed(rid, self.holds)
 
     def _received(self, rid: str) -> None:
+        """End the load of a request, as vLLM does: from here on its blocks may be freed."""
         load = self._loads.get(rid)
         if load is None:
             return
@@ -390,11 +447,15 @@ class SchedulerSide:
         self.counters.add("loads_failed")
         if not load.left:
             self._say(rid, load.error, logging.DEBUG if load.refused else logging.WARNING)
+        # vLLM frees the request's blocks next, and a peer may still write into them.
         if load.unsettled > 0:
             self.holds.take(rid, load.pages)
 
     def _settle(self, rid: str) -> None:
+        """Forget a load that is over and that every rank has settled; free what was held for it."""
         load = self._loads.get(rid)
+        # Both are needed. Only over: a peer may still write. Only settled: vLLM has not heard the
+        # outcome yet, and `_received` would not find the load.
         if load is not None and load.over and load.unsettled <= 0:
             self.holds.release(rid)
             del self._rooms[load.room]
@@ -404,11 +465,13 @@ class SchedulerSide:
 
     @property
     def busy(self) -> bool:
-        """Whether proofs are expected, so that the engine has to go on stepping. Not for those that
-        are overdue, nor for offers where no bell wakes the engine: they are heard with the next
-        request."""
+        """True while proofs are expected, so that the engine has to continue stepping.
+
+        Overdue proofs do not count, nor do offers where no bell wakes the engine: these may not
+        come for a long time, and are taken in with the next request.
+        """
         sends = self.sends.sends.values()
-        moves = self._orders.weights_version is not None  # the workers are told with a step
+        moves = self._orders.weights_version is not None  # the workers learn it in a step
         return (
             moves
             or any(self.has_bells or not send.is_offer for send in sends)
@@ -416,8 +479,10 @@ class SchedulerSide:
         )
 
     def flush(self) -> None:
-        """The weights change: KV that was computed with the former ones must not arrive any more.
-        Loads under way fail, and sends end."""
+        """Fail all loads under way and end all sends, since the weights change.
+
+        KV that was computed with the former weights must not arrive any more.
+        """
         for rid, load in self._loads.items():
             if not load.over:
                 self._orders.abort_loads[rid] = "the cache is being reset"
@@ -426,34 +491,37 @@ class SchedulerSide:
             self._shadow.flush()
 
     def move_weights(self, weights_version: str) -> None:
-        """The weights are of this version from now on: loads under way fail, sends end, and what
-        another server has of another version is refused. Raises ConfigError, with nothing changed,
-        for what is no version."""
-        check_version(weights_version)
+        """Move to another weights version: loads under way fail, and sends end.
+
+        From then on servers of another version are refused. Raises ConfigError, with nothing
+        changed, for a string that is no version.
+        """
+        check_version(weights_version)  # first, since it raises: nothing is flushed then
         self.flush()
-        # Rooms that were ordered before are of the former version, those ordered later are not.
+        # Rooms that were ordered before belong to the former version, later ones to the new. The
+        # flush's aborts go into `before` with the rooms that they end.
         self._orders = Orders(weights_version=weights_version, before=self._orders)
 
     # --- a server that only waits -----------------------------------------------------------------
 
     def hang_bell(self, address: str) -> None:
-        """Workers that have news can ring at this address."""
+        """Set the address at which workers can wake this engine."""
         self._bell = address
 
     @property
     def has_bells(self) -> bool:
-        """Whether every worker rings when it has news."""
+        """True where every worker wakes the engine when it has something to report."""
         return bool(self._bell) and self._bells >= self._num_ranks
 
     def rest_s(self) -> float:
-        """How long the engine may rest, seconds, where neither a new request nor a bell wakes it;
-        0: it has to step.
+        """Return how many seconds the engine may rest if nothing wakes it; 0: it has to step.
 
-        An order and its news may be two steps apart where the engine works ahead, so the last
-        steps must all have been quiet.
+        A new request and a bell wake it. An order and the report on it may be two steps apart where
+        the engine works ahead, so the last `QUIET_STEPS` steps must all have been quiet.
         """
         if not self.has_bells or self._orders or self._quiet_steps < QUIET_STEPS:
             return 0.0
+        # The end of an offer's grace is the one event that no worker rings for: wake up for it.
         next_s = self.sends.next_grace_s
         return (
             LONGEST_REST_S
@@ -464,11 +532,11 @@ class SchedulerSide:
     # --- counts -----------------------------------------------------------------------------------
 
     def take_counts(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """Return the counts since the last call. See `Counters.take`."""
         return self.counters.take()
 
     def take_gauges(self) -> dict[str, float]:
-        """All gauges, where one has changed since the last call."""
+        """Return all gauges if one has changed since the last call, else none."""
         gauges = self.gauges()
         if gauges == self._told_gauges:
             return {}
@@ -476,8 +544,11 @@ class SchedulerSide:
         return gauges
 
     def gauges(self) -> dict[str, float]:
-        """How many there are now, and since when the oldest, in seconds since the epoch (0: there
-        is none). By the names of `stats.GAUGES`."""
+        """Return the gauges, by the names of `stats.GAUGES`.
+
+        Counts of what there is now; times are those of the oldest one, in seconds since the epoch
+        (0: there is none).
+        """
         loads = [load.since_s for load in self._loads.values() if not load.over]
         unpromised = self.sends.waiting_since(offers=False)
         offers = self.sends.waiting_since(offers=True)
@@ -494,7 +565,7 @@ class SchedulerSide:
         }
 
     def check_invariants(self) -> None:
-        """For tests."""
+        """Raise InternalError, with the state, if a law of this side does not hold. For tests."""
         loads, wanted, sends = self._loads.values(), self._wanted.values(), self.sends
         rooms = [load.room for load in loads] + [ask.room for ask, _ in wanted]
         loading = sum(load.num_blocks for load in loads)

@@ -1,18 +1,11 @@
-"""Prefill's half of the connector in vLLM's scheduler: which prompts may be computed, and which
-blocks are held for decode.
+"""Prefill's half of the connector in vLLM's scheduler: it decides which prompts may be computed,
+and holds blocks for decode. The order law: a side that waits for the other holds nothing that the
+other's progress may need. So there are two kinds of sends.
 
-The order law: whoever waits for the other side holds nothing that the other side's progress may
-need. So there are two kinds of sends.
-
-A *promised* send is of a room that a router has drawn. Its prompt is not started before decode has
-promised its pages; until then it has no block. From the step that computes a block on the block is
-held, until every worker says that no write reads it.
-
-An *offer* is of a room that is drawn here. Its prompt is computed at once, and its blocks are held
-from the step that completes it, until a decode server has opened the room and the KV is sent. Its
-blocks are let go of when they are needed while a promised send or a load of this server waits, were
-it behind what needs them, and else after `offer_grace_s`: decode is then refused, and computes the
-prompt itself.
+*Promised*: a router has drawn the room. The prompt starts only after decode has promised its pages,
+and has no block before. Each block is held from the step that computes it until every worker
+reports that no write reads it. *Offer*: the room is drawn here. The prompt is computed at once; its
+blocks are held from its last step until it is sent, or withdrawn: see `Sends.make_room`.
 
     promised:  waiting --all ranks promised--> allowed --computed--> sent --freed--> forgotten
     offer:     drawn --computed, held--> offered --opened and sent, or withdrawn--> forgotten
@@ -35,26 +28,28 @@ from prefixkv.spi import CallerError, RequestError, pages_for
 _log = logging.getLogger("vllm.prefixkv")
 
 ROOM_BITS: Final = 53
-"""Of a room that is drawn here: routers carry it as a number of JSON, which many read as a
-double."""
+"""Bits of a room's number that is drawn here: routers carry it as a number of JSON, which many
+parsers read as a double."""
 
 Room = tuple[str, int]
-"""Decode server ("": any that opens it) and number."""
+"""Key of a room: the decode server's name ("": any that opens it) and the room's number."""
 
 
 @dataclass(slots=True)
 class _Send:
+    """A promised send or an offer, from its beginning until every rank has freed its pages."""
+
     room: Room
     num_tokens: int
-    unpromised: int  # ranks that have not heard decode's promise
-    unfreed: int  # ranks whose pages a write may still read
+    unpromised: int  # ranks that have not received decode's promise
+    unfreed: int  # ranks in which a write may still read its pages
     since_s: float  # when the request came; of an offer, when its prompt was computed
     started: bool = False  # vLLM has given it blocks
     left: bool = False  # its request has ended
     end: int = 0  # tokens whose computing was ordered
     num_pages: int = 0  # that were handed over
-    params: dict[str, Any] | None = None  # of an offer: what its answer tells a decode server
-    parent: str = ""  # of an offer: the request that it is a choice of, or itself
+    params: dict[str, Any] | None = None  # only of an offer: its answer's `kv_transfer_params`
+    parent: str = ""  # only of an offer: the request that it is a choice of, or itself
     withdrawn: bool = False
 
     @property
@@ -68,7 +63,7 @@ class _Send:
 
 @dataclass(slots=True)
 class _Drawn:
-    """An offer whose prompt is not computed yet: it has no room here, and holds nothing."""
+    """An offer before its prompt is computed: its room is not open yet, and it holds nothing."""
 
     num_tokens: int
     digest: bytes
@@ -78,14 +73,15 @@ class _Drawn:
 
 @dataclass(slots=True)
 class Sends:
-    """One engine's. Used by its `SchedulerSide` alone.
+    """The sends of one engine. Used by its `SchedulerSide` alone.
 
     Args:
         block_size: tokens.
-        num_ranks: workers that each hold a share of every block.
-        most_blocks: of one prompt that is computed for a decode server; None: any number.
-        offer_timeout_s: after which an offer that no decode server opened is withdrawn.
-        offer_grace_s: before which an offer is kept from requests that no other server waits for.
+        num_ranks: number of workers, each of which holds a share of every block.
+        most_blocks: limit of blocks per prompt that is computed for decode; None: no limit.
+        offer_timeout_s: age at which an offer that no decode server has opened is withdrawn.
+        offer_grace_s: age below which an offer keeps its blocks from requests for which no other
+            server waits.
         now_s: seconds since the epoch.
     """
 
@@ -96,19 +92,27 @@ class Sends:
     offer_grace_s: float
     now_s: Callable[[], float]
     most_blocks: int | None = None
-    address: str = ""  # of our prefill side, as decode servers reach it
+    address: str = ""  # address of our prefill side, as decode servers reach it
     can_end: bool = False  # vLLM ends the requests that `ending` names
+    # By request id. An entry outlives its request: only `freed` by all ranks removes it. Offers
+    # are in the order in which they were computed, which `make_room` uses.
     sends: dict[str, _Send] = field(default_factory=dict)
+    # The prompt's digest of each room in `sends`; a room is one send's.
     rooms: dict[Room, bytes] = field(default_factory=dict)
-    ending: dict[str, str] = field(default_factory=dict)  # requests that are not computed, and why
+    # Requests that are not to be computed, and why; until their requests end.
+    ending: dict[str, str] = field(default_factory=dict)
+    # These two end with their requests: they hold no blocks.
     _drawn: dict[str, _Drawn] = field(default_factory=dict)
-    _choices: dict[str, str] = field(default_factory=dict)  # others of a prompt: whose room it is
+    _choices: dict[str, str] = field(default_factory=dict)  # other choices: the send's request
 
     # --- requests ---------------------------------------------------------------------------------
 
     def begin(self, request: Any, ask: SendAsk, orders: Orders) -> None:
-        """The prompt of a room has come. Raises CallerError for one that is not sent; decode hears
-        of it where the room is this request's."""
+        """Begin a promised send.
+
+        Raises CallerError for a prompt that is not sent. Decode is then declined, unless the room
+        belongs to another request.
+        """
         rid, num_tokens, room = (
             request.request_id,
             request.num_prompt_tokens,
@@ -124,11 +128,13 @@ class Sends:
                 if computes_all(request):  # it would be computed before decode's promise
                     raise RequestError("a prompt with log-probabilities of its own is not sent")
         except CallerError as error:
+            # Decode may hold pages for this room already, so it has to hear of the refusal. A room
+            # of another request is left alone: its own send answers for it.
             if known is None:
                 orders.declines.append(Decline(ask.room, ask.decode, str(error)))
                 self.ending[rid] = str(error)
             raise
-        if known == digest:  # another choice of its prompt, for which nothing more is sent
+        if known == digest:  # another choice of the same prompt: nothing more is sent for it
             self._choices[rid] = next(one for one, send in self.sends.items() if send.room == room)
             return
         if known is not None:
@@ -138,6 +144,7 @@ class Sends:
         orders.adds.append(Add(rid, ask.room, ask.decode, num_tokens, digest))
 
     def _check_size(self, num_tokens: int) -> None:
+        """Raise RequestError for a prompt that would take blocks which loads count on."""
         num_blocks = pages_for(num_tokens, self.block_size)
         if self.most_blocks is not None and num_blocks > self.most_blocks:
             raise RequestError(
@@ -146,8 +153,11 @@ class Sends:
             )
 
     def draw(self, request: Any, ask: OfferAsk) -> None:
-        """Whoever opens the room that is drawn here gets the prompt. Choices of one request (vLLM
-        makes requests of them whose ids are its own behind a number) share one room."""
+        """Draw a room for a prompt, which any decode server may open that has the room's nonce.
+
+        Choices of one request share one room. vLLM makes a request of each choice, with the id
+        "NUMBER_PARENT". Raises RequestError where the own address is not known.
+        """
         rid = request.request_id
         if rid in self.sends:
             raise RequestError(f"a request of the id {rid!r} is still being transferred")
@@ -156,6 +166,8 @@ class Sends:
                 "this server does not know yet where decode servers reach it; give `advertise` in "
                 "kv_connector_extra_config, or a `bind` with a port"
             )
+        # Choices must return equal parameters: the client's router forwards those of any one of
+        # them.
         number, _, rest = rid.partition("_")
         parent = rest if number.isdigit() and rest else rid
         params = self._params_of(parent)
@@ -171,13 +183,15 @@ class Sends:
         self._drawn[rid] = _Drawn(request.num_prompt_tokens, digest, params, parent)
 
     def _new_room(self) -> int:
+        """Return a random room number that no offer here has; never 0."""
         while True:
             room = secrets.randbits(ROOM_BITS) or 1
             if ("", room) not in self.rooms:
                 return room
 
     def _params_of(self, parent: str) -> dict[str, Any] | None:
-        """Of a room that another choice of the same request has drawn."""
+        """Return the parameters of the room that another choice of `parent` has drawn, or None."""
+        # Withdrawn offers do not count: decode would be refused there.
         known: dict[str, dict[str, Any] | None] = {
             one.parent: one.params for one in self.sends.values() if not one.withdrawn
         }
@@ -187,25 +201,32 @@ class Sends:
     # --- the order law ----------------------------------------------------------------------------
 
     def may_start(self, rid: str, num_free: int, orders: Orders) -> bool | None:
-        """Whether vLLM may give this request blocks; None: it is no send that waits for decode.
+        """Return whether vLLM may give this request blocks; None: it is no promised send.
 
         A prompt is started beside others only where all of them fit to their ends. A prompt that
-        is preempted keeps its blocks until they are sent, so two that are half computed could keep
-        each other from going on.
+        is preempted keeps its blocks until they are sent, so two half-computed prompts could block
+        each other.
         """
+        # 1. Decode has refused it, or has left. Where this vLLM cannot end a request uncomputed,
+        #    it is computed for the sake of its answer.
         if rid in self.ending:
-            return not self.can_end  # where nothing ends it, it is computed for its answer
+            return not self.can_end
+        # 2. No send, or an offer, which waits for no promise.
         send = self.sends.get(self._choices.get(rid, rid))
         if send is None or send.is_offer:
             return None
+        # 3. Not promised by decode on every rank: it must hold nothing (the order law).
         if send.unpromised > 0:
             return False
+        # 4. It has been started: never stop it, but free what offers hold.
         need = pages_for(send.num_tokens, self.block_size)
         if send.started:  # it was preempted, or is a choice, most of which is in the prefix cache
             self.make_room(need - num_free, 0.0, orders)
             return True
+        # 5. Another choice waits until the first has started, and then shares its blocks.
         if rid in self._choices:
             return False
+        # 6. A new prompt: it must fit beside all that other started prompts still need.
         others = [one for one in self.sends.values() if one.started and not one.computed]
         need += sum(pages_for(one.num_tokens, self.block_size) - one.num_pages for one in others)
         self.make_room(need - num_free, 0.0, orders)
@@ -213,15 +234,22 @@ class Sends:
 
     @property
     def owes(self) -> bool:
-        """Whether decode has promised its pages for a prompt that is not computed."""
+        """True where decode has promised its pages for a prompt that is not computed."""
         return any(one.unpromised <= 0 and not one.computed for one in self.sends.values())
 
     def make_room(self, num_blocks: int, grace_s: float, orders: Orders) -> None:
-        """Withdraw offers that are older than `grace_s`, the oldest first, until at least so many
-        blocks will come back. They are released when the workers say so."""
+        """Withdraw offers older than `grace_s`, oldest first, until `num_blocks` will come back.
+
+        The blocks are released when the workers report it, not here: a decode server may have
+        opened the room meanwhile. A decode server that comes later is refused, and computes the
+        prompt itself. Callers pass a grace of 0 while a promised send or a load waits for this
+        server, `offer_grace_s` otherwise.
+        """
         if num_blocks <= 0:
             return
         before_s = self.now_s() - grace_s
+        # Offers that are withdrawn already count as well, or each call until the workers report
+        # would withdraw more of them.
         for rid, send in self.sends.items():  # in the order in which they were computed
             if send.is_offer and num_blocks > 0:
                 if not send.withdrawn and send.since_s <= before_s:
@@ -233,7 +261,7 @@ class Sends:
 
     @property
     def next_grace_s(self) -> float | None:
-        """When the oldest offer may be withdrawn for any request, since the epoch."""
+        """End of the oldest offer's grace, in seconds since the epoch; None: no offer."""
         return next(
             (one.since_s + self.offer_grace_s for one in self.sends.values()
              if one.is_offer and not one.withdrawn),
@@ -243,7 +271,7 @@ class Sends:
     # --- steps ------------------------------------------------------------------------------------
 
     def allocated(self, rid: str) -> None:
-        """vLLM has given the request blocks."""
+        """Mark a send as started: vLLM has given its request blocks."""
         if rid not in self.ending and (send := self.sends.get(rid)) is not None:
             send.started = True
 
@@ -251,7 +279,10 @@ class Sends:
         self, rid: str, start: int, count: int, table: Callable[[], list[int]], holds: Holds,
         orders: Orders,
     ) -> None:  # fmt: skip
-        """This step computes `count` tokens of a request, from token `start` on."""
+        """Order what follows from a step that computes `count` tokens from token `start` on.
+
+        `table` returns the request's block ids; it is called only where they are needed.
+        """
         if (drawn := self._drawn.get(rid)) is not None:
             if start + count >= drawn.num_tokens:
                 self._offer(rid, self._drawn.pop(rid), table(), holds, orders)
@@ -262,17 +293,21 @@ class Sends:
         self, rid: str, send: _Send, end: int, table: Callable[[], list[int]], holds: Holds,
         orders: Orders,
     ) -> None:  # fmt: skip
-        """A request that is preempted comes here from its beginning again: its blocks up to
-        `send.end` were held and handed over, whatever its new ones are."""
+        """Hold the blocks that this step completes, and order them to be sent.
+
+        A preempted request is computed again from its beginning. Its blocks up to `send.end` have
+        been held and handed over, so its new blocks for these tokens are ignored.
+        """
         end = min(end, send.num_tokens)
         if end <= send.end:
             return
         send.end = end
         stop = pages_for(end, self.block_size) if send.computed else end // self.block_size
         if stop == send.num_pages and not send.computed:
-            return  # a block that is computed in part waits
+            return  # a block that is computed in part waits for the rest of it
         first, pages = send.num_pages, tuple(table()[send.num_pages : stop])
         send.num_pages = stop
+        # Held before the order goes out: a preemption right after this step would free them.
         holds.take(rid, pages)
         end = min(end, stop * self.block_size)
         orders.chunks.append(Chunk(rid, first, pages, end, send.computed))
@@ -280,11 +315,14 @@ class Sends:
     def _offer(
         self, rid: str, drawn: _Drawn, table: list[int], holds: Holds, orders: Orders
     ) -> None:
-        """Held from here on, and not from the first chunk: a prompt that is preempted begins again,
-        and keeps nothing from others meanwhile."""
+        """Hold the blocks of a prompt that is complete with this step, and open its room.
+
+        Not from the first chunk on: a prompt that is preempted begins again, and meanwhile keeps no
+        block from others.
+        """
         room = "", int(drawn.params["room"])
         pages = tuple(table[: pages_for(drawn.num_tokens, self.block_size)])
-        if room in self.rooms:  # of another choice, which is computed too
+        if room in self.rooms:  # another choice has opened it; back to `_drawn`, for its answer
             self._drawn[rid] = drawn
             return
         self.rooms[room] = drawn.digest
@@ -299,7 +337,7 @@ class Sends:
         self.counters.add("offers")
 
     def finished(self, rid: str, orders: Orders) -> dict[str, Any] | None:
-        """A request has ended, however it did. Returns what its answer tells a decode server."""
+        """End a request, finished or not. Returns its answer's parameters for a decode server."""
         self.ending.pop(rid, None)
         self._choices.pop(rid, None)
         drawn = self._drawn.pop(rid, None)
@@ -309,6 +347,7 @@ class Sends:
         send = self.sends.get(rid)
         if send is None:
             return None
+        # A computed send continues without its request: its blocks are held until `freed`.
         send.left = True
         if not send.computed:
             orders.abort_sends[rid] = "prefill's request ended"
@@ -317,24 +356,29 @@ class Sends:
     # --- what workers say -------------------------------------------------------------------------
 
     def promised(self, rid: str) -> None:
+        """Count one rank that has received decode's promise."""
         if (send := self.sends.get(rid)) is not None:
             send.unpromised -= 1
 
     def unsent(self, rid: str, error: str) -> None:
+        """Log that a send failed. Its blocks stay held until `freed`."""
+        # A withdrawn offer has failed on purpose, and was counted when it was withdrawn.
         send = self.sends.get(rid)
         if send is None or send.withdrawn:
             return
         self.counters.add("offers_failed" if send.is_offer else "sends_failed")
-        # Where its request ended first, as a router ends those that decode does without, nobody
-        # waits for it.
+        # Where its request has ended first, nothing waits for it: a router ends the requests that
+        # decode no longer needs.
         level = logging.DEBUG if send.left and not send.computed else logging.WARNING
         _log.log(level, "request %s was not sent: %s", rid, error)
+        # Not computed yet: vLLM is to end the request and its choices without computing them.
         if not send.computed:
             self.ending |= {one: error for one, whose in self._choices.items() if whose == rid}
             if not send.left:
                 self.ending[rid] = error
 
     def freed(self, rid: str, holds: Holds) -> None:
+        """Count one rank in which no write reads the blocks; release them after the last."""
         send = self.sends.get(rid)
         if send is None:
             return
@@ -348,7 +392,7 @@ class Sends:
     # --- the whole --------------------------------------------------------------------------------
 
     def flush(self, orders: Orders) -> None:
-        """The weights change: nothing that was computed with the former ones is sent any more."""
+        """Order the end of every send, since the weights change. `freed` follows for each."""
         for rid, send in self.sends.items():
             if send.is_offer:
                 if not send.withdrawn:
@@ -358,7 +402,10 @@ class Sends:
                 orders.abort_sends[rid] = "the cache is being reset"
 
     def waiting_since(self, offers: bool) -> list[float]:
-        """When each came of those that wait for decode: for its promise, or for it to open them."""
+        """Return when each send began to wait for decode, in seconds since the epoch.
+
+        Promised sends wait for the promise, offers (`offers`) for a server that opens the room.
+        """
         return [
             send.since_s
             for send in self.sends.values()

@@ -1,12 +1,11 @@
-"""Which of vLLM's cached blocks should go, in the words of a policy: a radix cache beside vLLM's.
+"""A radix cache beside vLLM's, which decides by a policy which of vLLM's cached blocks to evict.
 
-The shadow is told of requests as they are admitted and end, and names victims. It owns nothing:
-vLLM may take a block against it, forget all its hashes, or have a block that it never heard of. To
-be wrong costs a hit, never correctness.
+The shadow follows requests as they are admitted and end, and names victims. It owns nothing: vLLM
+may take a block against it, forget all hashes, or have a block that the shadow does not know. An
+error costs a hit, never correctness.
 
-A place in the tree has a number of its own, not that of a block. So what vLLM did against the
-policy needs no change of the tree: the place has no block any more, and is passed over when its
-turn comes.
+A place in the tree has its own number, not the block's. So a block that vLLM takes against the
+policy needs no change of the tree: its place has no block any more, and is skipped at its turn.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ import numpy as np
 from prefixkv.spi import MAX_INDEX, InsertResult, Policy, PrefixLock, RadixCache, check_laws
 
 Usable = Callable[[int], bool]
-"""Whether a block is free, and its hash is cached."""
+"""Function that returns whether a block is free, and its hash is cached."""
 
 
 class Shadow:
-    """One pool's.
+    """The policy's view of one block pool.
 
     Args:
         block_size: tokens of a block.
-        policy: a name of `policy_names()`, or one that is made.
-        clock: seconds, for policies that need the time.
+        policy: a name of `policy_names()`, or a policy object.
+        clock: returns seconds, for policies that need the time.
     Raises:
         ConfigError: an unknown policy.
     """
@@ -35,7 +34,7 @@ class Shadow:
     def __init__(self, block_size: int, policy: str | Policy, clock: Callable[[], float]) -> None:
         self._tree = RadixCache(block_size, policy)
         self._clock = clock
-        self._locks: dict[str, PrefixLock] = {}
+        self._locks: dict[str, PrefixLock] = {}  # by running request; `ended` unlocks
         self._next_place = 0
         self._block_at: dict[int, int] = {}  # by place
         self._place_of: dict[int, int] = {}  # by block; the inverse
@@ -47,17 +46,20 @@ class Shadow:
         blocks: Sequence[int] = (),
         namespace: Hashable = None,
     ) -> None:
-        """A request runs, and `blocks` are to hold the first of its `tokens`: they are in use.
-        Again, until it ends: no-op.
+        """Lock the blocks of a request that starts to run. No-op for one that runs already.
 
-        They are entered at once. A policy takes the entry of new pages for a part of the last use
-        of those before them, so no other request may come between."""
+        `blocks` are to hold the first of its `tokens`. They are entered at once: a policy takes the
+        entry of new pages for a part of the last use of the pages before them, so no other request
+        may come between.
+        """
         if rid in self._locks:
             return
         match = self._tree.match_prefix(np.asarray(tokens, np.int32), namespace)
         seen = self._tree.lock(match, self._clock())
         self._locks[rid] = seen
         if blocks:
+            # No visit: the lock of the match has counted this use. The match stays locked until
+            # the longer path is locked, so no page is evictable in between.
             inserted = self._insert(tokens, blocks, namespace, visit=False)
             self._locks[rid] = self._tree.lock(inserted, self._clock())
             self._tree.unlock(seen)
@@ -65,8 +67,12 @@ class Shadow:
     def ended(
         self, rid: str, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable = None
     ) -> None:
-        """A request ends. `blocks` are cached, and hold the KV of the first of its `tokens`."""
+        """Enter and unlock the blocks of a request that ends.
+
+        `blocks` are cached, and hold the KV of the first of its `tokens`.
+        """
         lock = self._locks.pop(rid, None)
+        # A request that was never admitted here has not been counted as a use.
         if blocks:
             self._insert(tokens, blocks, namespace, visit=lock is None)
         if lock is not None:
@@ -75,6 +81,7 @@ class Shadow:
     def _insert(
         self, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable, *, visit: bool
     ) -> InsertResult:
+        """Enter blocks under fresh place numbers; pages that the tree has keep their places."""
         num_tokens = len(blocks) * self._tree.page_size
         places = np.arange(self._next_place, self._next_place + len(blocks), dtype=np.int32)
         inserted = self._tree.insert(
@@ -87,20 +94,24 @@ class Shadow:
         return inserted
 
     def _set(self, place: int, block: int) -> None:
+        """Connect a place with a block, and disconnect both from what they had before."""
         if self._block_at.get(place) != block:
             self.taken(block)
             self._place_of.pop(self._block_at.get(place, -1), None)
             self._block_at[place], self._place_of[block] = block, place
 
     def taken(self, block: int) -> None:
-        """vLLM uses this block for something else. Unknown: no-op."""
+        """Forget a block that vLLM uses for something else. No-op for an unknown block."""
         place = self._place_of.pop(block, None)
         if place is not None:
             del self._block_at[place]
 
     def victims(self, number: int, usable: Usable) -> list[int]:
-        """The blocks least worth keeping, at most `number`; fewer where the policy knows of no
-        more. They are forgotten here."""
+        """Return the blocks least worth keeping, and forget them.
+
+        At most `number`; fewer where the policy knows of no more.
+        """
+        # Some evicted places have no usable block any more, so evict until there are enough.
         found: list[int] = []
         while len(found) < number:
             places = self._tree.evict(number - len(found), self._clock())
@@ -115,13 +126,13 @@ class Shadow:
         return found
 
     def flush(self) -> None:
-        """vLLM has forgotten all its hashes."""
+        """Forget all blocks, as vLLM has forgotten all its hashes."""
         self._tree.reset()
         self._block_at.clear()
         self._place_of.clear()
 
     def check_invariants(self) -> None:
-        """For tests."""
+        """Raise InternalError if places and blocks or the tree disagree. For tests."""
         inverse = {block: place for place, block in self._block_at.items()}
         check_laws({"a block has one place": inverse == self._place_of}, self._place_of)
         self._tree.check_invariants()

@@ -1,4 +1,4 @@
-"""What the connector counts, for vLLM's log and for Prometheus."""
+"""Counters and gauges of the connector, for vLLM's log and for Prometheus."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METRICS: Final = {
     "evicted_by_policy": "Cached blocks that the policy named for eviction.",
     "evicted_in_order": "Cached blocks that vLLM's own order named, where the policy named none.",
 }
-"""Counters, by the end of their names: `vllm:prefixkv_` comes before, `_total` behind."""
+"""Texts of the counters, by name without the prefix `vllm:prefixkv_` and the suffix `_total`."""
 
 
 GAUGES: Final = {
@@ -36,29 +36,30 @@ GAUGES: Final = {
     "oldest_offer_timestamp_seconds": "When the oldest of these was computed, 0 without one.",
     "held_blocks": "Blocks that are not free since a peer may still read or write them.",
 }
-"""Numbers as they are now, by the end of their names. Times are seconds since the epoch, so that
-they stay true while the engine rests."""
+"""Texts of the gauges, by name without the prefix. Times are seconds since the epoch, not ages, so
+that they stay true while the engine rests."""
 
 
 class Counters:
-    """Numbers since the last `take`."""
+    """Counts since the last `take`, by the names of `METRICS`."""
 
     def __init__(self) -> None:
         self._new: dict[str, int] = {}
 
     def add(self, name: str, number: int = 1) -> None:
+        """Add to a counter; one that stays 0 is not reported."""
         assert name in METRICS, name
         if number:
             self._new[name] = self._new.get(name, 0) + number
 
     def take(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """Return the counts since the last call, and start again from 0."""
         new, self._new = self._new, {}
         return new
 
 
 def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """Both together: counts are added, of gauges the later ones hold.
+    """Return both together: counts are added, and the gauges of `other`, the later one, replace.
 
     >>> added({"a": 1, "b": 2, "held_blocks": 7}, {"b": 3, "held_blocks": 5})
     {'a': 1, 'b': 5, 'held_blocks': 5}

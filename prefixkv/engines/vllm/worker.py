@@ -1,8 +1,8 @@
-"""The connector in a vLLM worker: has the KV memory, opens rooms and sends chunks.
+"""The connector in a vLLM worker: it has the KV memory, opens rooms and sends chunks.
 
 Each worker does the same with its share of every block. It is called from the thread that runs the
 model; transfers run on threads of their own (`prefixkv.transfer`). No error of a transfer leaves
-it as an exception: a room that cannot be opened is a load that failed.
+this side as an exception: a room that cannot be opened is reported as a load that failed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Results:
-    """Loads whose outcome vLLM may be told: all that are over, and which of these failed."""
+    """Loads that are over, for vLLM: `received` are all of them, `failed` those without KV."""
 
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -48,12 +48,16 @@ class Results:
 
 @dataclass(slots=True)
 class _Load:
+    """A load into which a peer may still write."""
+
     rid: str
     num_pages: int
 
 
 @dataclass(slots=True)
 class _Send:
+    """A send from which a write may still read. `pages` are those that were handed over."""
+
     rid: str
     room: int
     decode: str
@@ -62,18 +66,21 @@ class _Send:
 
 @dataclass(slots=True)
 class _Offer:
-    """A prompt that waits for the decode server that opens its room."""
+    """A computed prompt that waits for a decode server to open its room.
+
+    `ready` stands behind the kernels that compute it; None: they are done.
+    """
 
     order: Offer
     ready: DeviceEvent | None
 
 
 class WorkerSide:
-    """One worker's.
+    """The worker's side of one worker process. Its model thread makes every call.
 
     Args:
         model: what both servers have to agree on besides the layout.
-        rank, num_ranks: of the workers that share out each block's heads.
+        rank, num_ranks: this worker's number, and the number of workers that share each block.
         gather: see `Gather`; not needed by a single worker.
         transport: makes another transport than NIXL's, for tests.
     """
@@ -99,12 +106,16 @@ class WorkerSide:
         self._transport = transport
         self._decode: DecodeTransfers | None = None
         self._prefill: PrefillTransfers | None = None
-        self._loads: dict[RoomKey, _Load] = {}  # that a peer may still write
+        # Two maps each, by room and by request id; always changed together. An entry goes with the
+        # proof that no write touches its pages (`_settle`, SourceFree), not with the outcome.
+        self._loads: dict[RoomKey, _Load] = {}
         self._load_keys: dict[str, RoomKey] = {}
-        self._sends: dict[RoomKey, _Send] = {}  # that a write may still read
+        self._sends: dict[RoomKey, _Send] = {}
         self._send_keys: dict[str, RoomKey] = {}
-        self._offers: dict[int, _Offer] = {}  # by room
+        # By room. An offer that was opened is in `_sends` as well, until its source is free.
+        self._offers: dict[int, _Offer] = {}
         self._bell: Bell | None = None
+        # Collected between two calls; `take_results` and `take_news` empty them.
         self._results, self._news = Results(), News()
         self._bytes_sent = 0
         self.counters = Counters()
@@ -112,10 +123,10 @@ class WorkerSide:
     # --- memory -----------------------------------------------------------------------------------
 
     def register(self, pool: KVPool) -> None:
-        """The KV memory is there. All workers of the server call this at once.
+        """Register the KV memory and start the transfers of this worker's roles.
 
-        Raises ConfigError for a pool that cannot be registered or an address that cannot be bound;
-        nothing is left open then.
+        All workers of the server call this at the same time. Raises ConfigError for a pool that
+        cannot be registered or an address that cannot be bound; nothing is left open then.
         """
         try:
             self._register(pool)
@@ -128,13 +139,15 @@ class WorkerSide:
         options, rank, name = self._options, self._rank, self._options.name
         control, transport = options.control, options.transport
         mesh = self._mesh(pool)
+        # Decode before prefill on every rank: both gather among the ranks, in one order everywhere.
         if is_consumer:
             decode = DecodeConfig(name, model=self._model, control=control, transport=transport)
             self._decode = decode_transfers(pool, decode, mesh, rank, self._gather, self._transport)
             _log.info("prefixkv decode worker %s, rank %d", name, rank)
         if is_producer:
+            # A server of both roles has two peers, which need two names.
             name = f"{name}-prefill" if is_consumer else name
-            # Only rank 0 is asked for by address; the others' it tells itself.
+            # Only rank 0 is reached by a configured address; it passes on those of the others.
             bind = options.bind if rank == 0 else _any_port(options.bind)
             prefill = PrefillConfig(
                 name, bind, model=self._model, control=control, transport=transport
@@ -143,10 +156,13 @@ class WorkerSide:
                 pool, prefill, mesh, rank, self._gather, self._transport
             )
             _log.info("prefixkv prefill worker %s, rank %d, listens at %s", name, rank, bind)
+            # The scheduler needs an address for the answers of offers, and the port may have been
+            # chosen only now. An endpoint without a host would be of no use to a decode server.
             if rank == 0 and self._prefill.endpoint.rpartition(":")[0] not in ANY_HOST:
                 self._news.address = self._prefill.endpoint
 
     def _mesh(self, pool: KVPool) -> Mesh | None:
+        """Return the mesh of this server's ranks; None for a single rank."""
         if self._num_ranks == 1:
             return None
         layout = pool.layout
@@ -155,30 +171,40 @@ class WorkerSide:
 
     @property
     def decode(self) -> DecodeTransfers:
+        """Transfers into this worker; only a registered kv_consumer has them."""
         assert self._decode is not None, "a kv_consumer that is registered"
         return self._decode
 
     @property
     def prefill(self) -> PrefillTransfers:
+        """Transfers out of this worker; only a registered kv_producer has them."""
         assert self._prefill is not None, "a kv_producer that is registered"
         return self._prefill
 
     def close(self) -> None:
+        """End both transfers and the bell. Idempotent; each is closed even if another raises."""
         with ExitStack() as stack:
             for side in (self._decode, self._prefill):
                 if side is not None:
                     stack.callback(side.close)
-            if self._bell is not None:  # first: it waits on descriptors of the sides
+            # Pushed last, so closed first: it waits on descriptors that the sides own.
+            if self._bell is not None:
                 stack.callback(self._bell.close)
 
     # --- orders -----------------------------------------------------------------------------------
 
     def before_forward(self, orders: Orders) -> None:
-        """Rooms are opened and ended."""
+        """Carry out the orders that open and end rooms.
+
+        Before the forward, so that peers learn of new rooms while the model computes.
+        """
+        # 1. Orders from before a change of weights belong to the former version.
         if orders.before is not None:
             self.before_forward(orders.before)
         if orders.weights_version is not None:
             self.move_weights(orders.weights_version)
+        # 2. Rooms begin. Before the aborts: a request may begin and end between two steps, and an
+        # abort that finds no room would leave it open without end.
         if orders.bell and self._bell is None:
             self._hang_bell(orders.bell)
         for refusal in orders.refusals:
@@ -189,33 +215,38 @@ class WorkerSide:
             self._add(add)
         for decline in orders.declines:
             self._decline(decline)
+        # 3. Rooms end. An unknown id is a room that is over already, which an abort may cross.
         for rid, reason in orders.abort_loads.items():
             if (key := self._load_keys.get(rid)) is not None:
                 self.decode.abort(*key.numbers, reason)
         for rid, reason in orders.abort_sends.items():
             if (key := self._send_keys.get(rid)) is not None:
                 self.prefill.abort(*key.numbers, reason, decode=key.decode)
+        # 4. Offers are withdrawn. One that a decode server has opened meanwhile is sent in full.
         for room, offer in self._offers.items():
             if offer.order.rid in orders.withdrawals:
                 self.prefill.withdraw(room, 0, orders.withdrawals[offer.order.rid])
 
     def _hang_bell(self, address: str) -> None:
-        """From now on the scheduler hears of news at once, without a step."""
+        """Start to wake the scheduler when something is to be reported, without a step."""
         fds = [side.fileno() for side in (self._decode, self._prefill) if side is not None]
         try:
             self._bell = Bell(address, fds)
         except OSError as error:
             _log.warning("this worker cannot wake the scheduler, which polls it: %s", error)
             return
+        # Only now: the scheduler lets its engine rest once every worker has reported a bell.
         self._news.bells = 1
 
     def _refuse(self, refusal: Refuse) -> None:
+        """Refuse a room. A failure is only logged: no request of this server depends on it."""
         try:
             self.decode.refuse(refusal.room, 0, refusal.prefill, refusal.reason, refusal.ticket)
         except PrefixKVError as error:
             _log.warning("room %d was not refused: %s", refusal.room, error)
 
     def _open(self, what: Open) -> None:
+        """Open the room of a load: the peer may write its pages from now on."""
         try:
             self.decode.open(
                 what.room, 0, what.num_tokens, what.prefix_len, what.pages, what.prefill,
@@ -223,7 +254,8 @@ class WorkerSide:
             )  # fmt: skip
         except PrefixKVError as error:
             self._news.failed[what.rid] = str(error)
-            self._news.settled.append(what.rid)  # nothing was promised
+            # Settled as well: nothing was promised, so no drain event will ever come for it.
+            self._news.settled.append(what.rid)
             self._end_load(what.rid, failed=True)
             return
         key = RoomKey(what.room, 0)
@@ -231,9 +263,11 @@ class WorkerSide:
         self._load_keys[what.rid] = key
 
     def _add(self, what: Add) -> None:
+        """Add a promised send: from now on decode's promise of its pages is accepted."""
         try:
             self.prefill.add(what.room, 0, what.num_tokens, what.decode, what.digest)
         except PrefixKVError as error:
+            # Freed as well: no SourceFree will come for a room that was not added.
             self._news.unsent[what.rid] = str(error)
             self._news.freed.append(what.rid)
             return
@@ -242,19 +276,21 @@ class WorkerSide:
         self._send_keys[what.rid] = key
 
     def _decline(self, what: Decline) -> None:
+        """Decline a room. A failure is only logged: no request of this server depends on it."""
         try:
             self.prefill.refuse(what.room, 0, what.reason, decode=what.decode)
         except PrefixKVError as error:
             _log.warning("room %d of %s was not declined: %s", what.room, what.decode, error)
 
     def after_forward(self, orders: Orders, ready: DeviceEvent | None = None) -> None:
-        """The step's chunks are computed, or will be when `ready.query()` is True."""
+        """Hand over a step's chunks and offers. Their KV is there once `ready.query()` is True."""
         for chunk in orders.chunks:
             self._send(chunk, ready)
         for offer in orders.offers:
             self._offer(offer, ready)
 
     def _offer(self, what: Offer, ready: DeviceEvent | None) -> None:
+        """Open the room of an offer for any decode server that proves its digest."""
         try:
             self.prefill.offer(what.room, 0, what.num_tokens, what.digest, what.timeout_s)
         except PrefixKVError as error:
@@ -264,6 +300,7 @@ class WorkerSide:
         self._offers[what.room] = _Offer(what, ready)
 
     def _send(self, chunk: Chunk, ready: DeviceEvent | None) -> None:
+        """Hand one chunk over, with all pages of its request so far."""
         key = self._send_keys.get(chunk.rid)
         if key is None:
             return  # the room is over
@@ -280,14 +317,14 @@ class WorkerSide:
                 generation=0,
             )
         except PrefixKVError as error:
-            # Nothing was handed over, so the room must not go on.
+            # Decode would wait for tokens that never come: the room must end.
             _log.error("a chunk of request %s was not sent: %s", chunk.rid, error)
             self.prefill.abort(*key.numbers, str(error), decode=key.decode)
 
     # --- outcomes ---------------------------------------------------------------------------------
 
     def take_results(self) -> Results:
-        """Loads that are over since the last call."""
+        """Return the loads that are over since the last call, and take in all events until now."""
         if self._decode is not None:
             for event in _events(self._decode.take_events):
                 self._loaded(event)
@@ -295,14 +332,22 @@ class WorkerSide:
             for said in _events(self._prefill.take_events):
                 self._sent(said)
         if self._bell is not None:
-            self._bell.arm()  # behind what was taken: what comes from now on rings
+            # After the events were taken. Before, it would ring for those that were just taken.
+            self._bell.arm()
         results, self._results = self._results, Results()
         return results
 
     def _loaded(self, event: DecodeEvent) -> None:
+        """Take in what happened to a room on decode.
+
+        1. Success is also proof: the peer has written everything, so it writes nothing more.
+        2. A failure is an outcome only. The peer may still write, so the room stays until 3.
+        3. Drained: nothing can land any more.
+        4. Overdue: the proof is late. The room stays; the scheduler just stops waiting for it.
+        """
         load = self._loads.get(event.key)
         if load is None:
-            return  # of a room that was refused
+            return  # the event of a room that was refused
         match event:
             case RoomEnded(poll=KVPoll.SUCCESS):
                 self.counters.add("blocks_loaded", load.num_pages)
@@ -324,11 +369,15 @@ class WorkerSide:
             self._results.failed.add(rid)
 
     def _settle(self, key: RoomKey) -> None:
+        """Forget a room into which no peer writes any more, and report its load as settled."""
         load = self._loads.pop(key)
         del self._load_keys[load.rid]
         self._news.settled.append(load.rid)
 
     def _sent(self, event: PrefillEvent) -> None:
+        """Take in what happened to a room on prefill: of an offer, or of a send."""
+        # An offer's events carry keys that are no sends yet: its own key has no decode server's
+        # name, and the first Bootstrapped brings the name.
         offer = self._offers.get(event.key.room)
         if offer is not None and event.key not in self._sends:
             self._of_offer(offer, event)
@@ -343,16 +392,19 @@ class WorkerSide:
                 self._news.unsent[send.rid] = f"{type(event.error).__name__}: {event.error}"
             case SourceFree():
                 del self._sends[event.key], self._send_keys[send.rid]
+                # A router may have drawn the same number for another request: compare the request.
                 offer = self._offers.get(send.room)
                 if offer is not None and offer.order.rid == send.rid:
                     del self._offers[send.room]
                 self._news.freed.append(send.rid)
 
     def _of_offer(self, offer: _Offer, event: PrefillEvent) -> None:
-        """A decode server has opened the room, or none will."""
+        """Take in that a decode server has opened the room of an offer, or that none will."""
         what = offer.order
         match event:
             case Bootstrapped():
+                # It is a send from here on. Registered first: `_send` looks its key up. The whole
+                # prompt goes as one chunk, since all of it is computed.
                 key = event.key
                 self._sends[key] = _Send(what.rid, what.room, key.decode)
                 self._send_keys[what.rid] = key
@@ -365,7 +417,7 @@ class WorkerSide:
                 self._news.freed.append(what.rid)
 
     def take_news(self) -> News | None:
-        """What else the scheduler has to know."""
+        """Return the report for the scheduler since the last call; None: nothing to report."""
         if not self._news:
             return None
         news, self._news = self._news, News()
@@ -374,7 +426,7 @@ class WorkerSide:
     # --- an operator's ----------------------------------------------------------------------------
 
     def lost_peers(self) -> list[dict[str, Any]]:
-        """See `extension.WorkerExtension`."""
+        """Return the silent or dead peers. See `extension.WorkerExtension.prefixkv_lost_peers`."""
         return [
             {"peer": peer.name, "life": f"{peer.incarnation:x}", "why": why, "held": held}
             for side in (self._decode, self._prefill)
@@ -383,8 +435,11 @@ class WorkerSide:
         ]
 
     def fence(self, peer: str, life: str) -> None:
-        """That process is dead: its rooms end, and are settled. Raises RequestError for a life that
-        is no hexadecimal number."""
+        """End and settle all rooms of a process that is known to be dead.
+
+        See `extension.WorkerExtension.prefixkv_fence` for the danger of fencing a live one. Raises
+        RequestError for a life that is no hexadecimal number.
+        """
         try:
             incarnation = int(life, 16)
         except ValueError:
@@ -394,8 +449,7 @@ class WorkerSide:
                 side.fence(peer, incarnation)
 
     def move_weights(self, weights_version: str) -> None:
-        """The weights are of this version from now on. Raises ConfigError for what is no
-        version."""
+        """Move both sides to this weights version. Raises ConfigError for a string that is none."""
         for side in (self._decode, self._prefill):
             if side is not None:
                 side.move_weights(weights_version)
@@ -403,8 +457,9 @@ class WorkerSide:
     # --- counts -----------------------------------------------------------------------------------
 
     def take_counts(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """Return the counts since the last call, `bytes_sent` of this rank included."""
         if self._prefill is not None:
+            # The transfer's number only grows; vLLM adds up intervals, so report the difference.
             sent = self._prefill.bytes_sent
             self.counters.add("bytes_sent", sent - self._bytes_sent)
             self._bytes_sent = sent
@@ -412,11 +467,15 @@ class WorkerSide:
 
 
 def _any_port(bind: str) -> str:
+    """Return `bind` with a free port instead of its own: several ranks share one host."""
     return bind.rpartition(":")[0] + ":*"
 
 
 def _events(take: Callable[[], list[T]]) -> list[T]:
-    """What the control thread met is logged: it lives on, and so do the other requests."""
+    """Take events, and log an internal error instead of raising it.
+
+    The control thread survives such an error, and so do the other requests.
+    """
     try:
         return take()
     except InternalError as error:
