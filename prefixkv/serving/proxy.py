@@ -437,8 +437,8 @@ class _Run:
     """One request on its servers: its attempts, and what must end with it.
 
     A room ends on both sides, whatever happens to HTTP. Prefill computes nothing before decode has
-    promised its pages, so a room that decode does not load costs prefill no block; prefill's request
-    ends when its connection closes:
+    promised its pages, so a room that decode does not load costs prefill no block. Prefill's
+    request ends when its connection closes:
     1. when decode has answered, by an error too: at once, or `_GRACE_S` after the first piece of a
        stream, since prefill's own answer may come a little later than decode's first token;
     2. when the client leaves or an attempt fails: at once, together with decode's request;
