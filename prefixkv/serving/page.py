@@ -21,6 +21,7 @@ _FILE: Final = "chat.html"
 
 def page_route(path: str = "/") -> Route:
     """Return the route of the page. It holds nothing secret, so it needs no key."""
+    # Read once: the policy's digests are of these bytes, whatever happens to the file later.
     page = resources.files(__package__).joinpath(_FILE).read_bytes()
     headers = {
         "content-security-policy": _policy(page),
