@@ -21,8 +21,8 @@ EXTRA: Final = ("httpx", "jinja2", "prometheus_client", "starlette", "uvicorn")
 
 
 def check_extra(*, with_model: bool = True) -> None:
-    """Raises ImportError, of one line, where a package of the extra is missing; without
-    `with_model` those that a model needs may be."""
+    """Raise ImportError, in one line, if a package of the extra `serve` is missing. `with_model`:
+    check the packages that a model needs too."""
     from prefixkv.engines import hf
 
     needed = (*EXTRA, *hf.EXTRA) if with_model else EXTRA
@@ -31,8 +31,8 @@ def check_extra(*, with_model: bool = True) -> None:
 
 
 def is_there(name: str) -> bool:
-    """Whether a package is installed."""
+    """Return whether a package is installed."""
     try:
         return find_spec(name) is not None
-    except ValueError:  # taken out of sys.modules' keeping by None
+    except ValueError:  # sys.modules has None for it, which blocks its import
         return False

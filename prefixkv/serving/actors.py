@@ -1,8 +1,7 @@
-"""A worker as an actor of Ray's, and what is asked of the node that it was on once it is gone.
+"""A worker as a Ray actor, and the check that its process has ended, which runs on its node.
 
-The actor's process hosts one `Worker`, on an event loop in a thread of its own. Ray starts it anew
-where it ends; every start is another life. The module imports nothing of Ray's before it runs
-there.
+The actor's process hosts one `Worker`, on an event loop in a thread of its own. Ray restarts the
+process when it ends; every start is another life. The module imports Ray only once it runs there.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from prefixkv.spi import HeldLife, ProcessLife, is_dead
 logger = logging.getLogger("prefixkv.ray")
 
 WATCH_S: Final = 30.0
-"""`WorkerActor.watch` returns after this long, if nothing has happened."""
+"""Longest wait of `WorkerActor.watch`, which then returns although nothing has happened."""
 
 
 class Life(msgspec.Struct, frozen=True):
-    """One life of a worker: what it says of itself, Ray's id of the node that it is on, and which
-    process it is there; None where the kernel does not tell."""
+    """One life of a worker: its own description, Ray's id of its node, and its process there, which
+    is None if the kernel does not identify it."""
 
     info: WorkerInfo
     node: str
@@ -41,19 +40,21 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class WorkerActor:
-    """The actor. Its methods run in threads of Ray's.
+    """The actor. Its methods run in Ray's threads.
 
     Args:
-        config: of the worker. It binds to the address of the node where the actor is.
+        config: of the worker. It binds to the address of the actor's node.
 
-    Raises: what `Worker.start` raises; where Ray had started it before, the process ends instead,
-        so that Ray tries again.
+    Raises: what `Worker.start` raises. If Ray has restarted the actor, the process ends instead, so
+        that Ray tries again.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
         import ray
 
         log_to_stderr()
+        # Held for as long as the process lives: it is what `has_ended` looks for. Without it the
+        # end of this life cannot be proved, only declared by an operator.
         self._held = None
         with contextlib.suppress(OSError):
             self._held = HeldLife()
@@ -65,6 +66,8 @@ class WorkerActor:
         try:
             info = ready.result()
         except Exception:
+            # An exception here would make Ray give the actor up; an exit makes it try again. A
+            # first start is different: its error belongs to the operator.
             if context.was_current_actor_reconstructed:
                 logger.exception("a worker does not start")
                 os._exit(1)
@@ -73,11 +76,14 @@ class WorkerActor:
         self._life = Life(info, context.get_node_id(), process)
 
     def _serve(self, config: WorkerConfig, ready: Future[WorkerInfo]) -> None:
+        """Run the worker in a thread, and end the process if its engine has failed."""
         if not asyncio.run(self._run(config, ready)):
-            os._exit(1)  # its engine has failed: Ray starts it anew
+            os._exit(1)  # its engine has failed: Ray restarts the actor
         self._ended.set()
 
     async def _run(self, config: WorkerConfig, ready: Future[WorkerInfo]) -> bool:
+        """Start the worker, report to `ready`, and serve. Returns False if the engine has
+        failed."""
         self._loop = asyncio.get_running_loop()
         try:
             self._worker: PrefillWorker | DecodeWorker = make_worker(config)
@@ -89,23 +95,26 @@ class WorkerActor:
         return await self._worker.run()
 
     def life(self) -> Life:
-        """Of this process."""
+        """Return the life of this process."""
         return self._life
 
     def watch(self) -> bool:
-        """Whether it was drained and has ended; waits for that, `WATCH_S` at most."""
+        """Wait until the worker was drained and has ended, `WATCH_S` at most. Returns whether it
+        has."""
         return self._ended.wait(WATCH_S)
 
     def drain(self) -> None:
-        """As `Worker.drain`."""
-        with contextlib.suppress(RuntimeError):  # it has ended
+        """See `Worker.drain`."""
+        with contextlib.suppress(RuntimeError):  # its loop has ended
             self._loop.call_soon_threadsafe(self._worker.drain)
 
 
 def placed(config: WorkerConfig, host: str) -> WorkerConfig:
-    """The configuration for a machine: all that it binds by default, it binds to `host`."""
+    """Return the configuration for a machine: every address that it would bind by default is
+    `host`."""
     listen = replace(config.worker.listen, host=host, status_host=host)
     config = replace(config, worker=replace(config.worker, listen=listen))
+    # An address that was set on purpose is kept.
     if isinstance(config, PrefillWorkerConfig) and config.node.bind == PrefillConfig().bind:
         bind = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
         config = replace(config, node=replace(config.node, bind=bind))
@@ -113,6 +122,6 @@ def placed(config: WorkerConfig, host: str) -> WorkerConfig:
 
 
 def has_ended(process: ProcessLife) -> bool:
-    """Whether it is proved that this process has ended. Has to run on its node: elsewhere nothing
+    """Return whether this process is proved to have ended. Must run on its node: elsewhere nothing
     is proved."""
     return is_dead(process)

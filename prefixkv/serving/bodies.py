@@ -1,8 +1,8 @@
-"""What the bodies of all requests may take together, and those of one client's.
+"""Bounds on the memory of request bodies, for all of a server together and per client.
 
 A body counts from its first byte until its request has been answered, since what is made of it
-lives as long. Where there is no room for more, the body that has been coming for longest makes
-some: a client that sends slowly keeps nobody out.
+lives as long. When room runs out, the body that has been arriving for longest is dropped: a client
+that sends slowly keeps no other out.
 """
 
 from __future__ import annotations
@@ -19,22 +19,27 @@ _KEY: Final = "prefixkv.body"
 
 
 class Body:
-    """That of one request. One owner."""
+    """Memory that one request's body takes. One owner."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
         self._num_bytes = 0
+        # Only while the body arrives: then `_make_room` of another request may end it.
         self._patience: asyncio.Timeout | None = None  # while it comes
         self.made_room = False
 
     def comes(self, patience: asyncio.Timeout) -> None:
-        """Its first byte is awaited, under a time-out that ends it where others need room."""
+        """Begin to count the body as arriving. `patience` is the time-out of its reader, which ends
+        early if others need the room."""
         self._patience = patience
         self._bodies.coming[self] = None
 
     def grow(self, num_bytes: int) -> None:
-        """More of it has come. Raises ApiError 503 where no other can make room for it."""
+        """Take room for more of the body. Raises ApiError 503 if no other body can give up its
+        room."""
         while self._bodies.num_bytes + num_bytes > self._bodies.limit:
+            # The oldest arriving body that holds any bytes. One that has fully arrived is being
+            # answered, and is never dropped; nor does a body drop itself for its own growth.
             oldest = next((one for one in self._bodies.coming if one._num_bytes), None)
             if oldest is None or oldest is self:
                 raise ApiError(
@@ -46,17 +51,19 @@ class Body:
         self._num_bytes += num_bytes
 
     def is_here(self) -> None:
-        """It has come to its end, or is not awaited any more."""
+        """Stop counting the body as arriving: it is complete, or its reader has given up."""
         self._bodies.coming.pop(self, None)
         self._patience = None
 
     def end(self) -> None:
-        """Nothing of it is held any more."""
+        """Give back all its room. Idempotent."""
         self.is_here()
         self._bodies.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
     def _make_room(self) -> None:
+        """Drop what has arrived, and end the reader's wait now."""
+        # `end` forgets the patience, so take it before.
         patience = self._patience
         self.made_room = True
         self.end()
@@ -65,17 +72,17 @@ class Body:
 
 
 class Bodies:
-    """Those of all requests of one server. Used on one event loop."""
+    """The bodies of all requests of one server. Used on one event loop."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.num_bytes = 0
-        self.coming: dict[Body, None] = {}  # the oldest first
+        self.coming: dict[Body, None] = {}  # still arriving, oldest first
 
 
 class Counted:
-    """An application that answers so many requests of one client at once (0: any number), of which
-    all bodies are bounded in sum; more are refused."""
+    """An application that answers at most `most` requests of one client at once (0: any number),
+    and bounds the sum of all bodies; further requests are refused."""
 
     def __init__(self, app: ASGIApp, most: int, max_bodies_bytes: int) -> None:
         self._app, self._most = app, most
@@ -97,6 +104,8 @@ class Counted:
         try:
             await self._app(scope, receive, send)
         finally:
+            # After the answer, however it ended: the only place where the room and the count go
+            # back.
             body.end()
             self._num[client] -= 1
             if not self._num[client]:
@@ -104,6 +113,6 @@ class Counted:
 
 
 def body_of(scope: Scope) -> Body:
-    """That of a request which has come through `Counted`."""
+    """Return the body of a request that has passed `Counted`."""
     found: Body = scope[_KEY]
     return found

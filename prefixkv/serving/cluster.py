@@ -1,11 +1,11 @@
-"""`prefixkv serve --ray`: workers as actors of a Ray cluster, the same fleet and the same front.
+"""`prefixkv serve --ray`: workers as actors of a Ray cluster, with the same fleet and front.
 
-Ray places the actors, starts them anew and finds them by name. What is decided here is when a
-former life of a worker is dead for certain, so that others may use again what they hold for it.
-That an actor fails, restarts or is dead in Ray's books proves nothing: Ray says so of processes
-that it only cannot reach, or is about to kill. It is proved by the raylet of the node where the
-process was, if that raylet lives: it runs `has_ended` there, which asks the kernel. Where the node
-is lost nothing is proved, and an operator has to say so (`/lost` and `/fence` of the status port).
+Ray places the actors, restarts them and finds them by name. This module decides when a former life
+of a worker is certainly dead, so that others may reuse what they hold for it. Ray's own report that
+an actor failed, restarted or died is no proof: Ray says so of processes that it cannot reach, or is
+about to kill. The proof is the kernel's, asked by `has_ended` in a task on the node where the
+process was, if that node's raylet is alive. If the node is lost there is no proof, and an operator
+has to decide (`/lost` and `/fence` of the status port).
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ from prefixkv.spi import ConfigError
 
 logger = logging.getLogger("prefixkv.ray")
 
-_AGAIN_S: Final = 0.5  # before Ray is asked again
+_AGAIN_S: Final = 0.5  # pause before Ray is asked again
 _REACH_S: Final = 10.0
-_CALLS: Final = 16  # of an actor's methods at once: watches of a front that was cut off add up
+_CALLS: Final = 16  # concurrent calls of an actor: watches of a front that was cut off add up
 
 
 @dataclass(eq=False)
 class _Former:
-    """A life that is over, for all that Ray says. `is_lost`: so is its node."""
+    """A life that Ray reports as over. `is_lost`: its node is lost too, so the end cannot be
+    proved."""
 
     life: Life
     is_lost: bool = False
@@ -56,15 +57,16 @@ class _Former:
 
 
 class FormerLives:
-    """Lives of workers that are over, until each is fenced. Used on one event loop.
+    """Lives of workers that seem to be over, until each is fenced. Used on one event loop.
 
     Args:
-        fleet: is told of each that is dead for certain.
+        fleet: fences each life that is certainly dead.
         limits: of requests to `routes`.
     """
 
     def __init__(self, fleet: Fleet, limits: Any) -> None:
         self._fleet, self._limits = fleet, limits
+        # Both by (name, life). A life moves from `_former` to `_fenced` once, and never back.
         self._former: dict[tuple[str, str], _Former] = {}
         self._fenced: set[tuple[str, str]] = set()
         self.routes: list[BaseRoute] = [
@@ -73,25 +75,29 @@ class FormerLives:
         ]
 
     def take(self, life: Life) -> None:
-        """It seems to be over. It is fenced once that is proved."""
+        """Begin to prove that a life which seems to be over has ended; it is fenced once that is
+        proved."""
         former = self._former[_key(life)] = _Former(life)
         former.proving = asyncio.create_task(self._prove(former))
 
     def is_back(self, life: Life) -> bool:
-        """It is heard: whatever seemed so, it is not over. False if it was fenced all the same."""
+        """Cancel the proof: the life has answered after all. Returns False if it was fenced before,
+        so that it must not serve."""
         former = self._former.pop(_key(life), None)
         if former is not None and former.proving is not None:
             former.proving.cancel()
         return _key(life) not in self._fenced
 
     async def close(self) -> None:
-        """Ask no more."""
+        """Stop all proofs."""
         tasks = [former.proving for former in self._former.values() if former.proving is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _prove(self, former: _Former) -> None:
+        """Ask a life's node until its end is proved, its node is lost, or it is settled
+        otherwise."""
         life = former.life
         while not former.is_lost and self._former.get(_key(life)) is former:
             try:
@@ -99,6 +105,7 @@ class FormerLives:
                     logger.warning("%s life %s has ended", life.info.name, life.info.life)
                     await self._end(life)
                     return
+            # No answer proves nothing: ask again, unless Ray has given the node up.
             except RayError as error:  # the node is lost, or busy with its own end
                 logger.info("whether %s has ended is not known: %s", life.info.name, error)
             former.is_lost = not await is_node_alive(life.node)
@@ -111,6 +118,8 @@ class FormerLives:
         )  # fmt: skip
 
     async def _end(self, life: Life) -> None:
+        """Fence a life that is certainly dead."""
+        # Both before the await: an answer of that life from now on finds it fenced.
         self._former.pop(_key(life), None)
         self._fenced.add(_key(life))
         await self._fleet.fence(life.info.name, life.info.life)
@@ -118,11 +127,17 @@ class FormerLives:
     # --- for an operator --------------------------------------------------------------------------
 
     async def _show(self, _: Request) -> Response:
+        """Answer GET /lost: the lives that are not proved dead, and what is held for each."""
         lost = await self._fleet.lost()
         return json_response([_told(one, lost) for one in self._former.values()])
 
     async def _fence(self, request: Request) -> Response:
+        """Answer POST /fence: an operator declares a lost life dead."""
         asked = decode_body(await read_body(request, self._limits), Fence)
+        # 1. It serves at this moment: fencing it would let others reuse pages that it writes.
+        # 2. It is fenced already: nothing to do.
+        # 3. It is unknown: refused, since a mistyped life must not pass for a fenced one.
+        # 4. It is lost: believe the operator.
         key = asked.name, asked.life
         serving = self._fleet.workers.get(asked.name)
         if serving is not None and serving.life == asked.life:
@@ -139,10 +154,12 @@ class FormerLives:
 
 
 def _key(life: Life) -> tuple[str, str]:
+    """Return the key of a life in `FormerLives`."""
     return life.info.name, life.info.life
 
 
 def _told(former: _Former, lost: dict[str, list[Any]]) -> dict[str, Any]:
+    """Return a former life as `/lost` shows it."""
     info = former.life.info
     held = {
         worker: one.held
@@ -158,28 +175,30 @@ def _told(former: _Former, lost: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 async def ended_on_node(life: Life) -> bool:
-    """Whether the raylet of its node, alive, proves that the process of this life has ended. Raises
-    RayError where the task could not run there."""
+    """Return whether a task on the life's node proves that its process has ended. Raises RayError
+    if the task could not run there."""
     if life.process is None:
         return False
+    # Not soft: on any other node the kernel would know nothing of the process.
     here = NodeAffinitySchedulingStrategy(life.node, soft=False)
     task = ray.remote(has_ended).options(num_cpus=0, max_retries=0, scheduling_strategy=here)
     return bool(await task.remote(life.process))
 
 
 async def is_node_alive(node: str) -> bool:
-    """Whether Ray has not given this node up. One that it has given up never comes back."""
+    """Return whether Ray still counts the node as alive. A node that Ray has given up never
+    returns."""
     nodes = await asyncio.to_thread(ray.nodes)
     return any(one["NodeID"] == node and one["Alive"] for one in nodes)
 
 
 class Actor:
-    """One worker as an actor, from its start to `end`. As `launch.Child`.
+    """One worker as an actor, from its start to `end`. See `launch.Child`.
 
     Args:
-        handle: Ray's.
+        handle: Ray's, of the actor.
         name: of the worker.
-        fleet, former: hear of its lives.
+        fleet, former: get its lives: those that serve, and those that seem to be over.
     """
 
     def __init__(self, handle: Any, name: str, fleet: Fleet, former: FormerLives) -> None:
@@ -190,6 +209,8 @@ class Actor:
         self._task = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
+        """Follow the worker's lives until it is drained or ended, and report an error to
+        `ready`."""
         try:
             while not self._ending:
                 with contextlib.suppress(RayError):
@@ -205,8 +226,8 @@ class Actor:
                 logger.exception("%s is given up", self._name)
 
     async def _find(self) -> Life:
-        """Its present life; waits for Ray to start it. Raises WorkerFailedError where Ray does not,
-        RayError where it may yet."""
+        """Return the present life; waits for Ray to start it. Raises WorkerFailedError if Ray has
+        given up, RayError if it may still start."""
         try:
             found: Life = await self._handle.life.options(max_task_retries=-1).remote()
             return found
@@ -215,9 +236,9 @@ class Actor:
             raise WorkerFailedError(f"{self._name} does not start: {why}") from error
 
     async def _live(self, life: Life) -> bool:
-        """One life of it, to its end. True if it was drained."""
+        """Follow one life to its end. Returns True if it was drained."""
         if not self._former.is_back(life):
-            ray.kill(self._handle, no_restart=False)  # nothing that was fenced is worked with
+            ray.kill(self._handle, no_restart=False)  # a fenced life must not serve
             return False
         self._fleet.add(life.info)
         if not self.ready.done():
@@ -231,17 +252,20 @@ class Actor:
                 logger.warning("%s is lost: %s", self._name, str(error).strip().splitlines()[0])
             return False
         finally:
+            # No more requests first. Then the proof, except at our own end, where nothing is
+            # reused.
             self._fleet.remove(life.info.name, life.info.life)
             if not self._ending:
                 self._former.take(life)
 
     async def end(self, grace_s: float) -> None:
-        """Drain it, and kill it after `grace_s`. Ray does not start it again."""
+        """Drain the worker, and kill it after `grace_s`. Ray does not restart it."""
         self._ending = True
         if grace_s and self.ready.done() and self.ready.exception() is None:
             with contextlib.suppress(RayError):
                 await self._handle.drain.remote()
                 await asyncio.wait((self._task,), timeout=grace_s)
+        # For good: Ray starts no other life, and `_ending` keeps the task from looking for one.
         with contextlib.suppress(RayError):
             ray.kill(self._handle)
         self._task.cancel()
@@ -249,7 +273,7 @@ class Actor:
 
 
 class RayLaunch(Launch):
-    """`prefixkv serve --ray`. As `Launch`, but for where workers are."""
+    """`prefixkv serve --ray`. See `Launch`; workers run in a Ray cluster instead."""
 
     _former: FormerLives
     _group: Any = None
@@ -259,8 +283,10 @@ class RayLaunch(Launch):
         return self._former.routes
 
     async def _open(self, name: str) -> None:
+        """Connect to the cluster, and reserve room for all workers. Raises ConfigError."""
         config = self.config
         self._namespace = f"prefixkv/{name}"
+        # Checked first, since `ray.init` tries for minutes.
         await _check_reachable(config.ray)
         self._keys = _Keys(f"decode-{i}" for i in range(config.decode))
         try:
@@ -269,7 +295,7 @@ class RayLaunch(Launch):
             )  # fmt: skip
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"there is no cluster at {config.ray}: {error}") from None
-        self.heed_signals()  # Ray has put handlers of its own in their place
+        self.heed_signals()  # again: `ray.init` has installed handlers of its own
         bundle = {"CPU": float(config.ray_cpus)}
         if config.ray_gpus:
             bundle["GPU"] = config.ray_gpus
@@ -297,9 +323,11 @@ class RayLaunch(Launch):
         return self.config.ray_cpus
 
     def _environ(self, role: str, number: int) -> dict[str, str]:
+        # No parent to die with: the process is the raylet's child, on another machine perhaps.
         return {**super()._environ(role, number), "PREFIXKV_PARENT": "0"}
 
     async def _close(self) -> None:
+        # The proofs run tasks in the cluster, so they end before it is left.
         await self._former.close()
         if self._group is not None:
             with contextlib.suppress(RayError):
@@ -308,22 +336,22 @@ class RayLaunch(Launch):
 
 
 async def _check_reachable(address: str) -> None:
-    """Raises ConfigError where nothing answers there. Ray would try for minutes."""
+    """Raise ConfigError if nothing answers at the address. Ray would try for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not host or not port.isdecimal():
         return  # "auto": Ray knows where
     try:
         async with asyncio.timeout(_REACH_S):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except OSError as error:  # a TimeoutError too
+    except OSError as error:  # TimeoutError is one
         why = str(error) or f"no answer within {_REACH_S:g} s"
         raise ConfigError(f"there is no cluster at {address}: {why}") from None
     writer.close()
 
 
 class _Keys:
-    """CURVE keys for the workers of one start: a pair that all prefill workers share, one for each
-    decode worker. Settings that have keys, or want none, are left alone.
+    """CURVE keys for the workers of one start: one pair that all prefill workers share, and one per
+    decode worker. Settings that have keys, or allow peers without them, are left as they are.
 
     Args:
         names: of the decode workers.
@@ -334,10 +362,12 @@ class _Keys:
         self._clients = {name: _new_pair() for name in names}
 
     def give(self, config: WorkerConfig) -> WorkerConfig:
-        """The configuration with keys."""
+        """Return the configuration with keys."""
         control = config.node.control
         if control.curve is not None or control.allow_remote_without_keys:
             return config
+        # Decode workers are CURVE's clients: prefill accepts their public keys alone, each under
+        # its worker's name.
         if isinstance(config, PrefillWorkerConfig):
             allowed = {public: name for name, (public, _) in self._clients.items()}
             curve = CurveConfig(*self._server, allowed_clients=allowed)
@@ -348,6 +378,6 @@ class _Keys:
 
 
 def _new_pair() -> tuple[str, str]:
-    """A public key, and the secret one."""
+    """Return a new public key and its secret key."""
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()

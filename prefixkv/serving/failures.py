@@ -1,6 +1,6 @@
-"""Answers that are errors, in OpenAI's form.
+"""Errors as answers, in OpenAI's form.
 
-What goes wrong within a service is for its log: a client hears what it can do about it, and the
+Details of a failure inside the service go to its log. The client gets what it can act on, and the
 number under which the log has the rest.
 """
 
@@ -24,17 +24,17 @@ _INNER: Final = re.compile(
     r"Traceback|File \W?\"|\w+://[\w.:\[\]*-]+|(?<![\w.])/\w[\w.-]*/[\w./-]*"
     r"|\b\d{1,3}(?:\.\d{1,3}){3}\b|\[[0-9a-fA-F:]*::|0x[0-9a-fA-F]{6,}"
 )
-"""What words of the inside have in them: traces, addresses, paths."""
+"""Marks of text that is not for clients: traces, addresses, paths."""
 
 
 class ApiError(Exception):
-    """An answer that is an error, in OpenAI's form.
+    """An error as the answer to a request, in OpenAI's form.
 
     Args:
         status: of HTTP.
         message: what is wrong, for a person.
         kind: OpenAI's `type`.
-        code, param: as OpenAI's, where there is one.
+        code, param: OpenAI's, if there is one.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ApiError(Exception):
         self.code, self.param = code, param
 
     def body(self) -> dict[str, Any]:
-        """What is sent: {"error": {...}}."""
+        """Return the answer's body: {"error": {...}}."""
         return {
             "error": {
                 "message": self.message, "type": self.kind, "param": self.param, "code": self.code,
@@ -54,24 +54,27 @@ class ApiError(Exception):
         }  # fmt: skip
 
     def response(self) -> Response:
+        """Return the answer, with the headers that its status calls for."""
         headers = {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         if self.status in (429, 503):
             headers["retry-after"] = "1"
-        if self.status in (408, 413):  # what is still to come is not read
+        if self.status in (408, 413):  # the rest of the body is not read
             headers["connection"] = "close"
         body = msgspec.json.encode(self.body())
         return Response(body, self.status, headers, "application/json")
 
 
 class _Lines:
-    """Lines of the log: `_LINES` at once, then `_LINES_PER_S`."""
+    """A limit on log lines: a burst of `_LINES`, then `_LINES_PER_S`."""
 
     def __init__(self) -> None:
         self._left, self._when_s = float(_LINES), 0.0
 
     def take(self, now_s: float) -> bool:
+        """Return whether one more line may be written now."""
+        # A token bucket: it fills with time up to `_LINES`, and each line takes one.
         more = (now_s - self._when_s) * _LINES_PER_S
         self._left, self._when_s = min(_LINES, self._left + more), now_s
         if self._left < 1:
@@ -84,19 +87,21 @@ _lines = _Lines()
 
 
 def failed(status: int, why: str, detail: str, code: str) -> ApiError:
-    """An error of this service's. `why` is for its client; `detail` goes to the log, under the
-    request's number, which the client is told."""
+    """Make the error for a failure of the service itself. `why` goes to the client, with a random
+    number; `detail` goes to the log under that number, at a bounded rate."""
     number = secrets.token_hex(8)
+    # Bounded in rate and length: clients must not be able to fill the log by failing.
     if _lines.take(time.monotonic()):
         logger.warning("request %s: %s", number, detail[:_LOGGED_CHARS])
     return ApiError(status, f"{why} (request {number})", "server_error", code)
 
 
 def is_inner(text: str, asked: str = "") -> bool:
-    """Whether words have a trace, an address or a path in them that was not in what was asked, so
-    that they are not for a client.
+    """Return whether a text holds a trace, an address or a path that was not in the request, so
+    that it is not for the client.
 
     >>> is_inner("max_tokens is 0"), is_inner("tcp://10.0.0.1:5 is lost"), is_inner("in /srv/m/a")
     (False, True, True)
     """
+    # What the client sent itself may be repeated to it: it reveals nothing.
     return any(found[0] not in asked for found in _INNER.finditer(text))

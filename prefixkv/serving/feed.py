@@ -1,9 +1,9 @@
-"""A worker's cache events, for the routers of fronts: `GET /events` is a stream of frames, each its
-length in 4 bytes (little-endian) and an `EventBatch` as msgpack. A frame of no bytes says that the
-worker lives.
+"""Cache events of a worker as an HTTP stream, for the routers of fronts. `GET /events` sends
+frames, each a length of 4 bytes (little-endian) and an `EventBatch` as msgpack. A frame of length 0
+is a sign of life.
 
-Each stream begins with all there is. A follower that does not read is cut off; it comes again, and
-begins anew.
+Each stream begins with a snapshot of the cache. A follower that does not read is disconnected; it
+reconnects and begins with a new snapshot.
 """
 
 from __future__ import annotations
@@ -23,20 +23,25 @@ from prefixkv.spi import EventBatch, ProtocolError
 _LENGTH: Final = struct.Struct("<I")
 _MAX_FRAME_BYTES: Final = 256 << 20
 _MAX_WAITING_FRAMES: Final = 4096
-_MAX_WAITING_BYTES: Final = 32 << 20  # of one follower, but for a frame that is longer by itself
+_MAX_WAITING_BYTES: Final = 32 << 20  # per follower, its newest frame not counted
 _MAX_FOLLOWERS: Final = 64
 
 
 class _Follower:
-    """One stream."""
+    """One stream of events: the frames that its connection has not taken yet."""
 
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
-        self.num_bytes = 0  # of all but the last
+        self.num_bytes = 0  # of all frames but the last
         self.news = asyncio.Event()
+        # `begun`: it has had its snapshot, so later changes make sense to it. `cut`: it fell
+        # behind, and its stream ends.
         self.begun = self.cut = False
 
     def take(self, frame: bytes) -> None:
+        """Queue a frame, or cut the follower off if too much waits."""
+        # The newest frame is not counted: one snapshot larger than the bound must still be
+        # sendable.
         self.num_bytes += len(self.frames[-1]) if self.frames else 0
         self.frames.append(frame)
         self.cut |= len(self.frames) > _MAX_WAITING_FRAMES or self.num_bytes > _MAX_WAITING_BYTES
@@ -46,12 +51,12 @@ class _Follower:
 
 
 class EventTap:
-    """What a node's cache does, to all who follow. `after_step` is the engine's thread's, the rest
-    the event loop's.
+    """The events of a node's cache, for all its followers. `after_step` runs on the engine's
+    thread, the rest on the event loop.
 
     Args:
         take: `take_cache_events` of the node.
-        post: has a function called on the event loop, from the engine's thread.
+        post: schedules a function on the event loop, from the engine's thread.
     """
 
     def __init__(
@@ -60,16 +65,19 @@ class EventTap:
         self._take, self._post = take, post
         self._followers: set[_Follower] = set()
         self._seq = 0
+        # Set by the loop, read by the engine's thread. `_used`: there has been a follower; before
+        # the first one events are not collected at all. `_afresh`: a follower waits for a snapshot.
         self._afresh = self._used = False
 
     def after_step(self) -> None:
-        """Pass on what has changed. O(changes)."""
+        """Send the cache's changes to all followers. O(changes)."""
         if not self._used:
             return
+        # Reset before the snapshot is taken: a follower that comes during it asks for another one.
         afresh, self._afresh = self._afresh, False
         batch = self._take(afresh)
         if not batch.events and not afresh:
-            return  # nothing: so batches are numbered here
+            return  # empty batches are not sent; those sent are numbered here, without a gap
         batch = msgspec.structs.replace(batch, seq=self._seq)
         self._seq += 1
         raw = batch.encode()
@@ -77,6 +85,7 @@ class EventTap:
         self._post(lambda: self._deliver(frame, afresh))
 
     def _deliver(self, frame: bytes, afresh: bool) -> None:
+        """Queue a frame for every follower that has its snapshot, or gets it by this frame."""
         for follower in self._followers:
             follower.begun |= afresh
             if not follower.begun:
@@ -85,15 +94,17 @@ class EventTap:
                 follower.take(frame)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """One stream, until it is closed or cut off."""
+        """Yield one stream, until it is closed or cut off."""
         follower = _Follower()
         if len(self._followers) >= _MAX_FOLLOWERS:
-            return  # its connection ends, and it comes again
+            return  # the connection ends; the follower tries again later
         self._followers.add(follower)
+        # After it was added: the snapshot that this asks for is then delivered to it.
         self._used = self._afresh = True
         try:
             while not follower.cut:
                 await wait_set(follower.news, LIFE_SIGN_S)
+                # Cleared before the queue is read, so that no frame is left without a wakeup.
                 follower.news.clear()
                 frames = list(follower.frames)
                 follower.frames.clear()
@@ -104,18 +115,20 @@ class EventTap:
 
 
 async def batches_of(pieces: AsyncIterable[bytes], worker: str) -> AsyncGenerator[EventBatch, None]:
-    """The batches of a stream, as that worker's whatever name they bear. Raises ProtocolError for
-    what is none."""
+    """Yield the batches of a stream, renamed to `worker` whatever name they carry. Raises
+    ProtocolError for a frame that is too long or no batch."""
     rest = bytearray()
     async for piece in pieces:
         rest += piece
         while len(rest) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(rest)
+            # Checked before it is buffered: a peer must not make this process hold 4 GiB.
             if length > _MAX_FRAME_BYTES:
                 raise ProtocolError(f"a frame of {length} bytes")
             if len(rest) < _LENGTH.size + length:
                 break
             raw = bytes(rest[_LENGTH.size : _LENGTH.size + length])
             del rest[: _LENGTH.size + length]
+            # An empty frame is only a sign of life.
             if raw:
                 yield msgspec.structs.replace(EventBatch.decode(raw), worker=worker)

@@ -1,9 +1,9 @@
-"""The workers as a front sees them: which there are, where a request goes, and what comes back.
+"""The workers as a front sees them: which exist, where a request goes, and what comes back.
 
-A front adds and removes workers as it is told by what has started them (`launch`, a cluster's
-scheduler), not by time-outs. Each kind of worker is chosen by a `BoundedAffinityRouter` of its own,
-which hears the cache events of each. The stream of these events is also the sign that a worker
-lives: while it is silent, requests go elsewhere. Used on one event loop.
+Workers are added and removed by what has started them (`launch`, a cluster's scheduler), not by
+time-outs. For each kind of worker a `BoundedAffinityRouter`, which follows the cache events of
+each, chooses one. The stream of these events is also the worker's sign of life: while it is silent,
+requests go elsewhere. Used on one event loop.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from prefixkv.spi import (
 
 logger = logging.getLogger("prefixkv.fleet")
 
-_ATTEMPTS: Final = 3  # of a request that has said nothing yet
-_AGAIN_S: Final = 1.0  # before a worker's events are asked for again
+_ATTEMPTS: Final = 3  # at a request without any output yet
+_AGAIN_S: Final = 1.0  # pause before another try to reach a worker
 _CONNECT_S: Final = 5.0
 _REFUSAL_BYTES: Final = 64 << 10
 _TICK_S: Final = 0.5
-_QUIET_TICKS: Final = 10  # of a worker that then is silent: it has missed two signs of life
+_QUIET_TICKS: Final = 10  # until a worker counts as silent: it has missed two signs of life
 
 _said = msgspec.json.Decoder(Said)
 
@@ -52,23 +52,23 @@ class WorkerLostError(Exception):
 
 
 class _Member:
-    """A worker that is here.
+    """A worker of the fleet, and whether it is silent.
 
-    How long it has said nothing is counted in ticks of the event loop: if this process, or the
-    whole machine, stands still, that is no silence of the worker's.
+    Silence is counted in ticks of the event loop, not in clock time: if this process or the whole
+    machine stands still, that is no silence of the worker.
     """
 
     def __init__(self, info: WorkerInfo) -> None:
         self.info = info
         self.tasks: tuple[asyncio.Task[None], ...] = ()
         self.silent = False
-        self.waiting: set[asyncio.Timeout] = (
-            set()
-        )  # for its first word; these end when it is silent
+        # Requests that wait for the worker's first output: `watch` ends these when it falls silent.
+        # Those that have begun are left: their own connection tells whether the worker lives.
+        self.waiting: set[asyncio.Timeout] = set()
         self._quiet_ticks = 0
 
     async def heard(self, pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-        """The pieces; each is a sign of life."""
+        """Yield the pieces of the worker's event stream; each is a sign of life."""
         async for piece in pieces:
             self._quiet_ticks = 0
             if self.silent:
@@ -77,6 +77,8 @@ class _Member:
             yield piece
 
     async def watch(self) -> None:
+        """Mark the worker silent after `_QUIET_TICKS` without a sign of life, for as long as it is
+        here."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._quiet_ticks += 1
@@ -84,13 +86,14 @@ class _Member:
                 continue
             self.silent = True
             logger.warning("%s is silent: requests go elsewhere", self.info.name)
+            # Rescheduling a time-out to now ends its wait with TimeoutError.
             for patience in self.waiting:
                 if not patience.expired():
                     patience.reschedule(asyncio.get_running_loop().time())
 
 
 class _Place:
-    """Where one attempt of a request is, until `end`."""
+    """The two workers of one attempt at a request, counted in their routers until `end`."""
 
     def __init__(self, fleet: Fleet, decode: Route, prefill: Route) -> None:
         self._fleet, self._routes = fleet, (decode, prefill)
@@ -99,8 +102,9 @@ class _Place:
         self._members = [fleet.members[info.name] for info in (self.decode, self.prefill)]
 
     async def first(self, stream: AsyncGenerator[Said, None]) -> Said:
-        """What comes first. Raises WorkerLostError where one of the two becomes silent before."""
+        """Return the first output. Raises WorkerLostError if either worker falls silent before."""
         try:
+            # No time limit of its own: the prompt may take long. Only silence ends the wait.
             async with asyncio.timeout(None) as patience:
                 for member in self._members:
                     member.waiting.add(patience)
@@ -114,16 +118,17 @@ class _Place:
             raise WorkerLostError(f"{' and '.join(silent)} did not answer") from None
 
     def end(self) -> None:
+        """Release the routers' count of the attempt."""
         now_s = time.monotonic()
         for router, route in zip(self._fleet.routers.values(), self._routes, strict=True):
             router.ended(route, now_s)
 
 
 class Fleet:
-    """See the module's text.
+    """The workers and the routers over them; the module docstring has the rules.
 
     Args:
-        api_key: what workers want to hear.
+        api_key: the key that workers require.
     """
 
     def __init__(self, api_key: str = "") -> None:
@@ -131,9 +136,12 @@ class Fleet:
         self.routers = {role: BoundedAffinityRouter() for role in ("decode", "prefill")}
         self.members: dict[str, _Member] = {}  # by name, those in `workers`
         self._closed = False
+        # All lives fenced so far, never shortened: a worker that joins later must hear of each.
         self._fenced: list[Fence] = []
         self._any_fenced = asyncio.Condition()
         self.retried = 0
+        # `SILENCE_S` bounds the time between two pieces, which signs of life keep short; an answer
+        # as a whole may take any time.
         self._client = httpx.AsyncClient(
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(SILENCE_S, connect=_CONNECT_S),
@@ -144,13 +152,15 @@ class Fleet:
     # --- which there are --------------------------------------------------------------------------
 
     def add(self, info: WorkerInfo) -> None:
-        """Requests may go there from now on. One under a name that is known takes its place.
+        """Let requests go to a worker from now on. It replaces a worker of the same name.
 
-        Raises ConfigError for one that cannot work with those that are here; nothing has changed.
-        After `close`: no-op.
+        Raises ConfigError, with nothing changed, if it cannot work with the others. After `close`:
+        no-op.
         """
         if self._closed:
             return
+        # Models must agree over the whole fleet; page sizes within a role, since its router keys
+        # prompts by pages. Checked before anything changes.
         for other in self.workers.values():
             if other.name == info.name:
                 continue
@@ -174,8 +184,8 @@ class Fleet:
         )
 
     def remove(self, name: str, life: str = "") -> bool:
-        """No request goes there any more; those that are there end by themselves. With `life` only
-        if it is that one. False if it is not here."""
+        """Send a worker no more requests; those in progress end by themselves. With `life`, only if
+        it is in that life. Returns False if it is not here."""
         info = self.workers.get(name)
         if info is None or (life and info.life != life):
             return False
@@ -186,7 +196,7 @@ class Fleet:
         return True
 
     async def _follow(self, member: _Member) -> None:
-        """Tell the router what the worker's cache does, as long as it is here."""
+        """Apply the worker's cache events to its router, for as long as it is here."""
         info = member.info
         router = self.routers[info.role]
         while True:
@@ -195,20 +205,21 @@ class Fleet:
                     if answer.status_code == 200:
                         async for batch in batches_of(member.heard(answer.aiter_raw()), info.name):
                             if not router.apply(batch):
-                                break  # something is missing: begin anew
+                                break  # an event is missing: reconnect, for a new snapshot
             await asyncio.sleep(_AGAIN_S)
 
     # --- lives that are over ----------------------------------------------------------------------
 
     async def fence(self, name: str, life: str) -> None:
-        """That life of a worker is dead, for certain: every worker that is here, or comes, is told
-        so, as often as it takes. What was held for it is used again then: one that still writes
-        writes into other requests' pages."""
+        """State that a life of a worker is certainly dead. The statement is sent to every worker,
+        present and future, until it confirms. What was held for that life is then reused: were it
+        alive after all, its writes would land in pages of other requests."""
         async with self._any_fenced:
             self._fenced.append(Fence(name, life))
             self._any_fenced.notify_all()
 
     async def _tell_of_fenced(self, info: WorkerInfo) -> None:
+        """Report each fenced life to a worker, in order, until it confirms."""
         num_told = 0
         while True:
             async with self._any_fenced:
@@ -220,13 +231,14 @@ class Fleet:
                 answer = await self._client.post(f"{info.url}/fence", content=body)
                 told = answer.status_code == 202
             if told:
+                # Counted only after it was confirmed, so a report that fails is repeated.
                 num_told += 1
             else:
                 await asyncio.sleep(_AGAIN_S)
 
     async def lost(self) -> dict[str, list[Lost]]:
-        """By worker, the peers that it has lost and holds something for. Workers that do not answer
-        are left out."""
+        """Return, by worker, the lost peers that it holds pages or rooms for. Workers that do not
+        answer are left out."""
         found: dict[str, list[Lost]] = {}
 
         async def ask(info: WorkerInfo) -> None:
@@ -240,15 +252,16 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """There is a worker of each kind that is not silent."""
+        """True if there is a worker of each kind that is not silent."""
         return all(self._answering(role) for role in self.routers)
 
     @property
     def silent(self) -> list[str]:
-        """Workers that are here and do not answer."""
+        """Names of the workers that are here and do not answer."""
         return [name for name, member in self.members.items() if member.silent]
 
     def _answering(self, role: str) -> list[str]:
+        """Return the workers of one role that are not silent."""
         return [
             name for name, member in self.members.items()
             if member.info.role == role and not member.silent
@@ -256,23 +269,24 @@ class Fleet:
 
     @property
     def context(self) -> int:
-        """The most tokens of a request that every worker takes; 0 where there is none."""
+        """Most tokens of a request that every worker accepts; 0 without a worker."""
         return min((info.context for info in self.workers.values()), default=0)
 
     @property
     def vocab_size(self) -> int:
-        """Tokens are below it on every worker; 0 where there is none."""
+        """Token ids are below this on every worker; 0 without a worker."""
         return min((info.vocab_size for info in self.workers.values()), default=0)
 
     # --- requests ---------------------------------------------------------------------------------
 
     async def generate(self, ask: Ask) -> AsyncGenerator[Said, None]:
-        """What comes of a request, to the ends of all its answers. `prefill` and `prefill_url` of
-        the `Ask` are chosen here. Closing the generator aborts the request.
+        """Yield the outputs of a request, to the ends of all its samples. Chooses `prefill` and
+        `prefill_url` of the `Ask`. Closing the generator aborts the request.
 
-        It is tried again elsewhere where it fails before it has said anything.
+        An attempt that fails before its first output is repeated on other workers.
 
-        Raises: ApiError 400 for what a worker refuses; 503 where none takes it or it was lost.
+        Raises: ApiError 400 if a worker refuses the request; 503 if none accepts it or its worker
+            is lost.
         """
         lost: set[str] = set()
         for attempt in range(_ATTEMPTS):
@@ -283,6 +297,8 @@ class Fleet:
                     said = await place.first(stream)
                     if said.finish == "error":
                         raise WorkerLostError(f"{place.decode.name} failed", said.error)
+                    # From here on a repeat would send tokens twice: a failure now goes to the
+                    # client.
                     begun = True
                     yield said
                     async for said in stream:
@@ -292,18 +308,22 @@ class Fleet:
                 if begun or attempt == _ATTEMPTS - 1:
                     detail = f"{error}: {error.detail}"
                     raise failed(503, str(error), detail, "worker_lost") from None
+                # Either of the two may be at fault: avoid both while there are others.
                 lost |= {place.decode.name, place.prefill.name}
                 self.retried += 1
             finally:
                 place.end()
 
     def _place(self, ask: Ask, lost: Collection[str]) -> _Place:
+        """Choose a worker of each role. Raises ApiError 503 if a role has none that answers."""
         routes: list[Route] = []
         now_s = time.monotonic()
         data = RadixKey(ask.tokens).data
         for role, router in self.routers.items():
             among = self._answering(role)
             if not among:
+                # Undo the choice made for the other role: a count without an end would stay in its
+                # load.
                 for one, route in zip(self.routers.values(), routes, strict=False):
                     one.ended(route, now_s)
                 silent = "".join(
@@ -313,15 +333,18 @@ class Fleet:
                 why = f"no {role} worker is ready{silent}"
                 raise ApiError(503, why, "server_error", "not_ready")
             keys = page_keys(data, self.workers[among[0]].page_size)
+            # Lost ones come last, not never: with a single worker a repeat must be able to use it.
             others = [name for name in among if name not in lost]
             namespace = namespace_of(ask.salt)
             routes.append(router.route(keys, now_s, namespace=namespace, among=others or among))
         return _Place(self, *routes)
 
     async def _stream(self, ask: Ask, place: _Place, attempt: int) -> AsyncGenerator[Said, None]:
-        """Raises WorkerLostError, or ApiError for what the worker refuses."""
+        """Yield the outputs of one attempt. Raises WorkerLostError, or ApiError if the worker
+        refuses the request."""
         body = msgspec.json.encode(
             msgspec.structs.replace(
+                # A rid per attempt: an earlier one may still be ending on the same worker.
                 ask, rid=f"{ask.rid}-{attempt}", prefill=place.prefill.endpoint,
                 prefill_url=place.prefill.url,
             )
@@ -343,11 +366,13 @@ class Fleet:
         except httpx.HTTPError as error:
             why = f"{place.decode.name} was lost"
             raise WorkerLostError(why, f"{type(error).__name__} {error}") from None
+        # A stream that closes in order, but with samples that have not ended, is a lost worker too.
         if left:
             raise WorkerLostError(f"{place.decode.name} ended before its answer did")
 
     def stats(self) -> dict[str, int]:
-        """How many workers there are, and what the routers of each kind count."""
+        """Return the number of repeats and silent workers, and the counters of each role's
+        router."""
         counts = {"retried": self.retried, "silent": len(self.silent)}
         for role, router in self.routers.items():
             router.expire(time.monotonic())
@@ -355,7 +380,7 @@ class Fleet:
         return counts
 
     async def close(self) -> None:
-        """End what is under way. Again: no-op."""
+        """End all streams and remove all workers. Idempotent."""
         self._closed = True
         for name in list(self.workers):
             self.remove(name)
@@ -363,8 +388,8 @@ class Fleet:
 
 
 def _error_of(worker: str, status: int, body: bytes) -> Exception:
-    """What a worker's refusal means to a client: what is wrong with its request, if it is that and
-    in words that are for it."""
+    """Return the error for a worker's refusal: ApiError if the request itself is wrong, in the
+    worker's words if they are fit for a client; else WorkerLostError."""
     try:
         told = msgspec.json.decode(body)["error"]
         message, code = str(told["message"]), told["code"]

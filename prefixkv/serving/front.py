@@ -1,7 +1,7 @@
 """OpenAI's interface over a fleet of workers.
 
-It turns text into tokens, has the fleet answer, and turns what comes into bodies or server-sent
-events. What was not said when a client left is not computed.
+The front turns text into tokens, has the fleet answer, and turns outputs into bodies or server-sent
+events. Tokens that a client has not received when it leaves are not computed.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.text import TextError, Texts, TooManyTokensError
 from prefixkv.serving.wire import Ask, Said, key_of
 
-_SHORT: Final = 4096  # characters that become tokens at once, in the event loop
-_MESSAGE: Final = 64  # a message takes a template as long as so many characters take a tokenizer
+_SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
+_MESSAGE: Final = 64  # template time of one message, in characters of tokenizer time
 
 T = TypeVar("T")
 
 
 class Front:
-    """See the module's text. Used on one event loop.
+    """OpenAI's interface over a fleet; the module docstring has the rules. Used on one event loop.
 
     Args:
         fleet: its workers.
         texts: the tokenizer of their model.
         name: what clients call the model.
         listen: where it serves.
-        answer_tokens: the most of a chat's answer whose request says nothing of it; 0: all there is
-            room for.
-        routes: beside its own, of Starlette; `open_paths` of them need no key. `status_routes` are
-            on the status port.
-    Raises: ConfigError where an address cannot be bound.
+        answer_tokens: most tokens of a chat's answer if its request sets no bound; 0: all the room
+            there is.
+        routes: further ones, of Starlette; the paths in `open_paths` need no key. `status_routes`
+            go to the status port.
+    Raises: ConfigError if an address cannot be bound.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class Front:
         self.draining = False
         self._limits, self._answer_tokens = listen.limits, answer_tokens
         self._created = int(time.time())
+        # Held while a long text is tokenized in a thread: one at a time.
         self._encoding = asyncio.Lock()
+        # Request ids: unique over fronts by the prefix, within this one by the number.
         self._prefix, self._num = secrets.token_hex(8), 0
         self.metrics = _Metrics(fleet)
         everything = [
@@ -99,7 +101,7 @@ class Front:
         self.server, self.status = bind(app, status, listen)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether it takes requests, and its workers."""
+        """Return whether the front accepts requests, and the state of its workers."""
         ok = self.fleet.ready and not self.draining
         silent = self.fleet.silent
         state = (
@@ -118,8 +120,9 @@ class Front:
         return ok, {"status": state, "model": self.name, "workers": workers}
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more requests; those under way have `grace_s` to end."""
+        """Accept no more requests, and give those in progress `grace_s` seconds to end."""
         self.draining = True
+        # The server first: its answers still come from the fleet.
         await self.server.stop(grace_s)
         await self.status.stop()
         await self.fleet.close()
@@ -127,20 +130,23 @@ class Front:
     # --- what is asked ----------------------------------------------------------------------------
 
     async def _models(self, _: Request) -> Response:
+        """Answer GET /v1/models."""
         return json_response(models(self.name, self._created, self.fleet.context))
 
     async def _model(self, request: Request) -> Response:
+        """Answer GET /v1/models/NAME."""
         if request.path_params["name"] != self.name:
             raise unknown_model(request.path_params["name"])
         return json_response(model(self.name, self._created, self.fleet.context))
 
     async def _chat(self, request: Request) -> Response:
+        """Answer POST /v1/chat/completions."""
         asked = parse(await read_body(request, self._limits), ChatAsked)
         self._check(asked.model)
         if not asked.messages:
             raise refused("messages", "is empty")
         messages = [message.plain() for message in asked.messages]
-        # A message costs its template's time too: many are a long text.
+        # Rendering costs time per message too, so a lot of short ones count as a long text.
         size = sum(len(message["content"]) + _MESSAGE for message in messages)
         try:
             least = size - _MESSAGE * len(messages)
@@ -150,8 +156,11 @@ class Front:
         return await self._answer(request, asked, tokens, "messages")
 
     async def _complete(self, request: Request) -> Response:
+        """Answer POST /v1/completions."""
         body = await read_body(request, self._limits)
         asked = parse(body, CompletionAsked, self.fleet.context or None)
+        # A prompt of many tokens takes as much again as JSON: drop that before it waits for its
+        # answer.
         del body
         self._check(asked.model)
         if isinstance(asked.prompt, str):
@@ -159,6 +168,7 @@ class Front:
             tokens = await self._tokens(self.texts.plain, asked.prompt, size, size, "prompt")
         else:
             tokens, num = asked.prompt, self.fleet.vocab_size
+            # Checked here, since a worker would report it only after the request was placed.
             if tokens and not 0 <= min(tokens) <= max(tokens) < num:
                 raise refused("prompt", f"has tokens that are not in [0, {num})")
         return await self._answer(request, asked, tokens, "prompt")
@@ -166,13 +176,14 @@ class Front:
     async def _tokens(
         self, encode: Callable[..., list[int]], text: T, size: int, least: int, param: str
     ) -> list[int]:
-        """The tokens of a text that takes the time of `size` characters and has at least `least`. A
-        long one takes time, and a hundred bytes a character: it becomes tokens in a thread, one at
-        a time, unless it cannot have room."""
+        """Tokenize a text that costs the time of `size` characters and has at least `least`. A long
+        text takes time, and a hundred bytes of memory per character: it is tokenized in a thread,
+        one at a time, unless it is certain not to fit. Raises ApiError 400."""
         if size <= _SHORT:
             return encode(text)
         context = self.fleet.context
         begun = partial(encode, most=context)
+        # No token is longer than `longest` characters, so this many cannot fit: no need to count.
         if least > context * self.texts.longest:
             num = -(-least // self.texts.longest)
             raise too_long(num, 0, context, param, at_least=True)
@@ -183,9 +194,12 @@ class Front:
             raise too_long(error.least, 0, context, param, at_least=True) from None
 
     def _check(self, name: str) -> None:
+        """Raise ApiError if the model is unknown, or the front cannot serve at the moment."""
         if name != self.name:
             raise unknown_model(name)
         if self.draining or not self.fleet.ready:
+            # Draining first, then silence: the client's message names the cause that an operator
+            # can act on.
             silent = ", ".join(self.fleet.silent)
             why = (
                 "the server is ending" if self.draining
@@ -197,6 +211,7 @@ class Front:
     async def _answer(
         self, request: Request, asked: ChatAsked | CompletionAsked, tokens: list[int], param: str
     ) -> Response:
+        """Bound the answer's length by the context, and have the fleet answer. Raises ApiError."""
         if not tokens:
             raise refused(param, "has no tokens")
         most = asked.most_tokens
@@ -207,6 +222,7 @@ class Front:
             most = min(room, self._answer_tokens or room)
         self._num += 1
         rid = f"{self._prefix}-{self._num}"
+        # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = key_of(asked.cache_salt) if asked.cache_salt else ""
         ask = Ask(rid, tokens, "", "", most, asked.num_samples, asked.how(), salt)
         answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatAsked))
@@ -215,7 +231,7 @@ class Front:
 
 
 class _Run:
-    """One request that is being answered."""
+    """One request that is being answered: its outputs, its usage and its metrics."""
 
     def __init__(self, front: Front, ask: Ask, answers: Answers, tells_usage: bool) -> None:
         self._limits, self._metrics = front._limits, front.metrics
@@ -226,7 +242,7 @@ class _Run:
         self._said = self._measured(front.fleet.generate(ask))
 
     async def whole(self) -> Response:
-        """The answer in one body."""
+        """Return the answer in one body."""
         texts: list[list[str]] = [[] for _ in range(self._num)]
         finishes: list[str | None] = [None] * self._num
         async with contextlib.aclosing(self._said):
@@ -238,16 +254,21 @@ class _Run:
         return json_response(self._answers.whole(joined, finishes, self._usage))
 
     async def stream(self) -> Response:
-        """The answer as events, once there is any: what fails before is an error by itself."""
+        """Return the answer as events, once the first output has arrived: a failure before it is
+        still an answer of its own, with its own status."""
         try:
+            # The status line is sent with the first piece, so wait until the first output is known.
             first = await anext(self._said)
             _raise_error(first)
+        # Closing the generator aborts the request on its worker.
         except BaseException:
             await self._said.aclose()
             raise
         return Stream(self._events(first), self._limits, "text/event-stream", end=self._said.aclose)
 
     async def _events(self, first: Said) -> AsyncGenerator[bytes, None]:
+        """Yield the answer's events. A failure midway ends them by an error event, without
+        `DONE`."""
         begun: set[int] = set()
         async with contextlib.aclosing(self._said):
             try:
@@ -256,6 +277,7 @@ class _Run:
                     _raise_error(said)
                     if piece := self._event(said, begun):
                         yield piece
+            # The status 200 has been sent, so the error travels as an event.
             except ApiError as error:
                 yield event(error.body())
                 return
@@ -264,6 +286,8 @@ class _Run:
         yield DONE
 
     def _event(self, said: Said, begun: set[int]) -> bytes:
+        """Return the events of one output: the sample's opening, if it is the first, and its
+        text."""
         opening = b"" if said.sample in begun else self._answers.begin(said.sample)
         begun.add(said.sample)
         if not said.text and said.finish is None:
@@ -271,7 +295,7 @@ class _Run:
         return opening + self._answers.piece(said.sample, said.text, said.finish)
 
     async def _measured(self, stream: AsyncGenerator[Said, None]) -> AsyncGenerator[Said, None]:
-        """What comes, counted."""
+        """Yield the outputs, and count tokens, hits and the outcome."""
         usage, metrics, outcome = self._usage, self._metrics, "aborted"
         try:
             async with contextlib.aclosing(stream):
@@ -280,6 +304,7 @@ class _Run:
                         if not usage.completion_tokens:
                             metrics.ttft.observe(time.monotonic() - self._begun_s)
                         usage.completion_tokens += 1
+                    # All samples share one prompt, so its hits count once.
                     if said.sample == 0:
                         usage.decode_hit_tokens = said.hit_tokens
                         usage.prefill_hit_tokens = said.prefill_hit_tokens
@@ -287,6 +312,8 @@ class _Run:
                     if said.finish == "error":
                         outcome = "failed"
                     yield said
+            # Reached only at the end of the stream: a client that leaves raises at `yield`, and the
+            # outcome stays "aborted".
             outcome = "finished" if outcome == "aborted" else outcome
         except (ApiError, PrefixKVError):
             outcome = "failed"
@@ -297,12 +324,13 @@ class _Run:
 
 
 def _raise_error(said: Said) -> None:
+    """Raise ApiError 503 if the output says that the answer was ended."""
     if said.finish in ("error", "abort"):
         raise failed(503, "the answer was ended", said.error or "without a word", "worker_lost")
 
 
 class _Metrics:
-    """Of the front."""
+    """Counters of the front, and the collector of its routers."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -320,6 +348,7 @@ class _Metrics:
         self.collectors = [self.requests, self.ttft, self._tokens, self]
 
     def count(self, usage: Usage) -> None:
+        """Add a request's usage to the token counters."""
         for kind, number in (
             ("prompt", usage.prompt_tokens), ("answer", usage.completion_tokens),
             ("decode_hit", usage.decode_hit_tokens), ("prefill_hit", usage.prefill_hit_tokens),

@@ -1,9 +1,9 @@
-"""What every HTTP server of prefixkv has in common: it bounds bodies and times, and answers every
-error in OpenAI's form.
+"""Common ground of prefixkv's HTTP servers: bounds on bodies and times, and errors in OpenAI's
+form.
 
 A handler takes a Starlette `Request` and returns a `Response`. `read_body` reads what was sent,
-`Stream` sends what comes piece by piece, `unless_gone` computes an answer that is not streamed; the
-last two end what they wait for when the client leaves.
+`Stream` sends an answer piece by piece, `unless_gone` computes an answer in one body; the last two
+cancel the work for a client that leaves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from prefixkv.spi import ConfigError
 
 logger = logging.getLogger("prefixkv.http")
 
-_DISCARDED_BYTES: Final = 256 << 20  # of a body that is too large, so that its sender hears why
+_DISCARDED_BYTES: Final = 256 << 20  # read and dropped of a body that is too large
 _HEAD_BYTES: Final = 64 << 10
 _OPEN_FILES: Final = 65_536
 
@@ -47,16 +47,18 @@ T = TypeVar("T")
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Any value of msgspec's as JSON."""
+    """Return any value that msgspec encodes as a JSON answer."""
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:
+    """Answer an ApiError."""
     assert isinstance(error, ApiError)
     return error.response()
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Answer an error of Starlette's routing in OpenAI's form, with its headers."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"
     messages = {404: f"{what}: there is no such path", 405: f"{what}: the path has other methods"}
@@ -67,6 +69,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_failure(_: Request, error: Exception) -> Response:
+    """Answer an exception that no handler expects; the log has it, the client gets no detail."""
     logger.error("a request failed", exc_info=error)
     status = HTTPStatus.INTERNAL_SERVER_ERROR
     return ApiError(status, "the server failed; its log says why", "server_error").response()
@@ -79,14 +82,14 @@ def make_app(
     routes: Sequence[BaseRoute], api_key: str = "", open_paths: Sequence[str] = (),
     max_requests_per_client: int = 0, max_bodies_bytes: int = 128 << 20,
 ) -> ASGIApp:  # fmt: skip
-    """An application whose errors have OpenAI's form.
+    """Make an application that answers errors in OpenAI's form.
 
     Args:
         routes: of Starlette.
-        api_key: what `Authorization: Bearer ...` has to say; "": nothing, and it answers programs
-            of this machine alone and pages of its own.
-        open_paths: those for which it need not.
-        max_requests_per_client, max_bodies_bytes: as of `Limits`.
+        api_key: what `Authorization: Bearer ...` must carry. "": no key; then only programs of this
+            machine and pages of this server itself are answered.
+        open_paths: paths that need no key.
+        max_requests_per_client, max_bodies_bytes: as in `Limits`.
     """
     app = Starlette(
         routes=routes,
@@ -95,24 +98,32 @@ def make_app(
         },
     )  # fmt: skip
     app.router.redirect_slashes = False
+    # The key is checked outside the counts: a client without it takes no room from others.
     counted = Counted(app, max_requests_per_client, max_bodies_bytes)
     return _Keyed(counted, api_key, frozenset(open_paths)) if api_key else _Local(counted)
 
 
 class _Local:
-    """An application without a key, which is on a loopback address. Browsers of this machine show
-    pages of others: one may not use it under its own name that it has let lead here (DNS rebinding:
-    `Host` says so), nor from its own place (`Origin` says so)."""
+    """An application without a key, bound to a loopback address.
+
+    A browser on this machine may run pages of other sites. Two headers tell such a page apart:
+    `Host` names the page's own site if its name was made to resolve to this machine (DNS
+    rebinding), and `Origin` names the site of a page that calls this server directly.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            # Reversed, so that the first header of a name counts where it is repeated.
             headers = dict(reversed(scope["headers"]))
             host = headers.get(b"host", b"").decode("latin-1")
             origin = headers.get(b"origin", b"").decode("latin-1")
             error = None
+            # 1. A name that is not loopback: DNS rebinding, or a proxy that was not meant to reach
+            #    it.
+            # 2. A page of another origin: cross-site use. Programs send no Origin, and pass.
             if host and not is_loopback(_name_of(host)):
                 why = f"the server has no API key, so it is not to be reached as {host!r}"
                 error = ApiError(403, why, code="host_not_allowed")
@@ -126,7 +137,7 @@ class _Local:
 
 
 def _name_of(host: str) -> str:
-    """A `Host` without its port.
+    """Return the name in a `Host` header without its port; "" if it is malformed.
 
     >>> _name_of("localhost:8000"), _name_of("[::1]:8000"), _name_of("[::1]"), _name_of("::1")
     ('localhost', '::1', '::1', '')
@@ -139,7 +150,7 @@ def _name_of(host: str) -> str:
 
 
 class _Keyed:
-    """An application behind a key."""
+    """An application that requires an API key, except on its open paths."""
 
     def __init__(self, app: ASGIApp, api_key: str, open_paths: frozenset[str]) -> None:
         self._app, self._open_paths = app, open_paths
@@ -148,6 +159,7 @@ class _Keyed:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             said = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+            # Takes the same time wherever the two differ, so a key cannot be guessed byte by byte.
             if not hmac.compare_digest(said, self._expected):
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
                 await error.response()(scope, receive, send)
@@ -156,11 +168,11 @@ class _Keyed:
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The body. Raises ApiError: 413 where it is too large, 408 where it does not come or makes
-    room for others, 503 where there is no room, 400 where its sender leaves.
+    """Return a request's body. Raises ApiError: 413 if it is too large, 408 if it does not come in
+    time or was dropped to make room for others, 503 if there is no room, 400 if its sender leaves.
 
-    A body that is too large is read to its end, and forgotten: a client that is still sending would
-    not hear the answer.
+    A body that is too large is still read to its end, and dropped: a client that is still sending
+    would not read the answer.
     """
     pieces: list[bytes] = []
     size = 0
@@ -170,6 +182,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
             held.comes(patience)
             async for piece in request.stream():
                 size += len(piece)
+                # 1. Within the limit: take room for the piece, then keep it.
+                # 2. Just beyond: give all room back at once; the rest is only counted.
+                # 3. Far beyond: stop reading, whatever the client does then.
                 if size <= limits.max_body_bytes:
                     held.grow(len(piece))
                     pieces.append(piece)
@@ -178,8 +193,10 @@ async def read_body(request: Request, limits: Limits) -> bytes:
                     held.end()
                 if size > _DISCARDED_BYTES + limits.max_body_bytes:
                     break
-    except ClientDisconnect:  # that nobody reads the answer is no failure of ours
+    except ClientDisconnect:  # not logged as a failure: the client left
         raise ApiError(400, "the body did not come to its end") from None
+    # Two causes: its own time is over, or `Body` has ended it in favour of others. Of a body that
+    # is too large by then, 413 below says more.
     except TimeoutError:
         if size <= limits.max_body_bytes:
             why = f"the body did not come within {limits.body_timeout_s:g} s"
@@ -187,6 +204,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
                 why = "the body came too slowly, and others needed its room"
             raise ApiError(408, why, code="request_timeout") from None
     finally:
+        # Its room stays taken until the request is answered (`Counted`), since what is made of it
+        # lives as long; only the time-out for reading ends here.
         held.is_here()
     if size > limits.max_body_bytes:
         why = f"the body is larger than {limits.max_body_bytes} bytes"
@@ -195,7 +214,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """The body as a value. Raises ApiError 400, which says where it is wrong."""
+    """Decode a JSON body as `kind`. Raises ApiError 400, which names the place of the error."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -207,15 +226,15 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 
 class Stream(Response):
-    """An answer sent piece by piece. When the client leaves, or does not read, the generator ends
-    at its `yield` or `await` with CancelledError.
+    """An answer sent piece by piece. If the client leaves or stops reading, the generator is
+    cancelled at its `yield` or `await`.
 
     Args:
         pieces: of the body.
-        limits: how long one may take to be read.
+        limits: how long sending one piece may take.
         media_type: of HTTP.
-        end: gives back what the pieces need; called once at the end, also where the client has left
-            before the generator had begun, and so has no `finally`.
+        end: gives back what the pieces need. Called once at the end, also if the client left before
+            the generator had begun: its `finally` does not run then.
     """
 
     def __init__(
@@ -224,6 +243,7 @@ class Stream(Response):
     ) -> None:  # fmt: skip
         self.status_code, self.background, self.media_type = 200, None, media_type
         self._pieces, self._limits, self._end = pieces, limits, end
+        # Neither caches nor a buffering proxy (nginx) may hold pieces back.
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -238,19 +258,22 @@ class Stream(Response):
         async with contextlib.aclosing(self._pieces):
             await send(start)
             async for piece in self._pieces:
+                # Per piece: a client that reads slowly but steadily is served, one that stops is
+                # cut.
                 async with asyncio.timeout(self._limits.write_timeout_s):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """What `work` returns; if the client leaves first, it ends by CancelledError."""
+    """Return the result of `work`. If the client leaves first, `work` is cancelled."""
+    # Status 499 is never seen: the client has left.
     task = asyncio.create_task(work)
     return await _first_of(task, request.receive) or Response(status_code=499)
 
 
 async def _first_of(task: asyncio.Task[T], receive: Receive) -> T | None:
-    """The task's result; None, with the task ended, if the client left before."""
+    """Return the task's result, or None, with the task ended, if the client left before."""
 
     async def leave() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -259,12 +282,14 @@ async def _first_of(task: asyncio.Task[T], receive: Receive) -> T | None:
     leaving = asyncio.create_task(leave())
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        # The task goes first: where both are done the answer is complete, so it counts.
         if task.done():
             return task.result()
         return None
     finally:
         for one in (task, leaving):
             one.cancel()
+        # Wait until both have really ended: their `finally` blocks release what the request holds.
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(task, leaving, return_exceptions=True)
 
@@ -273,14 +298,14 @@ async def _first_of(task: asyncio.Task[T], receive: Receive) -> T | None:
 
 
 class HttpServer:
-    """One socket, served in a task of the running loop.
+    """One listening socket, served in a task of the running loop.
 
     Args:
         app: as `make_app` makes it.
-        host, port: where it binds; port 0: a free one.
+        host, port: where it binds; port 0 picks a free one.
         limits: of its clients.
 
-    Raises: ConfigError where the address cannot be bound.
+    Raises: ConfigError if the address cannot be bound.
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int, limits: Limits) -> None:
@@ -290,6 +315,8 @@ class HttpServer:
         except OSError as error:
             raise ConfigError(f"{host}:{port} cannot be bound: {error}") from None
         self.host, self.port = host, int(self._socket.getsockname()[1])
+        # uvicorn makes one protocol per connection from a class, so the time-out travels in a
+        # subclass.
         protocol = type("Protocol", (_Protocol,), {"head_timeout_s": limits.head_timeout_s})
         self._server = _Uvicorn(
             uvicorn.Config(
@@ -303,21 +330,23 @@ class HttpServer:
 
     @property
     def url(self) -> str:
+        """Address for clients on this machine: a wildcard host is shown as loopback."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     async def start(self) -> None:
-        """Begin to serve; returns when it does."""
+        """Begin to serve; returns once connections are accepted."""
         allow_connections()
         self._task = asyncio.create_task(self._server.serve([self._socket]))
         while not self._server.started:
+            # The server's task ended before it served: raise its error, do not wait on.
             if self._task.done():
                 self._task.result()
             await asyncio.sleep(0.005)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Take no more connections, and wait for what is being answered, `grace_s` at most. Again:
-        a shorter wait."""
+        """Accept no more connections, and wait at most `grace_s` for the answers in progress. A
+        further call, even during the first, ends with its own wait."""
         if self._task is None:
             self.close()
             return
@@ -328,12 +357,12 @@ class HttpServer:
             await asyncio.wait((self._task,))
 
     def close(self) -> None:
-        """Give the address back, of one that was never started."""
+        """Release the address of a server that was never started."""
         self._socket.close()
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the process that it is in."""
+    """A uvicorn server that leaves signals to the process it runs in."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -344,12 +373,14 @@ class _Uvicorn(uvicorn.Server):
         self.force_exit = True
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+        # Aborting a connection does not end the task that computes its answer.
         for task in list(self.server_state.tasks):
             task.cancel()
 
 
 class _Protocol(H11Protocol):
-    """Closes a connection whose request's head does not come."""
+    """An HTTP connection that is closed if the head of a request does not arrive in time. Without
+    it a client that sends single bytes holds a connection as long as it likes."""
 
     head_timeout_s = 10.0
     _late: asyncio.TimerHandle | None = None
@@ -360,6 +391,9 @@ class _Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        # 1. The head is complete: `read_body` has the time-out from here on.
+        # 2. A later head on a kept connection has begun: its time starts with its first byte, since
+        #    uvicorn's idle time-out covers only a connection without any.
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()
         elif self._late is None and self.conn.trailing_data[0]:
@@ -370,16 +404,19 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _wait(self) -> None:
+        """Start the time in which a head must arrive."""
         self._late = self.loop.call_later(self.head_timeout_s, self.transport.abort)
 
     def _stop_waiting(self) -> None:
+        """Stop that time, if it runs."""
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
 
 def allow_connections() -> None:
-    """Let this process open as many files as it may, up to 65,536: each connection is one."""
+    """Raise this process's limit on open files to 65,536, or as far as allowed: each connection is
+    one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

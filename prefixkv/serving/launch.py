@@ -1,6 +1,6 @@
 """`prefixkv serve`: workers as child processes, a fleet of them, and a front, on this machine.
 
-A worker that dies is started anew. None outlives this process, however it ends.
+A worker that dies is restarted. No worker outlives this process, however it ends.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ from prefixkv.serving.wire import WorkerInfo
 logger = logging.getLogger("prefixkv.serve")
 
 _LINE_BYTES: Final = 1 << 20
-_FIRST_PAUSE_S: Final = (
-    0.5  # before a worker that has died is started anew; twice as long each time
-)
+# Pause before a worker that has died is restarted; it doubles for each start that fails.
+_FIRST_PAUSE_S: Final = 0.5  # seconds
 _LONGEST_PAUSE_S: Final = 30.0
-_END_S: Final = 15.0  # for a worker that has nothing left to do
+_END_S: Final = 15.0  # for a worker to end, once its requests have ended
 
 
 class WorkerFailedError(PrefixKVError):
-    """A worker that does not start; what it said is on stderr."""
+    """A worker does not start; its own output on stderr says why."""
 
 
 class Child:
-    """One worker as a child process, kept alive until `end`. Used on one event loop.
+    """One worker as a child process, restarted until `end`. Used on one event loop.
 
     Args:
         role: "prefill" or "decode".
-        environ: its whole environment; its settings are in it.
-        on_ready, on_gone: called with its `WorkerInfo` each time that it is there, and is not.
-        within: a command that runs the one behind it in its place: "ip netns exec NAME", say.
+        environ: its whole environment, with its settings.
+        on_ready, on_gone: called with its `WorkerInfo` each time it begins to serve, and has ended.
+        within: a command that runs the rest of its command line, e.g. "ip netns exec NAME".
     """
 
     def __init__(
@@ -61,10 +60,13 @@ class Child:
         self._on_ready, self._on_gone = on_ready, on_gone
         self._process: Process | None = None
         self._ending = False
+        # Done at the first start: with the worker's info, or with the error that ends the launch.
         self.ready: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
+        """Run the worker's lives, and report an error to `ready`, or to the log after the first
+        start."""
         try:
             await self._live_on()
         except Exception as error:
@@ -74,6 +76,8 @@ class Child:
                 logger.exception("a %s worker is given up", self.role)
 
     async def _live_on(self) -> None:
+        """Start the worker again and again until `end`. A first start that fails is not
+        repeated."""
         pause_s = _FIRST_PAUSE_S
         while not self._ending:
             info = await self._live()
@@ -83,11 +87,13 @@ class Child:
                 return
             if self._ending:
                 return
+            # A life that served resets the pause; one that never did doubles it.
             pause_s = _FIRST_PAUSE_S if info is not None else min(2 * pause_s, _LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s)
 
     async def _live(self) -> WorkerInfo | None:
-        """One life of it. What it was, or None if it was never ready."""
+        """Run one life of the worker. Returns its info, or None if it never served."""
+        # A session of its own: Ctrl-C in a terminal reaches this process alone, which then drains.
         process = self._process = await asyncio.create_subprocess_exec(
             *self._within, sys.executable, "-m", "prefixkv.cli.main", "worker", self.role,
             env=self._environ, stdin=DEVNULL, stdout=PIPE, start_new_session=True,
@@ -96,6 +102,7 @@ class Child:
         info = None
         assert process.stdout is not None
         try:
+            # Read to the end of the pipe: a full pipe would block the worker in `print`.
             async for line in process.stdout:
                 text = line.decode("utf-8", "replace")
                 if info is None and text.startswith(READY):
@@ -107,6 +114,8 @@ class Child:
                     sys.stderr.write(text)
             status = await process.wait()
         finally:
+            # Cancelled, or the output could not be read: the process must not stay without an
+            # owner.
             if process.returncode is None:
                 process.kill()
                 await process.wait()
@@ -118,7 +127,7 @@ class Child:
         return info
 
     async def end(self, grace_s: float) -> None:
-        """Drain it, and kill it after `grace_s`. Again: a shorter wait."""
+        """Drain the worker, and kill it after `grace_s`. A further call ends with its own wait."""
         self._ending = True
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -128,19 +137,20 @@ class Child:
             if self._process is not None and self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
-            else:  # none was started, or it waits to start one anew
+            else:  # there is no process: it is starting, or pauses before a restart
                 self._task.cancel()
-            # What is killed is waited for: its pipe must not outlive the event loop.
+            # Wait for the killed process: its pipe must not outlive the event loop.
             await asyncio.wait((self._task,))
 
 
 class Launch:
-    """`prefixkv serve`. Used on one event loop.
+    """`prefixkv serve`: its workers, their fleet and the front. Used on one event loop.
 
     Args:
         config: its settings.
-        tables: settings of each kind of worker, by name, that the configuration does not have.
-        say: hears a line for a person.
+        tables: further settings by kind of worker and name, which the configuration has no field
+            for.
+        say: gets each line that is meant for a person.
     """
 
     def __init__(
@@ -148,19 +158,21 @@ class Launch:
         say: Callable[[str], object] = print,
     ) -> None:  # fmt: skip
         self.config, self._tables, self._say = config, tables or {}, say
+        # Workers and front share a key of this run, so that no other user of the machine reaches
+        # them.
         self._key = secrets.token_urlsafe(24)
         self._stop = asyncio.Event()
         self._at_once = asyncio.Event()
         self._children: list[Any] = []
 
     def stop(self) -> None:
-        """Drain and end. Again: end at once."""
+        """Drain and end. A second call ends at once."""
         if self._stop.is_set():
             self._at_once.set()
         self._stop.set()
 
     def heed_signals(self) -> None:
-        """SIGTERM and SIGINT are `stop`. On the event loop of the main thread."""
+        """Let SIGTERM and SIGINT call `stop`. On the event loop of the main thread."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop)
 
@@ -180,6 +192,8 @@ class Launch:
         except BaseException:
             await fleet.close()
             raise
+        # The status port opens before the workers load, for probes; clients' port only after all
+        # are ready, so that no request meets a fleet that cannot answer.
         stopping = asyncio.create_task(self._stop.wait())
         try:
             await front.status.start()
@@ -192,6 +206,7 @@ class Launch:
                 (ready, stopping), return_when=asyncio.FIRST_COMPLETED,
                 timeout=config.start_timeout_s,
             )  # fmt: skip
+            # Three ways out of the wait: stopped, too late, or every worker ready (or one failed).
             if stopping.done():
                 ready.cancel()
                 return 0
@@ -205,6 +220,8 @@ class Launch:
             self._say("draining; a second signal ends at once")
             return 0
         finally:
+            # Orderly end: front first, then workers. A second signal during it kills all workers at
+            # once.
             stopping.cancel()
             ending = asyncio.create_task(self._end(front))
             at_once = asyncio.create_task(self._at_once.wait())
@@ -217,28 +234,29 @@ class Launch:
             await self._close()
 
     async def _end(self, front: Front) -> None:
+        """Stop the front and its requests, then end the workers, which have nothing left to do."""
         await front.stop(self.config.listen.drain_timeout_s if self._stop.is_set() else 0)
         await asyncio.gather(*(child.end(_END_S) for child in self._children))
 
     # --- what another kind of launch does otherwise -----------------------------------------------
 
     def _routes(self, fleet: Fleet) -> list[BaseRoute]:
-        """More of the front's status port."""
+        """Return further routes of the front's status port."""
         return []
 
     async def _open(self, name: str) -> None:
-        """Before the first worker. `name` is what clients call the model."""
+        """Prepare before the first worker starts. `name` is what clients call the model."""
 
     def _child(self, role: str, number: int, fleet: Fleet) -> Any:
-        """A worker, with `ready` and `end` as a `Child` has them."""
+        """Start a worker. The result has `ready` and `end` like a `Child`."""
         return Child(role, self._environ(role, number), fleet.add, _forget(fleet))
 
     async def _close(self) -> None:
-        """After the last."""
+        """Clean up after the last worker has ended."""
 
     def _environ(self, role: str, number: int) -> dict[str, str]:
-        """Of one worker. What was set for this process goes to its workers as well, but for what is
-        a front's alone."""
+        """Return the environment of one worker: this process's, with the worker's own settings in
+        place of those that are the front's alone (addresses, key)."""
         config, models = self.config, self.config.models
         threads = models.threads or self._threads()
         settings: dict[str, Any] = {
@@ -256,11 +274,12 @@ class Launch:
         return {**os.environ, **as_environ(settings, known)}
 
     def _threads(self) -> int:
-        """Of a worker's torch."""
+        """Number of torch threads per worker, if the settings name none."""
         return max(1, (os.cpu_count() or 1) // (self.config.prefill + self.config.decode))
 
 
 def _forget(fleet: Fleet) -> Callable[[WorkerInfo], object]:
+    """Return a callback that removes one life of a worker from the fleet."""
     return lambda info: fleet.remove(info.name, info.life)
 
 
@@ -268,7 +287,8 @@ def run_serve(
     config: ServeConfig, tables: Mapping[str, Mapping[str, Any]] | None = None,
     kind: type[Launch] = Launch,
 ) -> int:  # fmt: skip
-    """Serve until SIGTERM or SIGINT. Returns the exit status."""
+    """Serve until SIGTERM or SIGINT. Returns the exit status. Raises ConfigError,
+    WorkerFailedError."""
     log_to_stderr()
 
     async def main() -> int:

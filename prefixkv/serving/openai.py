@@ -1,7 +1,7 @@
-"""OpenAI's interface as plain values: what may be asked, and what is answered.
+"""OpenAI's interface as plain values: requests and the bodies of their answers.
 
-A parameter that is not known is an error that names it; so is one that is known, and asks for what
-is not done here. `seed`, `stop`, `n` and the like mean what they mean there; `top_k`, `ignore_eos`
+A parameter that is unknown is an error that names it; so is a known one that asks for something
+that is not served. `seed`, `stop`, `n` and the like mean what OpenAI defines; `top_k`, `ignore_eos`
 and `cache_salt` are those of other engines.
 """
 
@@ -17,12 +17,12 @@ from prefixkv.serving.wire import How
 MAX_SAMPLES: Final = 128
 _MAX_STOPS: Final = 16
 MAX_MESSAGES: Final = 4096
-"""Messages of a chat and their parts, together. A template takes some 10 us for each."""
+"""Most messages of a chat and their parts, together. A template takes some 10 us for each."""
 
-_NEUTRAL_BYTES: Final = 256  # of a value that may be one of `_NEUTRAL`
-_DEFAULT_TOKENS: Final = 16  # of an answer of /v1/completions
+_NEUTRAL_BYTES: Final = 256  # longest JSON of a value that is compared with `_NEUTRAL`
+_DEFAULT_TOKENS: Final = 16  # most of an answer of /v1/completions, as OpenAI has it
 
-# What is taken where it asks for nothing, by its values that do not. None always does not.
+# Parameters that are not served, and the values that ask for nothing; null always does.
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("none",),
     "functions": ([],), "logit_bias": ({},), "logprobs": (False,), "metadata": ({},),
@@ -35,19 +35,21 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 T = TypeVar("T", bound="_Asked")
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
-"""A name, a key, a text to stop at: what is kept as it is for as long as a request lives."""
+"""A name, a key or a string to stop at: kept as it is for as long as its request lives."""
 
 
 # --- what is asked --------------------------------------------------------------------------------
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenAI's `stream_options`."""
+
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class _Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of request have."""
+    """Parameters that both kinds of request have."""
 
     model: Text
     max_tokens: int | None = None
@@ -67,24 +69,28 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def num_samples(self) -> int:
+        """Number of answers asked for."""
         return 1 if self.n is None else self.n
 
     @property
     def streams(self) -> bool:
+        """True if the answer is to come as events."""
         return bool(self.stream)
 
     @property
     def streams_usage(self) -> bool:
+        """True if the stream is to end with an event that has its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def most_tokens(self) -> int | None:
-        """Of the answer; None: as many as there is room for."""
+        """Most tokens of an answer; None: as many as there is room for."""
         return self.max_tokens
 
     def how(self) -> How:
-        """How its tokens are chosen."""
+        """Return how the answer's tokens are sampled."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        # OpenAI's defaults, not the engine's: without a temperature its tokens are drawn.
         return How(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=0 if self.top_k in (None, -1) else self.top_k,
@@ -95,7 +101,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def check(self) -> None:
-        """Raises ApiError, 400 with its name, for a parameter out of its range."""
+        """Raise ApiError 400, with the parameter's name, for one that is out of range."""
         for name, least, most in (
             ("max_tokens", 1, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1),
             ("n", 1, MAX_SAMPLES), ("temperature", 0, 100), ("top_p", 0, 1),
@@ -106,6 +112,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise refused(name, f"is {value}, must be in [{least}, {most}]")
         if self.top_p == 0:
             raise refused("top_p", "is 0, must be above")
+        # A single string, or none, is compared like a list of one.
         stop = self.stop if isinstance(self.stop, list) else ["-"]
         if "" in (self.stop, *stop):
             raise refused("stop", "has a string that is empty")
@@ -118,7 +125,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A part of a message; only text is taken."""
+    """One part of a message; only text is accepted."""
 
     type: Text
     text: str = ""
@@ -132,7 +139,8 @@ class Message(msgspec.Struct, frozen=True):
     name: Text | None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates take it. Raises ApiError for a part that is no text."""
+        """Return the message as chat templates take it. Raises ApiError for a part that is no
+        text."""
         content = self.content
         if not isinstance(content, str):
             for part in content:
@@ -141,6 +149,7 @@ class Message(msgspec.Struct, frozen=True):
                         "messages", f"has a part of type {part.type!r}, only text is taken"
                     )
             content = "".join(part.text for part in content)
+        # OpenAI renamed the role; templates know the old name.
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": content}
 
@@ -152,9 +161,10 @@ class ChatAsked(_Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: int | None = None
 
     def check(self) -> None:
+        """See `_Asked.check`; also bound the number of messages and parts."""
         super().check()
         num = len(self.messages)
-        if num <= MAX_MESSAGES:  # else its parts are not worth counting
+        if num <= MAX_MESSAGES:  # too many already: the parts need no counting
             lists = (one.content for one in self.messages if not isinstance(one.content, str))
             num += sum(map(len, lists))
         if num > MAX_MESSAGES:
@@ -162,27 +172,32 @@ class ChatAsked(_Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def most_tokens(self) -> int | None:
+        """See `_Asked.most_tokens`; the newer of the two parameters counts."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionAsked(_Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body of /v1/completions. A prompt is a text or its tokens; several are not taken."""
+    """A body of /v1/completions. Its prompt is one text or one list of tokens; several are
+    refused."""
 
     prompt: str | list[int]
 
     @property
     def most_tokens(self) -> int | None:
+        """See `_Asked.most_tokens`; never None."""
         return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
 
 
 def parse(body: bytes, kind: type[T], context: int | None = None) -> T:
-    """What is asked. Raises ApiError 400, which names the parameter that is wrong.
+    """Decode and check a request of `kind`. Raises ApiError 400, which names the wrong parameter.
 
-    Values are made of those parameters alone that are taken, once it is known that a prompt of
-    tokens has no more than `context`: a body may have millions of other things in it.
+    Only parameters that are served are decoded, and only once a prompt of tokens is known to have
+    at most `context`: a body may hold millions of other values.
     """
+    # 1. Names: an unknown one is refused; values are still raw JSON.
     found = _found_in(body, kind)
     known = {field.name: field for field in msgspec.structs.fields(kind)}
+    # 2. Parameters that are not served: their values must ask for nothing.
     neutral = [name for name in found if name not in known]
     for name in neutral:
         raw = bytes(found[name])
@@ -191,6 +206,7 @@ def parse(body: bytes, kind: type[T], context: int | None = None) -> T:
             raise ApiError(
                 400, f"{name} is not served here", code="unsupported_parameter", param=name
             )
+    # 3. Required ones, and the length of a prompt of tokens, counted in the raw JSON.
     for name, field in known.items():
         if field.required and name not in found:
             raise ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
@@ -198,6 +214,7 @@ def parse(body: bytes, kind: type[T], context: int | None = None) -> T:
         num = _tokens_in(bytes(found["prompt"]))
         if num > context:
             raise too_long(num, 0, context, "prompt")
+    # 4. Decode what is left. The neutral ones are cut out, since `kind` forbids unknown fields.
     if neutral:
         body = msgspec.json.encode({name: raw for name, raw in found.items() if name in known})
     try:
@@ -208,15 +225,18 @@ def parse(body: bytes, kind: type[T], context: int | None = None) -> T:
         raise ApiError(400, f"{param}: {why}" if param else why, param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON: {error}") from None
+    # 5. Ranges, which the types do not express.
     made.check()
     return made
 
 
 def _found_in(body: bytes, kind: type[Any]) -> dict[str, msgspec.Raw]:
-    """A body's parameters, not looked into. Raises ApiError for one that is not known."""
+    """Return a body's parameters as raw JSON, by name. Raises ApiError for an unknown one."""
     try:
         raw = decode_body(body, _RAW[kind])
     except ApiError as error:
+        # msgspec says which field is unknown only in its text. The name is cut: it comes from the
+        # client.
         _, found, rest = error.message.partition("unknown field `")
         if not found:
             raise
@@ -229,7 +249,7 @@ def _found_in(body: bytes, kind: type[Any]) -> dict[str, msgspec.Raw]:
 
 
 def _raw(kind: type[Any]) -> Any:
-    """A type with the parameters of `kind`, and those that are neutral, as they are."""
+    """Make a type that takes the parameters of `kind`, and the neutral ones, as raw JSON."""
     names = {field.name for field in msgspec.structs.fields(kind)} | set(_NEUTRAL)
     fields = [(name, msgspec.Raw, msgspec.field(default=msgspec.Raw(b""))) for name in names]
     return msgspec.defstruct("_Body", fields, forbid_unknown_fields=True)
@@ -239,7 +259,7 @@ _RAW: Final[dict[type[Any], Any]] = {kind: _raw(kind) for kind in (ChatAsked, Co
 
 
 def _tokens_in(raw: bytes) -> int:
-    """How many tokens a prompt has, if it is a list of tokens; 0 if it is not.
+    """Count the tokens of a prompt in raw JSON; 0 if it is no list.
 
     >>> _tokens_in(b"[1, 2, 3]"), _tokens_in(b'"a, b"')
     (3, 0)
@@ -248,15 +268,15 @@ def _tokens_in(raw: bytes) -> int:
 
 
 def refused(name: str, why: str) -> ApiError:
-    """A parameter that is not as it has to be."""
+    """Make the error for a parameter with a value that is not accepted."""
     return ApiError(400, f"{name} {why}", code="invalid_value", param=name)
 
 
 def too_long(
     num_prompt: int, num_answer: int, context: int, param: str, at_least: bool = False
 ) -> ApiError:
-    """A prompt, with its answer, that the model has no room for. `at_least` so many tokens, where
-    they were not counted."""
+    """Make the error for a prompt that, with its answer, exceeds the model's context. `at_least`:
+    the prompt was not tokenized to its end, so its count is a lower bound."""
     asked = f"{'at least ' * at_least}{num_prompt} tokens" + (
         f" and {num_answer} of an answer" if num_answer else ""
     )
@@ -267,6 +287,7 @@ def too_long(
 
 
 def unknown_model(name: str) -> ApiError:
+    """Make the error for a model that is not served."""
     return ApiError(404, f"there is no model {name!r}", code="model_not_found", param="model")
 
 
@@ -274,10 +295,10 @@ def unknown_model(name: str) -> ApiError:
 
 
 class Usage(msgspec.Struct):
-    """Tokens of a request, all its answers. Where the prompt's KV came from: `decode_hit_tokens`
-    were on the decode worker, `shared_tokens` on their way there for another request, the other
-    `sent_tokens` were sent there; `prefill_hit_tokens` were on the prefill worker, which computed
-    the other `computed_tokens`."""
+    """Tokens of a request, over all its answers. The prompt's KV came from three places:
+    `decode_hit_tokens` were cached on the decode worker, `shared_tokens` were arriving there for
+    another request, and the other `sent_tokens` were sent. Of the prompt, `prefill_hit_tokens` were
+    cached on the prefill worker, which computed the other `computed_tokens`."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -286,13 +307,15 @@ class Usage(msgspec.Struct):
     prefill_hit_tokens: int = 0
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI's `usage`, and `prefixkv` beside it."""
+        """Return OpenAI's `usage`, with a field `prefixkv` beside OpenAI's own."""
         prompt = self.prompt_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt + self.completion_tokens,
             "prompt_tokens_details": {
+                # OpenAI has one number for two caches: the longer hit is what the client was
+                # spared.
                 "cached_tokens": max(self.decode_hit_tokens, self.prefill_hit_tokens)
             },
             "prefixkv": {
@@ -306,13 +329,13 @@ class Usage(msgspec.Struct):
 
 
 class Answers:
-    """The bodies of one request's answer, whole or piece by piece.
+    """Bodies of one request's answer, in one piece or as events.
 
     Args:
         rid: the request's, without OpenAI's prefix.
         model: as the client named it.
         created: seconds since 1970.
-        chat: of /v1/chat/completions, or of /v1/completions.
+        chat: True for /v1/chat/completions, False for /v1/completions.
     """
 
     def __init__(self, rid: str, model: str, created: int, chat: bool) -> None:
@@ -322,7 +345,7 @@ class Answers:
         }  # fmt: skip
 
     def whole(self, texts: list[str], finishes: list[str | None], usage: Usage) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         choices = []
         for i, (text, finish) in enumerate(zip(texts, finishes, strict=True)):
             said: dict[str, Any] = (
@@ -335,17 +358,18 @@ class Answers:
         return {**self._head, "object": kind, "choices": choices, "usage": usage.body()}
 
     def begin(self, sample: int) -> bytes:
-        """The event that opens an answer; nothing for /v1/completions."""
+        """Return the event that opens a sample; empty for /v1/completions."""
+        # Completions have no role to announce.
         if not self.chat:
             return b""
         return self._event([self._choice(sample, {"role": "assistant", "content": ""}, None)])
 
     def piece(self, sample: int, text: str, finish: str | None) -> bytes:
-        """An event with the text that has come."""
+        """Return the event for text that has arrived, and for the end of a sample."""
         return self._event([self._choice(sample, {"content": text} if text else {}, finish)])
 
     def usage(self, usage: Usage) -> bytes:
-        """The event that `include_usage` asks for."""
+        """Return the event that `include_usage` asks for."""
         return self._event([], usage=usage.body())
 
     def _choice(self, sample: int, delta: dict[str, str], finish: str | None) -> dict[str, Any]:
@@ -361,16 +385,17 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 def event(body: Any) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def models(name: str, created: int, context: int) -> dict[str, Any]:
-    """The body of /v1/models."""
+    """Return the body of /v1/models."""
     return {"object": "list", "data": [model(name, created, context)]}
 
 
 def model(name: str, created: int, context: int) -> dict[str, Any]:
+    """Return the body of /v1/models/NAME."""
     return {
         "id": name, "object": "model", "created": created, "owned_by": "prefixkv",
         "max_model_len": context,

@@ -1,7 +1,7 @@
 """The chat page: one file, `chat.html`, that loads nothing else.
 
-What it may do is said in its headers: its own script and style, by their digests, and requests to
-the server that it came from.
+Its headers restrict it: only its own script and style run, by their digests, and requests go only
+to the server that it came from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _FILE: Final = "chat.html"
 
 
 def page_route(path: str = "/") -> Route:
-    """The page, at `path`. It holds nothing that a key would have to guard."""
+    """Return the route of the page. It holds nothing secret, so it needs no key."""
+    # Read once: the policy's digests are of these bytes, whatever happens to the file later.
     page = resources.files(__package__).joinpath(_FILE).read_bytes()
     headers = {
         "content-security-policy": _policy(page),
@@ -38,7 +39,7 @@ def page_route(path: str = "/") -> Route:
 
 
 def _policy(page: bytes) -> str:
-    """A Content-Security-Policy under which the page's own script and style alone count."""
+    """Return a Content-Security-Policy that allows only the page's own script and style."""
     return "; ".join(
         [
             "default-src 'none'",
@@ -55,6 +56,8 @@ def _policy(page: bytes) -> str:
 
 
 def _digests(page: bytes, tag: bytes) -> str:
+    """Return the digests of the page's `<tag>` elements, as the policy lists them."""
+    # A digest covers the element's exact bytes: read from the served file, the two cannot differ.
     found = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(one).digest()).decode() for one in found)
     return " ".join(f"'sha256-{digest}'" for digest in digests)

@@ -1,6 +1,5 @@
-"""What a proxy passes on: parameters of requests, looked into no further than is needed, and
-answers of servers, of which a client is told what is for it.
-"""
+"""Pieces of the proxy: parameters of requests, decoded only as far as needed, and answers of
+servers, from which a client gets only what is meant for it."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from prefixkv.serving.http import decode_body
 from prefixkv.serving.openai import refused
 
 ANSWER_BYTES: Final = 64 << 20
-"""Of an answer that is not streamed, and of an event of one that is."""
+"""Most bytes of an answer that is not streamed, and of one event of a stream."""
 
 BATCH: Final = 128
-"""Prompts of one request."""
+"""Most prompts of one request."""
 
-_SHORT_BYTES: Final = 1024  # of a parameter that is looked into
-_OTHER_BYTES: Final = 1 << 20  # of all parameters but the large ones, names included
-_REFUSAL_BYTES: Final = 64 << 10  # of one that is passed on
+_SHORT_BYTES: Final = 1024  # largest parameter that is decoded
+_OTHER_BYTES: Final = 1 << 20  # of all parameters but those of `_Large`, names included
+_REFUSAL_BYTES: Final = 64 << 10  # largest refusal that is passed on
 
 
 class _Large(msgspec.Struct, frozen=True):
@@ -45,8 +44,9 @@ class _Large(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """What a server says: the head and the first piece are here, the rest is to come."""
+    """A server's answer: its head and first piece have arrived, the rest is still to be read."""
 
+    # `stack` holds the connection; `close` gives it back, also where `rest` was not read.
     response: httpx.Response
     first: bytes
     rest: AsyncIterator[bytes]
@@ -62,21 +62,26 @@ class Answer:
 
     @property
     def packing(self) -> dict[str, str]:
-        """The header of an answer that is packed, though that was not asked for."""
+        """The content-encoding header of an answer that is compressed, though none was asked
+        for."""
         name = self.response.headers.get("content-encoding", "identity")
         return {} if name == "identity" else {"content-encoding": name}
 
     def whole(self, content: bytes) -> Response:
+        """Return `content` as an answer of the same status, type and encoding."""
         return Response(content, self.status, self.packing, self.media_type)
 
     async def close(self) -> None:
+        """Close the connection. What was not read of the answer is dropped."""
         await self.stack.aclose()
 
 
 def parameters_of(body: bytes) -> dict[str, Any]:
-    """A request's parameters; those of more than a kilobyte are JSON (`msgspec.Raw`). Raises
-    ApiError 400."""
+    """Decode a request's parameters. Prompts, and values longer than 1 KiB, stay JSON
+    (`msgspec.Raw`). Raises ApiError 400."""
     large = msgspec.structs.asdict(decode_body(body, _Large))
+    # Bound the small parameters in sum before any is decoded: as Python objects a few bytes of JSON
+    # take many times their size.
     others = len(body) - sum(len(bytes(raw)) for raw in large.values())
     if others > _OTHER_BYTES:
         raise ApiError(400, f"the parameters have {others} bytes, at most {_OTHER_BYTES} are taken")
@@ -89,9 +94,13 @@ def parameters_of(body: bytes) -> dict[str, Any]:
 
 
 def prompts_of(prompt: msgspec.Raw) -> list[Any]:
-    """The prompts of a request: a text, tokens, or several of either. Raises ApiError for too many
-    lists of tokens."""
+    """Return the prompts of a request: one text or list of tokens, or several of either. Raises
+    ApiError if there are more than `BATCH` lists of tokens."""
     text = bytes(prompt)
+    # The first character of the list tells the cases apart, without decoding it:
+    # 1. "[": lists of tokens; counted by brackets first, since decoding them is the cost;
+    # 2. a quote: texts;
+    # 3. anything else, a single text or one list of tokens: one prompt.
     first = text[1:65].lstrip()[:1] if text.startswith(b"[") else b""
     if first == b"[":  # no text is in it, so brackets are lists
         num = text.count(b"[") - 1
@@ -105,18 +114,22 @@ def prompts_of(prompt: msgspec.Raw) -> list[Any]:
 
 
 def data_of(prompt: Any) -> bytes:
-    """A prompt as bytes such that the next turn's begin with this one's."""
+    """Return a prompt as bytes such that the next turn of the same chat begins with them."""
+    # JSON without its last character: the closing bracket or quote is what the next turn replaces.
     return bytes(prompt)[:-1] if isinstance(prompt, msgspec.Raw) else str(prompt).encode()
 
 
 def refusal_of(answer: Answer, asked: bytes) -> Response:
-    """What a client is told of a server's error: what it says itself, if that is of the request,
-    and has no address, path or trace in it that the client did not send."""
+    """Return the client's answer for a server's error. The server's own words are passed on if they
+    are about the request, and hold no address, path or trace that the client did not send."""
     status, said = answer.status, answer.first
     detail = f"{answer.response.url} said {status}: {said[:1000]!r}"
+    # A wrong key or a broken server is trouble between proxy and server: the client hears a number,
+    # and the log has the rest.
     if status in (401, 403) or status >= 500:
         why = "the servers that were asked have failed"
         return failed(502 if status < 500 else status, why, detail, "worker_lost").response()
+    # Only a JSON object is checked word by word; all else gets a general text.
     is_json = not answer.packing and len(said) <= _REFUSAL_BYTES
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         words = msgspec.json.decode(said) if is_json else None

@@ -1,5 +1,4 @@
-"""A process that serves: signals, the line that says that it is ready, and its end with its
-parent's."""
+"""A worker process: its signals, the line that says it is ready, and its end with its parent."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from prefixkv.serving.config import WorkerConfig
 from prefixkv.serving.worker import make_worker
 
 READY: Final = "ready "
-"""A worker's line on stdout when it serves; its `WorkerInfo` as JSON follows."""
+"""Prefix of a worker's line on stdout once it serves; its `WorkerInfo` as JSON follows."""
 
 _PR_SET_PDEATHSIG: Final = 1
 _END_S: Final = 10.0
 
 
 def run_worker(config: WorkerConfig) -> int:
-    """Be a worker until SIGTERM or SIGINT has drained it; a second one ends it at once. Returns the
-    exit status. Raises ConfigError where it cannot start."""
+    """Run a worker until SIGTERM or SIGINT has drained it; a second signal ends it at once. Returns
+    the exit status. Raises ConfigError if it cannot start."""
     if config.worker.parent:
         die_with(config.worker.parent)
     log_to_stderr()
@@ -33,6 +32,7 @@ def run_worker(config: WorkerConfig) -> int:
 
 
 async def _run_worker(config: WorkerConfig) -> int:
+    """Start the worker, print its ready line, and serve until it ends."""
     worker = make_worker(config)
     serving = False
     signals = 0
@@ -40,6 +40,9 @@ async def _run_worker(config: WorkerConfig) -> int:
     def on_signal() -> None:
         nonlocal signals
         signals += 1
+        # 1. While the model loads there is nothing to drain, and loading cannot be interrupted.
+        # 2. The first signal drains; the second ends the drain, with `_END_S` to close.
+        # 3. A third one, or a close that hangs, ends the process without more ado.
         if not serving or signals > 2:
             os._exit(1)
         worker.drain()
@@ -58,15 +61,16 @@ async def _run_worker(config: WorkerConfig) -> int:
 
 
 def die_with(parent: int) -> None:
-    """Linux kills this process when `parent`, which started it, is gone."""
+    """Have Linux kill this process when `parent`, which started it, is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Asked after prctl: a parent that died before it sends no signal, but is no parent any more.
     if os.getppid() != parent:  # it died before the call
         os._exit(1)
 
 
 def log_to_stderr() -> None:
-    """Warnings of all, and what prefixkv says of peers."""
+    """Log warnings of all packages to stderr, prefixkv's about its peers among them."""
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

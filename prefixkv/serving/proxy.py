@@ -1,21 +1,14 @@
-"""`prefixkv proxy`: OpenAI's requests, each placed on a prefill and a decode server of an engine
-that has prefixkv's connector (vLLM's: `docs/vllm.md`).
+"""`prefixkv proxy`: OpenAI's interface over prefill and decode servers of an engine that runs
+prefixkv's connector (vLLM: `docs/vllm.md`).
 
-It draws a room for each request and asks decode, and prefill as soon as decode has the request;
-what decode answers goes to the client as it comes. Where prefill fails before anything was said,
-another one is tried, and last of all decode is asked to compute the prompt itself.
+Each request gets a room. Decode is asked first, and prefill as soon as decode has the request;
+decode's answer goes to the client as it arrives. If prefill fails before decode has said anything,
+another prefill server is tried; at last decode computes the prompt itself. `_Run` states when each
+side's request ends.
 
-A room ends on both sides, whatever HTTP does. Prefill computes nothing before decode has promised
-its pages, so a room that decode does not load costs prefill no block; its request there ends when
-its connection is closed. That happens
-1. when decode has answered, an error too: at once, or a moment after the first piece of a stream,
-   since prefill's own answer may come a little later than decode's first token;
-2. when the client leaves, or an attempt fails: at once, with decode's request;
-3. where decode was not reached: prefill was never asked.
-
-A prompt's place is chosen by its text: pages of `_PAGE_BYTES` of it are what a
-`BoundedAffinityRouter` is told, so that a conversation stays where its KV is. It follows no cache
-events; it goes by where it has sent prompts itself.
+The text of a prompt chooses its servers: a `BoundedAffinityRouter` matches it in pages of
+`_PAGE_BYTES`, so a conversation stays where its KV is. The router sees no cache events; it knows
+only where this proxy has sent prompts.
 """
 
 from __future__ import annotations
@@ -69,15 +62,16 @@ logger = logging.getLogger("prefixkv.proxy")
 Role = Literal["prefill", "decode"]
 
 _PAGE_BYTES: Final = 1024
-_HELD_S: Final = 1800.0  # a prompt counts as cached where it went
-_ATTEMPTS: Final = 3  # with prefill; then one more without
-_AVOIDED_S: Final = 5.0  # a server that could not be reached
+_HELD_S: Final = 1800.0  # how long a prompt counts as cached where it was sent
+_ATTEMPTS: Final = 3  # with prefill; one more follows without
+_AVOIDED_S: Final = 5.0  # how long an unreachable server gets no requests
 _CONNECT_S: Final = 5.0
-_KEPT_S: Final = 2.0  # an idle connection; servers close theirs after five seconds, and later
+_KEPT_S: Final = 2.0  # an idle connection; servers close theirs after 5 s or later
 _PARAMS: Final = "kv_transfer_params"
 _GRACE_S: Final = 1.0
-"""After decode's first piece, for prefill's answer; and after prefill's refusal, for decode's."""
-_SAY_EACH_S: Final = 5.0  # the same of one server
+"""Wait for prefill's answer after decode's first piece, and for decode's after prefill's
+refusal."""
+_SAY_EACH_S: Final = 5.0  # at most one log line per server in this time
 _TO_DECODE: Final = ("/version", "/tokenize", "/detokenize")
 _NOT_FOR_PREFILL: Final = (
     "stream_options", "stream_interval", "min_tokens", "best_of", "use_beam_search",
@@ -87,16 +81,17 @@ _NOT_FOR_PREFILL: Final = (
     "include_stop_str_in_output", "structured_outputs", "repetition_detection",
     "thinking_token_budget", "return_token_ids",
 )  # fmt: skip
-"""How tokens are drawn, and what is said of them: prefill draws one, which nobody reads. What is
-wrong there is decode's to say."""
+"""Parameters that prefill is not sent: they say how tokens are drawn and reported. Prefill draws
+one token, which is never read, and decode is the server that reports an error in them."""
 
 
 class _AloneError(Exception):
-    """Prefill refuses what decode may take: decode is asked without it, and its word counts."""
+    """Prefill refuses a request that decode may accept: decode is asked alone, and its answer
+    counts."""
 
 
 class _RefusedError(Exception):
-    """Decode refuses one of a request's prompts: what it says is the answer."""
+    """Decode refuses one of a request's prompts: `answer` goes to the client."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(answer)
@@ -104,7 +99,8 @@ class _RefusedError(Exception):
 
 
 class LostError(Exception):
-    """An attempt failed that another may make good. `servers` are not to be asked again."""
+    """A failed attempt that another attempt may repair. `servers` are not asked again for the
+    request."""
 
     def __init__(self, why: str, *servers: str) -> None:
         super().__init__(why)
@@ -113,15 +109,16 @@ class LostError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Side:
-    """The servers of one role."""
+    """Servers of one role, the router over them, and those to avoid for now."""
 
     role: Role
     servers: dict[str, ServerAt]
     router: BoundedAffinityRouter
-    avoided: dict[str, float] = field(default_factory=dict)  # until when
+    avoided: dict[str, float] = field(default_factory=dict)  # by name, time.monotonic()
 
     @classmethod
     def of(cls, role: Role, servers: Sequence[ServerAt]) -> _Side:
+        """Make the side of `role`. Raises ConfigError if it has no server, or two of one name."""
         if not servers:
             raise ConfigError(f"there is no {role} server: --{role} URL=...")
         if len({server.name for server in servers}) < len(servers):
@@ -132,30 +129,34 @@ class _Side:
         return cls(role, {server.name: server for server in servers}, router)
 
     def place(self, keys: Sequence[bytes], lost: Collection[str]) -> Place | None:
-        """Where a request goes; None where every server is lost."""
+        """Return the server for a request, or None if all are lost. An avoided server is taken only
+        if every other one is lost or avoided too."""
         now_s = time.monotonic()
         left = [name for name in self.servers if name not in lost]
         well = [name for name in left if self.avoided.get(name, 0.0) <= now_s]
         return self.router.route(keys, now_s, among=well or left) if left else None
 
     def avoid(self, name: str) -> None:
+        """Send no requests to a server for `_AVOIDED_S` while another one is left."""
         self.avoided[name] = time.monotonic() + _AVOIDED_S
 
     def is_avoided(self, name: str) -> bool:
         return self.avoided.get(name, 0.0) > time.monotonic()
 
     def states(self) -> dict[str, str]:
+        """Return each server's state for /health, by name."""
         return {name: "avoided" if self.is_avoided(name) else "ok" for name in self.servers}
 
 
 class Proxy:
-    """See the module's text. Used on one event loop.
+    """OpenAI's interface over prefill and decode servers; the module docstring has the rules. Owned
+    by one event loop.
 
     Args:
         config: where it listens, and its limits.
-        prefill, decode: the servers.
-    Raises: ConfigError where there is no server of a kind, one is named twice, or an address cannot
-        be bound.
+        prefill, decode: the servers of each role.
+    Raises: ConfigError if a role has no server, a server is named twice, or an address cannot be
+        bound.
     """
 
     def __init__(
@@ -169,6 +170,8 @@ class Proxy:
             "decode": _Side.of("decode", decode),
         }
         self.metrics = _Metrics(self)
+        # Probes of load balancers carry no key, so /health and /ping are open. The last route
+        # answers every other path by an error in OpenAI's form.
         app = make_app(
             [
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -188,34 +191,40 @@ class Proxy:
         self.server, self.status = bind(app, status, listen)
         key = config.servers_key
         self._client = httpx.AsyncClient(
-            # Not packed: a few bytes may be made into very many, and are to be passed on anyway.
+            # Uncompressed: a few packed bytes may expand to very many, and are passed on anyway.
             headers={"accept-encoding": "identity"}
             | ({"authorization": f"Bearer {key}"} if key else {}),
+            # No cap on connections: a request holds two at once, and under a cap requests that
+            # hold one could wait for each other.
             timeout=httpx.Timeout(config.answer_timeout_s, connect=_CONNECT_S),
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEPT_S
             ),
             trust_env=False,
         )
-        self.waiting: dict[_Run, tuple[str, float]] = {}  # for decode: prefill's name, since when
-        self._said: dict[str, tuple[float, int]] = {}  # of a server: until when, and how often not
+        # Runs that decode has not answered yet: prefill's name ("" without one), time.time().
+        self.waiting: dict[_Run, tuple[str, float]] = {}
+        # By server: no log line until then (time.monotonic()), and how many were left out.
+        self._said: dict[str, tuple[float, int]] = {}
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether it takes requests, and which servers it could not reach of late."""
+        """Return whether the proxy accepts requests, and the state of each server."""
         states: dict[str, Any] = {role: side.states() for role, side in self.sides.items()}
         ok = not self.draining and "ok" in states["decode"].values()
         state = "draining" if self.draining else "ok" if ok else "no decode server"
         return ok, {"status": state, **states}
 
     async def start(self) -> None:
+        """Serve. The status port opens first, so that probes see a proxy that is about to start."""
         await self.status.start()
         await self.server.start()
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Take no more requests; those under way have `grace_s` to end."""
+        """Accept no more requests, and give those in progress `grace_s` seconds to end."""
         self.draining = True
         await self.server.stop(grace_s)
         await self.status.stop()
+        # Last: the answers that the server still sends come through this client.
         await self._client.aclose()
 
     # --- what is asked ----------------------------------------------------------------------------
@@ -224,10 +233,12 @@ class Proxy:
         return await self._pass_on(request)
 
     async def _pass_on(self, request: Request) -> Response:
-        """Ask the first decode server that is reached, and answer as it does."""
+        """Forward the request to the first decode server that can be reached, and return its
+        answer."""
         side = self.sides["decode"]
         body = b"" if request.method == "GET" else await read_body(request, self._limits)
         head = {"content-type": request.headers.get("content-type", "application/json")}
+        # Servers that were reached lately come first; an avoided one is still better than none.
         for name in sorted(side.servers, key=lambda name: side.is_avoided(name)):
             url = f"{side.servers[name].url}{request.url.path}"
             asked = self._client.stream(request.method, url, content=body or None, headers=head)
@@ -236,6 +247,7 @@ class Proxy:
                     response = await stack.enter_async_context(asked)
                     rest = response.aiter_raw()
                     content = await read_all(rest, ANSWER_BYTES)
+                    # The answer takes the connection over; where reading fails the stack closes it.
                     answer = Answer(response, content, rest, stack.pop_all())
             except (httpx.HTTPError, TooMuchError):
                 side.avoid(name)
@@ -247,13 +259,12 @@ class Proxy:
         raise ApiError(503, "no decode server is reached", "server_error", "not_ready")
 
     async def _health(self, request: Request) -> Response:
-        """For load balancers, which ask where they send requests. What is wrong is told on the
-        status port."""
+        """Answer a load balancer's probe with a status alone; details are on the status port."""
         return Response(status_code=200 if self.health()[0] else 503)
 
     def warn(self, server: str, why: str) -> None:
-        """Log what went wrong with a server, once a while: a client that asks again at once would
-        have it logged for each of its requests."""
+        """Log what went wrong with a server, at most one line per `_SAY_EACH_S` and server: clients
+        that retry at once would otherwise fill the log. The next line counts those left out."""
         now_s = time.monotonic()
         until_s, unsaid = self._said.get(server, (0.0, 0))
         if now_s < until_s:
@@ -270,25 +281,36 @@ class Proxy:
         return await self._serve(request, "prompt")
 
     async def _serve(self, request: Request, what: str) -> Response:
+        """Check the few parameters that steer the proxy itself, then answer. `what` names the
+        prompt's parameter. Raises ApiError 400, or 503 while the proxy ends."""
         body = parameters_of(await read_body(request, self._limits))
         if what not in body:
             raise refused(what, "is missing")
+        # A client that set them would choose the room and the peers that the engines use.
         if _PARAMS in body:
             raise refused(_PARAMS, "is the proxy's to set")
         for name, kind in (("stream", bool), ("n", int)):
             if not isinstance(body.get(name) or kind(), kind):
                 raise refused(name, f"is {body[name]!r}")
+        # Checked after the body has been read: draining may have begun meanwhile.
         if self.draining:
             raise ApiError(503, "the proxy is ending", "server_error", "not_ready")
         return await unless_gone(request, self._answer(request.url.path, body, what))
 
     async def _answer(self, path: str, body: dict[str, Any], what: str) -> Response:
+        """Have decode answer a request, and count how it ended. Raises ApiError."""
         begun_s = time.monotonic()
         outcome = "aborted"
         try:
             prompts = prompts_of(body[what]) if what == "prompt" else [body[what]]
             if len(prompts) > BATCH:
                 raise refused(what, f"has {len(prompts)} prompts, {BATCH} at most are taken")
+            # How the prompt's KV comes to decode:
+            # 1. decode computes it itself, whatever its cache holds (`alone`);
+            # 2. several prompts, or several answers (`n` > 1): a room carries one prompt, so each
+            #    prompt is brought by a request of its own for one token. The request itself then
+            #    finds all of them in decode's cache;
+            # 3. one prompt and one answer: the request has a room itself (`transfers`).
             alone = _is_decodes_alone(body, path)
             many = not alone and (len(prompts) > 1 or (body.get("n") or 1) > 1)
             cached: int | None = None
@@ -299,6 +321,7 @@ class Proxy:
                         group.create_task(self._bring(path, {**one, what: prompt}, what))
                         for prompt in prompts
                     ]
+                # One unknown count makes the sum unknown.
                 found = [task.result() for task in bringing]
                 cached = sum(found) if None not in found else None  # type: ignore[arg-type]
             transfers = not many and not alone
@@ -311,6 +334,8 @@ class Proxy:
                 self.metrics.refused.labels(str(status)).inc()
             if body.get("stream") and status < 400:
                 pieces = self._pieces(answer, cached)
+                # `Stream` calls `end` when the client has read all of it or has left; until then
+                # the run, with its place in the routers, belongs to the stream.
                 end = lambda: run.end(answer)  # noqa: E731
                 stream = Stream(pieces, self._limits, answer.media_type, end=end)
                 stream.headers.update(answer.packing)
@@ -318,7 +343,7 @@ class Proxy:
             try:
                 if status >= 400:
                     return refusal_of(answer, msgspec.json.encode(body))
-                # What is packed is passed on as it is: it is not looked into.
+                # A compressed body is passed on as it is: it is not decoded here.
                 content = answer.first if answer.packing else usage.of_answer(answer.first, cached)
                 return answer.whole(content)
             finally:
@@ -328,6 +353,7 @@ class Proxy:
             self.metrics.refused.labels(str(error.status)).inc()
             raise
         except ExceptionGroup as errors:
+            # The task group has ended the other prompts' requests. The first failure is the answer.
             first = errors.exceptions[0]
             if isinstance(first, _RefusedError):
                 outcome, refusal = "refused", first.answer
@@ -339,16 +365,21 @@ class Proxy:
             self.metrics.requests.labels(outcome).inc()
 
     async def _bring(self, path: str, body: dict[str, Any], what: str) -> int | None:
-        """Have a prompt's KV come to decode's cache. Returns how many of its tokens were there
-        before; None where decode does not say."""
+        """Have prefill's KV of one prompt sent to decode's cache. Returns how many of its tokens
+        were there before, or None if decode does not say. Raises _RefusedError, ApiError."""
         run = _Run(self, path, body, data_of(body[what]), transfers=True)
         answer = await run.answer()
+        # The whole answer is in `first` (not streamed), so both connections can end before it is
+        # read.
         await run.end(answer)
         if answer.status >= 400:
             raise _RefusedError(answer)
         return usage.cached_tokens(answer.first)
 
     async def _pieces(self, answer: Answer, cached: int | None) -> AsyncGenerator[bytes, None]:
+        """Yield a streamed answer, with `cached` in its usage if that is known. If decode is lost
+        midway, the stream ends with an error event: its status has been sent already."""
+
         async def pieces() -> AsyncGenerator[bytes, None]:
             yield answer.first
             async for piece in answer.rest:
@@ -359,6 +390,8 @@ class Proxy:
                 yield piece
             return
         try:
+            # Only whole events go out, so that the error event below is not read as part of a torn
+            # one.
             stream = usage.whole_events(pieces())
             if cached is not None:
                 stream = usage.of_stream(stream, cached)
@@ -373,8 +406,9 @@ class Proxy:
     async def ask(
         self, url: str, body: dict[str, Any], whole: bool, sent: asyncio.Event | None = None
     ) -> Answer:
-        """Ask one server. Returns when its first piece is here, or all of it; `sent` is set when
-        the request has left. Raises httpx.HTTPError, TooMuchError."""
+        """POST `body` to one server. Returns when its first piece is here, or all of it for `whole`
+        and for errors. `sent` is set once the request has left. Raises httpx.HTTPError, or
+        TooMuchError for more than `ANSWER_BYTES`."""
 
         async def trace(name: str, info: Any) -> None:
             if sent is not None and name.endswith("send_request_body.complete"):
@@ -392,11 +426,21 @@ class Proxy:
                 first = await read_all(rest, ANSWER_BYTES)
             else:
                 first = await anext(rest, b"")
+            # From here on the answer owns the connection; every failure before closes it.
             return Answer(response, first, rest, stack.pop_all())
 
 
 class _Run:
-    """One request: its attempts, and what has to be ended with it."""
+    """One request on its servers: its attempts, and what must end with it.
+
+    A room ends on both sides, whatever happens to HTTP. Prefill computes nothing before decode has
+    promised its pages, so a room that decode does not load costs prefill no block. Prefill's
+    request ends when its connection closes:
+    1. when decode has answered, by an error too: at once, or `_GRACE_S` after the first piece of a
+       stream, since prefill's own answer may come a little later than decode's first token;
+    2. when the client leaves or an attempt fails: at once, together with decode's request;
+    3. if decode was not reached, prefill is not asked at all.
+    """
 
     def __init__(
         self, proxy: Proxy, path: str, body: dict[str, Any], data: bytes, *, transfers: bool
@@ -405,23 +449,30 @@ class _Run:
         self._transfers = transfers
         self._keys = page_keys(data, _PAGE_BYTES // TOKEN_BYTES)
         self._whole = not body.get("stream")
+        # What this attempt holds; `end` releases it: the routers' count of each server's load,
+        # prefill's request, and the task that ends that request after the grace.
         self._places: list[tuple[_Side, Place]] = []
         self._sending: asyncio.Task[Answer] | None = None
         self._letting_go: asyncio.Task[None] | None = None
         self._broke: set[str] = set()  # decode servers whose connection broke once
 
     async def answer(self) -> Answer:
-        """What decode says, an error of the client's included. Raises ApiError 502, 503."""
+        """Return decode's answer, also if it is an error of the client's. Raises ApiError 502,
+        503."""
         lost: set[str] = set()
+        # Attempts with prefill, if the request has a room, then one where decode computes the
+        # prompt.
         attempts = [True] * _ATTEMPTS * self._transfers + [False]
         for number, transfers in enumerate(attempts):
             last = number == len(attempts) - 1
             decode = self._place("decode", lost)
             if decode is None:
-                # What they said was logged as it came, once a while.
+                # Their errors were logged as they came, at a bounded rate.
                 detail = f"{', '.join(lost)} failed, and no decode server is left"
                 raise failed(503, "no decode server is reached", detail, "not_ready")
             prefill = self._place("prefill", lost) if transfers else None
+            # No prefill server is left: skip to the last attempt. Decode was placed above, so the
+            # router's count of it goes back first, or its load would stay too high.
             if transfers and prefill is None:
                 self._leave()
                 continue
@@ -430,10 +481,14 @@ class _Run:
             try:
                 return await self._attempt(decode, prefill)
             except _AloneError:
+                # Prefill cannot serve it, on any server: all count as lost, which leaves the last
+                # attempt.
                 await self.end(None)
                 lost.update(self._proxy.sides["prefill"].servers)
             except LostError as error:
                 self._proxy.warn(error.servers[0] if error.servers else decode.name, str(error))
+                # End both requests before the next attempt: its room must not compete with this
+                # one.
                 await self.end(None)
                 lost.update(error.servers)
                 if last:
@@ -446,6 +501,8 @@ class _Run:
         raise AssertionError
 
     def _place(self, role: Role, lost: Collection[str]) -> ServerAt | None:
+        """Choose a server of one role and count the request there until `_leave`. None if all are
+        lost."""
         side = self._proxy.sides[role]
         place = side.place(self._keys, lost)
         if place is None:
@@ -454,9 +511,11 @@ class _Run:
         return side.servers[place.worker]
 
     async def _attempt(self, decode: ServerAt, prefill: ServerAt | None) -> Answer:
-        """Raises LostError, and ApiError for what prefill says of a client's error."""
+        """Ask decode, and prefill once decode has the request. Raises LostError, _AloneError."""
         proxy, body = self._proxy, dict(self._body)
         if prefill is not None:
+            # A new room for each attempt: nothing that arrives late for an earlier one can match
+            # it.
             room = secrets.randbits(63)
             body[_PARAMS] = {"do_remote_prefill": True, "room": room, "prefill": prefill.at}
             send = {
@@ -472,14 +531,18 @@ class _Run:
             if prefill is not None:
                 # Decode first: while it is not reached nothing is begun on prefill.
                 await _first(loading, asyncio.create_task(sent.wait()))
+            # Decode already done means it failed or refused: prefill has nothing to send.
             if prefill is not None and not loading.done():
                 url = prefill.url + self._path
                 self._sending = asyncio.create_task(proxy.ask(url, send, True))
                 both = (self._sending, loading)
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                # Prefill answered first, so its outcome decides whether decode is worth waiting
+                # for.
                 if not loading.done():
                     await self._check_sent(self._sending, loading, prefill)
             answer = await loading
+            # Only now: while decode has said nothing it may still wait for prefill's KV.
             self._let_go()
         except TooMuchError as error:
             raise LostError(f"{decode.name} said too much: {error}", decode.name) from None
@@ -493,17 +556,21 @@ class _Run:
             raise LostError(f"{decode.name} was lost: {error!r}", *names) from None
         finally:
             proxy.waiting.pop(self, None)
+            # Close decode's connection on every way out but success, so that no request is left
+            # there.
             if answer is None:  # also where it had just come
                 await _end(loading)
         if answer.status >= 500:
             await answer.close()
+            # A 5xx of a request with a room may come from a transfer that failed: the next attempt
+            # takes another prefill server. Without a room decode itself is at fault.
             why = f"{decode.name} said {answer.status}: {answer.first[:500]!r}"
             names = [prefill.name] if prefill is not None else [decode.name]
             raise LostError(why, *names)
         return answer
 
     def _let_go(self) -> None:
-        """Decode has answered, or begins to: nobody waits for prefill any more."""
+        """Schedule the end of prefill's request: decode has answered, or has begun to."""
         if self._sending is not None:
             grace_s = 0.0 if self._whole else _GRACE_S
             self._letting_go = asyncio.create_task(_end_after(self._sending, grace_s))
@@ -511,7 +578,9 @@ class _Run:
     async def _check_sent(
         self, sending: asyncio.Task[Answer], loading: asyncio.Task[Answer], prefill: ServerAt
     ) -> None:
-        """Prefill has answered before decode said anything: whether it was well."""
+        """Raise if prefill, which has answered before decode, did not compute the prompt. Raises
+        LostError where another prefill server may, _AloneError where decode is to be asked
+        alone."""
         try:
             sent = sending.result()
         except TooMuchError as error:
@@ -521,6 +590,7 @@ class _Run:
                 self._proxy.sides["prefill"].avoid(prefill.name)
             raise LostError(f"{prefill.name} was lost: {error!r}", prefill.name) from None
         status = sent.status
+        # Faults of this server or of its configuration (key, path, load), not of the request.
         if status >= 500 or status in (401, 403, 404, 429):
             why = f"{prefill.name} said {status}: {sent.first[:500]!r}"
             raise LostError(why, prefill.name)
@@ -530,19 +600,23 @@ class _Run:
                 raise _AloneError
 
     def _leave(self) -> None:
+        """Release the routers' count of this attempt's servers."""
         now_s = time.monotonic()
         for side, place in self._places:
             side.router.ended(place, now_s)
         self._places.clear()
 
     async def end(self, answer: Answer | None) -> None:
-        """Everything of it, on both servers. Again: no-op."""
+        """End everything this request holds on both servers. Idempotent."""
+        # Take every resource out of `self` before the first await: a second call, or a cancellation
+        # in between, then finds nothing to end twice.
         self._leave()
         sending, self._sending = self._sending, None
         letting_go, self._letting_go = self._letting_go, None
         if answer is not None:
             await answer.close()
         if letting_go is not None:
+            # Before `sending` is ended: the two would otherwise cancel and close it side by side.
             letting_go.cancel()
             await asyncio.wait((letting_go,))
         if sending is not None:  # also where letting it go has begun
@@ -550,13 +624,13 @@ class _Run:
 
 
 async def _end_after(task: asyncio.Task[Answer], grace_s: float) -> None:
-    """End it when it had this time to end by itself."""
+    """End a request after giving it `grace_s` seconds to end by itself."""
     await asyncio.wait((task,), timeout=grace_s)
     await _end(task)
 
 
 async def _first(wanted: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
-    """Wait until one of them is done. The other one is not waited for any more."""
+    """Wait until one of two tasks is done, then cancel `other`."""
     try:
         await asyncio.wait((wanted, other), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -564,19 +638,21 @@ async def _first(wanted: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
 
 
 async def _end(task: asyncio.Task[Answer]) -> None:
-    """A request is no longer wanted: its connection is closed, which ends it on the server."""
+    """Cancel a request that is no longer needed: closing its connection ends it on the server."""
     task.cancel()
     await asyncio.wait((task,))
+    # It may have finished before the cancellation: then its answer holds an open connection.
     if not task.cancelled() and task.exception() is None:
         await task.result().close()
 
 
 def _is_unreached(error: httpx.HTTPError) -> bool:
+    """Return whether no connection was made, so that the server never saw the request."""
     return isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
 
 
 def _for_prefill(body: dict[str, Any], path: str) -> dict[str, Any]:
-    """A request for the same prompt and one token."""
+    """Return a request for the same prompt and one greedy token, which is never read."""
     one = {"n": 1, "stream": False, "temperature": 0, "max_tokens": 1}
     if _is_chat(path):
         one["max_completion_tokens"] = 1
@@ -589,9 +665,9 @@ def _is_chat(path: str) -> bool:
 
 
 def _is_decodes_alone(body: dict[str, Any], path: str) -> bool:
-    """Whether vLLM computes this prompt on decode, whatever its cache has: beams are requests of
-    its own without our parameters, and log-probabilities of a prompt need all of it computed. Of a
-    chat that is echoed they are computed unless `top_logprobs` is null."""
+    """Return whether vLLM computes this prompt on decode, whatever its cache holds. Beams are
+    separate requests without our parameters, and log-probabilities of a prompt need all of it
+    computed; a chat with `echo` computes them unless `top_logprobs` is null."""
     number = body.get("top_logprobs", 0) if _is_chat(path) else body.get("logprobs")
     return bool(
         body.get("use_beam_search")
@@ -602,6 +678,7 @@ def _is_decodes_alone(body: dict[str, Any], path: str) -> bool:
 
 
 async def _unknown(request: Request) -> Response:
+    """Answer any other path by an error that lists those that are known."""
     known = "/v1/chat/completions, /v1/completions, /v1/models, /health, /ping"
     raise ApiError(
         404, f"the proxy does not pass on {request.url.path}; it knows {known}, "
@@ -613,7 +690,7 @@ _ANY_METHOD: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 class _Metrics:
-    """Of the proxy."""
+    """Counters of the proxy, and the collector of its routers and waiting rooms."""
 
     def __init__(self, proxy: Proxy) -> None:
         self._proxy = proxy
@@ -660,6 +737,7 @@ class _Metrics:
         since: dict[str, list[float]] = {
             name: [] for name in ("", *self._proxy.sides["prefill"].servers)
         }
+        # Collected in a thread (`status.status_app`): copy first, the event loop changes the dict.
         for name, since_s in [*self._proxy.waiting.values()]:
             since[name].append(since_s)
         for name, times in since.items():
@@ -669,8 +747,8 @@ class _Metrics:
 
 
 def run_proxy(config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence[ServerAt]) -> int:
-    """Serve until SIGTERM or SIGINT lets what is under way end; a second one ends at once. Returns
-    the exit status. Raises ConfigError."""
+    """Serve until SIGTERM or SIGINT; requests in progress then may end, and a second signal ends
+    them at once. Returns the exit status. Raises ConfigError."""
     log_to_stderr()
 
     async def main() -> int:
@@ -689,6 +767,7 @@ def run_proxy(config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence
             raise
         print(f"{proxy.server.url}/v1 (health and metrics: {proxy.status.url})", flush=True)
         await stop.wait()
+        # `stop` twice is safe: the second call, without grace, cuts what the first still waits for.
         ending = asyncio.create_task(proxy.stop(config.listen.drain_timeout_s))
         cut = asyncio.create_task(at_once.wait())
         await asyncio.wait((ending, cut), return_when=asyncio.FIRST_COMPLETED)

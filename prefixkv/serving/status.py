@@ -22,15 +22,17 @@ def status_app(
     health: Health, nodes: Sequence[Any], listen: ListenSettings, collectors: Sequence[Any] = (),
     routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:  # fmt: skip
-    """/health (200, or 503 where it takes nothing) and /metrics.
+    """Make the application of the status port: /health (200, or 503 while nothing is accepted) and
+    /metrics.
 
     Args:
-        health: whether it takes what is asked, and what to tell.
-        nodes: whose metrics are shown.
-        collectors: others, of prometheus_client.
-        routes: others, of Starlette.
+        health: returns whether requests are accepted, and the body of /health.
+        nodes: nodes with metrics to show.
+        collectors: further ones, of prometheus_client.
+        routes: further ones, of Starlette.
     """
     registry = CollectorRegistry(auto_describe=False)
+    # Imported only here: a front and a proxy have no node, and need not load its runtime.
     if nodes:
         from prefixkv.spi import NodeCollector
 
@@ -42,10 +44,11 @@ def status_app(
         ok, told = health()
         return json_response(told, 200 if ok else 503)
 
-    def show_metrics(_: Request) -> Response:  # not async: Starlette gives it a thread
+    def show_metrics(_: Request) -> Response:  # not async, so Starlette runs it in a thread
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     everything = [Route("/health", show_health), Route("/metrics", show_metrics), *routes]
+    # A loopback port needs no key, so that scrapers of this machine need no secret.
     key = "" if is_loopback(listen.status_host) else listen.api_key
     return make_app(everything, key, open_paths=["/health"])
 
@@ -53,13 +56,13 @@ def status_app(
 def bind(
     app: ASGIApp, status: ASGIApp, listen: ListenSettings, limits: Limits | None = None
 ) -> tuple[HttpServer, HttpServer]:
-    """The server of what a process is asked, and that of its status, on its two ports.
+    """Bind the server for requests and the one for status, on their two ports.
 
     Args:
-        app, status: what each serves.
+        app, status: the application of each.
         listen: the addresses.
-        limits: of those who ask; none: those of `listen`.
-    Raises: ConfigError where an address cannot be bound, with neither left open.
+        limits: of requests to `app`; by default those of `listen`.
+    Raises: ConfigError if an address cannot be bound, with neither left open.
     """
     asked = HttpServer(app, listen.host, listen.port, limits or listen.limits)
     try:

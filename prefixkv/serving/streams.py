@@ -1,4 +1,4 @@
-"""Answers of other servers, of which no more is taken than there is room for."""
+"""Reading answers of other servers, with a bound on the bytes that are taken."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import AsyncIterable
 
 
 class TooMuchError(Exception):
-    """A server says more than there is room for."""
+    """A server sent more bytes than the reader has room for."""
 
 
 async def read_some(pieces: AsyncIterable[bytes], most: int) -> bytes:
-    """The first `most` bytes; the rest is not read."""
+    """Return the first `most` bytes; the rest is not read."""
     found: list[bytes] = []
     left = most
     async for piece in pieces:
@@ -22,7 +22,8 @@ async def read_some(pieces: AsyncIterable[bytes], most: int) -> bytes:
 
 
 async def read_all(pieces: AsyncIterable[bytes], most: int) -> bytes:
-    """All of it. Raises TooMuchError for more than `most` bytes."""
+    """Return all bytes. Raises TooMuchError for more than `most`."""
+    # One byte beyond the bound tells "exactly full" from "too much", and is all that is read.
     found = await read_some(pieces, most + 1)
     if len(found) > most:
         raise TooMuchError(f"an answer of more than {most} bytes")

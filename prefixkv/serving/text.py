@@ -1,4 +1,4 @@
-"""Text to tokens: a model's tokenizer and its chat template."""
+"""Text to tokens, by a model's tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ PLAIN_TEMPLATE: Final = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-_CHARS_PER_TOKEN: Final = 16  # a text of more characters for each token that there is room for
+_CHARS_PER_TOKEN: Final = 16  # a text longer than this per token of room is tried in part first
 _TOKENS_OF_TEMPLATES: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class TextError(CallerError):
-    """Messages that the model's chat template refuses."""
+    """The model's chat template refuses the messages."""
 
 
 class TooManyTokensError(CallerError):
-    """A text that has more tokens than there is room for: `least` are in its beginning."""
+    """A text has more tokens than there is room for; its beginning alone has at least `least`."""
 
     def __init__(self, least: int) -> None:
         super().__init__(f"at least {least} tokens")
@@ -35,15 +35,15 @@ class TooManyTokensError(CallerError):
 
 
 class Texts:
-    """A tokenizer, and how it writes a chat. Any thread may call; none changes it.
+    """A tokenizer and a chat template. Immutable, so any thread may call it.
 
     Args:
         tokenizer: of the package tokenizers.
         template: of Jinja; it runs in a sandbox.
-        tokens: what templates name: "bos_token" and the like.
+        tokens: special tokens that templates name, such as "bos_token".
 
-    `longest`: the characters of its longest token. A text of n characters has n / longest tokens or
-    more, but for blanks that some tokenizers leave out.
+    `longest` is the length of the longest token in characters. A text of n characters has at least
+    n / longest tokens, except for blanks that some tokenizers drop.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Texts:
     ) -> None:
         self.tokenizer = tokenizer
         self.longest = max(map(len, tokenizer.get_vocab()), default=1)
+        # A template is part of a model's download: the sandbox keeps it from running code.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
@@ -62,7 +63,8 @@ class Texts:
             raise ConfigError(f"the chat template is not read: {error}") from None
 
     def chat(self, messages: Sequence[dict[str, str]], most: int = 0) -> list[int]:
-        """The tokens of a chat, up to where the answer begins. Raises TextError, and as `plain`."""
+        """Return the tokens of a chat, up to where the answer begins. Raises TextError, and as
+        `plain`."""
         try:
             text = self._template.render(messages=messages, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError) as error:
@@ -70,16 +72,17 @@ class Texts:
         return self._ids(text, False, most)
 
     def plain(self, text: str, most: int = 0) -> list[int]:
-        """The tokens of a text, with those that the model wants before it. Raises
-        TooManyTokensError where they are certain to be more than `most`, without looking at all of
-        a long text; 0: any number."""
+        """Return the tokens of a text, with the special tokens that the model puts before it.
+        Raises TooManyTokensError if they are certain to be more than `most`, without tokenizing all
+        of a long text; 0 sets no bound."""
         return self._ids(text, True, most)
 
     def _ids(self, text: str, special: bool, most: int) -> list[int]:
+        """Return the tokens of a text, after a cheap check of its beginning if it is long."""
         begun = text[: most * _CHARS_PER_TOKEN]
         if most and len(begun) < len(text):
-            # The last of them may be another one where the text goes on, the others are as they are
-            # in all of it, or merge with it.
+            # Cutting the text can change its last token; the others stand as they are in all of
+            # it, or merge with that one. `longest` tokens of slack cover what the cut changes.
             num = len(self.tokenizer.encode(begun, add_special_tokens=False).ids)
             if num > most + self.longest:
                 raise TooManyTokensError(most + 1)
@@ -88,7 +91,7 @@ class Texts:
 
 
 def load_texts(folder: str) -> Texts:
-    """Those of a model's folder; of the small model, where there is none. Raises ConfigError."""
+    """Return the texts of a model's folder, or of the small model for "". Raises ConfigError."""
     from prefixkv.engines.hf.text import load_tokenizer
 
     if not folder:
@@ -115,8 +118,10 @@ def load_texts(folder: str) -> Texts:
 
 
 def _to_json(value: Any, **options: Any) -> str:
+    """Render a value in a template, with non-ASCII characters as they are."""
     return json.dumps(value, ensure_ascii=False, **options)
 
 
 def _refuse(why: str) -> NoReturn:
+    """Let a template refuse its messages (`raise_exception`)."""
     raise TemplateError(why)

@@ -1,7 +1,7 @@
-"""`usage` of answers that a proxy passes on: how many of a prompt's tokens decode had.
+"""`usage` of answers that a proxy passes on: how many of a prompt's tokens decode had cached.
 
-vLLM says so where it was started with `--enable-prompt-tokens-details`. In an answer that is not
-streamed prefixkv's connector says it too.
+vLLM reports it if it was started with `--enable-prompt-tokens-details`. In an answer that is not
+streamed prefixkv's connector reports it too.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ _DATA: Final = b"data: "
 
 
 def cached_tokens(answer: bytes) -> int | None:
-    """Of a prompt, the tokens that were cached on decode; None where the answer does not say."""
+    """Return how many tokens of the prompt were cached on decode, or None if the answer does not
+    say."""
     said = _decoded(answer)
     return None if said is None else _cached(said)
 
 
 def of_answer(answer: bytes, cached: int | None) -> bytes:
-    """An answer whose usage says what was cached: `cached`, or what the connector says. What the
-    connector says for the proxy alone is left out. As it is where it has no usage."""
+    """Return an answer with the cached tokens in its usage: `cached` if given, else what the
+    connector reports. Parameters that the connector adds for the proxy alone are removed. An answer
+    without usage is returned as it is."""
     said = _decoded(answer)
     if said is None or not isinstance(said.get("usage"), dict):
         return answer
     known = _cached(said) if cached is None else cached
     params = said.get("kv_transfer_params")
+    # The room and addresses in them are not a client's; an error report is.
     if isinstance(params, dict) and "error" not in (params.get("prefixkv") or {}):
         said["kv_transfer_params"] = None
     if known is not None:
@@ -39,9 +42,9 @@ def of_answer(answer: bytes, cached: int | None) -> bytes:
 
 
 async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The same stream in whole events. Of one that breaks off within an event the rest is left out:
-    what is said behind it would be a part of that event. Raises TooMuchError for one that does not
-    end."""
+    """Yield the same stream cut into whole events. If it breaks off by an exception within an
+    event, that rest is left out: an error event sent after it would be read as part of it. Raises
+    TooMuchError for an event longer than `_EVENT_BYTES`."""
     rest = b""
     async for piece in pieces:
         events, end, rest = (rest + piece).rpartition(b"\n\n")
@@ -49,17 +52,20 @@ async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, No
             yield events + end
         if len(rest) > _EVENT_BYTES:
             raise TooMuchError(f"an event of more than {_EVENT_BYTES} bytes")
+    # A stream that ends in order may lack the last blank line: its rest is passed on.
     if rest:
         yield rest
 
 
 async def of_stream(events: AsyncIterator[bytes], cached: int) -> AsyncGenerator[bytes, None]:
-    """The same events (`whole_events`), those that have details of usage with `cached` in them."""
+    """Yield the same events (`whole_events`), with `cached` in each that has details of usage."""
     async for event in events:
         yield b"\n".join(_of_line(line, cached) for line in event.split(b"\n"))
 
 
 def _of_line(line: bytes, cached: int) -> bytes:
+    """Return one line of an event, with `cached` in it if it is data with details of usage."""
+    # Cheap test first: all lines but one or two of a stream are passed on without decoding.
     if not line.startswith(_DATA) or b"prompt_tokens_details" not in line:
         return line
     said = _decoded(line[len(_DATA) :])
@@ -70,12 +76,14 @@ def _of_line(line: bytes, cached: int) -> bytes:
 
 
 def _set(usage: dict[str, Any], cached: int) -> None:
+    """Set the cached tokens in an answer's usage, and keep its other details."""
     details = usage.get("prompt_tokens_details") or {}
     usage["prompt_tokens_details"] = {**details, "cached_tokens": cached}
 
 
 def _cached(said: dict[str, Any]) -> int | None:
-    """The connector's word first: it is there whatever the server was started with."""
+    """Return the cached tokens that the answer reports. The connector comes first: it reports them
+    whatever options the server was started with."""
     for found in (
         ((said.get("kv_transfer_params") or {}).get("prefixkv") or {}).get("cached_tokens"),
         ((said.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens"),
@@ -86,6 +94,7 @@ def _cached(said: dict[str, Any]) -> int | None:
 
 
 def _decoded(answer: bytes) -> dict[str, Any] | None:
+    """Return the answer as a JSON object, or None if it is none."""
     try:
         said = msgspec.json.decode(answer)
     except msgspec.DecodeError:

@@ -1,7 +1,7 @@
 """Waits on the event loop that lose no cancellation.
 
-`asyncio.wait_for` of Python 3.11 returns the result where a cancellation meets a wait that has
-just ended, so a client that leaves in the turn in which a token comes is not noticed.
+`asyncio.wait_for` of Python 3.11 returns the result, and drops the cancellation, if both arrive in
+the same turn of the loop. A client that leaves just as a token arrives would go unnoticed.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What a front, a decode worker and a prefill worker say to each other, as JSON over HTTP.
+"""Messages between a front, a decode worker and a prefill worker, as JSON over HTTP.
 
 | to | method and path | body | answer |
 | --- | --- | --- | --- |
 | any worker | GET /info | | a `WorkerInfo` |
 | any worker | GET /events | | frames: cache events, see `feed` |
-| any worker | POST /audit | | 204 where every law of its node holds; slow |
+| any worker | POST /audit | | 204 if every invariant of its node holds; slow |
 | any worker | GET /lost | | a `Lost` for each lost peer that it holds something for |
 | any worker | POST /fence | a `Fence` | 202 |
-| decode | POST /generate | an `Ask` | lines: `Said`s; an empty line says that it lives |
+| decode | POST /generate | an `Ask` | lines: `Said`s; an empty line is a sign of life |
 | prefill | POST /jobs | a `Job` | 202 |
 | prefill | POST /abort | an `Abort` | 202 |
 
-The end of a connection ends what was asked on it. An error is in OpenAI's form.
+Closing a connection ends what was asked on it. Errors have OpenAI's form.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ import msgspec
 from prefixkv import Namespace
 
 LIFE_SIGN_S: Final = 2.0
-"""A stream that has nothing to say says an empty line so often."""
+"""Longest pause of a stream: it then sends an empty line or frame."""
 
 SILENCE_S: Final = 30.0
-"""One that has not said anything for so long is over."""
+"""Time without a byte after which a stream counts as lost."""
 
 
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
-"""What a worker keeps of a request as it is, for as long as that lives, or KV of it."""
+"""A string of a request that a worker keeps as it is, for as long as the request or its KV
+lives."""
 
 
+# Descriptions: what a worker says of itself.
 class WorkerInfo(msgspec.Struct, frozen=True):
     """A worker as others need to know it.
 
-    `url` is where it is asked, `status_url` where its health and metrics are. `endpoint` is a
+    `url` is for requests, `status_url` for health and metrics. `endpoint` is the address of a
     prefill worker's node. `model` is the model's name for people, `identity` what its KV depends
-    on. `context` is the most tokens of a request here, prompt and answer; `life` is its node's
-    incarnation in hexadecimal, another one each time that the worker starts.
+    on. `context` is the most tokens of a request here, prompt and answer together. `life` is its
+    node's incarnation in hexadecimal, another one each time the worker starts.
     """
 
     role: Literal["prefill", "decode"]
@@ -58,8 +60,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     pid: int
 
 
+# Requests: the engine's own classes as frozen structs, so that a front needs no engine.
 class How(msgspec.Struct, frozen=True):
-    """A `Sampling` of the engine."""
+    """Sampling parameters: a `Sampling` of the engine."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -71,8 +74,8 @@ class How(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """A `Generate`, and where its prefill worker is: its node's address, and its URL. Requests of
-    different `salt` share nothing."""
+    """A request for an answer: a `Generate` of the engine, with the address of its prefill worker's
+    node and that worker's URL. Requests with different `salt` share no KV."""
 
     rid: Name
     tokens: list[int]
@@ -87,7 +90,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An `Output`."""
+    """One output of a request: an `Output` of the engine."""
 
     sample: int = 0
     position: int = 0
@@ -101,7 +104,8 @@ class Said(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A `PrefillJob`. The last four are its `Choice`."""
+    """A prompt for prefill to compute: a `PrefillJob` of the engine. The last four fields are its
+    `Choice`."""
 
     rid: Name
     tokens: list[int]
@@ -119,14 +123,15 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Abort(msgspec.Struct, frozen=True):
-    """Jobs that are not wanted any more."""
+    """Jobs that are no longer needed."""
 
     rids: list[str]
 
 
+# Lives that are over.
 class Lost(msgspec.Struct, frozen=True):
-    """A peer that is suspect or over (`lost_peers` of a node): `held` pages of a decode worker that
-    it may still write, or rooms of a prefill worker that it is in."""
+    """A peer that is suspect or dead (`lost_peers` of a node). `held` counts the pages of a decode
+    worker that it may still write, or the rooms of a prefill worker that it is in."""
 
     name: str
     life: str
@@ -135,15 +140,16 @@ class Lost(msgspec.Struct, frozen=True):
 
 
 class Fence(msgspec.Struct, frozen=True):
-    """That life of a worker is dead, for certain: what is held for it may be used again."""
+    """A statement that this life of a worker is certainly dead, so that what is held for it may be
+    used again."""
 
     name: str
     life: str
 
 
 def key_of(salt: str) -> str:
-    """What stands for a client's salt in a service: 32 characters, however long that is. It is kept
-    for as long as KV of it is.
+    """Return 32 characters that stand for a client's salt within the service. They are kept as long
+    as KV of that salt is; the salt itself may be long, and is the client's secret.
 
     >>> len(key_of("tenant 1")), key_of("tenant 1") == key_of("tenant 2")
     (32, False)
@@ -152,5 +158,5 @@ def key_of(salt: str) -> str:
 
 
 def namespace_of(salt: str) -> Namespace | None:
-    """A request's namespace, of its salt."""
+    """Return the namespace of a request with this salt; None without one."""
     return Namespace(salt=salt) if salt else None

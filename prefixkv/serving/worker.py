@@ -1,8 +1,8 @@
-"""One worker as a process: one model, one node, one `EngineLoop`, and two HTTP servers: what
-others ask of it (`wire`), and its health and metrics.
+"""One worker as a process: one model, one node, one `EngineLoop`, and two HTTP servers, one for its
+requests (`wire`) and one for its health and metrics.
 
-The engine has a thread of its own; all else runs in one event loop. What goes to the engine goes by
-`EngineLoop.post`; what comes from it, one `call_soon_threadsafe` a step.
+The engine has a thread of its own; everything else runs on one event loop. Calls reach the engine
+by `EngineLoop.post`; its outputs come back by one `call_soon_threadsafe` per step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ T = TypeVar("T")
 class Worker:
     """A worker that serves on the running event loop, from `start` to the end of `run`.
 
-    Made in any thread; everything else is the loop's. `info` is there once `start` has returned.
+    It may be made in any thread; everything else belongs to the loop. `info` exists once `start`
+    has returned.
     """
 
     role: str
@@ -77,11 +78,12 @@ class Worker:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config, self.settings = config, config.worker
-        self._stop = asyncio.Event()  # no grace any more
+        self._stop = asyncio.Event()  # set once the grace of `drain` is over
         self._servers: list[HttpServer] = []
 
     async def start(self) -> None:
         """Load the model and serve. Raises ConfigError, with nothing left open."""
+        # Loading takes seconds to minutes: in a thread, so that the loop answers signals meanwhile.
         self.engine = await asyncio.to_thread(self._make_engine)
         from prefixkv.engines.hf import EngineLoop
 
@@ -91,11 +93,14 @@ class Worker:
             self._bind()
             self.loop.start()
         except BaseException:
+            # The engine's thread does not run yet, so this thread may close the engine.
             self.engine.close()
             for server in self._servers:
                 server.close()
             raise
         try:
+            # From here on the engine belongs to its thread: a failure goes through `close`, which
+            # joins it.
             for server in self._servers:
                 await server.start()
         except BaseException:
@@ -103,7 +108,8 @@ class Worker:
             raise
 
     def _bind(self) -> None:
-        """Both servers, and `info`."""
+        """Bind both servers, and set `info`. Raises ConfigError where an address cannot be
+        bound."""
         listen, engine = self.settings.listen, self.engine
         self._events = EventTap(engine.node.take_cache_events, self._asyncio.call_soon_threadsafe)
         routes = [
@@ -119,6 +125,7 @@ class Worker:
         asked, status = bind(app, status_of, listen, self._limits)
         self._servers += [asked, status]
         model, layout = engine.model, engine.node.pool.layout
+        # After binding, since a port of 0 has become a number only now.
         self.info = WorkerInfo(
             role=self.role,  # type: ignore[arg-type]
             name=engine.node.peer_id.name, url=asked.url, status_url=status.url,
@@ -131,15 +138,16 @@ class Worker:
         )  # fmt: skip
 
     async def run(self) -> bool:
-        """Until it was drained or stopped, or the engine has failed: False then."""
+        """Serve until drained or stopped. Returns False if the engine has failed."""
         while self.loop.alive and not self._stop.is_set():
+            # The engine's thread cannot set an event of this loop when it dies, so it is polled.
             await wait_set(self._stop, _TICK_S)
         await self.close()
         return self.loop.error is None
 
     def drain(self) -> None:
-        """Take no more; `run` returns when all that lives has ended, or after `drain_timeout_s`.
-        Again: at once."""
+        """Accept no more requests; `run` returns when all in progress have ended, or after
+        `drain_timeout_s`. A second call ends the wait at once."""
         if self.loop.draining:
             self._stop.set()
             return
@@ -147,17 +155,19 @@ class Worker:
         self._asyncio.call_later(self.settings.listen.drain_timeout_s, self._stop.set)
 
     async def close(self) -> None:
-        """End everything now; after `start`. Again: no-op."""
+        """End everything now, after `start`. Idempotent."""
         self.loop.stop()
         if self.loop.alive:
             await asyncio.to_thread(self.loop.join, 10.0)
+        # After the engine's thread has ended, so that no output follows; before the servers stop,
+        # so that every open stream still gets its last line.
         self._ended()
         servers, self._servers = self._servers, []
         for server in servers:
             await server.stop(grace_s=1.0)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether it takes what is asked, and how it is."""
+        """Return whether the worker accepts requests, and its state with its `info`."""
         state = (
             "failed" if self.loop.error is not None
             else "ended" if not self.loop.alive
@@ -170,37 +180,45 @@ class Worker:
     # --- for its kinds ----------------------------------------------------------------------------
 
     def _make_engine(self) -> Any:
+        """Load the model and make the engine, in a thread."""
         raise NotImplementedError
 
     def _routes(self) -> list[Route]:
+        """Return the routes that this kind of worker adds."""
         raise NotImplementedError
 
     def _after_step(self) -> None:
-        """On the engine's thread."""
+        """Pass on what a step has produced. Called on the engine's thread."""
         self._events.after_step()
 
     def _ended(self) -> None:
-        """The engine has ended: nothing more comes from it."""
+        """Handle the engine's end, after which it produces nothing more."""
 
     @property
     def _limits(self) -> Any:
+        """Limits of requests to a worker. Bodies may have at least `_MAX_JOB_BYTES`, since they
+        carry prompts as lists of tokens, and all together at least twice the largest."""
         limits = self.settings.listen.limits
         most = max(limits.max_body_bytes, _MAX_JOB_BYTES)
         in_sum = max(limits.max_bodies_bytes, 2 * most)
         return replace(limits, max_body_bytes=most, max_bodies_bytes=in_sum)
 
     async def _info(self, _: Request) -> Response:
+        """Answer GET /info."""
         return json_response(self.info)
 
     async def _audit(self, _: Request) -> Response:
+        """Answer POST /audit: check every invariant of the node. Slow."""
         await self._call(lambda engine: engine.audit())
         return Response(status_code=204)
 
     async def _follow(self, _: Request) -> Response:
+        """Answer GET /events by a stream of the cache's events."""
         limits = self.settings.listen.limits
         return Stream(self._events.frames(), limits, "application/octet-stream")
 
     async def _lost(self, _: Request) -> Response:
+        """Answer GET /lost: the lost peers for which this worker holds pages or rooms."""
         lost = await self._call(lambda engine: engine.node.lost_peers())
         told = [
             Lost(peer.name, f"{peer.incarnation:x}", why, held)
@@ -209,6 +227,7 @@ class Worker:
         return json_response(told)
 
     async def _fence(self, request: Request) -> Response:
+        """Answer POST /fence: a process is dead, so what is held for it may be used again."""
         asked = await self._read(request, Fence)
         try:
             incarnation = int(asked.life, 16)
@@ -218,14 +237,17 @@ class Worker:
         return Response(status_code=202)
 
     async def _read(self, request: Request, kind: type[T]) -> T:
+        """Return the body of a request as a value of `kind`. Raises ApiError."""
         return decode_body(await read_body(request, self._limits), kind)
 
     async def _call(self, call: Callable[[Any], T]) -> T:
-        """What `call(engine)` returns, made on its thread. Raises ApiError for what it raises of
-        ours."""
+        """Run `call(engine)` on the engine's thread and return its result. Raises ApiError for
+        errors of prefixkv: 503 for load and shutdown, 400 for a caller's mistake, 500 for
+        others."""
         done: asyncio.Future[T] = self._asyncio.create_future()
 
         def settle(result: Any, error: BaseException | None) -> None:
+            # The client has left: nothing awaits the result.
             if done.cancelled():
                 return
             done.set_exception(error) if error is not None else done.set_result(result)
@@ -239,6 +261,7 @@ class Worker:
                 self._asyncio.call_soon_threadsafe(settle, result, error)
 
         try:
+            # A thread that dies never runs what was posted, so the wait looks once a second.
             self.loop.post(run)
             while not (await asyncio.wait((done,), timeout=1.0))[0]:
                 if not self.loop.alive:
@@ -253,7 +276,7 @@ class Worker:
 
 
 class PrefillWorker(Worker):
-    """Computes what decode workers ask for."""
+    """A worker that computes the prompts that decode workers send it."""
 
     role = "prefill"
     config: PrefillWorkerConfig
@@ -271,28 +294,33 @@ class PrefillWorker(Worker):
         ]
 
     async def _job(self, request: Request) -> Response:
+        """Answer POST /jobs: accept a prompt to compute."""
         job = _prefill_job(await self._read(request, Job))
         await self._call(lambda engine: engine.submit(job))
         return Response(status_code=202)
 
     async def _abort(self, request: Request) -> Response:
+        """Answer POST /abort: end jobs that are no longer needed. Unknown ids are ignored."""
         asked = await self._read(request, Abort)
         await self._call(lambda engine: [engine.abort(rid) for rid in asked.rids])
         return Response(status_code=202)
 
 
 class _Open:
-    """One request that is being answered."""
+    """One request that is being answered, from /generate to its last line. Owned by the event
+    loop."""
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
         self.said: deque[Said] = deque()
         self.news = asyncio.Event()
-        self.left = ask.num_samples  # answers that have not ended
-        self.jobs: list[str] = []  # that prefill was told of
-        self.error = ""  # why it was aborted here
+        self.left = ask.num_samples  # samples that have not ended
+        self.jobs: list[str] = []  # rids of jobs sent to prefill and not aborted
+        self.error = ""  # why this worker aborted it, if it did
 
     def hear(self, said: Said) -> None:
+        """Queue one output for the client. An abort that this worker caused becomes an error with
+        its cause."""
         if said.finish == "abort" and self.error:
             said = msgspec.structs.replace(said, finish="error", error=self.error)
         self.left -= said.finish is not None
@@ -301,15 +329,18 @@ class _Open:
 
 
 class DecodeWorker(Worker):
-    """Answers; it tells prefill workers what to compute."""
+    """A worker that answers requests, and sends their prompts to prefill workers as jobs."""
 
     role = "decode"
     config: DecodeWorkerConfig
 
     def __init__(self, config: DecodeWorkerConfig) -> None:
         super().__init__(config)
+        # By rid; an entry goes when its stream ends, by `_give_up`.
         self._open: dict[str, _Open] = {}
-        self._outputs: list[Any] = []  # of the step under way; the engine's thread's
+        self._outputs: list[Any] = []  # of the current step; used by the engine's thread alone
+        # The loop keeps only weak references to tasks: without this set one may be collected
+        # midway.
         self._tasks: set[asyncio.Task[None]] = set()
         key = config.worker.listen.api_key
         self._client = httpx.AsyncClient(
@@ -327,6 +358,7 @@ class DecodeWorker(Worker):
         return [Route("/generate", self._generate, methods=["POST"])]
 
     async def close(self) -> None:
+        """See `Worker.close`; also end the messages to prefill workers."""
         await super().close()
         for task in list(self._tasks):
             task.cancel()
@@ -335,6 +367,7 @@ class DecodeWorker(Worker):
     # --- a request --------------------------------------------------------------------------------
 
     async def _generate(self, request: Request) -> Response:
+        """Answer POST /generate by a stream of `Said` lines."""
         ask = await self._read(request, Ask)
         if ask.rid in self._open:
             raise ApiError(400, f"request {ask.rid!r} is here already", code="RequestError")
@@ -342,6 +375,7 @@ class DecodeWorker(Worker):
             wanted = _generate_of(ask)
         except PrefixKVError as error:
             raise ApiError(400, str(error), code=_name(error)) from None
+        # Registered before it is submitted: outputs may come before `_call` returns.
         one = self._open[ask.rid] = _Open(ask)
         try:
             await self._call(lambda engine: engine.submit(wanted, self._heard))
@@ -354,8 +388,11 @@ class DecodeWorker(Worker):
         )
 
     async def _lines(self, one: _Open) -> AsyncGenerator[bytes, None]:
+        """Yield the outputs of a request as they come, and an empty line as a sign of life after
+        `LIFE_SIGN_S` without one."""
         while True:
             await wait_set(one.news, LIFE_SIGN_S)
+            # Cleared before the queue is read: an output that comes in between sets it again.
             one.news.clear()
             lines = [msgspec.json.encode(said) for said in one.said]
             one.said.clear()
@@ -364,7 +401,9 @@ class DecodeWorker(Worker):
                 return
 
     async def _give_up(self, one: _Open) -> None:
-        """Nobody waits for it any more. What has not ended is aborted, here and at prefill."""
+        """End a request after its stream. What has not finished is aborted here and at prefill."""
+        # Removed first: `_send_job` takes a missing entry as the sign to abort the job it has just
+        # sent.
         if self._open.pop(one.ask.rid, None) is None or not one.left:
             return
         with contextlib.suppress(ClosedError):
@@ -374,6 +413,7 @@ class DecodeWorker(Worker):
     # --- from the engine --------------------------------------------------------------------------
 
     def _heard(self, output: Any) -> None:
+        """Keep an output of the current step. Called on the engine's thread."""
         self._outputs.append(output)
 
     def _after_step(self) -> None:
@@ -381,10 +421,12 @@ class DecodeWorker(Worker):
         jobs = self.engine.take_prefill_jobs()
         outputs, self._outputs = self._outputs, []
         if jobs or outputs:
+            # One wakeup of the loop per step, however many outputs the step has.
             self._asyncio.call_soon_threadsafe(self._carry, jobs, outputs)
 
     def _carry(self, jobs: list[Any], outputs: list[Any]) -> None:
-        """Jobs to prefill, outputs to those that wait for them."""
+        """Send jobs to prefill, and hand outputs to the requests that wait for them."""
+        # A request that was given up meanwhile is not in `_open`: its jobs and outputs are dropped.
         for job in jobs:
             one = self._open.get(_rid_of(job.rid))
             if one is not None:
@@ -398,6 +440,7 @@ class DecodeWorker(Worker):
                     self._abort_jobs(one)
 
     def _ended(self) -> None:
+        """Give every open request an error for each sample that has not ended."""
         for one in self._open.values():
             for sample in range(one.left):
                 one.hear(Said(sample, finish="error", error="the worker has ended"))
@@ -405,6 +448,7 @@ class DecodeWorker(Worker):
     # --- to prefill -------------------------------------------------------------------------------
 
     async def _send_job(self, one: _Open, job: Any) -> None:
+        """Send one job to its prefill worker, and abort the request if it is not accepted."""
         url = one.ask.prefill_url
         try:
             body = msgspec.json.encode(_job_of(job))
@@ -414,23 +458,29 @@ class DecodeWorker(Worker):
             why = f"{type(error).__name__} {error}"
         if why:
             logger.warning("prefill at %s does not take %s: %s", url, job.rid, why)
+            # Set before the abort is posted: the output that it causes is reported with this cause.
             one.error = f"the prefill worker at {url} does not take it: {why}"
             with contextlib.suppress(ClosedError):
                 self.loop.post(lambda engine: engine.abort(one.ask.rid))
+        # The request was given up while the job was on its way, so the abort that `_give_up` sent
+        # may have overtaken it: send another one behind it.
         elif self._open.get(one.ask.rid) is not one:  # it was given up meanwhile
             await self._send_abort(url, [job.rid])
 
     def _abort_jobs(self, one: _Open) -> None:
+        """Tell prefill to end the jobs of a request, each at most once."""
         rids, one.jobs = one.jobs, []
         if rids:
             self._spawn(self._send_abort(one.ask.prefill_url, rids))
 
     async def _send_abort(self, url: str, rids: list[str]) -> None:
-        """Prefill hears it over the node as well, unless the two have not met yet."""
+        """POST an abort to prefill. Failures are ignored: prefill hears of it over the node too,
+        unless the two nodes have not met yet."""
         with contextlib.suppress(httpx.HTTPError):
             await self._client.post(f"{url}/abort", content=msgspec.json.encode(Abort(rids)))
 
     def _spawn(self, work: Any) -> None:
+        """Run a coroutine in a task that is kept alive until it ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -440,13 +490,14 @@ class DecodeWorker(Worker):
 
 
 def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
-    """The worker that a configuration is of."""
+    """Make the worker that a configuration describes."""
     if isinstance(config, PrefillWorkerConfig):
         return PrefillWorker(config)
     return DecodeWorker(config)
 
 
 def _model_and_pool(settings: WorkerSettings) -> tuple[Any, Any]:
+    """Load the model, or make the small one, and a KV pool for it."""
     import torch
 
     from prefixkv.engines.hf import load_model
@@ -462,11 +513,13 @@ def _model_and_pool(settings: WorkerSettings) -> tuple[Any, Any]:
         model = load_model(models.model, **options)
     else:
         model = small_model(models.seed, **options)
+    # Two workers that differ then name the option of ours that sets the field they differ in.
     model.identity = replace(model.identity, option_names=OPTION_NAMES)
     return model, model.make_pool(settings.num_pages, settings.page_size, settings.layout)
 
 
 def _tokenizer(folder: str) -> Any:
+    """Return the tokenizer of a model's folder, or of the small model for ""."""
     from prefixkv.engines.hf import load_tokenizer
     from prefixkv.engines.hf.small import small_tokenizer
 
@@ -474,6 +527,7 @@ def _tokenizer(folder: str) -> Any:
 
 
 def _generate_of(ask: Ask) -> Any:
+    """Return the engine's request for an `Ask`. Raises PrefixKVError for values out of range."""
     from prefixkv.engines.hf import Generate, Sampling
 
     return Generate(
@@ -484,6 +538,7 @@ def _generate_of(ask: Ask) -> Any:
 
 
 def _said(output: Any) -> Said:
+    """Return an engine's output as it goes over the wire."""
     error = "" if output.error is None else f"{_name(output.error)}: {output.error}"
     return Said(
         output.sample, output.position, output.token, output.text, output.finish, error,
@@ -492,6 +547,7 @@ def _said(output: Any) -> Said:
 
 
 def _job_of(job: Any) -> Job:
+    """Return a job of decode's engine as it goes over the wire."""
     choice = job.choice
     return Job(
         job.rid, job.tokens.tolist(), job.prefill, job.decode, job.room, job.generation,
@@ -501,6 +557,7 @@ def _job_of(job: Any) -> Job:
 
 
 def _prefill_job(job: Job) -> Any:
+    """Return a job as prefill's engine takes it. Raises ApiError 400 for values out of range."""
     from prefixkv.engines.hf import PrefillJob, Sampling
     from prefixkv.engines.hf.sampling import Choice
 
@@ -516,6 +573,7 @@ def _prefill_job(job: Job) -> Any:
 
 
 def _tokens(tokens: list[int]) -> Any:
+    """Return tokens as int64; the engine checks their range. Raises TokenError beyond 64 bits."""
     try:
         return np.array(tokens, np.int64)
     except OverflowError:
@@ -523,9 +581,10 @@ def _tokens(tokens: list[int]) -> Any:
 
 
 def _rid_of(job: str) -> str:
-    """The request of a job "worker/request/sample.generation"."""
+    """Return the request's part of a job's rid, "worker/request/sample.generation"."""
     return job.rsplit("/", 2)[1]
 
 
 def _name(error: BaseException) -> str:
+    """Return an error's class name, which is its code in answers."""
     return type(error).__name__
