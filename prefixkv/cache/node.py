@@ -144,7 +144,7 @@ class Node:
             supersedes: the history of a page is that of its last use alone, so marks above this one
                 no longer count (`Policy.supersedes`).
         """
-        # 1. The use ends at the last page, whose mark has a field of its own.
+        # 1. The use ends at the last page: its mark has a field of its own.
         if depth == self.end:
             self.mark = mark if self.mark is None else fold(self.mark, mark)
             if supersedes:

@@ -25,6 +25,8 @@ class Releases:
         """
         if lock is None:
             return 0
+        # The first node that something else holds ends the walk, as in the tree; its count is lower
+        # from here on, so the next lock may go further.
         refs, node = self._refs, lock.node
         end = node.end
         refs[node] = left = refs.get(node, node.lock_ref) - 1

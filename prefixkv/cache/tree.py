@@ -103,7 +103,7 @@ class RadixTree:
             pages.
         """
         page_bytes = self._page_bytes
-        # A partial last page can not match: nobody else may share a page that is still being
+        # A partial last page can not match: no request may share a page that is still being
         # written.
         end = len(data)
         end -= end % page_bytes
@@ -258,7 +258,7 @@ class RadixTree:
         try:
             marks = list(self.policy.insertion_marks(use))
             # A user's policy may return anything. A mark outside the new pages would break the
-            # staircase, whose steps must rise inside their node.
+            # staircase: steps must rise, inside their node.
             if marks[-1][0] == use.num_pages and marks[0][0] >= use.old_pages:
                 return marks
             raise ValueError(f"insertion_marks of {use.num_pages} pages are {marks}")
@@ -405,7 +405,7 @@ class RadixTree:
     # --- taking out ----------------------------------------------------------------------------
 
     def _victim(self) -> Node | None:
-        """Return the leaf whose last page goes first, or None. A wanted leaf goes only when there
+        """Return the leaf that loses a page next, or None. A wanted leaf goes only when there
         is no other."""
         # 1. Leaves that the policy did not rank.
         # 2. The policy's first, passing over leaves with a last page that a request waits for.
@@ -535,7 +535,7 @@ class RadixTree:
             self._enqueue(parent)
 
     def _leave_queue(self, leaf: Node) -> None:
-        """Remove the leaf that `_victim` chose from its queue. A queue whose ranks do not compare
+        """Remove the leaf that `_victim` chose from its queue. A queue with ranks that do not compare
         may raise."""
         try:
             leaf.entry[2].take(leaf)
