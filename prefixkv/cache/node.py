@@ -205,8 +205,8 @@ class Node:
         return upper
 
     def absorb_parent(self) -> None:
-        """Take over the pages and marks of the parent, whose only child this is. The parent leaves
-        the tree.
+        """Take over the pages and marks of the parent, which has no other child and leaves the
+        tree.
 
         The child's object survives because locks may end on it; none ends on the parent.
 

@@ -535,8 +535,8 @@ class RadixTree:
             self._enqueue(parent)
 
     def _leave_queue(self, leaf: Node) -> None:
-        """Remove the leaf that `_victim` chose from its queue. A queue with ranks that do not compare
-        may raise."""
+        """Remove the leaf that `_victim` chose from its queue, which may raise if its ranks do not
+        compare."""
         try:
             leaf.entry[2].take(leaf)
         except Exception as error:
